@@ -1,0 +1,49 @@
+"""Addresses: what a server may listen on."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from quire._serving.process import UsageError
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host and port of `host:port` or `[ipv6]:port`.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65_535:
+        raise UsageError(f"{address!r} is no address; write host:port or unix:///path")
+    return host.strip("[]"), int(port)
+
+
+def is_unix(address: str) -> bool:
+    """Whether the address is a Unix socket."""
+    return address.startswith("unix:")
+
+
+def is_local(address: str) -> bool:
+    """Whether only this machine can reach the address: a Unix socket or loopback."""
+    if is_unix(address):
+        return True
+    host, _ = split(address)
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def require_safe(address: str, *, token: str | None) -> None:
+    """Refuses to serve other machines without authentication.
+
+    Raises:
+        UsageError: the address is not local and there is no token, or it is no address.
+    """
+    if not is_local(address) and not token:
+        raise UsageError(
+            f"{address} can be reached from other machines: give --token-file, or listen on loopback or unix:///path"
+        )

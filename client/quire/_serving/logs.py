@@ -1,0 +1,37 @@
+"""Structured logs on standard error: JSON for machines, colours for a terminal.
+
+No token, prompt, text or whole digest is ever logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import structlog
+
+
+def configure(*, log_format: str, level: str, **bound: Any) -> None:
+    """Sets up logging of this process.
+
+    Args:
+        log_format: "json", "console", or "auto": console where standard error is a terminal.
+        level: "debug", "info", "warning" or "error".
+        bound: values that every line carries, such as the process' role.
+    """
+    pretty = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
+    renderer = structlog.dev.ConsoleRenderer() if pretty else structlog.processors.JSONRenderer()
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    structlog.contextvars.bind_contextvars(**bound)

@@ -1,0 +1,50 @@
+"""A server as a process: tokens, signals, and the file that says it is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+
+TOKEN_CHARACTERS_MIN = 16
+
+
+class UsageError(Exception):
+    """The command line, a file that it names or the environment is wrong; the process says so and exits with 2."""
+
+
+def read_token(path: str | None) -> str | None:
+    """The bearer token in a file, without surrounding white space; None without a path.
+
+    Raises:
+        UsageError: the file cannot be read, or its token is too short or not printable ASCII.
+    """
+    if path is None:
+        return None
+    try:
+        token = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"token file {path}: {error}") from None
+    if len(token) < TOKEN_CHARACTERS_MIN or not token.isprintable() or " " in token:
+        raise UsageError(f"token file {path}: a token has at least {TOKEN_CHARACTERS_MIN} printable characters")
+    return token
+
+
+def write_ready_file(path: str | None, **values: object) -> None:
+    """Tells a supervisor the addresses in use, as JSON, in one atomic step; nothing without a path."""
+    if path is None:
+        return
+    temporary = Path(f"{path}.{os.getpid()}")
+    temporary.write_text(json.dumps({**values, "pid": os.getpid()}))
+    temporary.replace(path)
+
+
+def stop_event() -> asyncio.Event:
+    """An event that SIGTERM and SIGINT set."""
+    event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, event.set)
+    return event

@@ -1,0 +1,113 @@
+"""One gRPC server as both services run it: command line, limits, tokens, health, metrics, shutdown."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Final
+
+import structlog
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from prometheus_client.registry import Collector
+
+from quire._serving.address import is_unix, require_safe, split
+from quire._serving.metrics import MetricsServer
+from quire._serving.process import UsageError, read_token, write_ready_file
+from quire._serving.rpc import TokenInterceptor
+
+log = structlog.get_logger()
+
+MESSAGE_BYTES_MAX: Final = 2 << 20
+CALLS_MAX: Final = 1_024  # at a time, streams included
+GRACE_S: Final = 5.0
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str) -> None:
+    """The options that every server has."""
+    parser.add_argument(
+        "--listen", default=listen, help="host:port or unix:///path; port 0 takes any free one (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--metrics", default=metrics, help="host:port of /metrics for Prometheus (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--token-file",
+        default=os.environ.get("QUIRE_TOKEN_FILE"),
+        help="file with the bearer token that callers must show; needed off loopback (default: $QUIRE_TOKEN_FILE)",
+    )
+    parser.add_argument("--ready-file", help="write addresses and pid there, as JSON, once serving")
+    parser.add_argument(
+        "--log-format", choices=["auto", "json", "console"], default="auto", help="auto: console on a terminal"
+    )
+    parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
+
+
+class Server:
+    """Lifecycle: construct (checks addresses and token), add servicers to `grpc`, `start`, `announce`, `stop`.
+
+    Raises:
+        UsageError: an address is unsafe without a token, or the token file is unusable.
+    """
+
+    def __init__(self, options: argparse.Namespace, *, service_name: str) -> None:
+        self.token = read_token(options.token_file)
+        for address in (options.listen, options.metrics):
+            require_safe(address, token=self.token)
+        self._options = options
+        self._service_name = service_name
+        self._health = HealthServicer()
+        self._metrics: MetricsServer | None = None
+        self._address = ""
+        self.grpc = aio.server(
+            interceptors=[TokenInterceptor(self.token)] if self.token else [],
+            maximum_concurrent_rpcs=CALLS_MAX,
+            options=[
+                ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+                ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+                ("grpc.so_reuseport", 0),  # a second server on the port is a mistake, not load sharing
+            ],
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+
+    async def start(self, collector: Collector) -> None:
+        """Binds both addresses; health says NOT_SERVING until `announce`.
+
+        Raises:
+            UsageError: an address is taken.
+        """
+        listen, metrics = self._options.listen, self._options.metrics
+        try:
+            port = self.grpc.add_insecure_port(listen)
+        except RuntimeError as error:
+            raise UsageError(f"cannot listen on {listen}: {error}") from None
+        try:
+            self._metrics = MetricsServer(metrics, collector, token=self.token)
+        except OSError as error:
+            raise UsageError(f"cannot serve metrics on {metrics}: {error}") from None
+        self._address = listen if is_unix(listen) else f"{split(listen)[0]}:{port}"
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self.grpc.start()
+
+    async def announce(self) -> None:
+        """Everything is up: health says SERVING, and the ready file is there."""
+        assert self._metrics is not None, "announced before started"
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        metrics = self._metrics.bound_address
+        write_ready_file(self._options.ready_file, address=self._address, metrics_address=metrics)
+        log.info("serving", address=self._address, metrics=metrics, authenticated=self.token is not None)
+
+    async def withdraw(self) -> None:
+        """Health says NOT_SERVING from now on, so that callers go elsewhere."""
+        await self._health.enter_graceful_shutdown()
+
+    async def stop(self) -> None:
+        """Ends what still runs, after a grace of 5 s."""
+        await self.grpc.stop(grace=GRACE_S)
+        if self._metrics is not None:
+            self._metrics.close()
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for name in ("", self._service_name):
+            await self._health.set(name, status)

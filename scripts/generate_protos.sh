@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Generates client/quire/v1 from protos/, or with --to DIR somewhere else. Needs the `dev` extra; PYTHON names the interpreter.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+out=client
+[ "${1:-}" = --to ] && out=$2
+bin=$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
+"$python" -m grpc_tools.protoc -Iprotos --python_out="$out" --grpc_python_out="$out" \
+  --plugin=protoc-gen-mypy="$bin/protoc-gen-mypy" --mypy_out=quiet:"$out" \
+  --plugin=protoc-gen-mypy_grpc="$bin/protoc-gen-mypy_grpc" --mypy_grpc_out=quiet:"$out" \
+  protos/quire/v1/*.proto
+# errors.proto has no service: its empty stubs would only mislead.
+rm -f "$out"/quire/v1/errors_pb2_grpc.py "$out"/quire/v1/errors_pb2_grpc.pyi

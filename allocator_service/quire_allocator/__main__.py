@@ -1,0 +1,5 @@
+"""`python -m quire_allocator`."""
+
+from quire_allocator.server import main
+
+main()

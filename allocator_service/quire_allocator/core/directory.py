@@ -1,0 +1,283 @@
+"""Which owner holds which pool: attach, fence, resume, leases.
+
+Lifecycle of an ownership:
+
+    1. claimed       `attach` was accepted; the owner has still to report its pool
+    2. open          `open` put a pool and a session id in place; steps are applied
+    3. disconnected  its stream ended without a detach: the state stays until the lease ends, for a resume
+    4. gone          `remove` or `expire`; only then another incarnation may attach
+
+Fencing: at any time one stream is a pool's current one. A newer attach of the same incarnation replaces it, and the
+caller ends the old stream. A lease is clean-up, never mutual exclusion: the owner is the fence of its own memory.
+
+Times are seconds of a monotonic clock, session ids come from the caller.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from quire_allocator.core.pool import Pool, PoolSpec
+
+ANSWERS_KEPT_MAX = 1024  # per unary session: how many request ids can be repeated
+
+
+class Refusal(Exception):
+    """A request that the protocol refuses; `reason` is a name of `quire.v1.Reason`. Nothing has changed."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+
+
+class StepLog:
+    """Numbers and kept replies of one session: each step is applied once, in order, and can be answered again."""
+
+    def __init__(self, next_step: int, window: int) -> None:
+        self.next_step = next_step
+        self.window = window
+        self._kept: OrderedDict[int, tuple[object, object]] = OrderedDict()  # number -> (step, reply)
+
+    def replay(self, number: int, step: object) -> object | None:
+        """The kept reply to a repeated step, or None if `number` is the next one and has to be applied.
+
+        Raises:
+            Refusal: STEP_MISMATCH, the number was used for another step; STEP_GAP, any other number.
+        """
+        if number == self.next_step:
+            return None
+        if number not in self._kept:
+            raise Refusal("STEP_GAP", f"step {number} is neither the next ({self.next_step}) nor kept for replay")
+        earlier, reply = self._kept[number]
+        if earlier != step:
+            raise Refusal("STEP_MISMATCH", f"step {number} was applied with other content")
+        return reply
+
+    def record(self, step: object, reply: object) -> None:
+        """The next step was applied with this reply; at most `window` replies are kept."""
+        self._kept[self.next_step] = (step, reply)
+        self.next_step += 1
+        while len(self._kept) > self.window:
+            self._kept.popitem(last=False)
+
+    def forget(self, acknowledged: int) -> None:
+        """The owner has applied all replies up to `acknowledged`."""
+        while self._kept and next(iter(self._kept)) <= acknowledged:
+            self._kept.popitem(last=False)
+
+
+class AnswerLog:
+    """Kept answers of one unary session, by request id."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, tuple[object, object]] = OrderedDict()
+
+    def replay(self, request_id: str, request: object) -> object | None:
+        """The kept answer to a repeated request, or None.
+
+        Raises:
+            Refusal: STEP_MISMATCH, the id was used for another request.
+        """
+        if request_id not in self._kept:
+            return None
+        earlier, answer = self._kept[request_id]
+        if earlier != request:
+            raise Refusal("STEP_MISMATCH", f"request id {request_id} was used with other content")
+        return answer
+
+    def record(self, request_id: str, request: object, answer: object) -> None:
+        """Keeps an answer, and forgets the oldest beyond `ANSWERS_KEPT_MAX`."""
+        self._kept[request_id] = (request, answer)
+        if len(self._kept) > ANSWERS_KEPT_MAX:
+            self._kept.popitem(last=False)
+
+
+@dataclass(slots=True)
+class Ownership:
+    """One pool and who owns it.
+
+    Attributes:
+        stream: handle of the current stream; None for unary sessions and while disconnected.
+        session_id: 16 bytes; empty while only claimed, and after quarantine.
+        steps, answers: replay of a stream's steps, of a unary session's requests.
+    """
+
+    name: str
+    spec: PoolSpec
+    incarnation: bytes
+    epoch: int
+    window: int
+    lease_end: float
+    stream: object | None
+    unary: bool
+    pool: Pool
+    session_id: bytes = b""
+    steps: StepLog = field(default_factory=lambda: StepLog(1, 1))
+    answers: AnswerLog = field(default_factory=AnswerLog)
+
+
+class Directory:
+    """Every pool that is attached to this allocator."""
+
+    def __init__(self, *, lease_s: float, pools_max: int) -> None:
+        self.lease_s = lease_s
+        self.pools_max = pools_max
+        self.expired_count = 0
+        self._owners: dict[str, Ownership] = {}
+        self._sessions: dict[bytes, Ownership] = {}
+
+    def attach(
+        self,
+        *,
+        name: str,
+        spec: PoolSpec,
+        incarnation: bytes,
+        epoch: int,
+        window: int,
+        resume_session: bytes,
+        stream: object,
+        now: float,
+    ) -> tuple[Ownership, bool, object | None]:
+        """Makes `stream` the pool's current one.
+
+        Returns:
+            The ownership, whether it was resumed (else a report is required), and the older stream to end, if any.
+
+        Raises:
+            Refusal: FENCED, the epoch was seen before; POOL_OWNED, another owner has not been expired; LAYOUT,
+                another specification than the one to resume; LIMIT, too many pools.
+        """
+        owner = self._owners.get(name)
+        if owner is None or owner.unary or owner.incarnation != incarnation:
+            self._admit(name, now)
+            owner = Ownership(name, spec, incarnation, epoch, window, now + self.lease_s, stream, False, Pool(spec))
+            self._owners[name] = owner
+            return owner, False, None
+        if epoch <= owner.epoch:
+            raise Refusal("FENCED", f"pool {name}: epoch {epoch} is not above {owner.epoch}")
+        resumed = bool(owner.session_id) and resume_session == owner.session_id
+        if resumed and spec != owner.spec:
+            raise Refusal("LAYOUT", f"pool {name}: resumed with another specification")
+        older, owner.stream = owner.stream, stream
+        owner.epoch, owner.window, owner.lease_end = epoch, window, now + self.lease_s
+        if resumed:
+            owner.steps.window = window
+        return owner, resumed, older
+
+    def open(self, owner: Ownership, *, spec: PoolSpec, session_id: bytes, last_step: int) -> None:
+        """Puts an empty pool in force under a new session id, after an empty report; until then the old one stays."""
+        self._sessions.pop(owner.session_id, None)
+        owner.spec = spec
+        owner.pool = Pool(spec)
+        owner.session_id = session_id
+        owner.steps = StepLog(last_step + 1, owner.window)
+        self._sessions[session_id] = owner
+
+    def open_unary(self, *, name: str, spec: PoolSpec, request_id: str, session_id: bytes, now: float) -> Ownership:
+        """Takes a pool for a unary session; the same `request_id` again returns the session it opened.
+
+        Raises:
+            Refusal: POOL_OWNED, LIMIT; LAYOUT, the repeated request names another specification.
+        """
+        owner = self._owners.get(name)
+        if owner is not None and owner.unary and owner.incarnation == request_id.encode():
+            if owner.spec != spec:
+                raise Refusal("LAYOUT", f"pool {name}: request {request_id} was sent with another specification")
+            self.renew(owner, now)
+            return owner
+        self._admit(name, now)
+        owner = Ownership(
+            name, spec, request_id.encode(), 1, 1, now + self.lease_s, None, True, Pool(spec), session_id=session_id
+        )
+        self._owners[name] = owner
+        self._sessions[session_id] = owner
+        return owner
+
+    def session(self, session_id: bytes) -> Ownership:
+        """The open session of that id.
+
+        Raises:
+            Refusal: SESSION_UNKNOWN.
+        """
+        owner = self._sessions.get(session_id)
+        if owner is None:
+            raise Refusal("SESSION_UNKNOWN", "the session expired, was closed or never existed; attach again")
+        return owner
+
+    def pool(self, name: str) -> Ownership:
+        """The open pool of that name.
+
+        Raises:
+            Refusal: POOL_UNKNOWN.
+        """
+        owner = self._owners.get(name)
+        if owner is None or not owner.session_id:
+            raise Refusal("POOL_UNKNOWN", f"no pool named {name!r} is attached")
+        return owner
+
+    def open_pools(self) -> list[Ownership]:
+        """Every open pool, by name."""
+        return [owner for _, owner in sorted(self._owners.items()) if owner.session_id]
+
+    def renew(self, owner: Ownership, now: float) -> None:
+        """A message of the owner arrived."""
+        owner.lease_end = now + self.lease_s
+
+    def disconnect(self, owner: Ownership, stream: object) -> None:
+        """A stream ended; if it was the current one, the lease runs from the last message."""
+        if owner.stream is stream:
+            owner.stream = None
+
+    def remove(self, owner: Ownership) -> None:
+        """Drops a pool: its owner detached or its session was closed."""
+        if self._owners.get(owner.name) is owner:
+            del self._owners[owner.name]
+        self._sessions.pop(owner.session_id, None)
+
+    def quarantine(self, owner: Ownership) -> None:
+        """An invariant broke: the session is over; a stream has to attach and report again, a unary owner to open."""
+        if owner.unary:
+            self.remove(owner)
+            return
+        self._sessions.pop(owner.session_id, None)
+        owner.session_id = b""
+
+    def expire(self, now: float) -> list[Ownership]:
+        """Drops every pool whose lease has ended, and returns them so that their streams can be ended."""
+        gone = [owner for owner in self._owners.values() if owner.lease_end <= now]
+        for owner in gone:
+            self.remove(owner)
+        self.expired_count += len(gone)
+        return gone
+
+    def extend_leases(self, stalled_s: float) -> None:
+        """The server itself stood still that long: no owner could have been heard, so every lease grows by it."""
+        for owner in self._owners.values():
+            owner.lease_end += stalled_s
+
+    def _admit(self, name: str, now: float) -> None:
+        # A lease that has run out still counts here: only `expire` ends it, which allows for the server's own stalls
+        # and whose caller ends the old stream.
+        owner = self._owners.get(name)
+        if owner is not None:
+            wait_ms = max(0, int((owner.lease_end - now) * 1000))
+            raise Refusal("POOL_OWNED", f"pool {name} has another owner whose lease lives {wait_ms} ms longer")
+        if len(self._owners) >= self.pools_max:
+            raise Refusal("LIMIT", f"this allocator serves at most {self.pools_max} pools")
+
+    def check_invariants(self) -> None:
+        """Names and sessions agree, and every pool is consistent.
+
+        Raises:
+            AssertionError: naming what is broken.
+        """
+        for name, owner in self._owners.items():
+            assert owner.name == name, f"pool {owner.name} is filed under {name}"
+            if owner.session_id:
+                assert self._sessions.get(owner.session_id) is owner, f"pool {name} has no entry for its session"
+                owner.pool.check_invariants()
+        for session_id, owner in self._sessions.items():
+            assert owner.session_id == session_id, f"pool {owner.name} is reached by an old session id"
+            assert self._owners.get(owner.name) is owner, f"a session outlived pool {owner.name}"

@@ -1,0 +1,99 @@
+"""The allocator as a process: `quire-allocator`, or `python -m quire_allocator`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+import structlog
+import uvloop
+from quire._serving import logs
+from quire._serving.process import UsageError, stop_event
+from quire._serving.server import Server, add_arguments
+from quire.v1 import allocator_pb2_grpc as pb_grpc
+
+from quire_allocator import limits
+from quire_allocator.core.directory import Directory
+from quire_allocator.service import AllocatorService
+from quire_allocator.telemetry import AllocatorCollector, Telemetry
+
+log = structlog.get_logger()
+
+LEASE_CHECK_S = 0.5
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line of the allocator."""
+    parser = argparse.ArgumentParser(
+        prog="quire-allocator", description="Serve block tables of paged KV caches over gRPC."
+    )
+    add_arguments(parser, listen="127.0.0.1:7070", metrics="127.0.0.1:9470")
+    parser.add_argument(
+        "--lease", type=float, default=limits.LEASE_S, help="seconds of silence before a pool is dropped"
+    )
+    parser.add_argument("--cpu", type=int, help="pin the process to this CPU (hopping doubles its cost per message)")
+    parser.add_argument(
+        "--check-invariants", action="store_true", help="check every pool after every step; slow, for debugging"
+    )
+    options = parser.parse_args(arguments)
+    if options.lease <= 0:
+        parser.error("--lease must be above 0 seconds")
+    return options
+
+
+async def serve(options: argparse.Namespace) -> None:
+    """Runs until SIGTERM or SIGINT.
+
+    Raises:
+        UsageError: an address is unsafe or taken, or the token file is unusable.
+    """
+    stop = stop_event()
+    server = Server(options, service_name="quire.v1.AllocatorService")
+    directory = Directory(lease_s=options.lease, pools_max=limits.POOLS_MAX)
+    telemetry = Telemetry()
+    service = AllocatorService(directory, telemetry, check_invariants=options.check_invariants)
+    pb_grpc.add_AllocatorServiceServicer_to_server(service, server.grpc)
+    await server.start(AllocatorCollector(directory, telemetry))
+    gc.freeze()  # what lives from here on is small; a full collection would stall every stream
+    await server.announce()
+    leases = asyncio.create_task(_watch_leases(service))
+
+    await stop.wait()
+    log.info("draining")
+    leases.cancel()
+    await server.withdraw()
+    service.drain()
+    await server.stop()
+    log.info("stopped")
+
+
+async def _watch_leases(service: AllocatorService) -> None:
+    """Expires leases; time in which this process stood still is not held against the owners."""
+    last = time.monotonic()
+    while True:
+        await asyncio.sleep(LEASE_CHECK_S)
+        stalled_s = time.monotonic() - last - LEASE_CHECK_S
+        last = time.monotonic()
+        if stalled_s > LEASE_CHECK_S:
+            service.directory.extend_leases(stalled_s)
+        service.expire_leases()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of `quire-allocator`."""
+    options = parse_arguments(arguments)
+    logs.configure(log_format=options.log_format, level=options.log_level, role="allocator")
+    if options.cpu is not None:
+        os.sched_setaffinity(0, {options.cpu})
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            uvloop.run(serve(options))
+    except UsageError as error:
+        print(f"quire-allocator: {error}", file=sys.stderr)  # noqa: T201 - a usage error, as argparse prints its own
+        sys.exit(2)

@@ -1,0 +1,295 @@
+"""AllocatorService: thin handlers between the wire and the core.
+
+Every handler checks its request, makes one domain call and translates. All run on one event loop, which is the only
+writer: no handler awaits between reading and changing the state of a pool.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeAlias, TypeVar, cast
+
+import structlog
+from google.protobuf.message import Message
+from grpc import aio
+from quire._serving.rpc import abort
+from quire.errors import QuireError, Reason
+from quire.v1 import allocator_pb2 as pb
+from quire.v1 import allocator_pb2_grpc as pb_grpc
+
+from quire_allocator import limits, steps, translate
+from quire_allocator.core.directory import Directory, Ownership, Refusal
+from quire_allocator.core.pool import CommitResult, GrowResult, Result
+from quire_allocator.stream import SessionStream
+from quire_allocator.telemetry import Telemetry
+from quire_allocator.translate import require
+
+log = structlog.get_logger()
+Context: TypeAlias = "aio.ServicerContext[Any, Any]"
+RequestT = TypeVar("RequestT", bound=Message)
+ResponseT = TypeVar("ResponseT", bound=Message)
+
+
+def unary(
+    handler: Callable[[AllocatorService, RequestT], ResponseT],
+) -> Callable[[AllocatorService, RequestT, Context], Awaitable[ResponseT]]:
+    """Turns a plain function into a handler: refusals become errors with a reason, every call is counted."""
+
+    @functools.wraps(handler)
+    async def call(self: AllocatorService, request: RequestT, context: Context) -> ResponseT:
+        try:
+            response = handler(self, request)
+        except Refusal as refusal:
+            error = QuireError.of(Reason(refusal.reason), refusal.message)
+            self.telemetry.count_rpc(handler.__name__, error.code.name)
+            await abort(context, error)
+        self.telemetry.count_rpc(handler.__name__, "OK")
+        return response
+
+    return call
+
+
+class AllocatorService(pb_grpc.AllocatorServiceServicer):
+    """Serves every attached pool of `directory`."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        telemetry: Telemetry,
+        *,
+        check_invariants: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.directory = directory
+        self.telemetry = telemetry
+        self.check_invariants = check_invariants
+        self.clock = clock
+        self.draining = False
+        self.streams: set[SessionStream] = set()  # every one, attached or not yet
+
+    # -- the owner's stream --------------------------------------------------------------------------------------------
+
+    async def Session(  # type: ignore[override]  # replies go through context.write
+        self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
+    ) -> None:
+        """See `stream.SessionStream`."""
+        await SessionStream(self, context).run()
+
+    def drain(self) -> None:
+        """Takes no new session and ends every stream with UNAVAILABLE / DRAINING."""
+        self.draining = True
+        for stream in self.streams:
+            stream.end(Reason.DRAINING, "the allocator is shutting down")
+
+    def apply(self, owner: Ownership, operate: Callable[[], ResponseT]) -> ResponseT:
+        """Changes a pool by a checked request. A defect of ours stops this pool, and the others go on.
+
+        Raises:
+            Refusal: POOL_QUARANTINED; any that `operate` raises before it changes something.
+        """
+        try:
+            response = operate()
+            if self.check_invariants:
+                owner.pool.check_invariants()
+        except Refusal:
+            raise
+        except Exception as error:
+            log.exception("pool quarantined", pool=owner.name)
+            self.directory.quarantine(owner)
+            raise Refusal("POOL_QUARANTINED", "an invariant of this pool broke; attach again") from error
+        return response
+
+    def expire_leases(self) -> None:
+        """Drops pools whose owner has been silent for the length of a lease; called by the server's timer."""
+        for owner in self.directory.expire(self.clock()):
+            log.warning("lease expired", pool=owner.name, sequences=len(owner.pool.sequences))
+            self.telemetry.forget(owner.name)
+            if isinstance(owner.stream, SessionStream):
+                owner.stream.end(Reason.IDLE, "no message for the length of the lease")
+
+    # -- unary sessions ------------------------------------------------------------------------------------------------
+
+    @unary
+    def OpenSession(self, request: pb.OpenSessionRequest) -> pb.OpenSessionResponse:
+        require(not self.draining, "the allocator is shutting down", "DRAINING")
+        owner = self.directory.open_unary(
+            name=translate.pool_name(request.pool),
+            spec=translate.pool_spec(request.spec),
+            request_id=translate.request_id(request.request_id),
+            session_id=secrets.token_bytes(16),
+            now=self.clock(),
+        )
+        log.info("session opened", pool=owner.name, kind="unary", blocks=owner.spec.block_count)
+        return pb.OpenSessionResponse(
+            session_id=owner.session_id, lease_ms=int(self.directory.lease_s * 1000), limits=translate.LIMITS
+        )
+
+    @unary
+    def KeepAlive(self, request: pb.KeepAliveRequest) -> pb.KeepAliveResponse:
+        self._owner(request.session_id)
+        return pb.KeepAliveResponse(lease_ms=int(self.directory.lease_s * 1000))
+
+    @unary
+    def Allocate(self, request: pb.AllocateRequest) -> pb.AllocateResponse:
+        digests = translate.digests(request.digests)
+        namespace = translate.namespace(request.namespace)
+        require(request.token_count > 0, "token_count must be at least 1")
+
+        def operate(owner: Ownership) -> pb.AllocateResponse:
+            require(len(owner.pool.sequences) < limits.SEQUENCES_MAX, "too many live sequences", "LIMIT")
+            grown = owner.pool.allocate(request.sequence_id, request.token_count, digests, namespace)
+            return pb.AllocateResponse(
+                result=_wire(grown.result),
+                matched_token_count=grown.matched_token_count,
+                tables=map(translate.block_table, grown.blocks),
+                shortfall=grown.shortfall,
+            )
+
+        return self._once(request, "grow", operate)
+
+    @unary
+    def Grow(self, request: pb.GrowRequest) -> pb.GrowResponse:
+        require(request.token_count > 0, "token_count must be at least 1")
+
+        def operate(owner: Ownership) -> pb.GrowResponse:
+            grown: GrowResult = owner.pool.grow(request.sequence_id, request.token_count)
+            return pb.GrowResponse(
+                result=_wire(grown.result),
+                tables=map(translate.block_table, grown.blocks),
+                copy_sources=(copy.source for copy in grown.copies),
+                copy_destinations=(copy.destination for copy in grown.copies),
+                shortfall=grown.shortfall,
+            )
+
+        return self._once(request, "grow", operate)
+
+    @unary
+    def Fork(self, request: pb.ForkRequest) -> pb.ForkResponse:
+        def operate(owner: Ownership) -> pb.ForkResponse:
+            require(len(owner.pool.sequences) < limits.SEQUENCES_MAX, "too many live sequences", "LIMIT")
+            return pb.ForkResponse(result=_wire(owner.pool.fork(request.parent_id, request.child_id)))
+
+        return self._once(request, "fork", operate)
+
+    @unary
+    def Commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
+        digests = translate.digests(request.digests)
+
+        def operate(owner: Ownership) -> pb.CommitResponse:
+            steps.check_commit(owner.pool, request.sequence_id, request.token_count, len(digests))
+            done: CommitResult = owner.pool.commit(request.sequence_id, request.token_count, digests)
+            return pb.CommitResponse(
+                result=_wire(done.result),
+                swap_groups=(swap.group for swap in done.swaps),
+                swap_indices=(swap.position for swap in done.swaps),
+                swap_blocks=(swap.block for swap in done.swaps),
+            )
+
+        return self._once(request, "commit", operate)
+
+    @unary
+    def Free(self, request: pb.FreeRequest) -> pb.FreeResponse:
+        return self._once(
+            request, "free", lambda owner: pb.FreeResponse(result=_wire(owner.pool.free(request.sequence_id)))
+        )
+
+    @unary
+    def CloseSession(self, request: pb.CloseSessionRequest) -> pb.CloseSessionResponse:
+        try:
+            owner = self._owner(request.session_id)
+        except Refusal as refusal:
+            if refusal.reason != "SESSION_UNKNOWN":
+                raise
+        else:
+            self.directory.remove(owner)
+            self.telemetry.forget(owner.name)
+            log.info("session closed", pool=owner.name)
+        return pb.CloseSessionResponse()
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    @unary
+    def MatchPrefix(self, request: pb.MatchPrefixRequest) -> pb.MatchPrefixResponse:
+        digests, namespace = translate.digests(request.digests), translate.namespace(request.namespace)
+        found = []
+        for owner in self.directory.open_pools():
+            blocks = len(owner.pool.match(namespace, digests)[0])
+            if blocks:
+                found.append(pb.PrefixMatch(pool=owner.name, matched_token_count=blocks * owner.spec.block_size))
+        return pb.MatchPrefixResponse(matches=sorted(found, key=lambda m: (-m.matched_token_count, m.pool)))
+
+    @unary
+    def ListPools(self, request: pb.ListPoolsRequest) -> pb.ListPoolsResponse:
+        return pb.ListPoolsResponse(pools=map(self._summary, self.directory.open_pools()))
+
+    @unary
+    def GetPool(self, request: pb.GetPoolRequest) -> pb.GetPoolResponse:
+        owner = self.directory.pool(translate.pool_name(request.pool))
+        response = pb.GetPoolResponse(summary=self._summary(owner))
+        if request.view == pb.POOL_VIEW_BLOCKS:
+            _describe_blocks(owner, request.after_sequence_id, response)
+        return response
+
+    # -- shared --------------------------------------------------------------------------------------------------------
+
+    def _owner(self, session_id: bytes) -> Ownership:
+        """The unary session that a call names; the call renews its lease."""
+        owner = self.directory.session(session_id)
+        require(owner.unary, "this pool is owned over the Session stream", "FENCED")
+        self.directory.renew(owner, self.clock())
+        return owner
+
+    def _once(self, request: Any, operation: str, operate: Callable[[Ownership], ResponseT]) -> ResponseT:
+        """Applies an operation, or returns the answer that its request id had before."""
+        owner = self._owner(request.session_id)
+        request_id = translate.request_id(request.request_id)
+        kept = owner.answers.replay(request_id, request)
+        if kept is not None:
+            return cast("ResponseT", kept)
+        response = self.apply(owner, lambda: operate(owner))
+        owner.answers.record(request_id, request, response)
+        self.telemetry.of(owner.name).count(operation, response.result)  # type: ignore[attr-defined]
+        return response
+
+    def _summary(self, owner: Ownership) -> pb.PoolSummary:
+        blocks = owner.pool.blocks
+        return pb.PoolSummary(
+            pool=owner.name,
+            spec=translate.pool_spec_message(owner.spec),
+            session_kind=pb.SESSION_KIND_UNARY if owner.unary else pb.SESSION_KIND_STREAM,
+            connected=owner.unary or owner.stream is not None,
+            lease_remaining_ms=max(0, int((owner.lease_end - self.clock()) * 1000)),
+            empty_block_count=blocks.empty_count,
+            cached_block_count=blocks.cached_count,
+            held_block_count=blocks.block_count - blocks.free_count,
+            sequence_count=len(owner.pool.sequences),
+            table_entry_count=owner.pool.table_entry_count(),
+            last_step=owner.steps.next_step - 1,
+        )
+
+
+def _wire(result: Result) -> pb.Result.ValueType:
+    return cast("pb.Result.ValueType", int(result))
+
+
+def _describe_blocks(owner: Ownership, after_sequence_id: int, response: pb.GetPoolResponse) -> None:
+    """Adds the state of every block, and as many sequences as one message should carry."""
+    response.block_states = owner.pool.blocks.states()
+    size = 0
+    for sequence_id, sequence in sorted(owner.pool.sequences.items()):
+        if sequence_id <= after_sequence_id:
+            continue
+        if size > limits.SEQUENCE_BYTES_PER_ANSWER_MAX:
+            response.truncated = True
+            break
+        info = response.sequences.add(
+            sequence_id=sequence_id,
+            namespace=sequence.namespace,
+            token_count=sequence.token_count,
+            committed_token_count=sequence.committed_token_count,
+            tables=map(translate.block_table, sequence.tables),
+        )
+        size += info.ByteSize()

@@ -1,0 +1,5 @@
+"""`python -m quire_worker`."""
+
+from quire_worker.server import main
+
+main()

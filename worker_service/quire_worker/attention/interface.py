@@ -1,0 +1,89 @@
+"""What every implementation of paged attention takes and gives.
+
+Two steps, as in FlashInfer: `plan` once per forward pass turns the batch into whatever indices the implementation likes,
+then each layer calls `append` and `attend` with its own pages.
+
+Layout: pages are NHD, 5-D (see `quire_worker.cache`); queries, keys and values are ragged, the tokens of all sequences
+one after another, `[tokens, heads, head_dim]`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from quire_worker.cache import CacheSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionBatch:
+    """Which tokens of a flat batch belong to which sequence, and where their keys and values lie.
+
+    Sequence i owns the tokens `[query_indptr[i], query_indptr[i + 1])` of the batch, at least one. They are its last
+    tokens: of its `kv_lengths[i]` keys, these tokens' own included, the last query sees all, the one before it all but
+    one, and so on (causal, right-aligned).
+
+    Entries of `block_tables` past the block that holds a sequence's last key are padding and never read.
+    """
+
+    query_indptr: torch.Tensor  # int32 [batch + 1], from 0 to tokens
+    kv_lengths: torch.Tensor  # int32 [batch], in tokens
+    block_tables: torch.Tensor  # int32 [batch, blocks], page indices
+    slot_mapping: torch.Tensor  # int64 [tokens], slot = page * page_size + offset, no slot twice
+    query_length_max: int  # tokens, of the longest chunk
+    kv_length_max: int  # tokens, of the longest sequence
+
+    @property
+    def sequence_count(self) -> int:
+        """Number of sequences, "batch" in the shapes."""
+        return self.kv_lengths.shape[0]
+
+    @property
+    def token_count(self) -> int:
+        """Number of tokens of all sequences, "tokens" in the shapes."""
+        return self.slot_mapping.shape[0]
+
+
+class AttentionPlan(Protocol):
+    """One forward pass over one batch."""
+
+    def append(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor) -> None:
+        """Writes the new tokens' keys and values to their slots.
+
+        Args:
+            key: `[tokens, kv_heads, head_dim]`, of the pages' dtype, any strides.
+            value: the same.
+            pages: one layer, `[pages, 2, page_size, kv_heads, head_dim]`, contiguous; written in place.
+        """
+        ...
+
+    def attend(self, query: torch.Tensor, pages: torch.Tensor, *, scale: float) -> torch.Tensor:
+        """softmax(scale * Q K^T + causal mask) V per sequence, after `append` for the same layer.
+
+        Query head h reads the KV head `h // (query_heads / kv_heads)`; any whole ratio. No slot past a sequence's
+        last key takes part, whatever it holds.
+
+        Args:
+            query: `[tokens, query_heads, head_dim]`, of the pages' dtype, any strides.
+            pages: one layer, as for `append`.
+            scale: factor of the dot products.
+
+        Returns:
+            `[tokens, query_heads, head_dim]`, of the query's dtype.
+        """
+        ...
+
+
+class PagedAttention(Protocol):
+    """An implementation. Serves one forward pass at a time: a new plan ends the one before."""
+
+    def plan(self, batch: AttentionBatch, spec: CacheSpec) -> AttentionPlan:
+        """Prepares what is the same in all layers of a forward pass.
+
+        Args:
+            batch: on the implementation's device.
+            spec: of the pages that the plan will be used with.
+        """
+        ...

@@ -1,0 +1,88 @@
+"""A model's folder: which files are its weights, and what it is known by.
+
+Only `config.json`, safetensors and what transformers reads beside them; never a pickle, a download or the checkpoint's
+own code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+_SAMPLE_BYTES = 1024 * 1024
+_CONFIG = "config.json"
+_WEIGHTS = "model.safetensors"
+_WEIGHTS_INDEX = "model.safetensors.index.json"
+
+
+class ModelError(Exception):
+    """A model cannot be served. The message is for the person who chose it."""
+
+
+class CheckpointError(ModelError):
+    """A file of the model's folder is missing, damaged or does not fit the others."""
+
+
+class UnsupportedModelError(ModelError):
+    """The model is made of something that cannot be served from pages (yet); the message names it."""
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights, by name.
+
+    Raises:
+        CheckpointError: the folder, `config.json` or a file of weights is missing, or the index of a sharded
+            checkpoint cannot be read.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"no folder {folder}")
+    if not (folder / _CONFIG).is_file():
+        raise CheckpointError(f"no {_CONFIG} in {folder}")
+    if (folder / _WEIGHTS).is_file():
+        return [folder / _WEIGHTS]
+    if not (folder / _WEIGHTS_INDEX).is_file():
+        raise CheckpointError(f"neither {_WEIGHTS} nor {_WEIGHTS_INDEX} in {folder}: only safetensors are read")
+    try:
+        names = sorted(set(json.loads((folder / _WEIGHTS_INDEX).read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder / _WEIGHTS_INDEX} is no index of weights: {error!r}") from error
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise CheckpointError(f"{_WEIGHTS_INDEX} names {name!r}, which is not in {folder}")
+    return [folder / name for name in names]
+
+
+def fingerprint(folder: Path | str) -> bytes:
+    """What a checkpoint is known by, so that only workers with the same one exchange prefixes.
+
+        SHA256("quire/model/1" | field(config.json) | per file of weights, by name:
+               field(name) | uint64 size | field(its first MiB) | field(its last MiB))
+
+    where field(x) is the length of x as uint64 followed by x; numbers are little-endian. Weights are sampled, since
+    reading all of a large model would take minutes: two checkpoints that differ only in the middle of files of equal
+    size have the same fingerprint, which a copy with other weights practically never does (the first MiB holds the
+    header and the first tensors). Where a file lies and when it was written do not matter.
+
+    Returns:
+        32 bytes.
+
+    Raises:
+        CheckpointError: as `weight_files`.
+    """
+    folder = Path(folder)
+    files = weight_files(folder)
+    state = hashlib.sha256(b"quire/model/1")
+    state.update(_field((folder / _CONFIG).read_bytes()))
+    for path in files:
+        size = path.stat().st_size
+        state.update(_field(path.name.encode()) + size.to_bytes(8, "little"))
+        with path.open("rb") as file:
+            state.update(_field(file.read(_SAMPLE_BYTES)))
+            file.seek(max(0, size - _SAMPLE_BYTES))
+            state.update(_field(file.read(_SAMPLE_BYTES)))
+    return state.digest()
+
+
+def _field(data: bytes) -> bytes:
+    return len(data).to_bytes(8, "little") + data

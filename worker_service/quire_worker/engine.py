@@ -1,0 +1,216 @@
+"""The engine: one loop that turns requests into tokens, on blocks that the allocator grants.
+
+All state lives on the event loop; only the model runs elsewhere, on one thread. Cancelling is therefore safe at any
+moment: whatever ended while the allocator was asked or the model ran is skipped, and freed with the next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import structlog
+from quire.errors import QuireError, Reason
+from quire.hashing import root_digest
+from quire.session import PoolSession, SessionLostError
+from quire.steps import StepOutcome
+
+from quire_worker.batch import Chunk, build_batch
+from quire_worker.cache import KVCache
+from quire_worker.model import PagedModel
+from quire_worker.request import Delivery, FinishReason, Request, Sample
+from quire_worker.sampler import SamplingParams, new_generator, sample
+from quire_worker.scheduler import Batch, Plan, Scheduler, Work
+from quire_worker.telemetry import WorkerTelemetry
+from quire_worker.tokenizer import Tokenizer
+
+log = structlog.get_logger()
+
+NOTHING_ASKED = StepOutcome([], [], [], [], [], [], 0)
+
+
+class Draw(NamedTuple):
+    """One token to sample: for `sample`, from the logits after `parent`'s last token (itself, unless it is a fork)."""
+
+    sample: Sample
+    parent: Sample
+
+
+class Engine:
+    """Runs requests. `submit`, `cancel` and `step` are for the event loop that `run` is on."""
+
+    def __init__(
+        self,
+        *,
+        model: PagedModel,
+        cache: KVCache,
+        tokenizer: Tokenizer,
+        session: PoolSession,
+        scheduler: Scheduler,
+        telemetry: WorkerTelemetry,
+        waiting_max: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.tokenizer = tokenizer
+        self.session = session
+        self.scheduler = scheduler
+        self.telemetry = telemetry
+        self.waiting_max = waiting_max
+        self._clock = clock
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._wake = asyncio.Event()
+        self._request_count = 0
+
+    async def run(self) -> None:
+        """Takes turns as long as there is work, and waits for some otherwise; ends by cancellation.
+
+        Raises:
+            QuireError: the allocator refuses this worker's steps; nothing can go on.
+        """
+        while True:
+            self._wake.clear()
+            if not self.scheduler.has_work:
+                await self._wake.wait()
+            await self.step()
+
+    async def step(self) -> None:
+        """One turn: ask the allocator, run the model, sample, hand out."""
+        started = self._clock()
+        plan = self.scheduler.plan()
+        outcome = await self._ask(plan)
+        if outcome is None:
+            return
+        batch = self.scheduler.schedule(plan, outcome)
+        self.telemetry.observe_blocks(outcome, self.scheduler.running, self.cache.block_count)
+        if batch.work:
+            draws = self._draws(batch.work)
+            tokens = await self._compute(batch, draws)
+            self.scheduler.advance(batch.work)
+            self._hand_out(draws, tokens)
+            self.telemetry.step_seconds.observe(self._clock() - started)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def submit(self, *, request_id: str, prompt: list[int], sampling: SamplingParams, namespace: str) -> Request:
+        """Queues a valid request; its `deliveries` carry what comes of it.
+
+        Raises:
+            QuireError: QUEUE_FULL.
+        """
+        if len(self.scheduler.waiting) >= self.waiting_max:
+            raise QuireError.of(Reason.QUEUE_FULL, f"{self.waiting_max} requests are waiting already")
+        self._request_count += 1
+        root = root_digest(fingerprint=self.model.fingerprint, layout=self.cache.spec.layout, namespace=namespace)
+        request = Request(self._request_count, request_id, prompt, sampling, namespace, root, self._clock())
+        request.samples = [
+            Sample(request, i, list(prompt), new_generator(sampling.seed, i), self.tokenizer.new_stream())
+            for i in range(sampling.n)
+        ]
+        self.scheduler.add(request.samples[0])
+        self._wake.set()
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request that is not done; its blocks are freed with the next step, which comes at once."""
+        self.scheduler.cancel(request)
+        self._wake.set()
+
+    def close(self) -> None:
+        """Waits for the model's thread; `run` has been cancelled before."""
+        self._thread.shutdown()
+
+    # -- parts of a turn -----------------------------------------------------------------------------------------------
+
+    async def _ask(self, plan: Plan) -> StepOutcome | None:
+        """The allocator's answer; None if everything that ran has to start again."""
+        if not plan.step:
+            return NOTHING_ASKED
+        started = self._clock()
+        try:
+            return await self.session.step(plan.step)
+        except SessionLostError:
+            log.warning("the allocator lost this pool; computing again", running=len(self.scheduler.running))
+            self.scheduler.forget_blocks()
+            return None
+        finally:
+            self.telemetry.allocator_wait_s += self._clock() - started
+
+    def _draws(self, work: Sequence[Work]) -> list[Draw]:
+        """Tokens to sample after this batch; when a prompt's prefill ends, the first of all its samples."""
+        draws = []
+        for item in work:
+            if item.is_complete:
+                first = item.sample
+                draws.append(Draw(first, first))
+                if first.index == 0 and first.output_token_count == 0:
+                    draws += [Draw(fork, first) for fork in first.request.samples[1:]]
+        return draws
+
+    async def _compute(self, batch: Batch, draws: Sequence[Draw]) -> list[int]:
+        """Runs copies, forward pass and sampling on the model's thread; one token per draw.
+
+        If that fails, the requests of this batch end with MODEL_FAILED and no token is returned.
+        """
+        started = self._clock()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._run_model, batch, draws)
+        except Exception as error:
+            log.exception("forward pass failed")
+            for request in {item.sample.request for item in batch.work}:
+                self.scheduler.cancel(request)
+                request.deliveries.put_nowait(
+                    QuireError.of(Reason.MODEL_FAILED, f"the forward pass failed: {type(error).__name__}")
+                )
+            return []
+        finally:
+            self.telemetry.forward_s += self._clock() - started
+
+    def _run_model(self, batch: Batch, draws: Sequence[Draw]) -> list[int]:
+        self.cache.copy_blocks([copy.source for copy in batch.copies], [copy.destination for copy in batch.copies])
+        chunks = []
+        row_of: dict[Sample, int] = {}
+        for item in batch.work:
+            start = item.sample.computed
+            tokens = item.sample.tokens[start : start + item.token_count]
+            chunks.append(Chunk(tokens, start, item.sample.table, needs_logits=item.is_complete))
+            if item.is_complete:
+                row_of[item.sample] = len(row_of)
+        forward = build_batch(chunks, block_size=self.cache.spec.block_size, device=self.model.device)
+        logits = self.model.forward(forward, self.cache)
+        rows = logits[[row_of[draw.parent] for draw in draws]]
+        return sample(rows, [draw.sample.request.sampling for draw in draws], [draw.sample.generator for draw in draws])
+
+    def _hand_out(self, draws: Sequence[Draw], tokens: Sequence[int]) -> None:
+        """Extends every sample by its token and delivers it."""
+        for (drawn, parent), token in zip(draws, tokens, strict=bool(tokens)):
+            if drawn.has_ended:  # cancelled while the model ran
+                continue
+            if drawn is not parent:
+                drawn.fork_from(parent)
+            self.scheduler.extend(drawn, token, is_stop=self._is_stop(drawn.request, token))
+            if drawn is not parent and not drawn.has_ended:
+                self.scheduler.add_fork(drawn)
+            self._deliver(drawn, [] if drawn.finish_reason is FinishReason.STOP else [token])
+
+    def _is_stop(self, request: Request, token: int) -> bool:
+        sampling: SamplingParams = request.sampling
+        ends = token in self.model.eos_token_ids and not sampling.ignore_eos
+        return ends or token in sampling.stop_token_ids
+
+    def _deliver(self, drawn: Sample, tokens: list[int]) -> None:
+        request = drawn.request
+        if request.first_token_s is None:
+            request.first_token_s = self._clock()
+            self.telemetry.observe_first_token(request, request.first_token_s - request.arrived_s)
+        text = "".join(map(drawn.detokenizer.push, tokens))
+        if drawn.has_ended:
+            text += drawn.detokenizer.flush()
+        self.telemetry.output_token_count += len(tokens)
+        request.deliveries.put_nowait(
+            Delivery(drawn.index, tuple(tokens), text, drawn.finish_reason, is_last=request.is_done)
+        )

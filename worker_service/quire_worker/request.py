@@ -1,0 +1,148 @@
+"""What the engine works on: requests, and the samples that they are made of.
+
+Lifecycle of a sample:
+
+    1. waiting    holds no block; `tokens` are all that it needs to be computed (again)
+    2. running    has a sequence at the allocator and a block table
+    3. leaving    finished or cancelled; its sequence is freed with the next step
+    4. gone
+
+A preempted sample goes from 2 back to 1 and keeps its tokens and its random generator, so that it goes on with the same
+text. Samples beyond the first are in no state until the prefill of the first has finished; then they start in 2, as
+forks of it.
+
+Positions of a running sample's tokens, with `computed <= len(tokens)`:
+
+    [0, committed)               in the pages, and the allocator knows it
+    [committed, computed)        in the pages; the next step commits it where a block became full
+    [computed, len(tokens))      still to be computed; in decoding that is the one token sampled last
+    [len(tokens), granted)       room in blocks that the sample holds already
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from quire.errors import QuireError
+from quire.hashing import block_digests
+
+
+class FinishReason(Enum):
+    """Why a sample ended."""
+
+    STOP = "stop"  # end-of-text or a stop token
+    LENGTH = "length"  # max_tokens, or the longest sequence that fits
+
+
+@dataclass(slots=True)
+class Usage:
+    """What a request took; fields as in `quire.v1.Usage`."""
+
+    cached_token_count: int = 0
+    output_token_count: int = 0
+    granted_block_count: int = 0
+    unshared_block_count: int = 0
+    preemption_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Something for the caller of a request: new tokens of one sample, its end, or both."""
+
+    sample: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None
+    is_last: bool  # nothing of the request follows
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt and its samples.
+
+    Attributes:
+        number: rises with every request; lower is older.
+        sampling: the worker's sampling parameters (`sampler.SamplingParams`); opaque to the scheduler but for `n`.
+        root: digest that the prompt's chain starts from.
+        deliveries: what the caller reads; a `QuireError` ends the request.
+    """
+
+    number: int
+    request_id: str
+    prompt: list[int]
+    sampling: Any
+    namespace: str
+    root: bytes
+    arrived_s: float
+    samples: list[Sample] = field(default_factory=list)
+    usage: Usage = field(default_factory=Usage)
+    deliveries: asyncio.Queue[Delivery | QuireError] = field(default_factory=asyncio.Queue)
+    first_token_s: float | None = None
+    admitted: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every sample has ended."""
+        return all(sample.has_ended for sample in self.samples)
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One continuation of a prompt. See the module's docstring for its counters.
+
+    Attributes:
+        generator: source of its random choices (opaque here).
+        detokenizer: turns its tokens into text (opaque here).
+        sequence_id: its sequence at the allocator; 0 while it has none.
+        fork_of: the sample to be forked from with the next step.
+    """
+
+    request: Request
+    index: int
+    tokens: list[int]
+    generator: Any
+    detokenizer: Any
+    sequence_id: int = 0
+    table: list[int] = field(default_factory=list)
+    granted: int = 0
+    committed: int = 0
+    computed: int = 0
+    fork_of: Sample | None = None
+    has_ended: bool = False
+    finish_reason: FinishReason | None = None
+    _digests: list[bytes] = field(default_factory=list)
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Sorts the oldest first."""
+        return self.request.number, self.index
+
+    @property
+    def output_token_count(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    def digests(self, block_size: int, first: int, end: int) -> list[bytes]:
+        """Digests of the blocks `[first, end)` of its tokens; each is computed once."""
+        known = len(self._digests)
+        if end > known:
+            parent = self._digests[-1] if known else self.request.root
+            tokens = self.tokens[known * block_size : end * block_size]
+            self._digests += block_digests(parent, tokens, block_size)
+        return self._digests[first:end]
+
+    def forget_blocks(self) -> None:
+        """It holds nothing any more: freed, preempted, or the allocator's state is gone."""
+        self.sequence_id = 0
+        self.table = []
+        self.granted = self.committed = self.computed = 0
+        self.fork_of = None
+
+    def fork_from(self, parent: Sample) -> None:
+        """The prefill of `parent` has finished: this sample shares its blocks from the next step on."""
+        self.computed = self.committed = self.granted = parent.computed
+        self.fork_of = parent
+        self._digests = list(parent._digests)

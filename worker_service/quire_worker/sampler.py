@@ -1,0 +1,165 @@
+"""Logits to tokens.
+
+Greedy, or the usual chain, each step as in transformers' logits warpers: divide by the temperature, keep the `top_k`
+likeliest (ties with the last one stay), keep the likeliest that together reach `top_p`, draw.
+
+A draw takes one number u in [0, 1) from the sample's own generator and picks the first token whose cumulative
+probability exceeds u. So a sample's generator moves by exactly one number per token, whatever the vocabulary and
+whoever else is in the batch: the same logits and seed give the same text in any company.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+MAX_TOKENS_DEFAULT = 16
+SAMPLE_COUNT_MAX = 64
+STOP_TOKEN_COUNT_MAX = 64
+TEMPERATURE_MIN = 1e-3  # below it, logits of common size overflow float32; 0 is the way to say greedy
+TEMPERATURE_MAX = 100.0
+INT32_MAX = 2**31 - 1
+UINT64_MAX = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of a request are chosen, and when they end."""
+
+    max_tokens: int = MAX_TOKENS_DEFAULT  # per sample
+    temperature: float = 0.0  # 0 is greedy, and ignores top_k, top_p and seed
+    top_k: int = 0  # 0 is all
+    top_p: float = 1.0
+    seed: int | None = None  # None: different every time
+    n: int = 1  # samples of the prompt
+    stop_token_ids: tuple[int, ...] = ()  # end a sample, as the model's own end-of-text does
+    ignore_eos: bool = False
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature == 0
+
+    def validate(self) -> None:
+        """Checks every field.
+
+        Raises:
+            ValueError: a field is out of range; the message begins with its name.
+        """
+        _check_integer("max_tokens", self.max_tokens, 1, INT32_MAX)
+        _check_integer("top_k", self.top_k, 0, INT32_MAX)
+        _check_integer("n", self.n, 1, SAMPLE_COUNT_MAX)
+        if self.seed is not None:
+            _check_integer("seed", self.seed, 0, UINT64_MAX)
+        if not _is_number(self.temperature) or not (
+            self.temperature == 0 or TEMPERATURE_MIN <= self.temperature <= TEMPERATURE_MAX
+        ):
+            raise ValueError(
+                f"temperature must be 0 or from {TEMPERATURE_MIN} to {TEMPERATURE_MAX}, not {self.temperature!r}"
+            )
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p!r}")
+        if len(self.stop_token_ids) > STOP_TOKEN_COUNT_MAX:
+            raise ValueError(f"stop_token_ids must be at most {STOP_TOKEN_COUNT_MAX}, not {len(self.stop_token_ids)}")
+        for token in self.stop_token_ids:
+            _check_integer("stop_token_ids", token, 0, INT32_MAX)
+
+
+def new_generator(seed: int | None, sample_index: int) -> torch.Generator:
+    """The stream of random numbers of one sample; on the CPU, wherever the model runs.
+
+    Args:
+        seed: of the request, 0 to 2**64 - 1; None for one that nobody can foresee.
+        sample_index: which of its samples; each has a stream of its own.
+    """
+    if seed is None:
+        seed = secrets.randbits(64)
+    # torch seeds its generator with the low 32 bits only: without the hash, 1 and 2**32 + 1 would be one seed.
+    digest = hashlib.sha256(b"quire/sample/1" + seed.to_bytes(8, "little") + sample_index.to_bytes(8, "little"))
+    return torch.Generator().manual_seed(int.from_bytes(digest.digest()[:4], "little"))
+
+
+def sample(logits: torch.Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator]) -> list[int]:
+    """One token per row.
+
+    Args:
+        logits: float32 `[rows, vocabulary]`.
+        params: per row, valid.
+        generators: per row, from `new_generator`; greedy rows leave theirs untouched.
+
+    Raises:
+        ValueError: `logits`, `params` and `generators` differ in length, or a row's largest logit is not a finite
+            number.
+    """
+    if not logits.shape[0] == len(params) == len(generators):
+        raise ValueError(f"{logits.shape[0]} rows of logits, {len(params)} params and {len(generators)} generators")
+    if logits.shape[0] == 0:
+        return []
+    largest, likeliest = logits.max(dim=-1)  # NaN counts as the largest
+    finite = largest.isfinite()
+    if not finite.all():
+        raise ValueError(f"logits of rows {(~finite).nonzero().flatten().tolist()} hold NaN or infinity")
+    tokens: list[int] = likeliest.tolist()
+    rows = [row for row, row_params in enumerate(params) if not row_params.is_greedy]
+    if rows:
+        uniforms = [torch.rand(1, dtype=torch.float64, generator=generators[row]) for row in rows]
+        probabilities = probabilities_of(logits[rows], [params[row] for row in rows])
+        cumulative = probabilities.to(torch.float64).cumsum(dim=-1)
+        threshold = torch.stack(uniforms).to(logits.device) * cumulative[:, -1:]  # [rows, 1]
+        drawn = torch.searchsorted(cumulative, threshold, right=True)  # never a token of probability 0
+        for row, token in zip(rows, drawn.flatten().tolist(), strict=True):
+            tokens[row] = token
+    return tokens
+
+
+def probabilities_of(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """What each row is drawn from.
+
+    Args:
+        logits: float32 `[rows, vocabulary]`.
+        params: per row, valid, none of them greedy.
+
+    Returns:
+        float32 `[rows, vocabulary]`; each row adds up to 1.
+    """
+    scores = logits / _column(logits, [row.temperature for row in params])
+    if any(row.top_k for row in params):
+        scores = _keep_top_k(scores, [row.top_k for row in params])
+    if any(row.top_p < 1 for row in params):
+        scores = _keep_top_p(scores, [row.top_p for row in params])
+    return scores.softmax(dim=-1)
+
+
+def _keep_top_k(scores: torch.Tensor, top_k: Sequence[int]) -> torch.Tensor:
+    vocabulary = scores.shape[1]
+    counts = [min(k, vocabulary) or vocabulary for k in top_k]
+    best = scores.topk(max(counts), dim=-1).values  # [rows, largest count], descending
+    index = torch.tensor(counts, device=scores.device).unsqueeze(1) - 1
+    return scores.masked_fill(scores < best.gather(1, index), float("-inf"))
+
+
+def _keep_top_p(scores: torch.Tensor, top_p: Sequence[float]) -> torch.Tensor:
+    ascending, order = scores.sort(dim=-1)
+    cumulative = ascending.softmax(dim=-1).cumsum(dim=-1)
+    dropped = cumulative <= _column(scores, [1 - p if p < 1 else -1.0 for p in top_p])
+    dropped[:, -1] = False  # the likeliest always stays
+    return scores.masked_fill(dropped.scatter(1, order, dropped), float("-inf"))
+
+
+def _column(like: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
+    """`[rows, 1]`, of the same dtype and device."""
+    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_integer(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{name} must be an integer from {low} to {high}, not {value!r}")

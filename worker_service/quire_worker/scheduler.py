@@ -1,0 +1,326 @@
+"""Continuous batching: which tokens of which samples go through the model next, and what the allocator is asked for.
+
+Pure: no torch, grpc, clock or randomness. One turn of the engine:
+
+    1. plan      what to commit, free, fork and grow, as one step for the allocator: samples that run, oldest first,
+                 then waiting ones as far as the token budget goes (prompts are cut into chunks by it)
+    2. schedule  the allocator's answer: whoever got its blocks is in the batch; if a running sample did not, the
+                 newest one is preempted, and its blocks are there for the next turn
+    3. advance   the batch has been computed
+    4. extend    one more token was sampled; finish says why a sample ends
+
+Order is by age, always: the oldest sample is asked for first and preempted last, so it always gets on. After a preemption
+nobody is admitted until somebody leaves, or the preempted sample would take back the very blocks that were missing. A
+waiting sample whose prompt starts with a block that a running one is about to compute waits for it: identical prompts
+cost one prefill.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from quire.steps import Copy, GrowOutcome, Result, StepBuilder, StepOutcome
+
+from quire_worker.request import FinishReason, Request, Sample
+
+
+class Work(NamedTuple):
+    """Tokens `[sample.computed, sample.computed + token_count)` of one sample."""
+
+    sample: Sample
+    token_count: int
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the next token can be sampled after it."""
+        return self.sample.computed + self.token_count == len(self.sample.tokens)
+
+
+class Batch(NamedTuple):
+    """What to run: the copies first, then one forward pass."""
+
+    copies: list[Copy]
+    work: list[Work]
+
+
+@dataclass(slots=True)
+class Plan:
+    """One turn before the allocator has answered.
+
+    Attributes:
+        step: what to ask for; nothing may be needed.
+        wanted: how many tokens of whom, if granted, in the order of age.
+        forks: parent and child of each fork of the step.
+        grows: who each grow of the step is for, and how many tokens it asks room for.
+        admitted: those of them that waited.
+    """
+
+    step: StepBuilder = field(default_factory=StepBuilder)
+    wanted: list[tuple[Sample, int]] = field(default_factory=list)
+    forks: list[tuple[Sample, Sample]] = field(default_factory=list)
+    grows: list[tuple[Sample, int]] = field(default_factory=list)
+    admitted: set[Sample] = field(default_factory=set)
+
+
+class Scheduler:
+    """Samples of one worker, waiting and running.
+
+    Args:
+        block_size: tokens per block.
+        sequence_tokens_max: longest sequence that the model and the pool can hold.
+        batch_tokens_max: tokens per forward pass.
+        running_max: samples that are admitted at a time (forks come on top).
+    """
+
+    def __init__(self, *, block_size: int, sequence_tokens_max: int, batch_tokens_max: int, running_max: int) -> None:
+        self.block_size = block_size
+        self.sequence_tokens_max = sequence_tokens_max
+        self.batch_tokens_max = batch_tokens_max
+        self.running_max = running_max
+        self.waiting: list[Sample] = []  # oldest first
+        self.running: list[Sample] = []  # oldest first
+        self.preemption_count = 0
+        self._leaving: list[Sample] = []
+        self._last_sequence_id = 0
+        self._short_of_blocks = False
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another turn has anything to do."""
+        return bool(self.waiting or self.running or self._leaving)
+
+    # -- one turn ------------------------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        """Decides what to ask for."""
+        plan = Plan()
+        self._commit(plan, self.running + self._leaving)
+        self._fork(plan)
+        self._free(plan)
+        budget = self.batch_tokens_max
+        for sample in self.running:
+            token_count = min(len(sample.tokens) - sample.computed, budget)
+            if token_count == 0:
+                break
+            budget -= token_count
+            plan.wanted.append((sample, token_count))
+            if sample.computed + token_count > sample.granted:
+                self._grow(plan, sample, self._round_up(sample.computed + token_count))
+        if not self._short_of_blocks or not self.running:
+            self._admit(plan, budget)
+        return plan
+
+    def schedule(self, plan: Plan, outcome: StepOutcome) -> Batch:
+        """Takes in the allocator's answer and says what to run.
+
+        Raises:
+            AssertionError: the allocator and this scheduler disagree about which sequences live.
+        """
+        assert not any((*outcome.commits, *outcome.frees, *outcome.forks)), "the allocator lost a sequence"
+        by_id = {sample.sequence_id: sample for sample in (*self.running, *self._leaving)}
+        for swap in outcome.swaps:  # of a sample that was freed with this step nobody asks any more
+            if swap.sequence_id in by_id:
+                by_id[swap.sequence_id].table[swap.position] = swap.block
+        for parent, child in plan.forks:
+            child.table = parent.table[: -(-child.computed // self.block_size)]
+        denied = {
+            sample
+            for (sample, token_count), grown in zip(plan.grows, outcome.grows, strict=True)
+            if not self._take(sample, token_count, grown, is_new=sample in plan.admitted)
+        }
+        if self.running and any(sample not in plan.admitted for sample in denied):
+            denied.add(self._preempt_newest())
+        work = [
+            Work(sample, min(token_count, len(sample.tokens) - sample.computed))
+            for sample, token_count in plan.wanted
+            if sample not in denied and not sample.has_ended
+        ]
+        return Batch(outcome.copies, work)
+
+    def advance(self, work: Iterable[Work]) -> list[Sample]:
+        """The batch has been computed; returns the samples whose next token can be sampled."""
+        complete = []
+        for sample, token_count in work:
+            sample.computed += token_count
+            if sample.computed == len(sample.tokens) and not sample.has_ended:
+                complete.append(sample)
+        return complete
+
+    def extend(self, sample: Sample, token: int, *, is_stop: bool) -> None:
+        """A token was sampled. A stop token ends the sample and is not kept; so does the longest length."""
+        if is_stop:
+            self.finish(sample, FinishReason.STOP)
+            return
+        sample.tokens.append(token)
+        sample.request.usage.output_token_count += 1
+        longest = len(sample.tokens) >= self.sequence_tokens_max
+        if longest or sample.output_token_count >= sample.request.sampling.max_tokens:
+            self.finish(sample, FinishReason.LENGTH)
+
+    # -- coming and going ----------------------------------------------------------------------------------------------
+
+    def add(self, sample: Sample) -> None:
+        """A new sample waits for its turn."""
+        insort(self.waiting, sample, key=_age)
+
+    def add_fork(self, child: Sample) -> None:
+        """A sample that shares its parent's blocks with the next step."""
+        insort(self.running, child, key=_age)
+
+    def finish(self, sample: Sample, reason: FinishReason | None) -> None:
+        """The sample ends; its blocks are freed with the next step."""
+        if sample.has_ended:
+            return
+        sample.has_ended = True
+        sample.finish_reason = reason
+        sample.request.usage.unshared_block_count += -(-sample.computed // self.block_size)
+        if sample in self.running:
+            self.running.remove(sample)
+            self._short_of_blocks = False
+            if sample.sequence_id:
+                self._leaving.append(sample)
+        elif sample in self.waiting:
+            self.waiting.remove(sample)
+
+    def cancel(self, request: Request) -> None:
+        """Every sample of the request ends."""
+        for sample in request.samples:
+            self.finish(sample, None)
+
+    def forget_blocks(self) -> None:
+        """The allocator's state is gone: everything that ran waits to be computed again."""
+        self.waiting = sorted(self.waiting + self.running, key=_age)
+        for sample in self.waiting:
+            sample.forget_blocks()
+        self.running.clear()
+        self._leaving.clear()
+        self._short_of_blocks = False
+
+    # -- parts of a plan -----------------------------------------------------------------------------------------------
+
+    def _commit(self, plan: Plan, samples: list[Sample]) -> None:
+        """Commits whoever filled a block, and parents of forks, which share only what is committed."""
+        parents = {sample.fork_of for sample in self.running}
+        for sample in samples:
+            first, end = sample.committed // self.block_size, sample.computed // self.block_size
+            if sample.sequence_id and (end > first or (sample in parents and sample.computed > sample.committed)):
+                plan.step.commit(sample.sequence_id, sample.computed, sample.digests(self.block_size, first, end))
+                sample.committed = sample.computed
+
+    def _fork(self, plan: Plan) -> None:
+        for sample in self.running:
+            if sample.fork_of is not None:
+                sample.sequence_id = self._new_sequence_id()
+                plan.step.fork(sample.fork_of.sequence_id, sample.sequence_id)
+                plan.forks.append((sample.fork_of, sample))
+                sample.fork_of = None
+
+    def _free(self, plan: Plan) -> None:
+        """Frees who left; a parent of this step's forks stays one step longer, since frees come before forks."""
+        parents = {parent for parent, _ in plan.forks}
+        for sample in self._leaving:
+            if sample not in parents:
+                plan.step.free(sample.sequence_id)
+        self._leaving = [sample for sample in self._leaving if sample in parents]
+
+    def _grow(self, plan: Plan, sample: Sample, token_count: int) -> None:
+        plan.step.grow(sample.sequence_id, token_count)
+        plan.grows.append((sample, token_count))
+
+    def _admit(self, plan: Plan, budget: int) -> None:
+        being_computed = set[bytes]()
+        for sample in self.running:
+            being_computed.update(self._uncommitted_prompt(sample))
+        for sample in self.waiting:
+            if budget == 0 or len(self.running) + len(plan.admitted) >= self.running_max:
+                break
+            digests = sample.digests(self.block_size, 0, (len(sample.tokens) - 1) // self.block_size)
+            if not being_computed.isdisjoint(digests):
+                continue
+            sample.sequence_id, room = self._new_sequence_id(), self._round_up(len(sample.tokens))
+            plan.step.allocate(sample.sequence_id, room, digests, sample.request.namespace)
+            plan.grows.append((sample, room))
+            being_computed.update(digests)
+            token_count = min(len(sample.tokens), budget)
+            budget -= token_count
+            plan.wanted.append((sample, token_count))
+            plan.admitted.add(sample)
+
+    def _uncommitted_prompt(self, sample: Sample) -> list[bytes]:
+        first, end = sample.committed // self.block_size, (len(sample.tokens) - 1) // self.block_size
+        return sample.digests(self.block_size, first, end) if end > first else []
+
+    # -- parts of an answer --------------------------------------------------------------------------------------------
+
+    def _take(self, sample: Sample, token_count: int, grown: GrowOutcome, *, is_new: bool) -> bool:
+        """Notes what the allocator granted; False if it had no space."""
+        if grown.result is Result.NO_SPACE:
+            if is_new:
+                sample.sequence_id = 0
+            return False
+        assert grown.result is Result.OK, f"the allocator answered {grown.result.name} to a grow"
+        if is_new and sample.has_ended:  # cancelled while the allocator was being asked
+            self._leaving.append(sample)
+            return False
+        (blocks,) = grown.blocks
+        usage = sample.request.usage
+        matched_block_count = grown.matched_token_count // self.block_size
+        usage.granted_block_count += len(blocks) - matched_block_count
+        if is_new:
+            self.waiting.remove(sample)
+            insort(self.running, sample, key=_age)
+            sample.table = list(blocks)
+            sample.computed = sample.committed = grown.matched_token_count
+            if not sample.request.admitted:
+                sample.request.admitted = True
+                usage.cached_token_count = grown.matched_token_count
+        else:
+            sample.table[token_count // self.block_size - len(blocks) :] = blocks
+        sample.granted = token_count
+        return True
+
+    def _preempt_newest(self) -> Sample:
+        victim = self.running.pop()
+        self.preemption_count += 1
+        self._short_of_blocks = True
+        victim.request.usage.preemption_count += 1
+        ghost = Sample(victim.request, victim.index, [], None, None, sequence_id=victim.sequence_id)
+        self._leaving.append(ghost)
+        victim.forget_blocks()
+        insort(self.waiting, victim, key=_age)
+        return victim
+
+    def _round_up(self, token_count: int) -> int:
+        return -(-token_count // self.block_size) * self.block_size
+
+    def _new_sequence_id(self) -> int:
+        self._last_sequence_id += 1
+        return self._last_sequence_id
+
+    def check_invariants(self) -> None:
+        """Counters of every sample are in order, nobody is in two places, tables hold what was granted.
+
+        Raises:
+            AssertionError: naming what is broken.
+        """
+        assert self.waiting == sorted(self.waiting, key=_age), "waiting is out of order"
+        assert self.running == sorted(self.running, key=_age), "running is out of order"
+        assert not set(self.waiting) & set(self.running), "a sample waits and runs"
+        for sample in self.running:
+            assert sample.committed <= sample.computed <= len(sample.tokens), (
+                f"counters of {sample.age} are out of order"
+            )
+            assert sample.fork_of is not None or sample.computed <= sample.granted, (
+                f"{sample.age} wrote past its blocks"
+            )
+            assert sample.fork_of is not None or len(sample.table) * self.block_size >= sample.granted
+        for sample in self.waiting:
+            assert not sample.sequence_id, f"{sample.age} waits with blocks"
+            assert not sample.table, f"{sample.age} waits with blocks"
+
+
+def _age(sample: Sample) -> tuple[int, int]:
+    return sample.age

@@ -1,0 +1,190 @@
+"""The worker as a process: `quire-worker`, or `python -m quire_worker`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+import torch
+from quire._serving import logs
+from quire._serving.process import UsageError, stop_event
+from quire._serving.server import Server, add_arguments
+from quire.aio import AsyncAllocatorClient
+from quire.errors import QuireError
+from quire.session import PoolSession
+from quire.types import PoolSpec
+from quire.v1 import worker_pb2_grpc as pb_grpc
+
+from quire_worker.cache import KVCache
+from quire_worker.checkpoint import ModelError
+from quire_worker.engine import Engine
+from quire_worker.model import PagedModel, load_model
+from quire_worker.scheduler import Scheduler
+from quire_worker.service import WorkerService
+from quire_worker.telemetry import WorkerCollector, WorkerTelemetry
+from quire_worker.tokenizer import Tokenizer
+
+log = structlog.get_logger()
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line of the worker."""
+    parser = argparse.ArgumentParser(
+        prog="quire-worker", description="Serve text of one model whose KV cache a Quire allocator pages."
+    )
+    parser.add_argument("--model", required=True, help="folder with config.json, safetensors and tokenizer.json")
+    parser.add_argument("--pool", default="default", help="name of this worker's pool (default: %(default)s)")
+    parser.add_argument(
+        "--allocator",
+        default=os.environ.get("QUIRE_ALLOCATOR", "127.0.0.1:7070"),
+        help="address of the allocator (default: $QUIRE_ALLOCATOR or 127.0.0.1:7070)",
+    )
+    add_arguments(parser, listen="127.0.0.1:7071", metrics="127.0.0.1:9471")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens per block (default: %(default)s)")
+    memory = parser.add_mutually_exclusive_group()
+    memory.add_argument(
+        "--kv-memory", type=memory_bytes, default="256MiB", help="memory for the pool (default: %(default)s)"
+    )
+    memory.add_argument("--blocks", type=int, help="blocks of the pool, instead of --kv-memory")
+    parser.add_argument(
+        "--max-batch-tokens", type=int, default=512, help="tokens per forward pass (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-running", type=int, default=64, help="requests computed at a time (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-waiting", type=int, default=1024, help="requests queued before more are refused (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: float32 on a CPU"
+    )
+    parser.add_argument("--device", choices=["cpu"], default="cpu")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the model (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    for name in ("block_size", "blocks", "max_batch_tokens", "max_running", "max_waiting", "threads"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    return options
+
+
+def memory_bytes(text: str) -> int:
+    """Bytes in `256MiB`, `2GiB`, `1e9`.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*(|[kmgt]i?b|b)", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 256MiB or 2GiB")
+    unit = match[2].lower()
+    base = 1024 if "i" in unit else 1000
+    return int(float(match[1]) * base ** " kmgt".index(unit[0] if unit not in ("", "b") else " "))
+
+
+def load(options: argparse.Namespace) -> tuple[PagedModel, KVCache, Tokenizer]:
+    """What the command line asks for; takes seconds to minutes.
+
+    Raises:
+        ModelError: the checkpoint cannot be served; the message says why.
+        UsageError: the memory for the pool holds no block.
+    """
+    torch.set_num_threads(options.threads)
+    model = load_model(options.model, block_size=options.block_size, dtype=options.dtype, device=options.device)
+    spec = model.cache_spec
+    block_count = options.blocks or spec.block_count_for(options.kv_memory)
+    if block_count < 1:
+        raise UsageError(f"a block takes {spec.bytes_per_block} bytes: --kv-memory is too small for one")
+    cache = KVCache(spec, block_count, device=options.device)
+    log.info("model loaded", architecture=model.architecture, blocks=block_count, kv_bytes=cache.pool_bytes)
+    return model, cache, Tokenizer(options.model)
+
+
+def build_engine(
+    options: argparse.Namespace, model: PagedModel, cache: KVCache, tokenizer: Tokenizer, session: PoolSession
+) -> Engine:
+    """Puts the parts together; nothing is connected yet."""
+    scheduler = Scheduler(
+        block_size=cache.spec.block_size,
+        sequence_tokens_max=min(model.max_position, cache.block_count * cache.spec.block_size),
+        batch_tokens_max=options.max_batch_tokens,
+        running_max=options.max_running,
+    )
+    return Engine(
+        model=model,
+        cache=cache,
+        tokenizer=tokenizer,
+        session=session,
+        scheduler=scheduler,
+        telemetry=WorkerTelemetry(),
+        waiting_max=options.max_waiting,
+    )
+
+
+async def serve(options: argparse.Namespace) -> None:
+    """Runs until SIGTERM or SIGINT.
+
+    Raises:
+        UsageError: an address is unsafe or taken, or a file is unusable.
+        ModelError: the checkpoint cannot be served; the message says why.
+        QuireError: the allocator refuses this worker for good.
+    """
+    stop = stop_event()
+    server = Server(options, service_name="quire.v1.WorkerService")
+    model, cache, tokenizer = await asyncio.to_thread(load, options)
+    allocator = AsyncAllocatorClient(options.allocator, token=server.token)
+    session = allocator.session(
+        options.pool,
+        PoolSpec.full_attention(
+            block_count=cache.block_count,
+            block_size=cache.spec.block_size,
+            cache_layout=cache.spec.layout,
+            model_fingerprint=model.fingerprint,
+        ),
+        on_wait=lambda error: log.warning("waiting for the allocator", reason=error.reason, error=error.message),
+    )
+    engine = build_engine(options, model, cache, tokenizer, session)
+    service = WorkerService(engine, pool=options.pool, model_name=Path(options.model).resolve().name)
+    pb_grpc.add_WorkerServiceServicer_to_server(service, server.grpc)
+    await server.start(WorkerCollector(engine))
+    running = asyncio.create_task(_run(engine, server))
+    stopping = asyncio.create_task(stop.wait())
+
+    await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+    log.info("draining", running=len(engine.scheduler.running), waiting=len(engine.scheduler.waiting))
+    service.draining = True
+    await server.withdraw()
+    await server.stop()
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running  # raises what ended it, if it was not us
+    await session.close()
+    await allocator.close()
+    engine.close()
+    log.info("stopped")
+
+
+async def _run(engine: Engine, server: Server) -> None:
+    await engine.session.open()
+    await server.announce()
+    await engine.run()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of `quire-worker`."""
+    options = parse_arguments(arguments)
+    logs.configure(log_format=options.log_format, level=options.log_level, role="worker")
+    try:
+        asyncio.run(serve(options))
+    except (UsageError, ModelError) as error:
+        print(f"quire-worker: {error}", file=sys.stderr)  # noqa: T201 - a usage error, as argparse prints its own
+        sys.exit(2)
+    except QuireError as error:
+        sys.exit(f"quire-worker: {error}")

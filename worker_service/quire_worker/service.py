@@ -1,0 +1,191 @@
+"""WorkerService: checks a request, hands it to the engine, streams what comes."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any, TypeAlias
+
+import structlog
+from grpc import aio
+from quire._serving.rpc import abort
+from quire.errors import QuireError, Reason
+from quire.v1 import worker_pb2 as pb
+from quire.v1 import worker_pb2_grpc as pb_grpc
+
+from quire_worker.engine import Engine
+from quire_worker.request import Delivery, FinishReason, Request
+from quire_worker.sampler import MAX_TOKENS_DEFAULT, SamplingParams
+
+log = structlog.get_logger()
+Context: TypeAlias = "aio.ServicerContext[Any, Any]"
+
+TEXT_BYTES_MAX = 1 << 20
+REQUEST_ID_CHARACTERS_MAX = 64
+NAMESPACE_CHARACTERS_MAX = 128
+
+_FINISH_REASONS = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+
+
+class WorkerService(pb_grpc.WorkerServiceServicer):
+    """Serves one engine."""
+
+    def __init__(self, engine: Engine, *, pool: str, model_name: str) -> None:
+        self._engine = engine
+        self._pool = pool
+        self._model_name = model_name
+        self._version = importlib.metadata.version("quire-kv")
+        self.draining = False
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        """Streams until the request is done; leaving for any other reason cancels it."""
+        outcomes = self._engine.telemetry.outcomes
+        outcome = "rejected"
+        running: Request | None = None
+        try:
+            running = await self._submit(request)
+            outcome = "cancelled"
+            async for response in self._responses(running):
+                yield response
+            outcome = "finished"
+        except QuireError as error:
+            outcome = "failed" if outcome == "cancelled" else outcome
+            await abort(context, error)
+        finally:  # also on cancellation, deadline, and a connection that is gone
+            if running is not None:
+                self._engine.cancel(running)
+            outcomes[outcome] += 1
+
+    def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
+        """A snapshot."""
+        engine, numbers = self._engine, self._engine.telemetry
+        spec = engine.cache.spec
+        return pb.GetStatusResponse(
+            version=self._version,
+            pool=self._pool,
+            allocator_connected=engine.session.connected,
+            model=self._model_name,
+            architecture=engine.model.architecture,
+            model_fingerprint=engine.model.fingerprint,
+            cache_layout=spec.layout,
+            device=str(engine.model.device),
+            dtype=str(spec.dtype).removeprefix("torch."),
+            block_count=engine.cache.block_count,
+            block_size=spec.block_size,
+            block_bytes=spec.bytes_per_block,
+            sequence_tokens_max=engine.scheduler.sequence_tokens_max,
+            vocabulary_size=engine.model.vocab_size,
+            running_count=len(engine.scheduler.running),
+            waiting_count=len(engine.scheduler.waiting),
+            prompt_token_count=numbers.prompt_token_count,
+            cached_token_count=numbers.cached_token_count,
+            output_token_count=numbers.output_token_count,
+            preemption_count=engine.scheduler.preemption_count,
+            held_block_count_max=numbers.held_block_count_max,
+            table_entry_count_max=numbers.table_entry_count_max,
+        )
+
+    # -- parts of Generate ---------------------------------------------------------------------------------------------
+
+    async def _submit(self, request: pb.GenerateRequest) -> Request:
+        if self.draining:
+            raise QuireError.of(Reason.DRAINING, "the worker is shutting down")
+        _require(len(request.request_id) <= REQUEST_ID_CHARACTERS_MAX, "request_id must be at most 64 characters")
+        _require(len(request.namespace) <= NAMESPACE_CHARACTERS_MAX, "namespace must be at most 128 characters")
+        sampling = _sampling(request.sampling)
+        prompt = await self._tokens(request)
+        self._check_prompt(prompt)
+        return self._engine.submit(
+            request_id=request.request_id or uuid.uuid4().hex,
+            prompt=prompt,
+            sampling=sampling,
+            namespace=request.namespace,
+        )
+
+    async def _tokens(self, request: pb.GenerateRequest) -> list[int]:
+        kind = request.WhichOneof("prompt")
+        _require(kind is not None, "prompt is missing: give text or tokens")
+        if kind == "tokens":
+            return list(request.tokens.ids)
+        if len(request.text) > TEXT_BYTES_MAX:
+            raise QuireError.of(Reason.TOO_LARGE, f"text must be at most {TEXT_BYTES_MAX} characters")
+        # On another thread: a long text takes a while, and others are streaming.
+        return await asyncio.to_thread(self._engine.tokenizer.encode, request.text)
+
+    def _check_prompt(self, prompt: list[int]) -> None:
+        longest = self._engine.scheduler.sequence_tokens_max - 1  # one token has to follow
+        if not prompt:
+            raise QuireError.of(Reason.PROMPT_EMPTY, "the prompt has no token")
+        if len(prompt) > longest:
+            raise QuireError.of(
+                Reason.PROMPT_TOO_LONG, f"the prompt has {len(prompt)} tokens; model and pool hold {longest}"
+            )
+        vocabulary = self._engine.model.vocab_size
+        unknown = next((token for token in prompt if token >= vocabulary), None)
+        if unknown is not None:
+            raise QuireError.of(Reason.UNKNOWN_TOKEN, f"token id {unknown} is not below the vocabulary's {vocabulary}")
+
+    async def _responses(self, running: Request) -> AsyncIterator[pb.GenerateResponse]:
+        while True:
+            delivery = await running.deliveries.get()
+            if isinstance(delivery, QuireError):
+                raise delivery
+            yield _response(running, delivery)
+            if delivery.is_last:
+                return
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise QuireError.of(Reason.MALFORMED, message)
+
+
+def _sampling(message: pb.SamplingParams) -> SamplingParams:
+    """Sampling parameters with their defaults.
+
+    Raises:
+        QuireError: BAD_PARAMETER, naming the field.
+    """
+    params = SamplingParams(
+        max_tokens=message.max_tokens or MAX_TOKENS_DEFAULT,
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p or 1.0,
+        seed=message.seed if message.HasField("seed") else None,
+        n=message.n or 1,
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+    )
+    try:
+        params.validate()
+    except ValueError as error:
+        raise QuireError.of(Reason.BAD_PARAMETER, str(error)) from None
+    return params
+
+
+def _response(running: Request, delivery: Delivery) -> pb.GenerateResponse:
+    response = pb.GenerateResponse(
+        sample=delivery.sample,
+        token_ids=delivery.token_ids,
+        text=delivery.text,
+        finish_reason=_FINISH_REASONS[delivery.finish_reason],
+    )
+    if delivery.is_last:
+        usage = running.usage
+        response.usage.CopyFrom(
+            pb.Usage(
+                prompt_token_count=len(running.prompt),
+                cached_token_count=usage.cached_token_count,
+                output_token_count=usage.output_token_count,
+                granted_block_count=usage.granted_block_count,
+                unshared_block_count=usage.unshared_block_count,
+                preemption_count=usage.preemption_count,
+            )
+        )
+    return response

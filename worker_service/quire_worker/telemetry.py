@@ -1,0 +1,122 @@
+"""Counters of one worker as plain integers, read by a custom collector at scrape."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from quire._serving.metrics import Histogram
+from quire.steps import StepOutcome
+
+from quire_worker.request import Request, Sample
+
+if TYPE_CHECKING:
+    from quire_worker.engine import Engine
+
+SECONDS_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+METRIC_NAMES = frozenset(
+    {
+        "quire_worker_requests",
+        "quire_worker_requests_total",
+        "quire_worker_tokens_total",
+        "quire_worker_preemptions_total",
+        "quire_worker_step_seconds",
+        "quire_worker_time_to_first_token_seconds",
+        "quire_worker_allocator_wait_seconds_total",
+        "quire_worker_allocator_connected",
+        "quire_worker_forward_seconds_total",
+        "quire_worker_blocks_total",
+        "quire_worker_kv_bytes",
+    }
+)
+
+
+class WorkerTelemetry:
+    """What happened since start."""
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter()  # finished, cancelled, rejected, failed
+        self.prompt_token_count = 0
+        self.cached_token_count = 0
+        self.output_token_count = 0
+        self.held_block_count_max = 0
+        self.table_entry_count_max = 0
+        self.allocator_wait_s = 0.0
+        self.forward_s = 0.0
+        self.step_seconds = Histogram(SECONDS_BOUNDS)
+        self.first_token_seconds = Histogram(SECONDS_BOUNDS)
+
+    def observe_first_token(self, request: Request, seconds: float) -> None:
+        """A request's first token came, `seconds` after the request."""
+        self.first_token_seconds.observe(seconds)
+        self.prompt_token_count += len(request.prompt)
+        self.cached_token_count += request.usage.cached_token_count
+
+    def observe_blocks(self, outcome: StepOutcome, running: Sequence[Sample], block_count: int) -> None:
+        """Notes how many blocks are held and how many separate caches would hold, after a step that asked for any."""
+        if outcome.grows:
+            self.held_block_count_max = max(self.held_block_count_max, block_count - outcome.free_block_count)
+            entries = sum(len(sample.table) for sample in running)
+            self.table_entry_count_max = max(self.table_entry_count_max, entries)
+
+
+class WorkerCollector(Collector):
+    """Reads engine and telemetry at scrape, in the metrics server's thread; a number may be one step old."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """The families of `METRIC_NAMES`."""
+        yield from self._gauges()
+        yield from self._counters()
+        yield from self._histograms()
+
+    def _gauges(self) -> Iterator[Metric]:
+        engine = self._engine
+        requests = GaugeMetricFamily("quire_worker_requests", "Samples running and waiting.", labels=["state"])
+        requests.add_metric(["running"], len(engine.scheduler.running))
+        requests.add_metric(["waiting"], len(engine.scheduler.waiting))
+        yield requests
+        yield GaugeMetricFamily("quire_worker_blocks_total", "Blocks of the pool.", value=engine.cache.block_count)
+        yield GaugeMetricFamily("quire_worker_kv_bytes", "Bytes of the pool.", value=engine.cache.pool_bytes)
+        connected = GaugeMetricFamily(
+            "quire_worker_allocator_connected",
+            "Whether the session with the allocator is up.",
+            value=int(engine.session.connected),
+        )
+        yield connected
+
+    def _counters(self) -> Iterator[Metric]:
+        numbers = self._engine.telemetry
+        requests = CounterMetricFamily("quire_worker_requests", "Requests ended.", labels=["outcome"])
+        for outcome in ("finished", "cancelled", "rejected", "failed"):
+            requests.add_metric([outcome], numbers.outcomes[outcome])
+        yield requests
+        tokens = CounterMetricFamily(
+            "quire_worker_tokens", "Tokens of prompts, of these found in the cache, and generated.", labels=["kind"]
+        )
+        tokens.add_metric(["prompt"], numbers.prompt_token_count)
+        tokens.add_metric(["cached"], numbers.cached_token_count)
+        tokens.add_metric(["output"], numbers.output_token_count)
+        yield tokens
+        for name, text, value in (
+            ("preemptions", "Samples whose blocks were taken back.", self._engine.scheduler.preemption_count),
+            ("allocator_wait_seconds", "Time spent waiting for the allocator.", numbers.allocator_wait_s),
+            ("forward_seconds", "Time spent in copies, forward passes and sampling.", numbers.forward_s),
+        ):
+            yield CounterMetricFamily(f"quire_worker_{name}", text, value=value)
+
+    def _histograms(self) -> Iterator[Metric]:
+        numbers = self._engine.telemetry
+        for name, text, histogram in (
+            ("step_seconds", "Time of a step that ran the model.", numbers.step_seconds),
+            ("time_to_first_token_seconds", "From a request to its first token.", numbers.first_token_seconds),
+        ):
+            yield HistogramMetricFamily(
+                f"quire_worker_{name}", text, buckets=histogram.buckets(), sum_value=histogram.sum
+            )

@@ -2,14 +2,15 @@
 
 From the bytes up, each file knowing only those before it:
 
-    cache       the physical pages: one tensor per layer, their size in bytes, copying of blocks
-    attention   writing keys and values into pages and attending over them
-    batch       chunks of several sequences laid out as one flat forward pass
-    checkpoint  a folder of weights: what is in it, and its fingerprint
-    support     what a model may be made of to be served from pages
-    model       a transformers model run on the pages
-    sampler     logits to tokens
-    tokenizer   text to tokens and, piece by piece, back
+    cache              the physical pages: one tensor per layer, their size in bytes, copying of blocks
+    attention          writing keys and values into pages and attending over them
+    batch              chunks of several sequences laid out as one flat forward pass
+    checkpoint         a folder of weights: what is in it, and its fingerprint
+    support            what a model may be made of to be served from pages
+    transformers_seam  how the attention of a transformers model reaches the pages
+    model              such a model: loading, checking and running it
+    sampler            logits to tokens
+    tokenizer          text to tokens and, piece by piece, back
 
 None of these imports grpc or knows of requests.
 """

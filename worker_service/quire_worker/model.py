@@ -1,14 +1,11 @@
-"""A transformers model, run on pages.
+"""A transformers model, run on pages: loading, checking and running it.
 
-transformers is the model zoo: it builds the layers and reads the weights. Its attention calls a function chosen by name,
-and `quire_paged` is ours. What a forward pass needs comes in the keyword argument `quire_step`, which transformers hands
-through every layer untouched, so nothing is global:
+A model is loaded in four steps, each of which refuses by name what it finds:
 
-    PagedModel.forward -> module(..., quire_step=step) -> each layer -> paged_attention_forward -> step.attend
-
-No mask function is registered under that name, so transformers leaves `attention_mask` None; no cache is passed, so keys
-and values arrive for the new tokens only. These are seams inside transformers, which is why `load_model` ends with a
-check: the model must give the same logits through its own attention and through pages.
+1. the files of the folder (`checkpoint`), 2. the configuration (`support`), 3. a first pass that computes nothing and
+notes which layers attend, to what shapes and with what options (`transformers_seam`), 4. a comparison: the model must
+give the same logits through its own attention and through pages. The last is there because the seam lies inside
+transformers, and because a mask or a state that is lost along the way gives wrong text without an error.
 """
 
 from __future__ import annotations
@@ -17,24 +14,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 import torch
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from quire_worker.attention import AttentionPlan, PagedAttention, backend_for
+from quire_worker.attention import PagedAttention, backend_for
 from quire_worker.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.cache import CacheSpec, KVCache
 from quire_worker.checkpoint import CheckpointError, UnsupportedModelError, fingerprint, weight_files
-from quire_worker.support import refuse_unsupported_config, refuse_unsupported_options
+from quire_worker.support import refuse_unsupported_config
+from quire_worker.transformers_seam import ATTENTION_NAME, PagedStep, ProbeStep, run
 
-ATTENTION_NAME = "quire_paged"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # The check at load: tokens per sequence, and the largest difference of logits, as a part of their norm. In half
-# precision rounding alone moves the logits of a deep model by percents; a mask or state that got lost moves them by tens.
+# precision rounding alone moves the logits of a deep model by percents; a lost mask or state moves them by tens.
 _CHECK_TOKENS = 24
 _CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
@@ -69,8 +66,8 @@ class PagedModel:
         Raises:
             UnsupportedModelError: the model uses an option of attention that its first batches did not.
         """
-        step = _PagedStep(self.attention.plan(batch.attention, cache.spec), cache.layers)
-        return _run(self.module, batch, step)
+        step = PagedStep(self.attention.plan(batch.attention, cache.spec), cache.layers)
+        return run(self.module, batch, step)
 
 
 def load_model(
@@ -119,116 +116,6 @@ def load_model(
     return model
 
 
-def paged_attention_forward(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    quire_step: _Step | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **options: object,
-) -> tuple[torch.Tensor, None]:
-    """What transformers calls for the attention of one layer.
-
-    Args:
-        module: the layer's attention; its `layer_idx` says which layer's pages.
-        query: `[1, query_heads, tokens, head_dim]`, rotated.
-        key: `[1, kv_heads, tokens, head_dim]`, rotated; new tokens only.
-        value: `[1, kv_heads, tokens, head_dim]`.
-        attention_mask: None.
-        quire_step: the forward pass.
-        scaling: factor of the dot products; None is `head_dim ** -0.5`.
-        dropout: 0.
-        options: anything else the model passes; what is not understood is refused.
-
-    Returns:
-        `[1, tokens, query_heads, head_dim]`, and None for the attention weights.
-
-    Raises:
-        UnsupportedModelError: the layer asks for something that would have to be dropped, or dropped `quire_step`.
-    """
-    if quire_step is None:
-        raise UnsupportedModelError(f"{type(module).__name__} does not hand keyword arguments to its attention")
-    refuse_unsupported_options(
-        type(module).__name__,
-        options
-        | {
-            "attention_mask": attention_mask,
-            "dropout": dropout or None,
-            "is_causal": options.get("is_causal", getattr(module, "is_causal", None)),
-        },
-    )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer_index: int = module.layer_idx  # type: ignore[assignment]  # a plain attribute of every attention module
-    attended = quire_step.attend(layer_index, _ragged(query), _ragged(key), _ragged(value), scale)
-    return attended.unsqueeze(0), None
-
-
-AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
-
-
-class _Step(Protocol):
-    """One forward pass, as the layers see it. Tensors are ragged, `[tokens, heads, head_dim]`."""
-
-    def attend(
-        self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _PagedStep:
-    """A real one: writes the layer's pages, then reads them."""
-
-    plan: AttentionPlan
-    layers: tuple[torch.Tensor, ...]
-
-    def attend(
-        self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        pages = self.layers[layer_index]
-        self.plan.append(key, value, pages)
-        return self.plan.attend(query, pages, scale=scale)
-
-
-class _ProbeStep:
-    """The first one of a model: computes nothing, and notes what arrives in each layer."""
-
-    def __init__(self) -> None:
-        self.key_of_layer: dict[int, torch.Tensor] = {}
-
-    def attend(
-        self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        if layer_index in self.key_of_layer:
-            raise UnsupportedModelError(f"layer {layer_index} attends twice")
-        if key.shape != value.shape or query.shape[-1] != key.shape[-1] or query.shape[1] % key.shape[1]:
-            shapes = " and ".join(str(list(tensor.shape[1:])) for tensor in (query, key, value))
-            raise UnsupportedModelError(f"queries, keys and values of {shapes} heads and dims do not fit one page")
-        self.key_of_layer[layer_index] = key
-        return torch.zeros_like(query)
-
-
-def _run(module: torch.nn.Module, batch: ForwardBatch, step: _Step) -> torch.Tensor:
-    with torch.inference_mode():
-        output = module(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            past_key_values=None,
-            use_cache=False,
-            logits_to_keep=batch.logits_index,
-            quire_step=step,
-        )
-        return output.logits[0].to(torch.float32)
-
-
-def _ragged(heads: torch.Tensor) -> torch.Tensor:
-    """`[1, heads, tokens, head_dim]` as `[tokens, heads, head_dim]`, the same memory."""
-    return heads[0].transpose(0, 1)
-
-
 def _read_config(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -240,7 +127,7 @@ def _read_weights(folder: Path, dtype: torch.dtype | str, device: torch.device) 
     weight_files(folder)
     try:
         with _quiet_progress():
-            module, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype,
                 attn_implementation=ATTENTION_NAME,
@@ -253,6 +140,7 @@ def _read_weights(folder: Path, dtype: torch.dtype | str, device: torch.device) 
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # looked up in a table of its own
             raise UnsupportedModelError("the model does not use transformers' attention interface") from error
         raise CheckpointError(f"weights in {folder} cannot be loaded: {error}") from error
+    module, report = loaded  # because of `output_loading_info`
     if report["missing_keys"]:
         raise CheckpointError(f"weights in {folder} lack {_some(report['missing_keys'])}")
     if report["unexpected_keys"]:
@@ -264,10 +152,10 @@ def _probe(module: Any, block_size: int, device: torch.device) -> tuple[CacheSpe
     """Shape of the pages and size of the vocabulary, from what arrives rather than from names in the configuration."""
     model_type = module.config.model_type
     layer_count = module.config.get_text_config().num_hidden_layers
-    step = _ProbeStep()
+    step = ProbeStep()
     batch = build_batch([Chunk([0, 0], 0, range(2), needs_logits=True)], block_size=block_size, device=device)
     try:
-        logits = _run(module, batch, step)
+        logits = run(module, batch, step)
     except (UnsupportedModelError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # each old architecture fails in its own way
@@ -346,10 +234,11 @@ def _some(names: set[str]) -> str:
 @contextmanager
 def _quiet_progress() -> Iterator[None]:
     """Without transformers' progress bars, which would land among the log lines."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
+    bars: Any = transformers_logging
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
-            transformers_logging.enable_progress_bar()
+            bars.enable_progress_bar()

@@ -1,7 +1,7 @@
 """What every implementation of paged attention takes and gives.
 
-Two steps, as in FlashInfer: `plan` once per forward pass turns the batch into whatever indices the implementation likes,
-then each layer calls `append` and `attend` with its own pages.
+Two steps, as in FlashInfer: `plan` once per forward pass turns the batch into whatever indices the implementation
+likes, then each layer calls `append` and `attend` with its own pages.
 
 Layout: pages are NHD, 5-D (see `quire_worker.cache`); queries, keys and values are ragged, the tokens of all sequences
 one after another, `[tokens, heads, head_dim]`.

@@ -47,7 +47,7 @@ class TorchPagedAttention:
             if stop - start == 1:
                 decode_indices.append(index)
             else:
-                prefills.append(_plan_prefill(batch, spec, index, start, stop, kv_length))
+                prefills.append(_plan_prefill(spec, batch.block_tables[index], start, stop, kv_length))
         decodes = [
             _plan_decode(batch, spec, group, [kv_lengths[index] for index in group])
             for group in _groups_of_similar_length(decode_indices, kv_lengths)
@@ -213,12 +213,10 @@ def _plan_decode(
     )
 
 
-def _plan_prefill(
-    batch: AttentionBatch, spec: CacheSpec, index: int, start: int, stop: int, kv_length: int
-) -> _Prefill:
-    """Plans sequence `index`, the tokens `[start, stop)` of the batch."""
+def _plan_prefill(spec: CacheSpec, block_table: torch.Tensor, start: int, stop: int, kv_length: int) -> _Prefill:
+    """Plans the sequence that owns the tokens `[start, stop)` of the batch; its block table is int32 `[blocks]`."""
     position = torch.arange(kv_length)
-    page = batch.block_tables[index].to(torch.int64)[position // spec.block_size]
+    page = block_table.to(torch.int64)[position // spec.block_size]
     slots = page * spec.block_size + position % spec.block_size
     query_length = stop - start
     mask = None

@@ -1,0 +1,170 @@
+"""An engine on a real model and a real allocator over gRPC, all in one event loop, invariants checked every turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from grpc import aio
+from transformers import AutoModelForCausalLM
+
+from quire import AsyncAllocatorClient, PoolSpec
+from quire.errors import QuireError
+from quire.v1 import allocator_pb2_grpc as pb_grpc
+from quire_allocator.core.directory import Directory
+from quire_allocator.service import AllocatorService
+from quire_allocator.telemetry import Telemetry
+from quire_worker.cache import KVCache
+from quire_worker.engine import Engine
+from quire_worker.model import PagedModel, load_model
+from quire_worker.request import FinishReason, Request
+from quire_worker.sampler import SamplingParams
+from quire_worker.scheduler import Scheduler
+from quire_worker.telemetry import WorkerTelemetry
+from quire_worker.tokenizer import Tokenizer
+
+BLOCK_SIZE = 16
+
+
+@cache
+def paged_model(folder: Path) -> PagedModel:
+    """The model as the worker runs it."""
+    return load_model(folder, block_size=BLOCK_SIZE)
+
+
+@cache
+def reference_model(folder: Path) -> Any:
+    """The model as transformers runs it."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@cache
+def reference_text(folder: Path, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+    """Greedy tokens of transformers' own `generate`, end-of-text left out."""
+    model = reference_model(folder)
+    output = model.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=max_tokens, do_sample=False,
+        pad_token_id=0,
+    )[0, len(prompt) :].tolist()
+    return tuple(output[: output.index(0)] if 0 in output else output)
+
+
+@dataclass
+class Output:
+    """What a request gave: tokens, text and reason per sample."""
+
+    tokens: list[tuple[int, ...]]
+    texts: list[str]
+    reasons: list[FinishReason | None]
+    request: Request
+
+
+class CheckedEngine(Engine):
+    """Checks the scheduler after every turn."""
+
+    async def step(self) -> None:
+        await super().step()
+        self.scheduler.check_invariants()
+
+
+class AllocatorServer:
+    """An allocator that can be stopped and started again, empty, on the same port."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.directory = Directory(lease_s=10, pools_max=8)
+
+    async def start(self) -> None:
+        self.directory = Directory(lease_s=10, pools_max=8)
+        self._server = aio.server(options=[("grpc.so_reuseport", 0)])
+        service = AllocatorService(self.directory, Telemetry(), check_invariants=True)
+        pb_grpc.add_AllocatorServiceServicer_to_server(service, self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(grace=None)
+
+
+class Harness:
+    """Submits prompts and collects what comes."""
+
+    def __init__(self, engine: Engine, allocator: AllocatorServer, task: asyncio.Task[None]) -> None:
+        self.engine = engine
+        self.allocator = allocator
+        self._task = task
+
+    async def generate(self, prompt: Sequence[int], *, namespace: str = "", **sampling: Any) -> Output:
+        request = self.submit(prompt, namespace=namespace, **sampling)
+        return await self.collect(request)
+
+    def submit(self, prompt: Sequence[int], *, namespace: str = "", **sampling: Any) -> Request:
+        params = SamplingParams(**sampling)
+        params.validate()
+        return self.engine.submit(request_id="", prompt=list(prompt), sampling=params, namespace=namespace)
+
+    async def collect(self, request: Request) -> Output:
+        output = Output([()] * len(request.samples), [""] * len(request.samples), [None] * len(request.samples), request)
+        while True:
+            if self._task.done():
+                self._task.result()
+            delivery = await asyncio.wait_for(request.deliveries.get(), 60)
+            if isinstance(delivery, QuireError):
+                raise delivery
+            output.tokens[delivery.sample] += delivery.token_ids
+            output.texts[delivery.sample] += delivery.text
+            output.reasons[delivery.sample] = delivery.finish_reason or output.reasons[delivery.sample]
+            if delivery.is_last:
+                return output
+
+    async def free_block_count(self) -> int:
+        """As the allocator sees it once everything asked for so far has been applied."""
+        while self.engine.scheduler.has_work:
+            await asyncio.sleep(0)
+        return self.allocator.directory.pool("test").pool.blocks.free_count
+
+
+@asynccontextmanager
+async def running(
+    folder: Path, *, blocks: int = 512, batch_tokens: int = 64, running_max: int = 64, waiting_max: int = 1024
+) -> AsyncIterator[Harness]:
+    """Allocator, session and engine for the length of a test."""
+    torch.set_num_threads(1)
+    model = paged_model(folder)
+    kv_cache = KVCache(model.cache_spec, blocks)
+    for layer in kv_cache.layers:
+        layer.fill_(torch.nan)  # what was never written must never be read
+    allocator = AllocatorServer()
+    await allocator.start()
+    async with AsyncAllocatorClient(f"127.0.0.1:{allocator.port}") as client:
+        session = client.session("test", PoolSpec.full_attention(block_count=blocks, block_size=BLOCK_SIZE))
+        await session.open()
+        engine = CheckedEngine(
+            model=model,
+            cache=kv_cache,
+            tokenizer=Tokenizer(folder),
+            session=session,
+            scheduler=Scheduler(
+                block_size=BLOCK_SIZE,
+                sequence_tokens_max=min(model.max_position, blocks * BLOCK_SIZE),
+                batch_tokens_max=batch_tokens,
+                running_max=running_max,
+            ),
+            telemetry=WorkerTelemetry(),
+            waiting_max=waiting_max,
+        )
+        task = asyncio.create_task(engine.run())
+        try:
+            yield Harness(engine, allocator, task)
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+            await session.close()
+            engine.close()
+            await allocator.stop()

@@ -1,0 +1,216 @@
+"""The CPU's paged attention against a plain float64 softmax per query, and against PyTorch's own attention."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from quire_worker.attention import TorchPagedAttention, backend_for
+from quire_worker.attention.torch_path import GATHER_TOKENS_MAX
+from quire_worker.batch import Chunk, build_batch
+from quire_worker.cache import CacheSpec, KVCache
+from torch.nn.functional import scaled_dot_product_attention
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float64: 1e-12}
+
+
+class Scene:
+    """Sequences whose earlier keys lie in scattered pages of a pool that is NaN everywhere else."""
+
+    def __init__(
+        self,
+        lengths: list[tuple[int, int]],  # per sequence: tokens before, new tokens
+        *,
+        page_size: int = 16,
+        heads: int = 4,
+        kv_heads: int = 2,
+        head_dim: int = 32,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        block_counts = [-(-(before + new) // page_size) for before, new in lengths]
+        block_ids = list(range(sum(block_counts) + 3))
+        random.Random(seed).shuffle(block_ids)
+        spec = CacheSpec(1, kv_heads, head_dim, page_size, dtype)
+        self.lengths = lengths
+        self.cache = KVCache(spec, len(block_ids))
+        self.pages = self.cache.layers[0].fill_(float("nan"))
+        self.keys, self.values, chunks = [], [], []
+        for (before, new), block_count in zip(lengths, block_counts, strict=True):
+            table = [block_ids.pop() for _ in range(block_count)]
+            key, value = torch.randn(2, before + new, kv_heads, head_dim, generator=generator).to(dtype)
+            for position in range(before):
+                page, offset = table[position // page_size], position % page_size
+                self.pages[page, 0, offset], self.pages[page, 1, offset] = key[position], value[position]
+            self.keys.append(key)
+            self.values.append(value)
+            chunks.append(Chunk([0] * new, before, table, needs_logits=True))
+        token_count = sum(new for _, new in lengths)
+        self.query = torch.randn(token_count, heads, head_dim, generator=generator).to(dtype)
+        self.batch = build_batch(chunks, block_size=page_size).attention
+
+    def new_tokens_of(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([tensor[before:] for (before, _), tensor in zip(self.lengths, tensors, strict=True)])
+
+    def run(self, attention: TorchPagedAttention | None = None, *, scale: float = 0.2) -> torch.Tensor:
+        plan = (attention or TorchPagedAttention()).plan(self.batch, self.cache.spec)
+        plan.append(self.new_tokens_of(self.keys), self.new_tokens_of(self.values), self.pages)
+        return plan.attend(self.query, self.pages, scale=scale)
+
+    def reference(self, *, scale: float = 0.2) -> torch.Tensor:
+        """Query by query, head by head, in float64."""
+        output = torch.empty(self.query.shape, dtype=torch.float64)
+        group = self.query.shape[1] // self.pages.shape[3]
+        token = 0
+        for (before, new), key, value in zip(self.lengths, self.keys, self.values, strict=True):
+            for seen in range(before + 1, before + new + 1):
+                for head in range(self.query.shape[1]):
+                    scores = key[:seen, head // group].double() @ self.query[token, head].double() * scale
+                    output[token, head] = scores.softmax(0) @ value[:seen, head // group].double()
+                token += 1
+        return output
+
+
+def assert_equals_reference(scene: Scene) -> None:
+    tolerance = TOLERANCE[scene.query.dtype]
+    torch.testing.assert_close(scene.run().double(), scene.reference(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 300])
+def test_a_whole_prompt_equals_the_reference(length: int) -> None:
+    assert_equals_reference(Scene([(0, length)]))
+
+
+@pytest.mark.parametrize("before", [1, 15, 16, 17, 31, 32, 33, 300])
+def test_a_decoding_token_and_a_later_chunk_equal_the_reference(before: int) -> None:
+    assert_equals_reference(Scene([(before, 1)]))
+    assert_equals_reference(Scene([(before, 7)]))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2), (10, 2), (7, 1), (16, 1)])
+@pytest.mark.parametrize("head_dim", [16, 80])
+def test_any_ratio_of_query_heads_to_kv_heads_equals_the_reference(heads: int, kv_heads: int, head_dim: int) -> None:
+    assert_equals_reference(
+        Scene([(0, 9), (20, 1), (5, 1), (17, 4)], heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    )
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
+def test_any_page_size_equals_the_reference(page_size: int) -> None:
+    assert_equals_reference(Scene([(0, 20), (40, 1), (64, 1), (13, 6)], page_size=page_size))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_every_dtype_equals_the_reference_within_its_precision(dtype: torch.dtype) -> None:
+    assert_equals_reference(Scene([(0, 33), (100, 1), (31, 1), (16, 16)], dtype=dtype))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_mixed_batches_equal_the_reference(seed: int) -> None:
+    choose = random.Random(seed)
+    lengths = [(choose.choice([0, 1, 15, 16, 40, 130]), choose.choice([1, 1, 1, 2, 16, 19])) for _ in range(8)]
+    assert_equals_reference(Scene(lengths, seed=seed, page_size=choose.choice([1, 5, 16])))
+
+
+def test_a_batch_equals_pytorchs_own_attention_sequence_by_sequence() -> None:
+    scene = Scene([(0, 64), (0, 1), (0, 17)])
+    start = 0
+    output = scene.run(scale=0.3)
+    for (_, new), keys, values in zip(scene.lengths, scene.keys, scene.values, strict=True):
+        query = scene.query[start : start + new].transpose(0, 1)
+        key, value = (tensor.repeat_interleave(2, dim=1).transpose(0, 1) for tensor in (keys, values))
+        expected = scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3).transpose(0, 1)
+        torch.testing.assert_close(output[start : start + new], expected, rtol=2e-6, atol=2e-6)
+        start += new
+
+
+def test_decoding_sequences_of_very_different_length_are_grouped_without_mixing() -> None:
+    scene = Scene([(length, 1) for length in (700, 3, 699, 350, 0, 1, 340, 12)])
+    plan = TorchPagedAttention().plan(scene.batch, scene.cache.spec)
+    assert [decode.query_index.tolist() for decode in plan.decodes] == [[0, 2, 3], [6], [7], [1, 5], [4]]
+    assert_equals_reference(scene)
+
+
+def test_more_keys_than_one_gather_holds_are_taken_in_several() -> None:
+    per_sequence = GATHER_TOKENS_MAX // 3
+    scene = Scene([(per_sequence - 1, 1)] * 4, heads=1, kv_heads=1, head_dim=8, page_size=64)
+    plan = TorchPagedAttention().plan(scene.batch, scene.cache.spec)
+    assert [decode.mask.shape[0] for decode in plan.decodes] == [3, 1]
+    assert_equals_reference(scene)
+
+
+def test_nothing_but_the_slots_of_new_tokens_is_written() -> None:
+    scene = Scene([(5, 3), (20, 1)])
+    before = scene.pages.clone()
+    scene.run()
+    changed = (scene.pages != before) & ~(scene.pages.isnan() & before.isnan())
+    slots = torch.zeros(scene.pages.shape[0] * 16, dtype=torch.bool)
+    slots[scene.batch.slot_mapping] = True
+    assert torch.equal(changed.any(dim=(3, 4)), slots.view(-1, 1, 16).expand(-1, 2, 16))
+
+
+def test_the_workspace_grows_shrinks_and_changes_dtype_without_a_trace() -> None:
+    attention = TorchPagedAttention()
+    for scene in (Scene([(30, 1)]), Scene([(300, 1)]), Scene([(10, 2)], dtype=torch.float64), Scene([(30, 1)])):
+        tolerance = TOLERANCE[scene.query.dtype]
+        torch.testing.assert_close(scene.run(attention).double(), scene.reference(), rtol=tolerance, atol=tolerance)
+
+
+def test_a_workspace_first_used_in_inference_mode_can_be_used_outside() -> None:
+    attention = TorchPagedAttention()
+    with torch.inference_mode():
+        first = Scene([(30, 1)]).run(attention).clone()
+    assert torch.equal(Scene([(30, 1)]).run(attention), first)
+
+
+def test_running_twice_gives_the_same_bits() -> None:
+    lengths = [(0, 33), (100, 1), (31, 1)]
+    assert torch.equal(Scene(lengths).run(), Scene(lengths).run())
+
+
+def test_a_device_without_an_implementation_is_refused_by_name() -> None:
+    assert isinstance(backend_for("cpu"), TorchPagedAttention)
+    with pytest.raises(ValueError, match="'meta'"):
+        backend_for("meta")
+
+
+BLOCKS = [4, 2, 9]
+
+
+def test_a_batch_lays_out_chunks_one_after_another() -> None:
+    batch = build_batch(
+        [
+            Chunk([11, 12, 13], 0, [7], needs_logits=False),
+            Chunk([21], 40, BLOCKS, needs_logits=True),
+            Chunk([31, 32], 15, [3, 5, 6], needs_logits=True),
+        ],
+        block_size=16,
+    )
+    attention = batch.attention
+    assert batch.input_ids.tolist() == [[11, 12, 13, 21, 31, 32]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 40, 15, 16]]
+    assert batch.logits_index.tolist() == [3, 5]
+    assert attention.query_indptr.tolist() == [0, 3, 4, 6]
+    assert attention.kv_lengths.tolist() == [3, 41, 17]
+    assert attention.block_tables.tolist() == [[7, 0, 0], BLOCKS, [3, 5, 0]]
+    assert attention.slot_mapping.tolist() == [112, 113, 114, 9 * 16 + 8, 3 * 16 + 15, 5 * 16]
+    assert (attention.query_length_max, attention.kv_length_max) == (3, 41)
+    assert (attention.sequence_count, attention.token_count) == (3, 6)
+    assert attention.kv_lengths.dtype == attention.block_tables.dtype == attention.query_indptr.dtype == torch.int32
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        ([], "at least one chunk"),
+        ([Chunk([], 0, BLOCKS, needs_logits=True)], "0 tokens"),
+        ([Chunk([1], -1, BLOCKS, needs_logits=True)], "position -1"),
+        ([Chunk([1, 2], 47, BLOCKS, needs_logits=True)], "past its 3 blocks"),
+        ([Chunk([1], 5, [4], needs_logits=True), Chunk([2], 5, [4], needs_logits=True)], "one slot"),
+    ],
+)
+def test_a_batch_that_would_write_where_it_must_not_is_refused(chunks: list[Chunk], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_batch(chunks, block_size=16)

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from quire_worker.cache import CacheSpec, KVCache
+
+SPEC = CacheSpec(layer_count=3, kv_head_count=2, head_dim=4, block_size=8, dtype=torch.float32)
+
+
+def test_a_block_takes_the_bytes_of_its_tensors() -> None:
+    cache = KVCache(SPEC, 5)
+    assert SPEC.bytes_per_block == 2 * 3 * 8 * 2 * 4 * 4
+    assert cache.pool_bytes == sum(pages.nbytes for pages in cache.layers)
+    assert [tuple(pages.shape) for pages in cache.layers] == [(5, 2, 8, 2, 4)] * 3
+
+
+def test_half_precision_takes_half_the_bytes() -> None:
+    half = CacheSpec(layer_count=3, kv_head_count=2, head_dim=4, block_size=8, dtype=torch.bfloat16)
+    assert half.bytes_per_block * 2 == SPEC.bytes_per_block
+
+
+def test_a_budget_holds_whole_blocks_only() -> None:
+    assert SPEC.block_count_for(10 * SPEC.bytes_per_block) == 10
+    assert SPEC.block_count_for(11 * SPEC.bytes_per_block - 1) == 10
+    with pytest.raises(ValueError, match="hold no block"):
+        SPEC.block_count_for(SPEC.bytes_per_block - 1)
+
+
+@pytest.mark.parametrize("name", ["layer_count", "kv_head_count", "head_dim", "block_size"])
+def test_a_spec_without_something_in_every_dimension_is_refused(name: str) -> None:
+    sizes = {"layer_count": 1, "kv_head_count": 1, "head_dim": 1, "block_size": 1} | {name: 0}
+    with pytest.raises(ValueError, match=name):
+        CacheSpec(**sizes, dtype=torch.float32)
+
+
+def test_a_pool_without_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="block_count"):
+        KVCache(SPEC, 0)
+
+
+def test_the_layout_names_everything_that_changes_the_bytes_of_a_page() -> None:
+    base: dict[str, Any] = {
+        "layer_count": 3,
+        "kv_head_count": 2,
+        "head_dim": 4,
+        "block_size": 8,
+        "dtype": torch.float32,
+    }
+    others: list[dict[str, Any]] = [
+        {"layer_count": 4},
+        {"kv_head_count": 1},
+        {"head_dim": 8},
+        {"block_size": 16},
+        {"dtype": torch.float16},
+    ]
+    assert len({CacheSpec(**(base | other)).layout for other in [{}, *others]}) == 6
+
+
+def filled_cache() -> KVCache:
+    cache = KVCache(SPEC, 6)
+    generator = torch.Generator().manual_seed(1)
+    for pages in cache.layers:
+        pages.normal_(generator=generator)
+    return cache
+
+
+def test_copied_blocks_equal_their_sources_in_every_layer_and_nothing_else_changes() -> None:
+    cache = filled_cache()
+    before = [pages.clone() for pages in cache.layers]
+    cache.copy_blocks([0, 4, 0], [1, 3, 5])
+    for pages, old in zip(cache.layers, before, strict=True):
+        assert torch.equal(pages, old[[0, 0, 2, 4, 4, 0]])
+
+
+def test_all_sources_are_read_before_any_destination_is_written() -> None:
+    cache = filled_cache()
+    before = [pages.clone() for pages in cache.layers]
+    cache.copy_blocks([0, 1, 2], [1, 2, 0])
+    for pages, old in zip(cache.layers, before, strict=True):
+        assert torch.equal(pages[:3], old[[2, 0, 1]])
+
+
+def test_copying_no_blocks_changes_nothing() -> None:
+    cache = filled_cache()
+    before = [pages.clone() for pages in cache.layers]
+    cache.copy_blocks([], [])
+    assert all(torch.equal(pages, old) for pages, old in zip(cache.layers, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("sources", "destinations", "message"),
+    [([0], [1, 2], "1 sources for 2"), ([0, 1], [2, 2], "two copies"), ([0], [6], "outside"), ([-1], [0], "outside")],
+)
+def test_copies_that_make_no_sense_are_refused(sources: list[int], destinations: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        filled_cache().copy_blocks(sources, destinations)

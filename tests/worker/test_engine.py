@@ -1,0 +1,177 @@
+"""Text of the engine, token by token against transformers' own `generate`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from quire.errors import QuireError, Reason
+from quire_worker.request import FinishReason
+from tests.worker.engine_harness import reference_text, running
+from tests.worker.tiny_models import write_tiny_llama, write_tiny_qwen3
+
+DEMO = Path("models/demo").resolve()
+NAMES = ["demo", "llama", "qwen3"]
+LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 100, 255, 256, 257, 300]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    tiny = tmp_path_factory.mktemp("models")
+    return {
+        "demo": DEMO,
+        "llama": write_tiny_llama(tiny / "llama"),
+        "qwen3": write_tiny_qwen3(tiny / "qwen3"),
+    }
+
+
+def prompt(length: int, *, seed: int = 0) -> list[int]:
+    dice = random.Random(seed)
+    return [dice.randrange(1, 320) for _ in range(length)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_prompts_of_all_lengths_mixed_in_one_batch_give_the_text_of_transformers(
+    folders: dict[str, Path], name: str
+) -> None:
+    folder = folders[name]
+    prompts = [prompt(length, seed=length) for length in LENGTHS]
+    async with running(folder) as harness:
+        tasks = []
+        for tokens in prompts:  # one after the other, so that prefills meet decodes
+            tasks.append(asyncio.create_task(harness.generate(tokens, max_tokens=20)))
+            await asyncio.sleep(0)
+        outputs = await asyncio.gather(*tasks)
+        assert await harness.free_block_count() == 512
+    for tokens, output in zip(prompts, outputs, strict=True):
+        assert output.tokens[0] == reference_text(folder, tuple(tokens), 20), f"prompt of {len(tokens)}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_prefix_hits_do_not_change_the_text(folders: dict[str, Path], name: str) -> None:
+    folder = folders[name]
+    stem = prompt(200, seed=1)
+    prompts = [stem[:length] + prompt(tail, seed=tail) for length in (200, 176, 175, 33, 16) for tail in (1, 16, 40)]
+    async with running(folder) as harness:
+        first = [await harness.generate(tokens, max_tokens=12) for tokens in prompts]
+        again = await asyncio.gather(*(harness.generate(tokens, max_tokens=12) for tokens in prompts))
+    for tokens, before, after in zip(prompts, first, again, strict=True):
+        assert before.tokens[0] == after.tokens[0] == reference_text(folder, tuple(tokens), 12)
+        assert after.request.usage.cached_token_count == (len(tokens) - 1) // 16 * 16
+    assert sum(output.request.usage.cached_token_count for output in first) > 1500
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("length", [5, 16, 40])
+async def test_samples_forked_from_one_prefill_give_the_text_of_transformers(
+    folders: dict[str, Path], name: str, length: int
+) -> None:
+    folder, tokens = folders[name], prompt(length, seed=length)
+    async with running(folder) as harness:
+        output = await harness.generate(tokens, max_tokens=40, n=4)
+        after = await harness.generate(tokens + list(output.tokens[0]), max_tokens=5)
+    expected = reference_text(folder, tuple(tokens), 40)
+    assert output.tokens == [expected] * 4
+    assert after.tokens[0] == reference_text(folder, (*tokens, *expected), 5)
+    assert output.request.usage.granted_block_count < output.request.usage.unshared_block_count or length < 16
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_eight_requests_in_a_pool_that_fits_two_are_preempted_and_finish_with_the_same_text(
+    folders: dict[str, Path], name: str
+) -> None:
+    folder = folders[name]
+    prompts = [prompt(40, seed=i) for i in range(8)]
+    async with running(folder, blocks=12) as harness:  # two of 40 + 56 tokens take six blocks each
+        outputs = await asyncio.gather(*(harness.generate(tokens, max_tokens=56, ignore_eos=True) for tokens in prompts))
+        preemptions = harness.engine.scheduler.preemption_count
+        assert await harness.free_block_count() == 12
+    assert preemptions > 0
+    for tokens, output in zip(prompts, outputs, strict=True):
+        expected = reference_text(folder, tuple(tokens), 56)
+        assert output.tokens[0][: len(expected)] == expected
+        assert len(output.tokens[0]) == 56
+
+
+async def test_a_seed_gives_the_same_text_alone_in_company_and_after_a_preemption(folders: dict[str, Path]) -> None:
+    sampling = {"max_tokens": 40, "temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 11, "ignore_eos": True}
+    tokens = prompt(20, seed=3)
+    async with running(folders["demo"]) as harness:
+        alone = await harness.generate(tokens, n=3, **sampling)
+        other_seed = await harness.generate(tokens, n=3, **{**sampling, "seed": 12})
+        company = [harness.submit(prompt(30, seed=i), max_tokens=30) for i in range(4)]
+        crowded = await harness.generate(tokens, n=3, **sampling)
+        for request in company:
+            await harness.collect(request)
+    async with running(folders["demo"], blocks=10) as harness:
+        older = asyncio.gather(*(harness.generate(prompt(40, seed=i), max_tokens=30) for i in range(2)))
+        await asyncio.sleep(0)
+        preempted = await harness.generate(tokens, n=3, **sampling)
+        await older
+        assert preempted.request.usage.preemption_count > 0
+    assert alone.tokens == crowded.tokens == preempted.tokens
+    assert len({*alone.tokens, *other_seed.tokens}) == 6, "samples and seeds must differ"
+
+
+async def test_the_text_goes_on_when_the_allocator_is_replaced_by_an_empty_one(folders: dict[str, Path]) -> None:
+    tokens = prompt(50, seed=9)
+    async with running(folders["llama"]) as harness:
+        request = harness.submit(tokens, max_tokens=100, ignore_eos=True)
+        task = asyncio.create_task(harness.collect(request))
+        while request.usage.output_token_count < 10:
+            await asyncio.sleep(0)
+        await harness.allocator.stop()
+        await harness.allocator.start()
+        output = await task
+        assert await harness.free_block_count() == 512
+    expected = reference_text(folders["llama"], tuple(tokens), 100)
+    assert output.tokens[0][: len(expected)] == expected
+    assert len(output.tokens[0]) == 100
+
+
+async def test_text_is_the_tokens_decoded_and_stops_are_left_out(folders: dict[str, Path]) -> None:
+    async with running(folders["demo"]) as harness:
+        tokenizer = harness.engine.tokenizer
+        tokens = tokenizer.encode("The list object")
+        output = await harness.generate(tokens, max_tokens=30)
+        assert output.texts[0] == tokenizer.decode(list(output.tokens[0]))
+        assert output.reasons == [FinishReason.LENGTH]
+        stop = output.tokens[0][10]
+        stopped = await harness.generate(tokens, max_tokens=30, stop_token_ids=(stop,))
+    assert stopped.reasons == [FinishReason.STOP]
+    assert stopped.tokens[0] == output.tokens[0][: output.tokens[0].index(stop)]
+
+
+async def test_a_cancelled_request_frees_its_blocks_at_once(folders: dict[str, Path]) -> None:
+    async with running(folders["llama"]) as harness:
+        request = harness.submit(prompt(100), max_tokens=400, n=2, ignore_eos=True)
+        while request.usage.output_token_count < 4:
+            await asyncio.sleep(0)
+        harness.engine.cancel(request)
+        assert await harness.free_block_count() == 512
+        assert request.usage.output_token_count < 400
+
+
+async def test_a_forward_pass_that_fails_ends_its_requests_alone(folders: dict[str, Path]) -> None:
+    async with running(folders["llama"]) as harness:
+        broken = harness.submit(prompt(10), max_tokens=5)
+        broken.samples[0].tokens[3] = 10**9  # beyond the embedding: what a defect of ours would look like
+        with pytest.raises(QuireError) as caught:
+            await harness.collect(broken)
+        assert caught.value.reason is Reason.MODEL_FAILED
+        healthy = await harness.generate(prompt(10), max_tokens=5)
+        assert await harness.free_block_count() == 512
+    assert healthy.tokens[0] == reference_text(folders["llama"], tuple(prompt(10)), 5)
+
+
+async def test_a_full_queue_refuses_and_names_its_length(folders: dict[str, Path]) -> None:
+    async with running(folders["llama"], waiting_max=2) as harness:
+        waiting = [harness.submit(prompt(5, seed=i), max_tokens=2) for i in range(2)]
+        with pytest.raises(QuireError, match="2 requests") as caught:
+            harness.submit(prompt(5), max_tokens=2)
+        assert caught.value.reason is Reason.QUEUE_FULL
+        for request in waiting:
+            await harness.collect(request)

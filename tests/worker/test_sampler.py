@@ -1,0 +1,176 @@
+"""Sampling, against the logits warpers of transformers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from quire_worker.sampler import SAMPLE_COUNT_MAX, SamplingParams, new_generator, probabilities_of, sample
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+VOCABULARY = 211
+COMBINATIONS = [
+    SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    for temperature in (0.001, 0.5, 1.0, 3.0)
+    for top_k in (0, 1, 5, 1000)
+    for top_p in (1e-9, 0.01, 0.5, 0.9, 1.0)
+]
+
+
+def random_logits(rows: int, *, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 4
+
+
+def warped_by_transformers(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    warpers: Any = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
+    if params.top_k:
+        warpers.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        warpers.append(TopPLogitsWarper(params.top_p))
+    probabilities: torch.Tensor = warpers(None, logits).softmax(dim=-1)
+    return probabilities
+
+
+@pytest.mark.parametrize("params", COMBINATIONS)
+def test_support_and_probabilities_equal_those_of_transformers(params: SamplingParams) -> None:
+    logits = random_logits(8)
+    ours, theirs = probabilities_of(logits, [params] * 8), warped_by_transformers(logits, params)
+    assert torch.equal(ours > 0, theirs > 0)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_ties_with_the_last_of_the_top_k_stay_as_in_transformers() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]])
+    params = SamplingParams(temperature=1.0, top_k=2)
+    probabilities = probabilities_of(logits, [params])
+    assert (probabilities[0] > 0).tolist() == [False, True, True, True, True, False]
+    torch.testing.assert_close(probabilities, warped_by_transformers(logits, params))
+
+
+def test_rows_with_different_params_equal_the_same_rows_alone() -> None:
+    logits = random_logits(len(COMBINATIONS))
+    together = probabilities_of(logits, COMBINATIONS)
+    alone = [probabilities_of(logits[row : row + 1], [params]) for row, params in enumerate(COMBINATIONS)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+def test_drawn_frequencies_follow_the_probabilities() -> None:
+    params = SamplingParams(temperature=1.0, top_k=6)
+    logits = random_logits(1)
+    expected = probabilities_of(logits, [params])[0].double()
+    draw_count = 4000
+    generators = [new_generator(5, index) for index in range(draw_count)]
+    drawn = sample(logits.expand(draw_count, -1), [params] * draw_count, generators)
+    observed = torch.bincount(torch.tensor(drawn), minlength=VOCABULARY)
+    assert not observed[expected == 0].any()
+    wanted = expected[expected > 0] * draw_count
+    chi_square = ((observed[expected > 0] - wanted) ** 2 / wanted).sum().item()
+    assert chi_square < 20.5  # 5 degrees of freedom, p = 0.001
+
+
+def test_greedy_takes_the_largest_and_leaves_the_generator_alone() -> None:
+    logits = random_logits(3)
+    generators = [new_generator(1, row) for row in range(3)]
+    before = [generator.get_state() for generator in generators]
+    assert sample(logits, [SamplingParams()] * 3, generators) == logits.argmax(dim=-1).tolist()
+    assert all(torch.equal(generator.get_state(), old) for generator, old in zip(generators, before, strict=True))
+
+
+def test_top_k_of_one_is_greedy() -> None:
+    logits = random_logits(20)
+    params = [SamplingParams(temperature=1.5, top_k=1)] * 20
+    assert sample(logits, params, [new_generator(None, 0)] * 20) == logits.argmax(dim=-1).tolist()
+
+
+def test_a_sample_draws_the_same_tokens_in_any_company() -> None:
+    params = SamplingParams(temperature=1.0, top_p=0.95, seed=3)
+    steps = [random_logits(1, seed=step) for step in range(20)]
+    generator = new_generator(3, 0)
+    alone = [sample(logits, [params], [generator])[0] for logits in steps]
+    mine, other = new_generator(3, 0), new_generator(4, 0)
+    company = [SamplingParams(), replace(params, top_k=3, seed=4), params]
+    together = [
+        sample(torch.cat([random_logits(2, seed=99), logits]), company, [new_generator(9, 9), other, mine])[2]
+        for logits in steps
+    ]
+    assert alone == together
+    assert len(set(alone)) > 5
+
+
+def test_seed_and_sample_index_decide_the_stream() -> None:
+    def first(seed: int | None, index: int) -> float:
+        return torch.rand(1, generator=new_generator(seed, index)).item()
+
+    assert first(7, 0) == first(7, 0)
+    assert len({first(7, 0), first(7, 1), first(8, 0), first(7 + 2**32, 0), first(2**64 - 1, 0)}) == 5
+    assert first(None, 0) != first(None, 0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_are_refused_and_the_row_named(bad: float, temperature: float) -> None:
+    logits = random_logits(3)
+    logits[1, 17] = bad
+    with pytest.raises(ValueError, match=r"\[1\]"):
+        sample(logits, [SamplingParams(temperature=temperature)] * 3, [new_generator(0, row) for row in range(3)])
+
+
+def test_tokens_ruled_out_by_minus_infinity_are_never_drawn() -> None:
+    logits = torch.full((50, VOCABULARY), -math.inf)
+    logits[:, 42] = 0.0
+    generators = [new_generator(0, row) for row in range(50)]
+    assert sample(logits, [SamplingParams(temperature=1.0)] * 50, generators) == [42] * 50
+
+
+def test_a_draw_of_exactly_zero_skips_tokens_of_no_probability(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.zeros(1, VOCABULARY)
+    logits[:, :3] = -math.inf
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.zeros(1, dtype=torch.float64))
+    assert sample(logits, [SamplingParams(temperature=1.0)], [new_generator(0, 0)]) == [3]
+
+
+def test_no_rows_give_no_tokens_and_lists_of_other_length_are_refused() -> None:
+    assert sample(random_logits(0), [], []) == []
+    with pytest.raises(ValueError, match="2 rows of logits, 1 params"):
+        sample(random_logits(2), [SamplingParams()], [new_generator(0, 0)])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": -1},
+        {"max_tokens": 1.5},
+        {"max_tokens": True},
+        {"temperature": -0.1},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"temperature": 1e-9},
+        {"temperature": 101},
+        {"temperature": "hot"},
+        {"top_k": -1},
+        {"top_k": 2**31},
+        {"top_p": 0.0},
+        {"top_p": 1.01},
+        {"top_p": math.nan},
+        {"seed": -1},
+        {"seed": 2**64},
+        {"n": 0},
+        {"n": SAMPLE_COUNT_MAX + 1},
+        {"stop_token_ids": (-1,)},
+        {"stop_token_ids": (1,) * 65},
+    ],
+)
+def test_a_field_out_of_range_is_refused_by_name(changes: dict[str, object]) -> None:
+    (name,) = changes
+    with pytest.raises(ValueError, match=f"^{name} "):
+        SamplingParams(**changes).validate()  # type: ignore[arg-type]
+
+
+def test_the_ends_of_every_range_are_allowed() -> None:
+    SamplingParams().validate()
+    SamplingParams(max_tokens=1, temperature=0.001, top_k=2**31 - 1, top_p=1e-6, seed=0, n=1).validate()
+    SamplingParams(temperature=100, top_p=1, seed=2**64 - 1, n=SAMPLE_COUNT_MAX, stop_token_ids=(0,) * 64).validate()

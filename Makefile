@@ -1,0 +1,55 @@
+# Habits of this repository; `make help` lists them. CI runs the same targets.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# Two processes that both use OpenMP on few cores slow each other down tenfold unless waiting threads sleep.
+export OMP_WAIT_POLICY := PASSIVE
+export HF_HUB_OFFLINE := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help dev demo test check format proto bench up down test-compose clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	@touch $@
+
+dev: $(READY) ## set up .venv with everything needed to work on Quire
+
+demo: $(READY) ## start an allocator and a worker, stream prompts that share a prefix, print what sharing saved
+	$(BIN)/python examples/demo.py
+
+test: $(READY) ## run all tests that need neither Docker nor a GPU
+	$(BIN)/python -m pytest
+
+check: $(READY) ## lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy client/quire allocator_service/quire_allocator worker_service/quire_worker
+
+format: $(READY) ## format and mend what can be mended
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: $(READY) ## generate client/quire/v1 from protos/
+	PYTHON=$(BIN)/python scripts/generate_protos.sh
+
+bench: $(READY) ## measure text per second against transformers itself, side by side
+	$(BIN)/python benchmarks/serving.py
+
+up: ## docker compose: allocator, worker, Prometheus, Grafana
+	docker compose up -d --build --wait
+
+down: ## stop them and drop their volumes
+	docker compose down -v
+
+test-compose: $(READY) ## the same, as a test; needs a Docker engine
+	$(BIN)/python -m pytest -m compose tests/e2e/test_compose.py
+
+clean: ## remove what the targets above made
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,166 @@
+"""What paging as a service saves, on a model of 3.5 million parameters.
+
+Starts an allocator and a worker as separate processes, streams four prompts that share a long prefix and one prompt
+sampled four ways, and prints what was shared. Everything in the table is counted by the servers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire import AsyncAllocatorClient, AsyncClient, Usage
+from quire.local import LocalStack
+from rich.columns import Columns
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+MODEL = Path(__file__).parent.parent / "models" / "demo"
+
+PREFIX = """The if statement is used for conditional execution. It selects exactly one of the suites by evaluating the
+expressions one by one until one is found to be true; then that suite is executed (and no other part of the if statement
+is executed or evaluated). If all expressions are false, the suite of the else clause, if present, is executed.
+
+The while statement is used for repeated execution as long as an expression is true. This repeatedly tests the
+expression and, if it is true, executes the first suite; if the expression is false, the suite of the else clause, if
+present, is executed and the loop terminates.
+
+"""
+ENDINGS = ["The for statement ", "The try statement ", "The with statement ", "A function definition "]
+FORKED = "The import statement "
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one part of the demo took."""
+
+    name: str
+    seconds: float
+    usages: tuple[Usage, ...]
+
+    def total(self, field: str) -> int:
+        """Sum of one field of `Usage` over the requests."""
+        return sum(getattr(usage, field) for usage in self.usages)
+
+
+class Streams:
+    """Several texts that grow at the same time, each in a panel of its own."""
+
+    def __init__(self, console: Console, title: str, prompts: Sequence[str]) -> None:
+        self._title = title
+        self._prompts = prompts
+        self._texts = [""] * len(prompts)
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=12)
+
+    def append(self, stream: int, text: str) -> None:
+        """More of one text has come."""
+        self._texts[stream] += text
+
+    def __enter__(self) -> Streams:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+        self._live.console.print()
+
+    def _render(self) -> Group:
+        panels = [
+            Panel(Text.assemble((prompt.strip() + " ", "bold"), text), width=46)
+            for prompt, text in zip(self._prompts, self._texts, strict=True)
+        ]
+        return Group(Text(self._title, style="bold cyan"), Columns(panels))
+
+
+async def shared_prefix(client: AsyncClient, console: Console, max_tokens: int) -> Outcome:
+    """Four requests at once whose prompts begin with the same two paragraphs."""
+    started = time.perf_counter()
+    with Streams(console, "Four prompts that share a long prefix", ENDINGS) as streams:
+
+        async def one(number: int) -> Usage:
+            usage = None
+            async for chunk in client.stream(PREFIX + ENDINGS[number], max_tokens=max_tokens, ignore_eos=True):
+                streams.append(number, chunk.text)
+                usage = chunk.usage or usage
+            assert usage is not None, "the last chunk carries the usage"
+            return usage
+
+        usages = await asyncio.gather(*map(one, range(len(ENDINGS))))
+    return Outcome("4 prompts, 1 prefix", time.perf_counter() - started, tuple(usages))
+
+
+async def samples(client: AsyncClient, console: Console, max_tokens: int) -> Outcome:
+    """One request with four samples: forks of one prefill."""
+    started = time.perf_counter()
+    usage = None
+    prompt = PREFIX + FORKED
+    with Streams(console, "One prompt sampled four ways", [FORKED] * 4) as streams:
+        stream = client.stream(prompt, max_tokens=max_tokens, n=4, temperature=0.6, seed=7, ignore_eos=True)
+        async for chunk in stream:
+            streams.append(chunk.sample, chunk.text)
+            usage = chunk.usage or usage
+    assert usage is not None, "the last chunk carries the usage"
+    return Outcome("1 prompt, 4 samples", time.perf_counter() - started, (usage,))
+
+
+def summary(outcomes: Sequence[Outcome]) -> Table:
+    """The short table at the end."""
+    table = Table(title="What was shared")
+    table.add_column("", no_wrap=True)
+    headings = ("tokens", "tokens/s", "prompt\ntokens", "from\ncache", "blocks\nused", "separate\ncaches", "saved")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for outcome in outcomes:
+        output, used = outcome.total("output_token_count"), outcome.total("granted_block_count")
+        separate = outcome.total("unshared_block_count")
+        table.add_row(
+            outcome.name,
+            str(output),
+            f"{output / outcome.seconds:.0f}",
+            str(outcome.total("prompt_token_count")),
+            str(outcome.total("cached_token_count")),
+            str(used),
+            str(separate),
+            f"{1 - used / separate:.0%}",
+        )
+    return table
+
+
+async def run(worker: str, allocator: str, console: Console, max_tokens: int) -> None:
+    """The demo on servers that are up."""
+    async with AsyncClient(worker) as client, AsyncAllocatorClient(allocator) as blocks:
+        outcomes = [
+            await shared_prefix(client, console, max_tokens),
+            await samples(client, console, max_tokens),
+        ]
+        console.print(summary(outcomes))
+        console.print("Blocks used: granted by the allocator, copies included. Separate caches: one per text.")
+        (pool,) = await blocks.list_pools()
+        console.print(
+            f"Pool {pool.pool!r} now: {pool.held_block_count} blocks held, {pool.cached_block_count} cached "
+            f"for the next prompt, {pool.empty_block_count} empty."
+        )
+
+
+def main() -> None:
+    """Command line of the demo."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(MODEL), help="folder of the model (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=48, help="tokens per text (default: %(default)s)")
+    options = parser.parse_args()
+    console = Console(width=None if Console().is_terminal else 100)
+    with LocalStack(options.model, on_progress=lambda line: console.print(line, style="dim")) as stack:
+        asyncio.run(run(stack.worker_address, stack.allocator_address, console, options.max_tokens))
+        console.print("stopping", style="dim")
+    console.print("done", style="dim")
+
+
+if __name__ == "__main__":
+    main()

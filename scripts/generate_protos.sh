@@ -5,6 +5,7 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 out=client
 [ "${1:-}" = --to ] && out=$2
+mkdir -p "$out"
 bin=$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 "$python" -m grpc_tools.protoc -Iprotos --python_out="$out" --grpc_python_out="$out" \
   --plugin=protoc-gen-mypy="$bin/protoc-gen-mypy" --mypy_out=quiet:"$out" \

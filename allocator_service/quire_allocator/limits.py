@@ -12,7 +12,6 @@ SEQUENCES_MAX: Final = 65_536  # live, per pool
 LAST_STEP_MAX: Final = 1 << 62  # in a report: leaves room for every number that can follow
 WINDOW_MAX: Final = 8  # unanswered steps, and kept replies, per session
 POOLS_MAX: Final = 256
-STREAMS_MAX: Final = 1_024  # concurrent RPCs of the process
 BLOCKS_MAX: Final = 1 << 24  # per pool
 BLOCK_SIZE_MAX: Final = 65_536
 GROUPS_MAX: Final = 64

@@ -44,8 +44,9 @@ def check_step(pool: Pool, step: pb.Step) -> StepArrays:
     require(len(grows.token_counts) == len(grows.sequences), "grows: one token_count per sequence")
     require(all(grows.token_counts), "grows: token_count must be at least 1")
     new = len(forks.children) + sum(sequence > pool.last_sequence_id for sequence in grows.sequences)
+    freed = sum(sequence in pool.sequences for sequence in set(step.frees.sequences))
     require(
-        len(pool.sequences) + new <= limits.SEQUENCES_MAX,
+        len(pool.sequences) - freed + new <= limits.SEQUENCES_MAX,
         f"a pool has at most {limits.SEQUENCES_MAX} live sequences",
         "LIMIT",
     )

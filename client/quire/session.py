@@ -25,7 +25,7 @@ from typing import Any, Final, NoReturn
 import grpc
 from grpc import aio
 
-from quire.errors import AbortedError, AlreadyExistsError, QuireError, UnavailableError, from_rpc_error
+from quire.errors import AlreadyExistsError, QuireError, Reason, UnavailableError, from_rpc_error
 from quire.steps import StepBuilder, StepOutcome, read_reply
 from quire.v1 import allocator_pb2 as pb
 
@@ -148,7 +148,13 @@ class PoolSession:
         except TimeoutError:
             self._drop()
             raise _StreamLostError from None
-        except (aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # we are cancelled, not the call: its state is unknown
+                self._drop()
+                raise
+            await self._explain(call, error)
+        except (aio.AioRpcError, asyncio.InvalidStateError) as error:
             await self._explain(call, error)
 
     async def _receive(self, call: Any) -> pb.SessionReply:
@@ -159,14 +165,12 @@ class PoolSession:
 
     async def _explain(self, call: Any, error: BaseException) -> NoReturn:
         """Turns what a broken stream raised into lost (attach again) or refused (the owner's mistake)."""
-        if isinstance(error, asyncio.CancelledError) and not call.done():
-            self._drop()  # we were cancelled, not the call: the stream is in an unknown state
-            raise error
-        refused = await _status(call)
+        ended = await _status(call)
         self._drop()
-        if refused is None or isinstance(refused, (UnavailableError, AbortedError)) or refused.reason in _ATTACH_AGAIN:
-            raise _StreamLostError from error
-        raise refused from error
+        # Without a reason it is gRPC itself that failed, under whatever code.
+        if ended is None or ended.reason is None or ended.reason in _ATTACH_AGAIN:
+            raise _StreamLostError(ended) from error
+        raise ended from error
 
     def _drop(self) -> None:
         self._connected = False
@@ -185,9 +189,9 @@ class PoolSession:
                 self._connected = True
                 return
             except _StreamLostError as lost:
-                error: QuireError = UnavailableError(f"the stream broke while attaching: {lost.__cause__!r}")
-            except (UnavailableError, AlreadyExistsError, AbortedError) as refused:
-                error = refused
+                error = lost.ended or UnavailableError("the allocator does not answer")
+            except AlreadyExistsError as owned:  # its lease will end
+                error = owned
             self._on_wait(error)
             await asyncio.sleep(delay * random.uniform(0.5, 1.0))
             delay = min(2 * delay, BACKOFF_S[1])
@@ -233,14 +237,27 @@ class PoolSession:
                 try:
                     await self._exchange(pb.SessionRequest(heartbeat=pb.Heartbeat()))
                 except _StreamLostError:
-                    await self._attach()
+                    await self._attach_in_background()
+
+    async def _attach_in_background(self) -> None:
+        """A refusal for good is left for the next step to meet, which has somebody to tell."""
+        try:
+            await self._attach()
+        except QuireError as error:
+            log.warning("the allocator refuses this pool: %s", error)
 
 
 class _StreamLostError(Exception):
-    """The stream is gone for a reason that attaching again may mend."""
+    """The stream is gone for a reason that attaching again may mend; `ended` says which, if it is known."""
+
+    def __init__(self, ended: QuireError | None = None) -> None:
+        super().__init__()
+        self.ended = ended
 
 
-_ATTACH_AGAIN: Final = frozenset({"SESSION_UNKNOWN", "IDLE", "POOL_QUARANTINED"})
+_ATTACH_AGAIN: Final = frozenset(
+    {Reason.FENCED, Reason.SESSION_UNKNOWN, Reason.IDLE, Reason.DRAINING, Reason.POOL_QUARANTINED}
+)
 
 
 async def _status(call: Any) -> QuireError | None:

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from grpc import aio
-from transformers import AutoModelForCausalLM
-
 from quire import AsyncAllocatorClient, PoolSpec
 from quire.errors import QuireError
 from quire.v1 import allocator_pb2_grpc as pb_grpc
@@ -28,6 +26,7 @@ from quire_worker.sampler import SamplingParams
 from quire_worker.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
 from quire_worker.tokenizer import Tokenizer
+from transformers import AutoModelForCausalLM
 
 BLOCK_SIZE = 16
 
@@ -49,7 +48,10 @@ def reference_text(folder: Path, prompt: tuple[int, ...], max_tokens: int) -> tu
     """Greedy tokens of transformers' own `generate`, end-of-text left out."""
     model = reference_model(folder)
     output = model.generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=max_tokens, do_sample=False,
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt)),
+        max_new_tokens=max_tokens,
+        do_sample=False,
         pad_token_id=0,
     )[0, len(prompt) :].tolist()
     return tuple(output[: output.index(0)] if 0 in output else output)
@@ -66,10 +68,14 @@ class Output:
 
 
 class CheckedEngine(Engine):
-    """Checks the scheduler after every turn."""
+    """Checks the scheduler after every turn, and tells when it is in none."""
+
+    in_turn = False
 
     async def step(self) -> None:
+        self.in_turn = True
         await super().step()
+        self.in_turn = False
         self.scheduler.check_invariants()
 
 
@@ -95,7 +101,7 @@ class AllocatorServer:
 class Harness:
     """Submits prompts and collects what comes."""
 
-    def __init__(self, engine: Engine, allocator: AllocatorServer, task: asyncio.Task[None]) -> None:
+    def __init__(self, engine: CheckedEngine, allocator: AllocatorServer, task: asyncio.Task[None]) -> None:
         self.engine = engine
         self.allocator = allocator
         self._task = task
@@ -110,7 +116,9 @@ class Harness:
         return self.engine.submit(request_id="", prompt=list(prompt), sampling=params, namespace=namespace)
 
     async def collect(self, request: Request) -> Output:
-        output = Output([()] * len(request.samples), [""] * len(request.samples), [None] * len(request.samples), request)
+        output = Output(
+            [()] * len(request.samples), [""] * len(request.samples), [None] * len(request.samples), request
+        )
         while True:
             if self._task.done():
                 self._task.result()
@@ -125,7 +133,7 @@ class Harness:
 
     async def free_block_count(self) -> int:
         """As the allocator sees it once everything asked for so far has been applied."""
-        while self.engine.scheduler.has_work:
+        while self.engine.scheduler.has_work or self.engine.in_turn:
             await asyncio.sleep(0)
         return self.allocator.directory.pool("test").pool.blocks.free_count
 
@@ -163,8 +171,8 @@ async def running(
         try:
             yield Harness(engine, allocator, task)
         finally:
-            task.cancel()
-            await asyncio.wait([task])
+            engine.stop()
+            await task
             await session.close()
             engine.close()
             await allocator.stop()

@@ -7,9 +7,9 @@ import random
 from pathlib import Path
 
 import pytest
-
 from quire.errors import QuireError, Reason
 from quire_worker.request import FinishReason
+
 from tests.worker.engine_harness import reference_text, running
 from tests.worker.tiny_models import write_tiny_llama, write_tiny_qwen3
 
@@ -86,7 +86,9 @@ async def test_eight_requests_in_a_pool_that_fits_two_are_preempted_and_finish_w
     folder = folders[name]
     prompts = [prompt(40, seed=i) for i in range(8)]
     async with running(folder, blocks=12) as harness:  # two of 40 + 56 tokens take six blocks each
-        outputs = await asyncio.gather(*(harness.generate(tokens, max_tokens=56, ignore_eos=True) for tokens in prompts))
+        outputs = await asyncio.gather(
+            *(harness.generate(tokens, max_tokens=56, ignore_eos=True) for tokens in prompts)
+        )
         preemptions = harness.engine.scheduler.preemption_count
         assert await harness.free_block_count() == 12
     assert preemptions > 0
@@ -136,11 +138,11 @@ async def test_text_is_the_tokens_decoded_and_stops_are_left_out(folders: dict[s
     async with running(folders["demo"]) as harness:
         tokenizer = harness.engine.tokenizer
         tokens = tokenizer.encode("The list object")
-        output = await harness.generate(tokens, max_tokens=30)
+        output = await harness.generate(tokens, max_tokens=30, ignore_eos=True)
         assert output.texts[0] == tokenizer.decode(list(output.tokens[0]))
         assert output.reasons == [FinishReason.LENGTH]
         stop = output.tokens[0][10]
-        stopped = await harness.generate(tokens, max_tokens=30, stop_token_ids=(stop,))
+        stopped = await harness.generate(tokens, max_tokens=30, ignore_eos=True, stop_token_ids=(stop,))
     assert stopped.reasons == [FinishReason.STOP]
     assert stopped.tokens[0] == output.tokens[0][: output.tokens[0].index(stop)]
 

@@ -12,7 +12,6 @@ import os
 import random
 
 import pytest
-
 from quire.steps import StepOutcome, read_reply
 from quire_allocator import steps
 from quire_allocator.core.pool import GroupKind, GroupSpec, Pool, PoolSpec
@@ -170,7 +169,7 @@ def test_samples_share_the_prompt_and_copy_only_its_last_block() -> None:
     request = worker.submit(numbers(10), max_tokens=2, n=4)
     worker.run()
     worker.check_text(request)
-    # Three blocks for the prompt, and a copy of the half-filled third one for each fork that lived past its first token.
+    # Three blocks for the prompt, and a copy of the half-filled third for each fork that lived past its first token.
     living = sum(len(expected_output(request.prompt, i, 2, 256)[0]) > 1 for i in range(1, 4))
     assert worker.pool.copy_count == living
     assert request.usage.granted_block_count == 3 + living
@@ -254,7 +253,7 @@ SEEDS = [int(os.environ["QUIRE_SEED"])] if "QUIRE_SEED" in os.environ else range
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_requests_in_tiny_pools_read_back_their_own_tokens(seed: int) -> None:
-    print(f"QUIRE_SEED={seed}")
+    print(f"QUIRE_SEED={seed}")  # replays this history
     dice = random.Random(seed)
     worker = PretendedWorker(
         block_count=dice.randint(6, 40),

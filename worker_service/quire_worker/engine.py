@@ -65,14 +65,15 @@ class Engine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._wake = asyncio.Event()
         self._request_count = 0
+        self._stopping = False
 
     async def run(self) -> None:
-        """Takes turns as long as there is work, and waits for some otherwise; ends by cancellation.
+        """Takes turns as long as there is work, and waits for some otherwise, until `stop`.
 
         Raises:
             QuireError: the allocator refuses this worker's steps; nothing can go on.
         """
-        while True:
+        while not self._stopping:
             self._wake.clear()
             if not self.scheduler.has_work:
                 await self._wake.wait()
@@ -120,8 +121,13 @@ class Engine:
         self.scheduler.cancel(request)
         self._wake.set()
 
+    def stop(self) -> None:
+        """Lets `run` return after the turn that it is in."""
+        self._stopping = True
+        self._wake.set()
+
     def close(self) -> None:
-        """Waits for the model's thread; `run` has been cancelled before."""
+        """Waits for the model's thread; `run` has ended before."""
         self._thread.shutdown()
 
     # -- parts of a turn -----------------------------------------------------------------------------------------------

@@ -33,6 +33,8 @@ from quire_worker.tokenizer import Tokenizer
 
 log = structlog.get_logger()
 
+TURN_S = 5.0  # longest wait for the last turn when shutting down
+
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line of the worker."""
@@ -162,7 +164,9 @@ async def serve(options: argparse.Namespace) -> None:
     service.draining = True
     await server.withdraw()
     await server.stop()
-    running.cancel()
+    engine.stop()
+    await asyncio.wait((running,), timeout=TURN_S)
+    running.cancel()  # it may be waiting for an allocator that is down
     with contextlib.suppress(asyncio.CancelledError):
         await running  # raises what ended it, if it was not us
     await session.close()

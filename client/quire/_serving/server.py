@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from prometheus_client.registry import Collector
 
-from quire._serving.address import is_unix, require_safe, split
+from quire._serving.address import is_unix, require_safe
 from quire._serving.metrics import MetricsServer
 from quire._serving.process import UsageError, read_token, write_ready_file
 from quire._serving.rpc import TokenInterceptor
@@ -86,7 +86,7 @@ class Server:
             self._metrics = MetricsServer(metrics, collector, token=self.token)
         except OSError as error:
             raise UsageError(f"cannot serve metrics on {metrics}: {error}") from None
-        self._address = listen if is_unix(listen) else f"{split(listen)[0]}:{port}"
+        self._address = listen if is_unix(listen) else f"{listen.rpartition(':')[0]}:{port}"  # IPv6 keeps its brackets
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self.grpc.start()
 

@@ -1,0 +1,152 @@
+"""Channels: addresses, deadlines, retries, tokens and errors, for both flavours of the clients.
+
+Every call has a deadline. A call that meets UNAVAILABLE is repeated by gRPC itself, at most three times, 50 to 500 ms
+apart with jitter; no other code is ever repeated, and the Session stream never. Operations that change something carry
+a request id, so that a repeated one is applied once.
+
+A token travels as `authorization: Bearer ...` with every call. Connections are not encrypted: towards another machine
+whoever can listen can read the token, so use it inside a network that you trust.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any, Final, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+from grpc import aio
+
+from quire._serving.process import read_token
+from quire.errors import QuireError, UnavailableError, from_rpc_error
+
+DEFAULT_ALLOCATOR: Final = "127.0.0.1:7070"
+DEFAULT_WORKER: Final = "127.0.0.1:7071"
+UNARY_TIMEOUT_S: Final = 30.0
+GENERATE_TIMEOUT_S: Final = 600.0
+MESSAGE_BYTES_MAX: Final = 2 << 20
+
+_SERVICE_CONFIG: Final = {
+    "methodConfig": [
+        {
+            "name": [{}],
+            "retryPolicy": {
+                "maxAttempts": 4,
+                "initialBackoff": "0.05s",
+                "maxBackoff": "0.5s",
+                "backoffMultiplier": 3,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        },
+        # The entry that names a method wins over the one above: an owner's stream must attach again, not be replayed.
+        {"name": [{"service": "quire.v1.AllocatorService", "method": "Session"}]},
+    ]
+}
+
+OPTIONS: Final[Sequence[tuple[str, Any]]] = (
+    ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
+    ("grpc.service_config_disable_resolution", 1),
+    ("grpc.enable_retries", 1),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.enable_http_proxy", 0),
+)
+
+RequestT = TypeVar("RequestT", bound=Message)
+ResponseT = TypeVar("ResponseT", bound=Message)
+
+
+def resolve_token(token: str | None) -> str | None:
+    """The given token, or the one in the file that QUIRE_TOKEN_FILE names, or None.
+
+    Raises:
+        UsageError: that file is unusable.
+    """
+    return token if token is not None else read_token(os.environ.get("QUIRE_TOKEN_FILE") or None)
+
+
+def resolve_address(address: str | None, variable: str, default: str) -> str:
+    """The given address, or the environment variable's, or the default."""
+    return address or os.environ.get(variable) or default
+
+
+class Link:
+    """What the two flavours of a connection share."""
+
+    def __init__(self, address: str, token: str | None, timeout_s: float) -> None:
+        self.address = address
+        self.timeout_s = timeout_s
+        token = resolve_token(token)
+        self.metadata: tuple[tuple[str, str], ...] = (("authorization", f"Bearer {token}"),) if token else ()
+
+    def deadline(self, timeout_s: float | None) -> float:
+        """Seconds that a call may take."""
+        return self.timeout_s if timeout_s is None else timeout_s
+
+    def translate(self, error: grpc.RpcError, request_id: str | None = None) -> QuireError:
+        """The exception for what gRPC raised; it names the address where nobody answered there."""
+        translated = from_rpc_error(error, request_id)
+        if isinstance(translated, UnavailableError) and translated.reason is None:
+            return UnavailableError(f"no answer from {self.address}: {translated.message}", None, request_id)
+        return translated
+
+
+class SyncLink(Link):
+    """A connection for threads."""
+
+    def __init__(self, address: str, token: str | None, timeout_s: float) -> None:
+        super().__init__(address, token, timeout_s)
+        self.channel = grpc.insecure_channel(address, options=OPTIONS)
+
+    def call(
+        self,
+        method: grpc.UnaryUnaryMultiCallable[RequestT, ResponseT],
+        request: RequestT,
+        timeout_s: float | None = None,
+    ) -> ResponseT:
+        """Calls a unary method.
+
+        Raises:
+            QuireError: the call failed.
+        """
+        try:
+            return method(request, timeout=self.deadline(timeout_s), metadata=self.metadata)
+        except grpc.RpcError as error:
+            raise self.translate(error, getattr(request, "request_id", None)) from None
+
+    def close(self) -> None:
+        """Ends all calls and the connection."""
+        self.channel.close()
+
+
+class AsyncLink(Link):
+    """A connection for asyncio; made inside the event loop that uses it."""
+
+    def __init__(self, address: str, token: str | None, timeout_s: float) -> None:
+        super().__init__(address, token, timeout_s)
+        self.channel = aio.insecure_channel(address, options=OPTIONS)
+
+    async def call(
+        self,
+        method: aio.UnaryUnaryMultiCallable[RequestT, ResponseT],
+        request: RequestT,
+        timeout_s: float | None = None,
+    ) -> ResponseT:
+        """Calls a unary method.
+
+        Raises:
+            QuireError: the call failed.
+        """
+        try:
+            return await method(request, timeout=self.deadline(timeout_s), metadata=self.metadata)
+        except grpc.RpcError as error:
+            raise self.translate(error, getattr(request, "request_id", None)) from None
+
+    async def close(self) -> None:
+        """Ends all calls and the connection."""
+        await self.channel.close(None)

@@ -1,0 +1,281 @@
+"""Between `quire.v1` messages and the values of `quire.types`: pure functions that both flavours share."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Final, TypeVar, cast
+
+from google.protobuf.message import Message
+
+from quire import types
+from quire.errors import InvalidArgumentError, Reason, UnavailableError
+from quire.steps import Copy, Result, Swap
+from quire.v1 import allocator_pb2 as pb
+from quire.v1 import worker_pb2 as worker_pb
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+NULL_BLOCK: Final = 0xFFFFFFFF  # where a windowed group gave a block back
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The worker
+
+
+def generate_request(
+    prompt: str | Sequence[int],
+    params: types.SamplingParams | None,
+    options: types.SamplingOptions,
+    namespace: str,
+    request_id: str | None,
+) -> worker_pb.GenerateRequest:
+    """A prompt and how to continue it; `options` override `params`.
+
+    Raises:
+        TypeError: an unknown option, or a value of the wrong type.
+        InvalidArgumentError: BAD_PARAMETER, a number that the message cannot carry.
+    """
+    request_id = request_id or new_request_id()
+    sampling = replace(params or types.SamplingParams(), **options)
+    for name in ("max_tokens", "n", "top_p"):  # 0 means "unset" on the wire, so that it would not be refused there
+        if getattr(sampling, name) == 0:
+            raise InvalidArgumentError(f"{name} must be above 0", Reason.BAD_PARAMETER, request_id)
+    request = worker_pb.GenerateRequest()
+    fields = {name: getattr(sampling, name) for name in types.SamplingOptions.__annotations__}
+    stop_token_ids = fields.pop("stop_token_ids")
+    if sampling.seed is None:
+        del fields["seed"]
+    _fill(request, request_id, namespace=namespace, request_id=request_id)
+    _fill(request.sampling, request_id, **fields)
+    _extend(request.sampling.stop_token_ids, "stop_token_ids", stop_token_ids, request_id)
+    if isinstance(prompt, str):
+        _fill(request, request_id, text=prompt)
+    elif isinstance(prompt, (bytes, bytearray)):
+        raise TypeError("prompt must be text or token ids, not bytes")
+    else:
+        request.tokens.SetInParent()
+        _extend(request.tokens.ids, "prompt", prompt, request_id)
+    return request
+
+
+def chunk(message: worker_pb.GenerateResponse) -> types.Chunk:
+    """Some tokens of one sample."""
+    return types.Chunk(
+        sample=message.sample,
+        token_ids=tuple(message.token_ids),
+        text=message.text,
+        finish_reason=types.FinishReason(message.finish_reason) if message.finish_reason else None,
+        usage=_usage(message.usage) if message.HasField("usage") else None,
+    )
+
+
+def gather(chunks: Iterable[types.Chunk], request_id: str) -> types.Generation:
+    """All chunks of a request as its result.
+
+    Raises:
+        UnavailableError: the stream ended before the request did.
+    """
+    token_ids: dict[int, list[int]] = {}
+    pieces: dict[int, list[str]] = {}
+    finished: dict[int, types.FinishReason] = {}
+    usage = None
+    for part in chunks:
+        token_ids.setdefault(part.sample, []).extend(part.token_ids)
+        pieces.setdefault(part.sample, []).append(part.text)
+        if part.finish_reason is not None:
+            finished[part.sample] = part.finish_reason
+        usage = part.usage or usage
+    if usage is None or len(finished) < len(pieces):
+        raise UnavailableError("the stream ended before the request was finished", None, request_id)
+    samples = tuple(types.Sample("".join(pieces[i]), tuple(token_ids[i]), finished[i]) for i in sorted(pieces))
+    return types.Generation(samples, usage, request_id)
+
+
+def worker_status(message: worker_pb.GetStatusResponse) -> types.WorkerStatus:
+    """A worker in a few numbers."""
+    return types.WorkerStatus(**{field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields})
+
+
+def _usage(message: worker_pb.Usage) -> types.Usage:
+    return types.Usage(**{field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Pools
+
+
+def pool_spec_message(spec: types.PoolSpec) -> pb.PoolSpec:
+    """What an owner declares."""
+    message = pb.PoolSpec(cache_layout=spec.cache_layout, model_fingerprint=spec.model_fingerprint)
+    for group in spec.groups:
+        added = message.groups.add(kind=cast("pb.GroupKind.ValueType", int(group.kind)))
+        _fill(added, reason=Reason.MALFORMED, block_size=group.block_size, window=group.window)
+    return _fill(message, reason=Reason.MALFORMED, block_count=spec.block_count)
+
+
+def pool_summary(message: pb.PoolSummary) -> types.PoolSummary:
+    """A pool in a few numbers."""
+    spec = types.PoolSpec(
+        block_count=message.spec.block_count,
+        groups=tuple(
+            types.GroupSpec(types.GroupKind(group.kind), group.block_size, group.window)
+            for group in message.spec.groups
+        ),
+        cache_layout=message.spec.cache_layout,
+        model_fingerprint=message.spec.model_fingerprint,
+    )
+    values = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    values.update(spec=spec, session_kind=types.SessionKind(message.session_kind))
+    return types.PoolSummary(**values)
+
+
+def pool_blocks(pages: Sequence[pb.GetPoolResponse]) -> types.PoolBlocks:
+    """Who holds what, from all pages of an answer; summary and states are the last page's."""
+    return types.PoolBlocks(
+        summary=pool_summary(pages[-1].summary),
+        block_states=pages[-1].block_states,
+        sequences=tuple(_sequence(info) for page in pages for info in page.sequences),
+    )
+
+
+def next_page(request: pb.GetPoolRequest, page: pb.GetPoolResponse) -> pb.GetPoolRequest | None:
+    """What to ask for after this page; None after the last one."""
+    if not page.truncated or not page.sequences:
+        return None
+    return pb.GetPoolRequest(pool=request.pool, view=request.view, after_sequence_id=page.sequences[-1].sequence_id)
+
+
+def match_request(digests: Iterable[bytes], namespace: str) -> pb.MatchPrefixRequest:
+    """Asks who has published a prompt."""
+    return pb.MatchPrefixRequest(namespace=namespace, digests=b"".join(digests))
+
+
+def prefix_matches(message: pb.MatchPrefixResponse) -> tuple[types.PrefixMatch, ...]:
+    """Pools that match, best first."""
+    return tuple(types.PrefixMatch(match.pool, match.matched_token_count) for match in message.matches)
+
+
+def _sequence(info: pb.SequenceInfo) -> types.SequenceInfo:
+    return types.SequenceInfo(
+        sequence_id=info.sequence_id,
+        namespace=info.namespace,
+        token_count=info.token_count,
+        committed_token_count=info.committed_token_count,
+        tables=_tables(info.tables),
+    )
+
+
+def _tables(tables: Iterable[pb.BlockTable]) -> tuple[types.BlockTable, ...]:
+    unpacked = []
+    for table in tables:
+        ids = array("I", table.blocks)
+        if sys.byteorder == "big":
+            ids.byteswap()
+        unpacked.append(tuple(None if block == NULL_BLOCK else block for block in ids))
+    return tuple(unpacked)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Unary sessions
+
+
+def open_request(pool: str, spec: types.PoolSpec, request_id: str | None) -> pb.OpenSessionRequest:
+    """Asks for a pool."""
+    request = _operation(pb.OpenSessionRequest(spec=pool_spec_message(spec)), request_id)
+    return _fill(request, request.request_id, reason=Reason.MALFORMED, pool=pool)
+
+
+def allocate_request(
+    session_id: bytes,
+    request_id: str | None,
+    sequence_id: int,
+    token_count: int,
+    *,
+    digests: Iterable[bytes],
+    namespace: str,
+) -> pb.AllocateRequest:
+    """Asks for a new sequence."""
+    request = pb.AllocateRequest(session_id=session_id, digests=b"".join(digests), namespace=namespace)
+    return _operation(request, request_id, sequence_id=sequence_id, token_count=token_count)
+
+
+def grow_request(session_id: bytes, request_id: str | None, sequence_id: int, token_count: int) -> pb.GrowRequest:
+    """Asks for a longer sequence."""
+    request = pb.GrowRequest(session_id=session_id)
+    return _operation(request, request_id, sequence_id=sequence_id, token_count=token_count)
+
+
+def fork_request(session_id: bytes, request_id: str | None, parent_id: int, child_id: int) -> pb.ForkRequest:
+    """Asks for a copy of a sequence."""
+    return _operation(pb.ForkRequest(session_id=session_id), request_id, parent_id=parent_id, child_id=child_id)
+
+
+def commit_request(
+    session_id: bytes, request_id: str | None, sequence_id: int, token_count: int, digests: Iterable[bytes]
+) -> pb.CommitRequest:
+    """Reports computed tokens."""
+    request = pb.CommitRequest(session_id=session_id, digests=b"".join(digests))
+    return _operation(request, request_id, sequence_id=sequence_id, token_count=token_count)
+
+
+def free_request(session_id: bytes, request_id: str | None, sequence_id: int) -> pb.FreeRequest:
+    """Drops a sequence."""
+    return _operation(pb.FreeRequest(session_id=session_id), request_id, sequence_id=sequence_id)
+
+
+def allocation(message: pb.AllocateResponse) -> types.Allocation:
+    """What an allocate did."""
+    return types.Allocation(
+        Result(message.result), message.matched_token_count, _tables(message.tables), message.shortfall
+    )
+
+
+def growth(message: pb.GrowResponse) -> types.Growth:
+    """What a grow did."""
+    copies = tuple(map(Copy, message.copy_sources, message.copy_destinations))
+    return types.Growth(Result(message.result), _tables(message.tables), copies, message.shortfall)
+
+
+def commit_outcome(sequence_id: int, message: pb.CommitResponse) -> types.CommitOutcome:
+    """What a commit did."""
+    swaps = (
+        Swap(sequence_id, group, index, block)
+        for group, index, block in zip(message.swap_groups, message.swap_indices, message.swap_blocks, strict=True)
+    )
+    return types.CommitOutcome(Result(message.result), tuple(swaps))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Filling messages
+
+
+def new_request_id() -> str:
+    """A random id for one call."""
+    return uuid.uuid4().hex
+
+
+def _operation(message: MessageT, request_id: str | None, **values: int) -> MessageT:
+    """Fills in what every operation has: a request id, a new one where the caller gave none, and numbers."""
+    request_id = request_id or new_request_id()
+    return _fill(message, request_id, reason=Reason.MALFORMED, request_id=request_id, **values)
+
+
+def _fill(
+    _message: MessageT, _error_id: str | None = None, /, *, reason: Reason = Reason.BAD_PARAMETER, **values: Any
+) -> MessageT:
+    for name, value in values.items():
+        try:
+            setattr(_message, name, value)
+        except ValueError as error:  # protobuf's word for a number out of the field's range
+            raise InvalidArgumentError(f"{name}: {error}", reason, _error_id) from None
+    return _message
+
+
+def _extend(field: Any, name: str, values: Iterable[int], request_id: str) -> None:
+    try:
+        field.extend(values)
+    except ValueError as error:
+        raise InvalidArgumentError(f"{name}: {error}", Reason.BAD_PARAMETER, request_id) from None

@@ -1,0 +1,277 @@
+"""The clients of `quire.client` for asyncio, and ownership of a pool over a stream."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import ClassVar, Self, Unpack
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from quire import _messages as messages
+from quire import types
+from quire._channel import (
+    DEFAULT_ALLOCATOR,
+    DEFAULT_WORKER,
+    GENERATE_TIMEOUT_S,
+    UNARY_TIMEOUT_S,
+    AsyncLink,
+    resolve_address,
+)
+from quire._streams import AsyncChunkStream
+from quire.errors import NotFoundError, QuireError
+from quire.session import PoolSession
+from quire.steps import Result
+from quire.v1 import allocator_pb2 as pb
+from quire.v1 import allocator_pb2_grpc as pb_grpc
+from quire.v1 import worker_pb2 as worker_pb
+from quire.v1 import worker_pb2_grpc as worker_pb_grpc
+
+
+class _Connected:
+    """Opening, closing and health of a client."""
+
+    SERVICE: ClassVar[str]
+
+    def __init__(self, address: str, token: str | None, timeout_s: float) -> None:
+        self._link = AsyncLink(address, token, timeout_s)
+
+    @property
+    def address(self) -> str:
+        """Where calls go."""
+        return self._link.address
+
+    async def health(self, *, timeout_s: float | None = None) -> bool:
+        """Whether the service says that it is serving (grpc.health.v1).
+
+        Raises:
+            QuireError: nobody answers, or the token is refused.
+        """
+        stub = health_pb2_grpc.HealthStub(self._link.channel)
+        request = health_pb2.HealthCheckRequest(service=self.SERVICE)
+        try:
+            reply = await self._link.call(stub.Check, request, timeout_s)
+        except NotFoundError:  # another service listens there
+            return False
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def close(self) -> None:
+        """Ends the connection and every stream on it."""
+        await self._link.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class AsyncClient(_Connected):
+    """Text from a worker.
+
+    Args:
+        worker: address; by default $QUIRE_WORKER or 127.0.0.1:7071.
+        token: bearer token; by default the content of the file that $QUIRE_TOKEN_FILE names, if set.
+        timeout_s: for each call but `generate` and `stream`, which have 600 seconds unless they are given another.
+
+    Made inside the event loop that uses it. Methods raise QuireError where the call fails.
+    """
+
+    SERVICE = "quire.v1.WorkerService"
+
+    def __init__(
+        self, worker: str | None = None, *, token: str | None = None, timeout_s: float = UNARY_TIMEOUT_S
+    ) -> None:
+        super().__init__(resolve_address(worker, "QUIRE_WORKER", DEFAULT_WORKER), token, timeout_s)
+        self._stub = worker_pb_grpc.WorkerServiceStub(self._link.channel)
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: types.SamplingParams | None = None,
+        *,
+        namespace: str = "",
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[types.SamplingOptions],
+    ) -> types.Generation:
+        """Continues a prompt (text, or token ids) and waits for the whole of it.
+
+        Sampling comes from `params`, from keyword arguments of the same names as its fields, or both; the latter win.
+        """
+        async with self.stream(
+            prompt, params, namespace=namespace, request_id=request_id, timeout_s=timeout_s, **options
+        ) as chunks:
+            return messages.gather([chunk async for chunk in chunks], chunks.request_id)
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        params: types.SamplingParams | None = None,
+        *,
+        namespace: str = "",
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[types.SamplingOptions],
+    ) -> AsyncChunkStream:
+        """As `generate`, but gives each piece as it comes; samples of one request come interleaved."""
+        request = messages.generate_request(prompt, params, options, namespace, request_id)
+        timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._link.metadata)
+        return AsyncChunkStream(self._link, call, request.request_id)
+
+    async def status(self, *, timeout_s: float | None = None) -> types.WorkerStatus:
+        """What the worker is and does."""
+        reply = await self._link.call(self._stub.GetStatus, worker_pb.GetStatusRequest(), timeout_s)
+        return messages.worker_status(reply)
+
+
+class AsyncAllocatorClient(_Connected):
+    """Pools and their blocks.
+
+    Args:
+        allocator: address; by default $QUIRE_ALLOCATOR or 127.0.0.1:7070.
+        token: bearer token; by default the content of the file that $QUIRE_TOKEN_FILE names, if set.
+        timeout_s: for each call.
+
+    Made inside the event loop that uses it. Methods raise QuireError where the call fails. What an
+    operation answers (no space, say) is a result.
+    """
+
+    SERVICE = "quire.v1.AllocatorService"
+
+    def __init__(
+        self, allocator: str | None = None, *, token: str | None = None, timeout_s: float = UNARY_TIMEOUT_S
+    ) -> None:
+        super().__init__(resolve_address(allocator, "QUIRE_ALLOCATOR", DEFAULT_ALLOCATOR), token, timeout_s)
+        self._stub = pb_grpc.AllocatorServiceStub(self._link.channel)
+
+    async def list_pools(self, *, timeout_s: float | None = None) -> tuple[types.PoolSummary, ...]:
+        """Every attached pool, by name."""
+        reply = await self._link.call(self._stub.ListPools, pb.ListPoolsRequest(), timeout_s)
+        return tuple(map(messages.pool_summary, reply.pools))
+
+    async def get_pool(self, pool: str, *, timeout_s: float | None = None) -> types.PoolSummary:
+        """One pool in a few numbers."""
+        reply = await self._link.call(self._stub.GetPool, pb.GetPoolRequest(pool=pool), timeout_s)
+        return messages.pool_summary(reply.summary)
+
+    async def get_pool_blocks(self, pool: str, *, timeout_s: float | None = None) -> types.PoolBlocks:
+        """Who holds what in one pool. Many sequences come in several calls, so that they are not of one instant."""
+        request: pb.GetPoolRequest | None = pb.GetPoolRequest(pool=pool, view=pb.POOL_VIEW_BLOCKS)
+        pages = []
+        while request is not None:
+            pages.append(await self._link.call(self._stub.GetPool, request, timeout_s))
+            request = messages.next_page(request, pages[-1])
+        return messages.pool_blocks(pages)
+
+    async def match_prefix(
+        self, digests: Iterable[bytes], namespace: str = "", *, timeout_s: float | None = None
+    ) -> tuple[types.PrefixMatch, ...]:
+        """Pools that have published the beginning of a prompt, longest first. A hint that holds nothing."""
+        request = messages.match_request(digests, namespace)
+        return messages.prefix_matches(await self._link.call(self._stub.MatchPrefix, request, timeout_s))
+
+    async def open_session(
+        self, pool: str, spec: types.PoolSpec, *, request_id: str | None = None, timeout_s: float | None = None
+    ) -> AsyncUnarySession:
+        """Takes ownership of an empty pool; a repeated `request_id` takes the same one again."""
+        request = messages.open_request(pool, spec, request_id)
+        reply = await self._link.call(self._stub.OpenSession, request, timeout_s)
+        return AsyncUnarySession(self._link, self._stub, pool, reply)
+
+    def session(
+        self, pool: str, spec: types.PoolSpec, *, on_wait: Callable[[QuireError], None] | None = None
+    ) -> PoolSession:
+        """Ownership of a pool over a stream, for engines; its `open` attaches.
+
+        `on_wait` is told why, whenever attaching has to be tried again. The session must be closed before this client.
+        """
+        return PoolSession(
+            self._stub, pool, messages.pool_spec_message(spec), metadata=self._link.metadata, on_wait=on_wait
+        )
+
+
+class AsyncUnarySession:
+    """Ownership of one pool without a stream; leaving the `async with` block gives it back.
+
+    The allocator drops the pool after `lease_ms` without a call. Each operation takes a `request_id`, a new one by
+    default: repeated with the same id and content it returns the first answer and does nothing.
+    """
+
+    def __init__(
+        self, link: AsyncLink, stub: pb_grpc.AllocatorServiceAsyncStub, pool: str, opened: pb.OpenSessionResponse
+    ) -> None:
+        self.pool = pool
+        self.session_id = opened.session_id
+        self.lease_ms = opened.lease_ms
+        self._link = link
+        self._stub = stub
+
+    async def allocate(
+        self,
+        sequence_id: int,
+        token_count: int,
+        digests: Iterable[bytes] = (),
+        namespace: str = "",
+        *,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> types.Allocation:
+        """A new sequence (ids only rise) with room for `token_count` tokens; shares what `digests` hit."""
+        request = messages.allocate_request(
+            self.session_id, request_id, sequence_id, token_count, digests=digests, namespace=namespace
+        )
+        return messages.allocation(await self._link.call(self._stub.Allocate, request, timeout_s))
+
+    async def grow(
+        self, sequence_id: int, token_count: int, *, request_id: str | None = None, timeout_s: float | None = None
+    ) -> types.Growth:
+        """Room for `token_count` tokens of a live sequence."""
+        request = messages.grow_request(self.session_id, request_id, sequence_id, token_count)
+        return messages.growth(await self._link.call(self._stub.Grow, request, timeout_s))
+
+    async def fork(
+        self, parent_id: int, child_id: int, *, request_id: str | None = None, timeout_s: float | None = None
+    ) -> Result:
+        """A new sequence (ids only rise) that shares every computed block of a live one."""
+        request = messages.fork_request(self.session_id, request_id, parent_id, child_id)
+        return Result((await self._link.call(self._stub.Fork, request, timeout_s)).result)
+
+    async def commit(
+        self,
+        sequence_id: int,
+        token_count: int,
+        digests: Iterable[bytes] = (),
+        *,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> types.CommitOutcome:
+        """Tokens up to `token_count` are computed; one digest for each block that this fills publishes it."""
+        request = messages.commit_request(self.session_id, request_id, sequence_id, token_count, digests)
+        return messages.commit_outcome(sequence_id, await self._link.call(self._stub.Commit, request, timeout_s))
+
+    async def free(self, sequence_id: int, *, request_id: str | None = None, timeout_s: float | None = None) -> Result:
+        """Drops a sequence."""
+        request = messages.free_request(self.session_id, request_id, sequence_id)
+        return Result((await self._link.call(self._stub.Free, request, timeout_s)).result)
+
+    async def keep_alive(self, *, timeout_s: float | None = None) -> int:
+        """Renews the lease and returns its length in milliseconds; every other call renews it too."""
+        request = pb.KeepAliveRequest(session_id=self.session_id)
+        return (await self._link.call(self._stub.KeepAlive, request, timeout_s)).lease_ms
+
+    async def close(self, *, timeout_s: float | None = None) -> None:
+        """Gives the pool back; closing twice is no error."""
+        await self._link.call(self._stub.CloseSession, pb.CloseSessionRequest(session_id=self.session_id), timeout_s)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        # What went wrong inside the block must not be hidden by a failure to close; the lease ends by itself.
+        with contextlib.suppress(QuireError) if error is not None else contextlib.nullcontext():
+            await self.close()

@@ -1,0 +1,20 @@
+"""The `quire` command."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Entry point of `quire`: an error is one line on standard error and exit code 1, a wrong use exit code 2."""
+    try:
+        from quire.cli.app import run
+    except ModuleNotFoundError as error:
+        if error.name not in {"typer", "rich", "click"}:
+            raise
+        print(
+            f"quire: the command needs the package {error.name!r}: pip install 'quire-kv[cli]'",
+            file=sys.stderr,
+        )
+        sys.exit(1)
+    run()

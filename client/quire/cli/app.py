@@ -1,0 +1,57 @@
+"""All commands together, and what their errors look like."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from quire import __version__
+from quire._serving.process import UsageError
+from quire.cli import generate, pools, servers, status
+from quire.errors import QuireError
+from quire.local import ServerFailedError
+
+app = typer.Typer(
+    name="quire",
+    help="Paged KV cache as a service: run it, use it, look into it.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"quire {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def quire(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Paged KV cache as a service: run it, use it, look into it."""
+
+
+servers.register(app)
+generate.register(app)
+pools.register(app)
+status.register(app)
+
+
+def run() -> None:
+    """Runs the command line; errors of Quire end it with one line and exit code 1, wrong use with 2."""
+    try:
+        app(prog_name="quire")
+    except (QuireError, ServerFailedError) as error:
+        print(f"quire: {error}", file=sys.stderr)
+        sys.exit(1)
+    except UsageError as error:
+        print(f"quire: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,139 @@
+"""`quire generate`: text from a worker."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from quire import _messages as messages
+from quire._channel import GENERATE_TIMEOUT_S
+from quire._serving.process import read_token
+from quire.cli import options
+from quire.client import Client
+from quire.types import Chunk, Generation, SamplingParams
+
+EXAMPLES = """Continue a prompt; the text appears as it is made.
+
+Examples:
+
+    quire generate "The for statement"
+    quire generate "The for statement" -n 4 --temperature 0.8 --seed 7
+    quire generate - --max-tokens 200 < prompt.txt
+    quire generate "The for statement" --json
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command(help=EXAMPLES)(generate)
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.", show_default=False)],
+    *,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per sample at most.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Only the k likeliest tokens; 0 is all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Only the likeliest tokens that reach this probability.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Makes the random choice repeatable.")] = None,
+    n: Annotated[int, typer.Option("-n", min=1, help="Samples; they share the prompt's blocks.")] = 1,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of text.")] = False,
+    namespace: Annotated[str, typer.Option(help="Prefixes are shared inside it only.")] = "",
+    worker: options.Worker = options.WORKER,
+    token_file: options.TokenFile = None,
+    timeout: options.Timeout = GENERATE_TIMEOUT_S,
+    as_json: options.Json = False,
+) -> None:
+    """Streams one request."""
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    params = SamplingParams(max_tokens, temperature, top_k, top_p, seed, n, (), ignore_eos)
+    start = time.monotonic()
+    try:
+        with (
+            Client(worker, token=read_token(token_file)) as client,
+            client.stream(prompt, params, namespace=namespace, timeout_s=timeout) as chunks,
+        ):
+            shown = chunks if as_json else _shown(chunks, n)
+            generation = messages.gather(shown, chunks.request_id)
+    except KeyboardInterrupt:  # the stream is closed by now, which cancels the request
+        sys.exit(130)
+    if as_json:
+        print(json.dumps(asdict(generation)))
+    else:
+        print(_summary(generation, time.monotonic() - start), file=sys.stderr)
+
+
+def printable(text: str) -> str:
+    """Text whose control characters cannot steer a terminal; a model may put out any."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def _shown(chunks: Iterable[Chunk], n: int) -> Iterable[Chunk]:
+    """The same chunks, put out on their way in the form that suits standard output."""
+    if n == 1:
+        return _typed_out(chunks)
+    return _side_by_side(chunks, n) if sys.stdout.isatty() else _as_finished(chunks)
+
+
+def _typed_out(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
+    """Writes one sample as it comes: unchanged into a pipe, made harmless on a terminal."""
+    show = printable if sys.stdout.isatty() else str
+    for chunk in chunks:
+        sys.stdout.write(show(chunk.text))
+        sys.stdout.flush()
+        yield chunk
+    sys.stdout.write("\n")
+
+
+def _side_by_side(chunks: Iterable[Chunk], n: int) -> Iterable[Chunk]:
+    """One panel per sample on a terminal, all growing at a time."""
+    texts = [""] * n
+    done = [False] * n
+
+    def panels() -> Group:
+        return Group(
+            *(
+                Panel(Text(text), title=f"sample {i}", title_align="left", border_style="green" if done[i] else "dim")
+                for i, text in enumerate(texts)
+            )
+        )
+
+    with Live(panels(), console=Console(), vertical_overflow="ellipsis", refresh_per_second=12) as live:
+        for chunk in chunks:
+            texts[chunk.sample] += printable(chunk.text)
+            done[chunk.sample] = chunk.finish_reason is not None
+            live.update(panels())
+            yield chunk
+        live.vertical_overflow = "visible"  # the last picture may scroll
+
+
+def _as_finished(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
+    """Each sample whole, under a heading, as soon as it is finished."""
+    texts: dict[int, str] = {}
+    for chunk in chunks:
+        texts[chunk.sample] = texts.get(chunk.sample, "") + chunk.text
+        if chunk.finish_reason is not None:
+            print(f"--- sample {chunk.sample}\n{texts[chunk.sample]}", flush=True)
+        yield chunk
+
+
+def _summary(generation: Generation, seconds: float) -> str:
+    usage = generation.usage
+    shared = usage.unshared_block_count - usage.granted_block_count
+    preempted = f", preempted {usage.preemption_count} times" if usage.preemption_count else ""
+    return (
+        f"{usage.prompt_token_count} prompt tokens ({usage.cached_token_count} cached), "
+        f"{usage.output_token_count} generated in {seconds:.2f} s; "
+        f"{usage.granted_block_count} blocks taken, {max(shared, 0)} saved by sharing{preempted}"
+    )

@@ -1,0 +1,145 @@
+"""`quire pools` and `quire blocks`: what the allocator knows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from quire._serving.process import read_token
+from quire.cli import block_map, options
+from quire.client import AllocatorClient
+from quire.types import PoolBlocks, PoolSummary
+
+POOLS_EXAMPLES = """List the pools of an allocator.
+
+Examples:
+
+    quire pools
+    quire pools --allocator 10.0.0.5:7070 --token-file token
+    quire pools --json
+"""
+BLOCKS_EXAMPLES = """Show who holds which block of a pool.
+
+Examples:
+
+    quire blocks default
+    quire blocks default --rows 500
+    quire blocks default --json
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    app.command(help=POOLS_EXAMPLES)(pools)
+    app.command(help=BLOCKS_EXAMPLES)(blocks)
+
+
+def pools(
+    allocator: options.Allocator = options.ALLOCATOR,
+    token_file: options.TokenFile = None,
+    timeout: options.Timeout = 10.0,
+    as_json: options.Json = False,
+) -> None:
+    """Prints ListPools."""
+    with AllocatorClient(allocator, token=read_token(token_file), timeout_s=timeout) as client:
+        found = client.list_pools()
+    if as_json:
+        print(json.dumps([_summary(pool) for pool in found]))
+        return
+    if not found:
+        print(f"no pool is attached to {allocator}")
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("pool")
+    for name in ("owner", "blocks", "of tokens", "empty", "cached", "held", "sequences", "entries"):
+        table.add_column(name, justify="left" if name == "owner" else "right")
+    for pool in found:
+        owner = pool.session_kind.name.lower()
+        table.add_row(
+            Text(pool.pool, style="bold"),
+            owner if pool.connected else f"[red]gone, {pool.lease_remaining_ms / 1000:.0f} s left",
+            f"{pool.spec.block_count:,}",
+            "/".join(str(group.block_size) for group in pool.spec.groups),
+            f"{pool.empty_block_count:,}",
+            f"{pool.cached_block_count:,}",
+            f"{pool.held_block_count:,}",
+            f"{pool.sequence_count:,}",
+            f"{pool.table_entry_count:,}",
+        )
+    Console(highlight=False).print(table)
+
+
+def blocks(
+    pool: Annotated[str, typer.Argument(help="Name of the pool.", show_default=False)],
+    *,
+    allocator: options.Allocator = options.ALLOCATOR,
+    token_file: options.TokenFile = None,
+    rows: Annotated[int, typer.Option(min=1, help="Lines of the map at most.")] = 64,
+    timeout: options.Timeout = 10.0,
+    as_json: options.Json = False,
+) -> None:
+    """Prints GetPool with POOL_VIEW_BLOCKS."""
+    with AllocatorClient(allocator, token=read_token(token_file), timeout_s=timeout) as client:
+        found = client.get_pool_blocks(pool)
+    if as_json:
+        print(json.dumps(_blocks(found)))
+        return
+    console = Console(highlight=False)
+    summary = found.summary
+    console.print(
+        f"{summary.pool}: {summary.spec.block_count:,} blocks, {summary.held_block_count:,} held, "
+        f"{summary.cached_block_count:,} cached, {summary.empty_block_count:,} empty",
+        markup=False,
+    )
+    console.print(block_map.draw(found, width=console.width, rows_max=rows), end="")
+    console.print(
+        f"{block_map.EMPTY} empty  {block_map.CACHED} cached, can be hit  A held by one sequence  "
+        f"{block_map.SHARED} shared by several",
+        style="dim",
+        markup=False,
+    )
+    if found.sequences:
+        console.print(_sequences(found))
+
+
+def _sequences(found: PoolBlocks) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    table.add_column("sequence", justify="right")
+    table.add_column("namespace")
+    for name in ("tokens", "room for", "blocks", "of them shared"):
+        table.add_column(name, justify="right")
+    for row in block_map.sequence_rows(found):
+        table.add_row(
+            Text(row.legend.letter, style=row.legend.style),
+            str(row.sequence_id),
+            Text(row.namespace),
+            f"{row.committed_token_count:,}",
+            f"{row.token_count:,}",
+            f"{row.block_count:,}",
+            f"{row.shared_block_count:,}",
+        )
+    return table
+
+
+def _summary(pool: PoolSummary) -> dict[str, Any]:
+    values = asdict(pool)
+    values["session_kind"] = pool.session_kind.name
+    values["spec"]["model_fingerprint"] = pool.spec.model_fingerprint.hex()
+    for group, spec in zip(values["spec"]["groups"], pool.spec.groups, strict=True):
+        group["kind"] = spec.kind.name
+    return values
+
+
+def _blocks(found: PoolBlocks) -> dict[str, Any]:
+    return {
+        "summary": _summary(found.summary),
+        "block_states": list(found.block_states),
+        "sequences": [asdict(sequence) for sequence in found.sequences],
+    }

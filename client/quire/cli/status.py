@@ -1,0 +1,104 @@
+"""`quire status` and `quire health`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rich.console import Console
+from rich.table import Table
+
+from quire._channel import SyncLink
+from quire._serving.process import read_token
+from quire.cli import options
+from quire.client import AllocatorClient, Client
+from quire.errors import NotFoundError
+from quire.types import WorkerStatus
+
+STATUS_EXAMPLES = """What a worker is and does.
+
+Examples:
+
+    quire status
+    quire status --worker 10.0.0.5:7071 --token-file token
+"""
+HEALTH_EXAMPLES = """Ask an allocator or a worker whether it serves; exit code 0 if it does.
+
+Examples:
+
+    quire health 127.0.0.1:7070
+    quire health unix:///run/quire/allocator.sock --timeout 2
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    app.command(help=STATUS_EXAMPLES)(status)
+    app.command(help=HEALTH_EXAMPLES)(health)
+
+
+def status(
+    worker: options.Worker = options.WORKER,
+    token_file: options.TokenFile = None,
+    timeout: options.Timeout = 10.0,
+    as_json: options.Json = False,
+) -> None:
+    """Prints GetStatus."""
+    with Client(worker, token=read_token(token_file), timeout_s=timeout) as client:
+        found = client.status()
+    if as_json:
+        print(json.dumps({**asdict(found), "model_fingerprint": found.model_fingerprint.hex()}))
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in _rows(worker, found):
+        table.add_row(f"[dim]{name}", value)
+    Console(highlight=False).print(table)
+
+
+def health(
+    address: Annotated[str, typer.Argument(help="host:port or unix:///path", show_default=False)],
+    token_file: options.TokenFile = None,
+    timeout: options.Timeout = 5.0,
+) -> None:
+    """Asks grpc.health.v1 for the server as a whole and for each service of Quire that it may have."""
+    states = {}
+    link = SyncLink(address, read_token(token_file), timeout)
+    try:
+        stub = health_pb2_grpc.HealthStub(link.channel)
+        for name, service in (("server", ""), ("allocator", AllocatorClient.SERVICE), ("worker", Client.SERVICE)):
+            try:
+                reply = link.call(stub.Check, health_pb2.HealthCheckRequest(service=service))
+            except NotFoundError:
+                continue
+            states[name] = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+    finally:
+        link.close()
+    print(" ".join(f"{name}={state}" for name, state in states.items()) or "UNKNOWN")
+    if not states or set(states.values()) != {"SERVING"}:
+        sys.exit(1)
+
+
+def _rows(address: str, found: WorkerStatus) -> list[tuple[str, str]]:
+    connected = "connected" if found.allocator_connected else "[red]no session with the allocator[/]"
+    cached = found.cached_token_count / found.prompt_token_count if found.prompt_token_count else 0.0
+    return [
+        ("worker", f"{address}, version {found.version}"),
+        ("model", f"{found.model} ({found.architecture}), {found.dtype} on {found.device}"),
+        ("pool", f"{found.pool}, {connected}"),
+        (
+            "blocks",
+            f"{found.block_count:,} of {found.block_size} tokens, {found.block_bytes:,} bytes each; "
+            f"at most {found.held_block_count_max:,} held at a time for {found.table_entry_count_max:,} table entries",
+        ),
+        ("sequence", f"at most {found.sequence_tokens_max:,} tokens; vocabulary of {found.vocabulary_size:,}"),
+        ("samples", f"{found.running_count} running, {found.waiting_count} waiting"),
+        (
+            "tokens",
+            f"{found.prompt_token_count:,} of prompts ({cached:.0%} cached), {found.output_token_count:,} generated; "
+            f"{found.preemption_count:,} preemptions",
+        ),
+    ]

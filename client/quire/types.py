@@ -1,0 +1,287 @@
+"""What calls take and return: frozen values that name the same things as the messages on the wire.
+
+Counts are in tokens or blocks as their names say. A block table is a tuple of block ids in order of position, one table
+per group; an entry is None where a windowed group gave its block back.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias, TypedDict
+
+from quire.steps import Copy, Result, Swap
+
+BlockTable: TypeAlias = tuple[int | None, ...]
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Generating
+
+
+class FinishReason(enum.IntEnum):
+    """Why a sample ended."""
+
+    STOP = 1  # the model's end-of-text or a stop token, which is not part of the text
+    LENGTH = 2  # `max_tokens`, or the longest sequence that the model or the pool can hold
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `SamplingParams` as keyword arguments of `generate` and `stream`."""
+
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int | None
+    n: int
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. The worker checks the ranges.
+
+    Attributes:
+        max_tokens: tokens to generate at most, per sample; at least 1.
+        temperature: 0 is greedy; otherwise logits are divided by it, up to 100.
+        top_k: only the k likeliest tokens; 0 is all.
+        top_p: only the likeliest tokens that together reach this probability, in (0, 1].
+        seed: of the random choice; with None, each request differs.
+        n: samples of this prompt, 1 to 64; they share its blocks.
+        stop_token_ids: further tokens that end a sample, at most 64.
+        ignore_eos: do not end at the model's end-of-text token.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    n: int = 1
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a request took."""
+
+    prompt_token_count: int
+    cached_token_count: int  # of the prompt's, found in the cache when the request was first admitted
+    output_token_count: int  # all samples together
+    granted_block_count: int  # newly granted, copies and recomputation after a preemption included
+    unshared_block_count: int  # what its samples would have taken in caches of their own
+    preemption_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some new tokens of one sample.
+
+    `text` holds complete characters only: the pieces of a sample concatenated are its text. `finish_reason` comes with
+    the last chunk of a sample, `usage` with the last one of the request.
+    """
+
+    sample: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None
+    usage: Usage | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One finished continuation."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """All samples of a request, in order."""
+
+    samples: tuple[Sample, ...]
+    usage: Usage
+    request_id: str
+
+    @property
+    def text(self) -> str:
+        """Text of the first sample."""
+        return self.samples[0].text
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A worker in a few numbers. Totals count since its start."""
+
+    version: str
+    pool: str
+    allocator_connected: bool
+    model: str
+    architecture: str
+    model_fingerprint: bytes
+    cache_layout: str
+    device: str
+    dtype: str
+    block_count: int
+    block_size: int  # tokens
+    block_bytes: int
+    sequence_tokens_max: int
+    vocabulary_size: int
+    running_count: int
+    waiting_count: int
+    prompt_token_count: int
+    cached_token_count: int
+    output_token_count: int
+    preemption_count: int
+    held_block_count_max: int
+    table_entry_count_max: int
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Pools
+
+
+class GroupKind(enum.IntEnum):
+    """How the layers of a group use their blocks."""
+
+    FULL_ATTENTION = 1
+    SLIDING_WINDOW = 2
+    CHUNKED_LOCAL = 3
+    STATE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """One KV cache group: `block_size` and `window` are in tokens; `window` is 0 for kinds that have none."""
+
+    kind: GroupKind
+    block_size: int
+    window: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """What the owner of a pool declares once. Layout and fingerprint are part of every digest's root."""
+
+    block_count: int
+    groups: tuple[GroupSpec, ...]
+    cache_layout: str = ""
+    model_fingerprint: bytes = b""
+
+    @classmethod
+    def full_attention(
+        cls, *, block_count: int, block_size: int, cache_layout: str = "", model_fingerprint: bytes = b""
+    ) -> PoolSpec:
+        """A pool whose layers all attend to every earlier token."""
+        return cls(block_count, (GroupSpec(GroupKind.FULL_ATTENTION, block_size),), cache_layout, model_fingerprint)
+
+
+class SessionKind(enum.IntEnum):
+    """How a pool's owner talks."""
+
+    STREAM = 1
+    UNARY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSummary:
+    """A pool in a few numbers; its empty, cached and held blocks add up to `spec.block_count`."""
+
+    pool: str
+    spec: PoolSpec
+    session_kind: SessionKind
+    connected: bool  # if not, the lease is running out
+    lease_remaining_ms: int
+    empty_block_count: int
+    cached_block_count: int
+    held_block_count: int
+    sequence_count: int
+    table_entry_count: int  # what separate caches would hold; above held_block_count by what is shared
+    last_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceInfo:
+    """One live sequence: tokens that it can hold, tokens computed, one table per group."""
+
+    sequence_id: int
+    namespace: str
+    token_count: int
+    committed_token_count: int
+    tables: tuple[BlockTable, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolBlocks:
+    """Who holds what in one pool.
+
+    `block_states` has one byte per block: 0 empty, 1 cached, n >= 2 held by n - 1 tables (255: 254 or more).
+    """
+
+    summary: PoolSummary
+    block_states: bytes
+    sequences: tuple[SequenceInfo, ...]
+
+
+class PrefixMatch(NamedTuple):
+    """Leading tokens of a prompt that a pool has published."""
+
+    pool: str
+    matched_token_count: int
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Operations of a unary session
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """A new sequence: its whole tables, and the leading tokens that need not be computed.
+
+    `shortfall` is the number of blocks missing where the result is NO_SPACE.
+    """
+
+    result: Result
+    matched_token_count: int
+    tables: tuple[BlockTable, ...]
+    shortfall: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether it was done."""
+        return self.result is Result.OK
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """A longer sequence: per group the last entries of its table, replacing what stood there; copies to run first.
+
+    `shortfall` is the number of blocks missing where the result is NO_SPACE.
+    """
+
+    result: Result
+    tables: tuple[BlockTable, ...]
+    copies: tuple[Copy, ...]
+    shortfall: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether it was done."""
+        return self.result is Result.OK
+
+
+@dataclass(frozen=True, slots=True)
+class CommitOutcome:
+    """Tokens marked as computed, and table entries that now name a block which had the same content before."""
+
+    result: Result
+    swaps: tuple[Swap, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether it was done."""
+        return self.result is Result.OK

@@ -1,0 +1,37 @@
+"""Print what the distribution and some of its extras require, one requirement a line.
+
+    python scripts/list_requirements.py allocator cli > requirements.txt
+
+The images install this list in a layer of its own, so a change of the source does not download torch again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from pathlib import Path
+
+PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
+
+
+def requirements(extras: list[str]) -> list[str]:
+    """Requirements of the base distribution, then of each extra, without repeats.
+
+    Raises:
+        KeyError: the distribution has no such extra.
+    """
+    project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
+    lines = list(project["dependencies"])
+    for extra in extras:
+        lines.extend(project["optional-dependencies"][extra])
+    return list(dict.fromkeys(lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Print the requirements of the distribution and some extras.")
+    parser.add_argument("extras", nargs="*", help="extras of pyproject.toml, such as: allocator cli")
+    print("\n".join(requirements(parser.parse_args().extras)))
+
+
+if __name__ == "__main__":
+    main()

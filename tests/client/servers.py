@@ -1,0 +1,138 @@
+"""Real servers that the client's tests talk to: one that plays back a script, and the allocator as a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+from quire.local import ServerProcess
+from quire.v1 import allocator_pb2_grpc, worker_pb2_grpc
+from quire.v1 import worker_pb2 as worker_pb
+
+USAGE = worker_pb.Usage(
+    prompt_token_count=3,
+    cached_token_count=2,
+    output_token_count=4,
+    granted_block_count=5,
+    unshared_block_count=9,
+    preemption_count=1,
+)
+
+
+class ScriptedServer:
+    """Answers any method of both services with what `answers` has for it; counts and keeps what it is asked.
+
+    An answer is a function of request and context: it returns a message, or for a stream an iterator of messages.
+    """
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Callable[[Any, grpc.ServicerContext], Any]] = {}
+        self.attempts: Counter[str] = Counter()
+        self.requests: list[Any] = []
+        self.metadata: dict[str, Any] = {}
+        self.time_remaining_s = 0.0
+        self.cancelled = threading.Event()
+        self.released = threading.Event()
+        self.server = grpc.server(ThreadPoolExecutor(8))
+        servicer: Any = self  # has every method, by __getattr__
+        allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(servicer, self.server)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, self.server)
+        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.server.start()
+
+    def __getattr__(self, name: str) -> Callable[[Any, grpc.ServicerContext], Any]:
+        def handle(request: Any, context: grpc.ServicerContext) -> Any:
+            self.attempts[name] += 1
+            self.metadata = dict(context.invocation_metadata())
+            self.time_remaining_s = context.time_remaining()
+            self.requests.append(request)
+            return self.answers[name](request, context)
+
+        return handle
+
+
+@contextmanager
+def scripted_server() -> Iterator[ScriptedServer]:
+    server = ScriptedServer()
+    try:
+        yield server
+    finally:
+        server.released.set()
+        server.server.stop(None).wait()
+
+
+def failing(code: grpc.StatusCode, *, times: int, then: Any = None) -> Callable[[Any, grpc.ServicerContext], Any]:
+    """An answer that fails that many times before it succeeds."""
+    left = times
+
+    def answer(_request: Any, context: grpc.ServicerContext) -> Any:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            context.abort(code, "as the script says")
+        return then
+
+    return answer
+
+
+def two_samples(_request: Any, _context: grpc.ServicerContext) -> Iterator[worker_pb.GenerateResponse]:
+    """A request with n = 2, interleaved."""
+    yield worker_pb.GenerateResponse(sample=0, token_ids=[1], text="a")
+    yield worker_pb.GenerateResponse(sample=1, token_ids=[3], text="x")
+    yield worker_pb.GenerateResponse(sample=1, token_ids=[4], text="y", finish_reason=worker_pb.FINISH_REASON_LENGTH)
+    yield worker_pb.GenerateResponse(
+        sample=0, token_ids=[2], text="b", finish_reason=worker_pb.FINISH_REASON_STOP, usage=USAGE
+    )
+
+
+def endless(server: ScriptedServer) -> Callable[[Any, grpc.ServicerContext], Iterator[worker_pb.GenerateResponse]]:
+    """A stream that gives one token, then nothing until it is cancelled, which the server notes."""
+
+    def answer(_request: Any, context: grpc.ServicerContext) -> Iterator[worker_pb.GenerateResponse]:
+        context.add_callback(server.cancelled.set)
+        yield worker_pb.GenerateResponse(sample=0, token_ids=[1], text="a")
+        server.released.wait(30)
+
+    return answer
+
+
+@contextmanager
+def allocator_process(folder: Path, *arguments: str) -> Iterator[ServerProcess]:
+    """The real allocator on free ports of this machine."""
+    command = ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", *arguments]
+    process = ServerProcess("quire_allocator", command, folder=folder, log=folder / "allocator.log")
+    try:
+        process.wait_ready(deadline=time.monotonic() + 30)
+        yield process
+    finally:
+        process.stop()
+
+
+def quire(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command line as a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "quire.cli", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1", **environment},
+    )
+
+
+def parsed(result: subprocess.CompletedProcess[str]) -> Any:
+    """Standard output of a command that was asked for JSON."""
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)

@@ -1,0 +1,249 @@
+"""The `quire` command as a process, against real servers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from quire import AllocatorClient, PoolSpec, UnarySession
+from quire.cli import block_map
+from quire.cli.generate import printable
+from quire.hashing import block_digests, root_digest
+from quire.v1 import worker_pb2 as worker_pb
+
+from tests.client.servers import ScriptedServer, allocator_process, parsed, quire, scripted_server, two_samples
+
+SPEC = PoolSpec.full_attention(block_count=64, block_size=4, cache_layout="test", model_fingerprint=b"\1m")
+DIGESTS = block_digests(root_digest(fingerprint=b"\1m", layout="test"), list(range(8)), 4)
+TOKEN = "0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UnarySession]:
+    """A pool with a prompt of two blocks that two sequences share, a third block of each, and a cached one."""
+    with (
+        allocator_process(tmp_path_factory.mktemp("allocator"), "--lease", "600") as process,
+        AllocatorClient(process.address) as client,
+        client.open_session("chat/demo", SPEC) as opened,
+    ):
+        opened.allocate(1, 9, DIGESTS, "tenant")
+        opened.commit(1, 8, DIGESTS)
+        opened.allocate(2, 9, DIGESTS, "tenant")
+        opened.allocate(3, 5, block_digests(bytes(32), list(range(4)), 4), "tenant")
+        opened.commit(3, 4, block_digests(bytes(32), list(range(4)), 4))
+        opened.free(3)
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def allocator(session: UnarySession) -> str:
+    return session._link.address
+
+
+@pytest.fixture
+def worker() -> Iterator[ScriptedServer]:
+    with scripted_server() as running:
+        running.answers["Generate"] = two_samples
+        yield running
+
+
+# -- the allocator -----------------------------------------------------------------------------------------------------
+
+
+def test_pools_is_a_table_or_json(allocator: str) -> None:
+    table = quire("pools", "--allocator", allocator).stdout
+    assert "chat/demo" in table
+    assert "unary" in table
+    (pool,) = parsed(quire("pools", "--json", QUIRE_ALLOCATOR=allocator))
+    assert (pool["pool"], pool["held_block_count"], pool["cached_block_count"]) == ("chat/demo", 4, 1)
+    assert (pool["spec"]["model_fingerprint"], pool["spec"]["groups"][0]["kind"]) == ("016d", "FULL_ATTENTION")
+
+
+def test_blocks_draws_who_holds_what(allocator: str) -> None:
+    result = quire("blocks", "chat/demo", "--allocator", allocator)
+    assert result.returncode == 0, result.stderr
+    head, first_row, *_ = result.stdout.splitlines()
+    assert head == "chat/demo: 64 blocks, 4 held, 1 cached, 59 empty"
+    assert first_row == " 0  ##ab_" + "." * 59
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert ["a", "1", "tenant", "8", "9", "3", "2"] in rows
+    assert ["b", "2", "tenant", "8", "9", "3", "2"] in rows
+
+
+def test_the_map_keeps_to_the_width_and_to_the_rows_that_are_asked_for(allocator: str) -> None:
+    result = quire("blocks", "chat/demo", "--allocator", allocator, "--rows", "2", COLUMNS="40")
+    rows = result.stdout.splitlines()[2:]
+    assert max(map(len, result.stdout.splitlines())) <= 40
+    assert any(row.startswith(" 0  ##ab_") and len(row) == 36 for row in result.stdout.splitlines())
+    assert not any("more blocks" in row for row in rows)
+    short = quire("blocks", "chat/demo", "--allocator", allocator, "--rows", "1", COLUMNS="40").stdout
+    assert "... 32 more blocks" in short
+
+
+def test_lines_without_anything_in_them_are_told_in_one(session: UnarySession) -> None:
+    with AllocatorClient(session._link.address) as client:
+        pool = client.get_pool_blocks("chat/demo")
+    states = pool.block_states[:5] + bytes(1_000) + b"\1"
+    picture = block_map.draw(replace(pool, block_states=states), width=22, rows_max=9).plain.splitlines()
+    assert picture == ["   0  ##ab_" + "." * 11, "  16  ... 976 empty blocks", " 992  " + "." * 13 + "_"]
+    assert (
+        block_map.draw(replace(pool, block_states=bytes(32)), width=10, rows_max=1).plain == " 0  ... 32 empty blocks\n"
+    )
+
+
+def test_blocks_as_json_has_states_and_tables(allocator: str) -> None:
+    found = parsed(quire("blocks", "chat/demo", "--json", "--allocator", allocator))
+    assert found["block_states"][:5] == [3, 3, 2, 2, 1]
+    assert [sequence["tables"] for sequence in found["sequences"]] == [[[0, 1, 2]], [[0, 1, 3]]]
+
+
+def test_more_sequences_than_letters_have_one_sign_in_common(session: UnarySession) -> None:
+    with AllocatorClient(session._link.address) as client:
+        pool = client.get_pool_blocks("chat/demo")
+    crowd = tuple(replace(pool.sequences[0], sequence_id=i) for i in range(60))
+    letters = [legend.letter for legend in block_map.legends(replace(pool, sequences=crowd)).values()]
+    assert len(set(letters[:52])) == 52
+    assert set(letters[52:]) == {block_map.OTHER}
+
+
+def test_health_is_success_only_where_somebody_serves(allocator: str) -> None:
+    healthy = quire("health", allocator)
+    assert (healthy.returncode, healthy.stdout) == (0, "server=SERVING allocator=SERVING\n")
+    assert quire("health", "127.0.0.1:1").returncode == 1
+
+
+# -- the worker --------------------------------------------------------------------------------------------------------
+
+
+def test_generate_writes_exactly_the_text_to_standard_output(worker: ScriptedServer) -> None:
+    def one(_request: Any, _context: grpc.ServicerContext) -> Iterator[worker_pb.GenerateResponse]:
+        yield worker_pb.GenerateResponse(text="a\x1b", token_ids=[1])
+        yield worker_pb.GenerateResponse(
+            text="b", token_ids=[2], finish_reason=worker_pb.FINISH_REASON_LENGTH, usage=worker_pb.Usage()
+        )
+
+    worker.answers["Generate"] = one
+    result = quire("generate", "-", "--worker", worker.address, "--seed", "0", stdin="from a pipe")
+    assert (result.returncode, result.stdout) == (0, "a\x1bb\n")
+    assert "0 prompt tokens (0 cached)" in result.stderr
+    assert (worker.requests[0].text, worker.requests[0].sampling.max_tokens) == ("from a pipe", 64)
+
+
+def test_generate_shows_samples_whole_where_it_is_no_terminal(worker: ScriptedServer) -> None:
+    result = quire("generate", "p", "-n", "2", "--worker", worker.address)
+    assert result.stdout == "--- sample 1\nxy\n--- sample 0\nab\n"
+    assert "5 blocks taken, 4 saved by sharing, preempted 1 times" in result.stderr
+
+
+def test_generate_as_json_is_one_object(worker: ScriptedServer) -> None:
+    found = parsed(quire("generate", "p", "-n", "2", "--json", "--worker", worker.address))
+    assert [sample["text"] for sample in found["samples"]] == ["ab", "xy"]
+    assert found["usage"]["cached_token_count"] == 2
+    assert found["request_id"] == worker.requests[0].request_id
+
+
+def test_status_is_a_table_or_json(worker: ScriptedServer) -> None:
+    worker.answers["GetStatus"] = lambda *_: worker_pb.GetStatusResponse(
+        model="demo", pool="default", model_fingerprint=b"\1", prompt_token_count=10, cached_token_count=5
+    )
+    table = quire("status", "--worker", worker.address).stdout
+    assert "default, no session with the allocator" in table
+    assert "10 of prompts (50% cached)" in table
+    assert parsed(quire("status", "--json", "--worker", worker.address))["model_fingerprint"] == "01"
+
+
+def test_control_characters_do_not_reach_a_terminal() -> None:
+    assert printable("a\x1b[2J\n\tb\x9b\r") == "a\N{REPLACEMENT CHARACTER}[2J\n\tb" + "\N{REPLACEMENT CHARACTER}" * 2
+
+
+# -- the command line itself -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command", [["pools"], ["blocks", "p"], ["status"], ["generate", "p"], ["health", "127.0.0.1:1"]], ids=" ".join
+)
+def test_nobody_listening_is_one_line_and_exit_code_1(command: list[str]) -> None:
+    result = quire(*command, QUIRE_ALLOCATOR="127.0.0.1:1", QUIRE_WORKER="127.0.0.1:1")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("quire: UNAVAILABLE: no answer from 127.0.0.1:1: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_unknown_pool_is_one_line_and_exit_code_1(allocator: str) -> None:
+    result = quire("blocks", "nowhere", "--allocator", allocator)
+    assert result.returncode == 1
+    assert result.stderr == "quire: NOT_FOUND / POOL_UNKNOWN: no pool named 'nowhere' is attached\n"
+
+
+def test_a_token_is_taken_from_its_file_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "right").write_text(TOKEN)
+    (tmp_path / "wrong").write_text(TOKEN[::-1])
+    with allocator_process(tmp_path, "--token-file", str(tmp_path / "right")) as process:
+        assert quire("health", process.address, QUIRE_TOKEN_FILE=str(tmp_path / "right")).returncode == 0
+        assert quire("pools", "--allocator", process.address, "--token-file", str(tmp_path / "right")).returncode == 0
+        for arguments in (["health", process.address], ["pools", "--allocator", process.address]):
+            result = quire(*arguments, "--token-file", str(tmp_path / "wrong"))
+            assert result.returncode == 1
+            assert result.stderr.startswith("quire: UNAUTHENTICATED / TOKEN: ")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["nonsense"],
+        ["blocks"],
+        ["generate", "p", "--max-tokens", "0"],
+        ["pools", "--token-file", "/nonexistent"],
+        ["up", "--model", "/nonexistent"],
+        ["allocator", "--nonsense"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_use_is_exit_code_2_without_a_traceback(command: list[str]) -> None:
+    result = quire(*command)
+    assert result.returncode == 2
+    assert result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["up", "generate", "pools", "blocks", "status", "health"])
+def test_every_command_explains_itself_with_examples(command: str) -> None:
+    result = quire(command, "--help")
+    assert result.returncode == 0
+    assert "Examples:" in result.stdout
+
+
+def test_the_servers_options_are_passed_on_untouched() -> None:
+    result = quire("allocator", "--help")
+    assert result.returncode == 0
+    assert result.stdout.startswith("usage: quire-allocator")
+    refused = quire("allocator", "--listen", "0.0.0.0:0")
+    assert (refused.returncode, "can be reached from other machines" in refused.stderr) == (2, True)
+
+
+def test_version_is_printed() -> None:
+    assert quire("--version").stdout.startswith("quire ")
+
+
+def test_without_its_extra_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from quire import cli
+
+    for name in [name for name in sys.modules if name.startswith("quire.cli.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit) as raised:
+        cli.main()
+    assert raised.value.code == 1
+    assert capsys.readouterr().err == "quire: the command needs the package 'typer': pip install 'quire-kv[cli]'\n"
+
+
+def test_json_of_an_allocator_without_pools_is_an_empty_list(tmp_path: Path) -> None:
+    with allocator_process(tmp_path) as process:
+        assert json.loads(quire("pools", "--json", "--allocator", process.address).stdout) == []
+        assert "no pool is attached" in quire("pools", "--allocator", process.address).stdout

@@ -1,0 +1,88 @@
+"""The one table of errors: every reason has a code and a class, and survives the wire."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.rpc import error_details_pb2, status_pb2
+from grpc import aio
+from quire import errors
+from quire.errors import DETAILS_KEY, DOMAIN, QuireError, Reason, code_of, from_rpc_error, to_details
+
+PROTO = Path(__file__).resolve().parents[2] / "protos" / "quire" / "v1" / "errors.proto"
+
+
+def as_received(code: grpc.StatusCode, details: bytes | None, message: str = "what happened") -> aio.AioRpcError:
+    """What a client's call raises when a server ended it like that."""
+    trailing = aio.Metadata() if details is None else aio.Metadata((DETAILS_KEY, details))
+    return aio.AioRpcError(code, aio.Metadata(), trailing, details=message)
+
+
+def details_of(*infos: error_details_pb2.ErrorInfo) -> bytes:
+    packed = []
+    for info in infos:
+        detail = AnyMessage()
+        detail.Pack(info)
+        packed.append(detail)
+    return status_pb2.Status(details=packed).SerializeToString()
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_every_reason_survives_the_wire_with_its_class_code_and_message(reason: Reason) -> None:
+    raised = QuireError.of(reason, "what happened")
+    received = from_rpc_error(as_received(raised.code, to_details(raised)), request_id="r-1")
+    assert type(received) is type(raised) is not QuireError
+    assert (received.reason, received.code, received.message) == (reason, code_of(reason), "what happened")
+    assert str(received) == f"{code_of(reason).name} / {reason}: what happened [request r-1]"
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_the_code_of_a_reason_is_the_one_that_the_proto_states(reason: Reason) -> None:
+    comment = re.search(rf"// ([A-Z_]+): [^\n]*(?:\n *//[^\n]*)*\n *REASON_{reason} =", PROTO.read_text())
+    assert comment is not None
+    assert comment.group(1) == code_of(reason).name
+
+
+@pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK])
+def test_every_grpc_code_becomes_an_exception_with_that_code(code: grpc.StatusCode) -> None:
+    received = from_rpc_error(as_received(code, None))
+    assert isinstance(received, QuireError)
+    assert (received.code, received.reason) == (code, None)
+    assert str(received) == f"{code.name}: what happened"
+
+
+def test_no_two_classes_have_one_code() -> None:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, QuireError)]
+    assert len({kind.code for kind in kinds}) == len(kinds) == 15
+
+
+def test_an_error_without_text_says_its_code() -> None:
+    assert from_rpc_error(as_received(grpc.StatusCode.UNAVAILABLE, None, message="")).message == "UNAVAILABLE"
+
+
+@pytest.mark.parametrize(
+    "details",
+    [
+        b"\xff not a message",
+        b"",
+        details_of(error_details_pb2.ErrorInfo(reason="LIMIT", domain="example.org")),
+        details_of(error_details_pb2.ErrorInfo(reason="OF_A_NEWER_SERVER", domain=DOMAIN)),
+    ],
+    ids=["garbage", "empty", "another domain", "unknown reason"],
+)
+def test_details_that_say_nothing_to_us_leave_the_reason_open(details: bytes) -> None:
+    received = from_rpc_error(as_received(grpc.StatusCode.RESOURCE_EXHAUSTED, details))
+    assert received.reason is None
+    assert isinstance(received, errors.ResourceExhaustedError)
+
+
+def test_our_reason_is_found_behind_another_systems_details() -> None:
+    details = details_of(
+        error_details_pb2.ErrorInfo(reason="THROTTLED", domain="example.org"),
+        error_details_pb2.ErrorInfo(reason="LIMIT", domain=DOMAIN),
+    )
+    assert from_rpc_error(as_received(grpc.StatusCode.RESOURCE_EXHAUSTED, details)).reason is Reason.LIMIT

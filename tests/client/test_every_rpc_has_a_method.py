@@ -1,0 +1,100 @@
+"""Each RPC of both services has a method on both flavours of the clients, and that method calls it.
+
+The name of the method is the RPC's in snake case, but for what NAMES lists. Session is served over asyncio alone: an
+owner has to send heartbeats while it computes, for which a synchronous client would need a hidden thread.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import grpc
+import pytest
+from quire import AllocatorClient, AsyncAllocatorClient, AsyncClient, Client, FailedPreconditionError, PoolSpec
+from quire.v1 import allocator_pb2 as pb
+from quire.v1 import worker_pb2 as worker_pb
+
+from tests.client.servers import ScriptedServer, failing, scripted_server, two_samples
+
+NAMES = {"GetStatus": "status", "CloseSession": "close"}
+ASYNC_ONLY = {"Session"}
+OF_A_SESSION = {"KeepAlive", "Allocate", "Grow", "Fork", "Commit", "Free", "CloseSession"}
+SPEC = PoolSpec.full_attention(block_count=8, block_size=4)
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "Session": ("pool", SPEC),
+    "OpenSession": ("pool", SPEC),
+    "Allocate": (1, 4),
+    "Grow": (1, 4),
+    "Fork": (1, 2),
+    "Commit": (1, 4),
+    "Free": (1,),
+    "MatchPrefix": ([],),
+    "GetPool": ("pool",),
+    "Generate": ("prompt",),
+}
+RPCS = [
+    (service.name, method)
+    for service in (
+        pb.DESCRIPTOR.services_by_name["AllocatorService"],
+        worker_pb.DESCRIPTOR.services_by_name["WorkerService"],
+    )
+    for method in service.methods
+]
+
+
+def _answer_with(message: Callable[[], Any], _request: Any, _context: grpc.ServicerContext) -> Any:
+    return message()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ScriptedServer]:
+    with scripted_server() as running:
+        for _, method in RPCS:
+            # Message classes are found by the descriptor's name: pb.ListPoolsResponse and so on.
+            module = pb if hasattr(pb, method.output_type.name) else worker_pb
+            empty = getattr(module, method.output_type.name)
+            running.answers[method.name] = partial(_answer_with, empty)
+        summary = pb.PoolSummary(pool="pool", session_kind=pb.SESSION_KIND_UNARY)
+        running.answers["GetPool"] = lambda *_: pb.GetPoolResponse(summary=summary)
+        running.answers["Generate"] = two_samples
+        running.answers["Session"] = failing(grpc.StatusCode.FAILED_PRECONDITION, times=1)
+        yield running
+
+
+def method_name(rpc: str) -> str:
+    return NAMES.get(rpc, re.sub(r"(?<!^)([A-Z])", r"_\1", rpc).lower())
+
+
+@pytest.mark.parametrize(("service", "method"), RPCS, ids=lambda value: getattr(value, "name", value))
+def test_the_synchronous_client_calls_it(server: ScriptedServer, service: str, method: Any) -> None:
+    if method.name in ASYNC_ONLY:
+        assert not hasattr(AllocatorClient, method_name(method.name))
+        return
+    before = server.attempts[method.name]
+    with (AllocatorClient if service == "AllocatorService" else Client)(server.address) as client:
+        target: Any = client
+        if method.name in OF_A_SESSION:
+            target = client.open_session("pool", SPEC)  # type: ignore[union-attr]
+        getattr(target, method_name(method.name))(*ARGUMENTS.get(method.name, ()))
+    assert server.attempts[method.name] == before + 1
+
+
+@pytest.mark.parametrize(("service", "method"), RPCS, ids=lambda value: getattr(value, "name", value))
+async def test_the_asyncio_client_calls_it(server: ScriptedServer, service: str, method: Any) -> None:
+    before = server.attempts[method.name]
+    async with (AsyncAllocatorClient if service == "AllocatorService" else AsyncClient)(server.address) as client:
+        target: Any = client
+        if method.name in OF_A_SESSION:
+            target = await client.open_session("pool", SPEC)  # type: ignore[union-attr]
+        outcome = getattr(target, method_name(method.name))(*ARGUMENTS.get(method.name, ()))
+        if method.name == "Session":
+            with pytest.raises(FailedPreconditionError, match="as the script says"):
+                await outcome.open()
+        else:
+            assert inspect.isawaitable(outcome)
+            await outcome
+    assert server.attempts[method.name] == before + 1

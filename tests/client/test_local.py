@@ -1,0 +1,142 @@
+"""Servers as child processes: starting, failing, stopping, and never outliving their parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+from quire import AllocatorClient, Client
+from quire.local import LocalStack, ServerFailedError, ServerProcess
+
+from tests.client.servers import allocator_process
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
+
+
+def child(folder: Path, script: str) -> ServerProcess:
+    """A child that runs a script instead of a server."""
+    (folder / "scripted_child.py").write_text(script)
+    return ServerProcess(
+        "scripted_child",
+        [],
+        folder=folder,
+        log=folder / "log",
+        environment={"PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"},
+    )
+
+
+def test_a_child_that_dies_at_once_is_noticed_with_the_end_of_its_log(tmp_path: Path) -> None:
+    process = child(tmp_path, "import sys\nfor i in range(100): print('line', i)\nsys.exit(7)\n")
+    with pytest.raises(ServerFailedError, match="exit code 7") as raised:
+        process.wait_ready(deadline=time.monotonic() + 30)
+    lines = str(raised.value).splitlines()
+    assert (lines[1], lines[-1], len(lines)) == ("line 80", "line 99", 21)
+    process.stop()
+
+
+def test_a_child_that_never_serves_is_given_up(tmp_path: Path) -> None:
+    process = child(tmp_path, "import threading; threading.Event().wait()")
+    with pytest.raises(ServerFailedError, match="does not serve in time"):
+        process.wait_ready(deadline=time.monotonic() + 0.2)
+    process.stop()
+    assert process.process.returncode == -signal.SIGTERM
+
+
+def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    process = child(
+        tmp_path,
+        "import pathlib, signal, sys, threading\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "pathlib.Path(sys.argv[-1]).write_text('{}')\n"
+        "threading.Event().wait()\n",
+    )
+    process.wait_ready(deadline=time.monotonic() + 30)
+    process.stop(grace_s=0.2)
+    assert process.process.returncode == -signal.SIGKILL
+
+
+def test_the_allocator_stops_cleanly(tmp_path: Path) -> None:
+    with allocator_process(tmp_path) as process:
+        assert process.metrics_address.startswith("127.0.0.1:")
+    assert process.process.returncode == 0
+    process.stop()  # twice is no error
+
+
+def test_servers_do_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
+    parent = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import pathlib, sys, threading, time\n"
+            "from quire.local import ServerProcess\n"
+            "arguments = ['--listen', '127.0.0.1:0', '--metrics', '127.0.0.1:0']\n"
+            "process = ServerProcess('quire_allocator', arguments, folder=pathlib.Path(sys.argv[1]))\n"
+            "process.wait_ready(deadline=time.monotonic() + 30)\n"
+            "print(process.process.pid, flush=True)\n"
+            "threading.Event().wait()\n",
+            str(tmp_path),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    orphan = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    psutil.wait_procs([orphan], timeout=30)
+    assert not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_stack_serves_text_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    said: list[str] = []
+    stack = LocalStack(DEMO, worker_arguments=["--blocks", "32"], log_folder=tmp_path, on_progress=said.append)
+    with stack:
+        with Client(stack.worker_address) as client, AllocatorClient(stack.allocator_address) as allocator:
+            assert len(client.generate("The for statement", max_tokens=3).samples[0].token_ids) == 3
+            assert [pool.pool for pool in allocator.list_pools()] == ["default"]
+        assert stack.poll() is None
+    assert stack.worker is not None
+    assert stack.allocator is not None
+    assert (stack.worker.process.returncode, stack.allocator.process.returncode) == (0, 0)
+    assert len(said) == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["quire_allocator.log", "quire_worker.log"]
+    log = (tmp_path / "quire_allocator.log").read_text()
+    assert log.index("pool detached") < log.index("draining")  # the worker went first and gave its pool back
+
+
+def test_a_stack_whose_worker_dies_says_so(tmp_path: Path) -> None:
+    with LocalStack(DEMO, worker_arguments=["--blocks", "32"]) as stack:
+        assert stack.worker is not None
+        stack.worker.process.kill()
+        with pytest.raises(ServerFailedError, match="quire_worker was ended by signal 9"):
+            stack.wait()
+
+
+def test_a_stack_whose_worker_cannot_start_stops_the_allocator_again(tmp_path: Path) -> None:
+    stack = LocalStack(tmp_path / "nothing")
+    with pytest.raises(ServerFailedError, match="quire_worker ended with exit code 2"):
+        stack.start()
+    assert stack.allocator is not None
+    assert stack.allocator.process.returncode == 0
+
+
+def test_up_runs_until_it_is_told_to_stop() -> None:
+    free = [f"--{name}=127.0.0.1:0" for name in ("allocator", "worker", "allocator-metrics", "worker-metrics")]
+    command = [sys.executable, "-m", "quire.cli", "up", "--model", str(DEMO), *free, "--", "--blocks", "32"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    with process.stderr as lines:
+        assert any(line.startswith("Serving.") for line in lines)
+        children = psutil.Process(process.pid).children()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+        assert "quire: stopped" in lines.read()
+    assert len(children) == 2
+    assert not any(server.is_running() for server in children)

@@ -1,0 +1,57 @@
+"""What the end-to-end tests share: real processes, and waiting for what they do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from quire import AllocatorClient, Client
+from quire.local import LocalStack, ServerProcess
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
+
+
+def eventually(holds: Callable[[], bool], what: str, *, within_s: float = 20.0) -> None:
+    """Asks again and again; `holds` should take a moment, such as a call to a server does."""
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline, f"after {within_s} s still not so: {what}"
+
+
+def held_block_count(allocator: AllocatorClient, pool: str = "default") -> int:
+    """Blocks in any table, as the allocator says."""
+    return allocator.get_pool(pool).held_block_count
+
+
+@contextmanager
+def clients(stack: LocalStack) -> Iterator[tuple[Client, AllocatorClient]]:
+    """Clients of both servers."""
+    with Client(stack.worker_address) as worker, AllocatorClient(stack.allocator_address) as allocator:
+        yield worker, allocator
+
+
+@contextmanager
+def server(module: str, *arguments: str, folder: Path) -> Iterator[ServerProcess]:
+    """One server by itself, ready; what `LocalStack` makes two of."""
+    folder.mkdir()
+    process = ServerProcess(
+        module,
+        ["--metrics", "127.0.0.1:0", *arguments],
+        folder=folder,
+        log=folder / "log",
+        environment={"OMP_WAIT_POLICY": "PASSIVE"},
+    )
+    try:
+        process.wait_ready(deadline=time.monotonic() + 60)
+        yield process
+    finally:
+        process.stop()
+
+
+def started(*worker_arguments: str, allocator_arguments: Sequence[str] = ()) -> LocalStack:
+    """A stack on the demo model; start it with `with`."""
+    return LocalStack(
+        DEMO, worker_arguments=worker_arguments, allocator_arguments=["--check-invariants", *allocator_arguments]
+    )

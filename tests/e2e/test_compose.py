@@ -1,0 +1,213 @@
+"""The whole deployment, brought up by Docker Compose and looked at from outside.
+
+Lifecycle: the module's first test builds the images and starts a project of its own name on free ports; the tests share
+it; at the end it is removed with its volumes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+LASTING_SERVICES = ("allocator", "worker", "prometheus", "grafana")
+# The first build downloads torch; everything after it takes seconds.
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A running Compose project.
+
+    Attributes:
+        environment: what `docker compose` is run with; it names the project and the ports.
+        ports: published port of each lasting service, on 127.0.0.1.
+    """
+
+    environment: dict[str, str]
+    ports: dict[str, int]
+
+    def compose(self, *arguments: str, timeout_s: float = 120) -> str:
+        """Standard output of `docker compose ARGUMENTS`; a failed command fails the test with all it printed."""
+        result = subprocess.run(
+            ["docker", "compose", *arguments],
+            cwd=ROOT,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        assert result.returncode == 0, f"docker compose {' '.join(arguments)}:\n{result.stdout}\n{result.stderr}"
+        return result.stdout
+
+    def execute(self, service: str, *command: str) -> str:
+        """Standard output of a command inside a service's container."""
+        return self.compose("exec", "-T", service, *command)
+
+    def inspect(self, service: str) -> dict[str, Any]:
+        """What the engine says about a service's only container."""
+        container = self.compose("ps", "--all", "--quiet", service).strip()
+        output = subprocess.run(["docker", "inspect", container], capture_output=True, check=True, timeout=30).stdout
+        description: dict[str, Any] = json.loads(output)[0]
+        return description
+
+    def get_json(self, service: str, path: str) -> Any:
+        """The JSON that a service answers on its published port."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[service]}{path}", timeout=10) as answer:
+            return json.load(answer)
+
+    def query(self, expression: str) -> float | None:
+        """Value of a PromQL expression with one series; None when there is none."""
+        path = "/api/v1/query?" + urllib.parse.urlencode({"query": expression})
+        series = self.get_json("prometheus", path)["data"]["result"]
+        return float(series[0]["value"][1]) if series else None
+
+
+def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
+    """Ask again until the condition holds: Prometheus scrapes on its own schedule, and nothing announces it."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what}"
+        time.sleep(0.5)
+
+
+def docker_compose_answers() -> bool:
+    if shutil.which("docker") is None:
+        return False
+    commands = (["docker", "info"], ["docker", "compose", "version"])
+    return all(subprocess.run(command, capture_output=True, check=False).returncode == 0 for command in commands)
+
+
+def free_ports(names: tuple[str, ...]) -> dict[str, int]:
+    """A free port for each name; all are bound at once, so no two are the same."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in names]
+    ports = {name: listener.getsockname()[1] for name, listener in zip(names, sockets, strict=True)}
+    for listener in sockets:
+        listener.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def deployment() -> Iterator[Deployment]:
+    if not docker_compose_answers():
+        pytest.skip("no Docker engine with Compose v2 answers here")
+    ports = free_ports(LASTING_SERVICES)
+    environment = {f"QUIRE_{name.upper()}_PORT": str(port) for name, port in ports.items()}
+    environment["COMPOSE_PROJECT_NAME"] = f"quire-test-{uuid.uuid4().hex[:8]}"
+    deployment = Deployment({**os.environ, **environment}, ports)
+    try:
+        deployment.compose("build", timeout_s=1500)
+        deployment.compose("up", "--detach", "--wait", timeout_s=300)
+        yield deployment
+    finally:
+        deployment.compose("down", "--volumes", "--timeout", "20")
+
+
+def generate(deployment: Deployment, prompt: str) -> str:
+    return deployment.execute("worker", "quire", "generate", prompt)
+
+
+def test_text_is_generated_by_one_command(deployment: Deployment) -> None:
+    assert len(generate(deployment, "The for statement")) > 20
+
+
+def test_prometheus_scrapes_both_services_and_itself(deployment: Deployment) -> None:
+    def healths() -> dict[str, str]:
+        targets = deployment.get_json("prometheus", "/api/v1/targets")["data"]["activeTargets"]
+        return {target["labels"]["job"]: target["health"] for target in targets}
+
+    expected = {"quire-allocator": "up", "quire-worker": "up", "prometheus": "up"}
+    eventually(lambda: healths() == expected, "every target is up")
+
+
+def test_what_was_generated_shows_up_in_prometheus(deployment: Deployment) -> None:
+    before = deployment.query('sum(quire_worker_tokens_total{kind="output"})') or 0.0
+    generate(deployment, "Return the")
+    eventually(
+        lambda: (deployment.query('sum(quire_worker_tokens_total{kind="output"})') or 0.0) > before,
+        "the worker counts output tokens",
+    )
+    eventually(
+        lambda: (deployment.query('sum(quire_allocator_operations_total{op="grow", code="OK"})') or 0.0) > 0,
+        "the allocator counts the operations behind them",
+    )
+    blocks = deployment.query("sum(quire_allocator_blocks)")
+    assert blocks is not None
+    assert blocks == deployment.query("sum(quire_worker_blocks_total)")
+
+
+def test_grafana_is_provisioned_and_every_query_of_the_dashboard_runs(deployment: Deployment) -> None:
+    generate(deployment, "The import statement")
+    health = deployment.get_json("grafana", "/api/health")
+    assert health["database"] == "ok"
+    assert "quire" in [board["uid"] for board in deployment.get_json("grafana", "/api/search?type=dash-db")]
+    if health["version"] == "stand-in":  # an offline image in Grafana's place: it runs the queries, and draws nothing
+        eventually(lambda: not deployment.get_json("grafana", "/standin/report")["problems"], "no problem is reported")
+        report = deployment.get_json("grafana", "/standin/report")
+        assert [query for query in report["queries"] if query["error"]] == []
+    else:
+        assert deployment.get_json("grafana", "/api/datasources/uid/prometheus/health")["status"] == "OK"
+
+
+def test_nothing_runs_as_root(deployment: Deployment) -> None:
+    for service in LASTING_SERVICES:
+        assert int(deployment.execute(service, "id", "-u")) > 0, service
+    token = deployment.inspect("token")
+    assert token["Config"]["User"] == "quire"
+    assert token["State"]["ExitCode"] == 0
+
+
+def test_ports_are_bound_to_the_loopback_address_only(deployment: Deployment) -> None:
+    for service in LASTING_SERVICES:
+        published = deployment.inspect(service)["NetworkSettings"]["Ports"]
+        bindings = [binding for binding_list in published.values() for binding in binding_list or []]
+        assert [binding["HostIp"] for binding in bindings] == ["127.0.0.1"], service
+
+
+@pytest.mark.parametrize("url", ["http://allocator:9470/metrics", "http://worker:9471/metrics"])
+def test_a_scrape_without_the_token_is_refused(deployment: Deployment, url: str) -> None:
+    script = (
+        "import sys, urllib.request, urllib.error\n"
+        "try:\n    print(urllib.request.urlopen(sys.argv[1], timeout=5).status)\n"
+        "except urllib.error.HTTPError as error:\n    print(error.code)\n"
+    )
+    assert deployment.execute("worker", "python", "-c", script, url).strip() == "401"
+
+
+@pytest.mark.parametrize("service", ["allocator", "worker"])
+def test_a_call_without_the_token_is_refused_and_one_with_it_is_served(deployment: Deployment, service: str) -> None:
+    token = deployment.execute(service, "cat", "/run/quire/token").strip()
+    request = health_pb2.HealthCheckRequest()
+    with grpc.insecure_channel(f"127.0.0.1:{deployment.ports[service]}") as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        for metadata in ((), (("authorization", "Bearer guess"),)):
+            with pytest.raises(grpc.RpcError) as refused:
+                check(request, timeout=10, metadata=metadata)
+            assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        answer = check(request, timeout=10, metadata=(("authorization", f"Bearer {token}"),))
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.parametrize("service", ["worker", "allocator"])
+def test_a_stopped_service_leaves_cleanly_and_comes_back(deployment: Deployment, service: str) -> None:
+    deployment.compose("stop", service)
+    assert deployment.inspect(service)["State"]["ExitCode"] == 0
+    deployment.compose("up", "--detach", "--wait", timeout_s=300)
+    assert len(generate(deployment, "The for statement")) > 20

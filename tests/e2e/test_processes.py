@@ -1,0 +1,115 @@
+"""Real processes that are stopped, killed and replaced."""
+
+from __future__ import annotations
+
+import signal
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from quire import AllocatorClient, Client, NotFoundError
+from quire.local import ServerFailedError
+from quire_allocator.telemetry import METRIC_NAMES as ALLOCATOR_METRICS
+from quire_worker.telemetry import METRIC_NAMES as WORKER_METRICS
+
+from tests.e2e.stack import DEMO, clients, eventually, held_block_count, server, started
+
+GREEDY = {"max_tokens": 300, "ignore_eos": True}
+
+
+def test_both_stop_cleanly_and_the_pool_is_given_back() -> None:
+    stack = started()
+    stack.start()
+    assert stack.worker is not None
+    assert stack.allocator is not None
+    with AllocatorClient(stack.allocator_address) as allocator:
+        assert [pool.pool for pool in allocator.list_pools()] == ["default"]
+        stack.worker.stop()
+        assert stack.worker.process.returncode == 0
+        assert allocator.list_pools() == ()
+    stack.stop()
+    assert stack.allocator.process.returncode == 0
+
+
+def test_a_killed_worker_loses_its_pool_after_the_lease_and_a_new_one_takes_over(tmp_path: Path) -> None:
+    with started(allocator_arguments=["--lease", "2"]) as stack, AllocatorClient(stack.allocator_address) as allocator:
+        assert stack.worker is not None
+        with Client(stack.worker_address) as client:
+            next(client.stream("The for", max_tokens=3000, ignore_eos=True))
+            stack.worker.process.send_signal(signal.SIGKILL)
+            stack.worker.process.wait()
+        assert isinstance(stack.poll(), ServerFailedError)
+        assert not allocator.get_pool("default").connected, "the lease still runs"
+        arguments = ["--model", str(DEMO), "--allocator", stack.allocator_address, "--listen", "127.0.0.1:0"]
+        with server("quire_worker", *arguments, folder=tmp_path / "new") as new, Client(new.address) as client:
+            assert client.generate("The for", max_tokens=5, ignore_eos=True).usage.output_token_count == 5
+            assert allocator.get_pool("default").connected
+        assert allocator.list_pools() == ()
+
+
+def test_a_silent_owner_loses_its_pool(tmp_path: Path) -> None:
+    with started(allocator_arguments=["--lease", "2"]) as stack, AllocatorClient(stack.allocator_address) as allocator:
+        assert stack.worker is not None
+        stack.worker.process.send_signal(signal.SIGSTOP)
+        eventually(lambda: allocator.list_pools() == (), "the pool is dropped")
+        with pytest.raises(NotFoundError):
+            allocator.get_pool("default")
+        stack.worker.process.send_signal(signal.SIGCONT)
+        eventually(lambda: len(allocator.list_pools()) == 1, "the worker has attached again")
+        with Client(stack.worker_address) as client:
+            assert client.generate("The for", max_tokens=5, ignore_eos=True).usage.output_token_count == 5
+
+
+def test_text_goes_on_the_same_after_the_allocator_was_killed_and_started_again(tmp_path: Path) -> None:
+    prompt = "The import statement"
+    with server("quire_allocator", "--listen", "127.0.0.1:0", folder=tmp_path / "first") as first:
+        arguments = ["--model", str(DEMO), "--allocator", first.address, "--listen", "127.0.0.1:0"]
+        with server("quire_worker", *arguments, folder=tmp_path / "worker") as worker, Client(worker.address) as client:
+            undisturbed = client.generate(prompt, **GREEDY).text
+            stream = client.stream(prompt, **GREEDY)
+            pieces = [next(stream).text for _ in range(20)]
+            first.process.send_signal(signal.SIGKILL)
+            first.process.wait()
+            with server("quire_allocator", "--listen", first.address, folder=tmp_path / "second"):
+                pieces += [chunk.text for chunk in stream]
+                assert "".join(pieces) == undisturbed
+                with AllocatorClient(first.address) as allocator:
+                    eventually(lambda: held_block_count(allocator) == 0, "every block is free")
+
+
+def scraped(address: str) -> dict[str, float]:
+    """Samples without labels' values, summed by name."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    totals: dict[str, float] = {}
+    for family in families:
+        for sample in family.samples:
+            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    return totals
+
+
+def test_metrics_of_both_count_what_happened() -> None:
+    with started("--blocks", "64") as stack, clients(stack) as (client, allocator):
+        prompt = "The with statement is used to wrap the execution of a block" * 3
+        first = client.generate(prompt, max_tokens=10, n=2, temperature=0.5, seed=1, ignore_eos=True).usage
+        second = client.generate(prompt, max_tokens=10, ignore_eos=True).usage
+        eventually(lambda: held_block_count(allocator) == 0, "every block is free")
+        assert stack.worker is not None
+        assert stack.allocator is not None
+        worker, blocks = scraped(stack.worker.metrics_address), scraped(stack.allocator.metrics_address)
+    histograms = {
+        "quire_worker_step_seconds",
+        "quire_worker_time_to_first_token_seconds",
+        "quire_allocator_step_seconds",
+    }
+    assert WORKER_METRICS - histograms <= worker.keys()
+    assert ALLOCATOR_METRICS - histograms <= blocks.keys()
+    assert worker["quire_worker_tokens_total"] == sum(
+        usage.prompt_token_count + usage.cached_token_count + usage.output_token_count for usage in (first, second)
+    )
+    assert worker["quire_worker_requests_total"] == 2
+    assert worker["quire_worker_time_to_first_token_seconds_count"] == 2
+    assert blocks["quire_allocator_blocks"] == worker["quire_worker_blocks_total"] == 64
+    assert blocks["quire_allocator_granted_blocks_total"] == first.granted_block_count + second.granted_block_count
+    assert blocks["quire_allocator_steps_total"] == blocks["quire_allocator_step_seconds_count"] > 3

@@ -1,0 +1,102 @@
+"""What may import what: each package in a fresh interpreter, and the pure core by reading its source."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import quire
+import quire_allocator
+
+ROOT = Path(__file__).resolve().parent.parent
+CORE = ROOT / "allocator_service" / "quire_allocator" / "core"
+
+# What the base installation brings, as import names; everything else is an extra's.
+HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy"}
+EXTRAS_OF_SERVERS_AND_CLI = {"structlog", "prometheus_client", "uvloop", "typer", "rich"}
+# Of the standard library, what brings time, chance, threads or the outside world into a state machine.
+IMPURE = {"asyncio", "datetime", "os", "random", "secrets", "socket", "subprocess", "threading", "time", "uuid"}
+
+
+def imported_by(statement: str, *, hidden: set[str] = frozenset()) -> set[str]:
+    """Top-level modules loaded after `statement` in a fresh interpreter in which `hidden` cannot be imported."""
+    script = (
+        "import json, sys\n"
+        f"sys.modules.update(dict.fromkeys({sorted(hidden)!r}))\n"
+        f"sys.path[:] = {sys.path!r}\n"
+        f"{statement}\n"
+        "print(json.dumps(sorted({name.partition('.')[0] for name, module in sys.modules.items() if module})))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def modules_of(package: object) -> list[str]:
+    """Every module of a package, itself included; `__main__` runs instead of being imported."""
+    name, path = package.__name__, package.__path__  # type: ignore[attr-defined]
+    found = [module.name for module in pkgutil.walk_packages(path, f"{name}.")]
+    return [name, *(module for module in found if not module.endswith("__main__"))]
+
+
+def test_the_client_runs_on_its_base_dependencies_alone() -> None:
+    loaded = imported_by("import quire, quire.hashing, quire.errors", hidden=HEAVY | EXTRAS_OF_SERVERS_AND_CLI)
+    assert "grpc" in loaded
+
+
+def test_no_module_of_the_client_or_the_allocator_imports_a_model_library() -> None:
+    modules = modules_of(quire) + modules_of(quire_allocator)
+    assert len(modules) > 10
+    assert not imported_by("import " + ", ".join(modules)) & HEAVY
+
+
+def test_the_allocator_does_not_import_the_worker_nor_the_other_way_round() -> None:
+    for package, other in (("quire_allocator", "quire_worker"), ("quire_worker", "quire_allocator")):
+        (folder,) = ROOT.glob(f"*/{package}")
+        for path in folder.rglob("*.py"):
+            assert other not in imports_in(path), f"{path.name} imports {other}"
+
+
+def imports_in(path: Path) -> set[str]:
+    """Top-level names of all that a file imports, wherever it does."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} has a relative import"
+            names.add((node.module or "").partition(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("path", sorted(CORE.glob("*.py")), ids=lambda path: path.stem)
+def test_the_core_is_pure(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("quire"):
+            assert (node.module or "").startswith("quire_allocator.core."), f"{node.module} is outside the core"
+    outside = imports_in(path) - {"quire_allocator"}
+    assert outside <= sys.stdlib_module_names
+    assert not outside & IMPURE
+
+
+def test_the_core_loads_no_wire_and_no_server() -> None:
+    loaded = imported_by("import quire_allocator.core.directory, quire_allocator.core.pool")
+    assert not loaded & {"grpc", "google", "quire", "asyncio", "structlog", "prometheus_client"}
+
+
+def test_no_heavy_library_is_a_base_dependency() -> None:
+    try:
+        requirements = importlib.metadata.requires("quire-kv") or []
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the distribution is not installed here")
+    base = {
+        requirement.split(">")[0].split("<")[0].strip() for requirement in requirements if "extra" not in requirement
+    }
+    assert not base & (HEAVY | EXTRAS_OF_SERVERS_AND_CLI)

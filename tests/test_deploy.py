@@ -1,0 +1,167 @@
+"""What is deployed agrees with what the services are: names of metrics, ports, users, mounts. No Docker needed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from scripts.list_requirements import requirements
+
+ROOT = Path(__file__).resolve().parent.parent
+DEPLOY = ROOT / "deploy"
+DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
+DOCKERFILES = [ROOT / "allocator_service" / "Dockerfile", ROOT / "worker_service" / "Dockerfile"]
+SERVICES_OF_OURS = ("allocator", "worker")
+# Of a histogram, Prometheus stores three series under the family's name.
+HISTOGRAM_SUFFIX = re.compile(r"_(bucket|sum|count)$")
+
+
+def load_yaml(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    project: dict[str, Any] = load_yaml(ROOT / "docker-compose.yml")
+    return project
+
+
+def panels_of(board: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for panel in board["panels"]:
+        yield panel
+        yield from panel.get("panels", [])
+
+
+def queries_of(board: dict[str, Any]) -> Iterator[str]:
+    for panel in panels_of(board):
+        yield from (target["expr"] for target in panel.get("targets", []))
+    yield from (variable["query"]["query"] for variable in board["templating"]["list"] if variable["type"] == "query")
+
+
+def exported_names() -> frozenset[str]:
+    modules = ("quire_allocator.telemetry", "quire_worker.telemetry")
+    return frozenset().union(*(importlib.import_module(module).METRIC_NAMES for module in modules))
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+class TestDashboard:
+    def test_every_series_it_names_is_one_that_a_service_exports(self, path: Path) -> None:
+        exported = exported_names()
+        named = {
+            name
+            for query in queries_of(json.loads(path.read_text(encoding="utf-8")))
+            for name in re.findall(r"\bquire_\w+", query)
+        }
+        assert named
+        assert {
+            name for name in named if name not in exported and HISTOGRAM_SUFFIX.sub("", name) not in exported
+        } == set()
+
+    def test_every_panel_says_what_it_shows_and_in_which_unit(self, path: Path) -> None:
+        for panel in panels_of(json.loads(path.read_text(encoding="utf-8"))):
+            if panel["type"] == "row":
+                continue
+            assert panel["title"]
+            assert len(panel["description"]) > 20, panel["title"]
+            assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+            assert panel["targets"], panel["title"]
+
+    def test_panels_have_their_own_id_and_do_not_overlap(self, path: Path) -> None:
+        panels = list(panels_of(json.loads(path.read_text(encoding="utf-8"))))
+        assert len({panel["id"] for panel in panels}) == len(panels)
+        taken: dict[tuple[int, int], str] = {}
+        for panel in panels:
+            place = panel["gridPos"]
+            assert place["x"] + place["w"] <= 24, panel["title"]
+            for x in range(place["x"], place["x"] + place["w"]):
+                for y in range(place["y"], place["y"] + place["h"]):
+                    assert taken.setdefault((x, y), panel["title"]) == panel["title"]
+
+    def test_every_query_asks_the_chosen_data_source(self, path: Path) -> None:
+        board = json.loads(path.read_text(encoding="utf-8"))
+        variables = {variable["name"]: variable for variable in board["templating"]["list"]}
+        assert variables["datasource"]["query"] == "prometheus"
+        for panel in panels_of(board):
+            for target in panel.get("targets", []):
+                assert target["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+                used = set(re.findall(r"\$(\w+)", target["expr"])) - {"__rate_interval"}
+                assert used <= set(variables), panel["title"]
+
+
+def test_grafana_is_pointed_at_the_prometheus_of_the_compose_file(compose: dict[str, Any]) -> None:
+    provisioning = DEPLOY / "grafana" / "provisioning"
+    (source,) = load_yaml(provisioning / "datasources" / "prometheus.yaml")["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    assert "prometheus" in compose["services"]
+    (provider,) = load_yaml(provisioning / "dashboards" / "quire.yaml")["providers"]
+    mounts = compose["services"]["grafana"]["volumes"]
+    assert f"./deploy/grafana/dashboards:{provider['options']['path']}:ro" in mounts
+
+
+def test_prometheus_scrapes_each_service_at_its_metrics_address_with_its_token(compose: dict[str, Any]) -> None:
+    jobs = {job["job_name"]: job for job in load_yaml(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"]}
+    for name in SERVICES_OF_OURS:
+        flags = dict(flag.removeprefix("--").split("=", 1) for flag in compose["services"][name]["command"])
+        job = jobs[f"quire-{name}"]
+        assert job["static_configs"][0]["targets"] == [flags["metrics"].replace("0.0.0.0", name)]
+        assert job["authorization"] == {"type": "Bearer", "credentials_file": flags["token-file"]}
+
+
+def test_ports_are_published_on_the_loopback_address_only(compose: dict[str, Any]) -> None:
+    published = [port for service in compose["services"].values() for port in service.get("ports", [])]
+    assert len(published) == 4
+    for port in published:
+        assert re.fullmatch(r"127\.0\.0\.1:\$\{QUIRE_[A-Z]+_PORT:-\d+\}:\d+", port)
+
+
+def test_every_lasting_service_restarts_and_has_a_health_check(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
+        if name == "token":
+            continue
+        assert service["restart"] == "unless-stopped", name
+        assert "mem_limit" in service, name
+        if "build" in service:
+            dockerfile = (ROOT / service["build"]["dockerfile"]).read_text(encoding="utf-8")
+            assert re.search(r'^HEALTHCHECK .*CMD \["quire", "health"', dockerfile, re.M), name
+        else:
+            assert service["healthcheck"]["test"][0] == "CMD", name
+
+
+def test_images_of_others_are_pinned_to_a_version(compose: dict[str, Any]) -> None:
+    for service in compose["services"].values():
+        if "build" not in service:
+            assert re.search(r":v?\d+\.\d+\.\d+$", service["image"])
+
+
+def test_no_service_keeps_a_capability_and_only_the_token_maker_writes_the_token(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        writable = [mount for mount in service["volumes"] if mount.startswith("token:") and not mount.endswith(":ro")]
+        assert bool(writable) == (name == "token"), name
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.parent.name)
+def test_images_run_as_a_user_of_their_own_and_receive_signals_directly(path: Path) -> None:
+    instructions = path.read_text(encoding="utf-8").splitlines()
+    final_stage = instructions[max(i for i, line in enumerate(instructions) if line.startswith("FROM ")) :]
+    assert "USER quire" in final_stage
+    entrypoint = json.loads(next(line for line in final_stage if line.startswith("ENTRYPOINT"))[len("ENTRYPOINT ") :])
+    assert entrypoint[0] in {"quire-allocator", "quire-worker"}
+
+
+def test_requirements_are_listed_once_and_the_allocators_are_without_torch() -> None:
+    names = [re.split(r"[<>=!~\[; ]", line)[0] for line in requirements(["allocator", "cli"])]
+    assert len(names) == len(set(names))
+    assert {"grpcio", "prometheus-client", "typer"} <= set(names)
+    assert "torch" not in names
+    assert "torch" in {re.split(r"[<>=]", line)[0] for line in requirements(["worker"])}
+    with pytest.raises(KeyError):
+        requirements(["no-such-extra"])

@@ -1,0 +1,120 @@
+"""House rules that a machine can check: sizes, docstrings, comments, no leftovers."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("client", "allocator_service", "worker_service")
+FOLDERS = (*PACKAGES, "scripts", "benchmarks", "examples", "tests")
+GENERATED = ROOT / "client" / "quire" / "v1"
+PROTOS = sorted((ROOT / "protos").rglob("*.proto"))
+PYTHON = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py") if GENERATED not in path.parents)
+TEXT_SUFFIXES = {".py", ".md", ".proto", ".toml", ".sh", ".yml", ".yaml", ".json"}
+FILE_LINES_MAX = 400
+FUNCTION_LINES_MAX = 70
+# Written in two parts, so that this file does not find itself.
+LEFTOVERS = re.compile("TO" + "DO|FIX" + "ME|XX" + "X|HA" + "CK")
+MACHINE_PATHS = re.compile(r"(?<![\w.:/}])/(?:" + "ho" + "me|Us" + "ers|ro" + "ot|wo" + r"rk)/\w")
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def functions_in(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def public_definitions(body: list[ast.stmt], *, within: str = "") -> Iterator[tuple[str, Definition]]:
+    """Public classes, functions and methods; those of a servicer are documented in the protos."""
+    for node in body:
+        if isinstance(node, Definition) and not node.name.startswith("_"):
+            yield f"{within}{node.name}", node
+            if isinstance(node, ast.ClassDef):
+                overrides = any(ast.unparse(base).endswith("Servicer") for base in node.bases)
+                rpcs = [n for n in node.body if isinstance(n, Definition) and n.name[:1].isupper()] if overrides else []
+                rest = [n for n in node.body if n not in rpcs]
+                yield from public_definitions(rest, within=f"{within}{node.name}.")
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(PYTHON) > 40
+    assert len(PROTOS) == 3
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=name_of)
+def test_files_and_functions_are_short(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").count("\n")
+    assert lines <= FILE_LINES_MAX, f"{lines} lines"
+    long = {f.name: f.end_lineno - f.lineno + 1 for f in functions_in(path) if f.end_lineno is not None}
+    assert not {name: lines for name, lines in long.items() if lines > FUNCTION_LINES_MAX}
+
+
+@pytest.mark.parametrize("path", [path for path in PYTHON if not path.name.startswith("test_")], ids=name_of)
+def test_every_module_says_what_it_is(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree) or not tree.body, "no module docstring"
+
+
+@pytest.mark.parametrize("path", [path for path in PYTHON if name_of(path).split("/")[0] in PACKAGES], ids=name_of)
+def test_every_public_class_and_function_says_what_it_does(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    silent = [name for name, node in public_definitions(tree.body) if not ast.get_docstring(node)]
+    assert not silent
+
+
+@pytest.mark.parametrize("path", [path for path in PYTHON if path.name.startswith("test_")], ids=name_of)
+def test_no_test_sleeps(path: Path) -> None:
+    if "e2e" in path.parts:
+        pytest.skip("containers can only be polled")
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("sleep"):
+            yields = [ast.unparse(argument) for argument in node.args] == ["0"]
+            assert yields, f"line {node.lineno} sleeps"
+
+
+def test_nothing_is_left_for_later_and_no_machine_is_named() -> None:
+    found = []
+    for path in sorted(ROOT.rglob("*")):
+        parts = path.relative_to(ROOT).parts
+        hidden = any(part.startswith(".") and part not in {".ci", ".github"} for part in parts)
+        if hidden or "models" in parts or path.suffix not in TEXT_SUFFIXES or not path.is_file():
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if LEFTOVERS.search(line) or MACHINE_PATHS.search(line):
+                found.append(f"{name_of(path)}:{number}: {line.strip()}")
+    assert not found
+
+
+def undocumented(proto: str) -> Iterator[str]:
+    """Lines that open or declare an element and have neither a comment above nor share one with the line above."""
+    element = re.compile(
+        r"\s*(?:(?:message|enum|service|rpc)\s+\w+|(?:(?:repeated|optional)\s+)?[\w.]+\s+\w+\s*=\s*\d+|\w+\s*=\s*\d+)"
+    )
+    above = ""
+    for line in proto.splitlines():
+        is_element = element.match(line) is not None and not line.startswith(("syntax", "package"))
+        shares = element.match(above) is not None and "{" not in above and above.strip() != ""
+        if is_element and not above.strip().startswith("//") and not shares:
+            yield line.strip()
+        above = line
+
+
+@pytest.mark.parametrize("path", PROTOS, ids=lambda path: path.name)
+def test_every_element_of_the_protos_has_a_comment(path: Path) -> None:
+    assert list(undocumented(path.read_text(encoding="utf-8"))) == []
+
+
+def test_a_silent_proto_element_would_be_noticed() -> None:
+    assert list(undocumented("message A {\n  uint32 b = 1;\n}\n")) == ["message A {", "uint32 b = 1;"]
+    assert list(undocumented("// A.\nmessage A {\n  // Both.\n  uint32 b = 1;\n  uint32 c = 2;\n}\n")) == []

@@ -42,14 +42,18 @@ class SessionStream:
         self._service = service
         self._directory = service.directory
         self._context = context
-        self._task: asyncio.Task[Any] | None = asyncio.current_task()
+        task = asyncio.current_task()
+        assert task is not None, "made inside its handler"
+        self._task: asyncio.Task[Any] = task
+        self._reading = False
         self._ending: QuireError | None = None
 
     def end(self, reason: Reason, message: str) -> None:
-        """Ends the stream with an error, wherever it waits."""
-        if self._task is not None and self._ending is None:
+        """Ends the stream with an error: at once where it waits for a message, else as soon as its answer is out."""
+        if self._ending is None:
             self._ending = QuireError.of(reason, message)
-            self._task.cancel()
+            if self._reading:
+                self._task.cancel()
 
     async def run(self) -> None:
         """Serves the stream until it ends."""
@@ -73,16 +77,13 @@ class SessionStream:
             error = QuireError.of(Reason(refusal.reason), refusal.message)
             code = error.code.name
             await self._abort(owner, error)
-        except asyncio.CancelledError:
-            if self._ending is None:  # the owner hung up
-                code = "CANCELLED"
-                raise
-            code = self._ending.code.name
-            if self._task is not None:
-                self._task.uncancel()
-            await self._abort(owner, self._ending)
+        except _EndedError as ended:
+            code = ended.error.code.name
+            await self._abort(owner, ended.error)
+        except asyncio.CancelledError:  # the owner hung up
+            code = "CANCELLED"
+            raise
         finally:
-            self._task = None
             self._service.streams.discard(self)
             if owner is not None:
                 self._directory.disconnect(owner, self)
@@ -193,7 +194,20 @@ class SessionStream:
         return reply
 
     async def _read(self) -> pb.SessionRequest | None:
-        request = await self._context.read()
+        """The next message, or None at the end of the stream. The only place where `end` may interrupt: an answer that
+        is being sent cannot be taken back, and gRPC takes no status beside it."""
+        if self._ending is not None:
+            raise _EndedError(self._ending)
+        self._reading = True
+        try:
+            request = await self._context.read()
+        except asyncio.CancelledError:
+            if self._ending is None:
+                raise
+            self._task.uncancel()
+            raise _EndedError(self._ending) from None
+        finally:
+            self._reading = False
         return None if request is aio.EOF else request  # type: ignore[attr-defined]
 
     async def _write(self, **message: Any) -> None:
@@ -203,3 +217,11 @@ class SessionStream:
         if error.code is not grpc.StatusCode.UNAVAILABLE:
             log.warning("stream ended", pool=owner.name if owner else None, reason=error.reason, error=error.message)
         await abort(self._context, error)
+
+
+class _EndedError(Exception):
+    """`SessionStream.end` was called."""
+
+    def __init__(self, error: QuireError) -> None:
+        super().__init__()
+        self.error = error

@@ -313,11 +313,11 @@ def _plain(grown: Any) -> Any:
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "size{}-groups{}-blocks{}".format(*shape))
 def test_the_pool_does_what_its_twin_does(shape: tuple[int, int, int], seed: int) -> None:
     simulation = Simulation(shape, seed)
-    print(f"replay with QUIRE_TWIN_SEED={seed} QUIRE_TWIN_EVENTS={EVENTS}, shape {shape}")  # noqa: T201 - shown on failure
+    print(f"replay with QUIRE_TWIN_SEED={seed} QUIRE_TWIN_EVENTS={EVENTS}, shape {shape}")
     try:
         simulation.run(EVENTS)
     except Exception:
-        print("\n".join(simulation.trace))  # noqa: T201 - the events that led there
+        print("\n".join(simulation.trace))
         raise
     wanted = {"allocate OK", "allocate NO_SPACE", "allocate TOO_LONG", "allocate EXISTS"}
     wanted |= {"grow OK", "grow NO_SPACE", "grow NOT_FOUND", "grow TOO_LONG", "commit OK", "commit TOO_LONG"}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from quire.errors import DETAILS_KEY, QuireError, Reason, to_details
 from quire.local import ServerProcess
 from quire.v1 import allocator_pb2_grpc, worker_pb2_grpc
 from quire.v1 import worker_pb2 as worker_pb
@@ -82,6 +83,17 @@ def failing(code: grpc.StatusCode, *, times: int, then: Any = None) -> Callable[
         if left >= 0:
             context.abort(code, "as the script says")
         return then
+
+    return answer
+
+
+def refusing(reason: Reason) -> Callable[[Any, grpc.ServicerContext], Any]:
+    """An answer that refuses, as one of Quire's servers does."""
+    error = QuireError.of(reason, "as the script says")
+
+    def answer(_request: Any, context: grpc.ServicerContext) -> Any:
+        context.set_trailing_metadata(((DETAILS_KEY, to_details(error)),))
+        context.abort(error.code, error.message)
 
     return answer
 

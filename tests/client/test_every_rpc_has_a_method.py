@@ -14,11 +14,19 @@ from typing import Any
 
 import grpc
 import pytest
-from quire import AllocatorClient, AsyncAllocatorClient, AsyncClient, Client, FailedPreconditionError, PoolSpec
+from quire import (
+    AllocatorClient,
+    AsyncAllocatorClient,
+    AsyncClient,
+    Client,
+    FailedPreconditionError,
+    PoolSpec,
+    Reason,
+)
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import worker_pb2 as worker_pb
 
-from tests.client.servers import ScriptedServer, failing, scripted_server, two_samples
+from tests.client.servers import ScriptedServer, refusing, scripted_server, two_samples
 
 NAMES = {"GetStatus": "status", "CloseSession": "close"}
 ASYNC_ONLY = {"Session"}
@@ -61,7 +69,7 @@ def server() -> Iterator[ScriptedServer]:
         summary = pb.PoolSummary(pool="pool", session_kind=pb.SESSION_KIND_UNARY)
         running.answers["GetPool"] = lambda *_: pb.GetPoolResponse(summary=summary)
         running.answers["Generate"] = two_samples
-        running.answers["Session"] = failing(grpc.StatusCode.FAILED_PRECONDITION, times=1)
+        running.answers["Session"] = refusing(Reason.LAYOUT)
         yield running
 
 

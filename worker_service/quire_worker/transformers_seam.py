@@ -31,7 +31,9 @@ class Step(Protocol):
 
     def attend(
         self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """Takes a layer's new keys and values, and returns what its queries attend to."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +46,7 @@ class PagedStep:
     def attend(
         self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
+        """Writes keys and values into the layer's pages, then attends over them."""
         pages = self.layers[layer_index]
         self.plan.append(key, value, pages)
         return self.plan.attend(query, pages, scale=scale)
@@ -58,6 +61,7 @@ class ProbeStep:
     def attend(
         self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
+        """Notes the shapes that arrive; the result has the right shape and no sense."""
         if layer_index in self.key_of_layer:
             raise UnsupportedModelError(f"layer {layer_index} attends twice")
         if key.shape != value.shape or query.shape[-1] != key.shape[-1] or query.shape[1] % key.shape[1]:

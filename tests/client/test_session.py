@@ -1,0 +1,228 @@
+"""The owner's side of the Session stream, against a real allocator whose connections break in every way we can make."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from grpc import aio
+from quire import AsyncAllocatorClient, FailedPreconditionError, InvalidArgumentError, PoolSpec, QuireError, Reason
+from quire.session import PoolSession, SessionLostError
+from quire.steps import Result, StepBuilder
+from quire.v1 import allocator_pb2 as pb
+from quire.v1 import allocator_pb2_grpc as pb_grpc
+from quire_allocator.core.directory import Directory
+from quire_allocator.core.pool import Pool
+from quire_allocator.service import AllocatorService
+from quire_allocator.stream import SessionStream
+from quire_allocator.telemetry import Telemetry
+
+SPEC = PoolSpec.full_attention(block_count=16, block_size=4)
+
+
+class BrokenError(Exception):
+    """What the test's server breaks a stream with."""
+
+
+class LossyStream(SessionStream):
+    """Applies steps, and loses the stream instead of answering as often as its service says."""
+
+    async def _write(self, **message: Any) -> None:
+        service = self._service
+        assert isinstance(service, LossyService)
+        if "step_reply" in message and service.replies_to_lose:
+            service.replies_to_lose -= 1
+            raise BrokenError
+        await super()._write(**message)
+
+
+class LossyService(AllocatorService):
+    """Counts attaches."""
+
+    replies_to_lose = 0
+    attach_count = 0
+
+    async def Session(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        self.attach_count += 1
+        await LossyStream(self, context).run()
+
+
+@dataclass
+class Setting:
+    """A session and the allocator behind it."""
+
+    session: PoolSession
+    client: AsyncAllocatorClient
+    port: int = 0
+    waits: list[QuireError] = field(default_factory=list)
+    service: LossyService | None = None
+    server: aio.Server | None = None
+
+    async def start_allocator(self) -> None:
+        self.service = LossyService(Directory(lease_s=10, pools_max=4), Telemetry(), check_invariants=True)
+        self.server = aio.server(options=[("grpc.so_reuseport", 0)])
+        pb_grpc.add_AllocatorServiceServicer_to_server(self.service, self.server)
+        self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self.server.start()
+
+    async def stop_allocator(self) -> None:
+        assert self.server is not None
+        await self.server.stop(grace=None)
+
+    @property
+    def pool(self) -> Pool:
+        assert self.service is not None
+        return self.service.directory.pool("test").pool
+
+    def break_stream(self) -> None:
+        assert self.service is not None
+        stream = self.service.directory.pool("test").stream
+        assert isinstance(stream, SessionStream)
+        stream.end(Reason.IDLE, "broken on purpose")
+
+
+@asynccontextmanager
+async def setting() -> AsyncIterator[Setting]:
+    scene = Setting.__new__(Setting)
+    scene.port, scene.waits = 0, []
+    await scene.start_allocator()
+    async with AsyncAllocatorClient(f"127.0.0.1:{scene.port}") as scene.client:
+        scene.session = scene.client.session("test", SPEC, on_wait=scene.waits.append)
+        await scene.session.open()
+        yield scene
+        await scene.session.close()
+    await scene.stop_allocator()
+
+
+def allocate(sequence_id: int, token_count: int = 6) -> StepBuilder:
+    step = StepBuilder()
+    step.allocate(sequence_id, token_count, [])
+    return step
+
+
+async def test_a_step_is_applied_and_its_answer_read() -> None:
+    async with setting() as scene:
+        step = allocate(1)
+        step.allocate(2, 100, [])
+        step.grow(9, 3)
+        outcome = await scene.session.step(step)
+        assert [grown.result for grown in outcome.grows] == [Result.OK, Result.TOO_LONG, Result.OK]
+        assert [list(grown.blocks[0]) for grown in outcome.grows] == [[0, 1], [], [2]]
+        assert outcome.free_block_count == 13
+        step = StepBuilder()
+        step.commit(1, 6, [b"d" * 32])
+        step.fork(1, 10)
+        step.grow(10, 7)
+        step.free(77)
+        outcome = await scene.session.step(step)
+        assert outcome.commits == outcome.forks == [Result.OK]
+        assert outcome.frees == [Result.NOT_FOUND]
+        assert outcome.copies == [(1, 3)]
+
+
+async def test_a_duplicate_digest_is_told_as_a_swap() -> None:
+    async with setting() as scene:
+        step = allocate(1)
+        step.allocate(2, 6, [])
+        await scene.session.step(step)
+        step = StepBuilder()
+        step.commit(1, 6, [b"d" * 32])
+        step.commit(2, 6, [b"d" * 32])
+        outcome = await scene.session.step(step)
+        assert outcome.swaps == [(2, 0, 0, 0)]
+
+
+async def test_a_lost_answer_is_asked_for_again_and_the_step_applied_once() -> None:
+    async with setting() as scene:
+        assert scene.service is not None
+        scene.service.replies_to_lose = 1
+        outcome = await scene.session.step(allocate(1))
+        assert outcome.grows[0].result is Result.OK
+        assert scene.pool.blocks.free_count == 14
+        assert scene.service.attach_count == 2
+        assert (await scene.session.step(allocate(2))).grows[0].result is Result.OK
+        assert scene.pool.granted_block_count == 4
+
+
+async def test_a_stream_that_ended_between_steps_is_resumed() -> None:
+    async with setting() as scene:
+        await scene.session.step(allocate(1))
+        for number in range(2, 6):
+            scene.break_stream()
+            assert (await scene.session.step(allocate(number))).grows[0].result is Result.OK
+        assert sorted(scene.pool.sequences) == [1, 2, 3, 4, 5]
+
+
+async def test_an_allocator_that_starts_anew_is_told_as_a_lost_session_and_then_serves() -> None:
+    async with setting() as scene:
+        await scene.session.step(allocate(1))
+        await scene.stop_allocator()
+        await scene.start_allocator()
+        with pytest.raises(SessionLostError):
+            await scene.session.step(allocate(2))
+        assert scene.session.connected
+        assert (await scene.session.step(allocate(3))).grows[0].result is Result.OK
+        assert list(scene.pool.sequences) == [3]
+
+
+async def test_while_no_allocator_answers_the_step_waits_and_says_why() -> None:
+    async with setting() as scene:
+        await scene.stop_allocator()
+        step = asyncio.create_task(scene.session.step(allocate(1)))
+        while not scene.waits:
+            await asyncio.sleep(0)
+        assert not step.done()
+        assert not scene.session.connected
+        await scene.start_allocator()
+        with pytest.raises(SessionLostError):
+            await step
+
+
+async def test_a_cancelled_step_ends_at_once() -> None:
+    async with setting() as scene:
+        step = asyncio.create_task(scene.session.step(allocate(1)))
+        await asyncio.sleep(0)
+        step.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        assert not scene.session.connected
+
+
+async def test_a_refused_step_is_the_callers_error_and_the_session_goes_on() -> None:
+    async with setting() as scene:
+        await scene.session.step(allocate(1))
+        wrong = StepBuilder()
+        wrong.commit(1, 6, [])
+        with pytest.raises(InvalidArgumentError, match="0 digests for 1 full blocks") as caught:
+            await scene.session.step(wrong)
+        assert caught.value.reason is Reason.MALFORMED
+        assert (await scene.session.step(allocate(2))).grows[0].result is Result.OK
+
+
+async def test_a_specification_that_cannot_be_managed_is_refused_at_once() -> None:
+    async with setting() as scene:
+        session = scene.client.session("other", SPEC)
+        session.spec.groups[0].kind = pb.GROUP_KIND_STATE
+        with pytest.raises(FailedPreconditionError, match="FULL_ATTENTION") as caught:
+            await session.open()
+        assert caught.value.reason is Reason.LAYOUT
+        await session.close()
+
+
+async def test_closing_gives_the_pool_back_and_another_owner_may_have_it() -> None:
+    async with setting() as scene:
+        await scene.session.step(allocate(1))
+        rival_waits: list[QuireError] = []
+        rival = scene.client.session("test", SPEC, on_wait=rival_waits.append)
+        opening = asyncio.create_task(rival.open())
+        while not rival_waits:
+            await asyncio.sleep(0)
+        assert rival_waits[0].reason is Reason.POOL_OWNED
+        await scene.session.close()
+        await opening
+        assert (await rival.step(allocate(1))).grows[0].result is Result.OK
+        await rival.close()

@@ -9,10 +9,10 @@ Pure: no torch, grpc, clock or randomness. One turn of the engine:
     3. advance   the batch has been computed
     4. extend    one more token was sampled; finish says why a sample ends
 
-Order is by age, always: the oldest sample is asked for first and preempted last, so it always gets on. After a preemption
-nobody is admitted until somebody leaves, or the preempted sample would take back the very blocks that were missing. A
-waiting sample whose prompt starts with a block that a running one is about to compute waits for it: identical prompts
-cost one prefill.
+Order is by age, always: the oldest sample is asked for first and preempted last, so it always gets on. After a
+preemption nobody is admitted until somebody leaves, or the preempted sample would take back the very blocks that were
+missing. A waiting sample whose prompt starts with a block that a running one is about to compute waits for it:
+identical prompts cost one prefill.
 """
 
 from __future__ import annotations

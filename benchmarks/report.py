@@ -1,0 +1,84 @@
+"""What every benchmark reports: rows, goals, the commit and the machine; as a table, JSON or CSV."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A figure that was promised; unmet ones are reported like any other."""
+
+    name: str
+    value: float
+    goal: float
+    better: str  # "higher" or "lower"
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the value is on the right side of the goal."""
+        return self.value >= self.goal if self.better == "higher" else self.value <= self.goal
+
+
+def commit() -> str:
+    """The commit that is measured; ends with + where the working tree differs from it."""
+    root = Path(__file__).parent.parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False).stdout.strip()
+
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if git("status", "--porcelain", "-uno") else "")
+
+
+def machine() -> str:
+    """Processor and number of usable cores."""
+    model = platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    return f"{model}, {len(os.sched_getaffinity(0))} cores"
+
+
+def publish(
+    title: str, rows: Sequence[dict[str, object]], goals: Sequence[Goal], *, as_json: bool, csv_file: str | None
+) -> None:
+    """Prints the rows as a table or as JSON, and appends them to a CSV file if one is named."""
+    origin = {"commit": commit(), "machine": machine(), "command": " ".join(["python", *sys.argv])}
+    if csv_file is not None:
+        _append(Path(csv_file), [{**origin, **row} for row in rows])
+    if as_json:
+        described = [asdict(goal) for goal in goals]
+        print(json.dumps({"commit": origin["commit"], "machine": origin["machine"], "rows": rows, "goals": described}))
+        return
+    table = Table(title=title, caption=f"{origin['machine']}; commit {origin['commit']}")
+    for column in rows[0]:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
+    console = Console()
+    console.print(table)
+    for goal in goals:
+        met = "met" if goal.is_met else "NOT met"
+        console.print(f"{goal.name}: {goal.value:.3g} ({goal.better} than {goal.goal:g} is better: {met})")
+
+
+def _append(file: Path, rows: Sequence[dict[str, object]]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not file.exists()
+    with file.open("a", newline="") as stream:
+        writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)

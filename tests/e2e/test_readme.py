@@ -1,0 +1,53 @@
+"""What the README shows works as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.stack import started
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_python_example_runs_and_prints_what_it_says() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(example.splitlines()) <= 12
+    with started() as stack:
+        done = subprocess.run(
+            [sys.executable, "-c", example],
+            env={
+                **os.environ,
+                "QUIRE_WORKER": stack.worker_address,
+                "QUIRE_ALLOCATOR": stack.allocator_address,
+            },
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"\d+ blocks instead of \d+\n\d+ blocks stay cached", done.stdout)
+
+
+def test_the_demo_runs_and_prints_what_sharing_saved() -> None:
+    done = subprocess.run(
+        [sys.executable, "examples/demo.py", "--max-tokens", "24"],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"│ (\d prompts?, \d \w+) +│ +(\d+) │ +(\d+) │ +(\d+) │ +(\d+) │ +(\d+) │ +(\d+) │", done.stdout)
+    assert [row[0] for row in rows] == ["4 prompts, 1 prefix", "1 prompt, 4 samples"]
+    for _, tokens, _, prompt, cached, used, separate in rows:
+        assert int(tokens) == 96
+        assert 0 < int(cached) < int(prompt)
+        assert 0 < int(used) < int(separate)
+    assert "0 blocks held" in done.stdout

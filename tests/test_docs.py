@@ -1,0 +1,48 @@
+"""Documents that can be held against the code are."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
+
+
+def requirement_names() -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = project["dependencies"] + [r for extra in project["optional-dependencies"].values() for r in extra]
+    names = {re.split(r"[<>=!~\[; ]", requirement, maxsplit=1)[0].lower() for requirement in requirements}
+    return names - {project["name"]}
+
+
+def test_every_dependency_is_named_with_its_reason() -> None:
+    text = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8").lower()
+    assert not [name for name in requirement_names() if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text)]
+
+
+def test_every_dependency_has_a_tested_version() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {line.split("==")[0].lower().replace("_", "-") for line in lines if "==" in line}
+    assert requirement_names() <= pinned
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8")):
+        assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_every_test_named_in_the_bug_record_exists() -> None:
+    for row in (ROOT / "docs" / "bugs.md").read_text(encoding="utf-8").splitlines():
+        for name in re.findall(r"`(tests/[\w/]+\.py)`", row):
+            assert (ROOT / name).exists(), name
+
+
+def test_the_makefile_lists_its_targets() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    documented = set(re.findall(r"^([a-z-]+):.*## ", makefile, re.MULTILINE))
+    assert {"help", "dev", "demo", "test", "check", "proto", "bench", "up", "down", "test-compose"} <= documented

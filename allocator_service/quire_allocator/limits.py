@@ -1,11 +1,9 @@
-"""What this server accepts. Each number bounds one resource; clients learn them at Ready."""
+"""What this server accepts beside `quire.limits`. Each number bounds one resource; clients learn them at Ready."""
 
 from __future__ import annotations
 
 from typing import Final
 
-PROTOCOL_VERSION: Final = 1
-MESSAGE_BYTES_MAX: Final = 2 << 20
 STEP_BYTES_MAX: Final = 1 << 20
 OPERATIONS_PER_STEP_MAX: Final = 16_384
 SEQUENCES_MAX: Final = 65_536  # live, per pool
@@ -16,8 +14,6 @@ BLOCKS_MAX: Final = 1 << 24  # per pool
 BLOCK_SIZE_MAX: Final = 65_536
 GROUPS_MAX: Final = 64
 NAME_CHARACTERS_MAX: Final = 128  # of a pool
-NAMESPACE_BYTES_MAX: Final = 128
-REQUEST_ID_CHARACTERS_MAX: Final = 64
 LAYOUT_BYTES_MAX: Final = 256
 FINGERPRINT_BYTES_MAX: Final = 64
 ATTACH_TIMEOUT_S: Final = 5.0

@@ -22,6 +22,7 @@ import structlog
 from grpc import aio
 from quire._serving.rpc import abort
 from quire.errors import QuireError, Reason
+from quire.limits import PROTOCOL_VERSION
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits, steps, translate
@@ -99,7 +100,7 @@ class SessionStream:
         assert request is not None
         attach = request.attach
         require(not self._service.draining, "the allocator is shutting down", "DRAINING")
-        require(attach.version == limits.PROTOCOL_VERSION, f"version {attach.version} is not served", "VERSION")
+        require(attach.version == PROTOCOL_VERSION, f"version {attach.version} is not served", "VERSION")
         require(len(attach.incarnation) == 16, "incarnation must be 16 bytes")
         require(attach.epoch >= 1, "epoch must be at least 1")
         require(1 <= attach.window <= limits.WINDOW_MAX, f"window must be 1 to {limits.WINDOW_MAX}")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from quire.hashing import DIGEST_BYTES, split_digests
+from quire.limits import MESSAGE_BYTES_MAX, NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits
@@ -15,7 +16,7 @@ from quire_allocator.core.pool import GroupKind, GroupSpec, PoolSpec
 _NAME = re.compile(rf"[A-Za-z0-9._/-]{{1,{limits.NAME_CHARACTERS_MAX}}}")
 
 LIMITS = pb.Limits(
-    message_bytes_max=limits.MESSAGE_BYTES_MAX,
+    message_bytes_max=MESSAGE_BYTES_MAX,
     step_bytes_max=limits.STEP_BYTES_MAX,
     operations_per_step_max=limits.OPERATIONS_PER_STEP_MAX,
     sequences_max=limits.SEQUENCES_MAX,
@@ -37,13 +38,13 @@ def pool_name(name: str) -> str:
 
 def namespace(name: str) -> str:
     """A namespace, checked."""
-    require(len(name.encode()) <= limits.NAMESPACE_BYTES_MAX, "namespace must be at most 128 bytes")
+    require(len(name.encode()) <= NAMESPACE_BYTES_MAX, "namespace must be at most 128 bytes")
     return name
 
 
 def request_id(text: str) -> str:
     """A request id, checked."""
-    require(0 < len(text) <= limits.REQUEST_ID_CHARACTERS_MAX, "request_id must be 1 to 64 characters")
+    require(0 < len(text) <= REQUEST_ID_CHARACTERS_MAX, "request_id must be 1 to 64 characters")
     return text
 
 

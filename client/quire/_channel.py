@@ -21,12 +21,12 @@ from grpc import aio
 
 from quire._serving.process import read_token
 from quire.errors import QuireError, UnavailableError, from_rpc_error
+from quire.limits import MESSAGE_BYTES_MAX
 
 DEFAULT_ALLOCATOR: Final = "127.0.0.1:7070"
 DEFAULT_WORKER: Final = "127.0.0.1:7071"
 UNARY_TIMEOUT_S: Final = 30.0
 GENERATE_TIMEOUT_S: Final = 600.0
-MESSAGE_BYTES_MAX: Final = 2 << 20
 
 _SERVICE_CONFIG: Final = {
     "methodConfig": [

@@ -26,10 +26,10 @@ import grpc
 from grpc import aio
 
 from quire.errors import AlreadyExistsError, QuireError, Reason, UnavailableError, from_rpc_error
+from quire.limits import PROTOCOL_VERSION
 from quire.steps import StepBuilder, StepOutcome, read_reply
 from quire.v1 import allocator_pb2 as pb
 
-PROTOCOL_VERSION: Final = 1
 HEARTBEAT_S: Final = 1.0
 SILENCE_S: Final = 3.0  # without an answer for this long the stream counts as lost
 BACKOFF_S: Final = (0.05, 0.5)

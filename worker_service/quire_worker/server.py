@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 import torch
@@ -91,7 +92,16 @@ def memory_bytes(text: str) -> int:
     return int(float(match[1]) * base ** " kmgt".index(unit[0] if unit not in ("", "b") else " "))
 
 
-def load(options: argparse.Namespace) -> tuple[PagedModel, KVCache, Tokenizer]:
+class Loaded(NamedTuple):
+    """What was read from the model's folder, and the pages for it."""
+
+    name: str
+    model: PagedModel
+    cache: KVCache
+    tokenizer: Tokenizer
+
+
+def load(options: argparse.Namespace) -> Loaded:
     """What the command line asks for; takes seconds to minutes.
 
     Raises:
@@ -106,13 +116,12 @@ def load(options: argparse.Namespace) -> tuple[PagedModel, KVCache, Tokenizer]:
         raise UsageError(f"a block takes {spec.bytes_per_block} bytes: --kv-memory is too small for one")
     cache = KVCache(spec, block_count, device=options.device)
     log.info("model loaded", architecture=model.architecture, blocks=block_count, kv_bytes=cache.pool_bytes)
-    return model, cache, Tokenizer(options.model)
+    return Loaded(Path(options.model).resolve().name, model, cache, Tokenizer(options.model))
 
 
-def build_engine(
-    options: argparse.Namespace, model: PagedModel, cache: KVCache, tokenizer: Tokenizer, session: PoolSession
-) -> Engine:
+def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSession) -> Engine:
     """Puts the parts together; nothing is connected yet."""
+    _, model, cache, tokenizer = loaded
     scheduler = Scheduler(
         block_size=cache.spec.block_size,
         sequence_tokens_max=min(model.max_position, cache.block_count * cache.spec.block_size),
@@ -140,20 +149,20 @@ async def serve(options: argparse.Namespace) -> None:
     """
     stop = stop_event()
     server = Server(options, service_name="quire.v1.WorkerService")
-    model, cache, tokenizer = await asyncio.to_thread(load, options)
+    loaded = await asyncio.to_thread(load, options)
     allocator = AsyncAllocatorClient(options.allocator, token=server.token)
     session = allocator.session(
         options.pool,
         PoolSpec.full_attention(
-            block_count=cache.block_count,
-            block_size=cache.spec.block_size,
-            cache_layout=cache.spec.layout,
-            model_fingerprint=model.fingerprint,
+            block_count=loaded.cache.block_count,
+            block_size=loaded.cache.spec.block_size,
+            cache_layout=loaded.cache.spec.layout,
+            model_fingerprint=loaded.model.fingerprint,
         ),
         on_wait=lambda error: log.warning("waiting for the allocator", reason=error.reason, error=error.message),
     )
-    engine = build_engine(options, model, cache, tokenizer, session)
-    service = WorkerService(engine, pool=options.pool, model_name=Path(options.model).resolve().name)
+    engine = build_engine(options, loaded, session)
+    service = WorkerService(engine, pool=options.pool, model_name=loaded.name)
     pb_grpc.add_WorkerServiceServicer_to_server(service, server.grpc)
     await server.start(WorkerCollector(engine))
     running = asyncio.create_task(_run(engine, server))

@@ -12,6 +12,7 @@ import structlog
 from grpc import aio
 from quire._serving.rpc import abort
 from quire.errors import QuireError, Reason
+from quire.limits import NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
 from quire.v1 import worker_pb2 as pb
 from quire.v1 import worker_pb2_grpc as pb_grpc
 
@@ -23,8 +24,6 @@ log = structlog.get_logger()
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 
 TEXT_BYTES_MAX = 1 << 20
-REQUEST_ID_CHARACTERS_MAX = 64
-NAMESPACE_CHARACTERS_MAX = 128
 
 _FINISH_REASONS = {
     None: pb.FINISH_REASON_UNSPECIFIED,
@@ -97,7 +96,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         if self.draining:
             raise QuireError.of(Reason.DRAINING, "the worker is shutting down")
         _require(len(request.request_id) <= REQUEST_ID_CHARACTERS_MAX, "request_id must be at most 64 characters")
-        _require(len(request.namespace) <= NAMESPACE_CHARACTERS_MAX, "namespace must be at most 128 characters")
+        _require(len(request.namespace.encode()) <= NAMESPACE_BYTES_MAX, "namespace must be at most 128 bytes")
         sampling = _sampling(request.sampling)
         prompt = await self._tokens(request)
         self._check_prompt(prompt)
@@ -113,8 +112,8 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         _require(kind is not None, "prompt is missing: give text or tokens")
         if kind == "tokens":
             return list(request.tokens.ids)
-        if len(request.text) > TEXT_BYTES_MAX:
-            raise QuireError.of(Reason.TOO_LARGE, f"text must be at most {TEXT_BYTES_MAX} characters")
+        if len(request.text.encode()) > TEXT_BYTES_MAX:
+            raise QuireError.of(Reason.TOO_LARGE, f"text must be at most {TEXT_BYTES_MAX} bytes")
         # On another thread: a long text takes a while, and others are streaming.
         return await asyncio.to_thread(self._engine.tokenizer.encode, request.text)
 

@@ -16,10 +16,10 @@ from quire._serving.address import is_unix, require_safe
 from quire._serving.metrics import MetricsServer
 from quire._serving.process import UsageError, read_token, write_ready_file
 from quire._serving.rpc import TokenInterceptor
+from quire.limits import MESSAGE_BYTES_MAX
 
 log = structlog.get_logger()
 
-MESSAGE_BYTES_MAX: Final = 2 << 20
 CALLS_MAX: Final = 1_024  # at a time, streams included
 GRACE_S: Final = 5.0
 

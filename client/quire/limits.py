@@ -1,0 +1,10 @@
+"""What both sides of protocol v1 agree on. Limits that one server alone sets come with its `Ready` or its errors."""
+
+from __future__ import annotations
+
+from typing import Final
+
+PROTOCOL_VERSION: Final = 1
+MESSAGE_BYTES_MAX: Final = 2 << 20  # either way
+NAMESPACE_BYTES_MAX: Final = 128
+REQUEST_ID_CHARACTERS_MAX: Final = 64

@@ -126,7 +126,9 @@ def test_every_lasting_service_restarts_and_has_a_health_check(compose: dict[str
         if name == "token":
             continue
         assert service["restart"] == "unless-stopped", name
+        assert service["init"] is True, name
         assert "mem_limit" in service, name
+        assert "max-size" in service["logging"]["options"], name
         if "build" in service:
             dockerfile = (ROOT / service["build"]["dockerfile"]).read_text(encoding="utf-8")
             assert re.search(r'^HEALTHCHECK .*CMD \["quire", "health"', dockerfile, re.M), name
@@ -134,25 +136,39 @@ def test_every_lasting_service_restarts_and_has_a_health_check(compose: dict[str
             assert service["healthcheck"]["test"][0] == "CMD", name
 
 
-def test_images_of_others_are_pinned_to_a_version(compose: dict[str, Any]) -> None:
-    for service in compose["services"].values():
-        if "build" not in service:
-            assert re.search(r":v?\d+\.\d+\.\d+$", service["image"])
+def test_images_of_others_are_pinned_and_ours_are_built_never_pulled(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    built = {service["image"] for service in services.values() if "build" in service}
+    assert built == {"quire-allocator", "quire-worker"}
+    for name, service in services.items():
+        if service["image"] in built:
+            assert service["pull_policy"] == ("build" if "build" in service else "never"), name
+        else:
+            assert re.search(r":v?\d+\.\d+\.\d+$", service["image"]), name
+
+
+def test_prometheus_is_in_the_group_that_may_read_the_token(compose: dict[str, Any]) -> None:
+    (group,) = compose["services"]["prometheus"]["group_add"]
+    for path in DOCKERFILES:
+        user = re.search(r"^USER \d+:(\d+)$", path.read_text(encoding="utf-8"), re.M)
+        assert user is not None, path
+        assert user[1] == group
 
 
 def test_no_service_keeps_a_capability_and_only_the_token_maker_writes_the_token(compose: dict[str, Any]) -> None:
     for name, service in compose["services"].items():
         assert service["cap_drop"] == ["ALL"], name
+        assert service["read_only"] is True, name
         assert service["security_opt"] == ["no-new-privileges:true"], name
         writable = [mount for mount in service["volumes"] if mount.startswith("token:") and not mount.endswith(":ro")]
         assert bool(writable) == (name == "token"), name
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.parent.name)
-def test_images_run_as_a_user_of_their_own_and_receive_signals_directly(path: Path) -> None:
+def test_images_run_as_a_user_of_their_own_and_start_the_service_without_a_shell(path: Path) -> None:
     instructions = path.read_text(encoding="utf-8").splitlines()
     final_stage = instructions[max(i for i, line in enumerate(instructions) if line.startswith("FROM ")) :]
-    assert "USER quire" in final_stage
+    assert "USER 10001:10001" in final_stage
     entrypoint = json.loads(next(line for line in final_stage if line.startswith("ENTRYPOINT"))[len("ENTRYPOINT ") :])
     assert entrypoint[0] in {"quire-allocator", "quire-worker"}
 

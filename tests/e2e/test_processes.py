@@ -110,6 +110,6 @@ def test_metrics_of_both_count_what_happened() -> None:
     )
     assert worker["quire_worker_requests_total"] == 2
     assert worker["quire_worker_time_to_first_token_seconds_count"] == 2
-    assert blocks["quire_allocator_blocks"] == worker["quire_worker_blocks_total"] == 64
+    assert blocks["quire_allocator_blocks"] == worker["quire_worker_blocks"] == 64
     assert blocks["quire_allocator_granted_blocks_total"] == first.granted_block_count + second.granted_block_count
     assert blocks["quire_allocator_steps_total"] == blocks["quire_allocator_step_seconds_count"] > 3

@@ -20,7 +20,7 @@ SECONDS_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 METRIC_NAMES = frozenset(
     {
-        "quire_worker_requests",
+        "quire_worker_samples",
         "quire_worker_requests_total",
         "quire_worker_tokens_total",
         "quire_worker_preemptions_total",
@@ -29,7 +29,7 @@ METRIC_NAMES = frozenset(
         "quire_worker_allocator_wait_seconds_total",
         "quire_worker_allocator_connected",
         "quire_worker_forward_seconds_total",
-        "quire_worker_blocks_total",
+        "quire_worker_blocks",
         "quire_worker_kv_bytes",
     }
 )
@@ -78,11 +78,11 @@ class WorkerCollector(Collector):
 
     def _gauges(self) -> Iterator[Metric]:
         engine = self._engine
-        requests = GaugeMetricFamily("quire_worker_requests", "Samples running and waiting.", labels=["state"])
-        requests.add_metric(["running"], len(engine.scheduler.running))
-        requests.add_metric(["waiting"], len(engine.scheduler.waiting))
-        yield requests
-        yield GaugeMetricFamily("quire_worker_blocks_total", "Blocks of the pool.", value=engine.cache.block_count)
+        samples = GaugeMetricFamily("quire_worker_samples", "Samples running and waiting.", labels=["state"])
+        samples.add_metric(["running"], len(engine.scheduler.running))
+        samples.add_metric(["waiting"], len(engine.scheduler.waiting))
+        yield samples
+        yield GaugeMetricFamily("quire_worker_blocks", "Blocks of the pool.", value=engine.cache.block_count)
         yield GaugeMetricFamily("quire_worker_kv_bytes", "Bytes of the pool.", value=engine.cache.pool_bytes)
         connected = GaugeMetricFamily(
             "quire_worker_allocator_connected",

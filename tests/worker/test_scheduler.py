@@ -88,7 +88,9 @@ class PretendedWorker:
         for item in batch.work:
             self._read(item.sample, item.sample.computed + item.token_count)
         assert sum(item.token_count for item in batch.work) <= self.scheduler.batch_tokens_max
-        for sample in self.scheduler.advance(batch.work):
+        complete = [item.sample for item in batch.work if item.is_complete]
+        self.scheduler.advance(batch.work)
+        for sample in complete:
             self._extend(sample)
         self.scheduler.check_invariants()
 
@@ -189,7 +191,7 @@ def test_a_sample_that_ends_with_its_first_token_still_gives_its_blocks_to_its_f
 
 def test_eight_requests_in_a_pool_that_fits_two_all_finish() -> None:
     worker = PretendedWorker(block_count=12, block_size=4, batch_tokens=16)
-    requests = [worker.submit(numbers(12, seed=i), max_tokens=12) for i in range(8)]
+    requests = [worker.submit(numbers(5, seed=i), max_tokens=19) for i in range(8)]  # six blocks each at the end
     worker.run()
     for request in requests:
         worker.check_text(request)
@@ -203,6 +205,74 @@ def test_the_newest_is_preempted_and_the_oldest_never() -> None:
     worker.run()
     assert requests[0].usage.preemption_count == 0
     assert sum(request.usage.preemption_count for request in requests) == worker.scheduler.preemption_count > 0
+
+
+def lasting_prompts(count: int, *, output_tokens: int) -> list[list[int]]:
+    """Prompts of 20 tokens that no stop token ends too early."""
+    prompts = (numbers(20, seed=seed) for seed in range(1000))
+    return [p for p in prompts if len(expected_output(p, 0, output_tokens, 10**6)[0]) == output_tokens][:count]
+
+
+def test_a_preempted_sample_is_let_in_again_before_newer_ones_and_then_they_are() -> None:
+    worker = PretendedWorker(block_count=40, block_size=4, batch_tokens=64)
+    long = [worker.submit(prompt, max_tokens=100) for prompt in lasting_prompts(2, output_tokens=100)]
+    while not worker.scheduler.preemption_count:
+        worker.turn()
+    small = worker.submit(numbers(5, seed=9), max_tokens=1)
+    for _ in range(3):
+        worker.turn()
+    assert worker.scheduler.waiting == [long[1].samples[0], small.samples[0]], "the older one does not fit yet"
+    worker.scheduler.cancel(long[1])
+    for _ in range(3):
+        worker.turn()
+    assert small.is_done
+    assert not long[0].is_done
+
+
+def test_a_large_prompt_is_not_passed_by_newer_small_ones() -> None:
+    worker = PretendedWorker(block_count=20, block_size=4, batch_tokens=64)
+    running = worker.submit(numbers(20), max_tokens=8)
+    worker.turn()
+    large = worker.submit(numbers(60, seed=1), max_tokens=1)
+    small = [worker.submit(numbers(5, seed=i), max_tokens=1) for i in range(2, 6)]
+    while not large.is_done:
+        assert not any(request.is_done for request in small)
+        worker.turn()
+    assert running.is_done
+    worker.run()
+
+
+def test_a_request_with_many_samples_takes_a_place_for_each() -> None:
+    worker = PretendedWorker(block_count=64, block_size=4, batch_tokens=64, running_max=4)
+    requests = [worker.submit(numbers(8, seed=i), max_tokens=5, n=3) for i in range(3)]
+    while not all(request.is_done for request in requests):
+        worker.turn()
+        assert len(worker.scheduler.running) <= 4
+
+
+def test_digests_beyond_what_a_step_may_carry_are_left_out() -> None:
+    worker = PretendedWorker(block_count=64, block_size=1, batch_tokens=64)
+    worker.scheduler.digest_bytes_max = 10 * 32
+    first = worker.submit(numbers(40), max_tokens=1)
+    worker.run()
+    second = worker.submit(numbers(40), max_tokens=1)
+    worker.run()
+    assert first.usage.cached_token_count == 0
+    assert second.usage.cached_token_count == 10
+
+
+def test_a_refused_step_frees_everything_and_the_text_is_the_same() -> None:
+    worker = PretendedWorker(block_count=64, block_size=4, batch_tokens=16)
+    requests = [worker.submit(numbers(9, seed=i), max_tokens=20, n=2) for i in range(3)]
+    for _ in range(5):
+        worker.turn()
+    plan = worker.scheduler.plan()
+    worker.scheduler.start_over(plan)
+    worker.scheduler.check_invariants()
+    worker.run()
+    for request in requests:
+        worker.check_text(request)
+    assert worker.pool.blocks.free_count == 64
 
 
 def test_a_sequence_that_reaches_the_whole_pool_ends_for_its_length() -> None:
@@ -280,10 +350,12 @@ def test_random_requests_in_tiny_pools_read_back_their_own_tokens(seed: int) -> 
         elif event < 0.28 and live:
             worker.scheduler.cancel(live.pop(dice.randrange(len(live))))
         elif event < 0.29:
+            lost = worker.scheduler.plan()
             if dice.random() < 0.5:
-                worker.scheduler.plan()
-            worker.pool = Pool(worker.pool.spec)
-            worker.scheduler.forget_blocks()
+                worker.scheduler.start_over(lost)
+            else:
+                worker.pool = Pool(worker.pool.spec)
+                worker.scheduler.forget_blocks()
         meanwhile = live.pop(dice.randrange(len(live))) if live and dice.random() < 0.02 else None
         worker.turn(cancel_meanwhile=meanwhile)
         done += [request for request in live if request.is_done]

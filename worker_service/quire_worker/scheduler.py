@@ -9,10 +9,8 @@ Pure: no torch, grpc, clock or randomness. One turn of the engine:
     3. advance   the batch has been computed
     4. extend    one more token was sampled; finish says why a sample ends
 
-Order is by age, always: the oldest sample is asked for first and preempted last, so it always gets on. After a
-preemption nobody is admitted until somebody leaves, or the preempted sample would take back the very blocks that were
-missing. A waiting sample whose prompt starts with a block that a running one is about to compute waits for it:
-identical prompts cost one prefill.
+Order is by age, always: the oldest sample is asked for first and preempted last, so it always gets on. Who is let in is
+decided in `admission.py`.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from typing import NamedTuple
 
 from quire.steps import Copy, GrowOutcome, Result, StepBuilder, StepOutcome
 
+from quire_worker.admission import Room, admit
 from quire_worker.request import FinishReason, Request, Sample
 
 
@@ -72,25 +71,36 @@ class Scheduler:
         block_size: tokens per block.
         sequence_tokens_max: longest sequence that the model and the pool can hold.
         batch_tokens_max: tokens per forward pass.
-        running_max: samples that are admitted at a time (forks come on top).
+        running_max: samples that run at a time.
+        digest_bytes_max: of the digests that one step may carry for new sequences.
     """
 
-    def __init__(self, *, block_size: int, sequence_tokens_max: int, batch_tokens_max: int, running_max: int) -> None:
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        sequence_tokens_max: int,
+        batch_tokens_max: int,
+        running_max: int,
+        digest_bytes_max: int = 512 << 10,
+    ) -> None:
         self.block_size = block_size
         self.sequence_tokens_max = sequence_tokens_max
         self.batch_tokens_max = batch_tokens_max
         self.running_max = running_max
+        self.digest_bytes_max = digest_bytes_max
         self.waiting: list[Sample] = []  # oldest first
         self.running: list[Sample] = []  # oldest first
         self.preemption_count = 0
-        self._leaving: list[Sample] = []
+        self._leaving: list[Sample] = []  # ended; committed once more and freed with the next step
+        self._to_free: list[int] = []  # sequences of samples that live on without them
         self._last_sequence_id = 0
-        self._short_of_blocks = False
+        self._free_block_count: int | None = None
 
     @property
     def has_work(self) -> bool:
         """Whether another turn has anything to do."""
-        return bool(self.waiting or self.running or self._leaving)
+        return bool(self.waiting or self.running or self._leaving or self._to_free)
 
     # -- one turn ------------------------------------------------------------------------------------------------------
 
@@ -109,8 +119,7 @@ class Scheduler:
             plan.wanted.append((sample, token_count))
             if sample.computed + token_count > sample.granted:
                 self._grow(plan, sample, self._round_up(sample.computed + token_count))
-        if not self._short_of_blocks or not self.running:
-            self._admit(plan, budget)
+        self._admit(plan, budget)
         return plan
 
     def schedule(self, plan: Plan, outcome: StepOutcome) -> Batch:
@@ -119,7 +128,9 @@ class Scheduler:
         Raises:
             AssertionError: the allocator and this scheduler disagree about which sequences live.
         """
-        assert not any((*outcome.commits, *outcome.frees, *outcome.forks)), "the allocator lost a sequence"
+        assert not any((*outcome.commits, *outcome.forks)), "the allocator lost a sequence"
+        if plan.step:
+            self._free_block_count = outcome.free_block_count
         by_id = {sample.sequence_id: sample for sample in (*self.running, *self._leaving)}
         for swap in outcome.swaps:  # of a sample that was freed with this step nobody asks any more
             if swap.sequence_id in by_id:
@@ -131,7 +142,7 @@ class Scheduler:
             for (sample, token_count), grown in zip(plan.grows, outcome.grows, strict=True)
             if not self._take(sample, token_count, grown, is_new=sample in plan.admitted)
         }
-        if self.running and any(sample not in plan.admitted for sample in denied):
+        if any(sample not in plan.admitted and not sample.has_ended for sample in denied):
             denied.add(self._preempt_newest())
         work = [
             Work(sample, min(token_count, len(sample.tokens) - sample.computed))
@@ -140,14 +151,10 @@ class Scheduler:
         ]
         return Batch(outcome.copies, work)
 
-    def advance(self, work: Iterable[Work]) -> list[Sample]:
-        """The batch has been computed; returns the samples whose next token can be sampled."""
-        complete = []
+    def advance(self, work: Iterable[Work]) -> None:
+        """The batch has been computed; what was not must never be committed."""
         for sample, token_count in work:
             sample.computed += token_count
-            if sample.computed == len(sample.tokens) and not sample.has_ended:
-                complete.append(sample)
-        return complete
 
     def extend(self, sample: Sample, token: int, *, is_stop: bool) -> None:
         """A token was sampled. A stop token ends the sample and is not kept; so does the longest length."""
@@ -179,7 +186,6 @@ class Scheduler:
         sample.request.usage.unshared_block_count += -(-sample.computed // self.block_size)
         if sample in self.running:
             self.running.remove(sample)
-            self._short_of_blocks = False
             if sample.sequence_id:
                 self._leaving.append(sample)
         elif sample in self.waiting:
@@ -197,7 +203,15 @@ class Scheduler:
             sample.forget_blocks()
         self.running.clear()
         self._leaving.clear()
-        self._short_of_blocks = False
+        self._to_free.clear()
+        self._free_block_count = None
+
+    def start_over(self, plan: Plan) -> None:
+        """The allocator refused the step of a plan: all that it still holds for us is freed with the next one."""
+        held = [sample.sequence_id for sample in (*self.running, *self._leaving) if sample.sequence_id]
+        unfreed = list(plan.step.message.frees.sequences)
+        self.forget_blocks()
+        self._to_free = sorted({*held, *unfreed})
 
     # -- parts of a plan -----------------------------------------------------------------------------------------------
 
@@ -225,33 +239,28 @@ class Scheduler:
             if sample not in parents:
                 plan.step.free(sample.sequence_id)
         self._leaving = [sample for sample in self._leaving if sample in parents]
+        for sequence_id in self._to_free:
+            plan.step.free(sequence_id)
+        self._to_free.clear()
 
     def _grow(self, plan: Plan, sample: Sample, token_count: int) -> None:
         plan.step.grow(sample.sequence_id, token_count)
         plan.grows.append((sample, token_count))
 
     def _admit(self, plan: Plan, budget: int) -> None:
-        being_computed = set[bytes]()
-        for sample in self.running:
-            being_computed.update(self._uncommitted_prompt(sample))
-        for sample in self.waiting:
-            if budget == 0 or len(self.running) + len(plan.admitted) >= self.running_max:
-                break
-            digests = sample.digests(self.block_size, 0, (len(sample.tokens) - 1) // self.block_size)
-            if not being_computed.isdisjoint(digests):
-                continue
-            sample.sequence_id, room = self._new_sequence_id(), self._round_up(len(sample.tokens))
-            plan.step.allocate(sample.sequence_id, room, digests, sample.request.namespace)
-            plan.grows.append((sample, room))
-            being_computed.update(digests)
-            token_count = min(len(sample.tokens), budget)
-            budget -= token_count
+        free = self._free_block_count
+        room = Room(
+            tokens=budget,
+            samples=self.running_max - len(self.running),
+            blocks=None if free is None else free - len(plan.grows),
+            digest_bytes=self.digest_bytes_max,
+        )
+        for sample, token_count, digests in admit(self.waiting, self.running, room, block_size=self.block_size):
+            sample.sequence_id, capacity = self._new_sequence_id(), self._round_up(len(sample.tokens))
+            plan.step.allocate(sample.sequence_id, capacity, digests, sample.request.namespace)
+            plan.grows.append((sample, capacity))
             plan.wanted.append((sample, token_count))
             plan.admitted.add(sample)
-
-    def _uncommitted_prompt(self, sample: Sample) -> list[bytes]:
-        first, end = sample.committed // self.block_size, (len(sample.tokens) - 1) // self.block_size
-        return sample.digests(self.block_size, first, end) if end > first else []
 
     # -- parts of an answer --------------------------------------------------------------------------------------------
 
@@ -285,10 +294,8 @@ class Scheduler:
     def _preempt_newest(self) -> Sample:
         victim = self.running.pop()
         self.preemption_count += 1
-        self._short_of_blocks = True
         victim.request.usage.preemption_count += 1
-        ghost = Sample(victim.request, victim.index, [], None, None, sequence_id=victim.sequence_id)
-        self._leaving.append(ghost)
+        self._to_free.append(victim.sequence_id)
         victim.forget_blocks()
         insort(self.waiting, victim, key=_age)
         return victim

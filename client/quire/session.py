@@ -25,7 +25,15 @@ from typing import Any, Final, NoReturn
 import grpc
 from grpc import aio
 
-from quire.errors import AlreadyExistsError, QuireError, Reason, UnavailableError, from_rpc_error
+from quire.errors import (
+    AlreadyExistsError,
+    InternalError,
+    QuireError,
+    Reason,
+    ResourceExhaustedError,
+    UnavailableError,
+    from_rpc_error,
+)
 from quire.limits import PROTOCOL_VERSION
 from quire.steps import StepBuilder, StepOutcome, read_reply
 from quire.v1 import allocator_pb2 as pb
@@ -50,6 +58,10 @@ class PoolSession:
         spec: its specification.
         metadata: sent with the call, such as a bearer token.
         on_wait: told why, whenever attaching has to be tried again.
+
+    Attributes:
+        limits: what the allocator accepts; known once open.
+        on_change: called with whether a stream is up, whenever that changes.
     """
 
     def __init__(
@@ -64,6 +76,7 @@ class PoolSession:
         self.pool = pool
         self.spec = spec
         self.limits = pb.Limits()
+        self.on_change: Callable[[bool], None] = lambda _connected: None
         self._stub = stub
         self._metadata = metadata
         self._on_wait = on_wait or (lambda error: log.info("waiting for the allocator: %s", error))
@@ -81,6 +94,11 @@ class PoolSession:
     def connected(self) -> bool:
         """Whether a stream is up and attached."""
         return self._connected
+
+    def _set_connected(self, connected: bool) -> None:
+        if connected != self._connected:
+            self._connected = connected
+            self.on_change(connected)
 
     async def open(self) -> None:
         """Attaches, waiting as long as it takes for an allocator that is down or a former owner's lease to end.
@@ -106,25 +124,29 @@ class PoolSession:
             step.session_id, step.number, step.ack = self._session_id, self._last_step + 1, self._last_step
             while True:
                 try:
-                    reply = await self._exchange(pb.SessionRequest(step=step))
+                    reply = (await self._exchange(pb.SessionRequest(step=step))).step_reply
                     break
                 except _StreamLostError:
                     await self._attach()
                     self._raise_if_lost()
+            if (reply.session_id, reply.number) != (step.session_id, step.number):
+                self._drop()
+                raise InternalError(f"the answer to step {step.number} is one to step {reply.number}")
             self._last_step = step.number
-            return read_reply(step, reply.step_reply, len(self.spec.groups))
+            return read_reply(step, reply, len(self.spec.groups))
 
     async def close(self) -> None:
         """Detaches if the stream is up, so that the pool is dropped at once; else its lease ends by itself."""
-        if self._heartbeats is not None and not self._connected:
-            self._heartbeats.cancel()  # it may be waiting for an allocator that is down
+        if (
+            self._heartbeats is not None
+        ):  # it may be in the middle of anything, waiting for an allocator that is down too
+            self._heartbeats.cancel()
+            await asyncio.wait((self._heartbeats,))
         async with self._in_use:
-            if self._heartbeats is not None:
-                self._heartbeats.cancel()
             call, self._call = self._call, None
             if call is None or not self._connected:
                 return
-            self._connected = False
+            self._set_connected(False)
             try:
                 async with asyncio.timeout(SILENCE_S):
                     await call.write(pb.SessionRequest(detach=pb.Detach()))
@@ -173,7 +195,7 @@ class PoolSession:
         raise ended from error
 
     def _drop(self) -> None:
-        self._connected = False
+        self._set_connected(False)
         if self._call is not None:
             self._call.cancel()
             self._call = None
@@ -186,12 +208,12 @@ class PoolSession:
         while True:
             try:
                 await self._attach_once()
-                self._connected = True
+                self._set_connected(True)
                 return
             except _StreamLostError as lost:
                 error = lost.ended or UnavailableError("the allocator does not answer")
-            except AlreadyExistsError as owned:  # its lease will end
-                error = owned
+            except (AlreadyExistsError, ResourceExhaustedError) as later:  # a lease will end, a place be free
+                error = later
             self._on_wait(error)
             await asyncio.sleep(delay * random.uniform(0.5, 1.0))
             delay = min(2 * delay, BACKOFF_S[1])
@@ -216,6 +238,10 @@ class PoolSession:
         )
         if reply.HasField("resumed"):
             self.limits = reply.resumed.limits
+            # The unanswered step was applied, or it was not.
+            if reply.resumed.session_id != self._session_id or not 0 < reply.resumed.next_step - self._last_step <= 2:
+                self._drop()
+                raise InternalError("the allocator resumed another session than ours")
             return
         end = pb.ReportEnd(chunk_count=0, last_step=self._last_step, sha256=hashlib.sha256().digest())
         ready = (await self._exchange(pb.SessionRequest(report_end=end))).ready
@@ -236,11 +262,11 @@ class PoolSession:
             async with self._in_use:
                 try:
                     await self._exchange(pb.SessionRequest(heartbeat=pb.Heartbeat()))
-                except _StreamLostError:
+                except (_StreamLostError, QuireError):  # whatever it was, attaching again is the answer
                     await self._attach_in_background()
 
     async def _attach_in_background(self) -> None:
-        """A refusal for good is left for the next step to meet, which has somebody to tell."""
+        """Attaches; a refusal for good is left for the next step to meet, which has somebody to tell."""
         try:
             await self._attach()
         except QuireError as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from quire import AllocatorClient, Client, NotFoundError
+from quire import AllocatorClient, Client, NotFoundError, Reason, UnavailableError
 from quire.local import ServerFailedError
 from quire_allocator.telemetry import METRIC_NAMES as ALLOCATOR_METRICS
 from quire_worker.telemetry import METRIC_NAMES as WORKER_METRICS
@@ -76,6 +76,34 @@ def test_text_goes_on_the_same_after_the_allocator_was_killed_and_started_again(
                 assert "".join(pieces) == undisturbed
                 with AllocatorClient(first.address) as allocator:
                     eventually(lambda: held_block_count(allocator) == 0, "every block is free")
+
+
+@pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_whose_allocator_is_gone_tells_its_callers_and_stops_when_told(fate: signal.Signals) -> None:
+    with started() as stack, Client(stack.worker_address) as client:
+        assert stack.allocator is not None
+        assert stack.worker is not None
+        stream = client.stream("The for", max_tokens=3000, ignore_eos=True)
+        next(stream)
+        stack.allocator.process.send_signal(fate)
+        stack.worker.process.terminate()
+        with pytest.raises(UnavailableError) as caught:
+            for _ in stream:
+                pass
+        assert caught.value.reason is Reason.DRAINING
+        assert stack.worker.process.wait(15) == 0
+        stack.allocator.process.send_signal(signal.SIGCONT)
+
+
+def test_without_an_allocator_health_says_so_and_new_requests_are_refused() -> None:
+    with started() as stack, Client(stack.worker_address, timeout_s=5) as client:
+        assert stack.allocator is not None
+        assert client.health()
+        stack.allocator.process.kill()
+        eventually(lambda: not client.health(), "the worker says that it does not serve")
+        with pytest.raises(UnavailableError) as caught:
+            client.generate("The for", max_tokens=2)
+        assert caught.value.reason is Reason.ALLOCATOR_LOST
 
 
 def scraped(address: str) -> dict[str, float]:

@@ -108,7 +108,7 @@ async def test_a_seed_gives_the_same_text_alone_in_company_and_after_a_preemptio
         crowded = await harness.generate(tokens, n=3, **sampling)
         for request in company:
             await harness.collect(request)
-    async with running(folders["demo"], blocks=10) as harness:
+    async with running(folders["demo"], blocks=8) as harness:  # its samples alone need ten
         older = asyncio.gather(*(harness.generate(prompt(40, seed=i), max_tokens=30) for i in range(2)))
         await asyncio.sleep(0)
         preempted = await harness.generate(tokens, n=3, **sampling)
@@ -167,6 +167,53 @@ async def test_a_forward_pass_that_fails_ends_its_requests_alone(folders: dict[s
         healthy = await harness.generate(prompt(10), max_tokens=5)
         assert await harness.free_block_count() == 512
     assert healthy.tokens[0] == reference_text(folders["llama"], tuple(prompt(10)), 5)
+
+
+async def test_what_a_failed_forward_pass_did_not_write_is_never_published(folders: dict[str, Path]) -> None:
+    async with running(folders["llama"]) as harness:
+        tokens = prompt(60)
+        broken = harness.submit(tokens, max_tokens=5)
+        broken.samples[0].tokens[50] = 10**9
+        with pytest.raises(QuireError, match="forward pass failed"):
+            await harness.collect(broken)
+        await harness.free_block_count()
+        assert harness.allocator.directory.pool("test").pool.blocks.cached_count == 0
+        healthy = await harness.generate(tokens, max_tokens=5)
+    assert healthy.request.usage.cached_token_count == 0
+    assert healthy.tokens[0] == reference_text(folders["llama"], tuple(tokens), 5)
+
+
+async def test_a_step_that_the_allocator_refuses_fails_those_it_would_let_in_and_nobody_else(
+    folders: dict[str, Path],
+) -> None:
+    async with running(folders["llama"]) as harness:
+        older = harness.submit(prompt(20), max_tokens=60, ignore_eos=True)
+        collecting = asyncio.create_task(harness.collect(older))
+        while older.usage.output_token_count < 5:
+            await asyncio.sleep(0)
+        refused = harness.submit(prompt(40, seed=1), max_tokens=5, namespace="n" * 500)
+        with pytest.raises(QuireError, match="namespace") as caught:
+            await harness.collect(refused)
+        assert caught.value.reason is Reason.MALFORMED
+        output = await collecting
+        assert await harness.free_block_count() == 512
+    expected = reference_text(folders["llama"], tuple(prompt(20)), 60)
+    assert output.tokens[0][: len(expected)] == expected
+    assert len(output.tokens[0]) == 60
+
+
+async def test_without_an_allocator_new_requests_are_refused_at_once(folders: dict[str, Path]) -> None:
+    async with running(folders["llama"]) as harness:
+        await harness.allocator.stop()
+        while harness.engine.session.connected:
+            await asyncio.sleep(0)
+        with pytest.raises(QuireError) as caught:
+            harness.submit(prompt(5), max_tokens=2)
+        assert caught.value.reason is Reason.ALLOCATOR_LOST
+        await harness.allocator.start()
+        while not harness.engine.session.connected:
+            await asyncio.sleep(0)
+        assert len((await harness.generate(prompt(5), max_tokens=2, ignore_eos=True)).tokens[0]) == 2
 
 
 async def test_a_full_queue_refuses_and_names_its_length(folders: dict[str, Path]) -> None:

@@ -64,6 +64,8 @@ class Engine:
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._wake = asyncio.Event()
+        self._open: set[Request] = set()
+        self._changed = asyncio.Event()  # a request was ended
         self._request_count = 0
         self._stopping = False
 
@@ -73,11 +75,14 @@ class Engine:
         Raises:
             QuireError: the allocator refuses this worker's steps; nothing can go on.
         """
-        while not self._stopping:
-            self._wake.clear()
-            if not self.scheduler.has_work:
-                await self._wake.wait()
-            await self.step()
+        try:
+            while not self._stopping:
+                self._wake.clear()
+                if not self.scheduler.has_work:
+                    await self._wake.wait()
+                await self.step()
+        finally:
+            self.fail_all(QuireError.of(Reason.DRAINING, "the worker is shutting down"))
 
     async def step(self) -> None:
         """One turn: ask the allocator, run the model, sample, hand out."""
@@ -91,18 +96,21 @@ class Engine:
         if batch.work:
             draws = self._draws(batch.work)
             tokens = await self._compute(batch, draws)
-            self.scheduler.advance(batch.work)
-            self._hand_out(draws, tokens)
+            if tokens is not None:
+                self.scheduler.advance(batch.work)
+                self._hand_out(draws, tokens)
             self.telemetry.step_seconds.observe(self._clock() - started)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def submit(self, *, request_id: str, prompt: list[int], sampling: SamplingParams, namespace: str) -> Request:
-        """Queues a valid request; its `deliveries` carry what comes of it.
+        """Queues a valid request; its `deliveries` carry what comes of it. Every request is ended by `cancel`.
 
         Raises:
-            QuireError: QUEUE_FULL.
+            QuireError: QUEUE_FULL; ALLOCATOR_LOST, nobody grants blocks at present.
         """
+        if not self.session.connected:
+            raise QuireError.of(Reason.ALLOCATOR_LOST, "the worker has no session with its allocator at present")
         if len(self.scheduler.waiting) >= self.waiting_max:
             raise QuireError.of(Reason.QUEUE_FULL, f"{self.waiting_max} requests are waiting already")
         self._request_count += 1
@@ -113,13 +121,27 @@ class Engine:
             for i in range(sampling.n)
         ]
         self.scheduler.add(request.samples[0])
+        self._open.add(request)
         self._wake.set()
         return request
 
     def cancel(self, request: Request) -> None:
-        """Ends a request that is not done; its blocks are freed with the next step, which comes at once."""
+        """Ends a request, done or not; what it still holds is freed with the next step, which comes at once."""
         self.scheduler.cancel(request)
+        self._open.discard(request)
+        self._changed.set()
         self._wake.set()
+
+    def fail_all(self, error: QuireError) -> None:
+        """Ends every open request with an error."""
+        for request in self._open:
+            self._fail(request, error)
+
+    async def drained(self) -> None:
+        """Returns once no request is open."""
+        while self._open:
+            self._changed.clear()
+            await self._changed.wait()
 
     def stop(self) -> None:
         """Lets `run` return after the turn that it is in."""
@@ -133,7 +155,13 @@ class Engine:
     # -- parts of a turn -----------------------------------------------------------------------------------------------
 
     async def _ask(self, plan: Plan) -> StepOutcome | None:
-        """The allocator's answer; None if everything that ran has to start again."""
+        """The allocator's answer; None if everything that ran has to start again.
+
+        A step that is refused is blamed on the requests that it would have let in.
+
+        Raises:
+            QuireError: a step that lets nobody in was refused.
+        """
         if not plan.step:
             return NOTHING_ASKED
         started = self._clock()
@@ -142,6 +170,14 @@ class Engine:
         except SessionLostError:
             log.warning("the allocator lost this pool; computing again", running=len(self.scheduler.running))
             self.scheduler.forget_blocks()
+            return None
+        except QuireError as error:
+            log.error("step refused", reason=error.reason, error=error.message, admitted=len(plan.admitted))
+            if not plan.admitted:
+                raise
+            for drawn in plan.admitted:
+                self._fail(drawn.request, error)
+            self.scheduler.start_over(plan)
             return None
         finally:
             self.telemetry.allocator_wait_s += self._clock() - started
@@ -157,10 +193,10 @@ class Engine:
                     draws += [Draw(fork, first) for fork in first.request.samples[1:]]
         return draws
 
-    async def _compute(self, batch: Batch, draws: Sequence[Draw]) -> list[int]:
+    async def _compute(self, batch: Batch, draws: Sequence[Draw]) -> list[int] | None:
         """Runs copies, forward pass and sampling on the model's thread; one token per draw.
 
-        If that fails, the requests of this batch end with MODEL_FAILED and no token is returned.
+        If that fails, the requests of this batch end with MODEL_FAILED, and None says that nothing was computed.
         """
         started = self._clock()
         try:
@@ -168,11 +204,8 @@ class Engine:
         except Exception as error:
             log.exception("forward pass failed")
             for request in {item.sample.request for item in batch.work}:
-                self.scheduler.cancel(request)
-                request.deliveries.put_nowait(
-                    QuireError.of(Reason.MODEL_FAILED, f"the forward pass failed: {type(error).__name__}")
-                )
-            return []
+                self._fail(request, QuireError.of(Reason.MODEL_FAILED, f"forward pass failed: {type(error).__name__}"))
+            return None
         finally:
             self.telemetry.forward_s += self._clock() - started
 
@@ -191,9 +224,13 @@ class Engine:
         rows = logits[[row_of[draw.parent] for draw in draws]]
         return sample(rows, [draw.sample.request.sampling for draw in draws], [draw.sample.generator for draw in draws])
 
+    def _fail(self, request: Request, error: QuireError) -> None:
+        self.scheduler.cancel(request)
+        request.deliveries.put_nowait(error)
+
     def _hand_out(self, draws: Sequence[Draw], tokens: Sequence[int]) -> None:
         """Extends every sample by its token and delivers it."""
-        for (drawn, parent), token in zip(draws, tokens, strict=bool(tokens)):
+        for (drawn, parent), token in zip(draws, tokens, strict=True):
             if drawn.has_ended:  # cancelled while the model ran
                 continue
             if drawn is not parent:

@@ -8,7 +8,8 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +35,12 @@ from quire_worker.tokenizer import Tokenizer
 
 log = structlog.get_logger()
 
-TURN_S = 5.0  # longest wait for the last turn when shutting down
+# Shutting down takes at most the sum of these, in seconds: for requests to finish, and for the last turn.
+DRAIN_S = 4.0
+TURN_S = 2.0
+WAIT_LOG_S = 10.0
+BLOCKS_PER_STEP_MAX = 8_192  # that one forward pass may fill, so that their digests fit a step
+RUNNING_MAX = 4_096  # samples; each may need a few operations of one step
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -59,9 +65,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--max-batch-tokens", type=int, default=512, help="tokens per forward pass (default: %(default)s)"
     )
-    parser.add_argument(
-        "--max-running", type=int, default=64, help="requests computed at a time (default: %(default)s)"
-    )
+    parser.add_argument("--max-running", type=int, default=64, help="samples computed at a time (default: %(default)s)")
     parser.add_argument(
         "--max-waiting", type=int, default=1024, help="requests queued before more are refused (default: %(default)s)"
     )
@@ -75,6 +79,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         value = getattr(options, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if options.max_batch_tokens > BLOCKS_PER_STEP_MAX * options.block_size:
+        parser.error(f"--max-batch-tokens must be at most {BLOCKS_PER_STEP_MAX} blocks")
+    if options.max_running > RUNNING_MAX:
+        parser.error(f"--max-running must be at most {RUNNING_MAX}")
     return options
 
 
@@ -139,6 +147,20 @@ def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSessi
     )
 
 
+def log_waits() -> Callable[[QuireError], None]:
+    """Logs why the allocator has to be waited for: at once, and then every ten seconds."""
+    last_s = -WAIT_LOG_S
+
+    def log_wait(error: QuireError) -> None:
+        nonlocal last_s
+        now_s = time.monotonic()
+        if now_s - last_s >= WAIT_LOG_S:
+            last_s = now_s
+            log.warning("waiting for the allocator", error=str(error))
+
+    return log_wait
+
+
 async def serve(options: argparse.Namespace) -> None:
     """Runs until SIGTERM or SIGINT.
 
@@ -159,7 +181,7 @@ async def serve(options: argparse.Namespace) -> None:
             cache_layout=loaded.cache.spec.layout,
             model_fingerprint=loaded.model.fingerprint,
         ),
-        on_wait=lambda error: log.warning("waiting for the allocator", reason=error.reason, error=error.message),
+        on_wait=log_waits(),
     )
     engine = build_engine(options, loaded, session)
     service = WorkerService(engine, pool=options.pool, model_name=loaded.name)
@@ -172,21 +194,34 @@ async def serve(options: argparse.Namespace) -> None:
     log.info("draining", running=len(engine.scheduler.running), waiting=len(engine.scheduler.waiting))
     service.draining = True
     await server.withdraw()
-    await server.stop()
+    if session.connected and not running.done():
+        await asyncio.wait((asyncio.create_task(engine.drained()),), timeout=DRAIN_S)
     engine.stop()
+    if not session.connected:
+        running.cancel()  # it may be waiting for an allocator that is down
     await asyncio.wait((running,), timeout=TURN_S)
-    running.cancel()  # it may be waiting for an allocator that is down
-    with contextlib.suppress(asyncio.CancelledError):
-        await running  # raises what ended it, if it was not us
+    running.cancel()
+    await server.stop()  # by now every call has ended, or is being told why
     await session.close()
     await allocator.close()
     engine.close()
     log.info("stopped")
+    with contextlib.suppress(asyncio.CancelledError):
+        await running  # raises what ended it, if it was not us
 
 
 async def _run(engine: Engine, server: Server) -> None:
+    """Health follows the session: without an allocator, new requests are better sent elsewhere."""
     await engine.session.open()
     await server.announce()
+    changes = set[asyncio.Task[None]]()
+
+    def follow(connected: bool) -> None:
+        task = asyncio.create_task(server.set_serving(connected))
+        changes.add(task)
+        task.add_done_callback(changes.discard)
+
+    engine.session.on_change = follow
     await engine.run()
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
+from quire.limits import MESSAGE_BYTES_MAX
+
 STEP_BYTES_MAX: Final = 1 << 20
+ANSWER_BYTES_MAX: Final = MESSAGE_BYTES_MAX - (64 << 10)  # of the arrays in a reply; the rest is for what wraps them
 OPERATIONS_PER_STEP_MAX: Final = 16_384
 SEQUENCES_MAX: Final = 65_536  # live, per pool
 LAST_STEP_MAX: Final = 1 << 62  # in a report: leaves room for every number that can follow
@@ -19,4 +22,5 @@ FINGERPRINT_BYTES_MAX: Final = 64
 ATTACH_TIMEOUT_S: Final = 5.0
 LEASE_S: Final = 10.0
 LEASE_S_MAX: Final = 86_400.0
-SEQUENCE_BYTES_PER_ANSWER_MAX: Final = 512 << 10  # of tables in one GetPool answer
+STATES_PER_ANSWER_MAX: Final = 1 << 20  # blocks in one GetPool answer, a byte each
+SEQUENCE_BYTES_PER_ANSWER_MAX: Final = 512 << 10  # of sequences and tables beside them

@@ -52,6 +52,8 @@ async def serve(options: argparse.Namespace) -> None:
 
     Raises:
         UsageError: an address is unsafe or taken, or the token file is unusable.
+        Exception: leases could not be watched any more; a process that went on would never take a pool from a dead
+            owner.
     """
     stop = stop_event()
     server = Server(options, service_name="quire.v1.AllocatorService")
@@ -62,15 +64,21 @@ async def serve(options: argparse.Namespace) -> None:
     await server.start(AllocatorCollector(directory, telemetry))
     gc.freeze()  # what lives from here on is small; a full collection would stall every stream
     await server.announce()
-    leases = asyncio.create_task(_watch_leases(service))
+    leases, stopping = asyncio.create_task(_watch_leases(service)), asyncio.create_task(stop.wait())
 
-    await stop.wait()
+    await asyncio.wait({leases, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    failure = leases.exception() if leases.done() else None
+    if failure is not None:
+        log.error("leases cannot be watched", exc_info=failure)
     log.info("draining")
     leases.cancel()
+    stopping.cancel()
     await server.withdraw()
     service.drain()
     await server.stop()
     log.info("stopped")
+    if failure is not None:
+        raise failure
 
 
 async def _watch_leases(service: AllocatorService) -> None:

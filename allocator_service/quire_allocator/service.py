@@ -7,6 +7,7 @@ writer: no handler awaits between reading and changing the state of a pool.
 from __future__ import annotations
 
 import functools
+import hashlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,7 +21,7 @@ from quire.errors import QuireError, Reason
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 
-from quire_allocator import limits, steps, translate
+from quire_allocator import budget, limits, steps, translate, views
 from quire_allocator.core.directory import Directory, Ownership, Refusal
 from quire_allocator.core.pool import CommitResult, GrowResult, Result
 from quire_allocator.stream import SessionStream
@@ -140,6 +141,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
 
         def operate(owner: Ownership) -> pb.AllocateResponse:
             require(len(owner.pool.sequences) < limits.SEQUENCES_MAX, "too many live sequences", "LIMIT")
+            budget.check(budget.grow_answer_bytes_max(owner.pool, request.sequence_id, request.token_count))
             grown = owner.pool.allocate(request.sequence_id, request.token_count, digests, namespace)
             return pb.AllocateResponse(
                 result=_wire(grown.result),
@@ -155,6 +157,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         require(request.token_count > 0, "token_count must be at least 1")
 
         def operate(owner: Ownership) -> pb.GrowResponse:
+            budget.check(budget.grow_answer_bytes_max(owner.pool, request.sequence_id, request.token_count))
             grown: GrowResult = owner.pool.grow(request.sequence_id, request.token_count)
             return pb.GrowResponse(
                 result=_wire(grown.result),
@@ -180,6 +183,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
 
         def operate(owner: Ownership) -> pb.CommitResponse:
             steps.check_commit(owner.pool, request.sequence_id, request.token_count, len(digests))
+            budget.check(budget.commit_answer_bytes_max(owner.pool, len(digests)))
             done: CommitResult = owner.pool.commit(request.sequence_id, request.token_count, digests)
             return pb.CommitResponse(
                 result=_wire(done.result),
@@ -223,14 +227,16 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
 
     @unary
     def ListPools(self, request: pb.ListPoolsRequest) -> pb.ListPoolsResponse:
-        return pb.ListPoolsResponse(pools=map(self._summary, self.directory.open_pools()))
+        now = self.clock()
+        return pb.ListPoolsResponse(pools=[views.summary(owner, now) for owner in self.directory.open_pools()])
 
     @unary
     def GetPool(self, request: pb.GetPoolRequest) -> pb.GetPoolResponse:
         owner = self.directory.pool(translate.pool_name(request.pool))
-        response = pb.GetPoolResponse(summary=self._summary(owner))
+        response = pb.GetPoolResponse(summary=views.summary(owner, self.clock()))
         if request.view == pb.POOL_VIEW_BLOCKS:
-            _describe_blocks(owner, request.after_sequence_id, response)
+            views.add_block_states(owner.pool, request, response)
+            views.add_sequences(owner.pool, request, response)
         return response
 
     # -- shared --------------------------------------------------------------------------------------------------------
@@ -246,50 +252,15 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         """Applies an operation, or returns the answer that its request id had before."""
         owner = self._owner(request.session_id)
         request_id = translate.request_id(request.request_id)
-        kept = owner.answers.replay(request_id, request)
+        sha256 = hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
+        kept = owner.answers.replay(request_id, sha256)
         if kept is not None:
             return cast("ResponseT", kept)
         response = self.apply(owner, lambda: operate(owner))
-        owner.answers.record(request_id, request, response)
+        owner.answers.record(request_id, sha256, response, size=response.ByteSize())
         self.telemetry.of(owner.name).count(operation, response.result)  # type: ignore[attr-defined]
         return response
-
-    def _summary(self, owner: Ownership) -> pb.PoolSummary:
-        blocks = owner.pool.blocks
-        return pb.PoolSummary(
-            pool=owner.name,
-            spec=translate.pool_spec_message(owner.spec),
-            session_kind=pb.SESSION_KIND_UNARY if owner.unary else pb.SESSION_KIND_STREAM,
-            connected=owner.unary or owner.stream is not None,
-            lease_remaining_ms=max(0, int((owner.lease_end - self.clock()) * 1000)),
-            empty_block_count=blocks.empty_count,
-            cached_block_count=blocks.cached_count,
-            held_block_count=blocks.block_count - blocks.free_count,
-            sequence_count=len(owner.pool.sequences),
-            table_entry_count=owner.pool.table_entry_count(),
-            last_step=owner.steps.next_step - 1,
-        )
 
 
 def _wire(result: Result) -> pb.Result.ValueType:
     return cast("pb.Result.ValueType", int(result))
-
-
-def _describe_blocks(owner: Ownership, after_sequence_id: int, response: pb.GetPoolResponse) -> None:
-    """Adds the state of every block, and as many sequences as one message should carry."""
-    response.block_states = owner.pool.blocks.states()
-    size = 0
-    for sequence_id, sequence in sorted(owner.pool.sequences.items()):
-        if sequence_id <= after_sequence_id:
-            continue
-        if size > limits.SEQUENCE_BYTES_PER_ANSWER_MAX:
-            response.truncated = True
-            break
-        info = response.sequences.add(
-            sequence_id=sequence_id,
-            namespace=sequence.namespace,
-            token_count=sequence.token_count,
-            committed_token_count=sequence.committed_token_count,
-            tables=map(translate.block_table, sequence.tables),
-        )
-        size += info.ByteSize()

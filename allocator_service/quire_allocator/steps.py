@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 
 from quire.v1 import allocator_pb2 as pb
 
-from quire_allocator import limits, translate
+from quire_allocator import budget, limits, translate
 from quire_allocator.core.directory import Refusal
 from quire_allocator.core.pool import GrowResult, Pool, Result
 from quire_allocator.translate import require
@@ -54,6 +54,7 @@ def check_step(pool: Pool, step: pb.Step) -> StepArrays:
     commit_digests = list(_deal(commits.digest_counts, len(commits.sequences), commits.digests, "commits"))
     for sequence, token_count, dealt in zip(commits.sequences, commits.token_counts, commit_digests, strict=True):
         check_commit(pool, sequence, token_count, len(dealt))
+    budget.check(budget.step_reply_bytes_max(pool, step))
     grow_digests = list(_deal(grows.digest_counts, len(grows.sequences), grows.digests, "grows"))
     return StepArrays(commit_digests, grow_digests, _namespaces(grows))
 

@@ -1,8 +1,8 @@
 """Channels: addresses, deadlines, retries, tokens and errors, for both flavours of the clients.
 
-Every call has a deadline. A call that meets UNAVAILABLE is repeated by gRPC itself, at most three times, 50 to 500 ms
-apart with jitter; no other code is ever repeated, and the Session stream never. Operations that change something carry
-a request id, so that a repeated one is applied once.
+Every call has a deadline. A call that meets UNAVAILABLE is repeated at most three times, 50 to 500 ms apart with
+jitter; no other code is ever repeated, and the Session stream never. Operations that change something carry a request
+id, so that a repeated one is applied once. gRPC itself repeats unary calls, `Attempts` the streams of Generate.
 
 A token travels as `authorization: Bearer ...` with every call. Connections are not encrypted: towards another machine
 whoever can listen can read the token, so use it inside a network that you trust.
@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import random
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -28,20 +30,32 @@ DEFAULT_WORKER: Final = "127.0.0.1:7071"
 UNARY_TIMEOUT_S: Final = 30.0
 GENERATE_TIMEOUT_S: Final = 600.0
 
+ATTEMPTS_MAX: Final = 4
+BACKOFF_S: Final = 0.05  # before the second attempt; three times as long before each further one
+BACKOFF_S_MAX: Final = 0.5
+BACKOFF_FACTOR: Final = 3
+
 _SERVICE_CONFIG: Final = {
     "methodConfig": [
         {
             "name": [{}],
             "retryPolicy": {
-                "maxAttempts": 4,
-                "initialBackoff": "0.05s",
-                "maxBackoff": "0.5s",
-                "backoffMultiplier": 3,
+                "maxAttempts": ATTEMPTS_MAX,
+                "initialBackoff": f"{BACKOFF_S}s",
+                "maxBackoff": f"{BACKOFF_S_MAX}s",
+                "backoffMultiplier": BACKOFF_FACTOR,
                 "retryableStatusCodes": ["UNAVAILABLE"],
             },
         },
-        # The entry that names a method wins over the one above: an owner's stream must attach again, not be replayed.
-        {"name": [{"service": "quire.v1.AllocatorService", "method": "Session"}]},
+        # The entry that names a method wins over the one above. An owner's stream must attach again, not be replayed.
+        # A stream of Generate with a retry policy hangs past its deadline where the connection is lost before the
+        # first message (threads only; grpcio 1.85): `Attempts` repeats it instead.
+        {
+            "name": [
+                {"service": "quire.v1.AllocatorService", "method": "Session"},
+                {"service": "quire.v1.WorkerService", "method": "Generate"},
+            ]
+        },
     ]
 }
 
@@ -73,6 +87,42 @@ def resolve_token(token: str | None) -> str | None:
 def resolve_address(address: str | None, variable: str, default: str) -> str:
     """The given address, or the environment variable's, or the default."""
     return address or os.environ.get(variable) or default
+
+
+class Attempts:
+    """A call that streams messages, and its repetition: what `_SERVICE_CONFIG` says for unary calls, by our own hand.
+
+    Args:
+        method: of a stub, of either flavour.
+        request: sent with each attempt.
+        timeout_s: for all attempts together, pauses included.
+        metadata: sent with each attempt.
+
+    Attributes:
+        call: the current attempt.
+        begun: whether a message has arrived, which the caller sets; from then on the call is never repeated.
+    """
+
+    def __init__(
+        self, method: Callable[..., Any], request: Message, timeout_s: float, metadata: Sequence[tuple[str, str]]
+    ) -> None:
+        self._start: Callable[[float], Any] = lambda left_s: method(request, timeout=left_s, metadata=metadata)
+        self._deadline = time.monotonic() + timeout_s
+        self._count = 1
+        self.begun = False
+        self.call = self._start(timeout_s)
+
+    def pause_s(self, error: grpc.RpcError) -> float | None:
+        """Seconds to wait before `again`; None where this error of the current attempt is the call's."""
+        if self.begun or error.code() != grpc.StatusCode.UNAVAILABLE or self._count >= ATTEMPTS_MAX:
+            return None
+        pause_s = min(BACKOFF_S * BACKOFF_FACTOR ** (self._count - 1), BACKOFF_S_MAX) * random.uniform(0.8, 1.2)
+        return pause_s if time.monotonic() + pause_s < self._deadline else None
+
+    def again(self) -> None:
+        """Starts the next attempt, in the time that is left."""
+        self._count += 1
+        self.call = self._start(max(self._deadline - time.monotonic(), 0.0))
 
 
 class Link:

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 
-DRAIN_S = 5.0
+DRAIN_S = 15.0  # a server that drains takes 5 s for its calls and up to 2 s more
 
 
 def _follow_parent() -> None:

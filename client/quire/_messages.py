@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import uuid
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeVar, cast
@@ -13,7 +11,7 @@ from google.protobuf.message import Message
 
 from quire import types
 from quire.errors import InvalidArgumentError, Reason, UnavailableError
-from quire.steps import Copy, Result, Swap
+from quire.steps import Copy, Result, Swap, unpack_blocks
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import worker_pb2 as worker_pb
 
@@ -133,19 +131,30 @@ def pool_summary(message: pb.PoolSummary) -> types.PoolSummary:
 
 
 def pool_blocks(pages: Sequence[pb.GetPoolResponse]) -> types.PoolBlocks:
-    """Who holds what, from all pages of an answer; summary and states are the last page's."""
+    """Who holds what, from all pages of an answer; the summary is the last page's."""
+    parts: dict[int, list[pb.SequenceInfo]] = {}  # a long sequence comes in several
+    for page in pages:
+        for info in page.sequences:
+            parts.setdefault(info.sequence_id, []).append(info)
     return types.PoolBlocks(
         summary=pool_summary(pages[-1].summary),
-        block_states=pages[-1].block_states,
-        sequences=tuple(_sequence(info) for page in pages for info in page.sequences),
+        block_states=b"".join(page.block_states for page in pages),
+        sequences=tuple(map(_sequence, parts.values())),
     )
 
 
 def next_page(request: pb.GetPoolRequest, page: pb.GetPoolResponse) -> pb.GetPoolRequest | None:
     """What to ask for after this page; None after the last one."""
-    if not page.truncated or not page.sequences:
+    if not page.truncated:
         return None
-    return pb.GetPoolRequest(pool=request.pool, view=request.view, after_sequence_id=page.sequences[-1].sequence_id)
+    following = pb.GetPoolRequest()
+    following.CopyFrom(request)
+    following.first_block = page.first_block + len(page.block_states)
+    if page.sequences:
+        last = page.sequences[-1]
+        following.after_sequence_id = last.sequence_id - 1 if last.continues else last.sequence_id
+        following.first_entry = last.first_entry + len(last.tables[0].blocks) // 4 if last.continues else 0
+    return following if following != request else None
 
 
 def match_request(digests: Iterable[bytes], namespace: str) -> pb.MatchPrefixRequest:
@@ -158,24 +167,23 @@ def prefix_matches(message: pb.MatchPrefixResponse) -> tuple[types.PrefixMatch, 
     return tuple(types.PrefixMatch(match.pool, match.matched_token_count) for match in message.matches)
 
 
-def _sequence(info: pb.SequenceInfo) -> types.SequenceInfo:
+def _sequence(parts: Sequence[pb.SequenceInfo]) -> types.SequenceInfo:
+    """A sequence from its parts in order; counts are the last part's."""
+    info = parts[-1]
+    pieces = zip(*(part.tables for part in parts), strict=True)  # per group
     return types.SequenceInfo(
         sequence_id=info.sequence_id,
         namespace=info.namespace,
         token_count=info.token_count,
         committed_token_count=info.committed_token_count,
-        tables=_tables(info.tables),
+        tables=_tables(pb.BlockTable(blocks=b"".join(piece.blocks for piece in group)) for group in pieces),
     )
 
 
 def _tables(tables: Iterable[pb.BlockTable]) -> tuple[types.BlockTable, ...]:
-    unpacked = []
-    for table in tables:
-        ids = array("I", table.blocks)
-        if sys.byteorder == "big":
-            ids.byteswap()
-        unpacked.append(tuple(None if block == NULL_BLOCK else block for block in ids))
-    return tuple(unpacked)
+    return tuple(
+        tuple(None if block == NULL_BLOCK else block for block in unpack_blocks(table.blocks)) for table in tables
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

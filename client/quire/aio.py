@@ -17,6 +17,7 @@ from quire._channel import (
     GENERATE_TIMEOUT_S,
     UNARY_TIMEOUT_S,
     AsyncLink,
+    Attempts,
     resolve_address,
 )
 from quire._streams import AsyncChunkStream
@@ -118,8 +119,8 @@ class AsyncClient(_Connected):
         """As `generate`, but gives each piece as it comes; samples of one request come interleaved."""
         request = messages.generate_request(prompt, params, options, namespace, request_id)
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
-        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._link.metadata)
-        return AsyncChunkStream(self._link, call, request.request_id)
+        attempts = Attempts(self._stub.Generate, request, timeout_s, self._link.metadata)
+        return AsyncChunkStream(self._link, attempts, request.request_id)
 
     async def status(self, *, timeout_s: float | None = None) -> types.WorkerStatus:
         """What the worker is and does."""
@@ -158,7 +159,7 @@ class AsyncAllocatorClient(_Connected):
         return messages.pool_summary(reply.summary)
 
     async def get_pool_blocks(self, pool: str, *, timeout_s: float | None = None) -> types.PoolBlocks:
-        """Who holds what in one pool. Many sequences come in several calls, so that they are not of one instant."""
+        """Who holds what in one pool. A large one takes several calls, so that its parts are not of one instant."""
         request: pb.GetPoolRequest | None = pb.GetPoolRequest(pool=pool, view=pb.POOL_VIEW_BLOCKS)
         pages = []
         while request is not None:

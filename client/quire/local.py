@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 POLL_S: Final = 0.05
-GRACE_S: Final = 10.0
+GRACE_S: Final = 15.0  # a server that drains takes 5 s for its calls and up to 2 s more
 LOG_LINES: Final = 20
 
 

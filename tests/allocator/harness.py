@@ -14,12 +14,17 @@ from typing import Any
 import pytest
 from grpc import aio
 from quire.errors import Reason, code_of, from_rpc_error
+from quire.limits import MESSAGE_BYTES_MAX
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
-from quire_allocator.core.directory import Directory
+from quire_allocator.core.directory import BLOCKS_OF_ALL_POOLS_MAX, Directory
 from quire_allocator.service import AllocatorService
 from quire_allocator.telemetry import Telemetry
 
+MESSAGE_OPTIONS = [
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+]
 EMPTY_SHA256 = hashlib.sha256().digest()
 EMPTY_REPORT = pb.SessionRequest(report_end=pb.ReportEnd(sha256=EMPTY_SHA256))
 HEARTBEAT = pb.SessionRequest(heartbeat=pb.Heartbeat())
@@ -43,6 +48,7 @@ class Allocator:
     service: AllocatorService
     clock: Clock
     stub: pb_grpc.AllocatorServiceStub
+    address: str
 
     def pass_time(self, seconds: float) -> None:
         """Moves the clock and lets leases expire."""
@@ -51,18 +57,21 @@ class Allocator:
 
 
 @contextlib.asynccontextmanager
-async def running_allocator(*, pools_max: int = 4, check_invariants: bool = True) -> AsyncIterator[Allocator]:
+async def running_allocator(
+    *, pools_max: int = 4, blocks_max: int = BLOCKS_OF_ALL_POOLS_MAX, check_invariants: bool = True
+) -> AsyncIterator[Allocator]:
     """Serves until the block ends; every pool must be consistent then."""
     clock = Clock()
-    directory = Directory(lease_s=10.0, pools_max=pools_max)
+    directory = Directory(lease_s=10.0, pools_max=pools_max, blocks_max=blocks_max)
     service = AllocatorService(directory, Telemetry(), check_invariants=check_invariants, clock=clock)
-    server = aio.server()
+    server = aio.server(options=MESSAGE_OPTIONS)
     pb_grpc.add_AllocatorServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield Allocator(service, clock, pb_grpc.AllocatorServiceStub(channel))
+        address = f"127.0.0.1:{port}"
+        async with aio.insecure_channel(address, options=MESSAGE_OPTIONS) as channel:
+            yield Allocator(service, clock, pb_grpc.AllocatorServiceStub(channel), address)
         directory.check_invariants()
     finally:
         await server.stop(None)

@@ -10,7 +10,15 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_allocator.core.directory import ANSWERS_KEPT_MAX, AnswerLog, Directory, Ownership, Refusal, StepLog
+from quire_allocator.core.directory import (
+    ANSWER_BYTES_KEPT_MAX,
+    ANSWERS_KEPT_MAX,
+    AnswerLog,
+    Directory,
+    Ownership,
+    Refusal,
+    StepLog,
+)
 from quire_allocator.core.pool import GroupKind, GroupSpec, PoolSpec
 
 SPEC = PoolSpec(8, (GroupSpec(GroupKind.FULL_ATTENTION, 4),))
@@ -284,15 +292,19 @@ def test_a_step_log_replays_exactly_the_last_unacknowledged_steps_of_its_window(
 
 def test_an_answer_log_repeats_answers_refuses_other_content_and_forgets_the_oldest() -> None:
     log = AnswerLog()
-    log.record("first", "request", "answer")
-    assert log.replay("first", "request") == "answer"
-    assert log.replay("second", "request") is None
+    log.record("first", b"request", "answer", size=6)
+    assert log.replay("first", b"request") == "answer"
+    assert log.replay("second", b"request") is None
     with refused("STEP_MISMATCH"):
-        log.replay("first", "other")
+        log.replay("first", b"other")
     for number in range(ANSWERS_KEPT_MAX):
-        log.record(str(number), "request", number)
-    assert log.replay("first", "other") is None
-    assert log.replay("0", "request") == 0
+        log.record(str(number), b"request", number, size=1)
+    assert log.replay("first", b"other") is None
+    assert log.replay("0", b"request") == 0
+    assert log.kept_bytes == ANSWERS_KEPT_MAX
+    log.record("large", b"request", "large", size=ANSWER_BYTES_KEPT_MAX - 1)
+    assert (log.replay("1022", b"request"), log.replay("1023", b"request")) == (None, 1023)
+    assert log.kept_bytes == ANSWER_BYTES_KEPT_MAX
 
 
 # -- everything together -----------------------------------------------------------------------------------------------

@@ -68,6 +68,15 @@ def test_a_freed_sequence_is_evicted_tail_first() -> None:
     assert granted_next(pool) == [3, 2, 1, 0]
 
 
+def test_eviction_takes_all_groups_of_a_position_before_an_earlier_position() -> None:
+    pool = make_pool(6, group_count=2)
+    computed(pool, 1, "abc")
+    pool.free(1)
+    assert granted_next(pool) == [2, 5, 1, 4, 0, 3]
+    pool.allocate(2, 1, [], "")  # takes a block of each group
+    assert pool.match("", d("abc")) == [[0, 1], [3, 4]]
+
+
 def test_the_least_recently_freed_sequence_is_evicted_first() -> None:
     pool = make_pool(4)
     computed(pool, 1, "ab")
@@ -288,11 +297,12 @@ def test_with_two_groups_every_group_has_its_own_table_copy_and_swap() -> None:
 
 
 def test_a_prefix_that_one_group_has_lost_is_hit_by_none() -> None:
-    pool = make_pool(4, group_count=2)
+    pool = make_pool(5, group_count=2)
     computed(pool, 1, "ab")
     pool.free(1)
-    pool.allocate(2, 4, [], "")  # evicts the tails of the group that was released first
-    assert pool.match("", d("ab")) == [[], []]
+    pool.allocate(2, 4, [], "")  # takes the empty block, and the tail of the group that was released first
+    assert [pool.blocks.is_published(block) for block in (1, 3)] == [False, True]
+    assert pool.match("", d("ab")) == [[0], [2]]
 
 
 @pytest.mark.parametrize(("block_count", "group_count"), [(8, 1), (16, 2)])

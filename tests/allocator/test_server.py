@@ -309,6 +309,19 @@ def test_a_signal_that_comes_as_soon_as_it_says_ready_ends_it_with_zero() -> Non
     assert done.returncode == 0
 
 
+def test_an_allocator_that_cannot_watch_leases_ends_with_an_error() -> None:
+    script = (
+        "import quire_allocator.server as server\n"
+        "def fail(self): raise ArithmeticError('a defect')\n"
+        "server.AllocatorService.expire_leases = fail\n"
+        "server.main(['--listen', '127.0.0.1:0', '--metrics', '127.0.0.1:0'])\n"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 1
+    assert "leases cannot be watched" in done.stderr
+
+
 def test_sigterm_tells_an_open_stream_that_it_is_draining_and_does_not_wait_for_it(tmp_path: Path) -> None:
     with (
         started(tmp_path, "--log-format", "json") as running,

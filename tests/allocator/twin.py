@@ -175,12 +175,12 @@ class TwinPool:
         return "OK"
 
     def free(self, sequence_id: int) -> str:
-        """Drops a sequence, tail first."""
+        """Drops a sequence, tail first; the groups of a position leave together."""
         if sequence_id not in self.sequences:
             return "NOT_FOUND"
         sequence = self.sequences[sequence_id]
-        for table in sequence.tables:
-            while table:
+        while any(sequence.tables):
+            for table in sequence.tables:
                 self._released(table.pop())
         del self.sequences[sequence_id]
         return "OK"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2_grpc
 from quire.errors import DETAILS_KEY, QuireError, Reason, to_details
 from quire.local import ServerProcess
 from quire.v1 import allocator_pb2_grpc, worker_pb2_grpc
@@ -32,7 +33,7 @@ USAGE = worker_pb.Usage(
 
 
 class ScriptedServer:
-    """Answers any method of both services with what `answers` has for it; counts and keeps what it is asked.
+    """Answers any method of both services and of health with what `answers` has; counts and keeps what it is asked.
 
     An answer is a function of request and context: it returns a message, or for a stream an iterator of messages.
     """
@@ -43,12 +44,14 @@ class ScriptedServer:
         self.requests: list[Any] = []
         self.metadata: dict[str, Any] = {}
         self.time_remaining_s = 0.0
+        self.asked = threading.Event()
         self.cancelled = threading.Event()
         self.released = threading.Event()
         self.server = grpc.server(ThreadPoolExecutor(8))
         servicer: Any = self  # has every method, by __getattr__
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(servicer, self.server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, self.server)
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, self.server)
         self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
         self.server.start()
 
@@ -58,6 +61,7 @@ class ScriptedServer:
             self.metadata = dict(context.invocation_metadata())
             self.time_remaining_s = context.time_remaining()
             self.requests.append(request)
+            self.asked.set()
             return self.answers[name](request, context)
 
         return handle
@@ -117,6 +121,51 @@ def endless(server: ScriptedServer) -> Callable[[Any, grpc.ServicerContext], Ite
         server.released.wait(30)
 
     return answer
+
+
+def silent(server: ScriptedServer) -> Callable[[Any, grpc.ServicerContext], Iterator[worker_pb.GenerateResponse]]:
+    """A stream that gives nothing until it is cancelled, which the server notes."""
+
+    def answer(_request: Any, context: grpc.ServicerContext) -> Iterator[worker_pb.GenerateResponse]:
+        context.add_callback(server.cancelled.set)
+        server.released.wait(30)
+        return iter(())
+
+    return answer
+
+
+LOST_WORKER = """
+import os, signal
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+from quire.v1 import worker_pb2_grpc
+
+
+class Worker(worker_pb2_grpc.WorkerServiceServicer):
+    def Generate(self, request, context):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+server = grpc.server(ThreadPoolExecutor(1))
+worker_pb2_grpc.add_WorkerServiceServicer_to_server(Worker(), server)
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+print(f"127.0.0.1:{port}", flush=True)
+server.wait_for_termination()
+"""
+
+
+@contextmanager
+def lost_worker() -> Iterator[str]:
+    """The address of a process that kills itself as soon as it is asked to generate."""
+    process = subprocess.Popen([sys.executable, "-c", LOST_WORKER], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process, process.stdout as lines:
+        try:
+            yield lines.readline().strip()
+        finally:
+            process.kill()
 
 
 @contextmanager

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2
 from quire import AllocatorClient, PoolSpec, UnarySession
 from quire.cli import block_map
 from quire.cli.generate import printable
@@ -116,6 +119,29 @@ def test_health_is_success_only_where_somebody_serves(allocator: str) -> None:
     healthy = quire("health", allocator)
     assert (healthy.returncode, healthy.stdout) == (0, "server=SERVING allocator=SERVING\n")
     assert quire("health", "127.0.0.1:1").returncode == 1
+
+
+def test_health_keeps_to_its_timeout_where_nobody_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # the kernel takes the connection, nobody reads from it
+        start = time.monotonic()
+        result = quire("health", f"127.0.0.1:{listening.getsockname()[1]}", "--timeout", "0.5")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith(("quire: DEADLINE_EXCEEDED", "quire: UNAVAILABLE"))
+    assert time.monotonic() - start < 20
+
+
+def test_the_timeout_of_health_is_for_all_its_questions_together(worker: ScriptedServer) -> None:
+    remaining_s = []
+
+    def check(_request: Any, context: grpc.ServicerContext) -> health_pb2.HealthCheckResponse:
+        remaining_s.append(context.time_remaining())
+        worker.released.wait(0.2)  # is never set: a slow answer
+        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+
+    worker.answers["Check"] = check
+    assert quire("health", worker.address, "--timeout", "5").returncode == 0
+    assert len(remaining_s) == 3
+    assert remaining_s[0] - remaining_s[2] > 0.3
 
 
 # -- the worker --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import pytest
-from quire import AllocatorClient, Client
+from quire import AllocatorClient, Client, _child, local
+from quire._serving import server as serving
 from quire.local import LocalStack, ServerFailedError, ServerProcess
 
 from tests.client.servers import allocator_process
@@ -125,6 +126,32 @@ def test_a_stack_whose_worker_cannot_start_stops_the_allocator_again(tmp_path: P
         stack.start()
     assert stack.allocator is not None
     assert stack.allocator.process.returncode == 0
+
+
+def test_nobody_is_killed_while_it_drains() -> None:
+    needed_s = serving.GRACE_S + 2.0  # for open calls, and for what comes after them
+    assert min(local.GRACE_S, _child.DRAIN_S) >= 2 * needed_s
+
+
+@pytest.mark.parametrize("how", ["told to stop", "its parent ends"])
+def test_a_worker_with_an_open_stream_and_no_allocator_ends_by_itself(how: str) -> None:
+    stack = LocalStack(DEMO, worker_arguments=["--blocks", "32"])
+    with stack:
+        assert stack.allocator is not None
+        assert stack.worker is not None
+        stack.allocator.process.send_signal(signal.SIGSTOP)  # the worker waits for its answer
+        with Client(stack.worker_address) as client, client.stream("The for statement"):
+            while not (status := client.status()).waiting_count + status.running_count:
+                pass
+            stack.allocator.process.kill()
+            stack.allocator.process.wait()
+            if how == "told to stop":
+                stack.worker.stop()
+            else:
+                assert stack.worker.process.stdin is not None
+                stack.worker.process.stdin.close()
+                stack.worker.process.wait(60)
+    assert stack.worker.process.returncode == 0  # and not by SIGKILL
 
 
 def test_up_runs_until_it_is_told_to_stop() -> None:

@@ -41,7 +41,7 @@ class BlockPool:
         self.evicted_count = 0
         self._keys: list[BlockKey | None] = [None] * block_count
         self._index: dict[BlockKey, int] = {}
-        self._empty = list(range(block_count - 1, -1, -1))  # a stack: the lowest id is granted first
+        self._empty = array("I", range(block_count - 1, -1, -1))  # a stack: the lowest id is granted first
         self._cached: OrderedDict[int, None] = OrderedDict()  # first out first
 
     @property
@@ -100,11 +100,11 @@ class BlockPool:
         self._keys[block] = key
         self._index[key] = block
 
-    def states(self) -> bytes:
-        """One byte per block: 0 empty, 1 cached, n >= 2 held by n - 1 tables (255: 254 or more)."""
+    def states(self, first: int = 0, end: int | None = None) -> bytes:
+        """One byte per block of [first, end): 0 empty, 1 cached, n >= 2 held by n - 1 tables (255: 254 or more)."""
         return bytes(
             min(count + 1, 255) if count else int(key is not None)
-            for count, key in zip(self.reference_counts, self._keys, strict=True)
+            for count, key in zip(self.reference_counts[first:end], self._keys[first:end], strict=True)
         )
 
     def _evict(self) -> int:

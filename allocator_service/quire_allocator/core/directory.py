@@ -16,11 +16,14 @@ Times are seconds of a monotonic clock, session ids come from the caller.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from quire_allocator.core.pool import Pool, PoolSpec
 
 ANSWERS_KEPT_MAX = 1024  # per unary session: how many request ids can be repeated
+ANSWER_BYTES_KEPT_MAX = 16 << 20  # per unary session
+BLOCKS_OF_ALL_POOLS_MAX = 1 << 26  # 16 bytes each from the start, some 300 more once published
 
 
 class Refusal(Exception):
@@ -68,13 +71,25 @@ class StepLog:
             self._kept.popitem(last=False)
 
 
+class KeptAnswer(NamedTuple):
+    """One answer, and the SHA-256 of the request that it belongs to."""
+
+    request_sha256: bytes
+    answer: object
+    size: int
+
+
 class AnswerLog:
-    """Kept answers of one unary session, by request id."""
+    """Kept answers of one unary session, by request id: at most `ANSWERS_KEPT_MAX` and `ANSWER_BYTES_KEPT_MAX`.
+
+    Of a request only its SHA-256 is kept: prompts are large, and only equality matters.
+    """
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[object, object]] = OrderedDict()
+        self.kept_bytes = 0
+        self._kept: OrderedDict[str, KeptAnswer] = OrderedDict()
 
-    def replay(self, request_id: str, request: object) -> object | None:
+    def replay(self, request_id: str, request_sha256: bytes) -> object | None:
         """The kept answer to a repeated request, or None.
 
         Raises:
@@ -82,16 +97,18 @@ class AnswerLog:
         """
         if request_id not in self._kept:
             return None
-        earlier, answer = self._kept[request_id]
-        if earlier != request:
+        kept = self._kept[request_id]
+        if kept.request_sha256 != request_sha256:
             raise Refusal("STEP_MISMATCH", f"request id {request_id} was used with other content")
-        return answer
+        return kept.answer
 
-    def record(self, request_id: str, request: object, answer: object) -> None:
-        """Keeps an answer, and forgets the oldest beyond `ANSWERS_KEPT_MAX`."""
-        self._kept[request_id] = (request, answer)
-        if len(self._kept) > ANSWERS_KEPT_MAX:
-            self._kept.popitem(last=False)
+    def record(self, request_id: str, request_sha256: bytes, answer: object, *, size: int) -> None:
+        """Keeps a new answer of `size` bytes, and forgets the oldest beyond the limits."""
+        self._kept[request_id] = KeptAnswer(request_sha256, answer, size)
+        self.kept_bytes += size
+        while len(self._kept) > ANSWERS_KEPT_MAX or self.kept_bytes > ANSWER_BYTES_KEPT_MAX:
+            _, oldest = self._kept.popitem(last=False)
+            self.kept_bytes -= oldest.size
 
 
 @dataclass(slots=True)
@@ -100,6 +117,7 @@ class Ownership:
 
     Attributes:
         stream: handle of the current stream; None for unary sessions and while disconnected.
+        pool: of no blocks while only claimed: memory is taken by `open`, never by an attach alone.
         session_id: 16 bytes; empty while only claimed, and after quarantine.
         steps, answers: replay of a stream's steps, of a unary session's requests.
     """
@@ -121,9 +139,10 @@ class Ownership:
 class Directory:
     """Every pool that is attached to this allocator."""
 
-    def __init__(self, *, lease_s: float, pools_max: int) -> None:
+    def __init__(self, *, lease_s: float, pools_max: int, blocks_max: int = BLOCKS_OF_ALL_POOLS_MAX) -> None:
         self.lease_s = lease_s
         self.pools_max = pools_max
+        self.blocks_max = blocks_max
         self.expired_count = 0
         self._owners: dict[str, Ownership] = {}
         self._sessions: dict[bytes, Ownership] = {}
@@ -147,12 +166,13 @@ class Directory:
 
         Raises:
             Refusal: FENCED, the epoch was seen before; POOL_OWNED, another owner has not been expired; LAYOUT,
-                another specification than the one to resume; LIMIT, too many pools.
+                another specification than the one to resume; LIMIT, too many pools or blocks.
         """
         owner = self._owners.get(name)
         if owner is None or owner.unary or owner.incarnation != incarnation:
-            self._admit(name, now)
-            owner = Ownership(name, spec, incarnation, epoch, window, now + self.lease_s, stream, False, Pool(spec))
+            self._admit(name, spec, now)
+            none = Pool(replace(spec, block_count=0))
+            owner = Ownership(name, spec, incarnation, epoch, window, now + self.lease_s, stream, False, none)
             self._owners[name] = owner
             return owner, False, None
         if epoch <= owner.epoch:
@@ -167,7 +187,12 @@ class Directory:
         return owner, resumed, older
 
     def open(self, owner: Ownership, *, spec: PoolSpec, session_id: bytes, last_step: int) -> None:
-        """Puts an empty pool in force under a new session id, after an empty report; until then the old one stays."""
+        """Puts an empty pool in force under a new session id, after an empty report; until then the old one stays.
+
+        Raises:
+            Refusal: LIMIT, a specification larger than the earlier one asks for too many blocks.
+        """
+        self._check_blocks(owner.name, spec)
         self._sessions.pop(owner.session_id, None)
         owner.spec = spec
         owner.pool = Pool(spec)
@@ -187,7 +212,7 @@ class Directory:
                 raise Refusal("LAYOUT", f"pool {name}: request {request_id} was sent with another specification")
             self.renew(owner, now)
             return owner
-        self._admit(name, now)
+        self._admit(name, spec, now)
         owner = Ownership(
             name, spec, request_id.encode(), 1, 1, now + self.lease_s, None, True, Pool(spec), session_id=session_id
         )
@@ -257,7 +282,7 @@ class Directory:
         for owner in self._owners.values():
             owner.lease_end += stalled_s
 
-    def _admit(self, name: str, now: float) -> None:
+    def _admit(self, name: str, spec: PoolSpec, now: float) -> None:
         # A lease that has run out still counts here: only `expire` ends it, which allows for the server's own stalls
         # and whose caller ends the old stream.
         owner = self._owners.get(name)
@@ -266,6 +291,13 @@ class Directory:
             raise Refusal("POOL_OWNED", f"pool {name} has another owner whose lease lives {wait_ms} ms longer")
         if len(self._owners) >= self.pools_max:
             raise Refusal("LIMIT", f"this allocator serves at most {self.pools_max} pools")
+        self._check_blocks(name, spec)
+
+    def _check_blocks(self, name: str, spec: PoolSpec) -> None:
+        others = sum(owner.spec.block_count for owner in self._owners.values() if owner.name != name)
+        if others + spec.block_count > self.blocks_max:
+            left = max(0, self.blocks_max - others)
+            raise Refusal("LIMIT", f"all pools have at most {self.blocks_max} blocks together; {left} are left")
 
     def check_invariants(self) -> None:
         """Names and sessions agree, and every pool is consistent.

@@ -152,7 +152,7 @@ class Pool:
         """
         if sequence_id <= self.last_sequence_id:
             return GrowResult(Result.EXISTS)
-        needed = self._blocks_for(token_count)
+        needed = self.blocks_for(token_count)
         if needed * len(self.spec.groups) > self.spec.block_count:
             return GrowResult(Result.TOO_LONG)
         shared = self.match(namespace, digests[: (token_count - 1) // self.spec.block_size])
@@ -185,7 +185,7 @@ class Pool:
             return GrowResult(Result.NOT_FOUND)
         if token_count <= sequence.token_count:
             return GrowResult(Result.OK, blocks=tuple(() for _ in sequence.tables))
-        needed = self._blocks_for(token_count)
+        needed = self.blocks_for(token_count)
         if needed * len(sequence.tables) > self.spec.block_count:
             return GrowResult(Result.TOO_LONG)
         copied = [self._must_copy(sequence, table) for table in sequence.tables]
@@ -260,7 +260,7 @@ class Pool:
         if child_id <= self.last_sequence_id:
             return Result.EXISTS
         length = parent.committed_token_count
-        tables = tuple(table[: self._blocks_for(length)] for table in parent.tables)
+        tables = tuple(table[: self.blocks_for(length)] for table in parent.tables)
         for table in tables:
             for block in table:
                 self.blocks.retain(block)
@@ -269,12 +269,14 @@ class Pool:
         return Result.OK
 
     def free(self, sequence_id: int) -> Result:
-        """Drops a sequence, its tail first. Answers OK or NOT_FOUND."""
+        """Drops a sequence, its tail first and all groups of a position together, so that what eviction leaves is a
+        whole prefix. Answers OK or NOT_FOUND.
+        """
         sequence = self.sequences.pop(sequence_id, None)
         if sequence is None:
             return Result.NOT_FOUND
-        for table in sequence.tables:
-            for block in reversed(table):
+        for position in zip(*map(reversed, sequence.tables), strict=True):
+            for block in position:
                 self.blocks.release(block)
         return Result.OK
 
@@ -282,7 +284,8 @@ class Pool:
         """Sum of the lengths of all tables: blocks that separate caches would hold."""
         return sum(len(table) for table in self._tables())
 
-    def _blocks_for(self, token_count: int) -> int:
+    def blocks_for(self, token_count: int) -> int:
+        """Blocks that so many tokens take in each group."""
         return -(-token_count // self.spec.block_size)
 
     def _grant(self, count: int) -> list[int]:
@@ -313,9 +316,7 @@ class Pool:
             assert sequence_id <= self.last_sequence_id, f"sequence {sequence_id} is above the highest id"
             assert 0 <= sequence.committed_token_count <= sequence.token_count, f"sequence {sequence_id} over-committed"
             for table in sequence.tables:
-                assert len(table) == self._blocks_for(sequence.token_count), (
-                    f"table of {sequence_id} has a wrong length"
-                )
+                assert len(table) == self.blocks_for(sequence.token_count), f"table of {sequence_id} has a wrong length"
                 for index, block in enumerate(table):
                     counts[block] += 1
                     assert position.setdefault(block, index) == index, f"block {block} stands at two positions"

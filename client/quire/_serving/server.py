@@ -8,8 +8,7 @@ from typing import Final
 
 import structlog
 from grpc import aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client.registry import Collector
 
 from quire._serving.address import is_unix, require_safe
@@ -20,8 +19,10 @@ from quire.limits import MESSAGE_BYTES_MAX
 
 log = structlog.get_logger()
 
-CALLS_MAX: Final = 1_024  # at a time, streams included
-GRACE_S: Final = 5.0
+# At a time, streams included. It only bounds memory: the transport refuses without a reason, and health checks like any
+# other call, so that it must lie far above what the services themselves refuse with one (a worker's queue: 1,088).
+CALLS_MAX: Final = 4_096
+GRACE_S: Final = 5.0  # a supervisor that kills (quire.local, quire._child) waits longer
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str) -> None:
@@ -47,25 +48,33 @@ def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str)
 class Server:
     """Lifecycle: construct (checks addresses and token), add servicers to `grpc`, `start`, `announce`, `stop`.
 
+    Args:
+        options: of `add_arguments`.
+        service_name: what health is asked for.
+        calls_max: calls at a time; far above what the service refuses by itself.
+
     Raises:
         UsageError: an address is unsafe without a token, or the token file is unusable.
     """
 
-    def __init__(self, options: argparse.Namespace, *, service_name: str) -> None:
+    def __init__(self, options: argparse.Namespace, *, service_name: str, calls_max: int = CALLS_MAX) -> None:
         self.token = read_token(options.token_file)
         for address in (options.listen, options.metrics):
             require_safe(address, token=self.token)
         self._options = options
         self._service_name = service_name
-        self._health = HealthServicer()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its stubs are older
         self._metrics: MetricsServer | None = None
         self._address = ""
         self.grpc = aio.server(
             interceptors=[TokenInterceptor(self.token)] if self.token else [],
-            maximum_concurrent_rpcs=CALLS_MAX,
+            maximum_concurrent_rpcs=calls_max,
             options=[
                 ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
                 ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+                # Beyond 1,000 calls that come at once gRPC would cancel some at random instead.
+                ("grpc.server.max_pending_requests", calls_max),
+                ("grpc.server.max_pending_requests_hard_limit", calls_max),
                 ("grpc.so_reuseport", 0),  # a second server on the port is a mistake, not load sharing
             ],
         )
@@ -98,12 +107,17 @@ class Server:
         write_ready_file(self._options.ready_file, address=self._address, metrics_address=metrics)
         log.info("serving", address=self._address, metrics=metrics, authenticated=self.token is not None)
 
+    async def set_serving(self, serving: bool) -> None:
+        """What health says between `announce` and `withdraw`."""
+        status = health_pb2.HealthCheckResponse
+        await self._set_health(status.SERVING if serving else status.NOT_SERVING)
+
     async def withdraw(self) -> None:
         """Health says NOT_SERVING from now on, so that callers go elsewhere."""
         await self._health.enter_graceful_shutdown()
 
     async def stop(self) -> None:
-        """Ends what still runs, after a grace of 5 s."""
+        """Returns as soon as every call has ended, and ends those that still run after a grace of 5 s."""
         await self.grpc.stop(grace=GRACE_S)
         if self._metrics is not None:
             self._metrics.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import asdict
 from typing import Annotated
 
@@ -66,12 +67,14 @@ def health(
 ) -> None:
     """Asks grpc.health.v1 for the server as a whole and for each service of Quire that it may have."""
     states = {}
+    deadline = time.monotonic() + timeout
     link = SyncLink(address, read_token(token_file), timeout)
     try:
         stub = health_pb2_grpc.HealthStub(link.channel)
         for name, service in (("server", ""), ("allocator", AllocatorClient.SERVICE), ("worker", Client.SERVICE)):
             try:
-                reply = link.call(stub.Check, health_pb2.HealthCheckRequest(service=service))
+                request = health_pb2.HealthCheckRequest(service=service)
+                reply = link.call(stub.Check, request, max(deadline - time.monotonic(), 0.0))
             except NotFoundError:
                 continue
             states[name] = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)

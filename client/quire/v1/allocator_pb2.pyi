@@ -157,7 +157,9 @@ class GroupSpec(_message.Message):
     kind: Global___GroupKind.ValueType
     """Attention type of all layers of the group."""
     block_size: _builtins.int
-    """Tokens a block holds, 1 to 65,536."""
+    """Tokens a block holds, 1 to 65,536. In v1 all groups of a pool have one block_size, and a digest covers that many
+    tokens; groups that differ: FAILED_PRECONDITION / LAYOUT.
+    """
     window: _builtins.int
     """Tokens, for SLIDING_WINDOW and CHUNKED_LOCAL; 0 otherwise."""
     def __init__(
@@ -186,14 +188,18 @@ class PoolSpec(_message.Message):
     CACHE_LAYOUT_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     block_count: _builtins.int
-    """Physical blocks, shared by all groups, 1 to 16,777,216."""
+    """Physical blocks, shared by all groups, 1 to 16,777,216. Those of all pools together are limited too:
+    RESOURCE_EXHAUSTED / LIMIT.
+    """
     cache_layout: _builtins.str
     """Identifies the bytes in a page (dtype, NHD or HND, page size); part of every digest's root. At most 256 bytes."""
     model_fingerprint: _builtins.bytes
     """Identifies the weights; part of every digest's root. At most 64 bytes."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupSpec]:
-        """At least one. All blocks of a pool are of equal size in bytes whatever their group."""
+        """At least one. All blocks of a pool are of equal size in bytes whatever their group; a block belongs to one group at
+        a time.
+        """
 
     def __init__(
         self,
@@ -468,8 +474,9 @@ Global___ReportRequired: _TypeAlias = ReportRequired  # noqa: Y015
 
 @_typing.final
 class ReportChunk(_message.Message):
-    """ReportChunk: part of the owner's account of its pool: at most 4,096 entries and 256 KiB. Chunks are staged and swapped
-    in whole by ReportEnd. A server that cannot rebuild a pool answers UNIMPLEMENTED / NOT_SUPPORTED.
+    """ReportChunk: part of the owner's account of its pool: at most 4,096 entries (sequences, published blocks and freed
+    blocks together) and 256 KiB. Chunks are staged and swapped in whole by ReportEnd. A server that cannot rebuild a
+    pool answers UNIMPLEMENTED / NOT_SUPPORTED.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -484,6 +491,8 @@ class ReportChunk(_message.Message):
     FREED_OPERATIONS_FIELD_NUMBER: _builtins.int
     FREED_POSITIONS_FIELD_NUMBER: _builtins.int
     NAMESPACES_FIELD_NUMBER: _builtins.int
+    PUBLISHED_GROUPS_FIELD_NUMBER: _builtins.int
+    PUBLISHED_POSITIONS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """0, 1, 2, ... within one report."""
     published_blocks: _builtins.bytes
@@ -494,7 +503,9 @@ class ReportChunk(_message.Message):
     """Blocks that were ever freed: block ids, uint32 little-endian."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReportedSequence]:
-        """Live sequences."""
+        """Live sequences. One whose tables do not fit goes on in a later chunk: the same id with the same counts, and tables
+        whose entries follow those sent before.
+        """
 
     @_builtins.property
     def published_namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -506,7 +517,7 @@ class ReportChunk(_message.Message):
 
     @_builtins.property
     def freed_operations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Operation within that step, and position from the tail within that operation."""
+        """Operation within that step, and rank in the order in which that operation released its blocks."""
 
     @_builtins.property
     def freed_positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -514,6 +525,12 @@ class ReportChunk(_message.Message):
     def namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Table of namespaces that this chunk refers to."""
 
+    @_builtins.property
+    def published_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The groups that the published blocks belong to, and their positions in the tables of those groups."""
+
+    @_builtins.property
+    def published_positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -527,10 +544,12 @@ class ReportChunk(_message.Message):
         freed_operations: _abc.Iterable[_builtins.int] | None = ...,
         freed_positions: _abc.Iterable[_builtins.int] | None = ...,
         namespaces: _abc.Iterable[_builtins.str] | None = ...,
+        published_groups: _abc.Iterable[_builtins.int] | None = ...,
+        published_positions: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_blocks", b"freed_blocks", "freed_operations", b"freed_operations", "freed_positions", b"freed_positions", "freed_steps", b"freed_steps", "namespaces", b"namespaces", "number", b"number", "published_blocks", b"published_blocks", "published_digests", b"published_digests", "published_namespaces", b"published_namespaces", "sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_blocks", b"freed_blocks", "freed_operations", b"freed_operations", "freed_positions", b"freed_positions", "freed_steps", b"freed_steps", "namespaces", b"namespaces", "number", b"number", "published_blocks", b"published_blocks", "published_digests", b"published_digests", "published_groups", b"published_groups", "published_namespaces", b"published_namespaces", "published_positions", b"published_positions", "sequences", b"sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -556,7 +575,7 @@ class ReportedSequence(_message.Message):
     committed_token_count: _builtins.int
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
-        """One table per group."""
+        """One table per group, or the part of each that follows what earlier chunks carried."""
 
     def __init__(
         self,
@@ -706,7 +725,8 @@ class Step(_message.Message):
     """Step: operations, atomic, applied in exactly this order of phases: commit, free, fork, grow. Operations name
     sequences, never blocks. Repeating a step with equal bytes while its reply is kept returns that reply; other bytes:
     FAILED_PRECONDITION / STEP_MISMATCH; another number: OUT_OF_RANGE / STEP_GAP. A malformed step is refused whole and its
-    number is not consumed.
+    number is not consumed; so is one whose reply might exceed `Limits.message_bytes_max`: RESOURCE_EXHAUSTED /
+    TOO_LARGE.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -803,7 +823,9 @@ Global___CommitPhase: _TypeAlias = CommitPhase  # noqa: Y015
 
 @_typing.final
 class FreePhase(_message.Message):
-    """FreePhase: drops sequences, in this order; within a sequence the tail leaves first."""
+    """FreePhase: drops sequences, in this order; within a sequence the tail leaves first, and of one position group after
+    group.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -977,7 +999,7 @@ class StepReply(_message.Message):
 
     @_builtins.property
     def copy_sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Copies to run before any write of this step: whole blocks, all layers of the group."""
+        """Copies to run before any write of this step: the whole page, in every buffer that holds a part of it."""
 
     @_builtins.property
     def copy_destinations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -1143,12 +1165,14 @@ class AllocateRequest(_message.Message):
     """The session."""
     request_id: _builtins.str
     """Chosen by the caller, 1 to 64 characters. An answer is kept for the session's last 1,024 requests; the same id with
-    other content is FAILED_PRECONDITION / STEP_MISMATCH.
+    other content is FAILED_PRECONDITION / STEP_MISMATCH. Of large answers fewer are kept, 16 MiB in all.
     """
     sequence_id: _builtins.int
     """Id of the new sequence, higher than every earlier one."""
     token_count: _builtins.int
-    """Tokens it must be able to hold, at least 1."""
+    """Tokens it must be able to hold, at least 1. More than one answer can list blocks for (half a million, all groups
+    together): RESOURCE_EXHAUSTED / TOO_LARGE; allocate fewer and grow.
+    """
     digests: _builtins.bytes
     """Digests of its full blocks in order, 32 bytes each; as many as may be shared."""
     namespace: _builtins.str
@@ -1224,7 +1248,9 @@ class GrowRequest(_message.Message):
     sequence_id: _builtins.int
     """A live sequence."""
     token_count: _builtins.int
-    """Tokens it must be able to hold; fewer than it holds already changes nothing."""
+    """Tokens it must be able to hold; fewer than it holds already changes nothing. Too large an answer is refused as for
+    Allocate.
+    """
     def __init__(
         self,
         *,
@@ -1262,7 +1288,7 @@ class GrowResponse(_message.Message):
 
     @_builtins.property
     def copy_sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Copies to run before writing."""
+        """Copies to run before writing, as in StepReply."""
 
     @_builtins.property
     def copy_destinations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -1693,29 +1719,39 @@ Global___PoolSummary: _TypeAlias = PoolSummary  # noqa: Y015
 
 @_typing.final
 class GetPoolRequest(_message.Message):
-    """GetPoolRequest: one pool."""
+    """GetPoolRequest: one pool. A large one takes several answers: while the last is `truncated`, ask again from where its
+    block states and its sequences ended.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     POOL_FIELD_NUMBER: _builtins.int
     VIEW_FIELD_NUMBER: _builtins.int
     AFTER_SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    FIRST_ENTRY_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Its name."""
     view: Global___PoolView.ValueType
     """How much to tell."""
     after_sequence_id: _builtins.int
     """With POOL_VIEW_BLOCKS: only sequences with a higher id, to page through many."""
+    first_block: _builtins.int
+    """With POOL_VIEW_BLOCKS: states from this block on. Beyond the last one: none."""
+    first_entry: _builtins.int
+    """With POOL_VIEW_BLOCKS: of the sequence `after_sequence_id + 1`, table entries from this index on."""
     def __init__(
         self,
         *,
         pool: _builtins.str = ...,
         view: Global___PoolView.ValueType = ...,
         after_sequence_id: _builtins.int = ...,
+        first_block: _builtins.int = ...,
+        first_entry: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence_id", b"after_sequence_id", "pool", b"pool", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence_id", b"after_sequence_id", "first_block", b"first_block", "first_entry", b"first_entry", "pool", b"pool", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1731,10 +1767,13 @@ class GetPoolResponse(_message.Message):
     BLOCK_STATES_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
     TRUNCATED_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     block_states: _builtins.bytes
-    """One byte per block: 0 empty, 1 cached, n >= 2 held by n - 1 tables (255: 254 or more)."""
+    """One byte per block: 0 empty, 1 cached, n >= 2 held by n - 1 tables (255: 254 or more). At most 1,048,576."""
     truncated: _builtins.bool
-    """True if there are more than fit one answer: ask again after the last id."""
+    """True if there are more block states, sequences or table entries than fit one answer."""
+    first_block: _builtins.int
+    """The block that the first of `block_states` is about."""
     @_builtins.property
     def summary(self) -> Global___PoolSummary:
         """The summary."""
@@ -1750,10 +1789,11 @@ class GetPoolResponse(_message.Message):
         block_states: _builtins.bytes = ...,
         sequences: _abc.Iterable[Global___SequenceInfo] | None = ...,
         truncated: _builtins.bool = ...,
+        first_block: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_states", b"block_states", "sequences", b"sequences", "summary", b"summary", "truncated", b"truncated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_states", b"block_states", "first_block", b"first_block", "sequences", b"sequences", "summary", b"summary", "truncated", b"truncated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1770,6 +1810,8 @@ class SequenceInfo(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     COMMITTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
+    FIRST_ENTRY_FIELD_NUMBER: _builtins.int
+    CONTINUES_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """Its id."""
     namespace: _builtins.str
@@ -1777,9 +1819,13 @@ class SequenceInfo(_message.Message):
     token_count: _builtins.int
     """Tokens it can hold, and tokens computed."""
     committed_token_count: _builtins.int
+    first_entry: _builtins.int
+    """Index of the first entry of every table here; not 0 where an answer goes on with a long sequence."""
+    continues: _builtins.bool
+    """True if the tables go on: ask again with `after_sequence_id` one below this id and the next entry's index."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
-        """One table per group."""
+        """One table per group, from `first_entry` on."""
 
     def __init__(
         self,
@@ -1789,10 +1835,12 @@ class SequenceInfo(_message.Message):
         token_count: _builtins.int = ...,
         committed_token_count: _builtins.int = ...,
         tables: _abc.Iterable[Global___BlockTable] | None = ...,
+        first_entry: _builtins.int = ...,
+        continues: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_token_count", b"committed_token_count", "namespace", b"namespace", "sequence_id", b"sequence_id", "tables", b"tables", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_token_count", b"committed_token_count", "continues", b"continues", "first_entry", b"first_entry", "namespace", b"namespace", "sequence_id", b"sequence_id", "tables", b"tables", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -84,7 +84,7 @@ class SamplingParams(_message.Message):
     max_tokens: _builtins.int
     """Tokens to generate at most, per sample; at least 1. 0 means 16."""
     temperature: _builtins.float
-    """0 is greedy; otherwise logits are divided by it. 0 to 100."""
+    """0 is greedy; otherwise logits are divided by it: 0.001 to 100."""
     top_k: _builtins.int
     """Only the k likeliest tokens; 0 is all."""
     top_p: _builtins.float

@@ -170,7 +170,8 @@ async def serve(options: argparse.Namespace) -> None:
         QuireError: the allocator refuses this worker for good.
     """
     stop = stop_event()
-    server = Server(options, service_name="quire.v1.WorkerService")
+    calls_max = 4 * (options.max_waiting + options.max_running)  # the queue is what refuses, with a reason
+    server = Server(options, service_name="quire.v1.WorkerService", calls_max=max(4_096, calls_max))
     loaded = await asyncio.to_thread(load, options)
     allocator = AsyncAllocatorClient(options.allocator, token=server.token)
     session = allocator.session(

@@ -137,10 +137,8 @@ class PoolSession:
 
     async def close(self) -> None:
         """Detaches if the stream is up, so that the pool is dropped at once; else its lease ends by itself."""
-        if (
-            self._heartbeats is not None
-        ):  # it may be in the middle of anything, waiting for an allocator that is down too
-            self._heartbeats.cancel()
+        if self._heartbeats is not None:
+            self._heartbeats.cancel()  # it may be waiting for an allocator that is down
             await asyncio.wait((self._heartbeats,))
         async with self._in_use:
             call, self._call = self._call, None

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import structlog
-from quire.errors import QuireError, Reason
+from quire.errors import InternalError, QuireError, Reason
 from quire.hashing import root_digest
 from quire.session import PoolSession, SessionLostError
 from quire.steps import StepOutcome
@@ -160,7 +160,7 @@ class Engine:
         A step that is refused is blamed on the requests that it would have let in.
 
         Raises:
-            QuireError: a step that lets nobody in was refused.
+            QuireError: a step that lets nobody in was refused, or the allocator broke the protocol.
         """
         if not plan.step:
             return NOTHING_ASKED
@@ -173,7 +173,7 @@ class Engine:
             return None
         except QuireError as error:
             log.error("step refused", reason=error.reason, error=error.message, admitted=len(plan.admitted))
-            if not plan.admitted:
+            if not plan.admitted or isinstance(error, InternalError):
                 raise
             for drawn in plan.admitted:
                 self._fail(drawn.request, error)

@@ -67,7 +67,7 @@ def publish(
         table.add_column(column)
     for row in rows:
         table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
-    console = Console()
+    console = Console(width=max(Console().width, 120))
     console.print(table)
     for goal in goals:
         met = "met" if goal.is_met else "NOT met"

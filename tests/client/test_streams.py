@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from quire import AsyncClient, Client, DeadlineExceededError, QuireError, Reason, UnavailableError
+from quire import AsyncClient, ChunkStream, Client, DeadlineExceededError, QuireError, Reason, UnavailableError
 from quire.v1 import worker_pb2 as worker_pb
 
 from tests.client.servers import ScriptedServer, lost_worker, refusing, scripted_server, silent, two_samples
@@ -127,13 +128,16 @@ def test_no_attempt_is_made_that_could_not_begin_before_the_deadline(flavour: st
 
 
 def test_closing_a_stream_that_waits_for_its_next_attempt_ends_iteration(server: ScriptedServer) -> None:
+    streams: queue.SimpleQueue[ChunkStream] = queue.SimpleQueue()
+
+    def answer(_request: Any, context: grpc.ServicerContext) -> None:
+        # Runs once the refusal below is on its way; the request may be here before its stream is known.
+        context.add_callback(lambda: streams.get(timeout=10).close())
+        context.abort(grpc.StatusCode.UNAVAILABLE, "as the script says")
+
+    server.answers["Generate"] = answer
     with Client(server.address) as client, client.stream("p") as stream:
-
-        def answer(_request: Any, context: grpc.ServicerContext) -> None:
-            context.add_callback(stream.close)  # runs once the refusal below is on its way
-            context.abort(grpc.StatusCode.UNAVAILABLE, "as the script says")
-
-        server.answers["Generate"] = answer
+        streams.put(stream)
         assert list(stream) == []
     assert server.attempts["Generate"] <= 2
 

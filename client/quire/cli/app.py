@@ -9,7 +9,7 @@ import typer
 
 from quire import __version__
 from quire._serving.process import UsageError
-from quire.cli import generate, pools, servers, status
+from quire.cli import generate, plan, pools, servers, status
 from quire.errors import QuireError
 from quire.local import ServerFailedError
 
@@ -43,6 +43,7 @@ servers.register(app)
 generate.register(app)
 pools.register(app)
 status.register(app)
+plan.register(app)
 
 
 def run() -> None:

@@ -1,0 +1,133 @@
+"""`quire plan`: how a model's cache would be laid out, and what fits into a device's memory."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from quire._serving.process import UsageError
+from quire.cli import options
+
+EXAMPLES = """Plan the KV cache of a model: groups, pages, blocks, and how many sequences fit.
+
+Needs the model's config.json and nothing else: no weights, no GPU, no torch.
+
+Examples:
+
+    quire plan models/demo
+    quire plan config.json --memory 80GiB --utilization 0.9 --tensor-parallel 8 --weights 141GB
+    quire plan Qwen/Qwen3-0.6B --memory 24GiB --dtype fp8 --max-len 32k     (with huggingface_hub installed)
+"""
+LENGTH_MAX: Final = 32_768  # tokens, where neither the command line nor the model names a longest sequence
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command(help=EXAMPLES)(plan)
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL_OR_CONFIG",
+            help="A config.json, a folder with one, or a model id of Hugging Face.",
+            show_default=False,
+        ),
+    ],
+    *,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Of one device: 80GiB, 80GB. Without it, only the layout.")
+    ] = None,
+    utilization: Annotated[float, typer.Option(metavar="SHARE", help="Of the memory, that may be used.")] = 0.9,
+    weights: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Of the whole model; each rank holds its share.")
+    ] = None,
+    used: Annotated[str | None, typer.Option(metavar="SIZE", help="What else one device holds.")] = None,
+    tensor_parallel: Annotated[int, typer.Option(min=1, metavar="RANKS", help="Devices that share the heads.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Of keys and values: auto, bf16, fp16, fp32, fp8.")] = "auto",
+    state_dtype: Annotated[str, typer.Option(help="Of recurrent states: auto, bf16, fp32.")] = "auto",
+    max_len: Annotated[
+        str | None, typer.Option(metavar="TOKENS", help="Longest sequence; 32k is 32,768. Without it, the model's.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Of the smallest blocks.")] = 16,
+    padding_max: Annotated[float, typer.Option(metavar="SHARE", help="Of a sequence's bytes, whatever its length.")] = (
+        0.05
+    ),
+    checkpoint_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="TOKENS", help="States may be kept at multiples of it. Without it, 256."),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Prints a plan."""
+    from quire import planning
+    from quire.cli.plan_report import Budget, Plan
+
+    config = _read(_config_path(model))
+    try:
+        cache = planning.read_config(config, dtype, tensor_parallel, state_dtype)
+        token_count_max = planning.parse_tokens(max_len) if max_len else cache.token_count_max or LENGTH_MAX
+        layout = planning.plan_layout(
+            cache.layers,
+            block_size=block_size,
+            token_count_max=token_count_max,
+            padding_max=padding_max,
+            checkpoint_tokens=checkpoint_tokens,
+        )
+        budget = None
+        if memory is not None:
+            used_bytes = planning.parse_bytes(used) if used else 0
+            used_bytes += -(-planning.parse_bytes(weights) // tensor_parallel) if weights else 0
+            budget = Budget.of(layout, planning.parse_bytes(memory), utilization, used_bytes)
+        elif weights or used:
+            raise UsageError("--weights and --used are taken off --memory, which is not given")
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    made = Plan(cache, layout, tensor_parallel, planning.lengths_up_to(token_count_max), padding_max, budget)
+    if as_json:
+        print(json.dumps(made.as_json()))
+    else:
+        made.show()
+
+
+def _config_path(model: str) -> Path:
+    """The file that the argument means, fetched if it is a model id.
+
+    Raises:
+        UsageError: there is none, or it cannot be fetched.
+    """
+    path = Path(model)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UsageError(f"no config.json in {model}")
+        return path / "config.json"
+    if path.is_file():
+        return path
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        raise UsageError(f"no file or folder {model}")
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+    except ModuleNotFoundError:
+        reason = "to take it as a model id of Hugging Face, pip install huggingface_hub"
+        raise UsageError(f"no file or folder {model}; {reason}") from None
+    try:
+        return Path(hub.hf_hub_download(repo_id=model, filename="config.json"))
+    except (OSError, ValueError) as error:  # what all errors of that package derive from
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UsageError(f"no file or folder {model}, and no config.json of a model with that id: {reason}") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: {error}") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"{path}: not a JSON object")
+    return config

@@ -1,0 +1,209 @@
+"""A plan as tables for people and as JSON for programs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from quire.planning import Family, Layout, ModelCache, blocks_for, full_attention_bytes, longest_sequence
+from quire.types import GroupKind
+
+LEGEND = """blocks: the most that a sequence holds until it is this long
+padding: share of its bytes that nothing can use
+unused: padding, and slots past its end or before its window
+full only: the same if every attention layer kept every token"""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What the pages of one rank may take."""
+
+    memory_bytes: int
+    utilization: float
+    used_bytes: int
+    block_count: int
+    pool_bytes: int
+
+    @classmethod
+    def of(cls, layout: Layout, memory_bytes: int, utilization: float, used_bytes: int) -> Budget:
+        """As many blocks as fit.
+
+        Raises:
+            ValueError: not even one does, or the utilization is no share.
+        """
+        block_count = blocks_for(layout, memory_bytes, utilization=utilization, used_bytes=used_bytes)
+        return cls(memory_bytes, utilization, used_bytes, block_count, block_count * layout.page_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A model's cache, laid out, and the memory it is to fit into, if that was given."""
+
+    cache: ModelCache
+    layout: Layout
+    rank_count: int
+    lengths: tuple[int, ...]
+    padding_max: float
+    budget: Budget | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, in bytes, tokens and counts."""
+        layout = self.layout
+        names = ("group_count", "page_bytes", "buffer_count", "slot_bytes", "token_bytes", "state_bytes")
+        more = ("growth_bytes_per_token", "edge_tokens", "checkpoint_tokens", "checkpoint_block_count")
+        return {
+            "model_type": self.cache.model_type,
+            "dtype": self.cache.dtype,
+            "tensor_parallel": self.rank_count,
+            "notes": self._notes(),
+            "layout": {
+                **{name: getattr(layout, name) for name in (*names, *more)},
+                "padding_share_max": layout.padding_share_max(self.lengths),
+                "families": [_family_as_json(family) for family in layout.families],
+            },
+            "memory": None
+            if self.budget is None
+            else {**asdict(self.budget), "longest_sequence": longest_sequence(layout, self.budget.block_count)},
+            "lengths": [self._length_as_json(length) for length in self.lengths],
+        }
+
+    def show(self) -> None:
+        """Prints tables; they need 80 columns."""
+        console = Console(highlight=False)
+        facts = Table(box=None, show_header=False, pad_edge=False)
+        for name, value in self._facts():
+            facts.add_row(f"[dim]{name}", value)
+        for part in (facts, "", self._groups_table(), "", self._lengths_table(), f"[dim]{LEGEND}"):
+            console.print(part)
+        for note in self._notes():
+            console.print(note, style="yellow", markup=False)
+
+    def _length_as_json(self, length: int) -> dict[str, Any]:
+        row = {
+            "token_count": length,
+            "block_count": self.layout.blocks_peak(length),
+            "sequence_bytes": self.layout.blocks_peak(length) * self.layout.page_bytes,
+            "padding_share": self.layout.padding_share(length),
+            "unused_share": self.layout.unused_share(length),
+            "full_attention_bytes": full_attention_bytes(self.cache.layers, length),
+        }
+        if self.budget is not None:
+            row["sequence_count"] = self.budget.block_count // row["block_count"]
+            row["full_attention_sequence_count"] = self.budget.pool_bytes // row["full_attention_bytes"]
+        return row
+
+    def _notes(self) -> list[str]:
+        notes = list(self.cache.notes)
+        if self.budget is not None and self.budget.used_bytes == 0:
+            notes.append("weights are not subtracted from the memory: give --weights or --used")
+        longest = self.cache.token_count_max
+        if longest is not None and self.lengths[-1] > longest:
+            notes.append(f"{self.lengths[-1]:,} tokens are more than the {longest:,} that the model was made for")
+        worst = self.layout.padding_share_max(self.lengths)
+        if worst >= self.padding_max:
+            notes.append(f"no layout keeps padding below {self.padding_max:.1%}; this one leaves up to {worst:.1%}")
+        return notes
+
+    def _facts(self) -> list[tuple[str, str]]:
+        layout = self.layout
+        growth = f"a long sequence grows by {layout.growth_bytes_per_token:,.0f}"
+        rows = [
+            ("model", f"{self.cache.model_type}: {_layers_in_words(self.cache)}"),
+            ("token", f"{layout.token_bytes:,} bytes in all layers ({self.cache.dtype}); {growth}"),
+        ]
+        if self.rank_count > 1:
+            rows.insert(1, ("rank", f"1 of {self.rank_count}; all that follows is one rank's"))
+        if layout.state_bytes:
+            blocks = layout.checkpoint_block_count
+            tokens = blocks * layout.page_bytes // (layout.token_bytes or 1)
+            worth = f", as much as {tokens:,} tokens" if layout.token_bytes else ""
+            rows.append(("state", f"{layout.state_bytes:,} bytes in {blocks:,} blocks{worth}"))
+            rows.append(("", f"kept at the end of a prompt and every {layout.checkpoint_tokens:,} tokens"))
+        buffers = f"{layout.buffer_count} buffers" if layout.buffer_count > 1 else "1 buffer"
+        rows += [
+            ("block", f"{layout.page_bytes:,} bytes, in {buffers} of {layout.slot_bytes:,}"),
+            ("groups", f"{layout.group_count:,}; prefix hits are multiples of {layout.edge_tokens:,} tokens"),
+        ]
+        if self.budget is not None:
+            used = f" - {_size(self.budget.used_bytes)} used" if self.budget.used_bytes else ""
+            longest = longest_sequence(layout, self.budget.block_count)
+            tokens_ = f"one sequence of up to {longest:,} tokens" if longest else "a sequence of any length"
+            rows += [
+                ("memory", f"{_size(self.budget.memory_bytes)} x {self.budget.utilization:g}{used}"),
+                ("blocks", f"{self.budget.block_count:,}, together {_size(self.budget.pool_bytes)}; {tokens_}"),
+            ]
+        return rows
+
+    def _groups_table(self) -> Table:
+        table = Table(box=None, pad_edge=False)
+        for name in ("groups", "of", "window", "layers", "block", "per layer", "padding"):
+            table.add_column(name, justify="left" if name == "of" else "right", no_wrap=True)
+        for family in self.layout.families:
+            pages = "a page" if family.pages_per_run == 1 else f"in {family.pages_per_run} pages"
+            divided = f", {family.layers_per_run:,}" if family.layers_per_run < len(family.layers) else ""
+            table.add_row(
+                f"{family.group_count:,}",
+                _words(family.kind),
+                f"{family.window:,}" if family.window else "",
+                f"{len(family.layers):,}{divided} {pages}",
+                "a state" if family.kind is GroupKind.STATE else f"{family.block_size:,} tokens",
+                f"{family.layer_bytes:,}",
+                f"{family.padding_bytes / (family.group_count * family.page_bytes):.1%}",
+            )
+        return table
+
+    def _lengths_table(self) -> Table:
+        table = Table(box=None, pad_edge=False)
+        names = ["tokens", "blocks", "size", "padding", "unused", "full only"]
+        for name in names if self.budget is None else [*names, "sequences", "full only"]:
+            table.add_column(name, justify="right", no_wrap=True)
+        for length in self.lengths:
+            found = self._length_as_json(length)
+            row = [
+                f"{length:,}",
+                f"{found['block_count']:,}",
+                _size(found["sequence_bytes"]),
+                f"{found['padding_share']:.1%}",
+                f"{found['unused_share']:.1%}",
+                _size(found["full_attention_bytes"]),
+            ]
+            if self.budget is not None:
+                row += [f"{found['sequence_count']:,}", f"{found['full_attention_sequence_count']:,}"]
+            table.add_row(*row)
+        return table
+
+
+def _family_as_json(family: Family) -> dict[str, Any]:
+    names = ("window", "block_size", "group_count", "layers_per_run", "pages_per_run", "layer_bytes", "padding_bytes")
+    return {
+        "kind": family.kind.name,
+        "layers": [layer.layer for layer in family.layers],
+        **{name: getattr(family, name) for name in names},
+    }
+
+
+def _layers_in_words(cache: ModelCache) -> str:
+    counts: Counter[str] = Counter()
+    for layer in cache.layers:
+        window = f" of {layer.window:,}" if layer.window else ""
+        shared = "without pages of their own"
+        counts[f"{_words(layer.kind)}{window}" if layer.shared_with is None else shared] += 1
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def _words(kind: GroupKind) -> str:
+    return kind.name.lower().replace("_", " ")
+
+
+def _size(byte_count: int) -> str:
+    """In the largest binary unit that it fills."""
+    size = float(byte_count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:,.1f} {unit}" if unit != "B" else f"{byte_count} B"
+        size /= 1024
+    return f"{size:,.1f} TiB"

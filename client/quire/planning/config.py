@@ -1,0 +1,175 @@
+"""From a model's `config.json` to what each of its layers keeps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from quire.planning.fields import ConfigError, Fields
+from quire.planning.kinds import LayerKind, layer_kinds
+from quire.planning.specs import LayerSpec, element_bytes_of
+from quire.planning.states import divided, state_bytes_of
+from quire.types import GroupKind
+
+# Model types whose fields were compared with the caches that transformers makes for them.
+KNOWN: Final = {
+    *("apertus", "arcee", "bamba", "bitnet", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4"),
+    *("falcon_h1", "falcon_mamba", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text", "glm4"),
+    *("glm4_moe", "glm4_moe_lite", "gpt_oss", "granite", "granitemoehybrid", "hunyuan_v1_dense", "jamba"),
+    *("kimi_linear", "lfm2", "lfm2_moe", "llama", "llama4_text", "mamba", "mamba2", "minicpm3", "minimax"),
+    *("minimax_text_01", "ministral", "mistral", "mixtral", "nemotron_h", "olmo2", "olmo3", "olmo_hybrid", "phi"),
+    *("phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3"),
+    *("stablelm", "starcoder2", "youtu", "zamba", "zamba2"),
+}
+# What would change the cache of a model type that is not known, if it means what it seems to mean.
+SUSPICIOUS: Final = re.compile(
+    r"pattern|interval|layer_ids|hybrid|swa_|global_|ssm|mamba|linear_|index_|cross_att|block_"
+)
+REFUSED: Final = {
+    "cross_attention_layers": "layers of cross-attention",
+    "index_head_dim": "an indexer with keys of its own",
+    "block_configs": "layers that differ in ways of their own",
+    "lru_width": "layers with a linear recurrent unit",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCache:
+    """What a model keeps on one rank, as far as its configuration tells.
+
+    Attributes:
+        model_type: of the language model.
+        layers: what each layer keeps; layers that keep nothing are left out.
+        dtype: of keys and values.
+        token_count_max: longest sequence that the model was made for; None if the configuration does not say.
+        notes: what was assumed, in sentences.
+    """
+
+    model_type: str
+    layers: tuple[LayerSpec, ...]
+    dtype: str
+    token_count_max: int | None
+    notes: tuple[str, ...]
+
+
+def layers_from_config(
+    config: Mapping[str, Any], dtype: str = "auto", tensor_parallel: int = 1, state_dtype: str = "auto"
+) -> tuple[LayerSpec, ...]:
+    """What each layer keeps; see `read_config`."""
+    return read_config(config, dtype, tensor_parallel, state_dtype).layers
+
+
+def read_config(
+    config: Mapping[str, Any], dtype: str = "auto", tensor_parallel: int = 1, state_dtype: str = "auto"
+) -> ModelCache:
+    """Reads a parsed `config.json`.
+
+    Args:
+        config: as Hugging Face publishes it.
+        dtype: of keys and values; "auto" is the model's own, bfloat16 if it does not say.
+        tensor_parallel: ranks. KV heads are divided, or repeated where there are fewer of them than ranks; latents
+            (MLA) are whole on every rank.
+        state_dtype: of recurrent states; "auto" is float32 unless the configuration says otherwise.
+
+    Raises:
+        ConfigError: a field is missing, is not understood, or does not divide by the ranks.
+        ValueError: a dtype is unknown, or there are no ranks.
+    """
+    if tensor_parallel < 1:
+        raise ValueError(f"{tensor_parallel} tensor-parallel ranks")
+    fields = Fields.of(config)
+    for name, what in REFUSED.items():
+        if fields.has(name):
+            raise ConfigError(f"model type {fields.model_type!r} has {what} ({name}), which is not planned")
+    kinds = layer_kinds(fields)
+    own_dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    dtype = own_dtype if dtype == "auto" else dtype
+    notes = _notes(fields)
+    state_bytes = 0
+    if LayerKind.STATE in kinds or LayerKind.FULL_AND_STATE in kinds:
+        state_bytes = state_bytes_of(
+            fields, tensor_parallel=tensor_parallel, element_bytes=element_bytes_of(own_dtype), dtype=state_dtype
+        )
+    layers = []
+    shared = _shared_layers(fields, kinds)
+    for index, kind in enumerate(kinds):
+        if kind not in {LayerKind.NOTHING, LayerKind.STATE}:
+            made = _attention(fields.at(index), index, kind, tensor_parallel)
+            layers.append(replace(made, element_bytes=element_bytes_of(dtype), shared_with=shared.get(index)))
+        if kind in {LayerKind.STATE, LayerKind.FULL_AND_STATE}:
+            layers.append(LayerSpec(index, GroupKind.STATE, state_bytes=state_bytes))
+    longest = fields.get("max_position_embeddings") or fields.get("model_max_length") or fields.get("n_positions")
+    return ModelCache(fields.model_type, tuple(layers), dtype, longest if isinstance(longest, int) else None, notes)
+
+
+def _attention(fields: Fields, index: int, kind: LayerKind, ranks: int) -> LayerSpec:
+    group_kind, window = GroupKind.FULL_ATTENTION, 0
+    if kind is LayerKind.SLIDING:
+        group_kind, window = GroupKind.SLIDING_WINDOW, fields.integer("sliding_window")
+    elif kind is LayerKind.CHUNKED:
+        group_kind, window = GroupKind.CHUNKED_LOCAL, fields.integer("attention_chunk_size")
+    if fields.has("kv_lora_rank"):
+        heads, head_dim = 1, fields.integer("kv_lora_rank") + fields.integer("qk_rope_head_dim")
+        value_head_dim: int | None = 0
+    else:
+        heads, head_dim = _kv_heads(fields, kind, ranks), _head_dim(fields, kind)
+        value_head_dim = fields.integer("v_head_dim", default=head_dim)
+    return LayerSpec(
+        index,
+        group_kind,
+        kv_head_count=heads,
+        head_dim=head_dim,
+        value_head_dim=None if value_head_dim == head_dim else value_head_dim,
+        window=window,
+    )
+
+
+def _kv_heads(fields: Fields, kind: LayerKind, ranks: int) -> int:
+    """Of one rank: never below 1."""
+    heads = fields.integer("num_attention_heads", "n_head", "n_heads", "num_heads")
+    if fields.has("multi_query") and not fields.has("new_decoder_architecture"):  # Falcon, StarCoder
+        count = 1
+    elif kind is LayerKind.FULL and fields.has("num_global_key_value_heads") and fields.has("attention_k_eq_v"):
+        count = fields.integer("num_global_key_value_heads")  # Gemma 4
+    else:
+        count = fields.integer("num_key_value_heads", "num_kv_heads", "n_head_kv", default=heads)
+    if count < ranks and ranks % count == 0:
+        return 1
+    return divided(fields, "KV heads", count, ranks)
+
+
+def _head_dim(fields: Fields, kind: LayerKind) -> int:
+    if kind is LayerKind.FULL and fields.has("global_head_dim"):
+        return fields.integer("global_head_dim")  # Gemma 4
+    heads = fields.integer("num_attention_heads", "n_head", "n_heads", "num_heads")
+    if fields.has("head_dim", "attention_head_dim", "kv_channels"):
+        return fields.integer("head_dim", "attention_head_dim", "kv_channels")
+    width = fields.integer("hidden_size", "n_embd", "d_model")
+    if fields.model_type in {"zamba", "zamba2"}:  # attention reads the hidden states and the embeddings side by side
+        width *= 2
+    if width % heads:
+        raise ConfigError(f"'head_dim' is missing, and {heads} heads do not divide a hidden size of {width}")
+    return width // heads
+
+
+def _shared_layers(fields: Fields, kinds: list[LayerKind]) -> dict[int, int]:
+    """Layers that read another's keys and values: the last of the same kind that has its own (Gemma 3n)."""
+    count = fields.get("num_kv_shared_layers") or 0
+    if not isinstance(count, int) or not 0 <= count < len(kinds):
+        raise fields.wrong("num_kv_shared_layers", f"from 0 to {len(kinds) - 1}")
+    first = len(kinds) - count
+    last_own = {kind: index for index, kind in enumerate(kinds[:first])}
+    for index in range(first, len(kinds)):
+        if kinds[index] not in last_own:
+            raise ConfigError(f"layer {index} shares keys and values, but no layer before {first} is of its kind")
+    return {index: last_own[kinds[index]] for index in range(first, len(kinds))}
+
+
+def _notes(fields: Fields) -> tuple[str, ...]:
+    if fields.model_type in KNOWN:
+        return ()
+    note = f"model type {fields.model_type!r} is not known: its standard fields were read as those of ordinary layers"
+    odd = sorted(name for name in fields.values if SUSPICIOUS.search(name) and fields.has(name))
+    return (note, f"these may change the cache: {', '.join(odd)}") if odd else (note,)

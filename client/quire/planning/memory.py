@@ -1,0 +1,96 @@
+"""How many blocks fit, and sizes with units as people write them."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Final
+
+from quire.planning.layout import Layout
+
+BYTES_OF_UNIT: Final = {
+    "": 1,
+    "B": 1,
+    "K": 1 << 10,
+    "M": 1 << 20,
+    "G": 1 << 30,
+    "T": 1 << 40,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "TIB": 1 << 40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+UNBOUNDED_TOKENS: Final = 1 << 62
+TOKENS_OF_UNIT: Final = {"": 1, "K": 1 << 10, "M": 1 << 20}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of `80GiB`, `80G` (the same), `80GB` (decimal) or `85899345920`.
+
+    Raises:
+        ValueError: it is not a number above 0 with one of these units.
+    """
+    return _parse(text, BYTES_OF_UNIT, "80GiB, 80GB or a number of bytes")
+
+
+def parse_tokens(text: str) -> int:
+    """Tokens of `32k` (32,768), `1M` (1,048,576) or `100000`.
+
+    Raises:
+        ValueError: it is not a number above 0 with one of these units.
+    """
+    return _parse(text, TOKENS_OF_UNIT, "32k (32,768), 1M or a number of tokens")
+
+
+def blocks_for(layout: Layout, memory_bytes: int, *, utilization: float = 1.0, used_bytes: int = 0) -> int:
+    """Blocks of a pool: `(memory * utilization - used) // bytes per block`, computed without rounding.
+
+    Args:
+        layout: whose pages the memory is divided into.
+        memory_bytes: of one device, all of it.
+        utilization: share of it that the process may use, above 0 and at most 1.
+        used_bytes: what weights, activations and others take of that share on this device. Where a profiling pass
+            measured it: used - current + peak.
+
+    Raises:
+        ValueError: an argument is out of range, or not even one block fits.
+    """
+    if not 0 < utilization <= 1:
+        raise ValueError(f"utilization {utilization} must be above 0 and at most 1")
+    if memory_bytes < 1 or used_bytes < 0:
+        raise ValueError(f"memory of {memory_bytes} bytes, {used_bytes} of them used")
+    free_bytes = int(memory_bytes * Fraction(str(utilization)) - used_bytes)
+    block_count = free_bytes // layout.page_bytes
+    if block_count < 1:
+        raise ValueError(
+            f"no block fits: {memory_bytes:,} bytes x {utilization} - {used_bytes:,} used leaves {free_bytes:,}, "
+            f"and a block takes {layout.page_bytes:,}"
+        )
+    return block_count
+
+
+def longest_sequence(layout: Layout, block_count: int) -> int | None:
+    """Tokens of the longest sequence that fits into so many blocks, alone; None if a sequence of any length does.
+
+    A sequence without full attention grows no further than its windows and states.
+    """
+    if layout.blocks_peak(UNBOUNDED_TOKENS) <= block_count:
+        return None
+    fits, too_long = 0, UNBOUNDED_TOKENS
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        fits, too_long = (middle, too_long) if layout.blocks_peak(middle) <= block_count else (fits, middle)
+    return fits
+
+
+def _parse(text: str, units: dict[str, int], examples: str) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = match[2].upper() if match else ""
+    value = int(Fraction(match[1]) * units[unit]) if match and unit in units else 0
+    if value < 1:
+        raise ValueError(f"{text!r} is not understood: write {examples}")
+    return value

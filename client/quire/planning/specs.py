@@ -1,0 +1,83 @@
+"""What one layer of a model keeps per token or per sequence, on one tensor-parallel rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from quire.types import GroupKind
+
+# Bytes of one element, by the names that configurations and command lines use.
+ELEMENT_BYTES: Final = {
+    "float32": 4,
+    "fp32": 4,
+    "bfloat16": 2,
+    "bf16": 2,
+    "float16": 2,
+    "fp16": 2,
+    "half": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "fp8": 1,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+    "int8": 1,
+}
+
+
+def element_bytes_of(dtype: str) -> int:
+    """Bytes of one element of a dtype.
+
+    Raises:
+        ValueError: the dtype is none of `ELEMENT_BYTES`.
+    """
+    name = dtype.removeprefix("torch.").lower()
+    if name not in ELEMENT_BYTES:
+        raise ValueError(f"dtype {dtype!r} is unknown; known are {', '.join(ELEMENT_BYTES)}")
+    return ELEMENT_BYTES[name]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One cache of one layer. A layer that has both attention and a state (Falcon-H1) is two of these.
+
+    Attributes:
+        layer: index in the model.
+        kind: how the layer uses its blocks.
+        kv_head_count: of this rank. Latent attention (MLA) has one head, which every rank keeps whole.
+        head_dim: elements of a key.
+        value_head_dim: elements of a value, where they differ from a key's; 0 for latent attention, whose one vector
+            is both.
+        element_bytes: of keys and values.
+        window: tokens, for SLIDING_WINDOW and CHUNKED_LOCAL; 0 otherwise.
+        state_bytes: of one sequence's state, for STATE; 0 otherwise.
+        shared_with: index of the layer whose keys and values this one reads; it then takes no pages.
+
+    Raises:
+        ValueError: a size is missing, or is given to a kind that has none.
+    """
+
+    layer: int
+    kind: GroupKind
+    kv_head_count: int = 0
+    head_dim: int = 0
+    value_head_dim: int | None = None
+    element_bytes: int = 2
+    window: int = 0
+    state_bytes: int = 0
+    shared_with: int | None = None
+
+    def __post_init__(self) -> None:
+        windowed = self.kind in {GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL}
+        if windowed != (self.window > 0):
+            raise ValueError(f"layer {self.layer}: {self.kind.name} with a window of {self.window} tokens")
+        if (self.kind is GroupKind.STATE) != (self.state_bytes > 0):
+            raise ValueError(f"layer {self.layer}: {self.kind.name} with {self.state_bytes} bytes of state")
+        if (self.kind is GroupKind.STATE) == (self.token_bytes > 0):
+            raise ValueError(f"layer {self.layer}: {self.kind.name} with {self.token_bytes} bytes a token")
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token takes in this layer, keys and values together; 0 for a state."""
+        value_head_dim = self.head_dim if self.value_head_dim is None else self.value_head_dim
+        return self.kv_head_count * (self.head_dim + value_head_dim) * self.element_bytes

@@ -1,0 +1,209 @@
+"""`quire plan`: tables and JSON from a `config.json`, and what is said when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+from quire.cli import app
+
+from tests.client.servers import parsed, quire
+
+CONFIGS = Path(__file__).parent / "configs"
+GEMMA = str(CONFIGS / "gemma-3-27b.json")
+# The sizing document's example: 80 layers, 64 KV heads of 64 elements.
+WORKED_EXAMPLE = {
+    "model_type": "qwen3",
+    "torch_dtype": "float16",
+    "hidden_size": 4096,
+    "head_dim": 64,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 64,
+}
+
+
+class Outcome(NamedTuple):
+    """What a run of the command left."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """The command in this process: much faster than in one of its own."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*arguments: str) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["quire", "plan", *arguments])
+        with pytest.raises(SystemExit) as raised:
+            app.run()
+        code = raised.value.code
+        return Outcome(code if isinstance(code, int) else 0, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def worked_example(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(WORKED_EXAMPLE))
+    return str(tmp_path)
+
+
+def test_a_plan_is_tables_that_fit_a_terminal(plan: Any) -> None:
+    code, out, err = plan(GEMMA, "--memory", "80GiB", "--weights", "55GB", "--max-len", "32k")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "10 full attention" in lines[0]
+    assert "groups  13; prefix hits are multiples of 16 tokens" in out
+    assert "block   655,360 bytes, in 5 buffers of 131,072" in out
+    rows = [line.split() for line in lines]
+    assert ["2", "full", "attention", "10,", "5", "a", "page", "16", "tokens", "131,072", "0.0%"] in rows
+    assert ["11", "sliding", "window", "1,024", "52,", "5", "a", "page", "16", "tokens", "131,072", "5.5%"] in rows
+    # 2 x 2,048 blocks of full attention and 11 x 65 of the window make 4,811: 7 times in 34,041 blocks, which hold one
+    # sequence of 32,768 x 507,904 bytes.
+    assert ["32,768", "4,811", "2.9", "GiB", "0.8%", "0.8%", "15.5", "GiB", "7", "1"] in rows
+    assert "weights" not in out
+
+
+def test_the_worked_example_of_the_sizing_document_comes_out_right(plan: Any, worked_example: str) -> None:
+    asked = ["--memory", "80000MiB", "--used", "45000MiB", "--tensor-parallel", "8", "--max-len", "172800"]
+    found = json.loads(plan(worked_example, *asked, "--json").out)
+    assert found["layout"]["page_bytes"] == found["layout"]["token_bytes"] * 16 == 2_621_440
+    assert found["memory"]["block_count"] == 10_800
+    assert found["memory"]["pool_bytes"] == 28_311_552_000
+    assert found["memory"]["longest_sequence"] == 172_800
+    assert found["lengths"][-1]["sequence_count"] == found["lengths"][-1]["full_attention_sequence_count"] == 1
+    shown = plan(worked_example, *asked).out
+    assert "1 of 8" in shown
+    assert "one sequence of up to 172,800 tokens" in shown
+
+
+def test_json_has_everything_in_bytes_and_tokens(plan: Any) -> None:
+    found = json.loads(plan(str(CONFIGS / "qwen3-next-80b.json"), "--dtype", "fp8", "--json").out)
+    assert (found["model_type"], found["dtype"], found["memory"]) == ("qwen3_next", "fp8", None)
+    full, state = found["layout"]["families"]
+    assert (full["kind"], full["layers"]) == ("FULL_ATTENTION", list(range(3, 48, 4)))
+    assert state["group_count"] == found["layout"]["checkpoint_block_count"]
+    assert found["layout"]["state_bytes"] == 36 * (8192 * 4 * 2 + 32 * 128 * 128 * 4)
+    assert [row["token_count"] for row in found["lengths"]] == [256, 1024, 4096, 16384, 65536, 262144]
+    assert all(row["padding_share"] < 0.05 for row in found["lengths"])
+    assert "sequence_count" not in found["lengths"][0]
+
+
+def test_weights_are_divided_by_the_ranks_and_their_absence_is_told(plan: Any) -> None:
+    llama = str(CONFIGS / "llama-3-70b.json")
+    with_weights = ["--memory", "80GB", "--weights", "141GB", "--used", "1GB", "--tensor-parallel", "8", "--json"]
+    found = json.loads(plan(llama, *with_weights).out)
+    assert found["memory"]["used_bytes"] == 141 * 10**9 // 8 + 10**9
+    assert found["notes"] == []
+    without = plan(llama, "--memory", "80GB")
+    assert "weights are not subtracted from the memory: give --weights or --used" in without.out
+
+
+def test_lengths_and_padding_beyond_what_is_meant_are_told(plan: Any) -> None:
+    out = plan(GEMMA, "--max-len", "1M", "--padding-max", "0.05", "--block-size", "64").out
+    assert "1,048,576 tokens are more than the 131,072 that the model was made for" in out
+    out = plan(str(CONFIGS / "bamba-9b.json"), "--padding-max", "0.0000001").out
+    assert "no layout keeps padding below 0.0%; this one leaves up to" in out
+
+
+def test_a_state_is_told_in_blocks_and_in_tokens(plan: Any) -> None:
+    out = plan(str(CONFIGS / "jamba-v0.1.json"), "--checkpoint-tokens", "512", "--state-dtype", "bf16").out
+    # 28 x (65,536 + 262,144) bytes in pages of 4 layers x 64 tokens x 4,096 bytes; a token takes 16,384.
+    assert "state   9,175,040 bytes in 9 blocks, as much as 576 tokens" in out
+    assert "kept at the end of a prompt and every 512 tokens" in out
+    assert "prefix hits are multiples of 64 tokens" in out
+
+
+def test_a_model_of_states_alone_holds_sequences_of_any_length(plan: Any, tmp_path: Path) -> None:
+    config = {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "state_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "a sequence of any length" in plan(str(tmp_path), "--memory", "1GiB").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/nonexistent"], "no file or folder /nonexistent"),
+        ([str(CONFIGS)], f"no config.json in {CONFIGS}"),
+        ([__file__], f"{__file__}: Extra data"),
+        ([GEMMA, "--memory", "80 gallons"], "'80 gallons' is not understood: write 80GiB, 80GB or a number of bytes"),
+        ([GEMMA, "--max-len", "long"], "'long' is not understood: write 32k (32,768), 1M or a number of tokens"),
+        ([GEMMA, "--memory", "1MiB", "--used", "1MiB"], "no block fits: 1,048,576 bytes x 0.9 - 1,048,576 used leaves"),
+        ([GEMMA, "--memory", "80GiB", "--utilization", "1.5"], "utilization 1.5 must be above 0 and at most 1"),
+        ([GEMMA, "--weights", "1GB"], "--weights and --used are taken off --memory, which is not given"),
+        ([GEMMA, "--tensor-parallel", "3"], "16 KV heads of model type 'gemma3_text' do not divide by 3 ranks"),
+        ([GEMMA, "--tensor-parallel", "0"], "Invalid value for '--tensor-parallel'"),
+        ([GEMMA, "--dtype", "fp5"], "dtype 'fp5' is unknown; known are float32"),
+        ([GEMMA, "--padding-max", "5"], "padding 5.0 must be a share above 0 and at most 1"),
+        ([str(CONFIGS / "bamba-9b.json"), "--checkpoint-tokens", "65"], "must be a multiple of blocks of 64 tokens"),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_one_clear_message_and_exit_code_2(plan: Any, arguments: list[str], message: str) -> None:
+    code, out, err = plan(*arguments)
+    assert (code, out) == (2, "")
+    assert message in " ".join(err.split())
+
+
+def test_a_config_that_is_not_understood_names_its_field(plan: Any, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2}')
+    assert plan(str(path)) == (
+        2,
+        "",
+        "quire: the configuration of model type 'llama' lacks 'num_hidden_layers' or 'n_layer' or 'n_layers'\n",
+    )
+    path.write_text("[]")
+    assert plan(str(path)) == (2, "", f"quire: {path}: not a JSON object\n")
+
+
+# -- model ids ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_id_is_fetched_where_the_hub_package_is_installed(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+
+    def download(**arguments: str) -> str:
+        asked.update(arguments)
+        return GEMMA
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=download))
+    assert "gemma3_text" in plan("google/gemma-3-27b-it").out
+    assert asked == {"repo_id": "google/gemma-3-27b-it", "filename": "config.json"}
+
+
+def test_a_model_id_that_cannot_be_fetched_is_one_line(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: str) -> str:
+        raise OSError("404\nand much more")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=fail))
+    message = "quire: no file or folder no/model, and no config.json of a model with that id: 404\n"
+    assert plan("no/model") == (2, "", message)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert "pip install huggingface_hub" in plan("no/model").err
+
+
+# -- as a process ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_explains_itself_and_runs_as_a_process() -> None:
+    shown = quire("plan", "--help")
+    assert (shown.returncode, "Examples:" in shown.stdout) == (0, True)
+    found = parsed(quire("plan", str(CONFIGS / "gpt-oss-20b.json"), "--json"))
+    assert found["layout"]["group_count"] == 2
+
+
+def test_other_commands_do_not_load_the_planner() -> None:
+    import subprocess
+
+    script = "import sys, quire, quire.cli.app; print([name for name in sys.modules if 'planning' in name])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"

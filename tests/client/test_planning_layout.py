@@ -1,0 +1,297 @@
+"""From layers to a layout: scenarios counted by hand, and a slow obvious model of what a sequence holds."""
+
+from __future__ import annotations
+
+import ast
+import random
+import sys
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from quire import planning
+from quire.planning import Family, LayerSpec, Layout, full_attention_bytes, lengths_up_to, plan_layout
+from quire.planning.layout import STATE_ALIGNMENT_BYTES
+from quire.types import GroupKind
+
+FULL, SLIDING, CHUNKED, STATE = (
+    GroupKind.FULL_ATTENTION,
+    GroupKind.SLIDING_WINDOW,
+    GroupKind.CHUNKED_LOCAL,
+    GroupKind.STATE,
+)
+# One KV head of 64 elements in bf16, keys and values: 256 bytes a token, 4,096 bytes a layer in a block of 16 tokens.
+SLOT = 4_096
+
+
+class Kind(NamedTuple):
+    """Layers of one spec; `window` is the size in bytes for states."""
+
+    kind: GroupKind
+    count: int
+    window: int = 0
+    heads: int = 1
+
+
+def layers_of(*kinds: Kind) -> tuple[LayerSpec, ...]:
+    made: list[LayerSpec] = []
+    for kind, count, window, heads in kinds:
+        for _ in range(count):
+            if kind is STATE:
+                made.append(LayerSpec(len(made), kind, state_bytes=window))
+            else:
+                made.append(LayerSpec(len(made), kind, kv_head_count=heads, head_dim=64, window=window))
+    return tuple(made)
+
+
+class Scenario(NamedTuple):
+    """Layers, and what was worked out for them by hand."""
+
+    kinds: tuple[Kind, ...]
+    groups: tuple[tuple[int, int, int], ...]  # per family: groups, layers in each, tokens per block
+    page_bytes: int
+    buffer_count: int
+    padding: float  # share at 256 tokens, where every group holds equally many bytes
+
+
+SCENARIOS = {
+    # 20 : 10 is 2 : 1, so 10 layers everywhere, as in the reference: 1 group of full attention, 2 of sliding windows.
+    "a regular ratio": Scenario((Kind(FULL, 10), Kind(SLIDING, 20, 32)), ((1, 10, 16), (2, 10, 16)), 10 * SLOT, 10, 0),
+    # 10 = 2 x 5 and 52 = 11 x 5 - 3: 3 of 13 x 5 = 65 slots stay empty. Groups of 10 would leave 8 of 70 empty, more
+    # than 5 %; of 9, 8, 7 and 6: 10, 10, 8 and 4 of 72, 72, 70 and 66, again more.
+    "an irregular ratio": Scenario(
+        (Kind(FULL, 10), Kind(SLIDING, 52, 1024)), ((2, 5, 16), (11, 5, 16)), 5 * SLOT, 5, 3 / 65
+    ),
+    # The layer that speculative decoding adds: 11 and 52 = 5 x 11 - 3: 3 of 66.
+    "one layer more": Scenario(
+        (Kind(FULL, 11), Kind(SLIDING, 52, 1024)), ((1, 11, 16), (5, 11, 16)), 11 * SLOT, 11, 3 / 66
+    ),
+    # 20 and 30 share 10. The smallest count, 20, would need 40 slots for 30 layers: 10 of 60 empty.
+    "close counts": Scenario((Kind(FULL, 20), Kind(SLIDING, 30, 1024)), ((2, 10, 16), (3, 10, 16)), 10 * SLOT, 10, 0),
+    "equal counts": Scenario((Kind(FULL, 12), Kind(SLIDING, 12, 128)), ((1, 12, 16), (1, 12, 16)), 12 * SLOT, 12, 0),
+    "three kinds": Scenario(
+        (Kind(FULL, 10), Kind(SLIDING, 20, 1024), Kind(CHUNKED, 10, 4096)),
+        ((1, 10, 16), (2, 10, 16), (1, 10, 16)),
+        10 * SLOT,
+        10,
+        0,
+    ),
+    # 5 layers of 512 bytes a token for 16 tokens = 5 of 256 for 32. With blocks of 16 throughout it would take 18
+    # groups, and 18 x 16 is more than 6 x 32.
+    "layers of two sizes": Scenario(
+        (Kind(FULL, 5, heads=2), Kind(SLIDING, 25, 512)), ((1, 5, 16), (5, 5, 32)), 10 * SLOT, 5, 0
+    ),
+    # 6 x 768 = 9 x 512 bytes a token: pages of 6 and of 9 layers; 3 buffers hold 2 and 3 layers each.
+    "sizes in a ratio of three to two": Scenario(
+        (Kind(FULL, 6, heads=3), Kind(SLIDING, 18, 512, heads=2)), ((1, 6, 16), (2, 9, 16)), 18 * SLOT, 3, 0
+    ),
+    # A page of 4 layers x 64 tokens x 256 bytes has 65,536; 28 states of 36,864 are 15.75 pages, so 16: 7 states in
+    # every 4. At 256 tokens 4 + 16 pages, of which a quarter of one is empty.
+    # A checkpoint of 16 pages is as large as 16 x 64 = 1,024 tokens.
+    "states larger than a slot": Scenario(
+        (Kind(FULL, 4), Kind(STATE, 28, 36_864)), ((1, 4, 64), (16, 7, 1024)), 65_536, 1, 0.25 / 20
+    ),
+    # A state of exactly the page: one group per layer, nothing straddles.
+    "states of one page": Scenario((Kind(FULL, 1), Kind(STATE, 3, 16_384)), ((1, 1, 64), (3, 1, 256)), 16_384, 1, 0),
+    # 10 states of 4,096 in one page; larger pages would leave more of it empty: at 256 tokens 16 + 1 pages of 49,152.
+    "small states": Scenario(
+        (Kind(FULL, 12), Kind(STATE, 10, 4_096)), ((1, 12, 16), (1, 10, 256)), 12 * SLOT, 2, 2 / (12 * 17)
+    ),
+    "states alone": Scenario((Kind(STATE, 48, 10_240),), ((1, 48, 256),), 48 * 10_240, 48, 0),
+}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS.keys())
+def test_layers_are_grouped_as_worked_out_by_hand(scenario: Scenario) -> None:
+    layout = plan_layout(layers_of(*scenario.kinds))
+    assert tuple((f.group_count, f.layers_per_run, f.block_size) for f in layout.families) == scenario.groups
+    assert (layout.page_bytes, layout.buffer_count) == (scenario.page_bytes, scenario.buffer_count)
+    assert layout.slot_bytes * layout.buffer_count == layout.page_bytes
+    assert layout.padding_share(256) == pytest.approx(scenario.padding)
+    assert layout.padding_share_max(lengths_up_to(32_768)) < 0.05
+
+
+def test_the_example_of_the_reference_holds_eleven_blocks() -> None:
+    # Blocks of 16 tokens, a window of 32, a sequence of 112: 7 blocks of full attention, and of each of two groups with
+    # windows the blocks that hold tokens 80 to 111.
+    layout = plan_layout(layers_of(Kind(FULL, 10), Kind(SLIDING, 20, 32)))
+    assert [family.block_count(112) for family in layout.families] == [7, 2]
+    assert layout.blocks_needed(112) == 11
+    assert [group.layers for group in layout.groups] == [tuple(range(i, i + 10)) for i in (0, 10, 20)]
+
+
+def test_a_pass_over_many_tokens_keeps_what_its_first_one_attends_to() -> None:
+    layout = plan_layout(layers_of(Kind(FULL, 1), Kind(SLIDING, 1, 32)))
+    _, sliding = layout.families
+    assert sliding.block_count(112, pass_token_count=64) == 6  # token 48 attends from 17 on: blocks 1 to 6
+    assert sliding.block_count(112, pass_token_count=112) == 7
+
+
+def test_layers_that_share_anothers_keys_and_values_take_no_pages() -> None:
+    own = layers_of(Kind(FULL, 4), Kind(SLIDING, 16, 512))
+    sharing = tuple(
+        LayerSpec(20 + i, SLIDING, kv_head_count=1, head_dim=64, window=512, shared_with=18) for i in range(15)
+    )
+    assert plan_layout(own + sharing) == plan_layout(own)
+    assert full_attention_bytes(own + sharing, 100) == full_attention_bytes(own, 100) == 20 * 112 * 256
+
+
+def test_a_latent_is_one_vector_for_all_heads() -> None:
+    layer = LayerSpec(0, FULL, kv_head_count=1, head_dim=576, value_head_dim=0)
+    assert layer.token_bytes == 1_152
+    assert plan_layout([layer]).page_bytes == 18_432
+
+
+def test_a_state_over_several_pages_is_cut_where_they_end() -> None:
+    layout = plan_layout(layers_of(Kind(FULL, 1), Kind(STATE, 2, 40_000)))  # pages of 16,384; 2 x 40,192 take 5
+    first, second = (layer for layer in layout.slices() if layer.kind is STATE)
+    assert layout.slices()[first] == ((1, 0, 16_384), (2, 0, 16_384), (3, 0, 7_232))
+    assert layout.slices()[second] == ((3, 7_424, 8_960), (4, 0, 16_384), (5, 0, 14_656))
+    assert [(group.layers, group.part, group.part_count) for group in layout.groups[1:]] == [
+        ((1, 2), part, 5) for part in range(5)
+    ]
+
+
+def test_more_padding_may_be_allowed_for_fewer_groups_and_less_costs_groups() -> None:
+    layers = layers_of(Kind(FULL, 10), Kind(SLIDING, 52, 1024))
+    # In turn 11 layers a group (4 of 66 slots empty), 5 (3 of 65), 2 (none).
+    assert [plan_layout(layers, padding_max=share).group_count for share in (0.1, 0.05, 0.01)] == [6, 13, 31]
+
+
+def test_where_groups_are_limited_blocks_may_grow_as_far_as_needed() -> None:
+    # 29 states of 4 MiB over pages of 3 x 256 bytes a token: 39 of 4,096 tokens, 78 of 2,048.
+    layers = layers_of(Kind(FULL, 3), Kind(STATE, 29, 4 << 20))
+    layout = plan_layout(layers, group_count_max=64, block_size_max=8_192)
+    assert (layout.group_count, layout.families[0].block_size) == (40, 4_096)
+    assert plan_layout(layers, group_count_max=64).families[0].block_size == 64
+
+
+def test_checkpoints_lie_where_blocks_end() -> None:
+    layers = layers_of(Kind(FULL, 4), Kind(STATE, 28, 36_864))
+    layout = plan_layout(layers, checkpoint_tokens=320)
+    assert (layout.edge_tokens, layout.checkpoint_tokens, layout.checkpoint_block_count) == (64, 320, 16)
+    assert plan_layout(layers[:4]).checkpoint_tokens == 0
+    huge = plan_layout(layers_of(Kind(FULL, 1), Kind(STATE, 1, 1 << 24)))  # as large as 65,536 tokens
+    assert huge.checkpoint_tokens == 4_096
+    with pytest.raises(ValueError, match="multiple of blocks of 64"):
+        plan_layout(layers, checkpoint_tokens=96)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"block_size": 0}, {"token_count_max": 0}, {"padding_max": 0.0}, {"group_count_max": 0}], ids=str
+)
+def test_arguments_out_of_range_are_refused(arguments: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        plan_layout(layers_of(Kind(FULL, 1)), **arguments)  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_laid_out_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing to lay out"):
+        plan_layout([])
+    with pytest.raises(ValueError, match="a page has 4096"):
+        Family(layers_of(Kind(FULL, 2)), 16, SLOT, 2)
+    family = Family(layers_of(Kind(FULL, 2)), 16, 2 * SLOT, 2)
+    with pytest.raises(ValueError, match="another size"):
+        Layout((family,), SLOT)
+    for wrong in ({"kind": FULL}, {"kind": STATE}, {"kind": SLIDING, "kv_head_count": 1, "head_dim": 8}):
+        with pytest.raises(ValueError, match="layer 7"):
+            LayerSpec(7, **wrong)  # type: ignore[arg-type]
+
+
+# -- a naive twin ------------------------------------------------------------------------------------------------------
+
+
+def attended(family: Family, position: int) -> Iterable[int]:
+    """Tokens that one query reads."""
+    if family.kind is SLIDING:
+        return range(max(position - family.window + 1, 0), position + 1)
+    if family.kind is CHUNKED:
+        return range(position - position % family.window, position + 1)
+    return range(position + 1)
+
+
+def naive_blocks(family: Family, token_count: int, pass_token_count: int) -> int:
+    """Blocks with a token that some query of the pass reads or writes, one by one."""
+    if family.kind is STATE:
+        return 1
+    queries = range(max(token_count - pass_token_count, 0), token_count)
+    return len({token // family.block_size for query in queries for token in attended(family, query)})
+
+
+def random_layers(chance: random.Random) -> tuple[LayerSpec, ...]:
+    kinds = [Kind(FULL, chance.randint(1, 12), 0, chance.choice([1, 2, 4]))]
+    if chance.random() < 0.7:
+        kinds.append(Kind(SLIDING, chance.randint(1, 30), chance.randint(2, 100), chance.choice([1, 2, 3])))
+    if chance.random() < 0.4:
+        kinds.append(Kind(CHUNKED, chance.randint(1, 9), chance.choice([32, 50, 64]), chance.choice([1, 2])))
+    if chance.random() < 0.4:
+        kinds.append(Kind(STATE, chance.randint(1, 20), chance.randint(1, 40) * 1_000))
+    made = list(layers_of(*kinds))
+    chance.shuffle(made)
+    return tuple(LayerSpec(**{**{n: getattr(m, n) for n in m.__slots__}, "layer": i}) for i, m in enumerate(made))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_layout_agrees_with_a_model_that_looks_at_every_token_and_byte(seed: int) -> None:
+    chance = random.Random(seed)
+    layers = random_layers(chance)
+    layout = plan_layout(layers, block_size=chance.choice([4, 16]), token_count_max=1_000)
+    for _ in range(10):
+        tokens, width = chance.randint(1, 300), chance.randint(1, 80)
+        for family in layout.families:
+            assert family.block_count(tokens, width) == naive_blocks(family, tokens, width)
+            assert family.block_count(tokens, width) <= family.block_count_peak(tokens, width)
+            peak = max(family.block_count(length) for length in range(1, tokens + 1))
+            aligned = family.kind is not CHUNKED or family.window % family.block_size == 0
+            assert peak == family.block_count_peak(tokens) if aligned else peak <= family.block_count_peak(tokens)
+        assert layout.blocks_needed(tokens) == sum(
+            naive_blocks(family, tokens, 1) * family.group_count for family in layout.families
+        )
+        live = sum(
+            family.live_bytes(tokens)
+            if family.kind is STATE
+            else len(list(attended(family, tokens - 1))) * sum(layer.token_bytes for layer in family.layers)
+            for family in layout.families
+        )
+        held = layout.blocks_needed(tokens) * layout.page_bytes
+        assert layout.unused_share(tokens) == pytest.approx(1 - live / held)
+        assert layout.padding_share(tokens) <= layout.unused_share(tokens) + 1e-9
+    check_slices(layout, layers)
+
+
+def check_slices(layout: Layout, layers: tuple[LayerSpec, ...]) -> None:
+    """Every layer has all its bytes, in groups that name it, aligned, inside slots, and nobody else's."""
+    taken: dict[int, list[tuple[int, int]]] = {}
+    slices = layout.slices()
+    assert set(slices) == set(layers)
+    for layer, parts in slices.items():
+        family = next(family for family in layout.families if layer in family.layers)
+        assert sum(part.size for part in parts) == (layer.state_bytes or family.layer_bytes)
+        assert parts[0].offset % (STATE_ALIGNMENT_BYTES if layer.kind is STATE else 2) == 0
+        for part in parts:
+            assert layer.layer in layout.groups[part.group].layers
+            first_slot, last_slot = part.offset // layout.slot_bytes, (part.offset + part.size - 1) // layout.slot_bytes
+            assert first_slot == last_slot < layout.buffer_count
+            taken.setdefault(part.group, []).append((part.offset, part.offset + part.size))
+    assert sorted(taken) == list(range(layout.group_count))
+    padding = 0
+    for ranges in taken.values():
+        ranges.sort()
+        assert all(end <= start for (_, end), (start, _) in pairwise(ranges))
+        padding += layout.page_bytes - sum(end - start for start, end in ranges)
+    assert padding == sum(family.padding_bytes for family in layout.families)
+
+
+# -- the package -------------------------------------------------------------------------------------------------------
+
+
+def test_planning_needs_nothing_but_the_standard_library() -> None:
+    for path in Path(planning.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                ours = name.startswith("quire.planning") or name == "quire.types"
+                assert ours or name.split(".")[0] in sys.stdlib_module_names, f"{path.name} imports {name}"

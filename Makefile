@@ -40,8 +40,9 @@ format: $(READY) ## format and mend what can be mended
 proto: $(READY) ## generate client/quire/v1 from protos/
 	PYTHON=$(BIN)/python scripts/generate_protos.sh
 
-bench: $(READY) ## measure text per second against transformers itself, side by side
+bench: $(READY) ## measure text per second against transformers, and what the allocator's operations cost
 	$(BIN)/python benchmarks/serving.py
+	$(BIN)/python benchmarks/allocator.py
 
 up: ## docker compose: allocator, worker, Prometheus, Grafana
 	docker compose up -d --build --wait

@@ -6,6 +6,7 @@ writer: no handler awaits between reading and changing the state of a pool.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import secrets
@@ -23,10 +24,11 @@ from quire.v1 import allocator_pb2_grpc as pb_grpc
 
 from quire_allocator import budget, limits, steps, translate, views
 from quire_allocator.core.directory import Directory, Ownership, Refusal
-from quire_allocator.core.pool import CommitResult, GrowResult, Result
+from quire_allocator.core.spec import DIGEST_BYTES, CommitResult, GrowResult, Result
 from quire_allocator.stream import SessionStream
 from quire_allocator.telemetry import Telemetry
 from quire_allocator.translate import require
+from quire_allocator.watch import Watching
 
 log = structlog.get_logger()
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
@@ -70,6 +72,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         self.clock = clock
         self.draining = False
         self.streams: set[SessionStream] = set()  # every one, attached or not yet
+        self.watching = Watching(directory)
 
     # -- the owner's stream --------------------------------------------------------------------------------------------
 
@@ -82,6 +85,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     def drain(self) -> None:
         """Takes no new session and ends every stream with UNAVAILABLE / DRAINING."""
         self.draining = True
+        self.watching.drain()
         for stream in self.streams:
             stream.end(Reason.DRAINING, "the allocator is shutting down")
 
@@ -103,11 +107,27 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
             raise Refusal("POOL_QUARANTINED", "an invariant of this pool broke; attach again") from error
         return response
 
+    def drop(self, owner: Ownership) -> None:
+        """The pool is gone: detached, closed, or its lease ended."""
+        self.directory.remove(owner)
+        self.telemetry.forget(owner.name)
+        self.watching.wake(owner.name)
+
+    def publish(self, owner: Ownership, acknowledged: int = 0) -> None:
+        """Effects of steps up to this one may be told to watchers."""
+        if owner.pool.log.publish(acknowledged):
+            self.watching.wake(owner.name)
+
     def expire_leases(self) -> None:
-        """Drops pools whose owner has been silent for the length of a lease; called by the server's timer."""
-        for owner in self.directory.expire(self.clock()):
+        """Drops pools whose owner has been silent for the length of a lease, and holds of unary sessions whose time has
+        come; called by the server's timer. A stream's holds end with its next step, whose reply says so."""
+        now = self.clock()
+        for owner in self.directory.open_pools():
+            if owner.unary and owner.pool.expire_holds(now):
+                self.publish(owner)
+        for owner in self.directory.expire(now):
             log.warning("lease expired", pool=owner.name, sequences=len(owner.pool.sequences))
-            self.telemetry.forget(owner.name)
+            self.drop(owner)
             if isinstance(owner.stream, SessionStream):
                 owner.stream.end(Reason.IDLE, "no message for the length of the lease")
 
@@ -141,13 +161,26 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
 
         def operate(owner: Ownership) -> pb.AllocateResponse:
             require(len(owner.pool.sequences) < limits.SEQUENCES_MAX, "too many live sequences", "LIMIT")
-            budget.check(budget.grow_answer_bytes_max(owner.pool, request.sequence_id, request.token_count))
-            grown = owner.pool.allocate(request.sequence_id, request.token_count, digests, namespace)
+            longest = max(request.token_count, request.prompt_token_count)
+            budget.check(budget.grow_answer_bytes_max(owner.pool, request.sequence_id, longest))
+            grown = owner.pool.allocate(
+                request.sequence_id,
+                request.token_count,
+                digests,
+                namespace,
+                prompt_token_count=request.prompt_token_count,
+                priority=request.priority,
+                defer_token_count=request.defer_token_count,
+            )
             return pb.AllocateResponse(
                 result=_wire(grown.result),
                 matched_token_count=grown.matched_token_count,
+                pending_token_count=grown.pending_token_count,
                 tables=map(translate.block_table, grown.blocks),
+                copy_sources=(copy.source for copy in grown.copies),
+                copy_destinations=(copy.destination for copy in grown.copies),
                 shortfall=grown.shortfall,
+                victim=translate.victim(grown.victim),
             )
 
         return self._once(request, "grow", operate)
@@ -165,15 +198,20 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
                 copy_sources=(copy.source for copy in grown.copies),
                 copy_destinations=(copy.destination for copy in grown.copies),
                 shortfall=grown.shortfall,
+                victim=translate.victim(grown.victim),
             )
 
         return self._once(request, "grow", operate)
 
     @unary
     def Fork(self, request: pb.ForkRequest) -> pb.ForkResponse:
+        require(request.hold_ms <= limits.HOLD_MS_MAX, f"hold_ms is at most {limits.HOLD_MS_MAX}")
+        hold_until = steps.hold_until(request.hold_ms, self.clock())
+
         def operate(owner: Ownership) -> pb.ForkResponse:
             require(len(owner.pool.sequences) < limits.SEQUENCES_MAX, "too many live sequences", "LIMIT")
-            return pb.ForkResponse(result=_wire(owner.pool.fork(request.parent_id, request.child_id)))
+            done = owner.pool.fork(request.parent_id, request.child_id, hold_until=hold_until)
+            return pb.ForkResponse(result=_wire(done))
 
         return self._once(request, "fork", operate)
 
@@ -182,9 +220,12 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         digests = translate.digests(request.digests)
 
         def operate(owner: Ownership) -> pb.CommitResponse:
-            steps.check_commit(owner.pool, request.sequence_id, request.token_count, len(digests))
-            budget.check(budget.commit_answer_bytes_max(owner.pool, len(digests)))
-            done: CommitResult = owner.pool.commit(request.sequence_id, request.token_count, digests)
+            digest_count = len(digests) // DIGEST_BYTES
+            steps.check_commit(owner.pool, request.sequence_id, request.token_count, digest_count)
+            budget.check(budget.commit_answer_bytes_max(owner.pool, digest_count))
+            done: CommitResult = owner.pool.commit(
+                request.sequence_id, request.token_count, digests, request.keep_token_count
+            )
             return pb.CommitResponse(
                 result=_wire(done.result),
                 swap_groups=(swap.group for swap in done.swaps),
@@ -208,8 +249,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
             if refusal.reason != "SESSION_UNKNOWN":
                 raise
         else:
-            self.directory.remove(owner)
-            self.telemetry.forget(owner.name)
+            self.drop(owner)
             log.info("session closed", pool=owner.name)
         return pb.CloseSessionResponse()
 
@@ -220,9 +260,9 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         digests, namespace = translate.digests(request.digests), translate.namespace(request.namespace)
         found = []
         for owner in self.directory.open_pools():
-            blocks = len(owner.pool.match(namespace, digests)[0])
-            if blocks:
-                found.append(pb.PrefixMatch(pool=owner.name, matched_token_count=blocks * owner.spec.block_size))
+            matched = owner.pool.match(namespace, digests)
+            if matched:
+                found.append(pb.PrefixMatch(pool=owner.name, matched_token_count=matched))
         return pb.MatchPrefixResponse(matches=sorted(found, key=lambda m: (-m.matched_token_count, m.pool)))
 
     @unary
@@ -237,7 +277,27 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         if request.view == pb.POOL_VIEW_BLOCKS:
             views.add_block_states(owner.pool, request, response)
             views.add_sequences(owner.pool, request, response)
+        elif request.view == pb.POOL_VIEW_USAGE:
+            views.add_usage(owner.pool, response)
         return response
+
+    async def WatchEvents(  # type: ignore[override]  # events go through context.write
+        self, request: pb.WatchEventsRequest, context: Context
+    ) -> None:
+        """See `watch.Watcher`."""
+        code = "OK"
+        try:
+            require(not self.draining, "the allocator is shutting down", "DRAINING")
+            await self.watching.serve(request, context)
+        except Refusal as refusal:
+            error = QuireError.of(Reason(refusal.reason), refusal.message)
+            code = error.code.name
+            await abort(context, error)
+        except asyncio.CancelledError:
+            code = "CANCELLED"
+            raise
+        finally:
+            self.telemetry.count_rpc("WatchEvents", code)
 
     # -- shared --------------------------------------------------------------------------------------------------------
 
@@ -257,6 +317,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         if kept is not None:
             return cast("ResponseT", kept)
         response = self.apply(owner, lambda: operate(owner))
+        self.publish(owner)
         owner.answers.record(request_id, sha256, response, size=response.ByteSize())
         self.telemetry.of(owner.name).count(operation, response.result)  # type: ignore[attr-defined]
         return response

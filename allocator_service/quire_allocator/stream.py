@@ -27,7 +27,7 @@ from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits, steps, translate
 from quire_allocator.core.directory import Ownership, Refusal
-from quire_allocator.core.pool import PoolSpec
+from quire_allocator.core.spec import PoolSpec
 from quire_allocator.translate import require
 
 if TYPE_CHECKING:
@@ -71,8 +71,7 @@ class SessionStream:
                 await self._write(report_required=pb.ReportRequired())
                 await self._report(owner, spec)
             if await self._serve(owner):
-                self._directory.remove(owner)
-                self._service.telemetry.forget(owner.name)
+                self._service.drop(owner)
                 log.info("pool detached", pool=owner.name)
         except Refusal as refusal:
             error = QuireError.of(Reason(refusal.reason), refusal.message)
@@ -151,6 +150,7 @@ class SessionStream:
         require(end.last_step <= limits.LAST_STEP_MAX, f"last_step must be at most {limits.LAST_STEP_MAX}")
         self._directory.open(owner, spec=spec, session_id=secrets.token_bytes(16), last_step=end.last_step)
         self._directory.renew(owner, self._service.clock())
+        self._service.watching.wake(owner.name)
         log.info("session opened", pool=owner.name, kind="stream", blocks=owner.spec.block_count)
         await self._write(
             ready=pb.Ready(
@@ -169,6 +169,7 @@ class SessionStream:
             if kind == "step":
                 await self._write(step_reply=self._step(owner, request.step))
             elif kind == "heartbeat":
+                self._service.publish(owner, min(request.heartbeat.ack, owner.steps.next_step - 1))
                 await self._write(heartbeat=pb.Heartbeat())
             elif kind == "detach":
                 return True
@@ -188,9 +189,10 @@ class SessionStream:
         if isinstance(kept, pb.StepReply):
             return kept
         arrays = steps.check_step(owner.pool, step)
-        reply = self._service.apply(owner, lambda: steps.apply_step(owner.pool, step, arrays))
+        reply = self._service.apply(owner, lambda: steps.apply_step(owner.pool, step, arrays, self._service.clock()))
         owner.steps.record(step, reply)
         owner.steps.forget(step.ack)
+        self._service.publish(owner, step.ack)
         self._service.telemetry.of(owner.name).observe_step(step, reply, time.perf_counter() - started)
         return reply
 

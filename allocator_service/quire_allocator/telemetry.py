@@ -15,7 +15,7 @@ from quire._serving.metrics import Histogram
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator.core.directory import Directory
-from quire_allocator.core.pool import Result
+from quire_allocator.core.spec import Result
 
 STEP_SECONDS_BOUNDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0)
 

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from typing import cast
 
-from quire.hashing import DIGEST_BYTES, split_digests
+from quire.hashing import DIGEST_BYTES
 from quire.limits import MESSAGE_BYTES_MAX, NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits
 from quire_allocator.core.directory import Refusal
-from quire_allocator.core.pool import GroupKind, GroupSpec, PoolSpec
+from quire_allocator.core.eviction import POLICIES
+from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec, Quota, Victim
 
 _NAME = re.compile(rf"[A-Za-z0-9._/-]{{1,{limits.NAME_CHARACTERS_MAX}}}")
+
+_KINDS: dict[int, GroupKind] = {
+    pb.GROUP_KIND_FULL_ATTENTION: GroupKind.FULL_ATTENTION,
+    pb.GROUP_KIND_SLIDING_WINDOW: GroupKind.SLIDING_WINDOW,
+    pb.GROUP_KIND_CHUNKED_LOCAL: GroupKind.CHUNKED_LOCAL,
+    pb.GROUP_KIND_STATE: GroupKind.STATE,
+}
+_WIRE_KINDS = {kind: cast("pb.GroupKind.ValueType", number) for number, kind in _KINDS.items()}
 
 LIMITS = pb.Limits(
     message_bytes_max=MESSAGE_BYTES_MAX,
@@ -48,10 +60,10 @@ def request_id(text: str) -> str:
     return text
 
 
-def digests(data: bytes) -> list[bytes]:
-    """Concatenated digests, checked and split."""
+def digests(data: bytes) -> bytes:
+    """Concatenated digests, checked."""
     require(len(data) % DIGEST_BYTES == 0, f"digests must be a multiple of {DIGEST_BYTES} bytes")
-    return split_digests(data)
+    return data
 
 
 def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
@@ -64,37 +76,101 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
     require(1 <= len(spec.groups) <= limits.GROUPS_MAX, f"a pool has 1 to {limits.GROUPS_MAX} groups")
     require(len(spec.cache_layout.encode()) <= limits.LAYOUT_BYTES_MAX, "cache_layout is too long")
     require(len(spec.model_fingerprint) <= limits.FINGERPRINT_BYTES_MAX, "model_fingerprint is too long")
-    for group in spec.groups:
-        require(1 <= group.block_size <= limits.BLOCK_SIZE_MAX, f"block_size must be 1 to {limits.BLOCK_SIZE_MAX}")
+    require(spec.watermark_block_count <= spec.block_count, "watermark_block_count is above block_count")
+    require(
+        spec.eviction_policy in ("", *POLICIES),
+        lambda: f"eviction_policy {spec.eviction_policy!r} is none of {', '.join(sorted(POLICIES))}",
+    )
+    groups = tuple(map(_group_spec, spec.groups))
+    smallest = min(group.block_size for group in groups)
+    require(
+        all(group.block_size % smallest == 0 for group in groups),
+        f"every block_size must be a multiple of the smallest, {smallest}",
+        "LAYOUT",
+    )
+    return PoolSpec(
+        spec.block_count,
+        groups,
+        spec.cache_layout,
+        spec.model_fingerprint,
+        spec.watermark_block_count,
+        _quotas(spec.quotas),
+        spec.eviction_policy,
+    )
+
+
+def _group_spec(group: pb.GroupSpec) -> GroupSpec:
+    kind = _KINDS.get(group.kind)
+    if kind is None:
+        raise Refusal("LAYOUT", f"group kind {group.kind} is not managed")
+    require(1 <= group.block_size <= limits.BLOCK_SIZE_MAX, f"block_size must be 1 to {limits.BLOCK_SIZE_MAX}")
+    if kind in (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL):
         require(
-            group.kind == pb.GROUP_KIND_FULL_ATTENTION,
-            lambda group=group: f"group kind {group.kind} is not managed; FULL_ATTENTION is",  # type: ignore[misc]
-            "LAYOUT",
+            1 <= group.window <= limits.WINDOW_TOKENS_MAX,
+            f"window of a {kind.name} group must be 1 to {limits.WINDOW_TOKENS_MAX}",
         )
-    sizes = {group.block_size for group in spec.groups}
-    require(len(sizes) == 1, "groups of different block sizes are not managed", "LAYOUT")
-    groups = tuple(GroupSpec(GroupKind.FULL_ATTENTION, group.block_size) for group in spec.groups)
-    return PoolSpec(spec.block_count, groups, spec.cache_layout, spec.model_fingerprint)
+    else:
+        require(group.window == 0, f"a {kind.name} group has no window")
+    allowed = limits.CHECKPOINTS_MAX if kind is GroupKind.STATE else 0
+    require(group.checkpoints_max <= allowed, f"checkpoints_max of a {kind.name} group is at most {allowed}")
+    return GroupSpec(kind, group.block_size, group.window, group.checkpoints_max)
+
+
+def _quotas(quotas: Sequence[pb.Quota]) -> tuple[Quota, ...]:
+    require(len(quotas) <= limits.QUOTAS_MAX, f"a pool has at most {limits.QUOTAS_MAX} quotas")
+    names = [namespace(quota.namespace) for quota in quotas]
+    require(len(set(names)) == len(names), "two quotas name the same namespace")
+    return tuple(
+        Quota(
+            quota.namespace,
+            quota.held_blocks_max if quota.HasField("held_blocks_max") else None,
+            quota.cached_blocks_max if quota.HasField("cached_blocks_max") else None,
+        )
+        for quota in quotas
+    )
 
 
 def pool_spec_message(spec: PoolSpec) -> pb.PoolSpec:
     """The same, on the way out."""
     return pb.PoolSpec(
         block_count=spec.block_count,
-        groups=[pb.GroupSpec(kind=pb.GROUP_KIND_FULL_ATTENTION, block_size=g.block_size) for g in spec.groups],
+        groups=[
+            pb.GroupSpec(
+                kind=_WIRE_KINDS[g.kind], block_size=g.block_size, window=g.window, checkpoints_max=g.checkpoints_max
+            )
+            for g in spec.groups
+        ],
         cache_layout=spec.cache_layout,
         model_fingerprint=spec.model_fingerprint,
+        watermark_block_count=spec.watermark_block_count,
+        quotas=[
+            pb.Quota(
+                namespace=quota.namespace,
+                held_blocks_max=quota.held_block_count_max,
+                cached_blocks_max=quota.cached_block_count_max,
+            )
+            for quota in spec.quotas
+        ],
+        eviction_policy=spec.eviction_policy,
     )
 
 
-def block_table(blocks: Sequence[int]) -> pb.BlockTable:
+def block_table(blocks: array[int]) -> pb.BlockTable:
     """Block ids as uint32 little-endian."""
     return pb.BlockTable(blocks=pack_blocks(blocks))
 
 
-def pack_blocks(blocks: Iterable[int]) -> bytes:
+def pack_blocks(blocks: array[int]) -> bytes:
     """Block ids as uint32 little-endian bytes."""
-    return b"".join(block.to_bytes(4, "little") for block in blocks)
+    if sys.byteorder == "big":
+        blocks = blocks[:]
+        blocks.byteswap()
+    return blocks.tobytes()
+
+
+def victim(victim: Victim | None) -> pb.Victim | None:
+    """Whom to preempt, if anybody."""
+    return pb.Victim(sequence_id=victim.sequence_id, token_count=victim.token_count) if victim is not None else None
 
 
 def omit_zeros(values: list[int]) -> list[int]:

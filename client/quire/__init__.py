@@ -6,14 +6,14 @@
         for chunk in client.stream("The for statement", max_tokens=32):
             print(chunk.text, end="")
 
-`Client` and `AsyncClient` get text from a worker; `AllocatorClient` and `AsyncAllocatorClient` look into pools and own
-them. Calls that fail raise `QuireError`. `quire.session` has ownership over a stream, `quire.local` starts both servers
-on this machine.
+`Client` and `AsyncClient` get text from a worker; `AllocatorClient` and `AsyncAllocatorClient` look into pools, watch
+and own them. Calls that fail raise `QuireError`. `quire.session` has ownership over a stream, `quire.mirror` what a
+router keeps of a pool, `quire.local` starts both servers on this machine.
 """
 
 from importlib.metadata import PackageNotFoundError, version
 
-from quire._streams import AsyncChunkStream, ChunkStream
+from quire._streams import AsyncChunkStream, AsyncEventStream, ChunkStream, EventStream
 from quire.aio import AsyncAllocatorClient, AsyncClient, AsyncUnarySession
 from quire.client import AllocatorClient, Client, UnarySession
 from quire.errors import (
@@ -34,8 +34,10 @@ from quire.errors import (
     UnavailableError,
     UnimplementedError,
 )
+from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, SnapshotEnd
 from quire.hashing import block_digests, prompt_digests, root_digest
-from quire.steps import Copy, Result, Swap
+from quire.mirror import PrefixMirror
+from quire.steps import Copy, Result, Swap, Victim
 from quire.types import (
     Allocation,
     Chunk,
@@ -45,16 +47,23 @@ from quire.types import (
     GroupKind,
     GroupSpec,
     Growth,
-    PoolBlocks,
     PoolSpec,
-    PoolSummary,
-    PrefixMatch,
+    Quota,
     Sample,
     SamplingParams,
-    SequenceInfo,
-    SessionKind,
     Usage,
     WorkerStatus,
+)
+from quire.views import (
+    GroupUsage,
+    NamespaceUsage,
+    PoolBlocks,
+    PoolSummary,
+    PoolUsage,
+    PrefixMatch,
+    PrefixUsage,
+    SequenceInfo,
+    SessionKind,
 )
 
 try:
@@ -70,29 +79,41 @@ __all__ = [
     "AsyncAllocatorClient",
     "AsyncChunkStream",
     "AsyncClient",
+    "AsyncEventStream",
     "AsyncUnarySession",
+    "BlocksRemoved",
+    "BlocksStored",
+    "CacheEvent",
     "Chunk",
     "ChunkStream",
     "Client",
     "CommitOutcome",
     "Copy",
     "DeadlineExceededError",
+    "EventStream",
     "FailedPreconditionError",
     "FinishReason",
     "Generation",
     "GroupKind",
     "GroupSpec",
+    "GroupUsage",
     "Growth",
+    "IndexCleared",
     "InternalError",
     "InvalidArgumentError",
+    "NamespaceUsage",
     "NotFoundError",
     "OutOfRangeError",
     "PermissionDeniedError",
     "PoolBlocks",
     "PoolSpec",
     "PoolSummary",
+    "PoolUsage",
     "PrefixMatch",
+    "PrefixMirror",
+    "PrefixUsage",
     "QuireError",
+    "Quota",
     "Reason",
     "RequestCancelledError",
     "ResourceExhaustedError",
@@ -101,12 +122,14 @@ __all__ = [
     "SamplingParams",
     "SequenceInfo",
     "SessionKind",
+    "SnapshotEnd",
     "Swap",
     "UnarySession",
     "UnauthenticatedError",
     "UnavailableError",
     "UnimplementedError",
     "Usage",
+    "Victim",
     "WorkerStatus",
     "__version__",
     "block_digests",

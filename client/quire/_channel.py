@@ -1,8 +1,9 @@
 """Channels: addresses, deadlines, retries, tokens and errors, for both flavours of the clients.
 
-Every call has a deadline. A call that meets UNAVAILABLE is repeated at most three times, 50 to 500 ms apart with
-jitter; no other code is ever repeated, and the Session stream never. Operations that change something carry a request
-id, so that a repeated one is applied once. gRPC itself repeats unary calls, `Attempts` the streams of Generate.
+Every call but a watch has a deadline. A call that meets UNAVAILABLE is repeated at most three times, 50 to 500 ms apart
+with jitter; no other code is ever repeated, and the Session stream never. Operations that change something carry a
+request id, so that a repeated one is applied once. gRPC itself repeats unary calls, `Attempts` the streams of Generate,
+`quire._watch.Watch` those of WatchEvents, which go on as often as it takes once they have begun.
 
 A token travels as `authorization: Bearer ...` with every call. Connections are not encrypted: towards another machine
 whoever can listen can read the token, so use it inside a network that you trust.
@@ -15,7 +16,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -48,11 +49,12 @@ _SERVICE_CONFIG: Final = {
             },
         },
         # The entry that names a method wins over the one above. An owner's stream must attach again, not be replayed.
-        # A stream of Generate with a retry policy hangs past its deadline where the connection is lost before the
-        # first message (threads only; grpcio 1.85): `Attempts` repeats it instead.
+        # A server's stream with a retry policy hangs past its deadline where the connection is lost before the first
+        # message (threads only; grpcio 1.85): `Attempts` and `Watch` repeat it instead.
         {
             "name": [
                 {"service": "quire.v1.AllocatorService", "method": "Session"},
+                {"service": "quire.v1.AllocatorService", "method": "WatchEvents"},
                 {"service": "quire.v1.WorkerService", "method": "Generate"},
             ]
         },
@@ -73,6 +75,7 @@ OPTIONS: Final[Sequence[tuple[str, Any]]] = (
 
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message)
+ItemT = TypeVar("ItemT")
 
 
 def resolve_token(token: str | None) -> str | None:
@@ -89,32 +92,45 @@ def resolve_address(address: str | None, variable: str, default: str) -> str:
     return address or os.environ.get(variable) or default
 
 
-class Attempts:
+class Attempts(Generic[ItemT]):
     """A call that streams messages, and its repetition: what `_SERVICE_CONFIG` says for unary calls, by our own hand.
 
     Args:
         method: of a stub, of either flavour.
         request: sent with each attempt.
+        read: makes of a message what the caller gets.
         timeout_s: for all attempts together, pauses included.
         metadata: sent with each attempt.
 
     Attributes:
         call: the current attempt.
-        begun: whether a message has arrived, which the caller sets; from then on the call is never repeated.
+        request_id: of the call, for its errors.
     """
 
     def __init__(
-        self, method: Callable[..., Any], request: Message, timeout_s: float, metadata: Sequence[tuple[str, str]]
+        self,
+        method: Callable[..., Any],
+        request: Message,
+        read: Callable[[Any], ItemT],
+        timeout_s: float,
+        metadata: Sequence[tuple[str, str]],
     ) -> None:
         self._start: Callable[[float], Any] = lambda left_s: method(request, timeout=left_s, metadata=metadata)
         self._deadline = time.monotonic() + timeout_s
         self._count = 1
-        self.begun = False
+        self._begun = False
+        self._read = read
+        self.request_id = getattr(request, "request_id", None)
         self.call = self._start(timeout_s)
+
+    def read(self, message: Any) -> ItemT:
+        """What the caller makes of a message; once one has arrived the call is never repeated."""
+        self._begun = True
+        return self._read(message)
 
     def pause_s(self, error: grpc.RpcError) -> float | None:
         """Seconds to wait before `again`; None where this error of the current attempt is the call's."""
-        if self.begun or error.code() != grpc.StatusCode.UNAVAILABLE or self._count >= ATTEMPTS_MAX:
+        if self._begun or error.code() != grpc.StatusCode.UNAVAILABLE or self._count >= ATTEMPTS_MAX:
             return None
         pause_s = min(BACKOFF_S * BACKOFF_FACTOR ** (self._count - 1), BACKOFF_S_MAX) * random.uniform(0.8, 1.2)
         return pause_s if time.monotonic() + pause_s < self._deadline else None

@@ -5,19 +5,17 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Final, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message
 
-from quire import types
+from quire import types, views
 from quire.errors import InvalidArgumentError, Reason, UnavailableError
-from quire.steps import Copy, Result, Swap, unpack_blocks
+from quire.steps import NULL_BLOCK, Copy, Result, Swap, Victim, concatenated, unpack_blocks
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import worker_pb2 as worker_pb
 
 MessageT = TypeVar("MessageT", bound=Message)
-
-NULL_BLOCK: Final = 0xFFFFFFFF  # where a windowed group gave a block back
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The worker
@@ -94,11 +92,11 @@ def gather(chunks: Iterable[types.Chunk], request_id: str) -> types.Generation:
 
 def worker_status(message: worker_pb.GetStatusResponse) -> types.WorkerStatus:
     """A worker in a few numbers."""
-    return types.WorkerStatus(**{field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields})
+    return types.WorkerStatus(**_values(message))
 
 
 def _usage(message: worker_pb.Usage) -> types.Usage:
-    return types.Usage(**{field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields})
+    return types.Usage(**_values(message))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -107,36 +105,71 @@ def _usage(message: worker_pb.Usage) -> types.Usage:
 
 def pool_spec_message(spec: types.PoolSpec) -> pb.PoolSpec:
     """What an owner declares."""
-    message = pb.PoolSpec(cache_layout=spec.cache_layout, model_fingerprint=spec.model_fingerprint)
+    message = pb.PoolSpec(
+        cache_layout=spec.cache_layout,
+        model_fingerprint=spec.model_fingerprint,
+        eviction_policy=spec.eviction_policy,
+    )
     for group in spec.groups:
         added = message.groups.add(kind=cast("pb.GroupKind.ValueType", int(group.kind)))
-        _fill(added, reason=Reason.MALFORMED, block_size=group.block_size, window=group.window)
-    return _fill(message, reason=Reason.MALFORMED, block_count=spec.block_count)
+        sizes = {"block_size": group.block_size, "window": group.window, "checkpoints_max": group.checkpoints_max}
+        _fill(added, reason=Reason.MALFORMED, **sizes)
+    for quota in spec.quotas:
+        limits = {"held_blocks_max": quota.held_blocks_max, "cached_blocks_max": quota.cached_blocks_max}
+        given = {name: limit for name, limit in limits.items() if limit is not None}
+        _fill(message.quotas.add(namespace=quota.namespace), reason=Reason.MALFORMED, **given)
+    counts = {"block_count": spec.block_count, "watermark_block_count": spec.watermark_block_count}
+    return _fill(message, reason=Reason.MALFORMED, **counts)
 
 
-def pool_summary(message: pb.PoolSummary) -> types.PoolSummary:
-    """A pool in a few numbers."""
-    spec = types.PoolSpec(
-        block_count=message.spec.block_count,
-        groups=tuple(
-            types.GroupSpec(types.GroupKind(group.kind), group.block_size, group.window)
-            for group in message.spec.groups
-        ),
-        cache_layout=message.spec.cache_layout,
-        model_fingerprint=message.spec.model_fingerprint,
+def pool_spec(message: pb.PoolSpec) -> types.PoolSpec:
+    """What an owner declared."""
+    groups = (
+        types.GroupSpec(types.GroupKind(group.kind), group.block_size, group.window, group.checkpoints_max)
+        for group in message.groups
     )
-    values = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
-    values.update(spec=spec, session_kind=types.SessionKind(message.session_kind))
-    return types.PoolSummary(**values)
+    quotas = (
+        types.Quota(
+            quota.namespace,
+            quota.held_blocks_max if quota.HasField("held_blocks_max") else None,
+            quota.cached_blocks_max if quota.HasField("cached_blocks_max") else None,
+        )
+        for quota in message.quotas
+    )
+    return types.PoolSpec(**{**_values(message), "groups": tuple(groups), "quotas": tuple(quotas)})
 
 
-def pool_blocks(pages: Sequence[pb.GetPoolResponse]) -> types.PoolBlocks:
+def pool_summary(message: pb.PoolSummary) -> views.PoolSummary:
+    """A pool in a few numbers."""
+    values = _values(message)
+    values.update(
+        spec=pool_spec(message.spec),
+        session_kind=views.SessionKind(message.session_kind),
+        groups=tuple(views.GroupUsage(**_values(group)) for group in message.groups),
+    )
+    return views.PoolSummary(**values)
+
+
+def pool_usage(message: pb.GetPoolResponse) -> views.PoolUsage:
+    """Where the memory of a pool goes."""
+    usage = message.usage
+    values = _values(usage)
+    values.update(
+        summary=pool_summary(message.summary),
+        namespaces=tuple(views.NamespaceUsage(**_values(use)) for use in usage.namespaces),
+        longest_prefixes=tuple(views.PrefixUsage(**_values(use)) for use in usage.longest_prefixes),
+        most_shared_prefixes=tuple(views.PrefixUsage(**_values(use)) for use in usage.most_shared_prefixes),
+    )
+    return views.PoolUsage(**values)
+
+
+def pool_blocks(pages: Sequence[pb.GetPoolResponse]) -> views.PoolBlocks:
     """Who holds what, from all pages of an answer; the summary is the last page's."""
     parts: dict[int, list[pb.SequenceInfo]] = {}  # a long sequence comes in several
     for page in pages:
         for info in page.sequences:
             parts.setdefault(info.sequence_id, []).append(info)
-    return types.PoolBlocks(
+    return views.PoolBlocks(
         summary=pool_summary(pages[-1].summary),
         block_states=b"".join(page.block_states for page in pages),
         sequences=tuple(map(_sequence, parts.values())),
@@ -153,25 +186,32 @@ def next_page(request: pb.GetPoolRequest, page: pb.GetPoolResponse) -> pb.GetPoo
     if page.sequences:
         last = page.sequences[-1]
         following.after_sequence_id = last.sequence_id - 1 if last.continues else last.sequence_id
-        following.first_entry = last.first_entry + len(last.tables[0].blocks) // 4 if last.continues else 0
+        # Groups of larger blocks have shorter tables: the longest one says how far all have come.
+        entries = max(len(table.blocks) // 4 for table in last.tables) if last.continues else 0
+        following.first_entry = last.first_entry + entries if last.continues else 0
     return following if following != request else None
 
 
-def match_request(digests: Iterable[bytes], namespace: str) -> pb.MatchPrefixRequest:
+def match_request(digests: bytes | Iterable[bytes], namespace: str) -> pb.MatchPrefixRequest:
     """Asks who has published a prompt."""
-    return pb.MatchPrefixRequest(namespace=namespace, digests=b"".join(digests))
+    return pb.MatchPrefixRequest(namespace=namespace, digests=concatenated(digests))
 
 
-def prefix_matches(message: pb.MatchPrefixResponse) -> tuple[types.PrefixMatch, ...]:
+def prefix_matches(message: pb.MatchPrefixResponse) -> tuple[views.PrefixMatch, ...]:
     """Pools that match, best first."""
-    return tuple(types.PrefixMatch(match.pool, match.matched_token_count) for match in message.matches)
+    return tuple(views.PrefixMatch(match.pool, match.matched_token_count) for match in message.matches)
 
 
-def _sequence(parts: Sequence[pb.SequenceInfo]) -> types.SequenceInfo:
+def watch_request(pool: str, session_id: bytes, cursor: int) -> pb.WatchEventsRequest:
+    """Asks for the events of a pool."""
+    return _fill(pb.WatchEventsRequest(pool=pool, session_id=session_id), reason=Reason.MALFORMED, cursor=cursor)
+
+
+def _sequence(parts: Sequence[pb.SequenceInfo]) -> views.SequenceInfo:
     """A sequence from its parts in order; counts are the last part's."""
     info = parts[-1]
     pieces = zip(*(part.tables for part in parts), strict=True)  # per group
-    return types.SequenceInfo(
+    return views.SequenceInfo(
         sequence_id=info.sequence_id,
         namespace=info.namespace,
         token_count=info.token_count,
@@ -199,15 +239,14 @@ def open_request(pool: str, spec: types.PoolSpec, request_id: str | None) -> pb.
 def allocate_request(
     session_id: bytes,
     request_id: str | None,
-    sequence_id: int,
-    token_count: int,
     *,
-    digests: Iterable[bytes],
+    digests: bytes | Iterable[bytes],
     namespace: str,
+    **counts: int,
 ) -> pb.AllocateRequest:
     """Asks for a new sequence."""
-    request = pb.AllocateRequest(session_id=session_id, digests=b"".join(digests), namespace=namespace)
-    return _operation(request, request_id, sequence_id=sequence_id, token_count=token_count)
+    request = pb.AllocateRequest(session_id=session_id, digests=concatenated(digests), namespace=namespace)
+    return _operation(request, request_id, **counts)
 
 
 def grow_request(session_id: bytes, request_id: str | None, sequence_id: int, token_count: int) -> pb.GrowRequest:
@@ -216,17 +255,19 @@ def grow_request(session_id: bytes, request_id: str | None, sequence_id: int, to
     return _operation(request, request_id, sequence_id=sequence_id, token_count=token_count)
 
 
-def fork_request(session_id: bytes, request_id: str | None, parent_id: int, child_id: int) -> pb.ForkRequest:
+def fork_request(
+    session_id: bytes, request_id: str | None, parent_id: int, child_id: int, hold_ms: int
+) -> pb.ForkRequest:
     """Asks for a copy of a sequence."""
-    return _operation(pb.ForkRequest(session_id=session_id), request_id, parent_id=parent_id, child_id=child_id)
+    request = pb.ForkRequest(session_id=session_id)
+    return _operation(request, request_id, parent_id=parent_id, child_id=child_id, hold_ms=hold_ms)
 
 
 def commit_request(
-    session_id: bytes, request_id: str | None, sequence_id: int, token_count: int, digests: Iterable[bytes]
+    session_id: bytes, request_id: str | None, *, digests: bytes | Iterable[bytes], **counts: int
 ) -> pb.CommitRequest:
     """Reports computed tokens."""
-    request = pb.CommitRequest(session_id=session_id, digests=b"".join(digests))
-    return _operation(request, request_id, sequence_id=sequence_id, token_count=token_count)
+    return _operation(pb.CommitRequest(session_id=session_id, digests=concatenated(digests)), request_id, **counts)
 
 
 def free_request(session_id: bytes, request_id: str | None, sequence_id: int) -> pb.FreeRequest:
@@ -237,14 +278,29 @@ def free_request(session_id: bytes, request_id: str | None, sequence_id: int) ->
 def allocation(message: pb.AllocateResponse) -> types.Allocation:
     """What an allocate did."""
     return types.Allocation(
-        Result(message.result), message.matched_token_count, _tables(message.tables), message.shortfall
+        result=Result(message.result),
+        matched_token_count=message.matched_token_count,
+        tables=_tables(message.tables),
+        copies=_copies(message),
+        shortfall=message.shortfall,
+        pending_token_count=message.pending_token_count,
+        victim=_victim(message),
     )
 
 
 def growth(message: pb.GrowResponse) -> types.Growth:
     """What a grow did."""
-    copies = tuple(map(Copy, message.copy_sources, message.copy_destinations))
-    return types.Growth(Result(message.result), _tables(message.tables), copies, message.shortfall)
+    result = Result(message.result)
+    return types.Growth(result, _tables(message.tables), _copies(message), message.shortfall, _victim(message))
+
+
+def _copies(message: pb.AllocateResponse | pb.GrowResponse) -> tuple[Copy, ...]:
+    return tuple(map(Copy, message.copy_sources, message.copy_destinations))
+
+
+def _victim(message: pb.AllocateResponse | pb.GrowResponse) -> Victim | None:
+    victim = message.victim
+    return Victim(victim.sequence_id, victim.token_count) if message.HasField("victim") else None
 
 
 def commit_outcome(sequence_id: int, message: pb.CommitResponse) -> types.CommitOutcome:
@@ -257,7 +313,7 @@ def commit_outcome(sequence_id: int, message: pb.CommitResponse) -> types.Commit
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Filling messages
+# Filling and reading messages
 
 
 def new_request_id() -> str:
@@ -280,6 +336,11 @@ def _fill(
         except ValueError as error:  # protobuf's word for a number out of the field's range
             raise InvalidArgumentError(f"{name}: {error}", reason, _error_id) from None
     return _message
+
+
+def _values(message: Message) -> dict[str, Any]:
+    """Every field of a message, for a value whose attributes have the same names."""
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
 def _extend(field: Any, name: str, values: Iterable[int], request_id: str) -> None:

@@ -1,7 +1,8 @@
-"""Chunks of one request as they come, for threads and for asyncio.
+"""What a server streams, as it comes: chunks of a request, events of a pool; for threads and for asyncio.
 
-A stream that meets UNAVAILABLE before its first chunk is started again (`quire._channel.Attempts`); what comes after a
-chunk is an error, because another attempt would begin at the beginning.
+A request that meets UNAVAILABLE before its first chunk is started again (`quire._channel.Attempts`); what comes after a
+chunk is an error, because another attempt would begin at the beginning. A watch is taken up again as often as it takes
+(`quire._watch.Watch`), because the next attempt goes on after the last event.
 """
 
 from __future__ import annotations
@@ -9,43 +10,58 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
-from typing import Self
+from typing import Any, Protocol, Self, TypeVar
 
 import grpc
+from grpc import aio
 
-from quire import _messages as messages
 from quire import types
 from quire._channel import AsyncLink, Attempts, SyncLink
-from quire.v1 import worker_pb2 as worker_pb
+from quire._watch import Watch
+from quire.events import CacheEvent
+
+ItemT = TypeVar("ItemT")
+ReadT_co = TypeVar("ReadT_co", covariant=True)
 
 
-class ChunkStream(Iterator[types.Chunk]):
-    """Chunks of one request as they come.
+class _Attempts(Protocol[ReadT_co]):
+    """A call and its repetition: `Attempts` or `Watch`, which say what the methods do."""
 
-    `close`, leaving the `with` block and losing the last reference (as `break` out of a loop over `client.stream(...)`
-    does) cancel the request, which frees its blocks at once.
-    """
+    call: Any
 
-    def __init__(self, link: SyncLink, attempts: Attempts, request_id: str) -> None:
-        self.request_id = request_id
+    @property
+    def request_id(self) -> str | None: ...
+
+    def read(self, message: Any) -> ReadT_co | None: ...
+
+    def pause_s(self, error: grpc.RpcError) -> float | None: ...
+
+    def again(self) -> None: ...
+
+
+class _Stream(Iterator[ItemT]):
+    """Items of one stream as they come, for threads."""
+
+    def __init__(self, link: SyncLink, attempts: _Attempts[ItemT]) -> None:
         self._link = link
         self._attempts = attempts
         self._closed = threading.Event()
 
-    def __next__(self) -> types.Chunk:
+    def __next__(self) -> ItemT:
         while not self._closed.is_set():
             try:
                 message = next(self._attempts.call)
             except grpc.RpcError as error:
                 self._try_again(error)
             else:
-                self._attempts.begun = True
-                return messages.chunk(message)
+                item = self._attempts.read(message)
+                if item is not None:
+                    return item
         self._attempts.call.cancel()  # another thread may have closed the stream just before this attempt was started
         raise StopIteration
 
     def close(self) -> None:
-        """Cancels the request unless it has ended; iteration ends."""
+        """Cancels the call unless it has ended; iteration ends."""
         self._closed.set()
         self._attempts.call.cancel()
 
@@ -65,25 +81,20 @@ class ChunkStream(Iterator[types.Chunk]):
             return
         pause_s = self._attempts.pause_s(error)
         if pause_s is None:
-            raise self._link.translate(error, self.request_id) from None
+            raise self._link.translate(error, self._attempts.request_id) from None
         if not self._closed.wait(pause_s):
             self._attempts.again()
 
 
-class AsyncChunkStream(AsyncIterator[types.Chunk]):
-    """Chunks of one request as they come.
+class _AsyncStream(AsyncIterator[ItemT]):
+    """Items of one stream as they come, for asyncio."""
 
-    `aclose`, leaving the `async with` block and losing the last reference (as `break` out of a loop over
-    `client.stream(...)` does) cancel the request, which frees its blocks at once.
-    """
-
-    def __init__(self, link: AsyncLink, attempts: Attempts, request_id: str) -> None:
-        self.request_id = request_id
+    def __init__(self, link: AsyncLink, attempts: _Attempts[ItemT]) -> None:
         self._link = link
         self._attempts = attempts
         self._closed = False
 
-    async def __anext__(self) -> types.Chunk:
+    async def __anext__(self) -> ItemT:
         while not self._closed:
             try:
                 message = await self._attempts.call.read()
@@ -94,14 +105,15 @@ class AsyncChunkStream(AsyncIterator[types.Chunk]):
                 if not self._closed or task is None or task.cancelling():
                     raise  # else another task has called `aclose`
             else:
-                if not isinstance(message, worker_pb.GenerateResponse):  # aio.EOF
+                if message is aio.EOF:  # type: ignore[attr-defined]
                     break
-                self._attempts.begun = True
-                return messages.chunk(message)
+                item = self._attempts.read(message)
+                if item is not None:
+                    return item
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """Cancels the request unless it has ended; iteration ends."""
+        """Cancels the call unless it has ended; iteration ends."""
         self._closed = True
         self._attempts.call.cancel()
 
@@ -124,7 +136,69 @@ class AsyncChunkStream(AsyncIterator[types.Chunk]):
             return
         pause_s = self._attempts.pause_s(error)
         if pause_s is None:
-            raise self._link.translate(error, self.request_id) from None
+            raise self._link.translate(error, self._attempts.request_id) from None
         await asyncio.sleep(pause_s)
         if not self._closed:
             self._attempts.again()
+
+
+class ChunkStream(_Stream[types.Chunk]):
+    """Chunks of one request as they come.
+
+    `close`, leaving the `with` block and losing the last reference (as `break` out of a loop over `client.stream(...)`
+    does) cancel the request, which frees its blocks at once.
+    """
+
+    def __init__(self, link: SyncLink, attempts: Attempts[types.Chunk], request_id: str) -> None:
+        super().__init__(link, attempts)
+        self.request_id = request_id
+
+
+class AsyncChunkStream(_AsyncStream[types.Chunk]):
+    """Chunks of one request as they come.
+
+    `aclose`, leaving the `async with` block and losing the last reference (as `break` out of a loop over
+    `client.stream(...)` does) cancel the request, which frees its blocks at once.
+    """
+
+    def __init__(self, link: AsyncLink, attempts: Attempts[types.Chunk], request_id: str) -> None:
+        super().__init__(link, attempts)
+        self.request_id = request_id
+
+
+class EventStream(_Stream[CacheEvent]):
+    """Events of one pool as they come, without end. `close`, leaving the `with` block and losing the last reference
+    end the watch."""
+
+    def __init__(self, link: SyncLink, watch: Watch) -> None:
+        super().__init__(link, watch)
+        self._watch = watch
+
+    @property
+    def session_id(self) -> bytes:
+        """To resume from later, together with `cursor`; empty inside a snapshot, which has to be begun again."""
+        return self._watch.session_id
+
+    @property
+    def cursor(self) -> int:
+        """To resume from later, together with `session_id`."""
+        return self._watch.cursor
+
+
+class AsyncEventStream(_AsyncStream[CacheEvent]):
+    """Events of one pool as they come, without end. `aclose`, leaving the `async with` block and losing the last
+    reference end the watch."""
+
+    def __init__(self, link: AsyncLink, watch: Watch) -> None:
+        super().__init__(link, watch)
+        self._watch = watch
+
+    @property
+    def session_id(self) -> bytes:
+        """To resume from later, together with `cursor`; empty inside a snapshot, which has to be begun again."""
+        return self._watch.session_id
+
+    @property
+    def cursor(self) -> int:
+        """To resume from later, together with `session_id`."""
+        return self._watch.cursor

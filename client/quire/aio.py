@@ -10,7 +10,7 @@ from typing import ClassVar, Self, Unpack
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire import _messages as messages
-from quire import types
+from quire import types, views
 from quire._channel import (
     DEFAULT_ALLOCATOR,
     DEFAULT_WORKER,
@@ -20,7 +20,8 @@ from quire._channel import (
     Attempts,
     resolve_address,
 )
-from quire._streams import AsyncChunkStream
+from quire._streams import AsyncChunkStream, AsyncEventStream
+from quire._watch import Watch
 from quire.errors import NotFoundError, QuireError
 from quire.session import PoolSession
 from quire.steps import Result
@@ -119,7 +120,7 @@ class AsyncClient(_Connected):
         """As `generate`, but gives each piece as it comes; samples of one request come interleaved."""
         request = messages.generate_request(prompt, params, options, namespace, request_id)
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
-        attempts = Attempts(self._stub.Generate, request, timeout_s, self._link.metadata)
+        attempts = Attempts(self._stub.Generate, request, messages.chunk, timeout_s, self._link.metadata)
         return AsyncChunkStream(self._link, attempts, request.request_id)
 
     async def status(self, *, timeout_s: float | None = None) -> types.WorkerStatus:
@@ -148,17 +149,17 @@ class AsyncAllocatorClient(_Connected):
         super().__init__(resolve_address(allocator, "QUIRE_ALLOCATOR", DEFAULT_ALLOCATOR), token, timeout_s)
         self._stub = pb_grpc.AllocatorServiceStub(self._link.channel)
 
-    async def list_pools(self, *, timeout_s: float | None = None) -> tuple[types.PoolSummary, ...]:
+    async def list_pools(self, *, timeout_s: float | None = None) -> tuple[views.PoolSummary, ...]:
         """Every attached pool, by name."""
         reply = await self._link.call(self._stub.ListPools, pb.ListPoolsRequest(), timeout_s)
         return tuple(map(messages.pool_summary, reply.pools))
 
-    async def get_pool(self, pool: str, *, timeout_s: float | None = None) -> types.PoolSummary:
+    async def get_pool(self, pool: str, *, timeout_s: float | None = None) -> views.PoolSummary:
         """One pool in a few numbers."""
         reply = await self._link.call(self._stub.GetPool, pb.GetPoolRequest(pool=pool), timeout_s)
         return messages.pool_summary(reply.summary)
 
-    async def get_pool_blocks(self, pool: str, *, timeout_s: float | None = None) -> types.PoolBlocks:
+    async def get_pool_blocks(self, pool: str, *, timeout_s: float | None = None) -> views.PoolBlocks:
         """Who holds what in one pool. A large one takes several calls, so that its parts are not of one instant."""
         request: pb.GetPoolRequest | None = pb.GetPoolRequest(pool=pool, view=pb.POOL_VIEW_BLOCKS)
         pages = []
@@ -167,12 +168,50 @@ class AsyncAllocatorClient(_Connected):
             request = messages.next_page(request, pages[-1])
         return messages.pool_blocks(pages)
 
+    async def get_pool_usage(self, pool: str, *, timeout_s: float | None = None) -> views.PoolUsage:
+        """Where the memory of one pool goes: namespaces, longest and most shared prefixes, fragmentation."""
+        request = pb.GetPoolRequest(pool=pool, view=pb.POOL_VIEW_USAGE)
+        return messages.pool_usage(await self._link.call(self._stub.GetPool, request, timeout_s))
+
     async def match_prefix(
-        self, digests: Iterable[bytes], namespace: str = "", *, timeout_s: float | None = None
-    ) -> tuple[types.PrefixMatch, ...]:
+        self, digests: bytes | Iterable[bytes], namespace: str = "", *, timeout_s: float | None = None
+    ) -> tuple[views.PrefixMatch, ...]:
         """Pools that have published the beginning of a prompt, longest first. A hint that holds nothing."""
         request = messages.match_request(digests, namespace)
         return messages.prefix_matches(await self._link.call(self._stub.MatchPrefix, request, timeout_s))
+
+    def watch_events(
+        self,
+        pool: str,
+        session_id: bytes = b"",
+        cursor: int = 0,
+        *,
+        timeout_s: float | None = None,
+        on_wait: Callable[[QuireError], None] | None = None,
+    ) -> AsyncEventStream:
+        """Every change of what one pool can hit, in order; see `quire.events`.
+
+        Args:
+            pool: its name.
+            session_id: with `cursor`, to go on where an earlier stream ended. Where that is not possible any more, and
+                by default, the watch begins with a snapshot.
+            cursor: of that stream.
+            timeout_s: how long to watch; without it, until the stream is closed.
+            on_wait: told why, whenever the watch was cut off and is taken up again.
+
+        A watch that has begun and meets UNAVAILABLE goes on after the last event, however long that takes, with pauses
+        of 50 ms to 5 s.
+
+        Raises:
+            NotFoundError: while iterating: the pool is unknown, or gone; after a restart of the allocator it is unknown
+                until its owner has attached again.
+            ResourceExhaustedError: while iterating: WATCHER_SLOW, events came faster than they were taken; LIMIT, too
+                many watch.
+            QuireError: while iterating: anything else that a call may meet.
+        """
+        request = messages.watch_request(pool, session_id, cursor)
+        watch = Watch(self._link, self._stub.WatchEvents, request, timeout_s=timeout_s, on_wait=on_wait)
+        return AsyncEventStream(self._link, watch)
 
     async def open_session(
         self, pool: str, spec: types.PoolSpec, *, request_id: str | None = None, timeout_s: float | None = None
@@ -214,43 +253,91 @@ class AsyncUnarySession:
         self,
         sequence_id: int,
         token_count: int,
-        digests: Iterable[bytes] = (),
+        digests: bytes | Iterable[bytes] = (),
         namespace: str = "",
         *,
+        prompt_token_count: int = 0,
+        priority: int = 0,
+        defer_token_count: int = 0,
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> types.Allocation:
-        """A new sequence (ids only rise) with room for `token_count` tokens; shares what `digests` hit."""
+        """A new sequence that shares what `digests` hit: OK, NO_SPACE, EXISTS, TOO_LONG, PENDING or QUOTA.
+
+        Args:
+            sequence_id: higher than every earlier one.
+            token_count: tokens to hold, at least 1; it holds more where more of a longer prompt is shared.
+            digests: of the prompt's blocks in order, as many as may be shared; one by one or concatenated.
+            namespace: prefixes are shared inside it.
+            prompt_token_count: length of the whole prompt, where `token_count` is only its first chunk: it is let in
+                only if all of it would fit, and the rest is kept free from later admissions.
+            priority: for a sequence of one priority none of a higher one is ever named as a victim.
+            defer_token_count: answer PENDING if others are computing at least so many tokens of its prefix; 0: never.
+            request_id: of this operation; see above.
+            timeout_s: for this call.
+        """
         request = messages.allocate_request(
-            self.session_id, request_id, sequence_id, token_count, digests=digests, namespace=namespace
+            self.session_id,
+            request_id,
+            digests=digests,
+            namespace=namespace,
+            sequence_id=sequence_id,
+            token_count=token_count,
+            prompt_token_count=prompt_token_count,
+            priority=priority,
+            defer_token_count=defer_token_count,
         )
         return messages.allocation(await self._link.call(self._stub.Allocate, request, timeout_s))
 
     async def grow(
         self, sequence_id: int, token_count: int, *, request_id: str | None = None, timeout_s: float | None = None
     ) -> types.Growth:
-        """Room for `token_count` tokens of a live sequence."""
+        """Room for `token_count` tokens of a live sequence: OK, NO_SPACE, NOT_FOUND, TOO_LONG or QUOTA."""
         request = messages.grow_request(self.session_id, request_id, sequence_id, token_count)
         return messages.growth(await self._link.call(self._stub.Grow, request, timeout_s))
 
     async def fork(
-        self, parent_id: int, child_id: int, *, request_id: str | None = None, timeout_s: float | None = None
+        self,
+        parent_id: int,
+        child_id: int,
+        *,
+        hold_ms: int = 0,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
     ) -> Result:
-        """A new sequence (ids only rise) that shares every computed block of a live one."""
-        request = messages.fork_request(self.session_id, request_id, parent_id, child_id)
+        """A new sequence (ids only rise) that shares every computed block of a live one.
+
+        OK, NOT_FOUND, EXISTS, or UNCOMMITTED: a pool with STATE groups, and a parent with granted tokens that are not
+        committed. With `hold_ms`, up to a day, it is a hold: nobody writes to it, and after so many milliseconds it is
+        freed by itself.
+        """
+        request = messages.fork_request(self.session_id, request_id, parent_id, child_id, hold_ms)
         return Result((await self._link.call(self._stub.Fork, request, timeout_s)).result)
 
     async def commit(
         self,
         sequence_id: int,
         token_count: int,
-        digests: Iterable[bytes] = (),
+        digests: bytes | Iterable[bytes] = (),
         *,
+        keep_token_count: int = 0,
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> types.CommitOutcome:
-        """Tokens up to `token_count` are computed; one digest for each block that this fills publishes it."""
-        request = messages.commit_request(self.session_id, request_id, sequence_id, token_count, digests)
+        """Tokens up to `token_count` are computed: OK, NOT_FOUND or TOO_LONG.
+
+        One digest for each `block_size` of the pool that this fills publishes them, another number is MALFORMED. With
+        `keep_token_count`, blocks that are not needed to hold so many tokens, nor `token_count`, are given back: those
+        granted ahead for draft tokens that were not accepted.
+        """
+        request = messages.commit_request(
+            self.session_id,
+            request_id,
+            digests=digests,
+            sequence_id=sequence_id,
+            token_count=token_count,
+            keep_token_count=keep_token_count,
+        )
         return messages.commit_outcome(sequence_id, await self._link.call(self._stub.Commit, request, timeout_s))
 
     async def free(self, sequence_id: int, *, request_id: str | None = None, timeout_s: float | None = None) -> Result:

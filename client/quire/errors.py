@@ -46,6 +46,7 @@ class Reason(enum.StrEnum):
     TOO_LARGE = "TOO_LARGE"
     REPORT_ADMISSION = "REPORT_ADMISSION"
     QUEUE_FULL = "QUEUE_FULL"
+    WATCHER_SLOW = "WATCHER_SLOW"
     DRAINING = "DRAINING"
     ALLOCATOR_LOST = "ALLOCATOR_LOST"
     IDLE = "IDLE"
@@ -204,6 +205,7 @@ _CODE_OF: Final[dict[Reason, grpc.StatusCode]] = {
     Reason.LIMIT: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Reason.TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Reason.REPORT_ADMISSION: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Reason.WATCHER_SLOW: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Reason.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Reason.DRAINING: grpc.StatusCode.UNAVAILABLE,
     Reason.ALLOCATOR_LOST: grpc.StatusCode.UNAVAILABLE,

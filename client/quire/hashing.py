@@ -1,25 +1,67 @@
 """Prefix digests: a chain of SHA-256 over token blocks.
 
     root     = SHA256("quire/1" | field(fingerprint) | field(layout) | field(lora) | field(namespace))
-    digest_0 = SHA256(root       | uint32 token count | int32 tokens | field(extra key) ...)
-    digest_i = SHA256(digest_i-1 | uint32 token count | int32 tokens | field(extra key) ...)
+    digest_0 = SHA256(root       | uint32 block size | int32 tokens | field(extra key) ...)
+    digest_i = SHA256(digest_i-1 | uint32 block size | int32 tokens | field(extra key) ...)
 
 where field(x) is the length of x as uint32 followed by x; all numbers are little-endian. A digest names the content of
-its block *and* of everything before it, for one model, cache layout, adapter and namespace. The same numbers come out
-in every process and language: `docs/hash.md` has test vectors. Truncated or non-cryptographic hashes are not offered,
-because a collision would hand one user the keys and values of another (CVE-2025-25183).
+its block *and* of everything before it, for one model, cache layout, adapter and namespace. Tokens do not tell one
+image from another: `multimodal_keys` makes the extra keys that do. The same numbers come out in every process and
+language: `docs/hash.md` has test vectors. Truncated or non-cryptographic hashes are not offered, because a collision
+would hand one user the keys and values of another (CVE-2025-25183).
 
 Computed by clients and workers. The allocator sees digests and counts, never tokens.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
 
-DIGEST_BYTES = 32
-_VERSION = b"quire/1"
+DIGEST_BYTES: Final = 32
+CONTENT_ID_BYTES_MAX: Final = 128
+_TOKENS_MAX: Final = 2**31 - 1  # an offset is an int32
+_PACKED_TOKENS: Final = 2_048  # at a time: a whole prompt as arguments of one call does not stay in the cache
+_VERSION: Final = b"quire/1"
+_MULTIMODAL: Final = b"mm/1"
+
+
+@dataclass(frozen=True, slots=True)
+class MultimodalItem:
+    """An image, a sound or the like, and the placeholder tokens `[first_token, first_token + token_count)` it fills.
+
+    Attributes:
+        content_id: names what the model computes from, after resizing or resampling: a SHA-256 of it, say. 1 to 128
+            bytes.
+        first_token: index in the prompt.
+        token_count: at least 1.
+
+    Raises:
+        ValueError: one of them is out of its range.
+    """
+
+    content_id: bytes
+    first_token: int
+    token_count: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.content_id) <= CONTENT_ID_BYTES_MAX:
+            raise ValueError(f"content_id must be 1 to {CONTENT_ID_BYTES_MAX} bytes, not {len(self.content_id)}")
+        if self.first_token < 0:
+            raise ValueError(f"first_token must not be negative, but is {self.first_token}")
+        if self.token_count < 1:
+            raise ValueError(f"token_count must be at least 1, not {self.token_count}")
+
+    @property
+    def end(self) -> int:
+        """Index of the first token behind the item."""
+        return self.first_token + self.token_count
 
 
 def root_digest(*, fingerprint: bytes, layout: str, lora: str = "", namespace: str = "") -> bytes:
@@ -29,7 +71,8 @@ def root_digest(*, fingerprint: bytes, layout: str, lora: str = "", namespace: s
         fingerprint: what identifies the weights, as the worker reports it (`GetStatus.model_fingerprint`).
         layout: what identifies the bytes in a page, block size included (`GetStatus.cache_layout`).
         lora: name of the adapter; empty without one.
-        namespace: prefixes are shared only inside one namespace.
+        namespace: prefixes are shared only inside one namespace. It is the salt: who does not know it can form none of
+            these digests.
 
     Returns:
         32 bytes.
@@ -47,43 +90,93 @@ def block_digests(
 
     Args:
         root: 32 bytes from `root_digest`, or the digest of the last block before `tokens` to go on from there.
-        tokens: token ids, each fits a signed 32-bit integer.
+        tokens: token ids, each fits a signed 32-bit integer. Fastest as an array of int32 (`array("i")`, numpy).
         block_size: tokens per block, at least 1.
-        extra_keys: per block, further bytes that its content depends on (image digests, say).
+        extra_keys: per block, further bytes that its content depends on, such as those of `multimodal_keys`.
 
     Returns:
         `len(tokens) // block_size` digests of 32 bytes.
 
     Raises:
-        ValueError: the root is not 32 bytes, or `block_size` is below 1.
+        ValueError: the root is not 32 bytes, `block_size` is below 1, or `extra_keys` has fewer entries than there are
+            full blocks.
         OverflowError: a token does not fit 32 bits.
     """
     if len(root) != DIGEST_BYTES:
         raise ValueError(f"root must be {DIGEST_BYTES} bytes, not {len(root)}")
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, not {block_size}")
-    block_count = len(tokens) // block_size
-    data = _little_endian_int32(tokens[: block_count * block_size])
+    blocks = _blocks(tokens, block_size)
+    if extra_keys is not None:
+        if len(extra_keys) < len(tokens) // block_size:
+            raise ValueError(f"{len(extra_keys)} extra_keys for {len(tokens) // block_size} full blocks")
+        pairs = zip(blocks, extra_keys, strict=False)
+        blocks = ((block[0] + b"".join(map(_field, keys)),) if keys else block for block, keys in pairs)
     head = struct.pack("<I", block_size)
-    width = 4 * block_size
+    new_state = hashlib.sha256().copy  # a copy is cheaper than a new state, for which OpenSSL looks up the algorithm
+    parent = bytes(root)
     digests = []
-    parent = root
-    for block in range(block_count):
-        state = hashlib.sha256(parent)
-        state.update(head)
-        state.update(data[block * width : (block + 1) * width])
-        for key in extra_keys[block] if extra_keys is not None else ():
-            state.update(_field(key))
+    for (data,) in blocks:
+        state = new_state()
+        state.update(parent + head + data)
         parent = state.digest()
         digests.append(parent)
     return digests
 
 
-def prompt_digests(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
+def block_digests_bytes(
+    root: bytes, tokens: Sequence[int], block_size: int, *, extra_keys: Sequence[Iterable[bytes]] | None = None
+) -> bytes:
+    """What `block_digests` returns, concatenated, as digests travel."""
+    return b"".join(block_digests(root, tokens, block_size, extra_keys=extra_keys))
+
+
+def prompt_digests(
+    root: bytes, tokens: Sequence[int], block_size: int, *, extra_keys: Sequence[Iterable[bytes]] | None = None
+) -> list[bytes]:
     """Digests of the blocks of a prompt that may be shared: all full ones except a last block that would leave nothing
     to compute, since at least one token must go through the model to get the first logits."""
     shareable = max(0, len(tokens) - 1) // block_size * block_size
-    return block_digests(root, tokens[:shareable], block_size)
+    return block_digests(root, tokens[:shareable], block_size, extra_keys=extra_keys)
+
+
+def multimodal_keys(items: Iterable[MultimodalItem], token_count: int, block_size: int) -> list[tuple[bytes, ...]]:
+    """Extra keys of the full blocks of a prompt with images, sounds and the like.
+
+    Every block that an item's span overlaps gets a key of the item's content, its length, and where it starts relative
+    to the block, so that the same image at another place gives another digest. To go on with a chain from block `n`,
+    pass `multimodal_keys(...)[n:]`.
+
+    Args:
+        items: in any order.
+        token_count: length of the prompt with all its placeholders.
+        block_size: tokens per block, at least 1.
+
+    Returns:
+        `token_count // block_size` tuples of keys, ordered by the position of their items.
+
+    Raises:
+        ValueError: two items overlap, one reaches beyond the prompt, the prompt is longer than 2**31 - 1 tokens, or
+            `block_size` is below 1.
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, not {block_size}")
+    if not 0 <= token_count <= _TOKENS_MAX:
+        raise ValueError(f"token_count must be 0 to {_TOKENS_MAX}, not {token_count}")
+    ordered = sorted(items, key=lambda item: item.first_token)
+    for item, following in pairwise(ordered):
+        if following.first_token < item.end:
+            raise ValueError(f"the item at token {following.first_token} overlaps the one at {item.first_token}")
+    if ordered and ordered[-1].end > token_count:
+        raise ValueError(
+            f"the item at token {ordered[-1].first_token} ends beyond the {token_count} tokens of the prompt"
+        )
+    keys: list[tuple[bytes, ...]] = [()] * (token_count // block_size)
+    for item in ordered:
+        for block in range(item.first_token // block_size, min(-(-item.end // block_size), len(keys))):
+            offset = item.first_token - block * block_size
+            keys[block] += (_MULTIMODAL + struct.pack("<iI", offset, item.token_count) + item.content_id,)
+    return keys
 
 
 def split_digests(data: bytes) -> list[bytes]:
@@ -101,8 +194,23 @@ def _field(data: bytes) -> bytes:
     return struct.pack("<I", len(data)) + data
 
 
-def _little_endian_int32(tokens: Sequence[int]) -> bytes:
+def _blocks(tokens: Sequence[int], block_size: int) -> Iterator[tuple[bytes]]:
+    """The tokens of each full block as little-endian int32."""
+    whole = len(tokens) // block_size * block_size
+    data = _int32_bytes(tokens if whole == len(tokens) else tokens[:whole])
+    return struct.iter_unpack(f"{4 * block_size}s", data)
+
+
+def _int32_bytes(tokens: Sequence[int]) -> bytes:
+    """The tokens as little-endian int32: a copy of their memory where that is what they are already."""
+    if not isinstance(tokens, list | tuple):
+        with contextlib.suppress(TypeError, NotImplementedError):  # no array, or of a format that Python does not read
+            array = memoryview(tokens)  # type: ignore[arg-type]
+            if array.format in ("i", "l") and array.itemsize == 4 and sys.byteorder == "little":
+                return array.tobytes()
+            tokens = array.tolist()
+    parts = (tokens[first : first + _PACKED_TOKENS] for first in range(0, len(tokens), _PACKED_TOKENS))
     try:
-        return struct.pack(f"<{len(tokens)}i", *tokens)
+        return b"".join([struct.pack(f"<{len(part)}i", *part) for part in parts])
     except struct.error as error:
         raise OverflowError(f"a token does not fit a signed 32-bit integer: {error}") from None

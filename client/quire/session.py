@@ -117,14 +117,17 @@ class PoolSession:
         Raises:
             SessionLostError: none of it is in force, and nothing of what was there before.
             QuireError: the allocator refused the step; nothing of it was applied.
+            ValueError: a number does not fit the message; nothing was sent.
         """
         async with self._in_use:
             self._raise_if_lost()
-            step = operations.message
+            request = pb.SessionRequest()
+            step = request.step
+            operations.fill(step)
             step.session_id, step.number, step.ack = self._session_id, self._last_step + 1, self._last_step
             while True:
                 try:
-                    reply = (await self._exchange(pb.SessionRequest(step=step))).step_reply
+                    reply = (await self._exchange(request)).step_reply
                     break
                 except _StreamLostError:
                     await self._attach()
@@ -133,7 +136,11 @@ class PoolSession:
                 self._drop()
                 raise InternalError(f"the answer to step {step.number} is one to step {reply.number}")
             self._last_step = step.number
-            return read_reply(step, reply, len(self.spec.groups))
+            try:
+                return read_reply(step, reply, len(self.spec.groups))
+            except ValueError as error:
+                self._drop()
+                raise InternalError(f"the answer to step {step.number} does not fit it: {error}") from error
 
     async def close(self) -> None:
         """Detaches if the stream is up, so that the pool is dropped at once; else its lease ends by itself."""
@@ -254,12 +261,15 @@ class PoolSession:
             raise SessionLostError
 
     async def _beat(self) -> None:
-        """Keeps the lease while no step does, and attaches again as soon as the stream is lost."""
+        """Keeps the lease while no step does, and attaches again as soon as the stream is lost.
+
+        The acknowledgement lets watchers of the pool see what the last step of a quiet owner did.
+        """
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             async with self._in_use:
                 try:
-                    await self._exchange(pb.SessionRequest(heartbeat=pb.Heartbeat()))
+                    await self._exchange(pb.SessionRequest(heartbeat=pb.Heartbeat(ack=self._last_step)))
                 except (_StreamLostError, QuireError):  # whatever it was, attaching again is the answer
                     await self._attach_in_background()
 

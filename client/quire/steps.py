@@ -1,6 +1,6 @@
 """Building a step of a Session stream, and reading what it did.
 
-The wire carries structs of arrays; these two functions are the only places where an owner deals with them.
+The wire carries structs of arrays; `StepBuilder` and `read_reply` are the only places where an owner deals with them.
 """
 
 from __future__ import annotations
@@ -8,10 +8,14 @@ from __future__ import annotations
 import enum
 import sys
 from array import array
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from typing import Final, NamedTuple
 
+from quire.hashing import DIGEST_BYTES
 from quire.v1 import allocator_pb2 as pb
+
+NULL_BLOCK: Final = 0xFFFFFFFF  # a table entry without a block: it fell out of a window
 
 
 class Result(enum.IntEnum):
@@ -22,6 +26,9 @@ class Result(enum.IntEnum):
     NOT_FOUND = 2
     EXISTS = 3
     TOO_LONG = 4
+    PENDING = 5  # asked to be deferred, and others are computing its prefix
+    QUOTA = 6  # the namespace would hold too many blocks
+    UNCOMMITTED = 7  # a fork of a recurrent state that may be beyond the committed tokens
 
 
 class Swap(NamedTuple):
@@ -40,15 +47,25 @@ class Copy(NamedTuple):
     destination: int
 
 
+class Victim(NamedTuple):
+    """The live sequence that is cheapest to preempt, and the tokens that it would have to compute again."""
+
+    sequence_id: int
+    token_count: int
+
+
 class GrowOutcome(NamedTuple):
     """What a grow did.
 
     Attributes:
         sequence_id: the sequence.
-        result: OK, NO_SPACE, NOT_FOUND, EXISTS or TOO_LONG.
+        result: OK, NO_SPACE, NOT_FOUND, EXISTS, TOO_LONG, PENDING or QUOTA.
         matched_token_count: leading tokens that need not be computed (new sequences only).
         blocks: per group the last entries of its table, replacing what stood there; of a new sequence all of them.
-        shortfall: blocks that were missing (NO_SPACE only).
+            `NULL_BLOCK` where a windowed group holds none.
+        shortfall: blocks that were missing (NO_SPACE), or too many for the namespace (QUOTA).
+        pending_token_count: tokens after the matched ones that others are computing (new sequences only).
+        victim: whom to preempt (NO_SPACE only), if preempting anybody helps.
     """
 
     sequence_id: int
@@ -56,10 +73,17 @@ class GrowOutcome(NamedTuple):
     matched_token_count: int
     blocks: tuple[Sequence[int], ...]
     shortfall: int
+    pending_token_count: int = 0
+    victim: Victim | None = None
 
 
 class StepOutcome(NamedTuple):
-    """What a step did; the lists run parallel to the operations as they were added."""
+    """What a step did; the lists run parallel to the operations as they were added.
+
+    Attributes:
+        free_block_count: blocks that can be granted after it, empty and cached.
+        expired_holds: sequences that were held for a time which had passed; they were freed before the first phase.
+    """
 
     commits: list[Result]
     frees: list[Result]
@@ -68,55 +92,164 @@ class StepOutcome(NamedTuple):
     swaps: list[Swap]
     copies: list[Copy]
     free_block_count: int
+    expired_holds: Sequence[int] = ()
+
+
+class _New(NamedTuple):
+    """What a grow of a new sequence says beyond one of a live sequence: a column each."""
+
+    row: int
+    digest_count: int
+    namespace: int
+    prompt_token_count: int
+    priority: int
+    defer_token_count: int
 
 
 class StepBuilder:
-    """Collects the operations of one step. They are applied phase by phase: commits, frees, forks, grows."""
+    """Collects the operations of one step. They are applied phase by phase: commits, frees, forks, grows.
+
+    Digests are given concatenated, or as a sequence of 32 bytes each. Numbers are checked when the message is made.
+    """
 
     def __init__(self) -> None:
-        self.message = pb.Step()
+        self._commits: list[int] = []
+        self._commit_token_counts: list[int] = []
+        self._commit_digests: list[bytes] = []  # of each commit, concatenated
+        self._keep_token_counts: list[int] = []
+        self._frees: list[int] = []
+        self._parents: list[int] = []
+        self._children: list[int] = []
+        self._hold_ms: list[int] = []
+        self._grows: list[int] = []
+        self._grow_token_counts: list[int] = []
+        self._new: list[_New] = []
+        self._new_digests: list[bytes] = []
         self._namespaces: dict[str, int] = {}
 
     def __bool__(self) -> bool:
-        message = self.message
-        return bool(
-            message.commits.sequences or message.frees.sequences or message.forks.parents or message.grows.sequences
-        )
+        return bool(self._commits or self._frees or self._parents or self._grows)
 
-    def commit(self, sequence_id: int, token_count: int, digests: Sequence[bytes]) -> None:
-        """Tokens up to `token_count` are computed; one digest for each block that this fills."""
-        commits = self.message.commits
-        commits.sequences.append(sequence_id)
-        commits.token_counts.append(token_count)
-        commits.digest_counts.append(len(digests))
-        commits.digests += b"".join(digests)
+    def commit(
+        self, sequence_id: int, token_count: int, digests: bytes | Sequence[bytes] = b"", keep_token_count: int = 0
+    ) -> None:
+        """Tokens up to `token_count` are computed; one digest for each digest block that this fills.
+
+        With `keep_token_count`, blocks that are not needed to hold so many tokens, nor `token_count`, are given back:
+        those granted ahead for draft tokens that were not accepted.
+        """
+        self._commits.append(sequence_id)
+        self._commit_token_counts.append(token_count)
+        self._commit_digests.append(concatenated(digests))
+        self._keep_token_counts.append(keep_token_count)
 
     def free(self, sequence_id: int) -> None:
         """Drops a sequence."""
-        self.message.frees.sequences.append(sequence_id)
+        self._frees.append(sequence_id)
 
-    def fork(self, parent_id: int, child_id: int) -> None:
-        """A new sequence that shares what its parent has committed; ids only rise."""
-        self.message.forks.parents.append(parent_id)
-        self.message.forks.children.append(child_id)
+    def fork(self, parent_id: int, child_id: int, hold_ms: int = 0) -> None:
+        """A new sequence that shares what its parent has committed; ids only rise.
 
-    def allocate(self, sequence_id: int, token_count: int, digests: Sequence[bytes], namespace: str = "") -> None:
-        """A new sequence for `token_count` tokens that shares the published part of `digests`; ids only rise."""
-        grows = self.message.grows
+        With `hold_ms`, up to a day, it is a hold: nobody writes to it, and after so many milliseconds it is freed by
+        itself, which a later outcome's `expired_holds` tells.
+        """
+        self._parents.append(parent_id)
+        self._children.append(child_id)
+        self._hold_ms.append(hold_ms)
+
+    def allocate(
+        self,
+        sequence_id: int,
+        token_count: int,
+        digests: bytes | Sequence[bytes] = b"",
+        namespace: str = "",
+        *,
+        prompt_token_count: int = 0,
+        priority: int = 0,
+        defer_token_count: int = 0,
+    ) -> None:
+        """A new sequence for `token_count` tokens that shares the published part of `digests`; ids only rise.
+
+        Args:
+            sequence_id: higher than every earlier one.
+            token_count: tokens to hold: the prompt, or its first chunk. It holds more where more is shared.
+            digests: of the prompt's blocks, as many as may be shared.
+            namespace: prefixes are shared inside it.
+            prompt_token_count: length of the whole prompt, where `token_count` is only its first chunk: it is let in
+                only if all of it would fit, and the rest is kept free from later admissions.
+            priority: for a sequence of one priority none of a higher one is ever named as a victim.
+            defer_token_count: answer PENDING if others are computing at least so many tokens of its prefix; 0: never.
+        """
+        data = concatenated(digests)
+        index = self._namespaces.setdefault(namespace, len(self._namespaces))
+        row, count = len(self._grows), len(data) // DIGEST_BYTES
+        self._new.append(_New(row, count, index, prompt_token_count, priority, defer_token_count))
+        self._new_digests.append(data)
         self.grow(sequence_id, token_count)
-        grows.digest_counts[-1] = len(digests)
-        grows.digests += b"".join(digests)
-        grows.namespace_indices[-1] = self._namespaces.setdefault(namespace, len(self._namespaces))
-        if len(grows.namespaces) < len(self._namespaces):
-            grows.namespaces.append(namespace)
 
     def grow(self, sequence_id: int, token_count: int) -> None:
         """Room for `token_count` tokens of a live sequence."""
-        grows = self.message.grows
-        grows.sequences.append(sequence_id)
-        grows.token_counts.append(token_count)
-        grows.digest_counts.append(0)
-        grows.namespace_indices.append(0)
+        self._grows.append(sequence_id)
+        self._grow_token_counts.append(token_count)
+
+    @property
+    def message(self) -> pb.Step:
+        """All that was collected so far, as a new message. Raises as `fill` does."""
+        step = pb.Step()
+        self.fill(step)
+        return step
+
+    def fill(self, step: pb.Step) -> None:
+        """Puts all that was collected so far into an empty message; arrays of zeros are left out.
+
+        Raises:
+            ValueError: a number does not fit its field.
+            TypeError: something is no number, or a digest no bytes.
+        """
+        if self._commits:
+            commits = step.commits
+            commits.sequences.extend(self._commits)
+            commits.token_counts.extend(self._commit_token_counts)
+            commits.digests = b"".join(self._commit_digests)
+            commits.keep_token_counts.extend(_unless_zero(self._keep_token_counts))
+            if commits.digests:
+                commits.digest_counts.extend([len(data) // DIGEST_BYTES for data in self._commit_digests])
+        if self._frees:
+            step.frees.sequences.extend(self._frees)
+        if self._parents:
+            step.forks.parents.extend(self._parents)
+            step.forks.children.extend(self._children)
+            step.forks.hold_ms.extend(_unless_zero(self._hold_ms))
+        if self._grows:
+            step.grows.sequences.extend(self._grows)
+            step.grows.token_counts.extend(self._grow_token_counts)
+        if self._new:
+            self._fill_new(step.grows)
+
+    def _fill_new(self, grows: pb.GrowPhase) -> None:
+        """The columns that only new sequences have, in a phase that has the others."""
+        rows = [new.row for new in self._new]
+        for field, name in (
+            (grows.digest_counts, "digest_count"),
+            (grows.namespace_indices, "namespace"),
+            (grows.prompt_token_counts, "prompt_token_count"),
+            (grows.priorities, "priority"),
+            (grows.defer_token_counts, "defer_token_count"),
+        ):
+            values = [getattr(new, name) for new in self._new]
+            if any(values):
+                column = [0] * len(self._grows)
+                for row, value in zip(rows, values, strict=True):
+                    column[row] = value
+                field.extend(column)
+        grows.digests = b"".join(self._new_digests)
+        if any(self._namespaces):  # without any, all are in the one that has no name
+            grows.namespaces.extend(self._namespaces)
+
+
+def concatenated(digests: bytes | Iterable[bytes]) -> bytes:
+    """Digests as they travel, from either form."""
+    return digests if isinstance(digests, bytes) else b"".join(digests)
 
 
 def read_reply(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutcome:
@@ -126,6 +259,8 @@ def read_reply(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutc
         ValueError: the reply does not fit the step.
     """
     commits = step.commits.sequences
+    if reply.swap_operations and max(reply.swap_operations) >= len(commits):
+        raise ValueError("a swap of a commit that the step does not have")
     swap_rows = zip(reply.swap_operations, reply.swap_groups, reply.swap_indices, reply.swap_blocks, strict=True)
     return StepOutcome(
         commits=_results(reply.commit_results, len(commits)),
@@ -133,8 +268,9 @@ def read_reply(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutc
         forks=_results(reply.fork_results, len(step.forks.parents)),
         grows=_grows(step, reply, group_count),
         swaps=[Swap(commits[operation], *rest) for operation, *rest in swap_rows],
-        copies=list(map(Copy, reply.copy_sources, reply.copy_destinations)),
+        copies=[Copy(*pair) for pair in zip(reply.copy_sources, reply.copy_destinations, strict=True)],
         free_block_count=reply.free_block_count,
+        expired_holds=list(reply.expired_holds),
     )
 
 
@@ -146,6 +282,11 @@ def unpack_blocks(data: bytes) -> array[int]:
     return blocks
 
 
+def _unless_zero(values: list[int]) -> Sequence[int]:
+    """An array of zeros is sent empty."""
+    return values if any(values) else ()
+
+
 def _results(values: Sequence[int], count: int) -> list[Result]:
     """An empty list means that every operation was OK."""
     if values and len(values) != count:
@@ -153,21 +294,48 @@ def _results(values: Sequence[int], count: int) -> list[Result]:
     return [Result(value) for value in values] if values else [Result.OK] * count
 
 
+def _optional(values: Sequence[int], count: int) -> Iterable[int]:
+    """An empty array means that every number is 0."""
+    if values and len(values) != count:
+        raise ValueError(f"{len(values)} numbers for {count} grows")
+    return values or repeat(0, count)
+
+
 def _grows(step: pb.Step, reply: pb.StepReply, group_count: int) -> list[GrowOutcome]:
+    """Most grows of a step change nothing: what is not in the reply must not cost more than its outcome."""
     sequences = step.grows.sequences
-    results = _results(reply.grow_results, len(sequences))
-    matched = reply.matched_token_counts or [0] * len(sequences)
-    shortfalls = reply.grow_shortfalls or [0] * len(sequences)
-    counts = reply.block_counts or [0] * (len(sequences) * group_count)
-    blocks = unpack_blocks(reply.blocks)
-    if len(counts) != len(sequences) * group_count or sum(counts) != len(blocks):
-        raise ValueError("block counts do not fit the step")
-    outcomes, first, entry = [], 0, 0
-    for row, sequence_id in enumerate(sequences):
-        tables = []
-        for _ in range(group_count):
-            tables.append(blocks[first : first + counts[entry]])
-            first += counts[entry]
-            entry += 1
-        outcomes.append(GrowOutcome(sequence_id, results[row], matched[row], tuple(tables), shortfalls[row]))
-    return outcomes
+    count = len(sequences)
+    victims: Iterable[Victim | None] = repeat(None, count)
+    if reply.victim_sequences:
+        lost = zip(_optional(reply.victim_sequences, count), _optional(reply.victim_token_counts, count), strict=True)
+        victims = [Victim(*victim) if victim[0] else None for victim in lost]
+    columns = zip(
+        sequences,
+        _results(reply.grow_results, count),
+        _optional(reply.matched_token_counts, count),
+        _tables(reply, count, group_count),
+        _optional(reply.grow_shortfalls, count),
+        _optional(reply.pending_token_counts, count),
+        victims,
+        strict=True,
+    )
+    return list(map(GrowOutcome._make, columns))
+
+
+def _tables(reply: pb.StepReply, count: int, group_count: int) -> list[tuple[Sequence[int], ...]]:
+    """Per grow and group the table's last entries; empty where the reply does not name the grow."""
+    tables: list[tuple[Sequence[int], ...]] = [((),) * group_count] * count
+    blocks, sizes = unpack_blocks(reply.blocks), reply.block_counts
+    if len(sizes) != len(reply.granted_grows) * group_count or sum(sizes) != len(blocks):
+        raise ValueError("the granted grows, their block counts and blocks do not fit together")
+    if reply.granted_grows and max(reply.granted_grows) >= count:
+        raise ValueError("a grant to a grow that the step does not have")
+    first, entry = 0, 0
+    for row in reply.granted_grows:
+        own = []
+        for size in sizes[entry : entry + group_count]:
+            own.append(blocks[first : first + size])
+            first += size
+        tables[row] = tuple(own)
+        entry += group_count
+    return tables

@@ -1,16 +1,18 @@
 """What calls take and return: frozen values that name the same things as the messages on the wire.
 
+What readers see of a pool is in `quire.views`, what watchers are told in `quire.events`.
+
 Counts are in tokens or blocks as their names say. A block table is a tuple of block ids in order of position, one table
-per group; an entry is None where a windowed group gave its block back.
+per group; an entry is None where a group has no block: it fell out of a window.
 """
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias, TypedDict
+from typing import TypeAlias, TypedDict
 
-from quire.steps import Copy, Result, Swap
+from quire.steps import Copy, Result, Swap, Victim
 
 BlockTable: TypeAlias = tuple[int | None, ...]
 
@@ -149,89 +151,84 @@ class GroupKind(enum.IntEnum):
     """How the layers of a group use their blocks."""
 
     FULL_ATTENTION = 1
-    SLIDING_WINDOW = 2
-    CHUNKED_LOCAL = 3
-    STATE = 4
+    SLIDING_WINDOW = 2  # tokens attend to the last `window` tokens, themselves included
+    CHUNKED_LOCAL = 3  # tokens attend inside their own chunk of `window` tokens
+    STATE = 4  # recurrent: a block holds a state instead of tokens, and a table has one entry
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """One KV cache group: `block_size` and `window` are in tokens; `window` is 0 for kinds that have none."""
+    """One KV cache group. Every `block_size` of a pool is a multiple of the smallest.
+
+    Attributes:
+        kind: attention type of all its layers.
+        block_size: tokens per block; of STATE, tokens between two checkpoints.
+        window: tokens, of SLIDING_WINDOW and CHUNKED_LOCAL; else 0.
+        checkpoints_max: of STATE, checkpoints that one sequence may leave in the cache without anybody having used
+            them, 0 for the default of 16; else 0.
+    """
 
     kind: GroupKind
     block_size: int
     window: int = 0
+    checkpoints_max: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What one namespace may use of a pool, in blocks of all groups; None is no limit.
+
+    Attributes:
+        namespace: its name; "*" stands for every namespace that no other quota names.
+        held_blocks_max: blocks that its sequences may hold, shared ones counted once; beyond: Result.QUOTA.
+        cached_blocks_max: blocks that it may leave in the cache; beyond, its own leave first.
+    """
+
+    namespace: str
+    held_blocks_max: int | None = None
+    cached_blocks_max: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """What the owner of a pool declares once. Layout and fingerprint are part of every digest's root."""
+    """What the owner of a pool declares once. Layout and fingerprint are part of every digest's root.
+
+    Attributes:
+        block_count: physical blocks, of one size in bytes, which all groups draw from.
+        watermark_block_count: free blocks that a new sequence must leave for those that run.
+        quotas: at most one per namespace.
+        eviction_policy: which cached blocks leave first, by name; empty for the default.
+    """
 
     block_count: int
     groups: tuple[GroupSpec, ...]
     cache_layout: str = ""
     model_fingerprint: bytes = b""
+    watermark_block_count: int = 0
+    quotas: tuple[Quota, ...] = ()
+    eviction_policy: str = ""
 
     @classmethod
     def full_attention(
-        cls, *, block_count: int, block_size: int, cache_layout: str = "", model_fingerprint: bytes = b""
+        cls,
+        *,
+        block_count: int,
+        block_size: int,
+        cache_layout: str = "",
+        model_fingerprint: bytes = b"",
+        watermark_block_count: int = 0,
+        quotas: tuple[Quota, ...] = (),
+        eviction_policy: str = "",
     ) -> PoolSpec:
         """A pool whose layers all attend to every earlier token."""
-        return cls(block_count, (GroupSpec(GroupKind.FULL_ATTENTION, block_size),), cache_layout, model_fingerprint)
+        groups = (GroupSpec(GroupKind.FULL_ATTENTION, block_size),)
+        identity = (cache_layout, model_fingerprint)
+        return cls(block_count, groups, *identity, watermark_block_count, quotas, eviction_policy)
 
-
-class SessionKind(enum.IntEnum):
-    """How a pool's owner talks."""
-
-    STREAM = 1
-    UNARY = 2
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSummary:
-    """A pool in a few numbers; its empty, cached and held blocks add up to `spec.block_count`."""
-
-    pool: str
-    spec: PoolSpec
-    session_kind: SessionKind
-    connected: bool  # if not, the lease is running out
-    lease_remaining_ms: int
-    empty_block_count: int
-    cached_block_count: int
-    held_block_count: int
-    sequence_count: int
-    table_entry_count: int  # what separate caches would hold; above held_block_count by what is shared
-    last_step: int
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceInfo:
-    """One live sequence: tokens that it can hold, tokens computed, one table per group."""
-
-    sequence_id: int
-    namespace: str
-    token_count: int
-    committed_token_count: int
-    tables: tuple[BlockTable, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PoolBlocks:
-    """Who holds what in one pool.
-
-    `block_states` has one byte per block: 0 empty, 1 cached, n >= 2 held by n - 1 tables (255: 254 or more).
-    """
-
-    summary: PoolSummary
-    block_states: bytes
-    sequences: tuple[SequenceInfo, ...]
-
-
-class PrefixMatch(NamedTuple):
-    """Leading tokens of a prompt that a pool has published."""
-
-    pool: str
-    matched_token_count: int
+    @property
+    def block_size(self) -> int:
+        """Tokens that one digest covers: the smallest block size of all groups."""
+        return min(group.block_size for group in self.groups)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -242,13 +239,20 @@ class PrefixMatch(NamedTuple):
 class Allocation:
     """A new sequence: its whole tables, and the leading tokens that need not be computed.
 
-    `shortfall` is the number of blocks missing where the result is NO_SPACE.
+    Attributes:
+        copies: to run before any write (only in pools with STATE groups).
+        shortfall: blocks missing (NO_SPACE), or too many for the namespace (QUOTA).
+        pending_token_count: tokens after the matched ones that others are computing.
+        victim: whom to preempt (NO_SPACE only), if preempting anybody helps.
     """
 
     result: Result
     matched_token_count: int
     tables: tuple[BlockTable, ...]
+    copies: tuple[Copy, ...]
     shortfall: int
+    pending_token_count: int
+    victim: Victim | None
 
     @property
     def ok(self) -> bool:
@@ -260,13 +264,16 @@ class Allocation:
 class Growth:
     """A longer sequence: per group the last entries of its table, replacing what stood there; copies to run first.
 
-    `shortfall` is the number of blocks missing where the result is NO_SPACE.
+    Attributes:
+        shortfall: blocks missing (NO_SPACE), or too many for the namespace (QUOTA).
+        victim: whom to preempt (NO_SPACE only), if preempting anybody helps.
     """
 
     result: Result
     tables: tuple[BlockTable, ...]
     copies: tuple[Copy, ...]
     shortfall: int
+    victim: Victim | None
 
     @property
     def ok(self) -> bool:

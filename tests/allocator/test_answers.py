@@ -12,7 +12,7 @@ from quire.errors import Reason
 from quire.limits import MESSAGE_BYTES_MAX
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import budget, limits, steps
-from quire_allocator.core import directory
+from quire_allocator.core import directory, usage
 
 from tests.allocator.harness import (
     Allocator,
@@ -71,7 +71,7 @@ async def test_long_sequences_may_grow_and_fork_by_little_in_one_step() -> None:
         owner = await StreamOwner.ready(allocator, block_count=EVERY_BLOCK, block_size=1)
         for token_count in (400_000, 800_000):
             await owner.step(grows=grows((1, token_count, b"")))
-        allocator.service.directory.pool("a").pool.sequences[1].committed_token_count = 800_000
+        allocator.service.directory.pool("a").pool.commit(1, 800_000, bytes(32 * 800_000))
         reply = await owner.step(
             forks=pb.ForkPhase(parents=[1, 2], children=[2, 3]), grows=grows((3, 800_002, b""), (1, 800_001, b""))
         )
@@ -96,8 +96,10 @@ def test_a_reply_is_never_larger_than_foreseen(groups: int) -> None:
     ]
     for number, phase in enumerate(phases, 1):
         step = pb.Step(number=number, **phase)
-        coarse, exact = budget.step_reply_bytes_max(pool, step), budget.step_reply_bytes_max(pool, step, exact=True)
-        reply = steps.apply_step(pool, step, steps.check_step(pool, step))
+        tokens = sum(step.grows.token_counts)
+        coarse = budget.step_reply_bytes_max(pool, step, tokens)
+        exact = budget.step_reply_bytes_max(pool, step, tokens, exact=True)
+        reply = steps.apply_step(pool, step, steps.check_step(pool, step), 0.0)
         assert reply.ByteSize() - 100 <= exact <= coarse, f"step {number}"
         pool.check_invariants()
 
@@ -178,10 +180,11 @@ async def test_a_large_pool_is_read_in_answers_that_fit() -> None:
         async with AsyncAllocatorClient(allocator.address) as client:
             seen = await client.get_pool_blocks("a")
         pool = allocator.service.directory.pool("a").pool
-        assert seen.block_states == pool.blocks.states()
+        assert seen.block_states == usage.block_states(pool).to_bytes()
         assert [sequence.sequence_id for sequence in seen.sequences] == [4, 5, 9]
         for sequence in seen.sequences:
-            assert sequence.tables == (tuple(pool.sequences[sequence.sequence_id].tables[0]),)
+            (table,) = pool.tables(pool.sequences[sequence.sequence_id])
+            assert sequence.tables == (tuple(table),)
         await owner.call("CloseSession")
 
 

@@ -19,7 +19,7 @@ from quire_allocator.core.directory import (
     Refusal,
     StepLog,
 )
-from quire_allocator.core.pool import GroupKind, GroupSpec, PoolSpec
+from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec
 
 SPEC = PoolSpec(8, (GroupSpec(GroupKind.FULL_ATTENTION, 4),))
 ONE, TWO = b"1" * 16, b"2" * 16

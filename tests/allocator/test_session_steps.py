@@ -64,7 +64,8 @@ async def test_results_that_are_not_all_ok_are_listed_per_operation(allocator: A
     assert list(reply.fork_results) == [pb.RESULT_NOT_FOUND, pb.RESULT_OK, pb.RESULT_EXISTS]
     assert list(reply.grow_results) == [pb.RESULT_NO_SPACE, pb.RESULT_TOO_LONG, pb.RESULT_OK]
     assert list(reply.grow_shortfalls) == [1, 0, 0]
-    assert list(reply.block_counts) == [0, 0, 1]
+    assert (list(reply.granted_grows), list(reply.block_counts)) == ([2], [1])
+    assert (list(reply.victim_sequences), list(reply.victim_token_counts)) == ([2, 0, 0], [])
 
 
 async def test_swaps_name_their_commit_group_position_and_block(allocator: Allocator) -> None:
@@ -201,7 +202,7 @@ async def test_steps_are_limited_in_bytes_operations_and_sequences(
 async def test_a_defect_quarantines_the_pool_until_it_is_reported_anew(allocator: Allocator) -> None:
     owner, other = await StreamOwner.ready(allocator, "a"), await StreamOwner.ready(allocator, "b")
     await owner.step(grows=grows((1, 6, b"")))
-    allocator.service.directory.pool("a").pool.blocks.reference_counts[0] += 1  # the defect
+    allocator.service.directory.pool("a").pool.blocks.cached_count += 1  # the defect
     with refused(Reason.POOL_QUARANTINED):
         await owner.step(grows=grows((1, 7, b"")))
     with refused(Reason.POOL_UNKNOWN):

@@ -60,7 +60,7 @@ WRONG_ATTACHES: list[tuple[dict[str, Any], Reason]] = [
     ({"pool": "no spaces"}, Reason.MALFORMED),
     ({"spec": pb.PoolSpec()}, Reason.MALFORMED),
     (
-        {"spec": pb.PoolSpec(block_count=1, groups=[pb.GroupSpec(kind=pb.GROUP_KIND_STATE, block_size=1)])},
+        {"spec": pb.PoolSpec(block_count=1, groups=[pb.GroupSpec(block_size=1)])},
         Reason.LAYOUT,
     ),
 ]

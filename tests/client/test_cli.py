@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,8 +16,8 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
-from quire import AllocatorClient, PoolSpec, UnarySession
-from quire.cli import block_map
+from quire import AllocatorClient, BlocksRemoved, GroupKind, GroupSpec, PoolSpec, Quota, UnarySession
+from quire.cli import block_map, watch
 from quire.cli.generate import printable
 from quire.hashing import block_digests, root_digest
 from quire.v1 import worker_pb2 as worker_pb
@@ -66,6 +68,22 @@ def test_pools_is_a_table_or_json(allocator: str) -> None:
     (pool,) = parsed(quire("pools", "--json", QUIRE_ALLOCATOR=allocator))
     assert (pool["pool"], pool["held_block_count"], pool["cached_block_count"]) == ("chat/demo", 4, 1)
     assert (pool["spec"]["model_fingerprint"], pool["spec"]["groups"][0]["kind"]) == ("016d", "FULL_ATTENTION")
+    assert pool["groups"] == [{"group": 0, "held_block_count": 4, "cached_block_count": 1}]
+
+
+def test_pools_shows_the_groups_of_a_pool_that_has_several(allocator: str) -> None:
+    sliding = GroupSpec(GroupKind.SLIDING_WINDOW, 4, 1_000)
+    spec = PoolSpec(32, (GroupSpec(GroupKind.FULL_ATTENTION, 8), sliding, sliding), quotas=(Quota("*", 12),))
+    with AllocatorClient(allocator) as client, client.open_session("hybrid", spec) as hybrid:
+        hybrid.allocate(1, 16)
+        rows = [line.split() for line in quire("pools", "--allocator", allocator).stdout.splitlines()]
+        pools = parsed(quire("pools", "--json", "--allocator", allocator))
+    assert ["hybrid", "unary", "32", "4/8", "22", "0", "10", "1", "10", "16"] in rows
+    assert [row for row in rows if row[1] in {"full", "sliding"}] == [
+        ["0", "full", "8", "0", "2"],
+        ["1,2", "sliding", "1,000", "4", "0", "4"],
+    ]
+    assert pools[1]["spec"]["quotas"] == [{"namespace": "*", "held_blocks_max": 12, "cached_blocks_max": None}]
 
 
 def test_blocks_draws_who_holds_what(allocator: str) -> None:
@@ -77,6 +95,18 @@ def test_blocks_draws_who_holds_what(allocator: str) -> None:
     rows = [line.split() for line in result.stdout.splitlines()]
     assert ["a", "1", "tenant", "8", "9", "3", "2"] in rows
     assert ["b", "2", "tenant", "8", "9", "3", "2"] in rows
+
+
+def test_blocks_says_where_the_memory_goes(allocator: str) -> None:
+    lines = quire("blocks", "chat/demo", "--allocator", allocator).stdout.splitlines()
+    rows = [line.split() for line in lines]
+    assert ["0", "full", "4", "4", "1"] in rows, "blocks by group"
+    assert any(line.startswith("waste: 8 tokens of room") and "0 evicted" in line for line in lines)
+    assert any(line.startswith("fragmentation: stretches of free blocks 1 for 60 blocks") for line in lines)
+    assert ["tenant", "4", "1", "2"] in rows, "its namespace"
+    longest, shared = (index for index, line in enumerate(lines) if " prefixes " in line)
+    prefix = [DIGESTS[1].hex()[:8], "8", "2", "2", "tenant"]
+    assert (rows[longest + 1], rows[shared + 1]) == (prefix, prefix)
 
 
 def test_the_map_keeps_to_the_width_and_to_the_rows_that_are_asked_for(allocator: str) -> None:
@@ -104,6 +134,12 @@ def test_blocks_as_json_has_states_and_tables(allocator: str) -> None:
     found = parsed(quire("blocks", "chat/demo", "--json", "--allocator", allocator))
     assert found["block_states"][:5] == [3, 3, 2, 2, 1]
     assert [sequence["tables"] for sequence in found["sequences"]] == [[[0, 1, 2]], [[0, 1, 3]]]
+    usage = found["usage"]
+    assert usage["namespaces"] == [
+        {"namespace": "tenant", "held_block_count": 4, "cached_block_count": 1, "sequence_count": 2}
+    ]
+    assert usage["most_shared_prefixes"][0]["digest_prefix"] == DIGESTS[1].hex()[:16]
+    assert (usage["run_count"], usage["free_block_count"]) == (2, 60)
 
 
 def test_more_sequences_than_letters_have_one_sign_in_common(session: UnarySession) -> None:
@@ -113,6 +149,55 @@ def test_more_sequences_than_letters_have_one_sign_in_common(session: UnarySessi
     letters = [legend.letter for legend in block_map.legends(replace(pool, sequences=crowd)).values()]
     assert len(set(letters[:52])) == 52
     assert set(letters[52:]) == {block_map.OTHER}
+
+
+# -- watching ----------------------------------------------------------------------------------------------------------
+
+
+def test_watch_prints_a_line_for_each_event_with_short_digests(allocator: str) -> None:
+    result = quire("watch", "chat/demo", "--snapshot", "--allocator", allocator)
+    assert (result.returncode, result.stderr) == (0, "")
+    first, *told, last = result.stdout.splitlines()
+    assert first.split()[1:3] == ["cleared", "session"]
+    assert last.split()[1:] == ["snapshot", "end"]
+    shared = " ".join(digest.hex()[:8] for digest in DIGESTS)
+    assert any(f"stored    {shared}, position 0, step 0, group 0, namespace tenant" in line for line in told)
+    assert len(told) == 2
+
+
+def test_watch_as_json_goes_on_where_an_earlier_one_ended(session: UnarySession) -> None:
+    address = session._link.address
+    result = quire("watch", "chat/demo", "--snapshot", "--json", "--allocator", address)
+    events = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [event["event"] for event in events] == ["cleared", "stored", "stored", "snapshot_end"]
+    assert sorted(len(event["digests"]) for event in events[1:3]) == [1, 2]
+    assert (events[0]["session_id"], events[0]["pool"]) == (session.session_id.hex(), "chat/demo")
+    # A pool of its own to change: the others are looked at by other tests.
+    with AllocatorClient(address) as client, client.open_session("watched", SPEC) as watched:
+        watched.allocate(1, 8)
+        watched.commit(1, 4, DIGESTS[:1])
+        watched.commit(1, 8, DIGESTS[1:])
+        place = ("--session", watched.session_id.hex(), "--cursor", "1")
+        command = [sys.executable, "-m", "quire.cli", "watch", "watched", "--json", "--allocator", address, *place]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            event = json.loads(process.stdout.readline())
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 130
+    assert (event["event"], event["cursor"], event["digests"]) == ("stored", 2, [DIGESTS[1].hex()])
+
+
+def test_many_digests_are_cut_and_namespaces_cannot_steer_a_terminal() -> None:
+    digests = tuple(bytes([number]) * 32 for number in range(7))
+    told = BlocksRemoved("p", b"", 17, 3, (0, 2), "a\x1b[2J\nb", digests, 5)
+    assert watch.line(told) == (
+        "      17  removed   00000000 01010101 02020202 03030303 +3, position 5, step 3, group 0,2, "
+        "namespace a\N{REPLACEMENT CHARACTER}[2J b, 7 blocks"
+    )
+    assert watch.line(replace(told, namespace="", digests=digests[:1])).endswith("namespace (none), 1 block")
+
+
+# -- health ------------------------------------------------------------------------------------------------------------
 
 
 def test_health_is_success_only_where_somebody_serves(allocator: str) -> None:
@@ -192,7 +277,9 @@ def test_control_characters_do_not_reach_a_terminal() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [["pools"], ["blocks", "p"], ["status"], ["generate", "p"], ["health", "127.0.0.1:1"]], ids=" ".join
+    "command",
+    [["pools"], ["blocks", "p"], ["watch", "p"], ["status"], ["generate", "p"], ["health", "127.0.0.1:1"]],
+    ids=" ".join,
 )
 def test_nobody_listening_is_one_line_and_exit_code_1(command: list[str]) -> None:
     result = quire(*command, QUIRE_ALLOCATOR="127.0.0.1:1", QUIRE_WORKER="127.0.0.1:1")
@@ -224,6 +311,9 @@ def test_a_token_is_taken_from_its_file_and_a_wrong_one_is_refused(tmp_path: Pat
     [
         ["nonsense"],
         ["blocks"],
+        ["watch", "p", "--session", "no hexadecimal"],
+        ["watch", "p", "--cursor", "-1"],
+        ["watch", "p", "--snapshot", "--session", "00"],
         ["generate", "p", "--max-tokens", "0"],
         ["pools", "--token-file", "/nonexistent"],
         ["up", "--model", "/nonexistent"],
@@ -238,7 +328,7 @@ def test_wrong_use_is_exit_code_2_without_a_traceback(command: list[str]) -> Non
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("command", ["up", "generate", "pools", "blocks", "status", "health"])
+@pytest.mark.parametrize("command", ["up", "generate", "pools", "blocks", "watch", "status", "health"])
 def test_every_command_explains_itself_with_examples(command: str) -> None:
     result = quire(command, "--help")
     assert result.returncode == 0

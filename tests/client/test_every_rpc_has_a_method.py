@@ -20,6 +20,7 @@ from quire import (
     AsyncClient,
     Client,
     FailedPreconditionError,
+    IndexCleared,
     PoolSpec,
     Reason,
 )
@@ -42,6 +43,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "Free": (1,),
     "MatchPrefix": ([],),
     "GetPool": ("pool",),
+    "WatchEvents": ("pool",),
     "Generate": ("prompt",),
 }
 RPCS = [
@@ -69,6 +71,7 @@ def server() -> Iterator[ScriptedServer]:
         summary = pb.PoolSummary(pool="pool", session_kind=pb.SESSION_KIND_UNARY)
         running.answers["GetPool"] = lambda *_: pb.GetPoolResponse(summary=summary)
         running.answers["Generate"] = two_samples
+        running.answers["WatchEvents"] = lambda *_: iter([pb.CacheEvent(cleared=pb.IndexCleared())])
         running.answers["Session"] = refusing(Reason.LAYOUT)
         yield running
 
@@ -87,7 +90,9 @@ def test_the_synchronous_client_calls_it(server: ScriptedServer, service: str, m
         target: Any = client
         if method.name in OF_A_SESSION:
             target = client.open_session("pool", SPEC)  # type: ignore[union-attr]
-        getattr(target, method_name(method.name))(*ARGUMENTS.get(method.name, ()))
+        outcome = getattr(target, method_name(method.name))(*ARGUMENTS.get(method.name, ()))
+        if method.name == "WatchEvents":
+            assert len(list(outcome)) == 1
     assert server.attempts[method.name] == before + 1
 
 
@@ -106,6 +111,9 @@ async def test_the_asyncio_client_calls_it(server: ScriptedServer, service: str,
             # attaches again.
             assert server.attempts[method.name] > before
             return
-        assert inspect.isawaitable(outcome)
-        await outcome
+        if method.name == "WatchEvents":
+            assert [type(event) async for event in outcome] == [IndexCleared]
+        else:
+            assert inspect.isawaitable(outcome)
+            await outcome
     assert server.attempts[method.name] == before + 1

@@ -3,19 +3,61 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+import shutil
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quire.hashing import DIGEST_BYTES, block_digests, prompt_digests, root_digest, split_digests
+from quire.hashing import (
+    DIGEST_BYTES,
+    MultimodalItem,
+    block_digests,
+    block_digests_bytes,
+    multimodal_keys,
+    prompt_digests,
+    root_digest,
+    split_digests,
+)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "hash.md"
 ROOT = root_digest(fingerprint=b"model", layout="nhd")
+
+# Reads the vectors as JSON and answers [[root, [extra keys of a block, ...], [digest, ...]], ...], all hexadecimal.
+JAVASCRIPT = """
+const sha256 = (bytes) => require("crypto").createHash("sha256").update(bytes).digest();
+const int32 = (value) => { const bytes = Buffer.alloc(4); bytes.writeInt32LE(value | 0); return bytes; };
+const field = (bytes) => Buffer.concat([int32(bytes.length), bytes]);
+const words = (text) => text.split(" ").filter((word) => word);
+const key = (block, size, [id, first, count]) =>
+  Buffer.concat([Buffer.from("mm/1"), int32(first - block * size), int32(count), Buffer.from(id, "hex")]);
+const chain = (vector) => {
+  const size = Number(vector.block_size), tokens = words(vector.tokens).map(Number);
+  const texts = [vector.layout, vector.lora, vector.namespace].map((text) => Buffer.from(text, "utf8"));
+  const fields = [Buffer.from(vector.fingerprint, "hex"), ...texts].map(field);
+  const root = sha256(Buffer.concat([Buffer.from("quire/1"), ...fields]));
+  const items = (vector.items || "").split("|").map(words).filter((item) => item.length);
+  const given = (vector.extra_keys || "").split("|").map(words);
+  const keys = [], digests = [];
+  for (let block = 0; (block + 1) * size <= tokens.length; block++) {
+    const inside = ([, first, count]) => first < (block + 1) * size && Number(first) + Number(count) > block * size;
+    keys.push(items.length ? items.filter(inside).map((item) => key(block, size, item))
+      : (given[block] || []).map((text) => Buffer.from(text === "(empty)" ? "" : text, "hex")));
+    const numbers = tokens.slice(block * size, (block + 1) * size).map(int32);
+    const parts = [digests[block - 1] || root, int32(size), ...numbers, ...keys[block].map(field)];
+    digests.push(sha256(Buffer.concat(parts)));
+  }
+  const hex = (bytes) => bytes.toString("hex");
+  return [hex(root), keys.map((of) => of.map(hex)), digests.map(hex)];
+};
+console.log(JSON.stringify(JSON.parse(require("fs").readFileSync(0, "utf8")).map(chain)));
+"""
 
 
 def read_vectors() -> dict[str, dict[str, str]]:
@@ -38,13 +80,19 @@ def extra_keys_of(vector: dict[str, str]) -> list[list[bytes]]:
     return [[bytes.fromhex(key.replace("(empty)", "")) for key in block.split()] for block in blocks]
 
 
+def items_of(vector: dict[str, str]) -> list[MultimodalItem]:
+    rows = (row.split() for row in vector.get("items", "").split("|") if row)
+    return [MultimodalItem(bytes.fromhex(content_id), int(first), int(count)) for content_id, first, count in rows]
+
+
 def digests_of(vector: dict[str, str]) -> list[str]:
     return [value for name, value in vector.items() if name.startswith("digest_")]
 
 
 def test_the_page_has_its_vectors() -> None:
-    assert len(VECTORS) == 6
-    assert sum(len(digests_of(vector)) for vector in VECTORS.values()) == 12
+    assert len(VECTORS) == 10
+    assert sum(len(digests_of(vector)) for vector in VECTORS.values()) == 24
+    assert sum(len(items_of(vector)) for vector in VECTORS.values()) == 9
 
 
 @pytest.mark.parametrize("title", VECTORS)
@@ -83,6 +131,26 @@ def test_the_definition_of_the_page_gives_its_vectors(title: str) -> None:
         parent = sha256(parent, number(size), *map(number, tokens[block * size : (block + 1) * size]), *keys)
         assert parent.hex() == expected
     assert len(tokens) // size == len(digests_of(vector))
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node, the second language")
+def test_another_language_computes_the_vectors_of_the_page() -> None:
+    done = subprocess.run(
+        ["node", "-e", JAVASCRIPT], input=json.dumps(list(VECTORS.values())), capture_output=True, check=True, text=True
+    )
+    for vector, (root, keys, digests) in zip(VECTORS.values(), json.loads(done.stdout), strict=True):
+        assert root == vector["root"]
+        assert digests == digests_of(vector)
+        expected = [[key.hex() for key in block] for block in extra_keys_of(vector)]
+        assert keys == (expected or [[]] * len(digests))
+
+
+@pytest.mark.parametrize("title", [title for title, vector in VECTORS.items() if "items" in vector])
+def test_items_give_the_extra_keys_of_the_page_in_whatever_order_they_come(title: str) -> None:
+    vector = VECTORS[title]
+    token_count, size = len(vector["tokens"].split()), int(vector["block_size"])
+    for items in (items_of(vector), items_of(vector)[::-1]):
+        assert [list(keys) for keys in multimodal_keys(items, token_count, size)] == extra_keys_of(vector)
 
 
 @pytest.mark.parametrize("changed", ["fingerprint", "layout", "lora", "namespace"])
@@ -152,3 +220,115 @@ def test_concatenated_digests_are_split_again_and_a_remainder_is_refused() -> No
     assert split_digests(b"") == []
     with pytest.raises(ValueError, match="multiple of 32"):
         split_digests(bytes(DIGEST_BYTES + 1))
+
+
+def test_digests_come_concatenated_too() -> None:
+    keys = [[b"a"], [], [b"b", b""]]
+    assert block_digests_bytes(ROOT, range(7), 2) == b"".join(block_digests(ROOT, range(7), 2))
+    assert split_digests(block_digests_bytes(ROOT, range(7), 2, extra_keys=keys)) == block_digests(
+        ROOT, range(7), 2, extra_keys=keys
+    )
+    assert block_digests_bytes(ROOT, [1], 2) == b""
+
+
+@pytest.mark.parametrize("typecode", "bhilqBHILQ")
+def test_tokens_may_come_as_an_array_of_any_integers(typecode: str) -> None:
+    tokens = list(range(100, 117))
+    expected = block_digests(ROOT, tokens, 4)
+    values = array(typecode, tokens)
+    for same in (values, memoryview(values), tuple(tokens), range(100, 117)):
+        assert block_digests(ROOT, same, 4) == expected
+
+
+@pytest.mark.parametrize("token_count", [2047, 2048, 2049, 4096, 5000])
+def test_prompts_of_thousands_of_tokens_come_out_the_same_from_a_list_and_from_memory(token_count: int) -> None:
+    tokens = [token * 7919 % 150_000 for token in range(token_count)]
+    assert block_digests(ROOT, tokens, 16) == block_digests(ROOT, array("i", tokens), 16)
+
+
+def test_tokens_may_come_from_numpy_strided_or_in_the_other_byte_order() -> None:
+    numpy = pytest.importorskip("numpy", reason="numpy is an extra")
+    tokens = list(range(-3, 30))
+    for dtype in ("<i4", ">i4", "<i8", "<i2"):
+        values = numpy.array(tokens, dtype)
+        assert block_digests(ROOT, values, 4) == block_digests(ROOT, tokens, 4)
+        assert block_digests(ROOT, values[::-2], 4) == block_digests(ROOT, tokens[::-2], 4)
+
+
+def test_an_array_of_unsigned_tokens_beyond_32_bits_is_refused_rather_than_wrapped() -> None:
+    with pytest.raises(OverflowError, match="32-bit"):
+        block_digests(ROOT, array("I", [2**31]), 1)
+
+
+def test_extra_keys_for_fewer_blocks_than_are_full_are_refused_and_more_are_not_looked_at() -> None:
+    with pytest.raises(ValueError, match="1 extra_keys for 2 full blocks"):
+        block_digests(ROOT, [1, 2], 1, extra_keys=[[]])
+    keys = [[b"x"], [b"y"], [b"z"]]
+    assert prompt_digests(ROOT, [1, 2, 3], 1, extra_keys=keys) == block_digests(ROOT, [1, 2], 1, extra_keys=keys[:2])
+
+
+def test_the_same_image_at_another_offset_among_equal_placeholders_gives_other_digests() -> None:
+    chains = [
+        block_digests(ROOT, [9] * 12, 4, extra_keys=multimodal_keys([item], 12, 4))
+        for item in (
+            MultimodalItem(b"cat", 4, 5),
+            MultimodalItem(b"cat", 5, 5),
+            MultimodalItem(b"cat", 4, 6),
+            MultimodalItem(b"dog", 4, 5),
+        )
+    ]
+    assert len({chain[0] for chain in chains}) == 1
+    assert len({chain[1] for chain in chains}) == len({chain[2] for chain in chains}) == 4
+
+
+spans = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=5)
+
+
+@given(spans, st.integers(1, 7), st.integers(0, 9))
+def test_a_block_has_a_key_of_each_item_that_overlaps_it_and_of_no_other(
+    gaps_and_lengths: list[tuple[int, int]], block_size: int, rest: int
+) -> None:
+    owner: list[MultimodalItem | None] = []
+    for number, (gap, length) in enumerate(gaps_and_lengths):
+        item = MultimodalItem(b"%d" % number, len(owner) + gap, length)
+        owner += [None] * gap + [item] * length
+    owner += [None] * rest
+    items = {item: None for item in owner if item is not None}
+    keys = multimodal_keys(items, len(owner), block_size)
+    assert len(keys) == len(owner) // block_size
+    for block, of_block in enumerate(keys):
+        inside = owner[block * block_size : (block + 1) * block_size]
+        expected = list(dict.fromkeys(item for item in inside if item is not None))
+        assert [key[12:] for key in of_block] == [item.content_id for item in expected]
+        starts = [block * block_size + int.from_bytes(key[4:8], "little", signed=True) for key in of_block]
+        assert starts == [item.first_token for item in expected]
+
+
+@pytest.mark.parametrize(
+    ("content_id", "first_token", "token_count", "message"),
+    [
+        (b"", 0, 1, "content_id must be 1 to 128 bytes, not 0"),
+        (bytes(129), 0, 1, "content_id must be 1 to 128 bytes, not 129"),
+        (b"x", -1, 1, "first_token must not be negative"),
+        (b"x", 0, 0, "token_count must be at least 1"),
+        (b"x", 3, -2, "token_count must be at least 1"),
+    ],
+)
+def test_an_item_out_of_range_is_refused(content_id: bytes, first_token: int, token_count: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MultimodalItem(content_id, first_token, token_count)
+
+
+def test_items_that_overlap_or_reach_beyond_the_prompt_are_refused() -> None:
+    first, second = MultimodalItem(b"a", 2, 3), MultimodalItem(b"b", 4, 2)
+    with pytest.raises(ValueError, match="the item at token 4 overlaps the one at 2"):
+        multimodal_keys([second, first], 8, 4)
+    with pytest.raises(ValueError, match="overlaps"):
+        multimodal_keys([first, first], 8, 4)
+    with pytest.raises(ValueError, match="the item at token 4 ends beyond the 5 tokens of the prompt"):
+        multimodal_keys([second], 5, 4)
+    with pytest.raises(ValueError, match="token_count must be 0 to"):
+        multimodal_keys([], 2**31, 4)
+    with pytest.raises(ValueError, match="block_size must be at least 1"):
+        multimodal_keys([], 4, 0)
+    assert multimodal_keys([second], 6, 4) == multimodal_keys([second], 7, 4)

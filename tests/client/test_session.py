@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 from grpc import aio
-from quire import AsyncAllocatorClient, FailedPreconditionError, InvalidArgumentError, PoolSpec, QuireError, Reason
+from quire import (
+    AsyncAllocatorClient,
+    BlocksStored,
+    FailedPreconditionError,
+    IndexCleared,
+    InternalError,
+    InvalidArgumentError,
+    PoolSpec,
+    QuireError,
+    Reason,
+    SnapshotEnd,
+)
 from quire.session import PoolSession, SessionLostError
 from quire.steps import Result, StepBuilder
 from quire.v1 import allocator_pb2 as pb
@@ -206,11 +217,49 @@ async def test_a_refused_step_is_the_callers_error_and_the_session_goes_on() -> 
 async def test_a_specification_that_cannot_be_managed_is_refused_at_once() -> None:
     async with setting() as scene:
         session = scene.client.session("other", SPEC)
-        session.spec.groups[0].kind = pb.GROUP_KIND_STATE
-        with pytest.raises(FailedPreconditionError, match="FULL_ATTENTION") as caught:
+        session.spec.groups.add(kind=pb.GROUP_KIND_FULL_ATTENTION, block_size=6)
+        with pytest.raises(FailedPreconditionError, match="multiple of the smallest") as caught:
             await session.open()
         assert caught.value.reason is Reason.LAYOUT
         await session.close()
+
+
+async def test_what_the_last_step_of_a_quiet_owner_did_is_acknowledged_by_its_heartbeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("quire.session.HEARTBEAT_S", 0.01)
+    async with setting() as scene:
+        await scene.session.step(allocate(1))
+        async with scene.client.watch_events("test") as events:
+            assert [type(await anext(events)) for _ in range(2)] == [IndexCleared, SnapshotEnd]
+            step = StepBuilder()
+            step.commit(1, 6, [b"d" * 32])
+            await scene.session.step(step)
+            stored = await anext(events)
+        assert isinstance(stored, BlocksStored)
+        assert (stored.step, stored.digests) == (2, (b"d" * 32,))
+
+
+async def test_an_answer_that_does_not_fit_the_step_is_an_internal_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with setting() as scene:
+        assert scene.service is not None
+
+        def apply_step(_pool: Pool, step: pb.Step, *_: Any) -> pb.StepReply:
+            return pb.StepReply(session_id=step.session_id, number=step.number, granted_grows=[7])
+
+        with monkeypatch.context() as patch:
+            patch.setattr("quire_allocator.steps.apply_step", apply_step)
+            with pytest.raises(InternalError, match="the answer to step 1 does not fit it"):
+                await scene.session.step(allocate(1))
+        assert not scene.session.connected
+
+
+async def test_a_number_that_fits_no_field_is_refused_before_anything_is_sent() -> None:
+    async with setting() as scene:
+        with pytest.raises(ValueError, match="out of range"):
+            await scene.session.step(allocate(1, -1))
+        assert scene.session.connected
+        assert (await scene.session.step(allocate(1))).grows[0].result is Result.OK
 
 
 async def test_closing_gives_the_pool_back_and_another_owner_may_have_it() -> None:

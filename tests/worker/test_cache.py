@@ -24,7 +24,7 @@ def test_half_precision_takes_half_the_bytes() -> None:
 def test_a_budget_holds_whole_blocks_only() -> None:
     assert SPEC.block_count_for(10 * SPEC.bytes_per_block) == 10
     assert SPEC.block_count_for(11 * SPEC.bytes_per_block - 1) == 10
-    with pytest.raises(ValueError, match="hold no block"):
+    with pytest.raises(ValueError, match="no block fits"):
         SPEC.block_count_for(SPEC.bytes_per_block - 1)
 
 

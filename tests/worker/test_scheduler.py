@@ -14,7 +14,8 @@ import random
 import pytest
 from quire.steps import StepOutcome, read_reply
 from quire_allocator import steps
-from quire_allocator.core.pool import GroupKind, GroupSpec, Pool, PoolSpec
+from quire_allocator.core.pool import Pool
+from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec
 from quire_worker.request import FinishReason, Request, Sample
 from quire_worker.sampler import SamplingParams
 from quire_worker.scheduler import Plan, Scheduler
@@ -67,7 +68,7 @@ class PretendedWorker:
     def ask(self, plan: Plan) -> StepOutcome:
         """What the allocator's server does with a step."""
         message = plan.step.message
-        reply = steps.apply_step(self.pool, message, steps.check_step(self.pool, message))
+        reply = steps.apply_step(self.pool, message, steps.check_step(self.pool, message), 0.0)
         self.pool.check_invariants()
         return read_reply(message, reply, 1)
 

@@ -7,7 +7,9 @@ Layout "NHD, 5-D", the words of FlashInfer:
                        |  +-- slot of a token in its page
                        +-- 0: keys, 1: values
 
-A block id of the allocator is a page index here, the same in every layer, so that a block is `layer_count` pages:
+A block id of the allocator is a page index here, the same in every layer, so that a block is `layer_count` pages. How
+layers share a block, its bytes, and what the allocator is told of it come from the layout planner (`quire.planning`);
+for layers of one kind and size that is
 
     bytes_per_block = 2 * layer_count * block_size * kv_head_count * head_dim * bytes per element
     block_count     = memory in bytes // bytes_per_block
@@ -20,10 +22,13 @@ whatever was last written there, NaN included; attention must never read it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from quire.planning import LayerSpec, Layout, blocks_for, plan_layout
+from quire.types import GroupKind, GroupSpec
 
 KEY_AND_VALUE = 2
 
@@ -48,10 +53,19 @@ class CacheSpec:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
     @property
+    def plan(self) -> Layout:
+        """How the layers share a block."""
+        return _plan(self)
+
+    @property
+    def groups(self) -> tuple[GroupSpec, ...]:
+        """What the allocator is told."""
+        return tuple(group.spec for group in self.plan.groups)
+
+    @property
     def bytes_per_block(self) -> int:
         """Bytes of one block, keys and values of all layers."""
-        elements = KEY_AND_VALUE * self.layer_count * self.block_size * self.kv_head_count * self.head_dim
-        return elements * self.dtype.itemsize
+        return self.plan.page_bytes
 
     @property
     def layout(self) -> str:
@@ -68,10 +82,22 @@ class CacheSpec:
         Raises:
             ValueError: not even one does.
         """
-        block_count = memory_bytes // self.bytes_per_block
-        if block_count < 1:
-            raise ValueError(f"{memory_bytes} bytes hold no block: one takes {self.bytes_per_block} bytes")
-        return block_count
+        return blocks_for(self.plan, memory_bytes)
+
+
+@functools.lru_cache(maxsize=8)
+def _plan(spec: CacheSpec) -> Layout:
+    layers = [
+        LayerSpec(
+            layer,
+            GroupKind.FULL_ATTENTION,
+            kv_head_count=spec.kv_head_count,
+            head_dim=spec.head_dim,
+            element_bytes=spec.dtype.itemsize,
+        )
+        for layer in range(spec.layer_count)
+    ]
+    return plan_layout(layers, block_size=spec.block_size, block_size_max=spec.block_size)
 
 
 class KVCache:

@@ -119,9 +119,10 @@ def load(options: argparse.Namespace) -> Loaded:
     torch.set_num_threads(options.threads)
     model = load_model(options.model, block_size=options.block_size, dtype=options.dtype, device=options.device)
     spec = model.cache_spec
-    block_count = options.blocks or spec.block_count_for(options.kv_memory)
-    if block_count < 1:
-        raise UsageError(f"a block takes {spec.bytes_per_block} bytes: --kv-memory is too small for one")
+    try:
+        block_count = options.blocks or spec.block_count_for(options.kv_memory)
+    except ValueError as error:
+        raise UsageError(f"--kv-memory: {error}") from None
     cache = KVCache(spec, block_count, device=options.device)
     log.info("model loaded", architecture=model.architecture, blocks=block_count, kv_bytes=cache.pool_bytes)
     return Loaded(Path(options.model).resolve().name, model, cache, Tokenizer(options.model))
@@ -176,9 +177,9 @@ async def serve(options: argparse.Namespace) -> None:
     allocator = AsyncAllocatorClient(options.allocator, token=server.token)
     session = allocator.session(
         options.pool,
-        PoolSpec.full_attention(
+        PoolSpec(
             block_count=loaded.cache.block_count,
-            block_size=loaded.cache.spec.block_size,
+            groups=loaded.cache.spec.groups,
             cache_layout=loaded.cache.spec.layout,
             model_fingerprint=loaded.model.fingerprint,
         ),

@@ -1,133 +1,220 @@
-"""Physical blocks of one pool: who is free, who is held, what can be hit.
+"""Which physical blocks of one pool are free, and who uses how many.
 
 Lifecycle of a block:
 
-    1. empty free   no digest, reference count 0
-    2. held         reference count >= 1; `take` brings it here from 1, or from 3 by eviction
-    3. cached free  reference count 0, digest kept; `release` brings a published block here, an unpublished one to 1
+    1. empty free   no digest: on the stack `empty`
+    2. held         in at least one table; `take` brings it here from 1, or from 3 by eviction
+    3. cached free  in no table, but published: hittable until evicted
 
-`publish` gives a held block a digest (two-phase publication: only a finished forward pass leads to it), `retain` takes
-one more reference and brings a cached block back from 3 to 2. Empty blocks are granted first, then cached ones from the
-front of the eviction order: least recently released first. Callers release a sequence's tail before its ancestors, so
-that a cached block's ancestors are always cached or held (the set is prefix-closed).
+Groups of equal specification share one *manager* (`runs.py`, `units.py`), which knows its held and cached blocks; here
+are only the empty ones, the number of cached ones, and the queue of those that may leave. Empty blocks are granted
+first, the last one given back first, then cached ones in the order of the eviction policy.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
-from typing import NamedTuple
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Protocol
+
+from quire_allocator.core.eviction import DEFAULT_POLICY, POLICIES, Entry, EvictionQueue
+
+if TYPE_CHECKING:
+    from quire_allocator.core.spec import GroupSpec, Quota
 
 
-class BlockKey(NamedTuple):
-    """What a published block is found by.
+class Scope:
+    """What one namespace has in one manager, in blocks.
 
-    An honest owner's digest implies the position, since it chains; with it in the key no owner can make one block stand
-    at two positions.
+    Attributes:
+        held: blocks in tables of its sequences, each counted once.
+        cached: published blocks in no table.
     """
 
-    group: int
-    namespace: str
-    position: int
-    digest: bytes
+    __slots__ = ("cached", "held", "manager", "namespace")
+
+    def __init__(self, namespace: Namespace, manager: Evictor) -> None:
+        self.namespace = namespace
+        self.manager = manager
+        self.held = 0
+        self.cached = 0
 
 
-class BlockPool:
-    """Reference counts, prefix index and free order of `block_count` blocks."""
+class OwnQueue:
+    """The candidates of one namespace, by the same ranks and tickets as in the pool's queue."""
 
-    def __init__(self, block_count: int) -> None:
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Entry]] = []
+        self._sweep_at = 64
+
+    def push(self, entry: Entry, priority: float) -> None:
+        """An entry that the pool's queue has just given its ticket."""
+        heappush(self._heap, (priority, entry.ticket, entry))
+        if len(self._heap) > self._sweep_at:
+            self._heap = [item for item in self._heap if item[1] == item[2].ticket]
+            heapify(self._heap)
+            self._sweep_at = 2 * len(self._heap) + 64
+
+    def peek(self) -> Entry | None:
+        """The candidate that leaves first, or None."""
+        heap = self._heap
+        while heap and heap[0][1] != heap[0][2].ticket:
+            heappop(heap)
+        return heap[0][2] if heap else None
+
+
+class Namespace:
+    """One namespace of a pool: prefixes are shared inside it only. It exists while it has sequences or blocks.
+
+    Attributes:
+        scopes: one per manager of the pool.
+        quota: None without limits.
+        queue: its own candidates for eviction, where what it may cache is limited; else None.
+    """
+
+    __slots__ = ("name", "queue", "quota", "scopes", "sequence_count")
+
+    def __init__(self, name: str, quota: Quota | None, queue: OwnQueue | None) -> None:
+        self.name = name
+        self.quota = quota
+        self.queue = queue
+        self.scopes: tuple[Scope, ...] = ()
+        self.sequence_count = 0
+
+    @property
+    def held_count(self) -> int:
+        """Blocks held, all groups together."""
+        return sum(scope.held for scope in self.scopes)
+
+    @property
+    def cached_count(self) -> int:
+        """Blocks cached, all groups together."""
+        return sum(scope.cached for scope in self.scopes)
+
+
+class Scoped(Entry):
+    """What can be evicted, and where it belongs."""
+
+    __slots__ = ("scope",)
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__()
+        self.scope = scope
+
+
+class Evictor(Protocol):
+    """The part of a manager that takes blocks back from the cache."""
+
+    spec: GroupSpec
+    groups: tuple[int, ...]
+
+    def evict(self, entry: Scoped, wanted: int) -> int:
+        """Puts at least `wanted` blocks of a candidate on the empty stack, or all it has; returns how many."""
+
+
+class Blocks:
+    """Free blocks of a pool of `block_count`."""
+
+    def __init__(self, block_count: int, policy: str = "") -> None:
         self.block_count = block_count
-        self.reference_counts = array("I", bytes(4 * block_count))
+        self._stack = array("I", range(block_count))  # empty blocks from `_top` on; the lowest id is granted first
+        self._top = 0
+        self.cached_count = 0
         self.evicted_count = 0
-        self._keys: list[BlockKey | None] = [None] * block_count
-        self._index: dict[BlockKey, int] = {}
-        self._empty = array("I", range(block_count - 1, -1, -1))  # a stack: the lowest id is granted first
-        self._cached: OrderedDict[int, None] = OrderedDict()  # first out first
+        self.policy = POLICIES[policy or DEFAULT_POLICY](block_count)
+        self.queue = EvictionQueue(self.policy)
+        self.namespaces: dict[str, Namespace] = {}
 
     @property
     def empty_count(self) -> int:
         """Blocks in state 1."""
-        return len(self._empty)
+        return self.block_count - self._top
 
     @property
-    def cached_count(self) -> int:
-        """Blocks in state 3."""
-        return len(self._cached)
+    def empty(self) -> array[int]:
+        """Blocks in state 1, the next to be granted first."""
+        return self._stack[self._top :]
 
     @property
     def free_count(self) -> int:
         """Blocks that can be granted: empty and cached."""
-        return len(self._empty) + len(self._cached)
+        return self.block_count - self._top + self.cached_count
 
-    def find(self, key: BlockKey) -> int | None:
-        """The block published under `key`, or None."""
-        return self._index.get(key)
+    def take(self, count: int) -> array[int]:
+        """Grants `count` blocks; the caller has checked `free_count`."""
+        top = self._top
+        short = count - (self.block_count - top)
+        if short > 0:
+            self._evict(short)
+            top = self._top
+        self._top = top + count
+        return self._stack[top : top + count]
 
-    def is_published(self, block: int) -> bool:
-        """Whether the block has a digest: its content must never change again."""
-        return self._keys[block] is not None
+    def give_back(self, blocks: array[int]) -> None:
+        """Blocks that nobody could hit become empty; they are granted next, in the same order."""
+        top = self._top - len(blocks)
+        self._stack[top : self._top] = blocks
+        self._top = top
 
-    def is_cached(self, block: int) -> bool:
-        """Whether the block is in state 3."""
-        return block in self._cached
+    # -- what managers report ------------------------------------------------------------------------------------------
 
-    def take(self, count: int) -> list[int]:
-        """Grants `count` blocks with reference count 1; the caller has checked `free_count`."""
-        blocks = []
-        for _ in range(count):
-            block = self._empty.pop() if self._empty else self._evict()
-            self.reference_counts[block] = 1
-            blocks.append(block)
-        return blocks
+    def now_held(self, entry: Scoped, count: int) -> None:
+        """A cached entry of `count` blocks has a holder again."""
+        scope = entry.scope
+        scope.cached -= count
+        scope.held += count
+        self.cached_count -= count
+        if entry.ticket:
+            self.queue.discard(entry)
 
-    def retain(self, block: int) -> None:
-        """One more table holds a held or cached block."""
-        if self.reference_counts[block] == 0:
-            del self._cached[block]
-        self.reference_counts[block] += 1
+    def now_cached(self, entry: Scoped, count: int, *, is_candidate: bool) -> None:
+        """The last holder of a published entry left."""
+        scope = entry.scope
+        scope.held -= count
+        scope.cached += count
+        self.cached_count += count
+        self.policy.released(entry)
+        if is_candidate:
+            self.push(entry)
 
-    def release(self, block: int) -> None:
-        """One table fewer holds it; the last one leaves it cached if it is published, else empty."""
-        self.reference_counts[block] -= 1
-        if self.reference_counts[block] == 0:
-            if self._keys[block] is None:
-                self._empty.append(block)
-            else:
-                self._cached[block] = None
+    def push(self, entry: Scoped) -> None:
+        """A cached entry may leave from now on."""
+        self.queue.push(entry)
+        own = entry.scope.namespace.queue
+        if own is not None:
+            own.push(entry, self.policy.priority(entry))
 
-    def publish(self, block: int, key: BlockKey) -> None:
-        """Makes a held block hittable under a key that no other block carries."""
-        self._keys[block] = key
-        self._index[key] = block
+    def dropped(self, scope: Scope, count: int) -> None:
+        """Cached blocks became empty; a namespace that has nothing any more is forgotten."""
+        scope.cached -= count
+        self.cached_count -= count
+        if not scope.cached:
+            self.forget_if_unused(scope.namespace)
 
-    def states(self, first: int = 0, end: int | None = None) -> bytes:
-        """One byte per block of [first, end): 0 empty, 1 cached, n >= 2 held by n - 1 tables (255: 254 or more)."""
-        return bytes(
-            min(count + 1, 255) if count else int(key is not None)
-            for count, key in zip(self.reference_counts[first:end], self._keys[first:end], strict=True)
-        )
+    def forget_if_unused(self, namespace: Namespace) -> None:
+        """Namespaces are named by clients: one without sequences and blocks must not stay."""
+        if namespace.sequence_count:
+            return
+        for scope in namespace.scopes:
+            if scope.held or scope.cached:
+                return
+        self.namespaces.pop(namespace.name, None)
 
-    def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
-        key = self._keys[block]
-        assert key is not None
-        del self._index[key]
-        self._keys[block] = None
-        self.evicted_count += 1
-        return block
+    def evict_from(self, namespace: Namespace, count: int) -> None:
+        """Evicts so many cached blocks of one namespace, or somewhat more."""
+        assert namespace.queue is not None, "only namespaces with a limit have their own queue"
+        self._evict(count, namespace.queue)
+
+    def _evict(self, count: int, queue: EvictionQueue | OwnQueue | None = None) -> None:
+        queue = queue or self.queue
+        while count > 0:
+            entry = queue.peek()
+            assert isinstance(entry, Scoped), "there are fewer candidates than cached blocks"
+            evicted = entry.scope.manager.evict(entry, count)
+            self.dropped(entry.scope, evicted)
+            self.evicted_count += evicted
+            count -= evicted
 
     def check_invariants(self) -> None:
-        """Each block is exactly one of empty, cached, held; index and keys agree.
-
-        Raises:
-            AssertionError: naming what is broken.
-        """
-        empty, cached = set(self._empty), set(self._cached)
-        assert len(empty) == len(self._empty), "a block is twice in the empty stack"
-        assert not empty & cached, "a block is both empty and cached"
-        for block in range(self.block_count):
-            free = self.reference_counts[block] == 0
-            assert free == (block in empty or block in cached), f"block {block} is neither free nor held, or both"
-            assert (block in cached) == (free and self.is_published(block)), f"block {block} is cached without a digest"
-        assert len(self._index) == sum(key is not None for key in self._keys), "index and keys differ in size"
-        assert all(self._keys[block] == key for key, block in self._index.items()), "index and keys disagree"
+        """Raises AssertionError if a block is twice among the empty ones."""
+        assert len(set(self.empty)) == self.empty_count, "a block is twice in the empty stack"

@@ -19,11 +19,12 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from quire_allocator.core.pool import Pool, PoolSpec
+from quire_allocator.core.pool import Pool
+from quire_allocator.core.spec import PoolSpec
 
 ANSWERS_KEPT_MAX = 1024  # per unary session: how many request ids can be repeated
 ANSWER_BYTES_KEPT_MAX = 16 << 20  # per unary session
-BLOCKS_OF_ALL_POOLS_MAX = 1 << 26  # 16 bytes each from the start, some 300 more once published
+BLOCKS_OF_ALL_POOLS_MAX = 1 << 26  # 4 bytes each from the start, some 40 more once published
 
 
 class Refusal(Exception):

@@ -1,122 +1,49 @@
-"""One pool: sequences, their block tables, and the four operations on them.
+"""One pool: sequences, their block tables, and the operations on them.
 
 Lifecycle of a sequence:
 
     1. allocate    a new id, higher than every earlier one; its longest published prefix is shared, the rest granted
-    2. grow        more tokens fit; a shared or published block about to be written is replaced by a private copy
-    3. commit      a forward pass has finished: tokens count as computed, full blocks are published
+    2. grow        more tokens fit; a block about to be written that is shared or published is replaced by a copy
+    3. commit      a forward pass has finished: tokens count as computed, full blocks are published, blocks that fell
+                   out of a window are given back; so can be lookahead that was not used
     4. fork        another sequence shares everything committed, the half-filled last block included
     5. free        references are dropped, tail first
 
-Who owns which part of a sequence's table, in tokens, with `committed <= token_count`:
+Who owns which part of a sequence, in tokens, with `committed <= token_count <= limit`:
 
     [0, full)                  full = committed // block_size * block_size: published, shareable by anyone, immutable
     [full, committed)          written; shared with forks until one side grows
     [committed, token_count)   granted, being written by this sequence alone
-    [token_count, end)         the rest of the last block; nobody may write it before the next grow
+    [token_count, limit)       room that growing takes without a grant
 
 Every operation is all-or-nothing and answers with a `Result`: no space is an answer, not an exception. Operations of
-one pool are applied by one caller at a time.
+one pool are applied by one caller at a time. What differs between types of attention is in the managers (`groups.py`).
 """
 
 from __future__ import annotations
 
-import enum
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
 
-from quire_allocator.core.blocks import BlockKey, BlockPool
+from quire_allocator.core.blocks import Blocks
+from quire_allocator.core.coordinator import Coordinator
+from quire_allocator.core.events import EventLog
+from quire_allocator.core.gates import Candidate, Gates
+from quire_allocator.core.pending import PendingPrefixes
+from quire_allocator.core.sequence import SequenceState
+from quire_allocator.core.spec import (
+    DIGEST_BYTES,
+    CommitResult,
+    Copy,
+    GrowResult,
+    PoolSpec,
+    Result,
+    Swap,
+)
 
-
-class Result(enum.IntEnum):
-    """What an operation did; all but OK change nothing. Numbers of `quire.v1.Result`."""
-
-    OK = 0
-    NO_SPACE = 1
-    NOT_FOUND = 2
-    EXISTS = 3
-    TOO_LONG = 4
-
-
-class GroupKind(enum.Enum):
-    """How the layers of a group use their blocks."""
-
-    FULL_ATTENTION = "full_attention"
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSpec:
-    """One KV cache group."""
-
-    kind: GroupKind
-    block_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSpec:
-    """What an owner declares: `block_count` blocks that all groups draw from. All groups have one block size."""
-
-    block_count: int
-    groups: tuple[GroupSpec, ...]
-    cache_layout: str = ""
-    model_fingerprint: bytes = b""
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block."""
-        return self.groups[0].block_size
-
-
-class Copy(NamedTuple):
-    """A whole block to copy before any write of the step."""
-
-    source: int
-    destination: int
-
-
-class Swap(NamedTuple):
-    """A table entry that now names the block which was published first."""
-
-    group: int
-    position: int
-    block: int
-
-
-class GrowResult(NamedTuple):
-    """Answer to allocate and grow.
-
-    Attributes:
-        result: OK, NO_SPACE, NOT_FOUND, EXISTS or TOO_LONG.
-        matched_token_count: leading tokens shared with published blocks (allocate only).
-        blocks: per group the last entries of the table, replacing what stood there; after allocate the whole table.
-        copies: to run before any write of this step.
-        shortfall: blocks missing (NO_SPACE only).
-    """
-
-    result: Result
-    matched_token_count: int = 0
-    blocks: tuple[Sequence[int], ...] = ()
-    copies: tuple[Copy, ...] = ()
-    shortfall: int = 0
-
-
-class CommitResult(NamedTuple):
-    """Answer to commit."""
-
-    result: Result
-    swaps: tuple[Swap, ...] = ()
-
-
-@dataclass(slots=True)
-class SequenceState:
-    """One live sequence: capacity and progress in tokens, one table per group."""
-
-    namespace: str
-    token_count: int
-    committed_token_count: int
-    tables: tuple[array[int], ...]
+_OK = Result.OK
+_UNCHANGED = GrowResult(Result.OK)
+_COMMITTED = CommitResult(Result.OK)
 
 
 class Pool:
@@ -124,120 +51,204 @@ class Pool:
 
     def __init__(self, spec: PoolSpec) -> None:
         self.spec = spec
-        self.blocks = BlockPool(spec.block_count)
+        self.digest_tokens = spec.block_size
+        self.blocks = Blocks(spec.block_count, spec.eviction_policy)
+        self.log = EventLog()
+        self.groups = Coordinator(spec, self.blocks, self.log)
+        self.managers = self.groups.managers
         self.sequences: dict[int, SequenceState] = {}
+        self.gates = Gates(spec, self.blocks, self.managers, self.sequences)
+        self.pending = PendingPrefixes()
+        self.holds: dict[int, float] = {}  # sequence -> when it ends
         self.last_sequence_id = 0
         self.queried_token_count = 0
         self.matched_token_count = 0
         self.granted_block_count = 0
         self.copy_count = 0
+        self._edge_tokens = spec.edge_tokens
 
-    def match(self, namespace: str, digests: Sequence[bytes]) -> list[list[int]]:
-        """Per group the blocks of the longest prefix of `digests` that every group has published.
+    # -- prefixes ------------------------------------------------------------------------------------------------------
 
-        A hint unless references are taken in the same call chain. Changes nothing, not even the eviction order.
-        """
-        found: list[list[int]] = []
-        for group in range(len(self.spec.groups)):
-            keys = (BlockKey(group, namespace, position, digest) for position, digest in enumerate(digests))
-            found.append(list(_leading(map(self.blocks.find, keys))))
-        shortest = min(map(len, found))
-        return [blocks[:shortest] for blocks in found]
+    def match(self, namespace: str, digests: bytes) -> int:
+        """Leading tokens that every group can serve. A hint: changes nothing, not even the eviction order."""
+        space = self.blocks.namespaces.get(namespace) or self.groups.new_namespace(namespace)
+        return self.groups.find(space, digests, len(digests) // DIGEST_BYTES * self.digest_tokens)[1]
 
-    def allocate(self, sequence_id: int, token_count: int, digests: Sequence[bytes], namespace: str) -> GrowResult:
+    # -- operations ----------------------------------------------------------------------------------------------------
+
+    def allocate(
+        self,
+        sequence_id: int,
+        token_count: int,
+        digests: bytes = b"",
+        namespace: str = "",
+        *,
+        prompt_token_count: int = 0,
+        priority: int = 0,
+        defer_token_count: int = 0,
+    ) -> GrowResult:
         """Creates a sequence that can hold `token_count` tokens, at least 1.
 
         The shared prefix is the longest published one that leaves at least one token to compute. It counts as
-        committed. Answers OK, EXISTS, TOO_LONG or NO_SPACE.
+        committed. Answers OK, EXISTS, TOO_LONG, PENDING, QUOTA or NO_SPACE.
+
+        Args:
+            sequence_id: higher than every earlier one.
+            token_count: tokens to hold; more where more of a longer prompt is matched.
+            digests: of its full blocks of `digest_tokens` tokens, as far as they may be shared; concatenated.
+            namespace: prefixes are shared inside it.
+            prompt_token_count: where `token_count` is only the first chunk: it is admitted only if the whole prompt
+                would fit, and what is left of it is kept free from later admissions.
+            priority: sequences of a higher one are never named to be preempted for it.
+            defer_token_count: answer PENDING instead if others are computing at least so many tokens of its prefix.
         """
         if sequence_id <= self.last_sequence_id:
             return GrowResult(Result.EXISTS)
-        needed = self.blocks_for(token_count)
-        if needed * len(self.spec.groups) > self.spec.block_count:
-            return GrowResult(Result.TOO_LONG)
-        shared = self.match(namespace, digests[: (token_count - 1) // self.spec.block_size])
-        matched = len(shared[0])
-        reusable = self.blocks.free_count - sum(self.blocks.is_cached(block) for table in shared for block in table)
-        missing = (needed - matched) * len(self.spec.groups) - reusable
-        if missing > 0:
-            return GrowResult(Result.NO_SPACE, shortfall=missing)
+        space = self.blocks.namespaces.get(namespace) or self.groups.new_namespace(namespace)
+        prompt = max(token_count, prompt_token_count)
+        limit = min((prompt - 1) // self.digest_tokens, len(digests) // DIGEST_BYTES)
+        hits, matched = self.groups.find(space, digests, limit * self.digest_tokens)
+        chunk, token_count = token_count, max(token_count, matched)
+        place, pending = matched // self.digest_tokens, 0
+        if len(self.pending):
+            pending = self.pending.pending_count(namespace, digests, place, limit) * self.digest_tokens
+        needs, needed, revived = self.groups.needs_of(hits, token_count)
+        refused = None
+        if prompt > chunk or space.quota is not None or not self.gates.has_room(needed + revived):
+            candidate = Candidate(space, hits, chunk, prompt_token_count, priority)
+            refused = self.gates.refuse_new(candidate, needed, revived)
+        if 0 < defer_token_count <= pending and (refused is None or refused.result is not Result.TOO_LONG):
+            return GrowResult(Result.PENDING, matched, pending)
+        if refused is not None:
+            if refused.result is Result.NO_SPACE and matched and not self.sequences:
+                # With the state to copy from, a hit may need more room than there is, and nobody would ever make room.
+                return self.allocate(
+                    sequence_id, chunk, b"", namespace, prompt_token_count=prompt_token_count, priority=priority
+                )
+            return refused._replace(pending_token_count=pending)
 
-        # Hits are retained before anything is taken: taking evicts.
-        for table in shared:
-            for block in table:
-                self.blocks.retain(block)
-        tables = tuple(array("I", table + self._grant(needed - matched)) for table in shared)
-        matched_token_count = matched * self.spec.block_size
-        self.sequences[sequence_id] = SequenceState(namespace, token_count, matched_token_count, tables)
+        # Hits are held before anything is taken: taking evicts.
+        self.blocks.namespaces[namespace] = space
+        space.sequence_count += 1  # or it would be forgotten with its last cached block
+        opening = zip(self.managers, space.scopes, hits, strict=True)
+        sequence = SequenceState(space, matched, priority, tuple([m.open(s, hit, prompt) for m, s, hit in opening]))
+        copies: list[Copy] = []
+        self.groups.grant(sequence, needs, token_count, copies)
+        self.granted_block_count += needed
+        self.copy_count += len(copies)
+        if prompt > chunk:
+            sequence.prompt_token_count, sequence.chunk_token_count = prompt, chunk
+            self.gates.promise(sequence)
+        if limit > place:
+            sequence.chain = self.pending.announce(namespace, digests[: limit * DIGEST_BYTES], place)
+        self.sequences[sequence_id] = sequence
         self.last_sequence_id = sequence_id
-        self.queried_token_count += token_count
-        self.matched_token_count += matched_token_count
-        return GrowResult(Result.OK, matched_token_count, tuple(table[:] for table in tables))
+        self.queried_token_count += prompt
+        self.matched_token_count += matched
+        return GrowResult(Result.OK, matched, pending, self.tables(sequence), copies)
 
     def grow(self, sequence_id: int, token_count: int) -> GrowResult:
         """Makes room for `token_count` tokens; fewer than there are changes nothing.
 
         If the block that holds the next token is shared, or published by a sequence that filled it further, it is
-        replaced by a private copy. Answers OK, NOT_FOUND, TOO_LONG or NO_SPACE.
+        replaced by a private copy. Answers OK, NOT_FOUND, TOO_LONG, QUOTA or NO_SPACE.
         """
         sequence = self.sequences.get(sequence_id)
         if sequence is None:
             return GrowResult(Result.NOT_FOUND)
-        if token_count <= sequence.token_count:
-            return GrowResult(Result.OK, blocks=tuple(() for _ in sequence.tables))
-        needed = self.blocks_for(token_count)
-        if needed * len(sequence.tables) > self.spec.block_count:
-            return GrowResult(Result.TOO_LONG)
-        copied = [self._must_copy(sequence, table) for table in sequence.tables]
-        missing = sum(needed - len(table) for table in sequence.tables) + sum(copied) - self.blocks.free_count
-        if missing > 0:
-            return GrowResult(Result.NO_SPACE, shortfall=missing)
-
+        if token_count <= sequence.limit:
+            sequence.token_count = max(sequence.token_count, token_count)
+            return _UNCHANGED
+        size = self.digest_tokens
+        if (  # decoding's own path: one free block for every group, at a block edge, and nothing else to be looked at
+            self.groups.in_step
+            and not sequence.limit % size
+            and token_count - sequence.limit <= size
+            and not sequence.promised
+            and sequence.namespace.quota is None
+            and self.blocks.free_count >= self.groups.group_count
+        ):
+            self.granted_block_count += self.groups.group_count
+            return GrowResult(_OK, 0, 0, self.groups.append(sequence, token_count), ())
+        before = sequence.token_count
+        needs = [m.needed(part, before, token_count) for m, part in zip(self.managers, sequence.parts, strict=True)]
+        needed = sum(needs)
+        refused = self.gates.refuse_grow(sequence_id, sequence, token_count, needed)
+        if refused is not None:
+            is_short = refused.result is Result.NO_SPACE and self.groups.in_place
+            if is_short and self.gates.give_up_checkpoints(sequence, refused.shortfall):
+                return self.grow(sequence_id, token_count)
+            return refused
         copies: list[Copy] = []
-        granted: list[list[int]] = []
-        for table, copy in zip(sequence.tables, copied, strict=True):
-            blocks = self._grant(needed - len(table) + copy)
-            if copy:
-                source = table.pop()
-                copies.append(Copy(source, blocks[0]))
-                self.blocks.release(source)
-            table.extend(blocks)
-            granted.append(blocks)
-        sequence.token_count = token_count
+        granted = self.groups.grant(sequence, needs, token_count, copies)
+        self.granted_block_count += needed
         self.copy_count += len(copies)
-        return GrowResult(Result.OK, blocks=tuple(granted), copies=tuple(copies))
+        if sequence.promised:
+            self.gates.promise(sequence)
+        if copies:  # what was copied may be cached now
+            self.gates.enforce_cache_quota(sequence.namespace)
+        return GrowResult(Result.OK, 0, 0, self.groups.added(sequence, granted) if needed else (), copies)
 
-    def commit(self, sequence_id: int, token_count: int, digests: Sequence[bytes]) -> CommitResult:
-        """Counts tokens up to `token_count` as computed and publishes the blocks that became full.
+    def grow_many(self, sequence_ids: Sequence[int], token_counts: Sequence[int]) -> list[tuple[int, GrowResult]]:
+        """Grows live sequences in order; returns number and result of those for which anything was to be done."""
+        get = self.sequences.get
+        busy = []
+        for number, (sequence_id, token_count) in enumerate(zip(sequence_ids, token_counts, strict=True)):
+            sequence = get(sequence_id)
+            if sequence is None or token_count > sequence.limit:
+                busy.append((number, self.grow(sequence_id, token_count)))
+            elif token_count > sequence.token_count:
+                sequence.token_count = token_count
+        return busy
 
-        `digests` are those of the blocks in [committed, token_count) that are now full; `filled_block_count` says how
-        many there must be. A digest that another block carries already keeps that block: the sequence's entry is
-        swapped to it and its own is released, so that no child is ever published under a private parent. Answers OK,
-        NOT_FOUND, or TOO_LONG for tokens that were never granted.
+    def commit(
+        self, sequence_id: int, token_count: int, digests: bytes = b"", keep_token_count: int = 0
+    ) -> CommitResult:
+        """Counts tokens up to `token_count` as computed and publishes what became full.
+
+        A digest that another block carries already keeps that block: the sequence's entry is swapped to it and its own
+        is released, so that no child is ever published under a private parent. Answers OK, NOT_FOUND, or TOO_LONG for
+        tokens that were never granted.
+
+        Args:
+            sequence_id: a live sequence.
+            token_count: not below what was committed before.
+            digests: of the digest blocks in [committed, token_count), concatenated; `filled_block_count` says how many.
+            keep_token_count: if not 0, blocks that are not needed to hold so many tokens, nor `token_count`, are given
+                back: draft tokens that were not accepted.
         """
         sequence = self.sequences.get(sequence_id)
         if sequence is None:
             return CommitResult(Result.NOT_FOUND)
         if token_count > sequence.token_count:
             return CommitResult(Result.TOO_LONG)
-        first = sequence.committed_token_count // self.spec.block_size
+        if token_count < sequence.quiet_until and not keep_token_count:
+            sequence.committed_token_count = token_count
+            return _COMMITTED
+        committed = sequence.committed_token_count
+        granted = min(sequence.token_count, max(keep_token_count or sequence.token_count, token_count))
         swaps: list[Swap] = []
-        for group, table in enumerate(sequence.tables):
-            for index, digest in enumerate(digests, first):
-                key = BlockKey(group, sequence.namespace, index, digest)
-                canonical = self.blocks.find(key)
-                if canonical is None:
-                    self.blocks.publish(table[index], key)
-                elif canonical != table[index]:
-                    self.blocks.retain(canonical)
-                    self.blocks.release(table[index])
-                    table[index] = canonical
-                    swaps.append(Swap(group, index, canonical))
+        if digests:
+            for manager, part in zip(self.managers, sequence.parts, strict=True):
+                if granted == token_count or not manager.in_place:  # else it may be overwritten without a grow
+                    manager.commit(part, committed, token_count, digests, swaps)
         sequence.committed_token_count = token_count
-        return CommitResult(Result.OK, tuple(swaps))
+        if granted < sequence.token_count:
+            self.groups.shrink(sequence, granted)
+        if sequence.chain is not None and not self.pending.advance(sequence.chain, token_count // self.digest_tokens):
+            sequence.chain = None
+        sequence.quiet_until = (token_count // self.digest_tokens + 1) * self.digest_tokens
+        if self.groups.settles:
+            self.groups.settle(sequence)
+            self.gates.enforce_cache_quota(sequence.namespace)
+        if self.groups.in_place or keep_token_count:
+            self.groups.note_limit(sequence)
+        if sequence.prompt_token_count:
+            self.gates.promise(sequence)
+        return CommitResult(Result.OK, swaps) if swaps else _COMMITTED
 
     def filled_block_count(self, sequence_id: int, token_count: int) -> int | None:
-        """Blocks that a commit up to `token_count` would fill.
+        """Digest blocks that a commit up to `token_count` would fill.
 
         None where the commit would not answer OK and no digest is looked at; negative where it would go back.
         """
@@ -246,13 +257,19 @@ class Pool:
             return None
         if token_count < sequence.committed_token_count:
             return -1
-        return token_count // self.spec.block_size - sequence.committed_token_count // self.spec.block_size
+        return token_count // self.digest_tokens - sequence.committed_token_count // self.digest_tokens
 
-    def fork(self, parent_id: int, child_id: int) -> Result:
-        """Creates a sequence that shares what its parent has committed. Answers OK, NOT_FOUND or EXISTS.
+    def fork(self, parent_id: int, child_id: int, *, hold_until: float | None = None) -> Result:
+        """Creates a sequence that shares what its parent has committed. Answers OK, NOT_FOUND, EXISTS or UNCOMMITTED.
 
         Blocks that the parent was granted beyond that stay the parent's alone; in the half-filled block the parent may
-        go on writing behind the child's last token, which the child never reads.
+        go on writing behind the child's last token, which the child never reads. A recurrent state has no such place:
+        where a group keeps one, a parent with granted tokens that are not committed answers UNCOMMITTED.
+
+        Args:
+            parent_id: a live sequence.
+            child_id: higher than every earlier id.
+            hold_until: the fork is a hold: nobody writes to it, and `expire_holds` frees it from then on.
         """
         parent = self.sequences.get(parent_id)
         if parent is None:
@@ -260,74 +277,67 @@ class Pool:
         if child_id <= self.last_sequence_id:
             return Result.EXISTS
         length = parent.committed_token_count
-        tables = tuple(table[: self.blocks_for(length)] for table in parent.tables)
-        for table in tables:
-            for block in table:
-                self.blocks.retain(block)
-        self.sequences[child_id] = SequenceState(parent.namespace, length, length, tables)
+        if self.groups.in_place and parent.token_count > length:
+            return Result.UNCOMMITTED
+        parts = tuple([manager.fork(part, length) for manager, part in zip(self.managers, parent.parts, strict=True)])
+        child = SequenceState(parent.namespace, length, parent.priority, parts)
+        child.quiet_until = parent.quiet_until
+        if self.groups.in_place or length % self._edge_tokens:  # a block is shared that either side has yet to write
+            self.groups.note_limit(parent)
+        parent.namespace.sequence_count += 1
+        if hold_until is not None:
+            child.is_hold = True
+            self.holds[child_id] = hold_until
+        self.sequences[child_id] = child
         self.last_sequence_id = child_id
         return Result.OK
 
     def free(self, sequence_id: int) -> Result:
-        """Drops a sequence, its tail first and all groups of a position together, so that what eviction leaves is a
-        whole prefix. Answers OK or NOT_FOUND.
-        """
+        """Drops a sequence, its tail first, so that what eviction leaves is a whole prefix. Answers OK or NOT_FOUND."""
         sequence = self.sequences.pop(sequence_id, None)
         if sequence is None:
             return Result.NOT_FOUND
-        for position in zip(*map(reversed, sequence.tables), strict=True):
-            for block in position:
-                self.blocks.release(block)
+        for manager, part in zip(self.managers, sequence.parts, strict=True):
+            manager.free(part)
+        self.gates.end_promise(sequence)
+        if sequence.chain is not None:
+            self.pending.drop(sequence.chain)
+        if sequence.is_hold:
+            del self.holds[sequence_id]
+        sequence.namespace.sequence_count -= 1
+        self.gates.enforce_cache_quota(sequence.namespace)
+        self.blocks.forget_if_unused(sequence.namespace)
         return Result.OK
 
-    def table_entry_count(self) -> int:
-        """Sum of the lengths of all tables: blocks that separate caches would hold."""
-        return sum(len(table) for table in self._tables())
-
-    def blocks_for(self, token_count: int) -> int:
-        """Blocks that so many tokens take in each group."""
-        return -(-token_count // self.spec.block_size)
-
-    def _grant(self, count: int) -> list[int]:
-        self.granted_block_count += count
-        return self.blocks.take(count)
-
-    def _must_copy(self, sequence: SequenceState, table: array[int]) -> bool:
-        """Whether the next token falls into a last block that is not this sequence's alone to write."""
-        if sequence.token_count % self.spec.block_size == 0:
-            return False
-        tail = table[-1]
-        return self.blocks.reference_counts[tail] > 1 or self.blocks.is_published(tail)
-
-    def _tables(self) -> Iterator[array[int]]:
-        for sequence in self.sequences.values():
-            yield from sequence.tables
-
     def check_invariants(self) -> None:
-        """Counts equal tables, tables have the right length, shared blocks stand at one position.
+        """Counts everything again.
 
         Raises:
             AssertionError: naming what is broken.
         """
-        self.blocks.check_invariants()
-        counts = array("I", bytes(4 * self.spec.block_count))
-        position: dict[int, int] = {}
-        for sequence_id, sequence in self.sequences.items():
-            assert sequence_id <= self.last_sequence_id, f"sequence {sequence_id} is above the highest id"
-            assert 0 <= sequence.committed_token_count <= sequence.token_count, f"sequence {sequence_id} over-committed"
-            for table in sequence.tables:
-                assert len(table) == self.blocks_for(sequence.token_count), f"table of {sequence_id} has a wrong length"
-                for index, block in enumerate(table):
-                    counts[block] += 1
-                    assert position.setdefault(block, index) == index, f"block {block} stands at two positions"
-                full = sequence.committed_token_count // self.spec.block_size
-                assert all(map(self.blocks.is_published, table[:full])), f"{sequence_id} has an unpublished full block"
-        assert counts == self.blocks.reference_counts, "reference counts differ from the tables"
+        from quire_allocator.core.invariants import check  # it knows this class
 
+        check(self)
 
-def _leading(blocks: Iterable[int | None]) -> Iterator[int]:
-    """The leading blocks up to the first None."""
-    for block in blocks:
-        if block is None:
-            return
-        yield block
+    def expire_holds(self, now: float) -> list[int]:
+        """Frees every hold whose time has come, and returns their ids in order."""
+        if not self.holds:
+            return []
+        ended = sorted(sequence_id for sequence_id, end in self.holds.items() if end <= now)
+        for sequence_id in ended:
+            self.free(sequence_id)
+        return ended
+
+    # -- what readers see ----------------------------------------------------------------------------------------------
+
+    def tables(self, sequence: SequenceState) -> tuple[array[int], ...]:
+        """One table per group; `NULL_BLOCK` where a block was given back."""
+        return self.groups.tables(sequence)
+
+    def table_entry_count(self) -> int:
+        """Blocks in all tables, shared ones each time: what separate caches would hold."""
+        return sum(
+            manager.footprint(part, sequence.token_count)
+            for sequence in self.sequences.values()
+            for manager, part in zip(self.managers, sequence.parts, strict=True)
+        )

@@ -9,7 +9,7 @@ import typer
 
 from quire import __version__
 from quire._serving.process import UsageError
-from quire.cli import generate, plan, pools, servers, status
+from quire.cli import generate, plan, pools, servers, status, watch
 from quire.errors import QuireError
 from quire.local import ServerFailedError
 
@@ -42,6 +42,7 @@ def quire(
 servers.register(app)
 generate.register(app)
 pools.register(app)
+watch.register(app)
 status.register(app)
 plan.register(app)
 

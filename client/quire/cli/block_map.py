@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from rich.text import Text
 
-from quire.types import PoolBlocks
+from quire.views import PoolBlocks
 
 EMPTY, CACHED, SHARED, OTHER = ".", "_", "#", "*"
 COLOURS: Final = ("cyan", "green", "yellow", "magenta", "blue", "red")

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from quire._serving.process import read_token
-from quire.cli import block_map, options
+from quire.cli import block_map, options, pool_usage
 from quire.client import AllocatorClient
-from quire.types import PoolBlocks, PoolSummary
+from quire.views import PoolBlocks, PoolSummary, PoolUsage
 
 POOLS_EXAMPLES = """List the pools of an allocator.
 
@@ -24,7 +24,7 @@ Examples:
     quire pools --allocator 10.0.0.5:7070 --token-file token
     quire pools --json
 """
-BLOCKS_EXAMPLES = """Show who holds which block of a pool.
+BLOCKS_EXAMPLES = """Show who holds which block of a pool, and where its memory goes.
 
 Examples:
 
@@ -57,7 +57,7 @@ def pools(
         return
     table = Table(box=None, pad_edge=False)
     table.add_column("pool")
-    for name in ("owner", "blocks", "of tokens", "empty", "cached", "held", "sequences", "entries"):
+    for name in ("owner", "blocks", "of tokens", "empty", "cached", "held", "sequences", "entries", "unwritten"):
         table.add_column(name, justify="left" if name == "owner" else "right")
     for pool in found:
         owner = pool.session_kind.name.lower()
@@ -65,13 +65,18 @@ def pools(
             Text(pool.pool, style="bold"),
             owner if pool.connected else f"[red]gone, {pool.lease_remaining_ms / 1000:.0f} s left",
             f"{pool.spec.block_count:,}",
-            "/".join(str(group.block_size) for group in pool.spec.groups),
+            "/".join(map(str, sorted({group.block_size for group in pool.spec.groups}))),
             f"{pool.empty_block_count:,}",
             f"{pool.cached_block_count:,}",
             f"{pool.held_block_count:,}",
             f"{pool.sequence_count:,}",
             f"{pool.table_entry_count:,}",
+            f"{pool.unwritten_slot_count:,}",
         )
+        groups = pool_usage.group_rows(pool)
+        for row in groups if len(groups) > 1 else ():
+            sizes = (f"{row.spec.block_size:,}", "", f"{row.cached:,}", f"{row.held:,}")
+            table.add_row(f"  {row.name}", "", "", *sizes, style="dim")
     Console(highlight=False).print(table)
 
 
@@ -84,11 +89,11 @@ def blocks(
     timeout: options.Timeout = 10.0,
     as_json: options.Json = False,
 ) -> None:
-    """Prints GetPool with POOL_VIEW_BLOCKS."""
+    """Prints GetPool with POOL_VIEW_BLOCKS and POOL_VIEW_USAGE."""
     with AllocatorClient(allocator, token=read_token(token_file), timeout_s=timeout) as client:
-        found = client.get_pool_blocks(pool)
+        found, usage = client.get_pool_blocks(pool), client.get_pool_usage(pool)
     if as_json:
-        print(json.dumps(_blocks(found)))
+        print(json.dumps({**_blocks(found), "usage": _usage(usage)}))
         return
     console = Console(highlight=False)
     summary = found.summary
@@ -106,6 +111,7 @@ def blocks(
     )
     if found.sequences:
         console.print(_sequences(found))
+    pool_usage.show(console, usage)
 
 
 def _sequences(found: PoolBlocks) -> Table:
@@ -143,3 +149,11 @@ def _blocks(found: PoolBlocks) -> dict[str, Any]:
         "block_states": list(found.block_states),
         "sequences": [asdict(sequence) for sequence in found.sequences],
     }
+
+
+def _usage(usage: PoolUsage) -> dict[str, Any]:
+    values = asdict(usage)
+    del values["summary"]  # beside it
+    for prefix in (*values["longest_prefixes"], *values["most_shared_prefixes"]):
+        prefix["digest_prefix"] = prefix["digest_prefix"].hex()
+    return values

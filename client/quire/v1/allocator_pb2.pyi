@@ -40,11 +40,17 @@ class _GroupKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GroupKind.V
     GROUP_KIND_FULL_ATTENTION: _GroupKind.ValueType  # 1
     """Every token attends to every earlier one; no block is given back before the sequence ends."""
     GROUP_KIND_SLIDING_WINDOW: _GroupKind.ValueType  # 2
-    """Tokens attend to the last `window` tokens; blocks that fell out are given back."""
+    """Tokens attend to the last `window` tokens, themselves included; blocks that fell out are given back when the tokens
+    after them are committed, and their table entries are null from then on.
+    """
     GROUP_KIND_CHUNKED_LOCAL: _GroupKind.ValueType  # 3
-    """Tokens attend inside their own chunk of `window` tokens."""
+    """Tokens attend inside their own chunk of `window` tokens; blocks of earlier chunks are given back."""
     GROUP_KIND_STATE: _GroupKind.ValueType  # 4
-    """Recurrent state (mamba, linear attention): a block holds a state instead of tokens."""
+    """Recurrent state (mamba, linear attention): a block holds a state instead of tokens. A table has one entry, the
+    running block, which every forward pass overwrites. A commit that ends exactly at a multiple of `block_size`, or at
+    the last digest boundary of the prompt that leaves a token to compute, publishes it as a checkpoint; the next grow
+    then replaces it by a copy. A hit ends at a checkpoint.
+    """
 
 class GroupKind(_GroupKind, metaclass=_GroupKindEnumTypeWrapper):
     """---------------------------------------------------------------------------------------------------------------------
@@ -58,11 +64,17 @@ GROUP_KIND_UNSPECIFIED: GroupKind.ValueType  # 0
 GROUP_KIND_FULL_ATTENTION: GroupKind.ValueType  # 1
 """Every token attends to every earlier one; no block is given back before the sequence ends."""
 GROUP_KIND_SLIDING_WINDOW: GroupKind.ValueType  # 2
-"""Tokens attend to the last `window` tokens; blocks that fell out are given back."""
+"""Tokens attend to the last `window` tokens, themselves included; blocks that fell out are given back when the tokens
+after them are committed, and their table entries are null from then on.
+"""
 GROUP_KIND_CHUNKED_LOCAL: GroupKind.ValueType  # 3
-"""Tokens attend inside their own chunk of `window` tokens."""
+"""Tokens attend inside their own chunk of `window` tokens; blocks of earlier chunks are given back."""
 GROUP_KIND_STATE: GroupKind.ValueType  # 4
-"""Recurrent state (mamba, linear attention): a block holds a state instead of tokens."""
+"""Recurrent state (mamba, linear attention): a block holds a state instead of tokens. A table has one entry, the
+running block, which every forward pass overwrites. A commit that ends exactly at a multiple of `block_size`, or at
+the last digest boundary of the prompt that leaves a token to compute, publishes it as a checkpoint; the next grow
+then replaces it by a copy. A hit ends at a checkpoint.
+"""
 Global___GroupKind: _TypeAlias = GroupKind  # noqa: Y015
 
 class _Result:
@@ -81,6 +93,14 @@ class _ResultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Result.ValueTy
     """The id of a new sequence is in use, or not higher than every earlier one."""
     RESULT_TOO_LONG: _Result.ValueType  # 4
     """More tokens than the pool could ever hold for one sequence, or committed beyond what was granted."""
+    RESULT_PENDING: _Result.ValueType  # 5
+    """A new sequence asked to be deferred, and others are computing its prefix: ask again when they have committed it."""
+    RESULT_QUOTA: _Result.ValueType  # 6
+    """The namespace would hold more blocks than its quota; `grow_shortfalls` says how many too many."""
+    RESULT_UNCOMMITTED: _Result.ValueType  # 7
+    """A fork in a pool with STATE groups, of a parent with granted tokens that are not committed: its state may be beyond
+    them already.
+    """
 
 class Result(_Result, metaclass=_ResultEnumTypeWrapper):
     """---------------------------------------------------------------------------------------------------------------------
@@ -99,6 +119,14 @@ RESULT_EXISTS: Result.ValueType  # 3
 """The id of a new sequence is in use, or not higher than every earlier one."""
 RESULT_TOO_LONG: Result.ValueType  # 4
 """More tokens than the pool could ever hold for one sequence, or committed beyond what was granted."""
+RESULT_PENDING: Result.ValueType  # 5
+"""A new sequence asked to be deferred, and others are computing its prefix: ask again when they have committed it."""
+RESULT_QUOTA: Result.ValueType  # 6
+"""The namespace would hold more blocks than its quota; `grow_shortfalls` says how many too many."""
+RESULT_UNCOMMITTED: Result.ValueType  # 7
+"""A fork in a pool with STATE groups, of a parent with granted tokens that are not committed: its state may be beyond
+them already.
+"""
 Global___Result: _TypeAlias = Result  # noqa: Y015
 
 class _SessionKind:
@@ -135,6 +163,8 @@ class _PoolViewEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolView.Val
     """The summary."""
     POOL_VIEW_BLOCKS: _PoolView.ValueType  # 1
     """Also the state of every block and a page of sequences with their tables."""
+    POOL_VIEW_USAGE: _PoolView.ValueType  # 2
+    """Also where its memory goes: namespaces, longest and most shared prefixes."""
 
 class PoolView(_PoolView, metaclass=_PoolViewEnumTypeWrapper):
     """PoolView: how much GetPool tells."""
@@ -143,6 +173,8 @@ POOL_VIEW_UNSPECIFIED: PoolView.ValueType  # 0
 """The summary."""
 POOL_VIEW_BLOCKS: PoolView.ValueType  # 1
 """Also the state of every block and a page of sequences with their tables."""
+POOL_VIEW_USAGE: PoolView.ValueType  # 2
+"""Also where its memory goes: namespaces, longest and most shared prefixes."""
 Global___PoolView: _TypeAlias = PoolView  # noqa: Y015
 
 @_typing.final
@@ -154,28 +186,71 @@ class GroupSpec(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_MAX_FIELD_NUMBER: _builtins.int
     kind: Global___GroupKind.ValueType
     """Attention type of all layers of the group."""
     block_size: _builtins.int
-    """Tokens a block holds, 1 to 65,536. In v1 all groups of a pool have one block_size, and a digest covers that many
-    tokens; groups that differ: FAILED_PRECONDITION / LAYOUT.
+    """Tokens a block holds, 1 to 65,536; of STATE, tokens between two checkpoints. A digest covers as many tokens as the
+    smallest block of the pool; every block_size is a multiple of it, else FAILED_PRECONDITION / LAYOUT.
     """
     window: _builtins.int
-    """Tokens, for SLIDING_WINDOW and CHUNKED_LOCAL; 0 otherwise."""
+    """Tokens, for SLIDING_WINDOW and CHUNKED_LOCAL, 1 to 16,777,216; 0 otherwise."""
+    checkpoints_max: _builtins.int
+    """Of STATE: checkpoints that one sequence may leave in the cache without anybody having used them; 0 for the default
+    of 16. Otherwise 0.
+    """
     def __init__(
         self,
         *,
         kind: Global___GroupKind.ValueType = ...,
         block_size: _builtins.int = ...,
         window: _builtins.int = ...,
+        checkpoints_max: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "kind", b"kind", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "checkpoints_max", b"checkpoints_max", "kind", b"kind", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupSpec: _TypeAlias = GroupSpec  # noqa: Y015
+
+@_typing.final
+class Quota(_message.Message):
+    """Quota: what one namespace may use of a pool, in blocks of all groups."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    HELD_BLOCKS_MAX_FIELD_NUMBER: _builtins.int
+    CACHED_BLOCKS_MAX_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    """Its name; "*" stands for every namespace that no other quota names."""
+    held_blocks_max: _builtins.int
+    """Blocks that its sequences may hold, shared ones counted once. Beyond: RESULT_QUOTA. Absent: no limit."""
+    cached_blocks_max: _builtins.int
+    """Blocks that it may leave in the cache. Beyond, its own leave first. Absent: no limit."""
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        held_blocks_max: _builtins.int | None = ...,
+        cached_blocks_max: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_blocks_max", b"_cached_blocks_max", "_held_blocks_max", b"_held_blocks_max", "cached_blocks_max", b"cached_blocks_max", "held_blocks_max", b"held_blocks_max"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_blocks_max", b"_cached_blocks_max", "_held_blocks_max", b"_held_blocks_max", "cached_blocks_max", b"cached_blocks_max", "held_blocks_max", b"held_blocks_max", "namespace", b"namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cached_blocks_max: _TypeAlias = _typing.Literal["cached_blocks_max"]  # noqa: Y015
+    _WhichOneofArgType__cached_blocks_max: _TypeAlias = _typing.Literal["_cached_blocks_max", b"_cached_blocks_max"]  # noqa: Y015
+    _WhichOneofReturnType__held_blocks_max: _TypeAlias = _typing.Literal["held_blocks_max"]  # noqa: Y015
+    _WhichOneofArgType__held_blocks_max: _TypeAlias = _typing.Literal["_held_blocks_max", b"_held_blocks_max"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cached_blocks_max) -> _WhichOneofReturnType__cached_blocks_max | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__held_blocks_max) -> _WhichOneofReturnType__held_blocks_max | None: ...
+
+Global___Quota: _TypeAlias = Quota  # noqa: Y015
 
 @_typing.final
 class PoolSpec(_message.Message):
@@ -187,6 +262,9 @@ class PoolSpec(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     CACHE_LAYOUT_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    WATERMARK_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    QUOTAS_FIELD_NUMBER: _builtins.int
+    EVICTION_POLICY_FIELD_NUMBER: _builtins.int
     block_count: _builtins.int
     """Physical blocks, shared by all groups, 1 to 16,777,216. Those of all pools together are limited too:
     RESOURCE_EXHAUSTED / LIMIT.
@@ -195,11 +273,19 @@ class PoolSpec(_message.Message):
     """Identifies the bytes in a page (dtype, NHD or HND, page size); part of every digest's root. At most 256 bytes."""
     model_fingerprint: _builtins.bytes
     """Identifies the weights; part of every digest's root. At most 64 bytes."""
+    watermark_block_count: _builtins.int
+    """Free blocks that a new sequence must leave for those that run, as long as any does."""
+    eviction_policy: _builtins.str
+    """Which cached blocks leave first: "lru", "cost", or one of the names in docs/eviction.md; empty for the default."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupSpec]:
         """At least one. All blocks of a pool are of equal size in bytes whatever their group; a block belongs to one group at
         a time.
         """
+
+    @_builtins.property
+    def quotas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Quota]:
+        """At most one per namespace, 1,024 in all."""
 
     def __init__(
         self,
@@ -208,10 +294,13 @@ class PoolSpec(_message.Message):
         groups: _abc.Iterable[Global___GroupSpec] | None = ...,
         cache_layout: _builtins.str = ...,
         model_fingerprint: _builtins.bytes = ...,
+        watermark_block_count: _builtins.int = ...,
+        quotas: _abc.Iterable[Global___Quota] | None = ...,
+        eviction_policy: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "cache_layout", b"cache_layout", "groups", b"groups", "model_fingerprint", b"model_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "cache_layout", b"cache_layout", "eviction_policy", b"eviction_policy", "groups", b"groups", "model_fingerprint", b"model_fingerprint", "quotas", b"quotas", "watermark_block_count", b"watermark_block_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -602,7 +691,7 @@ class BlockTable(_message.Message):
 
     BLOCKS_FIELD_NUMBER: _builtins.int
     blocks: _builtins.bytes
-    """Block ids, uint32 little-endian; 0xFFFFFFFF where a block was given back (windowed groups)."""
+    """Block ids, uint32 little-endian; 0xFFFFFFFF where a block was given back (windowed groups). Of a STATE group one entry."""
     def __init__(
         self,
         *,
@@ -688,16 +777,23 @@ Global___Ready: _TypeAlias = Ready  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Heartbeat: keeps the lease; carries nothing."""
+    """Heartbeat: keeps the lease."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    ACK_FIELD_NUMBER: _builtins.int
+    ack: _builtins.int
+    """From the owner: number of the last reply that it applied, as in Step; what was done up to there may be told to
+    others. 0 in the answer.
+    """
     def __init__(
         self,
+        *,
+        ack: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -789,6 +885,7 @@ class CommitPhase(_message.Message):
     TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     DIGEST_COUNTS_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
+    KEEP_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     digests: _builtins.bytes
     """The digests of those blocks, 32 bytes each, operation after operation."""
     @_builtins.property
@@ -805,6 +902,13 @@ class CommitPhase(_message.Message):
         operations on one sequence, make the step malformed. Empty when no operation fills any.
         """
 
+    @_builtins.property
+    def keep_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per operation, tokens that the sequence shall be able to hold from now on: blocks beyond are given back, such as
+        those granted ahead for draft tokens that were not accepted. 0, or below the committed tokens: keep what those need.
+        Empty: nothing is given back.
+        """
+
     def __init__(
         self,
         *,
@@ -812,10 +916,11 @@ class CommitPhase(_message.Message):
         token_counts: _abc.Iterable[_builtins.int] | None = ...,
         digest_counts: _abc.Iterable[_builtins.int] | None = ...,
         digests: _builtins.bytes = ...,
+        keep_token_counts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest_counts", b"digest_counts", "digests", b"digests", "sequences", b"sequences", "token_counts", b"token_counts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest_counts", b"digest_counts", "digests", b"digests", "keep_token_counts", b"keep_token_counts", "sequences", b"sequences", "token_counts", b"token_counts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -855,6 +960,7 @@ class ForkPhase(_message.Message):
 
     PARENTS_FIELD_NUMBER: _builtins.int
     CHILDREN_FIELD_NUMBER: _builtins.int
+    HOLD_MS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """One entry per operation: the sequence to share from."""
@@ -863,15 +969,22 @@ class ForkPhase(_message.Message):
     def children(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Id of the new sequence, higher than every earlier id."""
 
+    @_builtins.property
+    def hold_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per operation, milliseconds after which the child is freed by itself: a hold, which nobody writes to (a pin, or the
+        source of a transfer). 0, or empty: an ordinary sequence. At most 86,400,000.
+        """
+
     def __init__(
         self,
         *,
         parents: _abc.Iterable[_builtins.int] | None = ...,
         children: _abc.Iterable[_builtins.int] | None = ...,
+        hold_ms: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["children", b"children", "parents", b"parents"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["children", b"children", "hold_ms", b"hold_ms", "parents", b"parents"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -889,6 +1002,9 @@ class GrowPhase(_message.Message):
     DIGESTS_FIELD_NUMBER: _builtins.int
     NAMESPACE_INDICES_FIELD_NUMBER: _builtins.int
     NAMESPACES_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    PRIORITIES_FIELD_NUMBER: _builtins.int
+    DEFER_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     digests: _builtins.bytes
     """The digests, 32 bytes each, operation after operation."""
     @_builtins.property
@@ -897,8 +1013,9 @@ class GrowPhase(_message.Message):
 
     @_builtins.property
     def token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens that the sequence must be able to hold afterwards. For a new one: the prompt's length; the shared prefix is
-        always shorter than this, so that at least one token is computed.
+        """Tokens that the sequence must be able to hold afterwards. For a new one: the prompt's length, or the end of its
+        first chunk; it holds more where more of a longer prompt is shared. The shared prefix is always shorter than the
+        prompt, so that at least one token is computed.
         """
 
     @_builtins.property
@@ -913,6 +1030,20 @@ class GrowPhase(_message.Message):
     def namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Namespaces named by this step, each at most 128 bytes. Empty means the one namespace ""."""
 
+    @_builtins.property
+    def prompt_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For new sequences, each array empty when all are 0. Length of the whole prompt, where `token_counts` is only its
+        first chunk: it is let in only if all of it would fit, and the rest is kept free from later admissions.
+        """
+
+    @_builtins.property
+    def priorities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Importance: for a sequence of one priority none of a higher one is ever named as a victim."""
+
+    @_builtins.property
+    def defer_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Answer RESULT_PENDING instead of granting if others are computing at least so many tokens of its prefix. 0: never."""
+
     def __init__(
         self,
         *,
@@ -922,10 +1053,13 @@ class GrowPhase(_message.Message):
         digests: _builtins.bytes = ...,
         namespace_indices: _abc.Iterable[_builtins.int] | None = ...,
         namespaces: _abc.Iterable[_builtins.str] | None = ...,
+        prompt_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        priorities: _abc.Iterable[_builtins.int] | None = ...,
+        defer_token_counts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest_counts", b"digest_counts", "digests", b"digests", "namespace_indices", b"namespace_indices", "namespaces", b"namespaces", "sequences", b"sequences", "token_counts", b"token_counts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["defer_token_counts", b"defer_token_counts", "digest_counts", b"digest_counts", "digests", b"digests", "namespace_indices", b"namespace_indices", "namespaces", b"namespaces", "priorities", b"priorities", "prompt_token_counts", b"prompt_token_counts", "sequences", b"sequences", "token_counts", b"token_counts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -948,11 +1082,16 @@ class StepReply(_message.Message):
     SWAP_INDICES_FIELD_NUMBER: _builtins.int
     SWAP_BLOCKS_FIELD_NUMBER: _builtins.int
     MATCHED_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    GRANTED_GROWS_FIELD_NUMBER: _builtins.int
     BLOCK_COUNTS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     COPY_SOURCES_FIELD_NUMBER: _builtins.int
     COPY_DESTINATIONS_FIELD_NUMBER: _builtins.int
     GROW_SHORTFALLS_FIELD_NUMBER: _builtins.int
+    PENDING_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    VICTIM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    VICTIM_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    EXPIRED_HOLDS_FIELD_NUMBER: _builtins.int
     FREE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     STATE_DIGEST_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
@@ -960,7 +1099,7 @@ class StepReply(_message.Message):
     number: _builtins.int
     """The step answered."""
     blocks: _builtins.bytes
-    """Block ids, uint32 little-endian, in that order."""
+    """Block ids, uint32 little-endian, in that order; 0xFFFFFFFF for an entry without a block."""
     free_block_count: _builtins.int
     """Blocks that can be granted after this step (empty and cached)."""
     state_digest: _builtins.bytes
@@ -992,11 +1131,14 @@ class StepReply(_message.Message):
         """Per grow: leading tokens that are shared with published blocks and need not be computed."""
 
     @_builtins.property
-    def block_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Per grow and group (group fastest): how many ids in `blocks` are its own. They are the *last* entries of the
-        sequence's table, replacing what stood there; of a new sequence, the whole table.
+    def granted_grows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Indices of the grows that changed a table, rising. For each of them, per group (group fastest), how many ids in
+        `blocks` are its own: the *last* entries of the sequence's table, replacing what stood there; of a new sequence, the
+        whole table.
         """
 
+    @_builtins.property
+    def block_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def copy_sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Copies to run before any write of this step: the whole page, in every buffer that holds a part of it."""
@@ -1005,7 +1147,25 @@ class StepReply(_message.Message):
     def copy_destinations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def grow_shortfalls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Per grow: blocks that were missing where the result is NO_SPACE. Empty when all are 0."""
+        """Per grow: blocks that were missing where the result is NO_SPACE, or too many where it is QUOTA. Empty when all are
+        0.
+        """
+
+    @_builtins.property
+    def pending_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per grow of a new sequence: tokens after the matched ones that others are computing. Empty when all are 0."""
+
+    @_builtins.property
+    def victim_sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per grow where the result is NO_SPACE: the sequence that is cheapest to preempt (0: none), and the tokens that it
+        would have to compute again. Empty when all are 0.
+        """
+
+    @_builtins.property
+    def victim_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def expired_holds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Holds whose time had come: they were freed before the first phase."""
 
     def __init__(
         self,
@@ -1021,17 +1181,22 @@ class StepReply(_message.Message):
         swap_indices: _abc.Iterable[_builtins.int] | None = ...,
         swap_blocks: _abc.Iterable[_builtins.int] | None = ...,
         matched_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        granted_grows: _abc.Iterable[_builtins.int] | None = ...,
         block_counts: _abc.Iterable[_builtins.int] | None = ...,
         blocks: _builtins.bytes = ...,
         copy_sources: _abc.Iterable[_builtins.int] | None = ...,
         copy_destinations: _abc.Iterable[_builtins.int] | None = ...,
         grow_shortfalls: _abc.Iterable[_builtins.int] | None = ...,
+        pending_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        victim_sequences: _abc.Iterable[_builtins.int] | None = ...,
+        victim_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        expired_holds: _abc.Iterable[_builtins.int] | None = ...,
         free_block_count: _builtins.int = ...,
         state_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "blocks", b"blocks", "commit_results", b"commit_results", "copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "fork_results", b"fork_results", "free_block_count", b"free_block_count", "free_results", b"free_results", "grow_results", b"grow_results", "grow_shortfalls", b"grow_shortfalls", "matched_token_counts", b"matched_token_counts", "number", b"number", "session_id", b"session_id", "state_digest", b"state_digest", "swap_blocks", b"swap_blocks", "swap_groups", b"swap_groups", "swap_indices", b"swap_indices", "swap_operations", b"swap_operations"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "blocks", b"blocks", "commit_results", b"commit_results", "copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "expired_holds", b"expired_holds", "fork_results", b"fork_results", "free_block_count", b"free_block_count", "free_results", b"free_results", "granted_grows", b"granted_grows", "grow_results", b"grow_results", "grow_shortfalls", b"grow_shortfalls", "matched_token_counts", b"matched_token_counts", "number", b"number", "pending_token_counts", b"pending_token_counts", "session_id", b"session_id", "state_digest", b"state_digest", "swap_blocks", b"swap_blocks", "swap_groups", b"swap_groups", "swap_indices", b"swap_indices", "swap_operations", b"swap_operations", "victim_sequences", b"victim_sequences", "victim_token_counts", b"victim_token_counts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1161,6 +1326,9 @@ class AllocateRequest(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    DEFER_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """The session."""
     request_id: _builtins.str
@@ -1177,6 +1345,10 @@ class AllocateRequest(_message.Message):
     """Digests of its full blocks in order, 32 bytes each; as many as may be shared."""
     namespace: _builtins.str
     """Namespace that it shares prefixes in, at most 128 bytes."""
+    prompt_token_count: _builtins.int
+    """As in GrowPhase."""
+    priority: _builtins.int
+    defer_token_count: _builtins.int
     def __init__(
         self,
         *,
@@ -1186,14 +1358,43 @@ class AllocateRequest(_message.Message):
         token_count: _builtins.int = ...,
         digests: _builtins.bytes = ...,
         namespace: _builtins.str = ...,
+        prompt_token_count: _builtins.int = ...,
+        priority: _builtins.int = ...,
+        defer_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "namespace", b"namespace", "request_id", b"request_id", "sequence_id", b"sequence_id", "session_id", b"session_id", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["defer_token_count", b"defer_token_count", "digests", b"digests", "namespace", b"namespace", "priority", b"priority", "prompt_token_count", b"prompt_token_count", "request_id", b"request_id", "sequence_id", b"sequence_id", "session_id", b"session_id", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AllocateRequest: _TypeAlias = AllocateRequest  # noqa: Y015
+
+@_typing.final
+class Victim(_message.Message):
+    """Victim: a live sequence whose preemption costs least."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.int
+    """Its id."""
+    token_count: _builtins.int
+    """Tokens that it would have to compute again."""
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence_id", b"sequence_id", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Victim: _TypeAlias = Victim  # noqa: Y015
 
 @_typing.final
 class AllocateResponse(_message.Message):
@@ -1205,15 +1406,31 @@ class AllocateResponse(_message.Message):
     MATCHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
     SHORTFALL_FIELD_NUMBER: _builtins.int
+    COPY_SOURCES_FIELD_NUMBER: _builtins.int
+    COPY_DESTINATIONS_FIELD_NUMBER: _builtins.int
+    PENDING_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    VICTIM_FIELD_NUMBER: _builtins.int
     result: Global___Result.ValueType
-    """OK, NO_SPACE, EXISTS or TOO_LONG."""
+    """OK, NO_SPACE, EXISTS, TOO_LONG, PENDING or QUOTA."""
     matched_token_count: _builtins.int
     """Leading tokens that need not be computed."""
     shortfall: _builtins.int
-    """Blocks missing where the result is NO_SPACE."""
+    """Blocks missing where the result is NO_SPACE, too many where it is QUOTA."""
+    pending_token_count: _builtins.int
+    """Tokens after the matched ones that others are computing."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
         """The whole table of each group."""
+
+    @_builtins.property
+    def copy_sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Copies to run before writing, as in StepReply (only in pools with STATE groups)."""
+
+    @_builtins.property
+    def copy_destinations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def victim(self) -> Global___Victim:
+        """Where the result is NO_SPACE and preempting anybody would help."""
 
     def __init__(
         self,
@@ -1222,10 +1439,14 @@ class AllocateResponse(_message.Message):
         matched_token_count: _builtins.int = ...,
         tables: _abc.Iterable[Global___BlockTable] | None = ...,
         shortfall: _builtins.int = ...,
+        copy_sources: _abc.Iterable[_builtins.int] | None = ...,
+        copy_destinations: _abc.Iterable[_builtins.int] | None = ...,
+        pending_token_count: _builtins.int = ...,
+        victim: Global___Victim | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["victim", b"victim"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["matched_token_count", b"matched_token_count", "result", b"result", "shortfall", b"shortfall", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "matched_token_count", b"matched_token_count", "pending_token_count", b"pending_token_count", "result", b"result", "shortfall", b"shortfall", "tables", b"tables", "victim", b"victim"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1278,10 +1499,11 @@ class GrowResponse(_message.Message):
     COPY_SOURCES_FIELD_NUMBER: _builtins.int
     COPY_DESTINATIONS_FIELD_NUMBER: _builtins.int
     SHORTFALL_FIELD_NUMBER: _builtins.int
+    VICTIM_FIELD_NUMBER: _builtins.int
     result: Global___Result.ValueType
-    """OK, NO_SPACE, NOT_FOUND or TOO_LONG."""
+    """OK, NO_SPACE, NOT_FOUND, TOO_LONG or QUOTA."""
     shortfall: _builtins.int
-    """Blocks missing where the result is NO_SPACE."""
+    """Blocks missing where the result is NO_SPACE, too many where it is QUOTA."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
         """Per group the last entries of its table, replacing what stood there."""
@@ -1292,6 +1514,10 @@ class GrowResponse(_message.Message):
 
     @_builtins.property
     def copy_destinations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def victim(self) -> Global___Victim:
+        """Where the result is NO_SPACE and preempting anybody would help."""
+
     def __init__(
         self,
         *,
@@ -1300,10 +1526,11 @@ class GrowResponse(_message.Message):
         copy_sources: _abc.Iterable[_builtins.int] | None = ...,
         copy_destinations: _abc.Iterable[_builtins.int] | None = ...,
         shortfall: _builtins.int = ...,
+        victim: Global___Victim | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["victim", b"victim"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "result", b"result", "shortfall", b"shortfall", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "result", b"result", "shortfall", b"shortfall", "tables", b"tables", "victim", b"victim"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1319,6 +1546,7 @@ class ForkRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PARENT_ID_FIELD_NUMBER: _builtins.int
     CHILD_ID_FIELD_NUMBER: _builtins.int
+    HOLD_MS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """The session."""
     request_id: _builtins.str
@@ -1327,6 +1555,8 @@ class ForkRequest(_message.Message):
     """A live sequence."""
     child_id: _builtins.int
     """Id of the new one, higher than every earlier one."""
+    hold_ms: _builtins.int
+    """As in ForkPhase."""
     def __init__(
         self,
         *,
@@ -1334,10 +1564,11 @@ class ForkRequest(_message.Message):
         request_id: _builtins.str = ...,
         parent_id: _builtins.int = ...,
         child_id: _builtins.int = ...,
+        hold_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["child_id", b"child_id", "parent_id", b"parent_id", "request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["child_id", b"child_id", "hold_ms", b"hold_ms", "parent_id", b"parent_id", "request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1351,7 +1582,7 @@ class ForkResponse(_message.Message):
 
     RESULT_FIELD_NUMBER: _builtins.int
     result: Global___Result.ValueType
-    """OK, NOT_FOUND or EXISTS."""
+    """OK, NOT_FOUND, EXISTS or UNCOMMITTED."""
     def __init__(
         self,
         *,
@@ -1376,6 +1607,7 @@ class CommitRequest(_message.Message):
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
+    KEEP_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """The session."""
     request_id: _builtins.str
@@ -1386,6 +1618,8 @@ class CommitRequest(_message.Message):
     """Tokens computed so far."""
     digests: _builtins.bytes
     """Digests of the blocks that became full, 32 bytes each."""
+    keep_token_count: _builtins.int
+    """As in CommitPhase."""
     def __init__(
         self,
         *,
@@ -1394,10 +1628,11 @@ class CommitRequest(_message.Message):
         sequence_id: _builtins.int = ...,
         token_count: _builtins.int = ...,
         digests: _builtins.bytes = ...,
+        keep_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "request_id", b"request_id", "sequence_id", b"sequence_id", "session_id", b"session_id", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "keep_token_count", b"keep_token_count", "request_id", b"request_id", "sequence_id", b"sequence_id", "session_id", b"session_id", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1670,6 +1905,10 @@ class PoolSummary(_message.Message):
     SEQUENCE_COUNT_FIELD_NUMBER: _builtins.int
     TABLE_ENTRY_COUNT_FIELD_NUMBER: _builtins.int
     LAST_STEP_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    UNWRITTEN_SLOT_COUNT_FIELD_NUMBER: _builtins.int
+    PROMISED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    EVICTED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """Its name."""
     session_kind: Global___SessionKind.ValueType
@@ -1690,9 +1929,21 @@ class PoolSummary(_message.Message):
     """Sum of the lengths of all tables: what separate caches would hold. Above held_block_count by what is shared."""
     last_step: _builtins.int
     """Last step applied."""
+    unwritten_slot_count: _builtins.int
+    """Tokens of room in held blocks of the first group that nothing has been committed to: granted ahead, or the rest of
+    last blocks (internal waste).
+    """
+    promised_block_count: _builtins.int
+    """Blocks promised to prompts that are still growing."""
+    evicted_block_count: _builtins.int
+    """Cached blocks that were granted anew since the session began."""
     @_builtins.property
     def spec(self) -> Global___PoolSpec:
         """As declared by its owner."""
+
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupUsage]:
+        """Blocks by group, in order of the groups; groups of one specification are handled alike and have equal numbers."""
 
     def __init__(
         self,
@@ -1708,14 +1959,47 @@ class PoolSummary(_message.Message):
         sequence_count: _builtins.int = ...,
         table_entry_count: _builtins.int = ...,
         last_step: _builtins.int = ...,
+        groups: _abc.Iterable[Global___GroupUsage] | None = ...,
+        unwritten_slot_count: _builtins.int = ...,
+        promised_block_count: _builtins.int = ...,
+        evicted_block_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_block_count", b"cached_block_count", "connected", b"connected", "empty_block_count", b"empty_block_count", "held_block_count", b"held_block_count", "last_step", b"last_step", "lease_remaining_ms", b"lease_remaining_ms", "pool", b"pool", "sequence_count", b"sequence_count", "session_kind", b"session_kind", "spec", b"spec", "table_entry_count", b"table_entry_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_block_count", b"cached_block_count", "connected", b"connected", "empty_block_count", b"empty_block_count", "evicted_block_count", b"evicted_block_count", "groups", b"groups", "held_block_count", b"held_block_count", "last_step", b"last_step", "lease_remaining_ms", b"lease_remaining_ms", "pool", b"pool", "promised_block_count", b"promised_block_count", "sequence_count", b"sequence_count", "session_kind", b"session_kind", "spec", b"spec", "table_entry_count", b"table_entry_count", "unwritten_slot_count", b"unwritten_slot_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PoolSummary: _TypeAlias = PoolSummary  # noqa: Y015
+
+@_typing.final
+class GroupUsage(_message.Message):
+    """GroupUsage: blocks of one group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    HELD_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    CACHED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    """Its number."""
+    held_block_count: _builtins.int
+    """Blocks in at least one table, and published ones in none."""
+    cached_block_count: _builtins.int
+    def __init__(
+        self,
+        *,
+        group: _builtins.int = ...,
+        held_block_count: _builtins.int = ...,
+        cached_block_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_block_count", b"cached_block_count", "group", b"group", "held_block_count", b"held_block_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupUsage: _TypeAlias = GroupUsage  # noqa: Y015
 
 @_typing.final
 class GetPoolRequest(_message.Message):
@@ -1768,6 +2052,7 @@ class GetPoolResponse(_message.Message):
     SEQUENCES_FIELD_NUMBER: _builtins.int
     TRUNCATED_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
     block_states: _builtins.bytes
     """One byte per block: 0 empty, 1 cached, n >= 2 held by n - 1 tables (255: 254 or more). At most 1,048,576."""
     truncated: _builtins.bool
@@ -1782,6 +2067,10 @@ class GetPoolResponse(_message.Message):
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceInfo]:
         """Sequences by id."""
 
+    @_builtins.property
+    def usage(self) -> Global___PoolUsage:
+        """With POOL_VIEW_USAGE."""
+
     def __init__(
         self,
         *,
@@ -1790,14 +2079,140 @@ class GetPoolResponse(_message.Message):
         sequences: _abc.Iterable[Global___SequenceInfo] | None = ...,
         truncated: _builtins.bool = ...,
         first_block: _builtins.int = ...,
+        usage: Global___PoolUsage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_states", b"block_states", "first_block", b"first_block", "sequences", b"sequences", "summary", b"summary", "truncated", b"truncated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_states", b"block_states", "first_block", b"first_block", "sequences", b"sequences", "summary", b"summary", "truncated", b"truncated", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetPoolResponse: _TypeAlias = GetPoolResponse  # noqa: Y015
+
+@_typing.final
+class PoolUsage(_message.Message):
+    """PoolUsage: where the memory of a pool goes. Lists hold the first 32, largest first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACES_FIELD_NUMBER: _builtins.int
+    NAMESPACE_COUNT_FIELD_NUMBER: _builtins.int
+    LONGEST_PREFIXES_FIELD_NUMBER: _builtins.int
+    MOST_SHARED_PREFIXES_FIELD_NUMBER: _builtins.int
+    RUN_COUNT_FIELD_NUMBER: _builtins.int
+    RUN_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    FREE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    FREE_STRETCH_COUNT_FIELD_NUMBER: _builtins.int
+    namespace_count: _builtins.int
+    run_count: _builtins.int
+    """Stretches that the index of full attention consists of, and blocks in them: many short ones are its fragmentation."""
+    run_block_count: _builtins.int
+    free_block_count: _builtins.int
+    """Free blocks, and the stretches of consecutive ids that they form: fragmentation of the physical pages, which costs
+    nothing but longer copy lists.
+    """
+    free_stretch_count: _builtins.int
+    @_builtins.property
+    def namespaces(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamespaceUsage]:
+        """Namespaces by blocks held and cached; how many there are in all."""
+
+    @_builtins.property
+    def longest_prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixUsage]:
+        """Published prefixes of full attention by length, each down to its deepest block."""
+
+    @_builtins.property
+    def most_shared_prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixUsage]:
+        """Stretches of blocks by the tables that hold them, most first."""
+
+    def __init__(
+        self,
+        *,
+        namespaces: _abc.Iterable[Global___NamespaceUsage] | None = ...,
+        namespace_count: _builtins.int = ...,
+        longest_prefixes: _abc.Iterable[Global___PrefixUsage] | None = ...,
+        most_shared_prefixes: _abc.Iterable[Global___PrefixUsage] | None = ...,
+        run_count: _builtins.int = ...,
+        run_block_count: _builtins.int = ...,
+        free_block_count: _builtins.int = ...,
+        free_stretch_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_block_count", b"free_block_count", "free_stretch_count", b"free_stretch_count", "longest_prefixes", b"longest_prefixes", "most_shared_prefixes", b"most_shared_prefixes", "namespace_count", b"namespace_count", "namespaces", b"namespaces", "run_block_count", b"run_block_count", "run_count", b"run_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolUsage: _TypeAlias = PoolUsage  # noqa: Y015
+
+@_typing.final
+class NamespaceUsage(_message.Message):
+    """NamespaceUsage: blocks of one namespace, all groups together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    HELD_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    CACHED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    SEQUENCE_COUNT_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    """Its name."""
+    held_block_count: _builtins.int
+    """Blocks in at least one table, each counted once, and published ones in none."""
+    cached_block_count: _builtins.int
+    sequence_count: _builtins.int
+    """Live sequences."""
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        held_block_count: _builtins.int = ...,
+        cached_block_count: _builtins.int = ...,
+        sequence_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_block_count", b"cached_block_count", "held_block_count", b"held_block_count", "namespace", b"namespace", "sequence_count", b"sequence_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NamespaceUsage: _TypeAlias = NamespaceUsage  # noqa: Y015
+
+@_typing.final
+class PrefixUsage(_message.Message):
+    """PrefixUsage: a stretch of consecutive published blocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    DIGEST_PREFIX_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    HOLDER_COUNT_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    """Namespace of the prefix."""
+    digest_prefix: _builtins.bytes
+    """First 8 bytes of the digest of its last block: enough to tell prefixes apart, not to ask for them."""
+    token_count: _builtins.int
+    """Tokens from the root to its end, and blocks of the stretch, all its groups together."""
+    block_count: _builtins.int
+    holder_count: _builtins.int
+    """Sequences whose tables hold all of it."""
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        digest_prefix: _builtins.bytes = ...,
+        token_count: _builtins.int = ...,
+        block_count: _builtins.int = ...,
+        holder_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "digest_prefix", b"digest_prefix", "holder_count", b"holder_count", "namespace", b"namespace", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixUsage: _TypeAlias = PrefixUsage  # noqa: Y015
 
 @_typing.final
 class SequenceInfo(_message.Message):
@@ -1847,12 +2262,46 @@ class SequenceInfo(_message.Message):
 Global___SequenceInfo: _TypeAlias = SequenceInfo  # noqa: Y015
 
 @_typing.final
-class CacheEvent(_message.Message):
+class WatchEventsRequest(_message.Message):
     """---------------------------------------------------------------------------------------------------------------------
-    Shapes fixed with v1 for calls that no server offers yet
+    Watching
 
-    CacheEvent: one change of a pool's prefix index, for routers and mirrors. Published only once the owner has
-    acknowledged the step that made it. A new session id means: resync from a snapshot.
+    WatchEventsRequest: one pool.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """Its name."""
+    session_id: _builtins.bytes
+    """To go on where an earlier watch ended: session and cursor of the last event it got. Without them, or where they
+    cannot be resumed (another session, or events no longer kept), the watch starts over: `cleared`, then a snapshot.
+    """
+    cursor: _builtins.int
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        session_id: _builtins.bytes = ...,
+        cursor: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "pool", b"pool", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchEventsRequest: _TypeAlias = WatchEventsRequest  # noqa: Y015
+
+@_typing.final
+class CacheEvent(_message.Message):
+    """CacheEvent: one change of a pool's prefix index. Published only once the owner has acknowledged the step that made
+    it. During the snapshot, blocks may be told that a later event tells again, and a block that is told may already be
+    gone, with its `removed` still to come: apply `stored` and `removed` as they come, and the index is exact from
+    `snapshot_end` on.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1861,29 +2310,36 @@ class CacheEvent(_message.Message):
     POOL_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
-    GROUP_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
     CLEARED_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_END_FIELD_NUMBER: _builtins.int
     cursor: _builtins.int
-    """Position to resume a watch from."""
+    """Position to resume a watch from; the same for all messages of a snapshot."""
     pool: _builtins.str
-    """The pool, its session and the step that made the change."""
+    """The pool, its session and the step that made the change (0 in a snapshot, and for unary sessions)."""
     session_id: _builtins.bytes
     step: _builtins.int
-    group: _builtins.int
-    """The group."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The groups: all of one specification change together."""
+
     @_builtins.property
     def stored(self) -> Global___BlocksStored:
         """Blocks became hittable."""
 
     @_builtins.property
     def removed(self) -> Global___BlocksRemoved:
-        """Digests no longer hit."""
+        """Digests no longer hit: no other block carries them."""
 
     @_builtins.property
     def cleared(self) -> Global___IndexCleared:
-        """The whole index was dropped."""
+        """Nothing hits any more: a new session, or the start of a snapshot."""
+
+    @_builtins.property
+    def snapshot_end(self) -> Global___SnapshotEnd:
+        """Everything that was there when the watch began has been told, and what changed meanwhile."""
 
     def __init__(
         self,
@@ -1892,16 +2348,17 @@ class CacheEvent(_message.Message):
         pool: _builtins.str = ...,
         session_id: _builtins.bytes = ...,
         step: _builtins.int = ...,
-        group: _builtins.int = ...,
+        groups: _abc.Iterable[_builtins.int] | None = ...,
         stored: Global___BlocksStored | None = ...,
         removed: Global___BlocksRemoved | None = ...,
         cleared: Global___IndexCleared | None = ...,
+        snapshot_end: Global___SnapshotEnd | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "cleared", b"cleared", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "cleared", b"cleared", "removed", b"removed", "snapshot_end", b"snapshot_end", "stored", b"stored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "cleared", b"cleared", "cursor", b"cursor", "group", b"group", "pool", b"pool", "removed", b"removed", "session_id", b"session_id", "step", b"step", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "cleared", b"cleared", "cursor", b"cursor", "groups", b"groups", "pool", b"pool", "removed", b"removed", "session_id", b"session_id", "snapshot_end", b"snapshot_end", "step", b"step", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["stored", "removed", "cleared"]  # noqa: Y015
+    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["stored", "removed", "cleared", "snapshot_end"]  # noqa: Y015
     _WhichOneofArgType_change: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_change) -> _WhichOneofReturnType_change | None: ...
 
@@ -1917,14 +2374,19 @@ class BlocksStored(_message.Message):
     PARENT_DIGEST_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     """Namespace of the prefix."""
     parent_digest: _builtins.bytes
-    """Digest of the block before the first one; empty at the root."""
+    """Digest of the block before the first one; empty at the root, and in groups other than full attention, whose blocks
+    need no ancestors.
+    """
     digests: _builtins.bytes
     """Digests, 32 bytes each."""
     block_size: _builtins.int
     """Tokens per block."""
+    first_position: _builtins.int
+    """Blocks before the first one in its prefix; of STATE, digest blocks up to and with the checkpoint."""
     def __init__(
         self,
         *,
@@ -1932,10 +2394,11 @@ class BlocksStored(_message.Message):
         parent_digest: _builtins.bytes = ...,
         digests: _builtins.bytes = ...,
         block_size: _builtins.int = ...,
+        first_position: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "digests", b"digests", "namespace", b"namespace", "parent_digest", b"parent_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "digests", b"digests", "first_position", b"first_position", "namespace", b"namespace", "parent_digest", b"parent_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1943,25 +2406,29 @@ Global___BlocksStored: _TypeAlias = BlocksStored  # noqa: Y015
 
 @_typing.final
 class BlocksRemoved(_message.Message):
-    """BlocksRemoved: digests that left the index."""
+    """BlocksRemoved: digests that left the index, consecutive blocks of one prefix."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAMESPACE_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
-    """Namespace of the prefixes."""
+    """Namespace of the prefix."""
     digests: _builtins.bytes
     """Digests, 32 bytes each."""
+    first_position: _builtins.int
+    """As in BlocksStored."""
     def __init__(
         self,
         *,
         namespace: _builtins.str = ...,
         digests: _builtins.bytes = ...,
+        first_position: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "namespace", b"namespace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "first_position", b"first_position", "namespace", b"namespace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1985,8 +2452,29 @@ class IndexCleared(_message.Message):
 Global___IndexCleared: _TypeAlias = IndexCleared  # noqa: Y015
 
 @_typing.final
+class SnapshotEnd(_message.Message):
+    """SnapshotEnd: nothing to say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SnapshotEnd: _TypeAlias = SnapshotEnd  # noqa: Y015
+
+@_typing.final
 class RouteRequest(_message.Message):
-    """RouteRequest: where should this prompt go?"""
+    """---------------------------------------------------------------------------------------------------------------------
+    Shapes fixed with v1 for a call that no server offers yet
+
+    RouteRequest: where should this prompt go?
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -96,6 +96,11 @@ class AllocatorServiceStub:
                 request_serializer=quire_dot_v1_dot_allocator__pb2.GetPoolRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_allocator__pb2.GetPoolResponse.FromString,
                 _registered_method=True)
+        self.WatchEvents = channel.unary_stream(
+                '/quire.v1.AllocatorService/WatchEvents',
+                request_serializer=quire_dot_v1_dot_allocator__pb2.WatchEventsRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_allocator__pb2.CacheEvent.FromString,
+                _registered_method=True)
 
 
 class AllocatorServiceServicer:
@@ -190,7 +195,16 @@ class AllocatorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetPool(self, request, context):
-        """GetPool: one pool; with POOL_VIEW_BLOCKS also who holds what. NOT_FOUND / POOL_UNKNOWN. Read-only.
+        """GetPool: one pool; by view also who holds what, or where its memory goes. NOT_FOUND / POOL_UNKNOWN. Read-only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchEvents(self, request, context):
+        """WatchEvents: what a pool can hit, as a snapshot, then every change in order, for routers and mirrors. Resumable by
+        session and cursor. A watcher that falls too far behind is dropped with RESOURCE_EXHAUSTED / WATCHER_SLOW; when the
+        pool goes, the stream ends with NOT_FOUND / POOL_UNKNOWN. Read-only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -258,6 +272,11 @@ def add_AllocatorServiceServicer_to_server(servicer, server):
                     servicer.GetPool,
                     request_deserializer=quire_dot_v1_dot_allocator__pb2.GetPoolRequest.FromString,
                     response_serializer=quire_dot_v1_dot_allocator__pb2.GetPoolResponse.SerializeToString,
+            ),
+            'WatchEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchEvents,
+                    request_deserializer=quire_dot_v1_dot_allocator__pb2.WatchEventsRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_allocator__pb2.CacheEvent.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -586,6 +605,33 @@ class AllocatorService:
             '/quire.v1.AllocatorService/GetPool',
             quire_dot_v1_dot_allocator__pb2.GetPoolRequest.SerializeToString,
             quire_dot_v1_dot_allocator__pb2.GetPoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quire.v1.AllocatorService/WatchEvents',
+            quire_dot_v1_dot_allocator__pb2.WatchEventsRequest.SerializeToString,
+            quire_dot_v1_dot_allocator__pb2.CacheEvent.FromString,
             options,
             channel_credentials,
             insecure,

@@ -86,7 +86,12 @@ class AllocatorServiceStub:
     ListPools: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.ListPoolsRequest, _allocator_pb2.ListPoolsResponse]
     """ListPools: a summary of every attached pool, by name. Read-only."""
     GetPool: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolRequest, _allocator_pb2.GetPoolResponse]
-    """GetPool: one pool; with POOL_VIEW_BLOCKS also who holds what. NOT_FOUND / POOL_UNKNOWN. Read-only."""
+    """GetPool: one pool; by view also who holds what, or where its memory goes. NOT_FOUND / POOL_UNKNOWN. Read-only."""
+    WatchEvents: _grpc.UnaryStreamMultiCallable[_allocator_pb2.WatchEventsRequest, _allocator_pb2.CacheEvent]
+    """WatchEvents: what a pool can hit, as a snapshot, then every change in order, for routers and mirrors. Resumable by
+    session and cursor. A watcher that falls too far behind is dropped with RESOURCE_EXHAUSTED / WATCHER_SLOW; when the
+    pool goes, the stream ends with NOT_FOUND / POOL_UNKNOWN. Read-only.
+    """
 
 @_typing.type_check_only
 class AllocatorServiceAsyncStub(AllocatorServiceStub):
@@ -136,7 +141,12 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     ListPools: _aio.UnaryUnaryMultiCallable[_allocator_pb2.ListPoolsRequest, _allocator_pb2.ListPoolsResponse]  # type: ignore[assignment]
     """ListPools: a summary of every attached pool, by name. Read-only."""
     GetPool: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolRequest, _allocator_pb2.GetPoolResponse]  # type: ignore[assignment]
-    """GetPool: one pool; with POOL_VIEW_BLOCKS also who holds what. NOT_FOUND / POOL_UNKNOWN. Read-only."""
+    """GetPool: one pool; by view also who holds what, or where its memory goes. NOT_FOUND / POOL_UNKNOWN. Read-only."""
+    WatchEvents: _aio.UnaryStreamMultiCallable[_allocator_pb2.WatchEventsRequest, _allocator_pb2.CacheEvent]  # type: ignore[assignment]
+    """WatchEvents: what a pool can hit, as a snapshot, then every change in order, for routers and mirrors. Resumable by
+    session and cursor. A watcher that falls too far behind is dropped with RESOURCE_EXHAUSTED / WATCHER_SLOW; when the
+    pool goes, the stream ends with NOT_FOUND / POOL_UNKNOWN. Read-only.
+    """
 
 class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
     """Serves the block tables of every attached pool. One pool has one owner at a time: a stream (`Session`) or a unary
@@ -255,6 +265,17 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.GetPoolRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.GetPoolResponse, _abc.Awaitable[_allocator_pb2.GetPoolResponse]]:
-        """GetPool: one pool; with POOL_VIEW_BLOCKS also who holds what. NOT_FOUND / POOL_UNKNOWN. Read-only."""
+        """GetPool: one pool; by view also who holds what, or where its memory goes. NOT_FOUND / POOL_UNKNOWN. Read-only."""
+
+    @_abc_1.abstractmethod
+    def WatchEvents(
+        self,
+        request: _allocator_pb2.WatchEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_allocator_pb2.CacheEvent], _abc.AsyncIterator[_allocator_pb2.CacheEvent]]:
+        """WatchEvents: what a pool can hit, as a snapshot, then every change in order, for routers and mirrors. Resumable by
+        session and cursor. A watcher that falls too far behind is dropped with RESOURCE_EXHAUSTED / WATCHER_SLOW; when the
+        pool goes, the stream ends with NOT_FOUND / POOL_UNKNOWN. Read-only.
+        """
 
 def add_AllocatorServiceServicer_to_server(servicer: AllocatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

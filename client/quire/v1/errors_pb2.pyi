@@ -66,6 +66,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """RESOURCE_EXHAUSTED: too many block reports are under way; attach again after the stated delay."""
     REASON_QUEUE_FULL: _Reason.ValueType  # 33
     """RESOURCE_EXHAUSTED: the worker's queue of waiting requests is full."""
+    REASON_WATCHER_SLOW: _Reason.ValueType  # 34
+    """RESOURCE_EXHAUSTED: this watch fell behind the events that are kept; start it over from a snapshot."""
     REASON_DRAINING: _Reason.ValueType  # 40
     """UNAVAILABLE: the server is shutting down and takes no new work."""
     REASON_ALLOCATOR_LOST: _Reason.ValueType  # 41
@@ -120,6 +122,8 @@ REASON_REPORT_ADMISSION: Reason.ValueType  # 32
 """RESOURCE_EXHAUSTED: too many block reports are under way; attach again after the stated delay."""
 REASON_QUEUE_FULL: Reason.ValueType  # 33
 """RESOURCE_EXHAUSTED: the worker's queue of waiting requests is full."""
+REASON_WATCHER_SLOW: Reason.ValueType  # 34
+"""RESOURCE_EXHAUSTED: this watch fell behind the events that are kept; start it over from a snapshot."""
 REASON_DRAINING: Reason.ValueType  # 40
 """UNAVAILABLE: the server is shutting down and takes no new work."""
 REASON_ALLOCATOR_LOST: Reason.ValueType  # 41

@@ -1,0 +1,233 @@
+"""Candidates for eviction: entries, what a policy says of them, and the queue in which they leave.
+
+Lifecycle of an entry (a run of the prefix tree, or one position of a windowed or state group):
+
+    1. held       `live >= 1`: sequences end in it or in something below it; never evicted
+    2. cached     `live == 0`: `policy.released(entry)` has noted when; hittable
+    3. candidate  cached and without children: `queue.push(entry)`; its ticket is not 0
+    4. gone       its last block was evicted
+
+A hit brings 2 and 3 back to 1 (`policy.hit`, `queue.discard`). Candidates leave in the order of the policy, block by
+block from the deep end, so that descendants leave before their ancestors.
+
+There is no clock here: policies count what happens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+from typing import Protocol
+
+_FEW = 4
+
+
+class Entry:
+    """What eviction knows of a stretch of blocks with one history. When one is split, both parts have all of it.
+
+    Attributes:
+        live: holders; 0 is cached.
+        hits: sequences that have shared it since it was stored.
+        released: the policy's stamp when `live` fell to 0 last; inside a lane the smallest is first.
+        ticket: the queue's; 0 where it is no candidate.
+        spare: blocks at its deep end that leave by themselves: no more are to be evicted at once, unless 0.
+        kind: what it is to the policy; None until it is released first.
+        gap: how long it waited for its last hit.
+        origin: what it was stored below.
+        is_whole: neither shared, split nor trimmed.
+
+    The first four are set when it is made, the others when it is stored.
+    """
+
+    __slots__ = ("gap", "hits", "is_whole", "kind", "live", "origin", "released", "spare", "ticket")
+
+    kind: int | None
+
+    def __init__(self) -> None:
+        self.live = self.hits = self.released = self.ticket = 0
+
+    def start_history(self, origin: int, time: int) -> None:
+        """Was stored."""
+        self.origin = origin
+        self.released = time
+        self.kind = None
+        self.gap = self.spare = 0
+        self.is_whole = True
+
+    def copy_history(self, other: Entry) -> None:
+        """Takes over what is known of `other`, of which this was the upper part."""
+        self.hits = other.hits
+        self.released = other.released
+        self.kind = other.kind
+        self.gap = other.gap
+        self.spare = 0
+        self.origin = other.origin
+        self.is_whole = other.is_whole
+
+    @property
+    def block_count(self) -> int:
+        """Blocks in it."""
+        raise NotImplementedError
+
+    @property
+    def first_position(self) -> int:
+        """Positions before it in its prefix."""
+        raise NotImplementedError
+
+    @property
+    def first_digest(self) -> bytes:
+        """Digest of its first block."""
+        raise NotImplementedError
+
+    def key_at(self, offset: int) -> bytes:
+        """What names its content from that block on, wherever it is stored; empty if nothing does."""
+        return b"" if offset else self.first_digest
+
+
+class EvictionPolicy(Protocol):
+    """Ranks candidates. It is told what happens, in the order in which it happens."""
+
+    lane_count: int
+    patience: int  # blocks that leave from one end of one lane before all are compared again
+    evicted_count: int
+
+    def stored(self, entry: Entry, parent: Entry | None) -> None:
+        """Was published just now, below `parent`. It may grow until it is released first."""
+
+    def hit(self, entry: Entry) -> None:
+        """A new sequence shares it, and will hold it next."""
+
+    def split(self, upper: Entry, lower: Entry) -> bool:
+        """Was cut in two; `upper` has copied the history. Returns whether `lower` has another place now."""
+
+    def released(self, entry: Entry) -> None:
+        """Nobody holds it any more; descendants come before ancestors. Stamps it."""
+
+    def lane(self, entry: Entry) -> int:
+        """Candidates of one lane are in the order of their stamps."""
+
+    def priority(self, entry: Entry) -> float:
+        """Its stamp."""
+        return entry.released
+
+    def value(self, entry: Entry) -> float:
+        """Of the ends of all lanes, the entry of the smallest value leaves first."""
+
+    def evicted(self, entry: Entry, block_count: int) -> bool:
+        """So many blocks leave from its deep end; it still counts them. Returns whether it has another place now."""
+
+
+class _Lane:
+    """Candidates of one lane: the first by a heap, the last one pushed by a stack. Outdated items stay in both."""
+
+    __slots__ = ("heap", "stack")
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[int, int, Entry]] = []
+        self.stack: list[tuple[int, int, Entry]] = []
+
+    def first(self) -> Entry | None:
+        """The one of the smallest stamp."""
+        heap = self.heap
+        while heap and heap[0][1] != heap[0][2].ticket:
+            heappop(heap)
+        return heap[0][2] if heap else None
+
+    def last(self) -> Entry | None:
+        """The one pushed last."""
+        stack = self.stack
+        while stack and stack[-1][1] != stack[-1][2].ticket:
+            stack.pop()
+        return stack[-1][2] if stack else None
+
+    def sweep(self) -> int:
+        """Drops what is outdated; returns how many are left."""
+        self.heap = [item for item in self.heap if item[1] == item[2].ticket]
+        self.stack = [item for item in self.stack if item[1] == item[2].ticket]
+        heapify(self.heap)
+        return len(self.heap)
+
+
+class Candidates:
+    """Entries in the order in which they leave, by the tickets that an `EvictionQueue` gave them.
+
+    Comparing both ends of all lanes takes long. In between, only those few are compared that were worth least the last
+    time, unless something is added that is worth less than one of them.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
+        self._lanes = [_Lane() for _ in range(policy.lane_count)]
+        self._ends: list[Callable[[], Entry | None]] = []  # the few, worth least first
+        self._bound = 0.0  # what the others are worth at least
+        self._compare_at = 0
+        self._sweep_in = 64
+
+    def add(self, entry: Entry) -> None:
+        """An entry that has a new ticket."""
+        lane = self._lanes[self._policy.lane(entry)]
+        item = (entry.released, entry.ticket, entry)
+        heappush(lane.heap, item)
+        if len(self._lanes) > 1:
+            lane.stack.append(item)
+            if self._policy.value(entry) < self._bound:
+                self._compare_at = 0
+        self._sweep_in -= 1
+        if not self._sweep_in:
+            self._sweep_in = 64 + sum(lane.sweep() for lane in self._lanes)
+
+    def peek(self) -> Entry | None:
+        """The one that leaves first, or None. It stays a candidate until it is discarded."""
+        if len(self._lanes) == 1:
+            return self._lanes[0].first()
+        if self._policy.evicted_count < self._compare_at:
+            least, best = self._bound, None
+            for end in self._ends:
+                entry = end()
+                if entry is not None and (value := self._policy.value(entry)) <= least:
+                    least, best = value, entry
+            if best is not None:
+                return best
+        self._compare_at = self._policy.evicted_count + self._policy.patience
+        return self._compare()
+
+    def _compare(self) -> Entry | None:
+        """Looks at both ends of all lanes."""
+        value = self._policy.value
+        ends = [end for lane in self._lanes if lane.heap for end in (lane.first, lane.last)]
+        worth = [(value(entry), number) for number, end in enumerate(ends) if (entry := end()) is not None]
+        worth.sort()
+        self._ends = [ends[number] for _, number in worth[:_FEW]]
+        self._bound = worth[_FEW][0] if len(worth) > _FEW else math.inf
+        return self._ends[0]() if worth else None
+
+
+class EvictionQueue(Candidates):
+    """All candidates of a pool."""
+
+    @property
+    def _heap(self) -> list[tuple[int, int, Entry]]:
+        return [item for lane in self._lanes for item in lane.heap]
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        super().__init__(policy)
+        self._last_ticket = 0
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def push(self, entry: Entry) -> None:
+        """Makes a cached entry without children a candidate, or gives one in the queue its new place."""
+        if not entry.ticket:
+            self._count += 1
+        self._last_ticket += 1
+        entry.ticket = self._last_ticket
+        self.add(entry)
+
+    def discard(self, entry: Entry) -> None:
+        """Withdraws it; nothing happens where it is no candidate."""
+        if entry.ticket:
+            entry.ticket = 0
+            self._count -= 1

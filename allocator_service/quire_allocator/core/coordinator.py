@@ -1,0 +1,164 @@
+"""All groups of a pool as one: what each manager finds, needs and grants, put together.
+
+Managers come in the order in which prefixes are searched, groups in the order of the pool's specification; block counts
+include all groups.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from quire_allocator.core.blocks import Blocks, Namespace, OwnQueue
+from quire_allocator.core.events import EventLog
+from quire_allocator.core.groups import make_managers
+from quire_allocator.core.sequence import SequenceState
+from quire_allocator.core.spec import NEVER, OTHERS, Copy, PoolSpec
+
+
+class Coordinator:
+    """The managers of one pool.
+
+    Attributes:
+        in_place: some group keeps a state that forward passes overwrite.
+        settles: some group gives blocks back while its sequences live.
+        in_step: all groups have one block size and none keeps state: they need their next block at the same token.
+        group_count: groups, and so blocks that a step in step takes.
+    """
+
+    def __init__(self, spec: PoolSpec, blocks: Blocks, log: EventLog) -> None:
+        self.managers = make_managers(spec, blocks, log)
+        self.digest_tokens = spec.block_size
+        self.in_place = any(manager.in_place for manager in self.managers)
+        self.settles = any(manager.settles for manager in self.managers)
+        self.in_step = not self.in_place and len({group.block_size for group in spec.groups}) == 1
+        order = [group for manager in self.managers for group in manager.groups]
+        self.group_count = len(order)
+        self._places = [order.index(group) for group in range(len(order))]  # of a group among blocks granted at once
+        self._blocks = blocks
+        self._quotas = {quota.namespace: quota for quota in spec.quotas}
+
+    def new_namespace(self, name: str) -> Namespace:
+        """A namespace that has nothing yet; the caller files it."""
+        quota = self._quotas.get(name) or self._quotas.get(OTHERS)
+        limits_cache = quota is not None and quota.cached_block_count_max is not None
+        space = Namespace(name, quota, OwnQueue() if limits_cache else None)
+        space.scopes = tuple([manager.new_scope(space) for manager in self.managers])
+        return space
+
+    def find(self, space: Namespace, digests: bytes, token_limit: int) -> tuple[list[Any], int]:
+        """Per manager its hit, and their common length in tokens: the fixed point of all hit rules."""
+        if len(self.managers) == 1:
+            (manager,) = self.managers
+            hit = manager.find(space.scopes[0], digests, token_limit)
+            return [hit], manager.hit_token_count(hit)
+        hits, length = [], token_limit
+        for manager, scope in zip(self.managers, space.scopes, strict=True):
+            hit = manager.find(scope, digests, length)
+            length = manager.hit_token_count(hit)
+            hits.append(hit)
+        settled = False
+        while not settled:
+            settled = True
+            for number, manager in enumerate(self.managers):
+                if manager.hit_token_count(hits[number]) != length:
+                    hits[number] = manager.find(space.scopes[number], digests, length)
+                    length = manager.hit_token_count(hits[number])
+                    settled = False
+        return hits, length
+
+    def needs_of(self, hits: Sequence[Any], token_count: int) -> tuple[list[int], int, int]:
+        """What a new sequence of so many tokens takes: blocks to grant per manager, their sum, and cached ones of its
+        hits."""
+        needs, needed, revived = [], 0, 0
+        for manager, hit in zip(self.managers, hits, strict=True):
+            need = manager.needed_after(hit, token_count)
+            needs.append(need)
+            needed += need
+            revived += manager.cached_block_count(hit)
+        return needs, needed, revived
+
+    def grant(self, sequence: SequenceState, needs: Sequence[int], until: int, copies: list[Copy]) -> list[array[int]]:
+        """Takes what each manager needs and hands it out; the caller has checked that there is room.
+
+        Returns:
+            Per manager what it got.
+        """
+        needed = sum(needs)
+        blocks = self._blocks.take(needed)
+        granted, first = [], 0
+        for manager, part, need in zip(self.managers, sequence.parts, needs, strict=True):
+            own = blocks if need == needed else blocks[first : first + need]
+            manager.grow(part, sequence.token_count, until, own, copies)
+            granted.append(own)
+            first += need
+        sequence.token_count = until
+        self.note_limit(sequence)
+        self.note_quiet(sequence)
+        return granted
+
+    def append(self, sequence: SequenceState, token_count: int) -> tuple[array[int], ...]:
+        """One more block for every group, at a block edge of groups in step: nothing can be shared there.
+
+        Returns:
+            Per group its block.
+        """
+        blocks = self._blocks.take(self.group_count)
+        sequence.token_count = token_count
+        sequence.limit += self.digest_tokens
+        if len(blocks) == 1:
+            self.managers[0].append(sequence.parts[0], blocks)
+            return (blocks,)
+        first = 0
+        for manager, part in zip(self.managers, sequence.parts, strict=True):
+            end = first + len(manager.groups)
+            manager.append(part, blocks[first:end])
+            first = end
+        return tuple([blocks[i : i + 1] for i in self._places])
+
+    def shrink(self, sequence: SequenceState, until: int) -> None:
+        """Gives back what is not needed to hold so many tokens."""
+        for manager, part in zip(self.managers, sequence.parts, strict=True):
+            manager.shrink(part, until)
+        sequence.token_count = until
+
+    def settle(self, sequence: SequenceState) -> None:
+        """Gives back what no token from the committed ones on reads."""
+        for manager, part in zip(self.managers, sequence.parts, strict=True):
+            manager.settle(part, sequence.committed_token_count)
+        self.note_quiet(sequence)
+
+    def note_quiet(self, sequence: SequenceState) -> None:
+        """Notes from which commit on there is something to publish or to give back."""
+        committed = sequence.committed_token_count
+        quiet = (committed // self.digest_tokens + 1) * self.digest_tokens
+        if self.settles:
+            for manager, part in zip(self.managers, sequence.parts, strict=True):
+                quiet = min(quiet, manager.no_action_before(part, committed))
+        sequence.quiet_until = quiet
+
+    def note_limit(self, sequence: SequenceState) -> None:
+        """Notes from which grow on something has to be granted or copied."""
+        limit = NEVER
+        for manager, part in zip(self.managers, sequence.parts, strict=True):
+            limit = min(limit, manager.room(part, sequence.token_count))
+        sequence.limit = limit
+
+    def tables(self, sequence: SequenceState) -> tuple[array[int], ...]:
+        """One table per group; `NULL_BLOCK` where a block was given back."""
+        return self._by_group([m.tables(part) for m, part in zip(self.managers, sequence.parts, strict=True)])
+
+    def added(self, sequence: SequenceState, granted: Sequence[array[int]]) -> tuple[array[int], ...]:
+        """Per group the last entries of its table, where `granted` was just handed out."""
+        parts = zip(self.managers, sequence.parts, granted, strict=True)
+        return self._by_group([manager.added(part, blocks) for manager, part, blocks in parts])
+
+    def _by_group(self, by_manager: Sequence[Sequence[array[int]]]) -> tuple[array[int], ...]:
+        if len(by_manager) == 1:
+            return tuple(by_manager[0])
+        tables: list[array[int]] = [array("I")] * self.group_count
+        for manager, own in zip(self.managers, by_manager, strict=True):
+            for group, table in zip(manager.groups, own, strict=True):
+                tables[group] = table
+        return tuple(tables)

@@ -1,0 +1,95 @@
+"""What changed in a pool's prefix index, in order, for routers and mirrors.
+
+Lifecycle of an event:
+
+    1. recorded    by an operation; not visible yet
+    2. published   by `publish`: the owner has acknowledged the step that made it; it gets its place in the log
+    3. forgotten   when the log is full, oldest first; who has not read it by then starts over from a snapshot
+
+The cursor of an event is its number in the life of this log; a log's first event is number 1.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from quire_allocator.core.blocks import Scope
+
+EVENTS_KEPT_MAX: Final = 65_536
+DIGEST_BYTES_KEPT_MAX: Final = 32 << 20
+
+
+class Change(enum.Enum):
+    """What happened to digests."""
+
+    STORED = enum.auto()
+    REMOVED = enum.auto()
+
+
+class Event(NamedTuple):
+    """Consecutive digests of one prefix, in the groups of one manager.
+
+    Attributes:
+        parent_digest: of the block before the first one; empty at the root, and for REMOVED.
+        first_position: blocks before the first one.
+    """
+
+    step: int
+    change: Change
+    scope: Scope
+    parent_digest: bytes
+    digests: bytes | bytearray
+    first_position: int
+
+
+_Record = tuple[
+    int, Change, "Scope", bytes, bytes | bytearray, int
+]  # fields of an Event: making one costs as much as an append
+
+
+class EventLog:
+    """Events of one pool, the latest `EVENTS_KEPT_MAX` and `DIGEST_BYTES_KEPT_MAX`."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.last_cursor = 0
+        self._recorded: deque[_Record] = deque()
+        self._kept: deque[_Record] = deque()
+        self._kept_bytes = 0
+
+    def stored(self, scope: Scope, parent_digest: bytes, digests: bytes, first_position: int) -> None:
+        """Blocks became hittable."""
+        self._recorded.append((self.step, Change.STORED, scope, parent_digest, digests, first_position))
+
+    def removed(self, scope: Scope, digests: bytes | bytearray, first_position: int) -> None:
+        """Digests no longer hit: no other block carries them."""
+        self._recorded.append((self.step, Change.REMOVED, scope, b"", digests, first_position))
+
+    def publish(self, acknowledged_step: int) -> bool:
+        """Makes the events of steps up to this one visible; returns whether there were any."""
+        recorded = self._recorded
+        if not recorded or recorded[0][0] > acknowledged_step:
+            return False
+        while recorded and recorded[0][0] <= acknowledged_step:
+            event = recorded.popleft()
+            self._kept.append(event)
+            self._kept_bytes += len(event[4])
+            self.last_cursor += 1
+        while len(self._kept) > EVENTS_KEPT_MAX or self._kept_bytes > DIGEST_BYTES_KEPT_MAX:
+            self._kept_bytes -= len(self._kept.popleft()[4])
+        return True
+
+    def can_resume(self, cursor: int) -> bool:
+        """Whether every event after `cursor` is still kept."""
+        return self.last_cursor - len(self._kept) <= cursor <= self.last_cursor
+
+    def after(self, cursor: int, count_max: int) -> Iterator[tuple[int, Event]]:
+        """Published events after `cursor`, each with its own cursor; the caller has checked `can_resume`."""
+        kept = self._kept
+        first = cursor - (self.last_cursor - len(kept))
+        for offset in range(min(count_max, len(kept) - first)):
+            yield cursor + offset + 1, Event(*kept[first + offset])

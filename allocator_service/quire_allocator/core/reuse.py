@@ -1,0 +1,213 @@
+"""What the default eviction policy learns: when blocks of each kind come back.
+
+Kinds are numbers; kinds of one *group* are alike, and an estimate for one of them leans on that for the group while
+little was seen. Of the blocks that reach a certain age, how many return there? Ages are powers of two (a block that
+reaches one is counted where it ended, so that those still waiting do not bias it: Kaplan and Meier, JASA 1958). What
+was evicted is remembered for a while, so that the estimate does not depend on what was kept.
+
+The *value* of a kind at an age is the most that keeping on gains, over all times to stop at:
+
+    value(age) = max over t > age of   P(it returns before t) / E[time until it returns or t is reached]
+
+which is Gittins' index (JRSS B, 1979); LHD (Beckmann, Chen, Cidon: NSDI '18) ranks by nearly the same. It may rise with
+age: where returns are still to come, the newest is worth least.
+
+Time is a number of blocks. Everything here can be lost: it is learned again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+AGES = 14  # [0, 1), [1, 2), [2, 4), ... [2048, 4096) of 1/64 of the pool, and beyond
+_GROUP_POOLS = 1.0  # weight of a group's estimate in that of one of its kinds, in pools of blocks
+_BELIEF_POOLS = 0.25  # weight of what is believed of a group
+_FORGET_POOLS = 64  # time after which what was learned counts half
+_LEARN_FIRST = 1  # waits that start in a group until its values are computed anew; one more
+_LEARN_SLOWER = 8  # after so many times
+_LEARN_EVERY = 64  # up to this
+_SEEN_MIN = 0.02  # below this share of the past nothing is concluded about an age
+
+
+class Group(NamedTuple):
+    """Kinds that are alike.
+
+    Attributes:
+        kinds: consecutive numbers.
+        belief: returns per doubling of the age, from an eighth of the pool to 16 pools, before anything is seen.
+    """
+
+    kinds: range
+    belief: float
+
+
+class ReuseModel:
+    """Estimates for every kind of every group, in a pool of `block_count` blocks."""
+
+    def __init__(self, groups: Sequence[Group], block_count: int) -> None:
+        kinds = sum(len(group.kinds) for group in groups)
+        self._groups = groups
+        self._pool = max(1, block_count)
+        self._unit = max(1, block_count // 64)
+        self._edges = [0, *(self._unit << age for age in range(AGES - 1))]
+        self._started = [0.0] * kinds
+        self._returned = [[0.0] * AGES for _ in range(kinds)]
+        self._ended = [[0.0] * AGES for _ in range(kinds)]
+        self._values = [[0.0] * AGES for _ in range(kinds)]
+        self._time = self._elapsed = 0
+        self._looks = [0] * len(groups)
+        self._starts_left = [_LEARN_FIRST] * len(groups)
+        self._due: list[int] = []
+        low, high = self._pool / 8, 16 * self._pool
+        self._beliefs = [[group.belief if low <= edge <= high else 0.0 for edge in self._edges[1:]] for group in groups]
+        self._middles = [(self._edges[age] + self._edges[age + 1]) / 2 for age in range(AGES - 1)]
+        for group in range(len(groups)):
+            self._learn(group)
+
+    def value(self, kind: int, age: int) -> float:
+        """Returns per block and unit of time that keeping it on gains."""
+        bucket = (age // self._unit).bit_length()
+        return self._values[kind][bucket] if bucket < AGES else 0.0
+
+    def start(self, group: int, kind: int, count: int) -> None:
+        """Blocks begin to wait."""
+        self._started[kind] += count
+        self._starts_left[group] -= 1
+        if not self._starts_left[group]:
+            self._due.append(group)
+            self._looks[group] += 1
+            self._starts_left[group] = min(_LEARN_EVERY, _LEARN_FIRST + self._looks[group] // _LEARN_SLOWER)
+
+    def end(self, kind: int, age: int, count: int, *, returned: bool) -> None:
+        """Blocks came back, or will not be seen any longer."""
+        bucket = min((age // self._unit).bit_length(), AGES - 1)
+        self._ended[kind][bucket] += count
+        if returned:
+            self._returned[kind][bucket] += count
+
+    def learn(self, time: int) -> None:
+        """If a group is due, computes its values anew. One at a time: it takes some ten microseconds."""
+        if not self._due:
+            return
+        self._elapsed += time - self._time
+        self._time = time
+        if self._elapsed > 2 * _FORGET_POOLS * self._pool:
+            self._elapsed //= 2
+            self._started = [count / 2 for count in self._started]
+            self._returned = [[count / 2 for count in row] for row in self._returned]
+            self._ended = [[count / 2 for count in row] for row in self._ended]
+        self._learn(self._due.pop())
+
+    def _learn(self, group: int) -> None:
+        kinds, _ = self._groups[group]
+        expected, weight = self._beliefs[group], _BELIEF_POOLS * self._pool
+        seen = self._seen()
+        if len(kinds) > 1:
+            first, end = kinds.start, kinds.stop
+            started = sum(self._started[first:end])
+            returned = [sum(column) for column in zip(*self._returned[first:end], strict=True)]
+            ended = [sum(column) for column in zip(*self._ended[first:end], strict=True)]
+            expected = _hazards(started, returned, ended, seen, expected=expected, weight=weight)
+            weight = _GROUP_POOLS * self._pool
+        for kind in kinds:
+            hazards = _hazards(
+                self._started[kind], self._returned[kind], self._ended[kind], seen, expected=expected, weight=weight
+            )
+            self._values[kind] = _values(hazards, self._edges)
+
+    def _seen(self) -> list[float]:
+        """Which share of what has started so far was early enough to have come to the middle of each age."""
+        elapsed = self._elapsed
+        if not elapsed:
+            return [0.0] * (AGES - 1)
+        return [max(0.0, 1 - middle / elapsed) for middle in self._middles]
+
+
+def _hazards(
+    started: float,
+    returned: list[float],
+    ended: list[float],
+    seen: list[float],
+    *,
+    expected: list[float],
+    weight: float,
+) -> list[float]:
+    """Which share of the blocks that reach an age return there, if `weight` more blocks do as expected."""
+    hazards, left = [], 1.0
+    for back, gone, share, belief in zip(returned, ended, seen, expected, strict=False):
+        old = started * share
+        hazard = (back + weight * belief) / (old * left + weight)
+        hazards.append(hazard if hazard < 1.0 else 1.0)
+        if gone:
+            left = left - gone / old if gone < left * old else 0.0
+    return hazards
+
+
+def _values(hazards: list[float], edges: list[int]) -> list[float]:
+    """The value at each age, 0 beyond the last: slopes of the upper hull of (time, returns) to the right of it."""
+    times, returns = [0.0], [0.0]
+    time = back = 0.0
+    alive, edge = 1.0, 0
+    for hazard, next_edge in zip(hazards, edges[1:], strict=True):
+        lost = alive * hazard
+        back += lost
+        time += (next_edge - edge) * (alive - lost / 2)
+        alive -= lost
+        edge = next_edge
+        times.append(time)
+        returns.append(back)
+    values = [0.0] * (len(hazards) + 1)
+    hull = [(time, back, 0.0)]  # from the right; each with the slope to the one before
+    for age in range(len(hazards) - 1, -1, -1):
+        time, back = times[age], returns[age]
+        while True:
+            right, up, slope = hull[-1]
+            rise = (up - back) / (right - time) if right > time else 0.0
+            if rise > slope or len(hull) == 1:
+                break
+            hull.pop()
+        values[age] = rise
+        hull.append((time, back, rise))
+    return values
+
+
+class Ghost(NamedTuple):
+    """A stretch of evicted blocks: what they were when they left."""
+
+    kind: int
+    hits: int
+    released: int
+    block_count: int
+
+
+class Ghosts:
+    """The last evicted stretches, by the key of their first block."""
+
+    def __init__(self, model: ReuseModel, block_count_max: int, count_max: int) -> None:
+        self._model = model
+        self._block_count_max = block_count_max
+        self._count_max = count_max
+        self._ghosts: dict[bytes, Ghost] = {}  # the oldest eviction first
+        self._block_count = 0
+
+    def __len__(self) -> int:
+        return len(self._ghosts)
+
+    def take(self, key: bytes) -> Ghost | None:
+        """Returns one and forgets it."""
+        ghost = self._ghosts.pop(key, None)
+        if ghost is not None:
+            self._block_count -= ghost.block_count
+        return ghost
+
+    def add(self, key: bytes, ghost: Ghost, time: int) -> None:
+        """Remembers one; older ones are forgotten."""
+        self.take(key)
+        self._ghosts[key] = ghost
+        self._block_count += ghost.block_count
+        while self._block_count > self._block_count_max or len(self._ghosts) > self._count_max:
+            oldest = next(iter(self._ghosts))
+            kind, _, released, count = self._ghosts.pop(oldest)
+            self._block_count -= count
+            self._model.end(kind, time - released, count, returned=False)

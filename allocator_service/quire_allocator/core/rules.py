@@ -1,0 +1,72 @@
+"""What each type of attention still needs of the past: one small class per type, behind one interface.
+
+A token at position `t` (0 is the first) reads keys of earlier tokens; what lies before `first_needed(t)` it never
+reads, nor does any token after it. From that alone follow the other two rules of windowed groups:
+
+    hit        a prefix of `t` tokens can be served if the blocks from `first_needed(t)` up to `t` are published
+    admission  a sequence of `n` tokens, computed at most `p` at a time, holds at most the blocks of `window - 1 + p`
+               tokens, wherever block edges fall
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from quire_allocator.core.spec import GroupKind, GroupSpec
+
+
+class WindowRule(Protocol):
+    """The rule of one windowed group."""
+
+    def first_needed(self, token_count: int) -> int:
+        """First token that the token after `token_count` others still reads; never falls as `token_count` grows."""
+
+    def needs_less_at(self, token_count: int, token: int) -> int:
+        """Smallest count from `token_count` on whose next token does not read `token` any more."""
+
+    def past_token_count(self) -> int:
+        """Tokens before it that one token reads at most."""
+
+
+class SlidingWindow:
+    """Each token reads itself and the `window - 1` before it (Longformer, https://arxiv.org/abs/2004.05150)."""
+
+    def __init__(self, spec: GroupSpec) -> None:
+        self.window = spec.window
+
+    def first_needed(self, token_count: int) -> int:
+        """Everything that is `window` or more tokens back has fallen out."""
+        return max(0, token_count - self.window + 1)
+
+    def needs_less_at(self, token_count: int, token: int) -> int:
+        """`window` tokens after it."""
+        return max(token_count, token + self.window)
+
+    def past_token_count(self) -> int:
+        """All of the window but the token itself."""
+        return self.window - 1
+
+
+class ChunkedLocal:
+    """Each token reads itself and what comes before it in its own chunk of `window` tokens (Llama 4)."""
+
+    def __init__(self, spec: GroupSpec) -> None:
+        self.window = spec.window
+
+    def first_needed(self, token_count: int) -> int:
+        """At a chunk's first token everything before it has fallen out."""
+        return token_count // self.window * self.window
+
+    def needs_less_at(self, token_count: int, token: int) -> int:
+        """Where the token's chunk ends."""
+        return max(token_count, (token // self.window + 1) * self.window)
+
+    def past_token_count(self) -> int:
+        """A chunk but the token itself."""
+        return self.window - 1
+
+
+WINDOW_RULES: dict[GroupKind, type[SlidingWindow] | type[ChunkedLocal]] = {
+    GroupKind.SLIDING_WINDOW: SlidingWindow,
+    GroupKind.CHUNKED_LOCAL: ChunkedLocal,
+}

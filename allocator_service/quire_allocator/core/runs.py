@@ -1,0 +1,222 @@
+"""Full attention: published blocks in a radix tree of runs.
+
+A *run* is a stretch of consecutive published blocks of one prefix: concatenated digests, block ids, children. A prompt
+of thousands of blocks is one run, so that sharing, forking and freeing it cost as much as for a short one.
+
+Lifecycle of a run:
+
+    1. published   a commit made it; sequences end in it (`live` counts them, and children with holders of their own)
+    2. extended    while one sequence alone holds it, nothing hangs below and nobody has shared it yet
+    3. split       where a prompt leaves it in the middle: the deep part stays the same object, so that whoever ends in
+                   it need not be told; a sequence ends only where a run ends
+    4. cached      `live` is 0: hittable; a candidate for eviction once nothing hangs below it
+    5. trimmed     eviction takes blocks from the deep end, until nothing is left
+
+Blocks are counted per *position*: `width` blocks, one for each group of this specification.
+
+Radix trees of token sequences: SGLang (https://arxiv.org/abs/2312.07104).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from quire_allocator.core.blocks import Blocks, Evictor, Namespace, Scope, Scoped
+from quire_allocator.core.events import EventLog
+from quire_allocator.core.spec import DIGEST_BYTES
+
+
+class Run(Scoped):
+    """A stretch of published blocks. The root of a namespace is a run of none, without a parent."""
+
+    __slots__ = ("_first_position", "blocks", "children", "digests", "parent")
+
+    def __init__(
+        self, scope: Scope, parent: Run | None, first_position: int, digests: bytes | bytearray, blocks: array[int]
+    ) -> None:
+        super().__init__(scope)
+        self.parent = parent
+        self.children: dict[bytes, Run] = {}  # by their first digest
+        self.digests: bytes | bytearray = digests  # a bytearray once it was extended or trimmed
+        self.blocks = blocks
+        self._first_position = first_position
+
+    @property
+    def block_count(self) -> int:
+        """Blocks in it."""
+        return len(self.blocks)
+
+    @property
+    def first_position(self) -> int:
+        """Positions before it in its prefix."""
+        return self._first_position
+
+    @property
+    def first_digest(self) -> bytes:
+        """Digest of its first block."""
+        return bytes(self.digests[:DIGEST_BYTES])
+
+
+class RunHit(NamedTuple):
+    """A published prefix: whole runs from the root down, of the last one only `cut` positions unless that is 0."""
+
+    position_count: int
+    runs: Sequence[Run]
+    cut: int
+
+
+class RunScope(Scope):
+    """A namespace's tree."""
+
+    __slots__ = ("root",)
+
+    def __init__(self, namespace: Namespace, manager: Evictor) -> None:
+        super().__init__(namespace, manager)
+        self.root = Run(self, None, 0, b"", array("I"))
+
+
+class RunTree:
+    """The runs of all namespaces of one manager."""
+
+    def __init__(self, width: int, blocks: Blocks, log: EventLog) -> None:
+        self.width = width
+        self._blocks = blocks
+        self._log = log
+
+    def find(self, root: Run, digests: bytes, position_limit: int) -> RunHit:
+        """The longest published prefix of at most so many positions. Changes nothing."""
+        limit = min(position_limit * DIGEST_BYTES, len(digests))
+        run, offset, runs = root, 0, []
+        while offset < limit:
+            child = run.children.get(digests[offset : offset + DIGEST_BYTES])
+            if child is None:
+                break
+            runs.append(child)
+            size = len(child.digests)
+            if size > limit - offset:  # most often the prompt that made the run, but for the block left to compute
+                wanted = digests if not offset and limit == len(digests) else digests[offset:limit]
+                if child.digests.startswith(wanted):
+                    return RunHit(limit // DIGEST_BYTES, runs, (limit - offset) // DIGEST_BYTES)
+            if size > limit - offset or not digests.startswith(child.digests, offset):
+                cut = common_positions(child.digests, digests, offset, limit)
+                return RunHit((offset // DIGEST_BYTES) + cut, runs, 0 if cut * DIGEST_BYTES == size else cut)
+            offset += size
+            run = child
+        return RunHit(offset // DIGEST_BYTES, runs, 0)
+
+    def add_child(self, parent: Run, digests: bytes, blocks: array[int], position: int) -> Run:
+        """Publishes blocks below a run of which none of the children begins with their first digest. The holder moves
+        down from the parent, whose count stays: it counts the child instead."""
+        self._log.stored(parent.scope, bytes(parent.digests[-DIGEST_BYTES:]), digests, position)
+        child = Run(parent.scope, parent, position, digests, blocks)
+        child.live = 1
+        parent.children[digests[:DIGEST_BYTES]] = child
+        self._blocks.policy.stored(child, parent)
+        return child
+
+    def is_extendable(self, run: Run) -> bool:
+        """Whether a run has one history with what the sequence that ends in it publishes next."""
+        return run.live == 1 and not run.children and not run.hits and run.parent is not None
+
+    def extend(self, run: Run, digests: bytes, blocks: array[int], position: int) -> None:
+        """Publishes blocks at the end of an extendable run."""
+        self._log.stored(run.scope, bytes(run.digests[-DIGEST_BYTES:]), digests, position)
+        if isinstance(run.digests, bytes):
+            run.digests = bytearray(run.digests)
+        run.digests += digests
+        run.blocks.extend(blocks)
+
+    def hold(self, run: Run) -> None:
+        """One more holder; runs that come back from the cache hold their parents."""
+        while run.parent is not None:
+            run.live += 1
+            if run.live > 1:
+                return
+            self._blocks.now_held(run, len(run.blocks))
+            run = run.parent
+
+    def release(self, run: Run) -> None:
+        """One holder fewer; deeper runs are released before their parents."""
+        while run.parent is not None:
+            run.live -= 1
+            if run.live:
+                return
+            self._blocks.now_cached(run, len(run.blocks), is_candidate=not run.children)
+            run = run.parent
+
+    def split(self, run: Run, positions: int) -> Run:
+        """Cuts a run in two and returns the upper part, of so many positions."""
+        parent, size, count = run.parent, positions * DIGEST_BYTES, positions * self.width
+        assert parent is not None, "a root has nothing to split"
+        upper = Run(run.scope, parent, run.first_position, run.digests[:size], run.blocks[:count])
+        upper.copy_history(run)
+        upper.live = 1 if run.live else 0
+        parent.children[bytes(upper.digests[:DIGEST_BYTES])] = upper
+        run.digests = run.digests[size:]
+        run.blocks = run.blocks[count:]
+        run.parent = upper
+        run._first_position += positions
+        upper.children[bytes(run.digests[:DIGEST_BYTES])] = run
+        return upper
+
+    def evict(self, entry: Scoped, wanted: int) -> int:
+        """Takes positions from the deep end of a cached run without children."""
+        assert isinstance(entry, Run)
+        run = entry
+        positions = min(len(run.digests) // DIGEST_BYTES, -(-wanted // self.width))
+        count = positions * self.width
+        self._blocks.policy.evicted(run, count)
+        if count < len(run.blocks):
+            kept = len(run.digests) - positions * DIGEST_BYTES
+            self._log.removed(run.scope, run.digests[kept:], run.first_position + kept // DIGEST_BYTES)
+            self._blocks.give_back(run.blocks[-count:])
+            if isinstance(run.digests, bytes):
+                run.digests = bytearray(run.digests)
+            del run.blocks[-count:]
+            del run.digests[kept:]
+            return count
+        self._log.removed(run.scope, run.digests, run.first_position)
+        self._blocks.give_back(run.blocks)
+        self._blocks.queue.discard(run)
+        parent = run.parent
+        assert parent is not None, "a root is no candidate"
+        del parent.children[run.first_digest]
+        run.digests, run.blocks = b"", array("I")  # the log keeps the digests; who walks the tree sees it gone
+        if not parent.children and not parent.live and parent.parent is not None:
+            self._blocks.push(parent)
+        return count
+
+    def runs(self, root: Run) -> Iterator[Run]:
+        """Every run below a root, parents before children; runs added meanwhile may be missed."""
+        pending = [root]
+        while pending:
+            run = pending.pop()
+            if run.parent is not None:
+                yield run
+            pending.extend(run.children.values())
+
+    def path_blocks(self, run: Run) -> array[int]:
+        """Blocks from the root down to the end of a run."""
+        path = []
+        while run.parent is not None:
+            path.append(run.blocks)
+            run = run.parent
+        blocks = array("I")
+        for part in reversed(path):
+            blocks.extend(part)
+        return blocks
+
+
+def common_positions(run_digests: bytes | bytearray, digests: bytes, start: int, end: int) -> int:
+    """Positions in which a run agrees with `digests[start:end]`; at least one does."""
+    low, high = 1, min(len(run_digests), end - start) // DIGEST_BYTES
+    while low < high:  # prefixes agree up to somewhere, and no longer beyond
+        middle = (low + high + 1) // 2
+        size = middle * DIGEST_BYTES
+        if run_digests[:size] == digests[start : start + size]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

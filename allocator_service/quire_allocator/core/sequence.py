@@ -1,0 +1,54 @@
+"""One live sequence of a pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire_allocator.core.blocks import Namespace
+from quire_allocator.core.pending import Chain
+
+
+class SequenceState:
+    """What is known of one live sequence, in tokens: `committed_token_count <= token_count <= limit`.
+
+    Attributes:
+        token_count: tokens that it was granted.
+        committed_token_count: tokens that have been computed.
+        limit: tokens that it can hold without anything being granted or copied.
+        quiet_until: commits below this count have nothing to publish and nothing to give back.
+        prompt_token_count: tokens of a prompt that is computed in chunks of `chunk_token_count`; 0 where it is not.
+        promised: blocks that the rest of that prompt will take; admission leaves them free.
+        chain: the part of its prompt that it announced and has still to compute.
+        is_hold: nobody writes to it, and it ends by itself.
+        parts: what it has in each manager.
+    """
+
+    __slots__ = (
+        "chain",
+        "chunk_token_count",
+        "committed_token_count",
+        "is_hold",
+        "limit",
+        "namespace",
+        "parts",
+        "priority",
+        "promised",
+        "prompt_token_count",
+        "quiet_until",
+        "token_count",
+    )
+
+    def __init__(self, namespace: Namespace, token_count: int, priority: int, parts: tuple[Any, ...]) -> None:
+        """Everything up to `token_count` is committed."""
+        self.namespace = namespace
+        self.token_count = token_count
+        self.committed_token_count = token_count
+        self.limit = token_count
+        self.quiet_until = 0
+        self.prompt_token_count = 0
+        self.chunk_token_count = 0
+        self.promised = 0
+        self.priority = priority
+        self.chain: Chain | None = None
+        self.is_hold = False
+        self.parts = parts

@@ -1,0 +1,155 @@
+"""What a pool is made of, and what its operations answer: values, without behaviour."""
+
+from __future__ import annotations
+
+import enum
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+DIGEST_BYTES: Final = 32
+NULL_BLOCK: Final = 0xFFFFFFFF  # a table entry whose block was given back
+CHECKPOINTS_MAX_DEFAULT: Final = 16
+NEVER: Final = 1 << 62  # tokens: more than any sequence has
+
+
+class Result(enum.IntEnum):
+    """What an operation did; all but OK change nothing. Numbers of `quire.v1.Result`."""
+
+    OK = 0
+    NO_SPACE = 1
+    NOT_FOUND = 2
+    EXISTS = 3
+    TOO_LONG = 4
+    PENDING = 5
+    QUOTA = 6
+    UNCOMMITTED = 7
+
+
+class GroupKind(enum.Enum):
+    """How the layers of a group use their blocks."""
+
+    FULL_ATTENTION = "full_attention"
+    SLIDING_WINDOW = "sliding_window"
+    CHUNKED_LOCAL = "chunked_local"
+    STATE = "state"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """One KV cache group.
+
+    Attributes:
+        block_size: tokens per block; of STATE, tokens between two checkpoints.
+        window: tokens, of SLIDING_WINDOW and CHUNKED_LOCAL; else 0.
+        checkpoints_max: of STATE, checkpoints that one sequence may leave in the cache without anybody using them.
+    """
+
+    kind: GroupKind
+    block_size: int
+    window: int = 0
+    checkpoints_max: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What one namespace may use of a pool, in blocks of all groups; None is no limit.
+
+    Attributes:
+        namespace: its name; `OTHERS` stands for every namespace that is not named.
+        held_block_count_max: blocks in the tables of its sequences; beyond, growing answers QUOTA.
+        cached_block_count_max: blocks that it may leave behind; beyond, its own leave first.
+    """
+
+    namespace: str
+    held_block_count_max: int | None = None
+    cached_block_count_max: int | None = None
+
+
+OTHERS: Final = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """What an owner declares: `block_count` blocks of one size in bytes, which all groups draw from.
+
+    Block sizes may differ; each is a multiple of the smallest, which is what one digest covers.
+
+    Attributes:
+        watermark_block_count: free blocks that a new sequence must leave for those that run.
+        quotas: at most one per namespace.
+        eviction_policy: a name of `eviction.POLICIES`; empty for the default.
+    """
+
+    block_count: int
+    groups: tuple[GroupSpec, ...]
+    cache_layout: str = ""
+    model_fingerprint: bytes = b""
+    watermark_block_count: int = 0
+    quotas: tuple[Quota, ...] = ()
+    eviction_policy: str = ""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens that one digest covers: the smallest block size."""
+        return min(group.block_size for group in self.groups)
+
+    @property
+    def edge_tokens(self) -> int:
+        """Prefixes can only be served up to multiples of this: block edges of all groups but those of states."""
+        sizes = [group.block_size for group in self.groups if group.kind is not GroupKind.STATE]
+        return math.lcm(*sizes) if sizes else self.block_size
+
+
+class Copy(NamedTuple):
+    """A whole block to copy before any write of the step."""
+
+    source: int
+    destination: int
+
+
+class Swap(NamedTuple):
+    """A table entry that now names the block which was published first."""
+
+    group: int
+    position: int
+    block: int
+
+
+class Victim(NamedTuple):
+    """The live sequence that is cheapest to preempt, and the tokens that would have to be computed again."""
+
+    sequence_id: int
+    token_count: int
+
+
+class GrowResult(NamedTuple):
+    """Answer to allocate and grow.
+
+    Attributes:
+        result: OK, NO_SPACE, NOT_FOUND, EXISTS, TOO_LONG, PENDING or QUOTA.
+        matched_token_count: leading tokens shared with published blocks (allocate only).
+        pending_token_count: tokens after those that another sequence is computing (allocate only).
+        blocks: per group the last entries of the table, replacing what stood there; after allocate the whole table.
+            Empty where nothing changed in any group.
+        copies: to run before any write of this step.
+        shortfall: blocks missing (NO_SPACE), or too many for the namespace (QUOTA).
+        victim: whom to preempt (NO_SPACE only), if preempting anybody helps.
+    """
+
+    result: Result
+    matched_token_count: int = 0
+    pending_token_count: int = 0
+    blocks: tuple[array[int], ...] = ()
+    copies: Sequence[Copy] = ()
+    shortfall: int = 0
+    victim: Victim | None = None
+
+
+class CommitResult(NamedTuple):
+    """Answer to commit."""
+
+    result: Result
+    swaps: Sequence[Swap] = ()

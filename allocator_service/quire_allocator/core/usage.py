@@ -1,0 +1,183 @@
+"""Where the memory of a pool goes: states of all blocks, and the largest users. Looked at on request, never kept."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from heapq import nlargest
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire_allocator.core.runs import Run, RunScope, RunTree
+
+if TYPE_CHECKING:
+    from quire_allocator.core.pool import Pool
+
+LISTED_MAX: Final = 32
+CACHED_STATE, HELD_STATE, STATE_MAX = 1, 2, 255
+
+
+class BlockStates:
+    """Per block, in how many tables it is, and whether it is published.
+
+    Attributes:
+        holders: uint32 [blocks].
+        published: bool [blocks].
+    """
+
+    def __init__(self, block_count: int) -> None:
+        self.holders: NDArray[np.uint32] = np.zeros(block_count, dtype=np.uint32)
+        self.published: NDArray[np.bool_] = np.zeros(block_count, dtype=np.bool_)
+
+    def mark(self, blocks: array[int], holders: int, *, published: bool) -> None:
+        """Blocks, each at most once, are in `holders` more tables."""
+        ids = np.frombuffer(blocks, dtype=np.uint32)
+        self.holders[ids] += np.uint32(holders)
+        if published:
+            self.published[ids] = True
+
+    def to_bytes(self, first: int = 0, end: int | None = None) -> bytes:
+        """One byte per block of [first, end): 0 empty, 1 cached, n >= 2 held by n - 1 tables (255: 254 or more)."""
+        held = self.holders[first:end]
+        states = np.where(held > 0, np.minimum(held + 1, STATE_MAX), self.published[first:end])
+        return states.astype(np.uint8).tobytes()
+
+
+class PrefixUse(NamedTuple):
+    """A run as readers see it: `token_count` tokens from the root to its end, `block_count` blocks of its own."""
+
+    namespace: str
+    digest: bytes
+    token_count: int
+    block_count: int
+    holder_count: int
+
+
+class NamespaceUse(NamedTuple):
+    """Blocks and sequences of one namespace."""
+
+    namespace: str
+    held_block_count: int
+    cached_block_count: int
+    sequence_count: int
+
+
+class GroupUse(NamedTuple):
+    """Blocks of one group."""
+
+    group: int
+    held_block_count: int
+    cached_block_count: int
+
+
+def block_states(pool: Pool) -> BlockStates:
+    """Counts every table."""
+    states = BlockStates(pool.spec.block_count)
+    spaces = list(pool.blocks.namespaces.values())
+    for number, manager in enumerate(pool.managers):
+        scopes = [space.scopes[number] for space in spaces]
+        manager.mark(states, scopes, [sequence.parts[number] for sequence in pool.sequences.values()])
+    return states
+
+
+def groups(pool: Pool) -> list[GroupUse]:
+    """Blocks by group."""
+    uses = []
+    spaces = list(pool.blocks.namespaces.values())
+    for number, manager in enumerate(pool.managers):
+        held = sum(space.scopes[number].held for space in spaces)
+        cached = sum(space.scopes[number].cached for space in spaces)
+        width = len(manager.groups)
+        uses += [GroupUse(group, held // width, cached // width) for group in manager.groups]
+    return sorted(uses)
+
+
+def namespaces(pool: Pool) -> list[NamespaceUse]:
+    """The largest namespaces, by blocks held and cached."""
+    uses = (
+        NamespaceUse(space.name, space.held_count, space.cached_count, space.sequence_count)
+        for space in pool.blocks.namespaces.values()
+    )
+    return nlargest(LISTED_MAX, uses, key=lambda use: (use.held_block_count + use.cached_block_count, use.namespace))
+
+
+def unwritten_slot_count(pool: Pool) -> int:
+    """Tokens of room that sequences were granted and have not committed: ahead of them, or the rest of a last block."""
+    size = pool.spec.groups[0].block_size
+    return sum(
+        -(-sequence.token_count // size) * size - sequence.committed_token_count
+        for sequence in pool.sequences.values()
+        if not sequence.is_hold
+    )
+
+
+def longest_prefixes(pool: Pool) -> list[PrefixUse]:
+    """The deepest leaves of all trees."""
+    leaves = ((run, tree) for run, tree in _runs(pool) if not run.children)
+    deepest = nlargest(LISTED_MAX, leaves, key=lambda leaf: leaf[0].first_position + len(leaf[0].blocks))
+    holders = _holders(pool)
+    return [_use(run, tree, holders[run], pool) for run, tree in deepest]
+
+
+def most_shared_prefixes(pool: Pool) -> list[PrefixUse]:
+    """The runs that most tables hold, of those that at least two do."""
+    holders = _holders(pool)
+    shared = ((run, tree) for run, tree in _runs(pool) if holders[run] > 1)
+    most = nlargest(LISTED_MAX, shared, key=lambda item: (holders[item[0]], len(item[0].blocks)))
+    return [_use(run, tree, holders[run], pool) for run, tree in most]
+
+
+def run_counts(pool: Pool) -> tuple[int, int]:
+    """Runs, and blocks in them."""
+    sizes = [len(run.blocks) for run, _ in _runs(pool)]
+    return len(sizes), sum(sizes)
+
+
+def free_stretch_count(states: BlockStates) -> int:
+    """Stretches of consecutive ids that the free blocks form."""
+    free = np.concatenate(([False], states.holders == 0))
+    return int(np.count_nonzero(free[1:] & ~free[:-1]))
+
+
+def holders_of_runs(runs: Iterable[Run], ends: Iterable[Run]) -> Counter[Run]:
+    """Per run how many sequences hold it, where `ends` are the runs that they end in and `runs` is parents first."""
+    holders = Counter(ends)
+    for run in reversed(list(runs)):
+        if run.parent is not None and run.parent.parent is not None:
+            holders[run.parent] += holders[run]
+    return holders
+
+
+def _trees(pool: Pool) -> Iterator[tuple[int, RunTree]]:
+    for number, manager in enumerate(pool.managers):
+        tree = getattr(manager, "tree", None)
+        if tree is not None:
+            yield number, tree
+
+
+def _runs(pool: Pool) -> Iterator[tuple[Run, int]]:
+    """Every run, with the number of its manager."""
+    for number, tree in _trees(pool):
+        for space in pool.blocks.namespaces.values():
+            scope = space.scopes[number]
+            assert isinstance(scope, RunScope)
+            for run in tree.runs(scope.root):
+                yield run, number
+
+
+def _holders(pool: Pool) -> Counter[Run]:
+    holders: Counter[Run] = Counter()
+    for number, _ in _trees(pool):
+        ends = [sequence.parts[number].run for sequence in pool.sequences.values()]
+        holders += holders_of_runs([run for run, n in _runs(pool) if n == number], ends)
+    return holders
+
+
+def _use(run: Run, number: int, holders: int, pool: Pool) -> PrefixUse:
+    manager = pool.managers[number]
+    width, size = len(manager.groups), manager.spec.block_size
+    end = run.first_position + len(run.blocks) // width
+    return PrefixUse(run.scope.namespace.name, bytes(run.digests[-32:]), end * size, len(run.blocks), holders)

@@ -1,0 +1,140 @@
+"""Watchers of a pool's prefix index.
+
+Lifecycle of a watch:
+
+    1. resumed    session and cursor are known and everything after them is still kept; else
+    2. snapshot   `cleared`, then all that can be hit, then what changed meanwhile, then `snapshot_end`
+    3. following  events as they are published; a new session of the pool leads back to 2
+    4. ended      by its caller, because the pool is gone, or because it fell behind what is kept
+
+A watcher reads the log at its own pace: nothing is queued for it, and no step ever waits for it. A snapshot is read
+while the pool changes; that is why what changed meanwhile follows it (`CacheEvent` in the protocol says what to
+expect).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+from grpc import aio
+from quire.v1 import allocator_pb2 as pb
+
+from quire_allocator import limits, translate
+from quire_allocator.core import index
+from quire_allocator.core.directory import Directory, Ownership, Refusal
+from quire_allocator.core.events import Change, Event
+from quire_allocator.translate import require
+
+Context: TypeAlias = "aio.ServicerContext[Any, Any]"
+
+
+class Watching:
+    """All watchers of an allocator."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._watchers: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
+        self._count = 0
+        self._draining = False
+
+    def wake(self, pool: str) -> None:
+        """Something of this pool was published, or the pool itself has changed."""
+        for news in self._watchers.get(pool, ()):
+            news.set()
+
+    def drain(self) -> None:
+        """Ends every watch with UNAVAILABLE / DRAINING."""
+        self._draining = True
+        for pool in list(self._watchers):
+            self.wake(pool)
+
+    async def serve(self, request: pb.WatchEventsRequest, context: Context) -> None:
+        """Sends events until the caller leaves.
+
+        Raises:
+            Refusal: POOL_UNKNOWN, LIMIT, WATCHER_SLOW, DRAINING.
+        """
+        name = translate.pool_name(request.pool)
+        self._directory.pool(name)
+        require(self._count < limits.WATCHERS_MAX, f"at most {limits.WATCHERS_MAX} watchers are served", "LIMIT")
+        news = asyncio.Event()
+        self._watchers[name].add(news)
+        self._count += 1
+        try:
+            await self._follow(name, request.session_id, request.cursor, news, context)
+        finally:
+            self._count -= 1
+            self._watchers[name].discard(news)
+            if not self._watchers[name]:
+                del self._watchers[name]
+
+    async def _follow(self, name: str, session_id: bytes, cursor: int, news: asyncio.Event, context: Context) -> None:
+        while True:
+            news.clear()
+            require(not self._draining, "the allocator is shutting down", "DRAINING")
+            owner = self._directory.pool(name)
+            if owner.session_id != session_id or not owner.pool.log.can_resume(cursor):
+                session_id = owner.session_id
+                cursor = await self._snapshot(owner, context)
+            pool, log = owner.pool, owner.pool.log
+            while owner.session_id == session_id and owner.pool is pool and cursor < log.last_cursor:
+                cursor = await self._send(owner, cursor, log.last_cursor, context)
+            await news.wait()
+
+    async def _snapshot(self, owner: Ownership, context: Context) -> int:
+        """Sends everything that can be hit, and returns the cursor to follow from."""
+        session_id, pool = owner.session_id, owner.pool
+        cursor = pool.log.last_cursor
+
+        def message(**change: Any) -> pb.CacheEvent:
+            return pb.CacheEvent(cursor=cursor, pool=owner.name, session_id=session_id, **change)
+
+        await context.write(message(cleared=pb.IndexCleared()))
+        for stretch in index.walk(pool):
+            for piece in index.pieces(stretch):
+                await context.write(message(groups=piece.groups, stored=_stored(piece)))
+        until = pool.log.last_cursor
+        while cursor < until and owner.session_id == session_id:
+            cursor = await self._send(owner, cursor, until, context)
+        await context.write(message(snapshot_end=pb.SnapshotEnd()))
+        return cursor
+
+    async def _send(self, owner: Ownership, cursor: int, until: int, context: Context) -> int:
+        """Sends some of the events after `cursor`, and returns how far it came."""
+        log, session_id = owner.pool.log, owner.session_id
+        if not log.can_resume(cursor):
+            raise Refusal("WATCHER_SLOW", f"events after {cursor} are no longer kept; start over from a snapshot")
+        # Taken at once: the log moves on while a message waits for its caller.
+        for number, event in list(log.after(cursor, min(limits.EVENTS_PER_TURN_MAX, until - cursor))):
+            for message in _messages(owner.name, session_id, number, event):
+                await context.write(message)
+            cursor = number
+        return cursor
+
+
+def _messages(pool: str, session_id: bytes, cursor: int, event: Event) -> Iterator[pb.CacheEvent]:
+    """One event, in as many messages as it needs; only the last one's cursor says that it is complete."""
+    parts = list(index.pieces(index.stretch_of(event)))
+    for number, part in enumerate(parts, 1):
+        done = cursor if number == len(parts) else cursor - 1
+        message = pb.CacheEvent(cursor=done, pool=pool, session_id=session_id, step=event.step, groups=part.groups)
+        if event.change is Change.STORED:
+            message.stored.CopyFrom(_stored(part))
+        else:
+            message.removed.CopyFrom(
+                pb.BlocksRemoved(namespace=part.namespace, digests=part.digests, first_position=part.first_position)
+            )
+        yield message
+
+
+def _stored(stretch: index.Stretch) -> pb.BlocksStored:
+    return pb.BlocksStored(
+        namespace=stretch.namespace,
+        parent_digest=stretch.parent_digest,
+        digests=stretch.digests,
+        block_size=stretch.block_size,
+        first_position=stretch.first_position,
+    )

@@ -1,0 +1,174 @@
+"""What allocating costs: Quire's pool in process and through its service, against vLLM's KVCacheManager.
+
+All sides get the same prompts, in turn, in one run; medians of the rounds are printed, in microseconds of CPU time: of
+the thread in process, of both processes through the service. Below them: what an operation on 512 tokens costs in pools
+from 1 k to 1 M blocks, and what the largest pool takes in memory and time to start.
+
+vLLM is measured where it can be imported, and left out elsewhere. Its code is needed, not its dependencies, beside the
+torch and transformers of `.[all]`:
+
+    pip install --no-deps vllm==0.33.0 xgrammar llguidance
+    pip install aiohttp apache-tvm-ffi cachetools cbor2 cloudpickle fastapi msgspec openai openai-harmony \\
+        partial-json-parser pillow py-cpuinfo pybase64 pyzmq requests
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import statistics
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from allocator_sides import scale
+from allocator_sides.core_side import CoreSide
+from allocator_sides.service_side import ServiceSide
+from allocator_sides.vllm_side import VERSION, VllmSide
+from allocator_sides.workload import DECODES, POOL_BLOCKS, Costs, Decoded, Operation, draw_decoded, draw_round
+from report import Goal, publish
+
+COLUMNS = ("operation", "pool_blocks", "unit", "vllm", "core", "service", "vllm_over_core", "vllm_over_service")
+Medians = dict[str, Costs]
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=11, help="rounds (default: %(default)s)")
+    parser.add_argument("--without", nargs="*", default=[], choices=["vllm", "service", "scale"], help="parts to skip")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--csv", help="append the rows to this file")
+    return parser.parse_args()
+
+
+def measure(options: argparse.Namespace) -> Medians:
+    """Medians of each side; the sides take turns, and a first round of all is for warming up."""
+    decoded = draw_decoded(options.repeat + 1)
+    sides: list[Any] = [CoreSide(decoded)]
+    with contextlib.ExitStack() as stack:
+        if "service" not in options.without:
+            sides.append(stack.enter_context(ServiceSide(decoded)))
+        if "vllm" not in options.without:
+            sides += vllm_side(decoded)
+        rounds: dict[str, list[Costs]] = {side.name: [] for side in sides}
+        for number in range(-1, options.repeat):
+            work = draw_round(number)
+            gc.collect()
+            gc.freeze()  # as a server does: what lives on is not looked at again
+            for side in sides:
+                costs = side.measure(work)
+                if number >= 0:
+                    rounds[side.name].append(costs)
+            gc.unfreeze()
+    return {name: _medians(measured) for name, measured in rounds.items()}
+
+
+def vllm_side(decoded: list[Decoded]) -> list[VllmSide]:
+    """The baseline; nothing where it cannot be imported, which is said."""
+    try:
+        side = VllmSide(decoded)
+    except ImportError as error:
+        print(f"vLLM is left out ({error}); --help says how to install it", file=sys.stderr)
+        return []
+    if side.version != VERSION:
+        print(f"the goals are about vLLM {VERSION}; this is {side.version}", file=sys.stderr)
+    return [side]
+
+
+def _medians(rounds: list[Costs]) -> Costs:
+    return {operation: statistics.median(costs[operation] for costs in rounds) for operation in rounds[0]}
+
+
+def row(operation: str, unit: str, values: dict[str, float], pool_blocks: int = POOL_BLOCKS) -> dict[str, object]:
+    """One row of the table; a side that does not have the operation leaves its column empty."""
+    cells: dict[str, object] = {"operation": operation, "pool_blocks": pool_blocks, "unit": unit}
+    cells |= {name: round(value, 4) for name, value in values.items()}
+    for side in ("core", "service"):
+        if "vllm" in values and side in values:
+            cells[f"vllm_over_{side}"] = round(values["vllm"] / values[side], 2)
+    return {column: cells.get(column, "") for column in COLUMNS}
+
+
+def operation_rows(medians: Medians) -> list[dict[str, object]]:
+    """One row per operation."""
+    named = (
+        (operation, {side: costs[operation] for side, costs in medians.items() if operation in costs})
+        for operation in Operation
+    )
+    return [row(operation, "us", values) for operation, values in named if values]
+
+
+def floor_goals(core: Costs) -> Iterable[Goal]:
+    """What the core costs by itself."""
+    for operation, floor_us in (
+        (Operation.ADMIT, 10.0),
+        (Operation.ADMIT_EVICTING, 25.0),
+        (Operation.ADMIT_HIT, 10.0),
+        (Operation.FORK, 2.0),
+        (Operation.FREE, 2.0),
+        (Operation.APPEND, 0.13),
+    ):
+        yield Goal(f"core, {operation}, us", core[operation], floor_us, "lower")
+    spread = core[Operation.DECODE_6] / core[Operation.DECODE_1]
+    yield Goal("core, decode step, 6 groups over 1", spread, 2.0, "lower")
+
+
+def ratio_goals(medians: Medians) -> Iterable[Goal]:
+    """What vLLM costs over what Quire costs; nothing where vLLM was left out."""
+    core, service, vllm = medians["core"], medians.get("service"), medians.get("vllm")
+    if vllm is None:
+        return
+    for operation in (Operation.ADMIT, Operation.ADMIT_HIT):
+        yield Goal(f"vLLM over core, {operation}, not hashed", vllm[operation] / core[operation], 100.0, "higher")
+        hashed = (vllm[operation] + vllm[Operation.HASH]) / (core[operation] + core[Operation.HASH])
+        yield Goal(f"vLLM over core, {operation}, hashing included", hashed, 5.0, "higher")
+    for operation in DECODES.values():
+        yield Goal(f"vLLM over core, {operation}", vllm[operation] / core[operation], 20.0, "higher")
+    if service is None:
+        return
+    for operation in (Operation.ADMIT, Operation.ADMIT_HIT, Operation.DECODE_1):
+        ratio = vllm[operation] / service[operation]
+        yield Goal(f"vLLM in process over Quire's service, {operation}", ratio, 1.0, "higher")
+    # vLLM has no fork: another sample of a prompt is another request that finds it in the cache.
+    ratio = vllm[Operation.ADMIT_HIT] / service[Operation.FORK]
+    yield Goal(f"vLLM's full hit over Quire's service, {Operation.FORK}", ratio, 1.0, "higher")
+
+
+def measure_scale() -> tuple[list[dict[str, object]], list[Goal]]:
+    """Rows and goals of ever larger pools."""
+    by_size = {size: scale.measure_operations(size) for size in scale.SIZES}
+    smallest, largest = scale.SIZES[0], scale.SIZES[-1]
+    rows = [
+        row(f"512 tokens: {name}", "us", {"core": costs[name]}, size)
+        for name in by_size[smallest]
+        for size, costs in by_size.items()
+    ]
+    growth = max(by_size[largest][name] / by_size[smallest][name] for name in by_size[smallest])
+    start_s, block_bytes = scale.measure_memory_apart(largest)
+    rows.append(row("start of an empty pool", "s", {"core": start_s}, largest))
+    rows.append(row("memory a block, pool in use", "bytes", {"core": block_bytes}, largest))
+    goals = [
+        Goal("core, 1 M blocks over 1 k, the operation that grows most", growth, 1.5, "lower"),
+        Goal("core, memory at 1 M blocks, bytes a block", block_bytes, 200.0, "lower"),
+        Goal("core, start of a pool of 1 M blocks, s", start_s, 1.0, "lower"),
+    ]
+    return rows, goals
+
+
+def main() -> None:
+    """Measures and reports."""
+    options = arguments()
+    medians = measure(options)
+    rows = operation_rows(medians)
+    goals = [*floor_goals(medians["core"]), *ratio_goals(medians)]
+    if "scale" not in options.without:
+        more_rows, more_goals = measure_scale()
+        rows += more_rows
+        goals += more_goals
+    publish("Allocating, against vLLM's KVCacheManager", rows, goals, as_json=options.json, csv_file=options.csv)
+
+
+if __name__ == "__main__":
+    main()

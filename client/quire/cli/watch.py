@@ -1,0 +1,108 @@
+"""`quire watch`: what a pool can hit, and every change of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Annotated, Any, Final
+
+import typer
+
+from quire._serving.process import UsageError, read_token
+from quire.cli import options
+from quire.cli.pool_usage import DIGEST_CHARACTERS, repr_of
+from quire.client import AllocatorClient
+from quire.errors import QuireError
+from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, SnapshotEnd
+
+EXAMPLES = """Print what a pool can hit, then every change as it happens. Ctrl-C ends it.
+
+Examples:
+
+    quire watch default
+    quire watch default --snapshot --json
+    quire watch default --json --session 0123456789abcdef0123456789abcdef --cursor 17
+"""
+DIGESTS_SHOWN_MAX: Final = 4
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command(help=EXAMPLES)(watch)
+
+
+def watch(
+    pool: Annotated[str, typer.Argument(help="Name of the pool.", show_default=False)],
+    *,
+    allocator: options.Allocator = options.ALLOCATOR,
+    token_file: options.TokenFile = None,
+    snapshot: Annotated[bool, typer.Option("--snapshot", help="End after the snapshot.")] = False,
+    session: Annotated[
+        str, typer.Option(metavar="HEX", help="With --cursor: go on after an event that was printed after a snapshot.")
+    ] = "",
+    cursor: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Of that event.")] = 0,
+    as_json: options.Json = False,
+) -> None:
+    """Prints WatchEvents, a line each."""
+    try:
+        session_id = bytes.fromhex(session)
+    except ValueError:
+        raise UsageError(f"--session must be hexadecimal digits, not {session!r}") from None
+    if snapshot and session_id:
+        raise UsageError("--snapshot: a watch that goes on with --session begins with none")
+    try:
+        with (
+            AllocatorClient(allocator, token=read_token(token_file)) as client,
+            client.watch_events(pool, session_id, cursor, on_wait=_tell) as events,
+        ):
+            for event in events:
+                print(json.dumps(as_object(event)) if as_json else line(event), flush=True)
+                if snapshot and isinstance(event, SnapshotEnd):
+                    break
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _tell(error: QuireError) -> None:
+    print(f"quire: {error}; trying again", file=sys.stderr)
+
+
+def line(event: CacheEvent) -> str:
+    """An event for people; digests are cut."""
+    match event:
+        case IndexCleared():
+            return f"{event.cursor:>8}  cleared   session {event.session_id.hex()}"
+        case SnapshotEnd():
+            return f"{event.cursor:>8}  snapshot end"
+        case BlocksStored():
+            return f"{event.cursor:>8}  stored    {_blocks(event)} of {event.block_size} tokens"
+        case BlocksRemoved():
+            return f"{event.cursor:>8}  removed   {_blocks(event)}"
+
+
+def _blocks(event: BlocksStored | BlocksRemoved) -> str:
+    shown = " ".join(digest.hex()[:DIGEST_CHARACTERS] for digest in event.digests[:DIGESTS_SHOWN_MAX])
+    more = len(event.digests) - DIGESTS_SHOWN_MAX
+    return (
+        f"{shown}{f' +{more:,}' if more > 0 else ''}, position {event.first_position:,}, step {event.step:,}, "
+        f"group {','.join(map(str, event.groups))}, namespace {repr_of(event.namespace)}, "
+        f"{len(event.digests):,} block{'s' if len(event.digests) > 1 else ''}"
+    )
+
+
+def as_object(event: CacheEvent) -> dict[str, Any]:
+    """An event for programs: its kind and all its fields, bytes in hexadecimal."""
+    kinds = {
+        IndexCleared: "cleared",
+        SnapshotEnd: "snapshot_end",
+        BlocksStored: "stored",
+        BlocksRemoved: "removed",
+    }
+    return {"event": kinds[type(event)], **{name: _plain(value) for name, value in asdict(event).items()}}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.hex()
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value

@@ -1,0 +1,71 @@
+"""What a watcher of a pool is told: changes of what the pool can hit, in order.
+
+Every watch begins with `IndexCleared`, then `BlocksStored` for all that can be hit, then `SnapshotEnd`, unless it goes
+on where an earlier one ended. During that snapshot a block may be told twice, and one that is told may be gone already,
+with its `BlocksRemoved` still to come: whoever applies events as they come is exact from `SnapshotEnd` on
+(`quire.mirror.PrefixMirror` does). A new session of the pool leads to another snapshot.
+
+All events have `pool` and `session_id`, `step` (what made the change: 0 in a snapshot and for unary sessions) and
+`cursor`. To resume later, take `session_id` and `cursor` of the stream instead: those of an event inside a snapshot
+must not be resumed from, because the rest of the snapshot would be missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """What all events have."""
+
+    pool: str
+    session_id: bytes
+    cursor: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class IndexCleared(_Event):
+    """Nothing hits any more: a new session, or the start of a snapshot."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored(_Event):
+    """Consecutive blocks of one prefix became hittable.
+
+    Attributes:
+        groups: numbers of the groups that they are of: all of one specification.
+        namespace: of the prefix.
+        parent_digest: of the block before the first one; empty at the root, and in groups other than full attention.
+        digests: of 32 bytes each.
+        block_size: tokens per block.
+        first_position: blocks before the first one in its prefix; of STATE, digest blocks up to and with its
+            checkpoint.
+    """
+
+    groups: tuple[int, ...]
+    namespace: str
+    parent_digest: bytes
+    digests: tuple[bytes, ...]
+    block_size: int
+    first_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved(_Event):
+    """Digests no longer hit: no other block carries them. Attributes as in `BlocksStored`."""
+
+    groups: tuple[int, ...]
+    namespace: str
+    digests: tuple[bytes, ...]
+    first_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotEnd(_Event):
+    """Everything that was there when the watch began has been told, and what changed meanwhile."""
+
+
+CacheEvent: TypeAlias = IndexCleared | BlocksStored | BlocksRemoved | SnapshotEnd

@@ -1,0 +1,131 @@
+"""What readers see of a pool: its summary, who holds what, where its memory goes, and who has a prompt's beginning."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from quire.types import BlockTable, PoolSpec
+
+
+class SessionKind(enum.IntEnum):
+    """How a pool's owner talks."""
+
+    STREAM = 1
+    UNARY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class GroupUsage:
+    """Blocks of one group: in at least one table, and published ones in none."""
+
+    group: int
+    held_block_count: int
+    cached_block_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSummary:
+    """A pool in a few numbers; its empty, cached and held blocks add up to `spec.block_count`."""
+
+    pool: str
+    spec: PoolSpec
+    session_kind: SessionKind
+    connected: bool  # if not, the lease is running out
+    lease_remaining_ms: int
+    empty_block_count: int
+    cached_block_count: int
+    held_block_count: int
+    sequence_count: int
+    table_entry_count: int  # what separate caches would hold; above held_block_count by what is shared
+    last_step: int
+    groups: tuple[GroupUsage, ...]  # those of one specification are handled alike and have equal numbers
+    unwritten_slot_count: int  # tokens of room in held blocks of the first group that nothing is committed to
+    promised_block_count: int  # to prompts that are still growing
+    evicted_block_count: int  # cached blocks that were granted anew since the session began
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceInfo:
+    """One live sequence: tokens that it can hold, tokens computed, one table per group."""
+
+    sequence_id: int
+    namespace: str
+    token_count: int
+    committed_token_count: int
+    tables: tuple[BlockTable, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolBlocks:
+    """Who holds what in one pool.
+
+    `block_states` has one byte per block: 0 empty, 1 cached, n >= 2 held by n - 1 tables (255: 254 or more).
+    """
+
+    summary: PoolSummary
+    block_states: bytes
+    sequences: tuple[SequenceInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceUsage:
+    """Blocks of one namespace in all groups, held ones counted once however many tables hold them."""
+
+    namespace: str
+    held_block_count: int
+    cached_block_count: int
+    sequence_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixUsage:
+    """A stretch of consecutive published blocks.
+
+    Attributes:
+        namespace: of the prefix.
+        digest_prefix: first 8 bytes of the digest of its last block.
+        token_count: tokens from the root to its end.
+        block_count: blocks of the stretch, all its groups together.
+        holder_count: sequences whose tables hold all of it.
+    """
+
+    namespace: str
+    digest_prefix: bytes
+    token_count: int
+    block_count: int
+    holder_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUsage:
+    """Where the memory of a pool goes. Lists hold the first 32, largest first.
+
+    Attributes:
+        namespaces: by blocks held and cached.
+        namespace_count: how many there are in all.
+        longest_prefixes: of full attention, each down to its deepest block.
+        most_shared_prefixes: stretches of blocks that several tables hold, by their number.
+        run_count: stretches that the index of full attention consists of.
+        run_block_count: blocks in them: many short ones are its fragmentation.
+        free_block_count: blocks that can be granted.
+        free_stretch_count: stretches of consecutive ids that those form.
+    """
+
+    summary: PoolSummary
+    namespaces: tuple[NamespaceUsage, ...]
+    namespace_count: int
+    longest_prefixes: tuple[PrefixUsage, ...]
+    most_shared_prefixes: tuple[PrefixUsage, ...]
+    run_count: int
+    run_block_count: int
+    free_block_count: int
+    free_stretch_count: int
+
+
+class PrefixMatch(NamedTuple):
+    """Leading tokens of a prompt that a pool has published."""
+
+    pool: str
+    matched_token_count: int

@@ -1,0 +1,190 @@
+"""Building steps and reading replies: what travels, what is left out, and what does not fit."""
+
+from __future__ import annotations
+
+import pytest
+from quire.steps import NULL_BLOCK, Copy, GrowOutcome, Result, StepBuilder, Swap, Victim, read_reply
+from quire.v1 import allocator_pb2 as pb
+
+ONE, TWO = b"1" * 32, b"2" * 32
+
+
+def packed(*blocks: int) -> bytes:
+    return b"".join(block.to_bytes(4, "little") for block in blocks)
+
+
+def three_grows() -> pb.Step:
+    step = StepBuilder()
+    for sequence_id in (1, 2, 3):
+        step.grow(sequence_id, 10 * sequence_id)
+    return step.message
+
+
+# -- building ----------------------------------------------------------------------------------------------------------
+
+
+def test_operations_become_parallel_arrays_in_the_order_in_which_they_were_added() -> None:
+    step = StepBuilder()
+    assert not step
+    step.commit(1, 8, [ONE, TWO])
+    step.commit(2, 5, [])
+    step.free(3)
+    step.fork(1, 10)
+    step.grow(1, 9)
+    step.allocate(11, 20, ONE + TWO, "tenant")
+    step.allocate(12, 4)
+    assert step
+    assert step.message == pb.Step(
+        commits=pb.CommitPhase(sequences=[1, 2], token_counts=[8, 5], digest_counts=[2, 0], digests=ONE + TWO),
+        frees=pb.FreePhase(sequences=[3]),
+        forks=pb.ForkPhase(parents=[1], children=[10]),
+        grows=pb.GrowPhase(
+            sequences=[1, 11, 12],
+            token_counts=[9, 20, 4],
+            digest_counts=[0, 2, 0],
+            digests=ONE + TWO,
+            namespace_indices=[0, 0, 1],
+            namespaces=["tenant", ""],
+        ),
+    )
+
+
+def test_digests_are_taken_one_by_one_or_concatenated() -> None:
+    one_by_one, whole = StepBuilder(), StepBuilder()
+    one_by_one.commit(1, 8, (ONE, TWO))
+    one_by_one.allocate(2, 9, [TWO, ONE])
+    whole.commit(1, 8, ONE + TWO)
+    whole.allocate(2, 9, TWO + ONE)
+    assert one_by_one.message == whole.message
+
+
+def test_arrays_that_nobody_needs_are_not_sent() -> None:
+    step = StepBuilder()
+    step.commit(1, 3, b"")
+    step.fork(1, 2)
+    step.grow(1, 4)
+    step.allocate(3, 5)
+    message = step.message
+    assert [field.name for field, _ in message.commits.ListFields()] == ["sequences", "token_counts"]
+    assert [field.name for field, _ in message.forks.ListFields()] == ["parents", "children"]
+    assert [field.name for field, _ in message.grows.ListFields()] == ["sequences", "token_counts"]
+    assert not message.HasField("frees")
+    assert not StepBuilder().message.ListFields()
+
+
+def test_what_only_one_operation_asks_for_is_sent_for_all_of_its_phase() -> None:
+    step = StepBuilder()
+    step.commit(1, 8, [ONE], keep_token_count=9)
+    step.commit(2, 5)
+    step.fork(1, 3)
+    step.fork(1, 4, hold_ms=500)
+    step.grow(1, 12)
+    step.allocate(5, 6, prompt_token_count=60, priority=2, defer_token_count=16)
+    step.allocate(6, 7)
+    message = step.message
+    assert list(message.commits.keep_token_counts) == [9, 0]
+    assert list(message.forks.hold_ms) == [0, 500]
+    assert list(message.grows.prompt_token_counts) == [0, 60, 0]
+    assert list(message.grows.priorities) == [0, 2, 0]
+    assert list(message.grows.defer_token_counts) == [0, 16, 0]
+
+
+def test_a_message_is_made_anew_each_time_and_goes_on_growing() -> None:
+    step = StepBuilder()
+    step.free(1)
+    first = step.message
+    first.number = 7
+    step.free(2)
+    assert list(step.message.frees.sequences) == [1, 2]
+    assert (list(first.frees.sequences), step.message.number) == ([1], 0)
+
+
+@pytest.mark.parametrize("token_count", [-1, 1 << 32])
+def test_a_number_that_does_not_fit_is_refused_when_the_message_is_made(token_count: int) -> None:
+    step = StepBuilder()
+    step.grow(1, token_count)
+    with pytest.raises(ValueError, match="out of range"):
+        _ = step.message
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_reply_says_that_everything_was_done_and_nothing_changed() -> None:
+    step = StepBuilder()
+    step.commit(1, 4, [ONE])
+    step.free(2)
+    step.fork(1, 3)
+    step.grow(1, 6)
+    outcome = read_reply(step.message, pb.StepReply(free_block_count=5), 2)
+    assert outcome.commits == outcome.frees == outcome.forks == [Result.OK]
+    assert outcome.grows == [GrowOutcome(1, Result.OK, 0, ((), ()), 0, 0, None)]
+    assert (outcome.swaps, outcome.copies, outcome.free_block_count, outcome.expired_holds) == ([], [], 5, [])
+
+
+def test_only_grows_that_changed_a_table_have_blocks_and_others_none() -> None:
+    reply = pb.StepReply(granted_grows=[0, 2], block_counts=[1, 2, 3, 0], blocks=packed(7, 8, NULL_BLOCK, 1, 2, 3))
+    outcome = read_reply(three_grows(), reply, 2)
+    tables = [[list(table) for table in grown.blocks] for grown in outcome.grows]
+    assert tables == [[[7], [8, NULL_BLOCK]], [[], []], [[1, 2, 3], []]]
+
+
+def test_results_shortfalls_victims_and_pending_tokens_belong_to_their_grows() -> None:
+    reply = pb.StepReply(
+        grow_results=[pb.RESULT_NO_SPACE, pb.RESULT_PENDING, pb.RESULT_QUOTA],
+        matched_token_counts=[0, 16, 0],
+        pending_token_counts=[0, 32, 0],
+        grow_shortfalls=[3, 0, 1],
+        victim_sequences=[9, 0, 0],
+        victim_token_counts=[40, 0, 0],
+        expired_holds=[4, 6],
+    )
+    outcome = read_reply(three_grows(), reply, 1)
+    assert [grown[1:3] + grown[4:] for grown in outcome.grows] == [
+        (Result.NO_SPACE, 0, 3, 0, Victim(9, 40)),
+        (Result.PENDING, 16, 0, 32, None),
+        (Result.QUOTA, 0, 1, 0, None),
+    ]
+    assert outcome.expired_holds == [4, 6]
+
+
+def test_a_victim_that_loses_nothing_is_still_one() -> None:
+    reply = pb.StepReply(grow_results=[pb.RESULT_NO_SPACE, 0, 0], victim_sequences=[9, 0, 0])
+    assert read_reply(three_grows(), reply, 1).grows[0].victim == Victim(9, 0)
+
+
+def test_swaps_name_the_sequence_of_their_commit() -> None:
+    step = StepBuilder()
+    step.commit(1, 4, [ONE])
+    step.commit(7, 4, [ONE])
+    reply = pb.StepReply(
+        swap_operations=[1], swap_groups=[0], swap_indices=[3], swap_blocks=[5], copy_sources=[1], copy_destinations=[2]
+    )
+    outcome = read_reply(step.message, reply, 1)
+    assert outcome.swaps == [Swap(7, 0, 3, 5)]
+    assert outcome.copies == [Copy(1, 2)]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        pb.StepReply(grow_results=[0, 0, 1, 1]),
+        pb.StepReply(grow_results=[99, 0, 0]),
+        pb.StepReply(commit_results=[pb.RESULT_NOT_FOUND]),
+        pb.StepReply(matched_token_counts=[1]),
+        pb.StepReply(pending_token_counts=[1, 2]),
+        pb.StepReply(grow_shortfalls=[1] * 4),
+        pb.StepReply(victim_sequences=[1]),
+        pb.StepReply(granted_grows=[0], block_counts=[1]),
+        pb.StepReply(granted_grows=[0], block_counts=[1, 1], blocks=packed(1, 2)),
+        pb.StepReply(granted_grows=[3], block_counts=[1], blocks=packed(1)),
+        pb.StepReply(granted_grows=[0], block_counts=[1], blocks=packed(1)[:3]),
+        pb.StepReply(blocks=packed(1)),
+        pb.StepReply(swap_operations=[0], swap_groups=[0], swap_indices=[0], swap_blocks=[0]),
+        pb.StepReply(copy_sources=[1]),
+    ],
+    ids=lambda reply: ", ".join(field.name for field, _ in reply.ListFields()),
+)
+def test_a_reply_that_does_not_fit_the_step_is_refused(reply: pb.StepReply) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - which of its numbers are at odds does not matter to anybody
+        read_reply(three_grows(), reply, 1)

@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dev demo test check format proto bench up down test-compose clean
+.PHONY: help dev demo test check format proto bench kernels-compile up down test-compose clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -43,6 +43,9 @@ proto: $(READY) ## generate client/quire/v1 from protos/
 bench: $(READY) ## measure text per second against transformers, and what the allocator's operations cost
 	$(BIN)/python benchmarks/serving.py
 	$(BIN)/python benchmarks/allocator.py
+
+kernels-compile: $(READY) ## compile every kernel for sm_80, sm_90 and gfx942 without a GPU, and compare with the committed table
+	$(BIN)/python scripts/compile_kernels.py --check
 
 up: ## docker compose: allocator, worker, Prometheus, Grafana
 	docker compose up -d --build --wait

@@ -104,6 +104,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         except Exception as error:
             log.exception("pool quarantined", pool=owner.name)
             self.directory.quarantine(owner)
+            self.watching.wake(owner.name)
             raise Refusal("POOL_QUARANTINED", "an invariant of this pool broke; attach again") from error
         return response
 

@@ -28,7 +28,6 @@ from allocator_sides.workload import (
     Operation,
     Round,
     cpu_us,
-    shareable,
 )
 
 ROOT = root_digest(fingerprint=b"benchmark", layout="none")
@@ -68,7 +67,7 @@ def _long_prompts(work: Round) -> Costs:
     def admit(prompts: list[bytes], matched: int) -> tuple[float, float, list[int]]:
         """Cost of allocating, of publishing what was not found, and the sequences."""
         held = [next(ids) for _ in prompts]
-        calls = [(i, LONG_TOKENS, shareable(d)) for i, d in zip(held, prompts, strict=True)]
+        calls = [(i, LONG_TOKENS, d) for i, d in zip(held, prompts, strict=True)]
         grants, results = cpu_us(pool.allocate, calls)
         assert {(result.result, result.matched_token_count) for result in results} == {(Result.OK, matched)}
         rest = [
@@ -151,5 +150,6 @@ class _Decoding:
             for sequence_id, tokens, digest in filled:
                 self.pool.commit(sequence_id, tokens, digest)
             self.pool.grow_many(self.ids, self.token_counts)
+            self.pool.log.publish(0)  # what watchers are told, as after every acknowledged step
             spent_ns += time.thread_time_ns() - started
         return spent_ns / 1_000 / DECODE_STEPS / SEQUENCES

@@ -34,7 +34,6 @@ from allocator_sides.workload import (
     Decoded,
     Operation,
     Round,
-    shareable,
 )
 
 START_S = 30.0
@@ -116,7 +115,7 @@ class ServiceSide:
         async def admit(prompts: list[bytes], matched: int) -> tuple[float, float, list[int]]:
             """Cost of allocating, of publishing what was not found, and the sequences."""
             held = [next(ids) for _ in prompts]
-            calls = [(i, LONG_TOKENS, shareable(d)) for i, d in zip(held, prompts, strict=True)]
+            calls = [(i, LONG_TOKENS, d) for i, d in zip(held, prompts, strict=True)]
             grants, outcomes = await self._timed(pool, StepBuilder.allocate, calls)
             assert {outcome.grows[0].matched_token_count for outcome in outcomes} == {matched}
             known = matched // BLOCK_TOKENS * DIGEST_BYTES

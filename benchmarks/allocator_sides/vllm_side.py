@@ -18,7 +18,7 @@ from allocator_sides.workload import (
     DECODES,
     DIGEST_BYTES,
     HASH_COUNT,
-    LONG_BLOCKS,
+    LONG_HIT_TOKENS,
     LONG_TOKENS,
     POOL_BLOCKS,
     SEQUENCES,
@@ -78,7 +78,7 @@ class VllmSide:
         costs[Operation.ADMIT], held, _ = admit(work.prompts)
         costs[Operation.FREE], _ = cpu_us(manager.free, held)
         costs[Operation.ADMIT_HIT], held, computed = admit(work.prompts)
-        assert set(computed) == {(LONG_BLOCKS - 1) * BLOCK_TOKENS}
+        assert set(computed) == {LONG_HIT_TOKENS}
         cpu_us(manager.free, held)
         for digests in work.fillers:
             cpu_us(manager.free, admit([digests])[1])

@@ -16,8 +16,8 @@ BLOCK_TOKENS: Final = 16
 DIGEST_BYTES: Final = 32
 POOL_BLOCKS: Final = 100_000
 LONG_BLOCKS: Final = 2_048
-LONG_TOKENS: Final = LONG_BLOCKS * BLOCK_TOKENS
-LONG_HIT_TOKENS: Final = LONG_TOKENS - BLOCK_TOKENS  # at least one token of a prompt is computed again
+LONG_HIT_TOKENS: Final = LONG_BLOCKS * BLOCK_TOKENS
+LONG_TOKENS: Final = LONG_HIT_TOKENS + BLOCK_TOKENS // 2  # like most prompts it ends inside a block
 LONG_COUNT: Final = 24  # prompts of one round: half of the pool
 FILLER_COUNT: Final = 25  # more of them, so that every block is in use or cached
 HASH_COUNT: Final = 3
@@ -85,11 +85,6 @@ def draw_round(number: int) -> Round:
 
     short = [tokens(SHORT_TOKENS) for _ in range(SHORT_COUNT)]
     return Round(long(LONG_COUNT), long(FILLER_COUNT), long(LONG_COUNT), tokens(LONG_TOKENS), short)
-
-
-def shareable(digests: bytes) -> bytes:
-    """Those of a long prompt that are looked up: all but the last, as `quire.hashing.prompt_digests` has it."""
-    return digests[: LONG_HIT_TOKENS // BLOCK_TOKENS * DIGEST_BYTES]
 
 
 class Decoded(NamedTuple):

@@ -81,6 +81,13 @@ async def test_a_state_hit_is_answered_with_the_copy_of_its_checkpoint(allocator
     assert (list(hit.copy_sources), list(hit.copy_destinations)) == ([checkpoint], [running])
 
 
+async def test_waste_is_that_of_the_first_group_that_holds_tokens(allocator: Allocator) -> None:
+    owner = await opened(allocator, pb.GroupSpec(kind=pb.GROUP_KIND_STATE, block_size=256), FULL)
+    await owner.call("Allocate", sequence_id=1, token_count=20)
+    await owner.call("Commit", sequence_id=1, token_count=20, digests=d("a"))
+    assert (await summary(allocator)).unwritten_slot_count == 12
+
+
 async def test_a_state_with_uncommitted_tokens_cannot_be_forked(allocator: Allocator) -> None:
     owner = await opened(allocator, FULL, STATE)
     await owner.call("Allocate", sequence_id=1, token_count=20)

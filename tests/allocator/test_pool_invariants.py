@@ -162,7 +162,8 @@ def drop_a_candidate(pool: Pool) -> None:
 
 
 def lose_a_queue_entry(pool: Pool) -> None:
-    pool.blocks.queue._heap.clear()
+    for lane in pool.blocks.queue._lanes:
+        lane.heap.clear()
 
 
 def lose_a_queue_entry_of_a_namespace(pool: Pool) -> None:

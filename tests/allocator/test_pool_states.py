@@ -158,6 +158,20 @@ def test_a_checkpoint_that_was_hit_is_not_dropped() -> None:
     assert checkpoints(pool, "abcdef") == [1, 4, 5]
 
 
+def test_the_number_is_bounded_too_where_checkpoints_come_that_were_evicted_before() -> None:
+    # The default policy remembers what it evicted and ranks it higher when it comes back: nobody has used it for that.
+    pool = make_pool(3, state(4, checkpoints_max=1), eviction_policy="reuse")
+    in_passes(pool, 1, "a", [4])
+    pool.free(1)
+    for sequence_id in (2, 3, 4):
+        pool.allocate(sequence_id, 1)
+    assert pool.blocks.evicted_count == 1
+    for sequence_id in (2, 3, 4):
+        pool.free(sequence_id)
+    in_passes(pool, 5, "abc", [4, 8, 12])
+    assert checkpoints(pool, "abc") == [3]
+
+
 @pytest.mark.parametrize(("asked", "kept"), [(0, 16), (1, 1), (3, 3)])
 def test_the_number_of_checkpoints_is_bounded_even_where_nobody_says_how(asked: int, kept: int) -> None:
     letters = "abcdefghijklmnopqrstuvwxyz"

@@ -55,8 +55,8 @@ def test_nothing_that_the_twin_knows_of_went_untried() -> None:
 class Whimsical(LeastRecentlyUsed):
     """Ranks by digest: nothing that a sensible policy would do, and all that the pool may rely on."""
 
-    def priority(self, entry: Entry) -> float:
-        return zlib.crc32(entry.first_digest) + entry.hits
+    def released(self, entry: Entry) -> None:
+        entry.released = zlib.crc32(entry.first_digest) + entry.hits
 
 
 @pytest.mark.parametrize("policy", [*sorted(set(POLICIES) - {LRU}), "whimsical"])

@@ -208,6 +208,17 @@ async def test_a_watch_ends_with_its_pool(allocator: Allocator) -> None:
         await watch.call.read()
 
 
+async def test_a_watch_ends_when_its_pool_is_quarantined(allocator: Allocator) -> None:
+    owner = await filled(allocator)
+    watch = Watch(allocator)
+    await watch.until("snapshot_end")
+    allocator.service.directory.pool("a").pool.blocks.cached_count += 1  # the defect
+    with refused(Reason.POOL_QUARANTINED):
+        await owner.call("Grow", sequence_id=1, token_count=9)
+    with refused(Reason.POOL_UNKNOWN):
+        await watch.call.read()
+
+
 async def test_a_watch_ends_when_the_allocator_drains(allocator: Allocator) -> None:
     await filled(allocator)
     watch = Watch(allocator)

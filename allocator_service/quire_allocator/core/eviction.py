@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 
 from quire_allocator.core.candidates import Candidates, Entry, EvictionPolicy, EvictionQueue
@@ -88,21 +89,23 @@ class RecomputeCost(LeastRecentlyUsed):
         return super().evicted(entry, block_count)
 
 
-_NEW_GROUPS = 3  # of new entries: below nothing or what was never shared, shared less than this often, or more often
+_NEW_GROUPS = 4  # of new entries: one position; below what was never shared, shared less than this often, more often
 _POPULAR_HITS = 4
-_LENGTHS = 4  # kinds of each: prompt shorter than half the mean, than the mean, than twice the mean, or longer
+_LENGTH_EDGES = (0.5, 1.0, 2.0)  # kinds of each: prompt up to so many times the mean, or longer
+_LENGTH_MEMORY = 256  # new entries
+_LENGTHS = len(_LENGTH_EDGES) + 1
 _LEVELS = (1, 2, 7)  # groups of shared entries: so many hits at most, or more
-_GAPS = 3  # kinds of each: waited for less than half a pool the last time, less than two, or longer
+_GAPS = 4  # kinds of each: waits for less than a quarter of a pool, than a pool, than four pools, or longer
 _SHARED = _NEW_GROUPS * _LENGTHS
 _LEFT = _SHARED + (len(_LEVELS) + 1) * _GAPS  # deep ends that prompts leave behind
-_BELIEFS = (0.05, 0.03, 0.03, 0.2, 0.3, 0.4, 0.5, 0.01)
+_BELIEFS = (0.05, 0.05, 0.03, 0.03, 0.2, 0.3, 0.4, 0.5, 0.01)
 _GROUPS = (
     *(Group(range(first, first + _LENGTHS), _BELIEFS[first // _LENGTHS]) for first in range(0, _SHARED, _LENGTHS)),
     *(
         Group(range(first, first + _GAPS), belief)
-        for first, belief in zip(range(_SHARED, _LEFT, _GAPS), _BELIEFS[3:7], strict=True)
+        for first, belief in zip(range(_SHARED, _LEFT, _GAPS), _BELIEFS[4:8], strict=True)
     ),
-    Group(range(_LEFT, _LEFT + 1), _BELIEFS[7]),
+    Group(range(_LEFT, _LEFT + 1), _BELIEFS[8]),
 )
 
 
@@ -126,25 +129,30 @@ class ReuseValue:
     def __init__(self, block_count: int) -> None:
         self.patience = block_count // 16
         self.evicted_count = 0
-        self._pool = block_count
         self._time = 0  # blocks that sequences asked for
         self._model = ReuseModel(_GROUPS, block_count)
         self._ghosts = Ghosts(self._model, 4 * block_count, 1024 + block_count // 4)
-        self._new_count = 0
+        self._gaps = (block_count / 4, block_count, block_count * 4)
         self._length_mean = 0.0
-        self._left_behind = [0.0] * _NEW_GROUPS  # medians, in blocks
+        self._medians = [0.0] * _NEW_GROUPS  # of the blocks that prompts leave behind
+        self._left_behind = [0] * _NEW_GROUPS  # rounded
         self._trimmed: tuple[Entry, bytes] | None = None  # the last one, and the key of what it lost
 
     def stored(self, entry: Entry, parent: Entry | None) -> None:
         """Notes when, and below what."""
-        hits = parent.hits if parent is not None else 0
-        entry.start_history(0 if not hits else 1 if hits < _POPULAR_HITS else 2, self._time)
+        if parent is None:
+            entry.start_history(0, self._time)
+            entry.is_whole = False
+        else:
+            hits = parent.hits
+            entry.start_history(1 if not hits else 2 if hits < _POPULAR_HITS else 3, self._time)
 
     def hit(self, entry: Entry) -> None:
         """Learns how long it has waited."""
         self._time += entry.block_count
         if not entry.live:
-            entry.gap = self._time - entry.released
+            age = self._time - entry.released
+            entry.gap = (3 * entry.gap + age) // 4 if entry.hits else age
             self._end(entry, returned=True)
             if entry.is_whole:
                 self._learn_left_behind(entry.origin, 0)
@@ -169,28 +177,29 @@ class ReuseValue:
 
     def released(self, entry: Entry) -> None:
         """Stamps it and finds its kind."""
-        count, is_new = entry.block_count, entry.kind is None
-        if is_new:
-            if self._ghosts:
+        count, kind = entry.block_count, entry.kind
+        if kind is None:
+            if self.evicted_count:
                 self._recall(entry, count)
             self._time += count
         entry.released = self._time
         if entry.hits:
-            level = sum(entry.hits > most for most in _LEVELS)
-            gap = (2 * entry.gap >= self._pool) + (entry.gap >= 2 * self._pool)
-            entry.kind = kind = _SHARED + level * _GAPS + gap
+            level = bisect_left(_LEVELS, entry.hits)
+            entry.kind = kind = _SHARED + level * _GAPS + bisect_right(self._gaps, entry.gap)
             self._model.start(_NEW_GROUPS + level, kind, count)
             return
         group = entry.origin
-        if is_new:
-            entry.kind = group * _LENGTHS + self._length(entry.first_position + count)
-        left = round(self._left_behind[group])
-        if 0 < left < count and entry.is_whole:
+        if kind is None:
+            end = entry.first_position + count
+            mean = self._length_mean or end
+            self._length_mean = mean + (end - mean) / _LENGTH_MEMORY
+            entry.kind = kind = group * _LENGTHS + bisect_left(_LENGTH_EDGES, end / mean)
+        left = self._left_behind[group]
+        if left and left < count and entry.is_whole:
             entry.spare = left
             count -= left
             self._model.start(_LEFT_GROUP, _LEFT, left)
-        assert entry.kind is not None
-        self._model.start(group, entry.kind, count)
+        self._model.start(group, kind, count)
 
     def lane(self, entry: Entry) -> int:
         """Its kind, or that of its deep end."""
@@ -203,7 +212,8 @@ class ReuseValue:
 
     def value(self, entry: Entry) -> float:
         """What keeping it on gains."""
-        return self._model.value(self.lane(entry), self._time - entry.released)
+        age = (self._time - entry.released) // self._model.unit
+        return self._model.values[self.lane(entry)][age.bit_length()]
 
     def evicted(self, entry: Entry, block_count: int) -> bool:
         """Remembers them for a while."""
@@ -251,20 +261,15 @@ class ReuseValue:
             self._model.end(ghost.kind, age, back, returned=True)
             offset += back
 
-    def _length(self, end: int) -> int:
-        """How long a new prompt is, against the mean of the last thousand."""
-        self._new_count = min(1000, self._new_count + 1)
-        self._length_mean += (end - self._length_mean) / self._new_count
-        return (2 * end > self._length_mean) + (end > self._length_mean) + (end > 2 * self._length_mean)
-
     def _learn_left_behind(self, origin: int, count: int) -> None:
         """Moves a median by a fifth of itself, at least by a fifth of a block."""
-        median = self._left_behind[origin]
+        median = self._medians[origin]
         step = 0.2 * max(1.0, median)
         if count > median:
-            self._left_behind[origin] = median + step
+            self._medians[origin] = median + step
         elif count < median:
-            self._left_behind[origin] = max(0.0, median - step)
+            self._medians[origin] = max(0.0, median - step)
+        self._left_behind[origin] = round(self._medians[origin])
 
 
 POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {

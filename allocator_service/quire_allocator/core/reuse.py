@@ -20,11 +20,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+_AGE_BITS = 64
 AGES = 14  # [0, 1), [1, 2), [2, 4), ... [2048, 4096) of 1/64 of the pool, and beyond
 _GROUP_POOLS = 1.0  # weight of a group's estimate in that of one of its kinds, in pools of blocks
 _BELIEF_POOLS = 0.25  # weight of what is believed of a group
 _FORGET_POOLS = 64  # time after which what was learned counts half
-_LEARN_FIRST = 1  # waits that start in a group until its values are computed anew; one more
+_LEARN_FIRST = 4  # waits that start in a group until its values are computed anew; one more
 _LEARN_SLOWER = 8  # after so many times
 _LEARN_EVERY = 64  # up to this
 _SEEN_MIN = 0.02  # below this share of the past nothing is concluded about an age
@@ -43,45 +44,44 @@ class Group(NamedTuple):
 
 
 class ReuseModel:
-    """Estimates for every kind of every group, in a pool of `block_count` blocks."""
+    """Estimates for every kind of every group, in a pool of `block_count` blocks.
+
+    Attributes:
+        unit: of age, in blocks.
+        values: of each kind, by the bit length of its age in units.
+    """
 
     def __init__(self, groups: Sequence[Group], block_count: int) -> None:
         kinds = sum(len(group.kinds) for group in groups)
         self._groups = groups
         self._pool = max(1, block_count)
-        self._unit = max(1, block_count // 64)
-        self._edges = [0, *(self._unit << age for age in range(AGES - 1))]
+        self.unit = max(1, block_count // 64)
+        self._edges = [0, *(self.unit << age for age in range(AGES - 1))]
         self._started = [0.0] * kinds
         self._returned = [[0.0] * AGES for _ in range(kinds)]
         self._ended = [[0.0] * AGES for _ in range(kinds)]
-        self._values = [[0.0] * AGES for _ in range(kinds)]
+        self.values = [[0.0] * _AGE_BITS for _ in range(kinds)]
         self._time = self._elapsed = 0
         self._looks = [0] * len(groups)
         self._starts_left = [_LEARN_FIRST] * len(groups)
-        self._due: list[int] = []
+        self._due: dict[int, None] = {}
         low, high = self._pool / 8, 16 * self._pool
         self._beliefs = [[group.belief if low <= edge <= high else 0.0 for edge in self._edges[1:]] for group in groups]
         self._middles = [(self._edges[age] + self._edges[age + 1]) / 2 for age in range(AGES - 1)]
         for group in range(len(groups)):
             self._learn(group)
 
-    def value(self, kind: int, age: int) -> float:
-        """Returns per block and unit of time that keeping it on gains."""
-        bucket = (age // self._unit).bit_length()
-        return self._values[kind][bucket] if bucket < AGES else 0.0
-
     def start(self, group: int, kind: int, count: int) -> None:
         """Blocks begin to wait."""
         self._started[kind] += count
         self._starts_left[group] -= 1
         if not self._starts_left[group]:
-            self._due.append(group)
-            self._looks[group] += 1
             self._starts_left[group] = min(_LEARN_EVERY, _LEARN_FIRST + self._looks[group] // _LEARN_SLOWER)
+            self._due[group] = None
 
     def end(self, kind: int, age: int, count: int, *, returned: bool) -> None:
         """Blocks came back, or will not be seen any longer."""
-        bucket = min((age // self._unit).bit_length(), AGES - 1)
+        bucket = min((age // self.unit).bit_length(), AGES - 1)
         self._ended[kind][bucket] += count
         if returned:
             self._returned[kind][bucket] += count
@@ -97,7 +97,9 @@ class ReuseModel:
             self._started = [count / 2 for count in self._started]
             self._returned = [[count / 2 for count in row] for row in self._returned]
             self._ended = [[count / 2 for count in row] for row in self._ended]
-        self._learn(self._due.pop())
+        group, _ = self._due.popitem()
+        self._looks[group] += 1
+        self._learn(group)
 
     def _learn(self, group: int) -> None:
         kinds, _ = self._groups[group]
@@ -114,7 +116,7 @@ class ReuseModel:
             hazards = _hazards(
                 self._started[kind], self._returned[kind], self._ended[kind], seen, expected=expected, weight=weight
             )
-            self._values[kind] = _values(hazards, self._edges)
+            self.values[kind] = _values(hazards, self._edges)
 
     def _seen(self) -> list[float]:
         """Which share of what has started so far was early enough to have come to the middle of each age."""
@@ -145,7 +147,7 @@ def _hazards(
 
 
 def _values(hazards: list[float], edges: list[int]) -> list[float]:
-    """The value at each age, 0 beyond the last: slopes of the upper hull of (time, returns) to the right of it."""
+    """The value at each age, 0 beyond the last one: slopes of the upper hull of (time, returns) to the right of it."""
     times, returns = [0.0], [0.0]
     time = back = 0.0
     alive, edge = 1.0, 0
@@ -157,7 +159,7 @@ def _values(hazards: list[float], edges: list[int]) -> list[float]:
         edge = next_edge
         times.append(time)
         returns.append(back)
-    values = [0.0] * (len(hazards) + 1)
+    values = [0.0] * _AGE_BITS
     hull = [(time, back, 0.0)]  # from the right; each with the slope to the one before
     for age in range(len(hazards) - 1, -1, -1):
         time, back = times[age], returns[age]

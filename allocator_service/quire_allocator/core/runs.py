@@ -58,6 +58,11 @@ class Run(Scoped):
         """Digest of its first block."""
         return bytes(self.digests[:DIGEST_BYTES])
 
+    def key_at(self, offset: int) -> bytes:
+        """Digest of the position that the block at `offset` belongs to; empty beyond its end."""
+        start = offset * len(self.digests) // len(self.blocks) // DIGEST_BYTES * DIGEST_BYTES
+        return bytes(self.digests[start : start + DIGEST_BYTES])
+
 
 class RunHit(NamedTuple):
     """A published prefix: whole runs from the root down, of the last one only `cut` positions unless that is 0."""
@@ -159,6 +164,8 @@ class RunTree:
         run.parent = upper
         run._first_position += positions
         upper.children[bytes(run.digests[:DIGEST_BYTES])] = run
+        if self._blocks.policy.split(upper, run) and run.ticket:
+            self._blocks.push(run)
         return upper
 
     def evict(self, entry: Scoped, wanted: int) -> int:
@@ -166,8 +173,10 @@ class RunTree:
         assert isinstance(entry, Run)
         run = entry
         positions = min(len(run.digests) // DIGEST_BYTES, -(-wanted // self.width))
+        if run.spare:
+            positions = min(positions, max(1, run.spare // self.width))
         count = positions * self.width
-        self._blocks.policy.evicted(run, count)
+        moves = self._blocks.policy.evicted(run, count)
         if count < len(run.blocks):
             kept = len(run.digests) - positions * DIGEST_BYTES
             self._log.removed(run.scope, run.digests[kept:], run.first_position + kept // DIGEST_BYTES)
@@ -176,6 +185,8 @@ class RunTree:
                 run.digests = bytearray(run.digests)
             del run.blocks[-count:]
             del run.digests[kept:]
+            if moves:
+                self._blocks.push(run)
             return count
         self._log.removed(run.scope, run.digests, run.first_position)
         self._blocks.give_back(run.blocks)

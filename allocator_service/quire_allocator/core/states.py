@@ -142,7 +142,7 @@ class StateManager(UnitStore[UnitHit, StatePart]):
         """Drops the oldest checkpoints of this sequence that nobody has used, beyond what it may leave behind."""
         while len(part.checkpoints) > self._checkpoints_max:
             oldest = part.checkpoints.popleft()
-            if oldest.key is not None and not oldest.live and not oldest.hits:
+            if oldest.key is not None and not oldest.live and not oldest.was_hit:
                 self._unpublish(oldest)
                 self._blocks.dropped(oldest.scope, self.width)
 

@@ -25,9 +25,9 @@ UnitKey = tuple[int, bytes]  # position, digest
 
 
 class Unit(Scoped):
-    """The blocks of one position. Without a key it is private."""
+    """The blocks of one position. Without a key it is private; `was_hit` once a new sequence began with it."""
 
-    __slots__ = ("blocks", "key")
+    __slots__ = ("blocks", "key", "was_hit")
 
     def __init__(self, scope: UnitScope, blocks: array[int]) -> None:  # one is made for every block: no calls upwards
         self.scope = scope
@@ -35,6 +35,7 @@ class Unit(Scoped):
         self.hits = self.released = self.ticket = 0
         self.blocks = blocks
         self.key: UnitKey | None = None
+        self.was_hit = False
 
     @property
     def block_count(self) -> int:
@@ -118,6 +119,7 @@ class UnitStore(Generic[HitT, PartT]):
 
     def _hold_hit(self, hit: UnitHit) -> None:
         for unit in hit.units:
+            unit.was_hit = True
             self._blocks.policy.hit(unit)
             self._hold(unit)
 

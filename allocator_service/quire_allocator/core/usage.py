@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire_allocator.core.runs import Run, RunScope, RunTree
+from quire_allocator.core.spec import GroupKind
 
 if TYPE_CHECKING:
     from quire_allocator.core.pool import Pool
@@ -105,8 +106,13 @@ def namespaces(pool: Pool) -> list[NamespaceUse]:
 
 
 def unwritten_slot_count(pool: Pool) -> int:
-    """Tokens of room that sequences were granted and have not committed: ahead of them, or the rest of a last block."""
-    size = pool.spec.groups[0].block_size
+    """Tokens of room that sequences were granted and have not committed: ahead of them, or the rest of a last block.
+
+    In the first group that holds tokens, as each table sees it: a half-filled block that forks share counts for each.
+    """
+    size = next((group.block_size for group in pool.spec.groups if group.kind is not GroupKind.STATE), 0)
+    if not size:
+        return 0
     return sum(
         -(-sequence.token_count // size) * size - sequence.committed_token_count
         for sequence in pool.sequences.values()

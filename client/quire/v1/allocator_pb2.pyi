@@ -1930,8 +1930,9 @@ class PoolSummary(_message.Message):
     last_step: _builtins.int
     """Last step applied."""
     unwritten_slot_count: _builtins.int
-    """Tokens of room in held blocks of the first group that nothing has been committed to: granted ahead, or the rest of
-    last blocks (internal waste).
+    """Tokens of room in held blocks of the first group that is not STATE that nothing has been committed to: granted
+    ahead, or the rest of last blocks (internal waste). As each table sees it: a half-filled block that forks share
+    counts for each of them.
     """
     promised_block_count: _builtins.int
     """Blocks promised to prompts that are still growing."""
@@ -2277,8 +2278,9 @@ class WatchEventsRequest(_message.Message):
     pool: _builtins.str
     """Its name."""
     session_id: _builtins.bytes
-    """To go on where an earlier watch ended: session and cursor of the last event it got. Without them, or where they
-    cannot be resumed (another session, or events no longer kept), the watch starts over: `cleared`, then a snapshot.
+    """To go on where an earlier watch ended: session and cursor of the last event it got, which must not lie before
+    `snapshot_end`: what was missing of that snapshot would never come. Without them, or where they cannot be resumed
+    (another session, or events no longer kept), the watch starts over: `cleared`, then a snapshot.
     """
     cursor: _builtins.int
     def __init__(
@@ -2298,8 +2300,8 @@ Global___WatchEventsRequest: _TypeAlias = WatchEventsRequest  # noqa: Y015
 
 @_typing.final
 class CacheEvent(_message.Message):
-    """CacheEvent: one change of a pool's prefix index. Published only once the owner has acknowledged the step that made
-    it. During the snapshot, blocks may be told that a later event tells again, and a block that is told may already be
+    """CacheEvent: one change of a pool's prefix index. Told only once the owner has acknowledged the step that made it; a
+    snapshot tells everything that can be hit. During the snapshot, blocks may be told that a later event tells again, and a block that is told may already be
     gone, with its `removed` still to come: apply `stored` and `removed` as they come, and the index is exact from
     `snapshot_end` on.
     """

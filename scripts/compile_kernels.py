@@ -1,0 +1,204 @@
+"""Compiles every shipped specialisation of every kernel for every architecture, without a GPU, and checks the result.
+
+    python scripts/compile_kernels.py                 compile, print and write benchmarks/results/kernels_compiled.csv
+    python scripts/compile_kernels.py --check         compile, print and compare with the table that is committed
+    python scripts/compile_kernels.py --only append   those whose title contains a word: print them, write nothing
+
+Fails if a kernel spills registers or needs more shared memory than the chip has: both compile without complaint, and
+the second fails only at the launch. Registers and spills are what ptxas and LLVM of the installed Triton give, so the
+table names the Triton it was made with, and `--check` compares numbers only with the same one; the set of kernels it
+compares always.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+# Interpreted functions cannot be compiled; must be gone before Triton is imported.
+os.environ.pop("TRITON_INTERPRET", None)
+
+import triton
+from quire_worker.kernels.configurations import ARCHITECTURES, SHARED_MEMORY_MAX, KernelConfiguration, collect
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TABLE = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "kernels_compiled.csv"
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one specialisation needs on one architecture."""
+
+    kernel: str
+    configuration: str
+    architecture: str
+    num_warps: int
+    num_stages: int
+    registers: int  # per thread
+    spilled: int  # bytes of memory per thread that registers were moved to
+    shared_bytes: int  # per program
+    triton: str
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Which specialisation, and for which architecture."""
+        return self.kernel, self.configuration, self.architecture
+
+    def complaints(self) -> list[str]:
+        """Why this must not ship."""
+        title = " ".join(self.key)
+        found = []
+        if self.spilled:
+            found.append(f"{title} spills {self.spilled} bytes")
+        if self.shared_bytes > SHARED_MEMORY_MAX[self.architecture]:
+            limit = SHARED_MEMORY_MAX[self.architecture]
+            found.append(f"{title} needs {self.shared_bytes} bytes of shared memory, there are {limit}")
+        return found
+
+
+def main() -> int:
+    """Compiles, prints and compares or writes. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true", help="compare with the committed table instead of writing it")
+    parser.add_argument(
+        "--only", default="", metavar="WORD", help="only kernels whose title contains it; writes nothing"
+    )
+    parser.add_argument("--architectures", nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    arguments = parser.parse_args()
+    configurations = collect()
+    work = [
+        (number, architecture)
+        for number, configuration in enumerate(configurations)
+        if arguments.only in configuration.title
+        for architecture in arguments.architectures
+        if architecture in configuration.architectures
+    ]
+    rows, complaints = [], []
+    with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
+        for result in pool.imap(_compile_one, work, chunksize=1):
+            if isinstance(result, Row):
+                rows.append(result)
+                complaints += result.complaints()
+                print(",".join(str(value) for value in asdict(result).values()), flush=True)
+            else:
+                complaints.append(result)
+                print(result, flush=True)
+    is_whole = not arguments.only and arguments.architectures == list(ARCHITECTURES)
+    if arguments.check:
+        complaints += _differences(rows, _read_table(), is_whole=is_whole)
+    elif is_whole and not complaints:
+        _write_table(rows)
+    for complaint in complaints:
+        print(complaint, file=sys.stderr)
+    print(f"{len(rows)} compiled, {len(complaints)} complaints")
+    return 1 if complaints else 0
+
+
+def _compile_one(work: tuple[int, str]) -> Row | str:
+    """A row, or why there is none. Work names a configuration by its number, since kernels cannot be sent around."""
+    number, architecture = work
+    configuration = collect()[number]
+    try:
+        return compile_configuration(configuration, architecture)
+    except Exception as error:
+        last = str(error).strip().splitlines()[-1:] or [""]
+        return f"{configuration.title} {architecture}: {type(error).__name__}: {last[0]}"
+
+
+def compile_configuration(configuration: KernelConfiguration, architecture: str) -> Row:
+    """Compiles one specialisation for one architecture."""
+    kernel = configuration.kernel
+    places = {name: (number,) for number, name in enumerate(kernel.arg_names)}
+    source = ASTSource(
+        fn=kernel,
+        signature={name: configuration.signature.get(name, "constexpr") for name in kernel.arg_names},
+        constexprs={places[name]: value for name, value in configuration.constexprs.items()},
+        attrs={places[name]: [["tt.divisibility", 16]] for name in configuration.aligned},
+    )
+    options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
+    compiled = triton.compile(source, target=TARGETS[architecture], options=options)
+    registers, spilled = _amd_usage(compiled) if architecture.startswith("gfx") else _nvidia_usage(compiled)
+    return Row(
+        kernel=kernel.__name__.strip("_"),
+        configuration=configuration.name,
+        architecture=architecture,
+        num_warps=configuration.num_warps,
+        num_stages=configuration.num_stages,
+        registers=registers,
+        spilled=spilled,
+        shared_bytes=compiled.metadata.shared,
+        triton=triton.__version__,
+    )
+
+
+def _nvidia_usage(compiled: Any) -> tuple[int, int]:
+    """Registers per thread and bytes of local memory (spills, and a stack if there is one), from the cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    return usage["REG"], usage["STACK"] + usage["LOCAL"]
+
+
+def _amd_usage(compiled: Any) -> tuple[int, int]:
+    """Vector registers per thread and bytes of scratch memory, from the metadata at the end of the assembly.
+
+    What the compiler calls spilled scalar registers is not counted: it keeps those in lanes of vector registers.
+    """
+    text = compiled.asm["amdgcn"]
+    usage = {
+        name: int(value) for name, value in re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s*(\d+)", text)
+    }
+    return usage["vgpr_count"], usage["private_segment_fixed_size"]
+
+
+def _read_table() -> list[Row]:
+    with TABLE.open(newline="", encoding="utf-8") as file:
+        numbers = {item.name for item in fields(Row) if item.type == "int"}
+        rows = []
+        for line in csv.DictReader(file):
+            values: dict[str, Any] = {name: int(value) if name in numbers else value for name, value in line.items()}
+            rows.append(Row(**values))
+        return rows
+
+
+def _write_table(rows: list[Row]) -> None:
+    with TABLE.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [item.name for item in fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+
+def _differences(rows: list[Row], committed: list[Row], *, is_whole: bool) -> list[str]:
+    """How what was compiled differs from the table; rows that only the table has count if everything was compiled."""
+    before = {row.key: row for row in committed}
+    now = {row.key: row for row in rows}
+    found = [f"{' '.join(key)} is not in {TABLE.name}" for key in now.keys() - before.keys()]
+    if is_whole:
+        found += [f"{' '.join(key)} is in {TABLE.name} only" for key in before.keys() - now.keys()]
+    for key in sorted(now.keys() & before.keys()):
+        if now[key] != before[key] and now[key].triton == before[key].triton:
+            found.append(f"{' '.join(key)}: now {now[key]}, in {TABLE.name} {before[key]}")
+    return sorted(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Batches of queries and keys for the attention kernels, in a pool that is NaN wherever no key lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from quire_worker.kernels.decode_paged import decode_paged, decode_paged_reference, divide_decode
+from quire_worker.kernels.e4m3 import E4M3
+from quire_worker.kernels.options import AttentionOptions
+from quire_worker.kernels.paged_cache import PagedCache, unpack_paged_cache
+from quire_worker.kernels.prefill_paged import prefill_paged, prefill_paged_reference
+from quire_worker.kernels.prefill_rows import Masking, divide_prefill, prefill_tiling
+
+# Largest error allowed, absolute and relative, by the type of the queries; results are means of normal numbers, so of
+# size 1 at most a few. float16 and bfloat16 round results, and weights before the second product; fp8 caches are
+# compared after quantisation, so their tolerance is that of the queries.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+LSE_TOLERANCE = 1e-4
+LAYOUTS = ("NHD", "HND", "NHD pair", "HND pair", "strided")
+
+
+@dataclass(eq=False)
+class Scene:
+    """Requests of some lengths, their pages scattered over a pool with spare pages."""
+
+    lengths: list[int]
+    page_size: int = 16
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    v_head_dim: int | None = None
+    dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None
+    layout: str = "NHD"
+    query_lengths: list[int] | None = None  # None: one each (decode)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        counts = [-(-length // self.page_size) for length in self.lengths]
+        self.page_count = sum(counts) + 3
+        ids = torch.randperm(self.page_count)[: sum(counts)]
+        self.indptr = self.index([0, *counts]).cumsum(0, dtype=torch.int32)
+        self.indices = ids.to(device=self.device, dtype=torch.int32)
+        self.last_page_len = self.index([(n - 1) % self.page_size + 1 if n else 0 for n in self.lengths])
+        v_head_dim = self.v_head_dim or self.head_dim
+        shape = (self.page_count, self.page_size, self.kv_heads)
+        k, v = torch.full((*shape, self.head_dim), torch.nan), torch.full((*shape, v_head_dim), torch.nan)
+        for request, length in enumerate(self.lengths):
+            for position in range(length):
+                page = ids[int(self.indptr[request]) + position // self.page_size]
+                k[page, position % self.page_size] = torch.randn(self.kv_heads, self.head_dim)
+                v[page, position % self.page_size] = torch.randn(self.kv_heads, v_head_dim)
+        dtype = self.cache_dtype or self.dtype
+        self.cache = self._laid_out(k.to(dtype), v.to(dtype))
+        tokens = sum(self.query_lengths) if self.query_lengths else len(self.lengths)
+        self.q = torch.randn(tokens, self.heads, self.head_dim).to(device=self.device, dtype=self.dtype)
+        self.qo_indptr = self.index([0, *(self.query_lengths or [1] * len(self.lengths))]).cumsum(0, dtype=torch.int32)
+
+    def index(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def _laid_out(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        k, v = k.to(self.device), v.to(self.device)
+        if self.layout.startswith("HND"):
+            k, v = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+        if self.layout.endswith("pair"):
+            return k, v
+        if self.layout == "strided":  # every other element of the head dim, pages the other way round in memory
+            wide = torch.stack([k, v], 1).flatten(-1).repeat_interleave(2, -1).movedim(0, 2).contiguous().movedim(2, 0)
+            return wide[..., ::2]
+        return (
+            torch.stack([k.view(torch.uint8), v.view(torch.uint8)], 1).view(k.dtype)
+            if k.dtype == E4M3
+            else (torch.stack([k, v], 1))
+        )
+
+    @property
+    def unpacked(self) -> PagedCache:
+        return unpack_paged_cache(self.cache, self.layout[:3] if self.layout != "strided" else "NHD")
+
+    @property
+    def table(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.indptr, self.indices, self.last_page_len
+
+    def options(self, **changes: object) -> AttentionOptions:
+        return AttentionOptions(**{"sm_scale": self.head_dim**-0.5, **changes})  # type: ignore[arg-type]
+
+    def numbers(self, count: int) -> torch.Tensor:
+        return torch.randn(count).to(self.device)
+
+    def decode(self, options: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor]:
+        cache = self.unpacked
+        division = divide_decode(
+            self.indptr,
+            self.last_page_len,
+            page_size=self.page_size,
+            query_heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=cache.head_dim,
+            v_head_dim=cache.v_head_dim,
+            element_bytes=cache.dtype.itemsize,
+            window_left=options.window_left,
+        )
+        return decode_paged(self.q, cache, *self.table, options, division)
+
+    def prefill(self, options: AttentionOptions, masking: Masking) -> tuple[torch.Tensor, torch.Tensor]:
+        cache, group = self.unpacked, self.heads // self.kv_heads
+        tokens = self.q.shape[0]
+        tiling = prefill_tiling("sm_90", tokens * group // len(self.lengths), cache.head_dim, cache.v_head_dim, 4)
+        division = divide_prefill(self.qo_indptr, token_count=tokens, group=group, tiling=tiling)
+        return prefill_paged(self.q, cache, self.qo_indptr, *self.table, options, masking, division)
+
+    def check_decode(self, **changes: object) -> None:
+        options = self.options(**changes)
+        assert_close(self.decode(options), decode_paged_reference(self.q, self.unpacked, *self.table, options))
+
+    def check_prefill(self, masking: Masking | None = None, **changes: object) -> None:
+        options, masking = self.options(**changes), masking or Masking(causal=True)
+        expected = prefill_paged_reference(self.q, self.unpacked, self.qo_indptr, *self.table, options, masking)
+        assert_close(self.prefill(options, masking), expected)
+
+
+def assert_close(
+    actual: tuple[torch.Tensor, torch.Tensor],
+    expected: tuple[torch.Tensor, torch.Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Outputs and lse; NaN is never right, -inf must be where it should."""
+    tolerance = TOLERANCE[dtype or actual[0].dtype]
+    torch.testing.assert_close(actual[0].double(), expected[0], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual[1].double(), expected[1], rtol=LSE_TOLERANCE, atol=LSE_TOLERANCE)

@@ -1,0 +1,72 @@
+"""Kernels with a fault planted in them: does the comparison that claims to guard against it notice?"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+PACKAGE = "quire_worker.kernels"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One mutation of one module of `quire_worker.kernels`."""
+
+    title: str  # what goes wrong, as a sentence
+    module: str
+    before: str  # must occur exactly once
+    after: str
+    through: tuple[str, ...] = ()  # modules that import it, each the one before it; the last is what is tested
+
+
+def plant(fault: Fault, folder: Path) -> ModuleType:
+    """The module with the fault, or the last of those it is seen through, under a name of its own.
+
+    The real modules stay as they are.
+
+    Args:
+        fault: what to change.
+        folder: where the changed sources go: Triton reads them from files.
+
+    Raises:
+        ValueError: the text to change does not occur exactly once.
+    """
+    source = _source_of(fault.module)
+    if source.count(fault.before) != 1:
+        raise ValueError(f"{fault.module} has {source.count(fault.before)} times {fault.before!r}")
+    planted = _load(fault.module, source.replace(fault.before, fault.after), folder)
+    added = [planted.__name__]
+    try:
+        below = fault.module
+        for name in fault.through:
+            source = _source_of(name).replace(f"from {PACKAGE}.{below} import", f"from {added[-1]} import")
+            planted = _load(name, source, folder)
+            added.append(planted.__name__)
+            below = name
+    finally:
+        for name in added:
+            sys.modules.pop(name, None)
+    return planted
+
+
+def _source_of(module: str) -> str:
+    real = importlib.import_module(f"{PACKAGE}.{module}")
+    assert real.__file__ is not None
+    return Path(real.__file__).read_text(encoding="utf-8")
+
+
+def _load(module: str, source: str, folder: Path) -> ModuleType:
+    """Imports a source and leaves it in `sys.modules`, for dataclasses and for those that import it."""
+    path = folder / f"planted_{module}.py"
+    path.write_text(source, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = loaded
+    spec.loader.exec_module(loaded)
+    return loaded

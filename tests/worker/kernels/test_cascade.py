@@ -1,0 +1,144 @@
+"""Cascades over shared prefixes against one attention over all keys, and the wrapper of latent attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from quire_worker.kernels.cascade import cascade_gains
+from quire_worker.kernels.mla_paged import mla_paged_reference
+from quire_worker.kernels.options import AttentionOptions
+from quire_worker.kernels.reference import attend, visible
+from quire_worker.kernels.wrappers import BatchMLAPagedAttentionWrapper, MultiLevelCascadeAttentionWrapper
+
+from .attention_scene import assert_close
+
+PAGE = 4
+
+
+class Tree:
+    """Keys in a tree of two or three levels: a root, perhaps two branches, four requests."""
+
+    def __init__(self, lengths: list[list[int]], new: list[int], device: torch.device) -> None:
+        """`lengths[level]` are the keys of each node; level l has 1, 2 or 4 nodes, the last as many as `new`."""
+        self.lengths, self.new, self.device = lengths, new, device
+        counts = [[-(-length // PAGE) for length in level] for level in lengths]
+        total = sum(map(sum, counts))
+        self.cache = torch.full((total + 2, 2, PAGE, 2, 64), torch.nan, device=device)
+        self.levels: dict[str, list[torch.Tensor]] = {"qo": [], "indptr": [], "indices": [], "last": []}
+        self.keys: list[list[torch.Tensor]] = []  # [level][node], [length, 2, kv_heads, head_dim]
+        ids = torch.randperm(total + 2).tolist()
+        for level, nodes in enumerate(lengths):
+            pages = [[ids.pop() for _ in range(count)] for count in counts[level]]
+            self.keys.append([])
+            for node, length in enumerate(nodes):
+                keys = torch.randn(length, 2, 2, 64, device=device)
+                for position in range(length):
+                    self.cache[pages[node][position // PAGE], :, position % PAGE] = keys[position]
+                self.keys[level].append(keys)
+            share = len(new) // len(nodes)
+            queries = [sum(new[node * share : (node + 1) * share]) for node in range(len(nodes))]
+            self.levels["qo"].append(self.index([0, *queries]).cumsum(0, dtype=torch.int32))
+            self.levels["indptr"].append(self.index([0, *counts[level]]).cumsum(0, dtype=torch.int32))
+            self.levels["indices"].append(self.index([page for node in pages for page in node]))
+            self.levels["last"].append(self.index([(n - 1) % PAGE + 1 if n else 0 for n in nodes]))
+        self.q = torch.randn(sum(new), 4, 64, device=device)
+
+    def index(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def plan(self, **changes: Any) -> MultiLevelCascadeAttentionWrapper:
+        workspace = torch.empty(64, dtype=torch.uint8, device=self.device)
+        wrapper = MultiLevelCascadeAttentionWrapper(len(self.lengths), workspace)
+        wrapper.plan(*self.levels.values(), 4, 2, 64, PAGE, **{"causal": True, "q_data_type": "float32", **changes})
+        return wrapper
+
+    def reference(self, options: AttentionOptions) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each request against all keys on its way from the root, at once."""
+        outs, lses, start = [], [], 0
+        for request, new in enumerate(self.new):
+            nodes = [level[request * len(level) // len(self.new)] for level in self.keys]
+            keys = torch.cat(nodes)
+            out, lse = attend(
+                self.q[start : start + new], keys[:, 0], keys[:, 1], visible(new, len(keys), causal=True), options
+            )
+            outs.append(out)
+            lses.append(lse)
+            start += new
+        return torch.cat(outs), torch.cat(lses)
+
+
+@pytest.mark.parametrize(
+    "lengths", [[[9, 4, 5, 6]], [[20], [3, 4, 5, 6]], [[20], [7, 0], [3, 4, 5, 6]], [[33, 2], [1, 4, 9, 2]]], ids=str
+)
+@pytest.mark.parametrize("new", [[1, 1, 1, 1], [1, 3, 2, 2]], ids=str)
+def test_levels_together_are_attention_over_all_keys(
+    lengths: list[list[int]], new: list[int], device: torch.device
+) -> None:
+    tree = Tree(lengths, new, device)
+    assert_close(tree.plan().run(tree.q, tree.cache, return_lse=True), tree.reference(AttentionOptions(64**-0.5)))
+
+
+def test_options_hold_on_every_level_and_sinks_count_once(device: torch.device) -> None:
+    tree = Tree([[20], [3, 4, 5, 6]], [1, 3, 2, 2], device)
+    sinks = torch.randn(4, device=device)
+    options = AttentionOptions(0.3, logits_soft_cap=2.0, sinks=sinks)
+    wrapper = tree.plan(sm_scale=0.3, logits_soft_cap=2.0)
+    assert_close(wrapper.run(tree.q, tree.cache, return_lse=True, sinks=sinks), tree.reference(options))
+
+
+def test_cascades_refuse_what_would_be_wrong(device: torch.device) -> None:
+    tree = Tree([[20], [3, 4, 5, 6]], [1, 3, 2, 2], device)
+    with pytest.raises(ValueError, match=r"^window_left must be -1"):
+        tree.plan(window_left=8)
+    with pytest.raises(ValueError, match=r"^num_levels"):
+        MultiLevelCascadeAttentionWrapper(0, torch.empty(1, dtype=torch.uint8))
+    tree.levels["last"].pop()
+    with pytest.raises(ValueError, match=r"^paged_kv_last_page_len has 1 levels"):
+        tree.plan()
+    tree = Tree([[20], [3, 4, 5, 6]], [1, 3, 2, 2], device)
+    tree.levels["qo"][0][-1] = 7
+    with pytest.raises(ValueError, match=r"^qo_indptr_arr ends at different"):
+        tree.plan()
+
+
+def test_a_long_prefix_of_many_requests_gains_and_a_short_or_lonely_one_does_not() -> None:
+    assert cascade_gains(4096, [100] * 32, group=4)
+    assert not cascade_gains(4096, [100], group=4)
+    assert not cascade_gains(16, [100] * 32, group=4)
+    assert not cascade_gains(0, [], group=4)
+
+
+@pytest.mark.parametrize("new", [[1, 1, 1], [3, 1, 9]], ids=str)
+def test_the_wrapper_of_latent_attention_gives_the_softmax(new: list[int], device: torch.device) -> None:
+    lengths, page_size = [19, 5, 9], 8
+    indptr = torch.tensor([0, 3, 4, 6], dtype=torch.int32)
+    indices, last = torch.randperm(8)[:6].int(), torch.tensor([3, 5, 1], dtype=torch.int32)
+    pool = torch.randn(8, page_size, 80, device=device)
+    for request in range(3):
+        pool[indices[indptr[request + 1] - 1], int(last[request]) :] = torch.nan
+    ckv, kpe = pool[..., :64], pool[..., 64:]
+    q = torch.randn(sum(new), 6, 80, device=device)
+    qo_indptr = torch.tensor([0, *new]).cumsum(0).int()
+    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(64, dtype=torch.uint8, device=device))
+    dtypes = (torch.float32, torch.float32)
+    table, lengths_array = (qo_indptr, indptr, indices), torch.tensor(lengths, dtype=torch.int32)
+    wrapper.plan(*table, lengths_array, 6, 64, 16, page_size, True, 0.1, *dtypes)
+    actual = wrapper.run(q[..., :64], q[..., 64:], ckv, kpe, return_lse=True)
+    expected = mla_paged_reference(
+        q[..., :64], q[..., 64:], (ckv, kpe), qo_indptr.to(device),
+        (indptr.to(device), indices.to(device), last.to(device)), sm_scale=0.1, causal=True,
+    )  # fmt: skip
+    assert_close(actual, expected)
+    for message, changes in (
+        ("^kv_last_page_len must be in", torch.tensor([19, 9, 9], dtype=torch.int32)),
+        ("^kv_last_page_len must be in", torch.tensor([16, 5, 9], dtype=torch.int32)),
+        ("^kv_len_arr must be int32", torch.tensor(lengths)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrapper.plan(*table, changes, 6, 64, 16, page_size, True, 0.1, *dtypes)
+    with pytest.raises(ValueError, match=r"^q_pe is"):
+        wrapper.run(q[..., :64], q[..., :64], ckv, kpe)
+    with pytest.raises(ValueError, match=r"^indices must be"):
+        wrapper.run(q[..., :64], q[..., 64:], ckv[:2], kpe[:2])

@@ -1,0 +1,103 @@
+"""Multi-head latent attention against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from quire_worker.kernels.mla_paged import divide_mla, mla_paged, mla_paged_reference
+from quire_worker.kernels.paged_cache import kv_lengths
+
+from .attention_scene import assert_close
+
+
+def check(
+    device: torch.device,
+    lengths: list[int],
+    new: list[int] | None = None,
+    *,
+    heads: int = 4,
+    page_size: int = 16,
+    ckv_dim: int = 64,
+    kpe_dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    causal: bool = True,
+) -> None:
+    """Latents and their positional part lie in one pool, NaN wherever there is no token."""
+    counts = [-(-length // page_size) for length in lengths]
+    pool = torch.full((sum(counts) + 2, page_size, ckv_dim + kpe_dim), torch.nan)
+    indices = torch.randperm(sum(counts) + 2)[: sum(counts)].int()
+    indptr = torch.tensor([0, *counts]).cumsum(0).int()
+    for request, length in enumerate(lengths):
+        for position in range(length):
+            page = indices[indptr[request] + position // page_size]
+            pool[page, position % page_size] = torch.randn(ckv_dim + kpe_dim)
+    pool = pool.to(dtype).to(device)
+    ckv, kpe = pool[..., :ckv_dim], pool[..., ckv_dim:]
+    last = torch.tensor([(n - 1) % page_size + 1 if n else 0 for n in lengths], dtype=torch.int32)
+    queries = new or [1] * len(lengths)
+    q = torch.randn(sum(queries), heads, ckv_dim + kpe_dim).to(dtype).to(device)
+    q_nope, q_pe = q[..., :ckv_dim], q[..., ckv_dim:]
+    qo_indptr = torch.tensor([0, *queries]).cumsum(0).int().to(device)
+    table = tuple(tensor.to(device) for tensor in (indptr, indices, last))
+    tokens = kv_lengths(table[0], table[2], page_size)
+    division = divide_mla(
+        qo_indptr, tokens, token_count=sum(queries), split_keys=new is None, heads=heads, ckv_dim=ckv_dim,
+        element_bytes=dtype.itemsize, page_size=page_size,
+    )  # fmt: skip
+    actual = mla_paged(
+        q_nope, q_pe, ckv, kpe, qo_indptr, table[0], table[1], tokens, division, sm_scale=0.1, causal=causal
+    )
+    expected = mla_paged_reference(q_nope, q_pe, (ckv, kpe), qo_indptr, table, sm_scale=0.1, causal=causal)
+    assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_decode_gives_the_softmax(page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    check(device, [19, 0, 130], page_size=page_size, dtype=dtype)
+
+
+def test_latents_of_the_usual_size(device: torch.device) -> None:
+    check(device, [70, 3], heads=16, page_size=64, ckv_dim=512, kpe_dim=64)
+
+
+@pytest.mark.parametrize("heads", [1, 5, 16, 20, 128])
+def test_any_number_of_heads(heads: int, device: torch.device) -> None:
+    check(device, [33, 1], heads=heads)
+
+
+def test_one_long_request_is_split(device: torch.device) -> None:
+    check(device, [600, 2, 3, 0], heads=2)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("new", [[9, 0, 33], [1, 4, 2]], ids=str)
+def test_prefill_gives_the_softmax(new: list[int], causal: bool, device: torch.device) -> None:
+    check(device, [20, 4, 33], new, heads=3, causal=causal)
+
+
+def test_queries_before_the_first_key_give_zeros(device: torch.device) -> None:
+    check(device, [5, 0], [9, 2], heads=2)
+
+
+def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
+    q_nope, q_pe = torch.zeros(1, 2, 64, device=device), torch.zeros(1, 2, 16, device=device)
+    ckv, kpe = torch.zeros(1, 4, 64, device=device), torch.zeros(1, 4, 16, device=device)
+    index = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    sizes = {"token_count": 1, "split_keys": True, "heads": 2, "ckv_dim": 64, "element_bytes": 4, "page_size": 4}
+    division = divide_mla(index, index[1:], **sizes)
+
+    def refused(message: str, **changes: object) -> None:
+        arguments = {
+            "q_nope": q_nope, "q_pe": q_pe, "ckv_cache": ckv, "kpe_cache": kpe, "qo_indptr": index,
+            "kv_indptr": index, "kv_indices": index, "kv_lengths": index[1:], "division": division, **changes,
+        }  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            mla_paged(**arguments, sm_scale=1.0, causal=False)  # type: ignore[arg-type]
+
+    refused("^q_pe must be", q_pe=q_pe.half())
+    refused("^kpe is", kpe_cache=kpe[:, :2])
+    refused("^ckv or kpe", ckv_cache=torch.zeros(1, 4, 32, device=device))
+    refused("^kpe: its last dim", kpe_cache=torch.zeros(1, 4, 24, device=device))
+    refused("^kv_lengths must have", kv_lengths=index)
+    refused("^division", division=divide_mla(index, index[1:], **{**sizes, "heads": 4}))

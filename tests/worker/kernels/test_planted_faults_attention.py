@@ -1,0 +1,184 @@
+"""Faults planted in the attention kernels: the comparisons with the reference must notice every one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from quire_worker.kernels import merge_splits, prefill_ragged, work_units
+from quire_worker.kernels.options import AttentionOptions
+from quire_worker.kernels.paged_cache import kv_lengths
+from quire_worker.kernels.prefill_rows import Masking, divide_prefill, mask_indptr_of, prefill_tiling
+
+from .attention_scene import Scene, assert_close
+from .planting import Fault, plant
+
+Check = Callable[[torch.device], None]
+
+
+def decodes(lengths: list[int], shape: dict[str, Any] | None = None, **options: object) -> Check:
+    def check(device: torch.device) -> None:
+        scene = Scene(lengths, device=device, **(shape or {}))
+        given = {name: scene.numbers(count) for name, count in options.items() if name in VECTORS}
+        scene.check_decode(**{**options, **given})
+
+    return check
+
+
+def prefills(lengths: list[int], new: list[int], masking: Masking | None = None, **options: object) -> Check:
+    def check(device: torch.device) -> None:
+        Scene(lengths, query_lengths=new, device=device).check_prefill(masking, **options)
+
+    return check
+
+
+def prefills_under_bits(device: torch.device) -> None:
+    scene = Scene([37, 11], query_lengths=[13, 3], device=device)
+    lengths = kv_lengths(scene.indptr, scene.last_page_len, scene.page_size)
+    indptr = mask_indptr_of(scene.qo_indptr, lengths, packed=True)
+    bits = torch.randint(0, 256, (int(indptr[-1]),)).to(device, torch.uint8)
+    scene.check_prefill(Masking(custom_mask=bits, mask_indptr=indptr))
+
+
+def prefills_ragged(device: torch.device) -> None:
+    q = torch.randn(5, 4, 64, device=device)
+    k, v = torch.randn(2, 20, 2, 64, device=device)
+    indptrs = [torch.tensor(entries, dtype=torch.int32, device=device) for entries in ([0, 3, 5], [0, 9, 20])]
+    tiling = prefill_tiling("sm_90", 5, 64, 64, 4)
+    division = divide_prefill(indptrs[0], token_count=5, group=2, tiling=tiling)
+    options, masking = AttentionOptions(0.125), Masking(causal=True)
+    expected = prefill_ragged.prefill_ragged_reference(q, k, v, *indptrs, options, masking)
+    assert_close(prefill_ragged.prefill_ragged(q, k, v, *indptrs, options, masking, division), expected)
+
+
+def divides(device: torch.device) -> None:
+    first, last = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 0, 64, 0], [700, 0, 100, 31]))
+    how = {"unit_target": 7, "size_min": 32, "alignment": 32, "units_min": 1}
+    work = work_units.divide_work(first, last, **how)
+    rows, indptr = work_units.divide_work_reference(first, last, **how)
+    assert work.indptr.tolist() == indptr
+    assert [tuple(row) for row in work.units[: len(rows)].tolist()] == rows
+
+
+def merges(device: torch.device) -> None:
+    indptr = [0, 20, 21, 24]
+    out, lse = torch.randn(24, 2, 64, device=device), torch.randn(24, 2, device=device)
+    lse[16:20] += 20  # the second block of units outweighs the first
+    merged, merged_lse = torch.zeros(3, 2, 64, device=device), torch.zeros(3, 2, device=device)
+    units = torch.zeros(24, 4, dtype=torch.int32, device=device)
+    work = work_units.WorkUnits(units, torch.tensor(indptr, dtype=torch.int32, device=device))
+    merge_splits.merge_splits(out, lse, work, merged, merged_lse)
+    expected = merge_splits.merge_splits_reference(out, lse, indptr)
+    assert_close((merged[[0, 2]], merged_lse[[0, 2]]), (expected[0][[0, 2]], expected[1][[0, 2]]))
+
+
+VECTORS = ("sinks", "alibi_slopes", "k_scale", "v_scale")
+ONE_PAGE = {"page_size": 64}  # tiles lie within a page, so unused slots are read if nothing hides them
+FAULTS: list[tuple[Fault, Check]] = [
+    (Fault(title, module, before, after), check)
+    for module, title, before, after, check in (
+        ("tile", "the soft cap is forgotten", "soft_capped(s * scale, soft_cap) * LOG2_E", "s * scale * LOG2_E",
+         decodes([30], logits_soft_cap=0.5)),
+        ("tile", "the soft cap comes before the scale", "soft_capped(s * scale, soft_cap)",
+         "soft_capped(s, soft_cap) * scale", decodes([30], logits_soft_cap=0.5)),
+        ("tile", "values of unused slots are read", "load_tile(v, offsets, key_valid,",
+         "load_tile(v, offsets, keys >= 0,", decodes([40], ONE_PAGE)),
+        ("tile", "the lse is natural", "row_max + tl.log2(", "row_max + tl.log(", decodes([30])),
+        ("tile", "every unit counts the sink", "        if is_first:", "        if is_first | True:",
+         decodes([700], sinks=4)),
+        ("tile", "sinks are taken in base 2", "mask=valid, other=0.0) * LOG2_E", "mask=valid, other=0.0)",
+         decodes([30], sinks=4)),
+        ("tile", "the sum is not rescaled", "row_sum * alpha + ", "row_sum + ", decodes([90])),
+        ("tile", "the result is not rescaled", "acc = acc * alpha[:, None]", "acc = acc", decodes([90])),
+        ("tile", "a row without keys is NaN", 'tl.where(new_max == float("-inf"), 0.0, new_max)', "new_max",
+         prefills([5], [9])),
+        ("tile", "the next tile reads this one's page", "        pages = next_pages", "        pages = pages",
+         decodes([90])),
+        ("tile", "slopes point the other way", "(keys[None, :] - position[:, None])",
+         "(position[:, None] - keys[None, :])", decodes([90], alibi_slopes=4)),
+        ("tile", "dims past a power of two are forgotten", "        if BLOCK_TAIL > 0:\n            tail = load_tile",
+         "        if BLOCK_TAIL > 9999:\n            tail = load_tile", decodes([30], {"head_dim": 80})),
+        ("tile", "mask bits are read from the other end", "(index & 7)", "(7 - (index & 7))", prefills_under_bits),
+        ("tile", "a custom mask is ignored", "if MASK_KIND != MASK_NONE:\n                seen",
+         "if MASK_KIND == 99:\n                seen", prefills_under_bits),
+        ("tile", "the scale of keys is forgotten", "scale = sm_scale * tl.load(k_scale + kv_head)", "scale = sm_scale",
+         decodes([30], k_scale=2)),
+        ("tile", "the scale of values is forgotten", "output_scale = tl.load(v_scale + kv_head)", "output_scale = 1.0",
+         decodes([30], v_scale=2)),
+        ("tile", "offsets in a page are forgotten", "((start + lane) % PAGE_SIZE).to(tl.int64)",
+         "((start + lane) % 1).to(tl.int64)", decodes([30])),
+        ("decode_paged", "the window is one too small", "length - 1 - window_left", "length - window_left",
+         decodes([90], window_left=20)),
+        ("decode_paged", "query heads are interleaved", "head = kv_head * GROUP + row",
+         "head = row * KV_HEADS + kv_head",
+         decodes([30])),
+        ("decode_paged", "every unit starts at the first key", "start = tl.load(units + unit * 4 + 1)",
+         "start = tl.load(units + unit * 4 + 1) * 0", decodes([700])),
+        ("work_units", "units are not aligned", "(size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT, ",
+         "size, ", divides),
+        ("work_units", "nobody writes the zeros of an empty request",
+         "count = tl.maximum((stop - start + size - 1) // size, UNITS_MIN)",
+         "count = tl.maximum((stop - start + size - 1) // size, 0)", divides),
+        ("work_units", "the last unit goes too far", "tl.minimum(unit_start + size, stop)",
+         "unit_start + size", divides),
+        ("work_units", "a request's first item is forgotten", "unit_start = start + index * size",
+         "unit_start = index * size", divides),
+        ("merge_splits", "weights are natural", "weight = tl.exp2(part_lse - base)", "weight = tl.exp(part_lse - base)",
+         merges),
+        ("merge_splits", "only the first sixteen units are merged", "for block in range(0, count, BLOCK_SPLITS)",
+         "for block in range(0, BLOCK_SPLITS, BLOCK_SPLITS)", merges),
+        ("merge_splits", "a later block does not rescale", "acc = acc * alpha + ", "acc = acc + ", merges),
+        ("prefill_rows", "queries are left-aligned", "position = kv_len - q_len + token",
+         "position = token + 0 * q_len",
+         prefills([30], [9])),
+        ("prefill_rows", "a query does not see itself", "tl.minimum(row_high, position + 1)",
+         "tl.minimum(row_high, position)", prefills([30], [9])),
+        ("prefill_rows", "the window is one too small", "tl.maximum(low, position - window_left)",
+         "tl.maximum(low, position - window_left + 1)", prefills([90], [9], window_left=5)),
+        ("prefill_rows", "tiles that only the last row sees are not masked", "tl.minimum(kv_len, first + 1)",
+         "tl.minimum(kv_len, last + 1)", prefills([64], [64])),
+        ("prefill_rows", "tiles that only the first row sees are not masked", "free_low = visible_from(last,",
+         "free_low = visible_from(first,", prefills([160], [60], window_left=64)),
+        ("prefill_rows", "a chunk is a window", "tl.maximum(low, position // chunk_size * chunk_size)",
+         "tl.maximum(low, position - chunk_size + 1)",
+         prefills([60], [20], Masking(causal=True, chunk_size=16))),
+        ("prefill_rows", "rows of a mask are too short", "mask_row = token.to(tl.int64) * kv_len",
+         "mask_row = token.to(tl.int64) * q_len", prefills_under_bits),
+        ("prefill_ragged", "values of another request are read", "v + kv_begin.to(tl.int64) * stride_v_token", "v",
+         prefills_ragged),
+    )
+]  # fmt: skip
+
+
+def use(planted: ModuleType, fault: Fault, patch: pytest.MonkeyPatch) -> None:
+    """Puts the planted functions wherever the real ones are used."""
+    package = "quire_worker.kernels"
+    real = sys.modules[f"{package}.{fault.module}"]
+    users = [module for name, module in sys.modules.items() if name.startswith(package)]
+    for name, function in vars(real).items():
+        written = getattr(function, "fn", function)  # what Triton decorated
+        if isinstance(written, type) or getattr(written, "__module__", None) != real.__name__:
+            continue
+        for user in users:
+            if vars(user).get(name) is function:
+                patch.setattr(user, name, getattr(planted, name))
+
+
+@pytest.mark.parametrize(("fault", "check"), FAULTS, ids=[f"{f.module}: {f.title}" for f, _ in FAULTS])
+def test_a_planted_fault_is_noticed(
+    fault: Fault, check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    check(device)
+    use(plant(fault, tmp_path), fault, monkeypatch)
+    with pytest.raises(AssertionError):
+        check(device)
+
+
+def test_there_are_enough_faults() -> None:
+    assert len(FAULTS) >= 18
+    assert len({fault.title for fault, _ in FAULTS} | {fault.after for fault, _ in FAULTS}) >= len(FAULTS)

@@ -1,0 +1,147 @@
+"""Faults planted in the kernels that write and move the cache, merge, pack and sample: each must be noticed.
+
+Every comparison is first made with the unchanged module (in the tests of its file, and here), then with one fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from quire_worker.kernels import append_paged_kv_cache, copy_blocks, merge_states, pack_mask, sampling, swap_blocks
+
+from tests.worker.kernels.append_cases import append_matches
+from tests.worker.kernels.planting import Fault, plant
+from tests.worker.kernels.test_copy_blocks import PAIRS, copies_match
+from tests.worker.kernels.test_merge_states import pairs_match, states_match
+from tests.worker.kernels.test_pack_mask import packing_matches
+from tests.worker.kernels.test_sampling import greedy_matches, samples_match
+from tests.worker.kernels.test_swap_blocks import swap_matches
+
+Comparison = Callable[[ModuleType, torch.device], bool]
+
+
+def append_to_floats(module: ModuleType, device: torch.device) -> bool:
+    return append_matches(module, device, fp8=False)
+
+
+def append_to_fp8(module: ModuleType, device: torch.device) -> bool:
+    return append_matches(module, device, fp8=True)
+
+
+def copy_chain(module: ModuleType, device: torch.device) -> bool:
+    return copies_match(module, PAIRS["a chain"], device)
+
+
+def copy_circle(module: ModuleType, device: torch.device) -> bool:
+    return copies_match(module, PAIRS["two blocks change places"], device)
+
+
+REAL: dict[Comparison, ModuleType] = {
+    append_to_floats: append_paged_kv_cache,
+    append_to_fp8: append_paged_kv_cache,
+    copy_chain: copy_blocks,
+    copy_circle: copy_blocks,
+    swap_matches: swap_blocks,
+    states_match: merge_states,
+    pairs_match: merge_states,
+    packing_matches: pack_mask,
+    samples_match: sampling,
+    greedy_matches: sampling,
+}
+
+TOKEN = ("append_paged_kv_cache",)
+BYTE = ("append_token", "append_paged_kv_cache")
+# fmt: off
+FAULTS: list[tuple[Comparison, Fault]] = [
+    (append_to_floats, Fault("every token goes to the first slot of its page", "append_paged_kv_cache",
+        "(position % PAGE_SIZE).to", "(position * 0).to")),
+    (append_to_floats, Fault("a negative position is no padding", "append_paged_kv_cache",
+        "(request < batch_size) & (position >= 0)", "(request < batch_size)")),
+    (append_to_floats, Fault("all tokens belong to the first request", "append_paged_kv_cache",
+        "entry = tl.load(kv_indptr_ptr + request) +", "entry = tl.load(kv_indptr_ptr) +")),
+    (append_to_floats, Fault("pages are taken for consecutive", "append_paged_kv_cache",
+        "page = tl.load(kv_indices_ptr + entry)", "page = entry")),
+    (append_to_floats, Fault("values are written where keys belong", "append_paged_kv_cache",
+        "value_ptr, v_ptr, v_scale_ptr,", "value_ptr, k_ptr, v_scale_ptr,")),
+    (append_to_fp8, Fault("values are quantised with the scale of the keys", "append_paged_kv_cache",
+        "value_ptr, v_ptr, v_scale_ptr,", "value_ptr, v_ptr, k_scale_ptr,")),
+    (append_to_fp8, Fault("scales multiply", "append_token",
+        "tl.div_rn(data, tl.broadcast_to(scale[:, None], data.shape))", "data * scale[:, None]", TOKEN)),
+    (append_to_fp8, Fault("all heads have the scale of the first", "append_token",
+        "head * SCALE_STRIDE", "head * 0", TOKEN)),
+    (append_to_floats, Fault("all heads are written to the first", "append_token",
+        "target += head[:, None] * head_stride", "target += head[:, None] * 0", TOKEN)),
+    (append_to_fp8, Fault("fp8 is cut off instead of rounded", "e4m3",
+        "(magnitude + 0x7FFFF + ((magnitude >> 20) & 1))",
+        "magnitude", BYTE)),
+    (append_to_fp8, Fault("fp8 does not saturate", "e4m3", "tl.minimum(magnitude, 0x43E00000)", "magnitude", BYTE)),
+    (append_to_fp8, Fault("fp8 loses its subnormals", "e4m3",
+        "subnormal = shifted.to(tl.uint32, bitcast=True) - 0x46800000",
+        "subnormal = magnitude * 0", BYTE)),
+    (append_to_fp8, Fault("fp8 loses its sign", "e4m3", "(byte | sign)", "byte", BYTE)),
+    (copy_chain, Fault("chains run backwards", "copy_blocks", "tuple(chain_steps)", "tuple(chain_steps[::-1])")),
+    (copy_circle, Fault("a circle reads what it has overwritten", "copy_blocks",
+        "(HELD if source == first else source, destination)", "(source, destination)")),
+    (copy_circle, Fault("block 0 is never held", "copy_blocks", "mask & (held_block >= 0)", "mask & (held_block > 0)")),
+    (copy_chain, Fault("only the first chunk is copied", "copy_blocks", "word = chunk * CHUNK_WORDS + ", "word = ")),
+    (copy_chain, Fault("only the first layer is copied", "copy_blocks", "% buffer_count\n", "% 1\n")),
+    (swap_matches, Fault("buffers overwrite each other in the row", "swap_blocks", "row * staging_stride + offset",
+        "row * staging_stride")),
+    (swap_matches, Fault("rows overwrite each other", "swap_blocks", "row * staging_stride + offset", "offset")),
+    (swap_matches, Fault("scattered blocks go to the first ones", "swap_blocks",
+        "block = tl.load(buffers_ptr + buffer_count * 4 + row)", "block = row")),
+    (states_match, Fault("NaN of an empty state leaks", "merge_states", "mask=mask & exists[:, None]", "mask=mask")),
+    (states_match, Fault("the lse is taken for natural", "merge_states", "new = tl.exp2(s - anchor)",
+        "new = tl.exp(s - anchor)")),
+    (states_match, Fault("earlier states are not scaled down", "merge_states", "merged * old[:, None] +", "merged +")),
+    (states_match, Fault("-inf minus -inf", "merge_states", "old = tl.exp2(before - anchor)",
+        "old = tl.exp2(before - largest)")),
+    (states_match, Fault("the last state is left out", "merge_states", "while state < state_count:",
+        "while state < state_count - 1:")),
+    (pairs_match, Fault("NaN of an empty second state leaks", "merge_states",
+        "mask=mask & has_b[:, None]", "mask=mask")),
+    (pairs_match, Fault("the weights are exchanged", "merge_states",
+        "v_a * weight_a[:, None] + v_b * weight_b[:, None]",
+        "v_a * weight_b[:, None] + v_b * weight_a[:, None]")),
+    (pairs_match, Fault("the weights do not add up to one", "merge_states", " / divisor[:, None]", "")),
+    (packing_matches, Fault("the highest bit comes first", "pack_mask",
+        "place if IS_LITTLE else 7 - place", "7 - place")),
+    (packing_matches, Fault("the next request fills the last byte up", "pack_mask", "mask=bit < bit_count",
+        "mask=bit < bit_count + 1")),
+    (packing_matches, Fault("requests do not start at a byte of their own", "pack_mask",
+        "packed_ptr + output + byte", "packed_ptr + begin // 8 + byte")),
+    (samples_match, Fault("the temperature is ignored", "sampling", "logits.to(tl.float32) * inverse_temperature",
+        "logits.to(tl.float32)")),
+    (samples_match, Fault("top_k is ignored", "sampling", "if (top_k > 0) &", "if (top_k < 0) &")),
+    (samples_match, Fault("top_p is taken of the likeliest token", "sampling",
+        "limit = top_p * total", "limit = top_p")),
+    (samples_match, Fault("top_p counts what top_k dropped", "sampling", "largest, lowest, 0.0, BLOCK",
+        "largest, 0, 0.0, BLOCK")),
+    (samples_match, Fault("min_p is ignored", "sampling", " & (weight >= min_p)", "")),
+    (samples_match, Fault("negative numbers are in the wrong order", "sampling", "bits ^ 0xFFFFFFFF", "bits")),
+    (samples_match, Fault("the token is counted from its tile", "sampling", "token = start + first", "token = first")),
+    (samples_match, Fault("dropped tokens count in the draw", "sampling", "target = tl.load(uniform_ptr + row) * total",
+        "target = tl.load(uniform_ptr + row) * total * 1.1")),
+    (greedy_matches, Fault("the last of equals is taken", "sampling",
+        "tl.min(tl.where(best == largest, best_token, vocabulary), axis=0)",
+        "tl.max(tl.where(best == largest, best_token, 0), axis=0)")),
+    (greedy_matches, Fault("the end of the vocabulary is not looked at", "sampling",
+        "    for start in range(0, vocabulary, BLOCK):\n        x = _load_scaled(row_ptr, start, vocabulary, stride, "
+        "inverse_temperature, BLOCK)\n        nan_count", "    for start in range(0, vocabulary - BLOCK, BLOCK):\n"
+        "        x = _load_scaled(row_ptr, start, vocabulary, stride, inverse_temperature, BLOCK)\n        nan_count")),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("comparison", REAL, ids=lambda comparison: comparison.__name__)
+def test_without_a_fault_nothing_is_noticed(comparison: Comparison, device: torch.device) -> None:
+    assert comparison(REAL[comparison], device)
+
+
+@pytest.mark.parametrize(("comparison", "fault"), FAULTS, ids=[fault.title for _, fault in FAULTS])
+def test_a_planted_fault_is_noticed(comparison: Comparison, fault: Fault, tmp_path: Path, device: torch.device) -> None:
+    assert not comparison(plant(fault, tmp_path), device), fault.title

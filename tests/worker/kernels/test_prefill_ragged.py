@@ -1,0 +1,121 @@
+"""Prefill of ragged keys against float64 and against prefill over pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from quire_worker.kernels.e4m3 import E4M3
+from quire_worker.kernels.options import AttentionOptions
+from quire_worker.kernels.prefill_ragged import prefill_ragged, prefill_ragged_reference
+from quire_worker.kernels.prefill_rows import Masking, divide_prefill, mask_indptr_of, prefill_tiling
+
+from .attention_scene import assert_close
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def ragged(
+    device: torch.device,
+    q_lengths: list[int],
+    kv_lengths: list[int],
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    v_head_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensors:
+    """q, k, v, qo_indptr, kv_indptr. The rows around k and v hold NaN."""
+    total = sum(kv_lengths)
+    q = torch.randn(sum(q_lengths), heads, head_dim).to(dtype).to(device)
+    padded = []
+    for dim in (head_dim, v_head_dim or head_dim):
+        tensor = torch.full((total + 80, kv_heads, dim), torch.nan)
+        tensor[40 : 40 + total] = torch.randn(total, kv_heads, dim)
+        padded.append(tensor.to(dtype).to(device)[40 : 40 + total])
+    indptrs = [torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32) for lengths in (q_lengths, kv_lengths)]
+    return q, padded[0], padded[1], indptrs[0], indptrs[1]
+
+
+def check(tensors: Tensors, masking: Masking, options: AttentionOptions | None = None) -> None:
+    q, k, v, qo_indptr, _ = tensors
+    options = options or AttentionOptions(q.shape[2] ** -0.5)
+    group = q.shape[1] // k.shape[1]
+    tiling = prefill_tiling("sm_90", q.shape[0] * group // (len(qo_indptr) - 1), k.shape[2], v.shape[2], 4)
+    division = divide_prefill(qo_indptr, token_count=q.shape[0], group=group, tiling=tiling)
+    actual = prefill_ragged(*tensors, options, masking, division)
+    assert_close(actual, prefill_ragged_reference(*tensors, options, masking))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_ragged_batches_give_the_softmax(dtype: torch.dtype, causal: bool, device: torch.device) -> None:
+    check(ragged(device, [9, 0, 33, 2], [9, 4, 70, 0], dtype=dtype), Masking(causal=causal))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "v_head_dim"), [(192, 128), (64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (128, 64)]
+)
+def test_any_head_dims_give_the_softmax(head_dim: int, v_head_dim: int, device: torch.device) -> None:
+    check(ragged(device, [9, 3], [20, 3], head_dim=head_dim, v_head_dim=v_head_dim), Masking(causal=True))
+
+
+@pytest.mark.parametrize("ratio", [1, 5, 7, 8, 16])
+def test_any_ratio_of_heads_gives_the_softmax(ratio: int, device: torch.device) -> None:
+    check(ragged(device, [5, 3], [20, 3], heads=2 * ratio), Masking(causal=True))
+
+
+@pytest.mark.parametrize("window_left", [0, 7, 50])
+def test_a_window_is_inclusive(window_left: int, device: torch.device) -> None:
+    options = AttentionOptions(0.125, window_left=window_left)
+    check(ragged(device, [40, 3], [80, 3]), Masking(causal=True), options)
+
+
+@pytest.mark.parametrize("chunk_size", [5, 32])
+def test_a_query_sees_only_its_own_chunk(chunk_size: int, device: torch.device) -> None:
+    check(ragged(device, [40, 3], [80, 3]), Masking(causal=True, chunk_size=chunk_size))
+
+
+def test_a_custom_mask_says_who_sees_whom(device: torch.device) -> None:
+    tensors = ragged(device, [7, 3], [21, 5])
+    indptr = mask_indptr_of(tensors[3], tensors[4].diff(), packed=False)
+    mask = (torch.rand(int(indptr[-1])) < 0.4).to(device)
+    check(tensors, Masking(custom_mask=mask, mask_indptr=indptr))
+
+
+def test_options_and_fp8(device: torch.device) -> None:
+    q, k, v, qo_indptr, kv_indptr = ragged(device, [7, 3], [21, 5], dtype=torch.bfloat16)
+    options = AttentionOptions(
+        0.2,
+        logits_soft_cap=4.0,
+        sinks=torch.randn(4, device=device),
+        alibi_slopes=torch.rand(4, device=device) / 4,
+        k_scale=torch.tensor([0.5, 2.0], device=device),
+        v_scale=torch.tensor([3.0, 0.25], device=device),
+    )
+    k, v = k.float().to(E4M3), v.float().to(E4M3)
+    check((q, k, v, qo_indptr, kv_indptr), Masking(causal=True), options)
+
+
+def test_keys_and_values_may_have_any_strides(device: torch.device) -> None:
+    q, k, v, qo_indptr, kv_indptr = ragged(device, [7, 3], [21, 5])
+    k = k.transpose(0, 1).contiguous().transpose(0, 1)
+    v = v.repeat_interleave(2, 2)[..., ::2]
+    check((q, k, v, qo_indptr, kv_indptr), Masking(causal=True))
+
+
+def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
+    q, k, v, qo_indptr, kv_indptr = ragged(device, [2, 1], [5, 3])
+    division = divide_prefill(qo_indptr, token_count=3, group=2, tiling=prefill_tiling("sm_90", 4, 64, 64, 4))
+
+    def refused(message: str, **changes: torch.Tensor) -> None:
+        arguments = {"q": q, "k": k, "v": v, "qo_indptr": qo_indptr, "kv_indptr": kv_indptr, **changes}
+        with pytest.raises(ValueError, match=message):
+            prefill_ragged(**arguments, options=AttentionOptions(1.0), masking=Masking(), division=division)
+
+    refused("^q must be", q=q[..., :32])
+    refused("^k and v must be", v=v[:3])
+    refused("^v is", v=v.half())
+    refused("^cache is", k=k.half(), v=v.half())
+    refused("^kv_indptr must have", kv_indptr=kv_indptr[:2])
+    refused("^qo_indptr must be int32", qo_indptr=qo_indptr.long())

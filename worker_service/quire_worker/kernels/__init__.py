@@ -1,0 +1,1 @@
+"""Triton kernels for paged attention, in the words and shapes of FlashInfer."""

@@ -1,0 +1,356 @@
+"""Decode: one query per request against its paged keys, split over the keys.
+
+    out_i = softmax(score(q_i, K_i)) V_i         scores, sinks and lse: see `options`
+
+The keys of a request are cut into units (`work_units`): as many as it takes to give every multiprocessor about
+`WAVES` programs, at least two pages each. One program attends the query heads of one KV head (they are the rows of a
+block of at least 16, so that tensor cores serve any ratio of heads) to the keys of one unit. A request of one unit is
+written directly; of several, partial results are written in float32 and merged (`merge_splits`). Division and lengths
+stay on the device under a grid of fixed size: a CUDA graph can be replayed after the page table's contents changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire_worker.kernels.configurations import ARCHITECTURES, KernelConfiguration
+from quire_worker.kernels.launch import (
+    DOT_MIN,
+    RUNTIME_STRIDES,
+    Tiling,
+    as_kernel_sees,
+    check_devices,
+    check_queries,
+    chip_of,
+    head_dim_blocks,
+    is_interpreted,
+    multiprocessor_count,
+    option_arguments,
+    output_like,
+    strides_of,
+)
+from quire_worker.kernels.merge_splits import merge_splits
+from quire_worker.kernels.options import AttentionOptions
+from quire_worker.kernels.paged_cache import PagedCache, check_index_tensor, kv_lengths
+from quire_worker.kernels.reference import attend, gather, visible
+from quire_worker.kernels.tile import (
+    MASK_NONE,
+    attend_keys,
+    finish_softmax,
+    load_queries,
+    score_factors,
+    start_softmax,
+    store_rows,
+)
+from quire_worker.kernels.work_units import WorkUnits, divide_work
+
+WAVES = 4
+HEAD_BLOCK_MAX = 64  # query heads of one program
+
+
+# fmt: off
+@triton.jit(
+    do_not_specialize=["batch", "window_left"],
+    do_not_specialize_on_alignment=["page_indptr", "page_indices", "last_page_len", "units", "unit_indptr", "lse"],
+)
+def decode_paged_kernel(
+    q,  # [batch, heads, HEAD_DIM]
+    k, v,  # [pages, PAGE_SIZE, kv_heads, HEAD_DIM or V_DIM]
+    page_indptr, page_indices, last_page_len,
+    units, unit_indptr,  # see `work_units`
+    out, lse,  # [batch, heads, V_DIM] and, float32 or None, [batch, heads]; contiguous
+    partial_out, partial_lse,  # float32 [capacity, heads, V_DIM] and [capacity, heads], contiguous
+    sinks, slopes,  # float32 [heads] or None
+    k_scale, v_scale,  # float32 [kv_heads] or None
+    sm_scale, soft_cap, window_left, batch,
+    stride_q_token, stride_q_head, stride_q_dim,
+    stride_k_page, stride_k_token, stride_k_head, stride_k_dim,
+    stride_v_page, stride_v_token, stride_v_head, stride_v_dim,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr,  # query heads of a KV head
+    PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_V: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, UPCAST: tl.constexpr,
+):
+    """Program: unit outermost, then block of a KV head's query heads, then KV head."""
+    blocks_per_unit: tl.constexpr = KV_HEADS * ((GROUP + BLOCK_M - 1) // BLOCK_M)
+    heads: tl.constexpr = KV_HEADS * GROUP
+    unit = tl.program_id(0) // blocks_per_unit
+    if unit >= tl.load(unit_indptr + batch):
+        return
+    block = tl.program_id(0) % blocks_per_unit
+    kv_head = (block % KV_HEADS).to(tl.int64)
+    request = tl.load(units + unit * 4).to(tl.int64)
+    start = tl.load(units + unit * 4 + 1)
+    stop = tl.load(units + unit * 4 + 2)
+    siblings = tl.load(units + unit * 4 + 3)
+    first_page = tl.load(page_indptr + request)
+    page_count = tl.load(page_indptr + request + 1) - first_page
+    length = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request)
+    load_low = start
+    if WINDOW:
+        load_low = tl.maximum(start, length - 1 - window_left)
+    row = block // KV_HEADS * BLOCK_M + tl.arange(0, BLOCK_M)
+    valid = row < GROUP
+    head = kv_head * GROUP + row
+    q_row = request * stride_q_token + head * stride_q_head
+    q_part, q_tail = load_queries(q, q_row, valid, stride_q_dim, HEAD_DIM, BLOCK_D, BLOCK_TAIL, UPCAST)
+    is_first = unit == tl.load(unit_indptr + request)
+    acc, row_max, row_sum = start_softmax(sinks, head, valid, is_first, BLOCK_M, BLOCK_V)
+    slope, scale, output_scale = score_factors(slopes, head, valid, k_scale, v_scale, kv_head, sm_scale, BLOCK_M)
+    zero = tl.zeros((BLOCK_M,), dtype=tl.int32)
+    acc, row_max, row_sum = attend_keys(
+        acc, row_max, row_sum, q_part, q_tail, start, stop, load_low, stop, (zero + load_low, zero + stop),
+        zero + (length - 1), k + kv_head * stride_k_head, v + kv_head * stride_v_head, page_indices + first_page,
+        (stride_k_page, stride_k_token, stride_k_dim), (stride_v_page, stride_v_token, stride_v_dim),
+        scale, soft_cap, slope, None, zero, True, PAGE_SIZE, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V,
+        SOFT_CAP, slopes is not None, MASK_NONE, UPCAST,
+    )
+    result, result_lse = finish_softmax(acc, row_max, row_sum, output_scale)
+    if siblings == 1:
+        store_rows(out, lse, request * heads + head, valid, result, result_lse, V_DIM, BLOCK_V)
+    else:
+        partial_row = unit.to(tl.int64) * heads + head
+        store_rows(partial_out, partial_lse, partial_row, valid, result, result_lse, V_DIM, BLOCK_V)
+# fmt: on
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeWork:
+    """How a batch is divided; the tensors keep their addresses when it is divided again into them."""
+
+    work: WorkUnits
+    partial_out: torch.Tensor  # float32 [capacity, heads, v_head_dim]
+    partial_lse: torch.Tensor  # float32 [capacity, heads]
+    window_left: int  # that the division is for
+
+
+def decode_tiling(chip: str, group: int, head_dim: int, v_head_dim: int, element_bytes: int) -> Tiling:
+    """Sizes for `group` query heads per KV head, and elements of a cache of `element_bytes`.
+
+    The tiles in flight are what hides the latency of memory: two or three of them, each about 32 KiB.
+    """
+    widest = max(head_dim, v_head_dim)
+    block_m = head_block(group)
+    if element_bytes == 4:
+        return Tiling(block_m, 16 if widest > 128 else 32, num_warps=4, num_stages=2)
+    if chip == "gfx942":
+        return Tiling(block_m, 32 if widest > 128 else 64, num_warps=4, num_stages=2)
+    return Tiling(block_m, 32, 4, 3) if widest > 128 else Tiling(block_m, 64, 4, 4)
+
+
+def head_block(group: int) -> int:
+    """Rows of a block that holds `group` query heads, or a part of them."""
+    return min(HEAD_BLOCK_MAX, max(DOT_MIN, triton.next_power_of_2(group)))
+
+
+def decode_capacity(batch: int, kv_heads: int, group: int, device: torch.device) -> int:
+    """Units that a batch is cut into at most; programs are as many, times the KV heads."""
+    blocks = kv_heads * triton.cdiv(group, head_block(group))
+    return max(1, triton.cdiv(WAVES * multiprocessor_count(device), blocks)) + batch
+
+
+def divide_decode(
+    indptr: torch.Tensor,
+    last_page_len: torch.Tensor,
+    *,
+    page_size: int,
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    element_bytes: int,
+    window_left: int = -1,
+    workspace: torch.Tensor | None = None,
+    out: DecodeWork | None = None,
+) -> DecodeWork:
+    """Cuts the requests of a page table into units, on its device: once per forward pass, for all its layers.
+
+    Args:
+        indptr: int32 `[batch + 1]`.
+        last_page_len: int32 `[batch]`.
+        page_size: tokens per page.
+        query_heads: a multiple of kv_heads.
+        kv_heads: KV heads.
+        head_dim: of keys.
+        v_head_dim: of values.
+        element_bytes: of the cache.
+        window_left: see `AttentionOptions`.
+        workspace: uint8, aligned to 16 bytes; holds the partial results instead of new tensors.
+        out: written instead of new tensors.
+
+    Raises:
+        ValueError: a dtype or shape does not fit, or the workspace is too small.
+    """
+    check_index_tensor("indptr", indptr)
+    batch = indptr.shape[0] - 1
+    check_index_tensor("last_page_len", last_page_len, length=batch)
+    tiling = decode_tiling(chip_of(indptr.device), query_heads // kv_heads, head_dim, v_head_dim, element_bytes)
+    last = kv_lengths(indptr, last_page_len, page_size)
+    first = torch.zeros_like(last)
+    if window_left >= 0:
+        first = (last - 1 - window_left).clamp_(min=0) // tiling.block_n * tiling.block_n
+    capacity = decode_capacity(batch, kv_heads, query_heads // kv_heads, indptr.device)
+    work = divide_work(
+        first,
+        last,
+        unit_target=capacity - batch,
+        size_min=max(2 * page_size, 2 * tiling.block_n),
+        alignment=tiling.block_n,
+        units_min=1,
+        out=None if out is None else out.work,
+    )
+    if out is not None:
+        return out
+    out_size, lse_size = capacity * query_heads * v_head_dim, capacity * query_heads
+    if workspace is None:
+        workspace = torch.empty(4 * (out_size + lse_size), dtype=torch.uint8, device=indptr.device)
+    if workspace.numel() < 4 * (out_size + lse_size):
+        raise ValueError(f"float_workspace_buffer has {workspace.numel()} bytes, needed {4 * (out_size + lse_size)}")
+    floats = workspace[: 4 * (out_size + lse_size)].view(torch.float32)
+    partial_out = floats[:out_size].view(capacity, query_heads, v_head_dim)
+    partial_lse = floats[out_size:].view(capacity, query_heads)
+    return DecodeWork(work, partial_out, partial_lse, window_left)
+
+
+def decode_paged(
+    q: torch.Tensor,
+    cache: PagedCache,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    last_page_len: torch.Tensor,
+    options: AttentionOptions,
+    division: DecodeWork,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attends one query per request to its keys. Waits for nothing; the page table must have been checked.
+
+    Args:
+        q: `[batch, query_heads, head_dim]`, float16, bfloat16 or float32, any strides.
+        cache: of q's dtype or float8_e4m3fn.
+        indptr: int32 `[batch + 1]`.
+        indices: int32, page ids.
+        last_page_len: int32 `[batch]`.
+        options: scale, soft cap, window and so on.
+        division: by `divide_decode` of this page table, with these heads and this window.
+        out: `[batch, query_heads, v_head_dim]`, of q's dtype, contiguous; new if None.
+        lse: float32 `[batch, query_heads]`, contiguous; new if None.
+
+    Returns:
+        out, and lse in base 2; zeros and -inf for a request without keys.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride does not fit; names the argument.
+    """
+    batch, heads = q.shape[0], q.shape[1]
+    kv_heads, group = cache.num_kv_heads, q.shape[1] // cache.num_kv_heads
+    check_queries(q, head_dim=cache.head_dim, kv_heads=kv_heads, kv_dtype=cache.dtype)
+    check_index_tensor("indptr", indptr, length=batch + 1)
+    check_index_tensor("indices", indices)
+    check_index_tensor("last_page_len", last_page_len, length=batch)
+    check_devices(q.device, cache=cache.k, indptr=indptr, indices=indices, last_page_len=last_page_len)
+    options.check_heads(heads, kv_heads, q.device)
+    if division.work.batch != batch or division.partial_out.shape[1:] != (heads, cache.v_head_dim):
+        raise ValueError("division is of another batch, or other heads")
+    if division.window_left != options.window_left:
+        raise ValueError(f"window_left is {options.window_left}, the division is for {division.window_left}")
+    out = output_like("out", out, (batch, heads, cache.v_head_dim), q.dtype, q.device)
+    lse = output_like("lse", lse, (batch, heads), torch.float32, q.device)
+    if batch == 0:
+        return out, lse
+    interpreted = is_interpreted(decode_paged_kernel)
+    tiling = decode_tiling(chip_of(q.device), group, cache.head_dim, cache.v_head_dim, cache.dtype.itemsize)
+    programs = division.work.capacity * kv_heads * triton.cdiv(group, tiling.block_m)
+    with torch.cuda.device_of(q):
+        decode_paged_kernel[(programs,)](
+            q, as_kernel_sees(cache.k, interpreted=interpreted), as_kernel_sees(cache.v, interpreted=interpreted),
+            indptr, indices, last_page_len, division.work.units, division.work.indptr,
+            out, lse, division.partial_out, division.partial_lse, **option_arguments(options),
+            window_left=options.window_left, batch=batch, **strides_of(q, cache),
+            KV_HEADS=kv_heads, GROUP=group, PAGE_SIZE=cache.page_size, WINDOW=options.window_left >= 0,
+            **head_dim_blocks(cache.head_dim, cache.v_head_dim), BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
+            UPCAST=interpreted, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        )  # fmt: skip
+    merge_splits(division.partial_out, division.partial_lse, division.work, out, lse)
+    return out, lse
+
+
+def decode_paged_reference(
+    q: torch.Tensor,
+    cache: PagedCache,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    last_page_len: torch.Tensor,
+    options: AttentionOptions,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in plain torch, request by request: out and base-2 lse, both float64."""
+    outs, lses = [], []
+    for request in range(q.shape[0]):
+        k, v = gather(cache, indptr, indices, last_page_len, request)
+        seen = visible(1, k.shape[0], window_left=options.window_left)
+        out, lse = attend(q[request : request + 1], k, v, seen, options)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _configuration(
+    chip: str, dtype: str, cache_dtype: str, dims: tuple[int, int], group: int, page_size: int, options: bool
+) -> KernelConfiguration:
+    tiling = decode_tiling(chip, group, *dims, 1 if cache_dtype in ("u8", "fp8e4nv") else 2)
+    signature = {
+        **dict.fromkeys(("q", "out"), f"*{dtype}"),
+        **dict.fromkeys(("k", "v"), f"*{cache_dtype}"),
+        **dict.fromkeys(("page_indptr", "page_indices", "last_page_len", "units", "unit_indptr"), "*i32"),
+        **dict.fromkeys(("lse", "partial_out", "partial_lse"), "*fp32"),
+        **dict.fromkeys(("sm_scale", "soft_cap"), "fp32"),
+        **dict.fromkeys(("window_left", "batch"), "i32"),
+        **dict.fromkeys(RUNTIME_STRIDES, "i32"),
+    }
+    optional = ("sinks", "slopes", "k_scale", "v_scale")
+    scales = ("k_scale", "v_scale") if "8" in cache_dtype else ()
+    present = optional if options else scales
+    title = (f"D{dims[0]}", f"V{dims[1]}", f"G{group}", f"P{page_size}")
+    return KernelConfiguration(
+        kernel=decode_paged_kernel,
+        name=" ".join([chip, dtype, "cache", cache_dtype, *title, *(["options"] if options else [])]),
+        signature={**signature, **dict.fromkeys(present, "*fp32")},
+        constexprs={
+            **{name: None for name in optional if name not in present},
+            **dict.fromkeys(("stride_q_dim", "stride_k_dim", "stride_v_dim"), 1),
+            "KV_HEADS": 8,
+            "GROUP": group,
+            "PAGE_SIZE": page_size,
+            "BLOCK_M": tiling.block_m,
+            "BLOCK_N": tiling.block_n,
+            "WINDOW": options,
+            "SOFT_CAP": options,
+            "UPCAST": False,
+            **head_dim_blocks(*dims),
+        },
+        aligned=frozenset({"q", "k", "v", "out", "partial_out", "partial_lse", *RUNTIME_STRIDES}),
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        architectures=(chip,),
+    )
+
+
+CONFIGURATIONS = tuple(
+    _configuration(chip, *variant)
+    for chip in ARCHITECTURES
+    for variant in (
+        *(("bf16", "bf16", (dim, dim), 4, 16, False) for dim in (64, 80, 96, 128, 256)),
+        *(("bf16", "bf16", (128, 128), group, 16, False) for group in (1, 8, 64)),
+        *(("bf16", "bf16", (128, 128), 4, page_size, False) for page_size in (1, 64)),
+        ("bf16", "fp8e4nv" if chip == "sm_90" else "u8", (128, 128), 8, 16, False),
+        ("bf16", "bf16", (192, 128), 8, 16, False),
+        ("bf16", "bf16", (256, 256), 4, 16, True),
+        ("fp16", "fp16", (128, 128), 4, 16, True),
+    )
+)

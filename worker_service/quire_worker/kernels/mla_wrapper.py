@@ -1,0 +1,193 @@
+"""`BatchMLAPagedAttentionWrapper`: FlashInfer's name and arguments over `mla_paged`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quire_worker.kernels.mla_paged import MlaWork, divide_mla, mla_paged
+from quire_worker.kernels.paged_cache import check_index_tensor, check_page_table
+from quire_worker.kernels.wrapper_common import (
+    DType,
+    FixedTensors,
+    PlannedTable,
+    check_graph_buffers,
+    check_planned,
+    check_workspace,
+    planned_dtypes,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What later plans of a graph may not change."""
+
+    heads: int
+    head_dim_ckv: int
+    head_dim_kpe: int
+    page_size: int
+    causal: bool
+    dtype: torch.dtype
+    is_decode: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    shape: _Shape
+    sm_scale: float
+    qo_indptr: torch.Tensor
+    table: PlannedTable  # last_page_len holds the lengths in tokens
+    token_count: int
+    division: MlaWork
+
+
+class BatchMLAPagedAttentionWrapper:
+    """Multi-head latent attention with absorbed queries, decode and prefill.
+
+    Lifecycle: 1. made. 2. `plan`, once per forward pass: checks the page table and divides the work, by keys if every
+    request has one query, else by query rows. 3. `run`, once per layer, launches only. With `use_cuda_graph` the first
+    plan fixes the batch size, the most query tokens, and whether it is decode.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        use_cuda_graph: bool = False,
+        qo_indptr: torch.Tensor | None = None,
+        kv_indptr: torch.Tensor | None = None,
+        kv_indices: torch.Tensor | None = None,
+        kv_len_arr: torch.Tensor | None = None,
+    ) -> None:
+        """Takes the workspace, of which only the device matters here.
+
+        Args:
+            float_workspace_buffer: uint8, one dimension; its device is where everything runs.
+            use_cuda_graph: keep addresses from plan to plan; then the four buffers are needed.
+            qo_indptr: int32 `[batch + 1]`.
+            kv_indptr: int32 `[batch + 1]`.
+            kv_indices: int32, room for the most pages there will be.
+            kv_len_arr: int32 `[batch]`.
+
+        Raises:
+            ValueError: a buffer is missing or elsewhere, or the workspace is not uint8.
+        """
+        check_workspace(float_workspace_buffer)
+        given = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
+        check_graph_buffers(use_cuda_graph, given)
+        self._use_cuda_graph = use_cuda_graph
+        self._tensors = FixedTensors(float_workspace_buffer.device, fixed=use_cuda_graph, given=given)
+        self._planned: _Plan | None = None
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        kv_len_arr: torch.Tensor,
+        num_heads: int,
+        head_dim_ckv: int,
+        head_dim_kpe: int,
+        page_size: int,
+        causal: bool,
+        sm_scale: float,
+        q_data_type: DType,
+        kv_data_type: DType,
+    ) -> None:
+        """Checks the batch and divides its work. The index tensors may be on any device.
+
+        Args:
+            qo_indptr: int32 `[batch + 1]`, query tokens of each request.
+            kv_indptr: int32 `[batch + 1]`, pages of each request.
+            kv_indices: int32 `[kv_indptr[batch]]` or longer.
+            kv_len_arr: int32 `[batch]`, tokens of each request, all in its last page or before.
+            num_heads: query heads.
+            head_dim_ckv: of latents, a power of two, such as 512.
+            head_dim_kpe: of their positional part, a power of two, such as 64.
+            page_size: tokens per page.
+            causal: right-aligned.
+            sm_scale: factor of the dot products: 1 / sqrt(of the head dim before absorption).
+            q_data_type: float16, bfloat16 or float32.
+            kv_data_type: the same.
+
+        Raises:
+            ValueError: an argument is out of range or does not fit; names it.
+        """
+        dtype, kv_dtype = planned_dtypes(q_data_type, kv_data_type)
+        check_planned("kv_data_type", kv_dtype, dtype)
+        check_index_tensor("kv_len_arr", kv_len_arr)
+        check_index_tensor("qo_indptr", qo_indptr, length=kv_len_arr.shape[0] + 1)
+        check_index_tensor("kv_indptr", kv_indptr, length=kv_len_arr.shape[0] + 1)
+        last = kv_len_arr.to(kv_indptr.device) - (kv_indptr.diff() - 1) * page_size
+        last = torch.where(kv_indptr.diff() > 0, last, 1)
+        if bool((kv_len_arr.to(kv_indptr.device)[kv_indptr.diff() == 0] != 0).any()):
+            raise ValueError("kv_len_arr must be 0 for a request without pages")
+        check_page_table(kv_indptr, kv_indices, last.int(), page_count=None, page_size=page_size, prefix="kv_")
+        is_decode = bool((qo_indptr.diff() == 1).all())
+        shape = _Shape(num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, dtype, is_decode)
+        before = self._planned if self._use_cuda_graph else None
+        if before is not None:
+            check_planned("use_cuda_graph: plan", shape, before.shape)
+        given = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_len_arr": kv_len_arr}
+        used = kv_indices[: int(kv_indptr[-1])]
+        placed = {name: self._tensors.put(name, tensor) for name, tensor in {**given, "kv_indices": used}.items()}
+        table = PlannedTable(
+            placed["kv_indptr"], placed["kv_indices"], placed["kv_len_arr"], int(used.max()) if used.numel() else -1
+        )
+        tokens = int(qo_indptr[-1])
+        if before is not None and tokens > before.division.token_count:
+            raise ValueError(f"qo_indptr has {tokens} tokens, the graph room for {before.division.token_count}")
+        division = divide_mla(
+            placed["qo_indptr"], table.last_page_len, split_keys=is_decode, heads=num_heads, ckv_dim=head_dim_ckv,
+            token_count=tokens if before is None else before.division.token_count, element_bytes=dtype.itemsize,
+            page_size=page_size, out=None if before is None else before.division,
+        )  # fmt: skip
+        self._planned = _Plan(shape, sm_scale, placed["qo_indptr"], table, tokens, division)
+
+    def run(
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        ckv_cache: torch.Tensor,
+        kpe_cache: torch.Tensor,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attends one layer. Waits for nothing.
+
+        Args:
+            q_nope: `[qo_indptr[batch], num_heads, head_dim_ckv]`, absorbed, of q_data_type.
+            q_pe: `[qo_indptr[batch], num_heads, head_dim_kpe]`.
+            ckv_cache: `[pages, page_size, head_dim_ckv]`.
+            kpe_cache: `[pages, page_size, head_dim_kpe]`; both may be slices of one tensor.
+            out: as the result, written in place; new if None.
+            lse: as the result, written in place; new if None.
+            return_lse: whether lse is given back.
+
+        Returns:
+            `[tokens, num_heads, head_dim_ckv]`, and with `return_lse` float32 `[tokens, num_heads]`, in base 2. A query
+            that sees no key gives zeros and -inf.
+
+        Raises:
+            ValueError: there is no plan, or an argument is not what was planned; names it.
+        """
+        plan = self._planned
+        if plan is None:
+            raise ValueError("run needs a plan")
+        shape = plan.shape
+        for name, tensor, dim in (("q_nope", q_nope, shape.head_dim_ckv), ("q_pe", q_pe, shape.head_dim_kpe)):
+            check_planned(
+                name, (tuple(tensor.shape), tensor.dtype), ((plan.token_count, shape.heads, dim), shape.dtype)
+            )
+        for name, tensor, dim in (
+            ("ckv_cache", ckv_cache, shape.head_dim_ckv),
+            ("kpe_cache", kpe_cache, shape.head_dim_kpe),
+        ):
+            check_planned(name, (tuple(tensor.shape[1:]), tensor.dtype), ((shape.page_size, dim), shape.dtype))
+        plan.table.check_pool(ckv_cache.shape[0])
+        result, result_lse = mla_paged(
+            q_nope, q_pe, ckv_cache, kpe_cache, plan.qo_indptr, plan.table.indptr, plan.table.indices,
+            plan.table.last_page_len, plan.division, sm_scale=plan.sm_scale, causal=shape.causal, out=out, lse=lse,
+        )  # fmt: skip
+        return (result, result_lse) if return_lse else result

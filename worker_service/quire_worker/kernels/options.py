@@ -1,0 +1,98 @@
+"""What may vary from one attention call to the next: scale, soft cap, window, sinks, slopes.
+
+The score of query i (of head h) and key j, in natural units, and then who sees whom:
+
+    x = sm_scale * k_scale[kv head] * (q_i . k_j)
+    x = logits_soft_cap * tanh(x / logits_soft_cap)               if logits_soft_cap > 0
+    x = x + alibi_slopes[h] * (position of j - position of i)     if alibi_slopes is given
+    x = -inf                                                      where the mask hides j from i
+
+    out_i = sum_j exp(x_ij) v_scale[kv head] v_j / (exp(sinks[h]) + sum_j exp(x_ij))
+    lse_i = log2(exp(sinks[h]) + sum_j exp(x_ij))
+
+`lse` is in base 2 everywhere, as in FlashInfer. A sink is a natural logarithm and is not scaled; without sinks its term
+is absent. A row that sees no key gives zeros; its lse is -inf, or that of its sink alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+Scale = float | torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionOptions:
+    """See the top of the file.
+
+    Raises:
+        ValueError: a number is not finite or out of range, a tensor is not a contiguous float32 vector; names it.
+    """
+
+    sm_scale: float
+    logits_soft_cap: float = 0.0  # 0: none
+    window_left: int = -1  # keys before its own position that a query sees, inclusive; -1: all
+    sinks: torch.Tensor | None = None  # float32 [query_heads], natural logarithms
+    alibi_slopes: torch.Tensor | None = None  # float32 [query_heads]
+    k_scale: torch.Tensor | None = None  # float32 [kv_heads]
+    v_scale: torch.Tensor | None = None  # float32 [kv_heads]
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.sm_scale):
+            raise ValueError(f"sm_scale must be finite, not {self.sm_scale}")
+        if not math.isfinite(self.logits_soft_cap) or self.logits_soft_cap < 0:
+            raise ValueError(f"logits_soft_cap must be at least 0, not {self.logits_soft_cap}")
+        if self.window_left < -1:
+            raise ValueError(f"window_left must be at least -1, not {self.window_left}")
+        for name in ("sinks", "alibi_slopes", "k_scale", "v_scale"):
+            tensor = getattr(self, name)
+            if tensor is not None and (
+                tensor.dtype != torch.float32 or tensor.dim() != 1 or not tensor.is_contiguous()
+            ):
+                raise ValueError(
+                    f"{name} must be a contiguous float32 vector, not {tensor.dtype} {tuple(tensor.shape)}"
+                )
+
+    def check_heads(self, query_heads: int, kv_heads: int, device: torch.device) -> None:
+        """Refuses vectors that do not fit the heads.
+
+        Raises:
+            ValueError: a vector has another length or is on another device; names it.
+        """
+        for name, length in (
+            ("sinks", query_heads),
+            ("alibi_slopes", query_heads),
+            ("k_scale", kv_heads),
+            ("v_scale", kv_heads),
+        ):
+            tensor = getattr(self, name)
+            if tensor is None:
+                continue
+            if tensor.shape[0] != length:
+                raise ValueError(f"{name} must have {length} entries, not {tensor.shape[0]}")
+            if tensor.device != device:
+                raise ValueError(f"{name} is on {tensor.device}, the queries are on {device}")
+
+
+def scale_per_head(name: str, scale: Scale | None, kv_heads: int, device: torch.device) -> torch.Tensor | None:
+    """A scale as float32 `[kv_heads]`; None stays None, which costs nothing in a kernel.
+
+    Args:
+        name: of the argument, for the message.
+        scale: a number, or a tensor of one entry or one per KV head.
+        kv_heads: KV heads.
+        device: where the result lives.
+
+    Raises:
+        ValueError: a tensor of another size.
+    """
+    if scale is None:
+        return None
+    if isinstance(scale, torch.Tensor):
+        if scale.numel() not in (1, kv_heads):
+            raise ValueError(f"{name} must have 1 or {kv_heads} entries, not {scale.numel()}")
+        return scale.to(device=device, dtype=torch.float32).reshape(-1).expand(kv_heads).contiguous()
+    return torch.full((kv_heads,), scale, dtype=torch.float32, device=device)

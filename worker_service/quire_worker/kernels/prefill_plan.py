@@ -1,0 +1,155 @@
+"""What the plans of both prefill wrappers share: shape, queries, masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quire_worker.kernels.launch import chip_of
+from quire_worker.kernels.options import AttentionOptions
+from quire_worker.kernels.paged_cache import check_indptr
+from quire_worker.kernels.prefill_rows import (
+    Masking,
+    PrefillWork,
+    divide_prefill,
+    mask_indptr_of,
+    prefill_tiling,
+)
+from quire_worker.kernels.wrapper_common import FixedTensors, check_planned
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillShape:
+    """What later plans of a graph may not change."""
+
+    heads: int
+    kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+    page_size: int  # 0 without pages
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MaskRequest:
+    """The arguments of `plan` that say who sees whom."""
+
+    custom_mask: torch.Tensor | None
+    packed_custom_mask: torch.Tensor | None
+    causal: bool
+    chunk_size: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedQueries:
+    """A checked batch of ragged queries on the device."""
+
+    shape: PrefillShape
+    options: AttentionOptions
+    masking: Masking
+    qo_indptr: torch.Tensor  # int32 [batch + 1]
+    token_count: int
+    division: PrefillWork
+
+    def check_run(self, q: torch.Tensor) -> None:
+        """Refuses queries that are not what was planned.
+
+        Raises:
+            ValueError: shape or dtype differ.
+        """
+        shape = self.shape
+        check_planned(
+            "q", (tuple(q.shape), q.dtype), ((self.token_count, shape.heads, shape.head_dim_qk), shape.q_dtype)
+        )
+
+
+def plan_queries(
+    tensors: FixedTensors,
+    qo_indptr: torch.Tensor,
+    kv_lengths: torch.Tensor,
+    shape: PrefillShape,
+    options: AttentionOptions,
+    request: MaskRequest,
+    before: PlannedQueries | None,
+) -> PlannedQueries:
+    """Checks queries and masks, takes them to the device and divides the work.
+
+    Args:
+        tensors: places on the device.
+        qo_indptr: int32 `[batch + 1]`, on any device.
+        kv_lengths: int32 `[batch]`, on any device.
+        shape: heads, dims, dtypes.
+        options: of the scores.
+        request: masks.
+        before: of the graph whose memory is written again, if there is one.
+
+    Raises:
+        ValueError: an argument does not fit, or a graph's shape, masks or room changed; names the argument.
+    """
+    batch = kv_lengths.shape[0]
+    check_indptr("qo_indptr", qo_indptr, batch=batch)
+    token_count = int(qo_indptr[-1])
+    masking = plan_masking(tensors, qo_indptr, kv_lengths, request)
+    placed = tensors.put("qo_indptr_buf", qo_indptr)
+    if placed.shape[0] != batch + 1:
+        raise ValueError(f"qo_indptr is of {batch} requests, the graph of {placed.shape[0] - 1}")
+    group = shape.heads // shape.kv_heads
+    if before is not None:
+        now = (shape, masking.causal, masking.chunk_size > 0, masking.kind, options.window_left >= 0)
+        was = before.masking
+        check_planned(
+            "use_cuda_graph: plan",
+            now,
+            (before.shape, was.causal, was.chunk_size > 0, was.kind, before.options.window_left >= 0),
+        )
+        if token_count > before.division.token_count:
+            raise ValueError(f"qo_indptr has {token_count} tokens, the graph room for {before.division.token_count}")
+        divide_prefill(
+            placed,
+            token_count=before.division.token_count,
+            group=group,
+            tiling=before.division.tiling,
+            out=before.division,
+        )
+        return PlannedQueries(shape, options, masking, placed, token_count, before.division)
+    tiling = prefill_tiling(
+        chip_of(placed.device),
+        token_count * group // max(1, batch),
+        shape.head_dim_qk,
+        shape.head_dim_vo,
+        shape.q_dtype.itemsize,
+        masked=masking.kind > 0,
+    )
+    division = divide_prefill(placed, token_count=token_count, group=group, tiling=tiling)
+    return PlannedQueries(shape, options, masking, placed, token_count, division)
+
+
+def plan_masking(
+    tensors: FixedTensors, qo_indptr: torch.Tensor, kv_lengths: torch.Tensor, request: MaskRequest
+) -> Masking:
+    """Checks the size of a custom mask and takes it to the device; as in FlashInfer it replaces causal.
+
+    Raises:
+        ValueError: both masks are given, or one has another dtype or size; names the argument.
+    """
+    name, mask = "custom_mask", request.custom_mask
+    if request.packed_custom_mask is not None:
+        if mask is not None:
+            raise ValueError("packed_custom_mask and custom_mask are both given")
+        name, mask = "packed_custom_mask", request.packed_custom_mask
+    if mask is None:
+        return Masking(causal=request.causal, chunk_size=request.chunk_size)
+    packed = name == "packed_custom_mask"
+    dtype = torch.uint8 if packed else torch.bool
+    if mask.dtype != dtype or mask.dim() != 1:
+        raise ValueError(f"{name} must be a flat {dtype} tensor, not {mask.dtype} {tuple(mask.shape)}")
+    mask_indptr = mask_indptr_of(qo_indptr, kv_lengths.to(qo_indptr.device), packed=packed)
+    if mask.shape[0] != int(mask_indptr[-1]):
+        raise ValueError(f"{name} must have {int(mask_indptr[-1])} entries, not {mask.shape[0]}")
+    return Masking(
+        chunk_size=request.chunk_size,
+        custom_mask=tensors.put("custom_mask_buf", mask),
+        mask_indptr=tensors.put("mask_indptr_buf", mask_indptr),
+    )

@@ -1,0 +1,203 @@
+"""Prefill of prompts whose keys are not in pages: ragged queries against ragged keys.
+
+    out_i = softmax(score(q_i, K)) V over the keys that query i sees      scores, sinks and lse: see `options`
+
+The same blocks of rows as `prefill_paged` (see `prefill_rows`), the keys of a request one after another. The head dims
+of keys and values may differ: 192 and 128 for the prefill of multi-head latent attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from quire_worker.kernels.configurations import ARCHITECTURES
+from quire_worker.kernels.launch import (
+    as_kernel_sees,
+    check_devices,
+    check_queries,
+    head_dim_blocks,
+    is_interpreted,
+    option_arguments,
+    output_like,
+)
+from quire_worker.kernels.options import AttentionOptions
+from quire_worker.kernels.paged_cache import check_index_tensor
+from quire_worker.kernels.prefill_rows import (
+    Masking,
+    PrefillWork,
+    attend_requests,
+    attend_rows,
+    prefill_configuration,
+)
+
+AXES = ("token", "head", "dim")
+
+
+# fmt: off
+@triton.jit(
+    do_not_specialize=["batch", "window_left", "chunk_size"],
+    do_not_specialize_on_alignment=[
+        "qo_indptr", "kv_indptr", "units", "unit_indptr", "lse", "mask", "mask_indptr",
+    ],
+)
+def prefill_ragged_kernel(
+    q,  # [tokens, heads, HEAD_DIM]
+    k, v,  # [kv_tokens, kv_heads, HEAD_DIM or V_DIM]
+    qo_indptr, kv_indptr,  # int32 [batch + 1]
+    units, unit_indptr,  # see `work_units`; items are rows
+    out, lse,  # [tokens, heads, V_DIM] and, float32 or None, [tokens, heads]; contiguous
+    sinks, slopes,  # float32 [heads] or None
+    k_scale, v_scale,  # float32 [kv_heads] or None
+    sm_scale, soft_cap, window_left, chunk_size, batch,
+    mask, mask_indptr,  # uint8 or None, int64 [batch + 1] or None
+    stride_q_token, stride_q_head, stride_q_dim,
+    stride_k_token, stride_k_head, stride_k_dim,
+    stride_v_token, stride_v_head, stride_v_dim,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr,  # query heads of a KV head
+    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_V: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, MASK_KIND: tl.constexpr,
+    SOFT_CAP: tl.constexpr, UPCAST: tl.constexpr,
+):
+    """Program: unit outermost and backwards, then KV head."""
+    unit_count = tl.load(unit_indptr + batch)
+    unit = unit_count - 1 - tl.program_id(0) // KV_HEADS
+    if unit < 0:
+        return
+    kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
+    request = tl.load(units + unit * 4)
+    row_start = tl.load(units + unit * 4 + 1)
+    row_stop = tl.load(units + unit * 4 + 2)
+    q_begin = tl.load(qo_indptr + request)
+    q_len = tl.load(qo_indptr + request + 1) - q_begin
+    kv_begin = tl.load(kv_indptr + request)
+    kv_len = tl.load(kv_indptr + request + 1) - kv_begin
+    attend_rows(
+        q, q_begin, q_len, k + kv_begin.to(tl.int64) * stride_k_token + kv_head * stride_k_head,
+        v + kv_begin.to(tl.int64) * stride_v_token + kv_head * stride_v_head, kv_len, kv_head,
+        None, out, lse, row_start, row_stop,
+        sinks, slopes, k_scale, v_scale, sm_scale, soft_cap, window_left, chunk_size, mask, mask_indptr, request,
+        (stride_q_token, stride_q_head, stride_q_dim), (0, stride_k_token, stride_k_dim),
+        (0, stride_v_token, stride_v_dim),
+        KV_HEADS, GROUP, 0, HEAD_DIM, V_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V,
+        CAUSAL, WINDOW, CHUNKED, MASK_KIND, SOFT_CAP, UPCAST,
+    )
+# fmt: on
+
+
+def prefill_ragged(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    options: AttentionOptions,
+    masking: Masking,
+    division: PrefillWork,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attends ragged queries to ragged keys. Waits for nothing; the indptrs must have been checked.
+
+    Args:
+        q: `[tokens, query_heads, head_dim]`, float16, bfloat16 or float32, any strides.
+        k: `[kv_tokens, kv_heads, head_dim]`, of q's dtype or float8_e4m3fn, any strides.
+        v: `[kv_tokens, kv_heads, v_head_dim]`, of k's dtype.
+        qo_indptr: int32 `[batch + 1]`, from 0 to tokens.
+        kv_indptr: int32 `[batch + 1]`, from 0 to kv_tokens.
+        options: scale, soft cap, window and so on.
+        masking: causal, chunks, custom mask.
+        division: by `divide_prefill` of this qo_indptr.
+        out: `[tokens, query_heads, v_head_dim]`, of q's dtype, contiguous; new if None.
+        lse: float32 `[tokens, query_heads]`, contiguous; new if None.
+
+    Returns:
+        out, and lse in base 2; zeros and -inf for a query that sees no key.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride does not fit; names the argument.
+    """
+    tokens, heads, batch = q.shape[0], q.shape[1], division.work.batch
+    if k.dim() != 3 or v.dim() != 3 or k.shape[:2] != v.shape[:2] or 0 in k.shape[1:] or 0 in v.shape[1:]:
+        raise ValueError(f"k and v must be [tokens, kv_heads, dim], not {tuple(k.shape)} and {tuple(v.shape)}")
+    if v.dtype != k.dtype:
+        raise ValueError(f"v is {v.dtype}, k {k.dtype}")
+    kv_heads, group = k.shape[1], heads // k.shape[1]
+    check_queries(q, head_dim=k.shape[2], kv_heads=kv_heads, kv_dtype=k.dtype)
+    check_index_tensor("qo_indptr", qo_indptr, length=batch + 1)
+    check_index_tensor("kv_indptr", kv_indptr, length=batch + 1)
+    check_devices(q.device, k=k, v=v, qo_indptr=qo_indptr, kv_indptr=kv_indptr)
+    options.check_heads(heads, kv_heads, q.device)
+    masking.check(batch, q.device)
+    if division.group != group or division.token_count < tokens:
+        raise ValueError("division is for another ratio of heads, or fewer tokens")
+    out = output_like("out", out, (tokens, heads, v.shape[2]), q.dtype, q.device)
+    lse = output_like("lse", lse, (tokens, heads), torch.float32, q.device)
+    if tokens == 0 or batch == 0:
+        return out, lse
+    interpreted, tiling = is_interpreted(prefill_ragged_kernel), division.tiling
+    strides = {
+        f"stride_{name}_{axis}": stride
+        for name, tensor in (("q", q), ("k", k), ("v", v))
+        for axis, stride in zip(AXES, tensor.stride(), strict=True)
+    }
+    with torch.cuda.device_of(q):
+        prefill_ragged_kernel[(division.work.capacity * kv_heads,)](
+            q, as_kernel_sees(k, interpreted=interpreted), as_kernel_sees(v, interpreted=interpreted),
+            qo_indptr, kv_indptr, division.work.units, division.work.indptr, out, lse,
+            **option_arguments(options), window_left=options.window_left, batch=batch, **masking.arguments(),
+            **strides, KV_HEADS=kv_heads, GROUP=group, WINDOW=options.window_left >= 0,
+            **head_dim_blocks(k.shape[2], v.shape[2]), BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
+            UPCAST=interpreted, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        )  # fmt: skip
+    return out, lse
+
+
+def prefill_ragged_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    options: AttentionOptions,
+    masking: Masking,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in plain torch, request by request: out and base-2 lse, both float64."""
+    starts = kv_indptr.tolist()
+    if k.dtype.itemsize == 1:
+        k, v = k.float(), v.float()
+    return attend_requests(
+        q,
+        qo_indptr.tolist(),
+        lambda request: (k[starts[request] : starts[request + 1]], v[starts[request] : starts[request + 1]]),
+        options,
+        masking,
+    )
+
+
+def _variants(chip: str) -> tuple[dict[str, Any], ...]:
+    return (
+        *({"dtype": "bf16", "dims": (dim, dim)} for dim in (64, 80, 96, 128, 256)),
+        {"dtype": "bf16", "dims": (192, 128), "group": 1},
+        {"dtype": "bf16", "dims": (128, 128), "mask": 2},
+        {"dtype": "fp16", "dims": (128, 128), "options": True},
+    )
+
+
+CONFIGURATIONS = tuple(
+    prefill_configuration(
+        prefill_ragged_kernel,
+        ("qo_indptr", "kv_indptr"),
+        tuple(f"stride_{name}_{axis}" for name in "qkv" for axis in AXES[:2]),
+        chip=chip,
+        **variant,
+    )
+    for chip in ARCHITECTURES
+    for variant in _variants(chip)
+)

@@ -64,6 +64,15 @@ def test_at_least_one_token_is_computed_on_a_full_hit(token_count: int, matched:
     assert pool.allocate(2, token_count, d("ab")).matched_token_count == matched
 
 
+def test_at_least_one_token_is_computed_where_the_hit_ends_inside_the_second_of_two_runs() -> None:
+    pool = make_pool(10)
+    computed(pool, 1, "ab")
+    computed(pool, 2, "abcd")
+    assert pool.allocate(3, 16, d("abcd")).matched_token_count == 12
+    assert pool.allocate(4, 17, d("abcd")).matched_token_count == 16
+    pool.check_invariants()
+
+
 def test_a_hit_counts_as_committed_and_is_shared_by_a_fork_at_once() -> None:
     pool = make_pool()
     computed(pool, 1, "ab")

@@ -16,11 +16,11 @@ There is no clock here: policies count what happens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
-_FEW = 4
+_NEAR = 2  # lanes that are looked at in between
 
 
 class Entry:
@@ -89,7 +89,7 @@ class EvictionPolicy(Protocol):
     """Ranks candidates. It is told what happens, in the order in which it happens."""
 
     lane_count: int
-    patience: int  # blocks that leave from one end of one lane before all are compared again
+    patience: int  # blocks that leave before both ends of all lanes are compared again
     evicted_count: int
 
     def stored(self, entry: Entry, parent: Entry | None) -> None:
@@ -108,7 +108,7 @@ class EvictionPolicy(Protocol):
         """Candidates of one lane are in the order of their stamps."""
 
     def priority(self, entry: Entry) -> float:
-        """Its stamp."""
+        """Its stamp, for who keeps candidates in one order."""
         return entry.released
 
     def value(self, entry: Entry) -> float:
@@ -121,11 +121,12 @@ class EvictionPolicy(Protocol):
 class _Lane:
     """Candidates of one lane: the first by a heap, the last one pushed by a stack. Outdated items stay in both."""
 
-    __slots__ = ("heap", "stack")
+    __slots__ = ("heap", "is_near", "stack")
 
     def __init__(self) -> None:
         self.heap: list[tuple[int, int, Entry]] = []
         self.stack: list[tuple[int, int, Entry]] = []
+        self.is_near = False
 
     def first(self) -> Entry | None:
         """The one of the smallest stamp."""
@@ -152,27 +153,28 @@ class _Lane:
 class Candidates:
     """Entries in the order in which they leave, by the tickets that an `EvictionQueue` gave them.
 
-    Comparing both ends of all lanes takes long. In between, only those few are compared that were worth least the last
-    time, unless something is added that is worth less than one of them.
+    Comparing both ends of all lanes takes long. In between, only the two lanes are looked at that were near the front
+    the last time, unless something is added to another one that is worth less than all ends of others were.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
         self._lanes = [_Lane() for _ in range(policy.lane_count)]
-        self._ends: list[Callable[[], Entry | None]] = []  # the few, worth least first
-        self._bound = 0.0  # what the others are worth at least
+        self._near: list[_Lane] = []
+        self._bound = -math.inf  # what the ends of the others are worth at least
         self._compare_at = 0
         self._sweep_in = 64
 
     def add(self, entry: Entry) -> None:
         """An entry that has a new ticket."""
-        lane = self._lanes[self._policy.lane(entry)]
+        policy = self._policy
+        lane = self._lanes[policy.lane(entry)]
         item = (entry.released, entry.ticket, entry)
         heappush(lane.heap, item)
         if len(self._lanes) > 1:
             lane.stack.append(item)
-            if self._policy.value(entry) < self._bound:
-                self._compare_at = 0
+            if not lane.is_near and policy.value(entry) < self._bound:
+                self._bound = -math.inf
         self._sweep_in -= 1
         if not self._sweep_in:
             self._sweep_in = 64 + sum(lane.sweep() for lane in self._lanes)
@@ -182,38 +184,54 @@ class Candidates:
         if len(self._lanes) == 1:
             return self._lanes[0].first()
         if self._policy.evicted_count < self._compare_at:
-            least, best = self._bound, None
-            for end in self._ends:
-                entry = end()
-                if entry is not None and (value := self._policy.value(entry)) <= least:
-                    least, best = value, entry
-            if best is not None:
+            best, worth = self._least(self._near)
+            if worth <= self._bound and best is not None:
                 return best
         self._compare_at = self._policy.evicted_count + self._policy.patience
         return self._compare()
 
+    def _least(self, lanes: Iterable[_Lane]) -> tuple[Entry | None, float]:
+        """The least valuable end of some lanes, and what it is worth."""
+        value = self._policy.value
+        best, least = None, math.inf
+        for lane in lanes:
+            first, last = lane.first(), lane.last()
+            if first is None or last is None:
+                continue
+            worth = value(first)
+            if worth < least:
+                best, least = first, worth
+            if last is not first:
+                worth = value(last)
+                if worth < least:
+                    best, least = last, worth
+        return best, least
+
     def _compare(self) -> Entry | None:
         """Looks at both ends of all lanes."""
-        value = self._policy.value
-        ends = [end for lane in self._lanes if lane.heap for end in (lane.first, lane.last)]
-        worth = [(value(entry), number) for number, end in enumerate(ends) if (entry := end()) is not None]
-        worth.sort()
-        self._ends = [ends[number] for _, number in worth[:_FEW]]
-        self._bound = worth[_FEW][0] if len(worth) > _FEW else math.inf
-        return self._ends[0]() if worth else None
+        for lane in self._near:
+            lane.is_near = False
+        ranked = [(self._least((lane,))[1], number) for number, lane in enumerate(self._lanes) if lane.heap]
+        ranked.sort()
+        self._near = [self._lanes[number] for _, number in ranked[:_NEAR]]
+        for lane in self._near:
+            lane.is_near = True
+        self._bound = ranked[_NEAR][0] if len(ranked) > _NEAR else math.inf
+        return self._least(self._near)[0]
 
 
 class EvictionQueue(Candidates):
     """All candidates of a pool."""
 
-    @property
-    def _heap(self) -> list[tuple[int, int, Entry]]:
-        return [item for lane in self._lanes for item in lane.heap]
-
     def __init__(self, policy: EvictionPolicy) -> None:
         super().__init__(policy)
         self._last_ticket = 0
         self._count = 0
+
+    @property
+    def _heap(self) -> list[tuple[int, int, Entry]]:
+        """Stamp, ticket and entry of all, outdated ones included, in no order."""
+        return [item for lane in self._lanes for item in lane.heap]
 
     def __len__(self) -> int:
         return self._count

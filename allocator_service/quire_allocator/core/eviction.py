@@ -40,7 +40,7 @@ class LeastRecentlyUsed:
         entry.hits += 1
 
     def split(self, upper: Entry, lower: Entry) -> bool:
-        """Ranks stay."""
+        """Its place stays."""
         return False
 
     def released(self, entry: Entry) -> None:
@@ -61,7 +61,7 @@ class LeastRecentlyUsed:
         return entry.released
 
     def evicted(self, entry: Entry, block_count: int) -> bool:
-        """Ranks stay."""
+        """Its place stays."""
         self.evicted_count += block_count
         return False
 
@@ -98,6 +98,7 @@ _LEVELS = (1, 2, 7)  # groups of shared entries: so many hits at most, or more
 _GAPS = 4  # kinds of each: waits for less than a quarter of a pool, than a pool, than four pools, or longer
 _SHARED = _NEW_GROUPS * _LENGTHS
 _LEFT = _SHARED + (len(_LEVELS) + 1) * _GAPS  # deep ends that prompts leave behind
+# Returns per doubling of the age that are believed of each group at first: coarse, and soon outweighed.
 _BELIEFS = (0.05, 0.05, 0.03, 0.03, 0.2, 0.3, 0.4, 0.5, 0.01)
 _GROUPS = (
     *(Group(range(first, first + _LENGTHS), _BELIEFS[first // _LENGTHS]) for first in range(0, _SHARED, _LENGTHS)),
@@ -107,8 +108,6 @@ _GROUPS = (
     ),
     Group(range(_LEFT, _LEFT + 1), _BELIEFS[8]),
 )
-
-
 _LEFT_GROUP = len(_GROUPS) - 1
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 from quire_allocator.core.blocks import Blocks, Namespace, OwnQueue
 from quire_allocator.core.events import EventLog
-from quire_allocator.core.groups import make_managers
+from quire_allocator.core.groups import Hit, make_managers
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import NEVER, OTHERS, Copy, PoolSpec
 
@@ -31,7 +30,8 @@ class Coordinator:
         self.managers = make_managers(spec, blocks, log)
         self.digest_tokens = spec.block_size
         self.in_place = any(manager.in_place for manager in self.managers)
-        self.settles = any(manager.settles for manager in self.managers)
+        self._settling = [(number, manager) for number, manager in enumerate(self.managers) if manager.settles]
+        self.settles = bool(self._settling)
         self.in_step = not self.in_place and len({group.block_size for group in spec.groups}) == 1
         order = [group for manager in self.managers for group in manager.groups]
         self.group_count = len(order)
@@ -47,55 +47,56 @@ class Coordinator:
         space.scopes = tuple([manager.new_scope(space) for manager in self.managers])
         return space
 
-    def find(self, space: Namespace, digests: bytes, token_limit: int) -> tuple[list[Any], int]:
+    def find(self, space: Namespace, digests: bytes, token_limit: int) -> tuple[list[Hit], int]:
         """Per manager its hit, and their common length in tokens: the fixed point of all hit rules."""
         if len(self.managers) == 1:
             (manager,) = self.managers
             hit = manager.find(space.scopes[0], digests, token_limit)
-            return [hit], manager.hit_token_count(hit)
+            return [hit], hit.token_count
         hits, length = [], token_limit
         for manager, scope in zip(self.managers, space.scopes, strict=True):
             hit = manager.find(scope, digests, length)
-            length = manager.hit_token_count(hit)
+            length = hit.token_count
             hits.append(hit)
         settled = False
         while not settled:
             settled = True
             for number, manager in enumerate(self.managers):
-                if manager.hit_token_count(hits[number]) != length:
+                if hits[number].token_count != length:
                     hits[number] = manager.find(space.scopes[number], digests, length)
-                    length = manager.hit_token_count(hits[number])
+                    length = hits[number].token_count
                     settled = False
         return hits, length
 
-    def needs_of(self, hits: Sequence[Any], token_count: int) -> tuple[list[int], int, int]:
-        """What a new sequence of so many tokens takes: blocks to grant per manager, their sum, and cached ones of its
-        hits."""
-        needs, needed, revived = [], 0, 0
-        for manager, hit in zip(self.managers, hits, strict=True):
-            need = manager.needed_after(hit, token_count)
-            needs.append(need)
-            needed += need
-            revived += manager.cached_block_count(hit)
-        return needs, needed, revived
+    def open(
+        self, space: Namespace, hits: Sequence[Hit], token_count: int, prompt_token_count: int, priority: int
+    ) -> SequenceState:
+        """A new sequence that holds its hits, which have `token_count` tokens in common, and nothing more yet."""
+        opening = zip(self.managers, space.scopes, hits, strict=True)
+        parts = tuple([m.open(scope, hit, prompt_token_count) for m, scope, hit in opening])
+        sequence = SequenceState(space, token_count, priority, parts)
+        self.settle(sequence)
+        return sequence
 
     def grant(self, sequence: SequenceState, needs: Sequence[int], until: int, copies: list[Copy]) -> list[array[int]]:
         """Takes what each manager needs and hands it out; the caller has checked that there is room.
 
         Returns:
-            Per manager what it got.
+            Per manager what it got, which is the manager's from now on.
         """
-        needed = sum(needs)
-        blocks = self._blocks.take(needed)
-        granted, first = [], 0
-        for manager, part, need in zip(self.managers, sequence.parts, needs, strict=True):
-            own = blocks if need == needed else blocks[first : first + need]
-            manager.grow(part, sequence.token_count, until, own, copies)
-            granted.append(own)
-            first += need
+        blocks = self._blocks.take(sum(needs))
+        if len(self.managers) == 1:
+            granted = [blocks]
+            limit = self.managers[0].grow(sequence.parts[0], sequence.token_count, until, blocks, copies)
+        else:
+            granted, first, limit = [], 0, NEVER
+            for manager, part, need in zip(self.managers, sequence.parts, needs, strict=True):
+                own = blocks[first : first + need]
+                limit = min(limit, manager.grow(part, sequence.token_count, until, own, copies))
+                granted.append(own)
+                first += need
         sequence.token_count = until
-        self.note_limit(sequence)
-        self.note_quiet(sequence)
+        sequence.limit = limit
         return granted
 
     def append(self, sequence: SequenceState, token_count: int) -> tuple[array[int], ...]:
@@ -105,17 +106,15 @@ class Coordinator:
             Per group its block.
         """
         blocks = self._blocks.take(self.group_count)
-        sequence.token_count = token_count
+        copies: list[Copy] = []
+        before, sequence.token_count = sequence.token_count, token_count
         sequence.limit += self.digest_tokens
-        if len(blocks) == 1:
-            self.managers[0].append(sequence.parts[0], blocks)
-            return (blocks,)
         first = 0
         for manager, part in zip(self.managers, sequence.parts, strict=True):
             end = first + len(manager.groups)
-            manager.append(part, blocks[first:end])
+            manager.grow(part, before, token_count, blocks[first:end], copies)
             first = end
-        return tuple([blocks[i : i + 1] for i in self._places])
+        return (blocks,) if end == 1 else tuple([blocks[i : i + 1] for i in self._places])
 
     def shrink(self, sequence: SequenceState, until: int) -> None:
         """Gives back what is not needed to hold so many tokens."""
@@ -124,18 +123,12 @@ class Coordinator:
         sequence.token_count = until
 
     def settle(self, sequence: SequenceState) -> None:
-        """Gives back what no token from the committed ones on reads."""
-        for manager, part in zip(self.managers, sequence.parts, strict=True):
-            manager.settle(part, sequence.committed_token_count)
-        self.note_quiet(sequence)
-
-    def note_quiet(self, sequence: SequenceState) -> None:
-        """Notes from which commit on there is something to publish or to give back."""
+        """Gives back what no token from the committed ones on reads, and notes from which commit on there is something
+        to publish or to give back."""
         committed = sequence.committed_token_count
         quiet = (committed // self.digest_tokens + 1) * self.digest_tokens
-        if self.settles:
-            for manager, part in zip(self.managers, sequence.parts, strict=True):
-                quiet = min(quiet, manager.no_action_before(part, committed))
+        for number, manager in self._settling:
+            quiet = min(quiet, manager.settle(sequence.parts[number], committed))
         sequence.quiet_until = quiet
 
     def note_limit(self, sequence: SequenceState) -> None:

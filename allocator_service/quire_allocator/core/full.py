@@ -47,7 +47,7 @@ class FullAttentionManager:
         self.block_size = spec.block_size
         self._stride = spec.block_size // pool.block_size
         self._blocks = blocks
-        self.tree = RunTree(self.width, blocks, log)
+        self.tree = RunTree(self.width, spec.block_size, blocks, log)
         self._sharers: dict[int, list[RunPart]] = {}  # first block of a shared unpublished position -> two or more
 
     def new_scope(self, namespace: Namespace) -> RunScope:
@@ -60,31 +60,13 @@ class FullAttentionManager:
         """The longest published prefix of at most so many tokens, from the left. Changes nothing."""
         if self._stride > 1:
             digests = _every(digests, self._stride)
-        return self.tree.find(scope.root, digests, token_limit // self.block_size)
-
-    def hit_token_count(self, hit: RunHit) -> int:
-        """Tokens of a hit."""
-        return hit.position_count * self.block_size
-
-    def hit_block_count(self, hit: RunHit) -> int:
-        """Blocks of a hit."""
-        return hit.position_count * self.width
-
-    def cached_block_count(self, hit: RunHit) -> int:
-        """Those of a hit that nobody holds: taking it leaves so many fewer to grant."""
-        cached = 0
-        for run in hit.runs:
-            if not run.live:
-                cached += len(run.blocks)
-        if hit.cut and not hit.runs[-1].live:
-            cached -= len(hit.runs[-1].blocks) - hit.cut * self.width
-        return cached
+        return self.tree.find(scope.root, digests, token_limit)
 
     # -- the life of a sequence ----------------------------------------------------------------------------------------
 
     def needed_after(self, hit: RunHit, token_count: int) -> int:
         """Blocks to grant to a new sequence of so many tokens."""
-        return (-(-token_count // self.block_size) - hit.position_count) * self.width
+        return -(-token_count // self.block_size) * self.width - hit.block_count
 
     def open(self, scope: RunScope, hit: RunHit, prompt_token_count: int) -> RunPart:
         """Takes references on a hit."""
@@ -96,7 +78,7 @@ class FullAttentionManager:
         for shared in runs:
             self._blocks.policy.hit(shared)
         self.tree.hold(run)
-        return RunPart(scope, run, hit.position_count, array("I"))
+        return RunPart(scope, run, hit.token_count // self.block_size, array("I"))
 
     def needed(self, part: RunPart, token_count: int, until: int) -> int:
         """Blocks to grant so that a sequence of `token_count` tokens can hold `until`."""
@@ -118,14 +100,18 @@ class FullAttentionManager:
             return token_count
         return (part.published + len(part.tail) // self.width) * self.block_size
 
-    def grow(self, part: RunPart, token_count: int, until: int, blocks: array[int], copies: list[Copy]) -> None:
+    def grow(self, part: RunPart, token_count: int, until: int, blocks: array[int], copies: list[Copy]) -> int:
         """Adds granted blocks; the first replaces a block that is not this sequence's alone."""
         part.scope.held += len(blocks)
-        if self._must_copy(part, token_count):
+        if token_count % self.block_size and self._must_copy(part, token_count):
             copies.extend(map(Copy, part.tail, blocks))
             self._leave_shared(part)
-            del part.tail[:]
-        part.tail.extend(blocks)
+            part.tail = blocks
+        elif part.tail:
+            part.tail.extend(blocks)
+        else:
+            part.tail = blocks
+        return (part.published + len(part.tail) // self.width) * self.block_size
 
     def let_go(self, part: RunPart, token_count: int) -> int:
         """A block that it alone still borrows."""
@@ -133,11 +119,6 @@ class FullAttentionManager:
 
     def give_up(self, part: RunPart) -> None:
         """Nothing is overwritten."""
-
-    def append(self, part: RunPart, blocks: array[int]) -> None:
-        """Adds one position at the end, where nothing can be shared."""
-        part.scope.held += self.width
-        part.tail.extend(blocks)
 
     def commit(self, part: RunPart, committed: int, until: int, digests: bytes, swaps: list[Swap]) -> None:
         """Publishes the positions that became full; `digests` start at the one that holds token `committed`."""
@@ -159,16 +140,18 @@ class FullAttentionManager:
             digests = digests[taken * DIGEST_BYTES :]
             count -= taken
         if count:
-            blocks = part.tail[: count * width]
-            del part.tail[: count * width]
+            blocks = part.tail
+            part.tail = blocks[count * width :]
+            del blocks[count * width :]
             self._publish(part, digests, blocks, count)
 
-    def no_action_before(self, part: RunPart, committed: int) -> int:
-        """Committed tokens from which on `commit` has something to do even without a full block: never."""
+    def settle(self, part: RunPart, committed: int) -> int:
+        """Nothing falls out of full attention."""
         return NEVER
 
-    def settle(self, part: RunPart, committed: int) -> None:
-        """Nothing falls out of full attention."""
+    def settled_until(self, part: RunPart, committed: int) -> int:
+        """For ever."""
+        return NEVER
 
     def fork(self, part: RunPart, committed: int) -> RunPart:
         """Shares what is committed."""
@@ -204,13 +187,12 @@ class FullAttentionManager:
 
     def tables(self, part: RunPart) -> list[array[int]]:
         """One table per group."""
-        blocks = self.tree.path_blocks(part.run)
-        blocks.extend(part.tail)
-        return self.added(part, blocks)
+        blocks = self.tree.path_blocks(part.run, part.tail)
+        return [blocks] if self.width == 1 else self.added(part, blocks)
 
     def added(self, part: RunPart, blocks: array[int]) -> list[array[int]]:
         """Per group the last entries of its table, where these were just granted to it."""
-        return [blocks] if self.width == 1 else [blocks[group :: self.width] for group in range(self.width)]
+        return [blocks[group :: self.width] for group in range(self.width)]
 
     def shared_token_count(self, part: RunPart) -> int:
         """Leading tokens that stay held when this sequence is freed."""

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from quire_allocator.core.blocks import Blocks, Namespace
-from quire_allocator.core.groups import Manager
+from quire_allocator.core.groups import Hit, Manager
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import GrowResult, PoolSpec, Result, Victim
 
@@ -28,7 +28,7 @@ class Candidate(NamedTuple):
     """A new sequence that asks to be let in."""
 
     space: Namespace
-    hits: Sequence[Any]
+    hits: Sequence[Hit]
     token_count: int
     prompt_token_count: int
     priority: int
@@ -55,14 +55,9 @@ class Gates:
         """Free blocks that a new sequence must leave."""
         return self._spec.watermark_block_count + self.promised_block_count if self._sequences else 0
 
-    def has_room(self, block_count: int) -> bool:
-        """Whether a new sequence may take so many free blocks. Where it may, it also fits the pool: what it shares is
-        not free."""
-        return block_count + self.reserved_block_count <= self._blocks.free_count
-
     def refuse_new(self, candidate: Candidate, needed: int, revived: int) -> GrowResult | None:
         """Why a new sequence that needs so many blocks now, beside cached ones of its hits, is not let in; or None."""
-        taken = sum([m.hit_block_count(hit) for m, hit in zip(self._managers, candidate.hits, strict=True)])
+        taken = sum([hit.block_count for hit in candidate.hits])
         whole = needed
         if candidate.prompt_token_count > candidate.token_count:
             peak = sum(m.peak(candidate.prompt_token_count, candidate.token_count) for m in self._managers)
@@ -70,7 +65,7 @@ class Gates:
         if taken + whole > self._spec.block_count:
             return GrowResult(Result.TOO_LONG)
         hits = zip(self._managers, candidate.hits, strict=True)
-        kept = sum([m.cached_block_count(hit) for m, hit in hits if not m.in_place])  # a state is copied, and let go
+        kept = sum([hit.cached_block_count for m, hit in hits if not m.in_place])  # a state is copied, and let go
         over = self._over_quota(candidate.space, needed + kept)
         if over > 0:
             return GrowResult(Result.QUOTA, shortfall=over)

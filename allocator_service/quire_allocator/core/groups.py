@@ -19,6 +19,28 @@ from quire_allocator.core.usage import BlockStates
 from quire_allocator.core.windows import WindowManager
 
 
+class Hit(Protocol):
+    """What one manager found of a prefix. Valid until the pool changes.
+
+    Attributes:
+        token_count: tokens that it can serve.
+        block_count: blocks that a sequence holds by taking it.
+        cached_block_count: blocks of it that nobody holds: taking it leaves so many fewer to grant.
+    """
+
+    @property
+    def token_count(self) -> int:
+        """See above."""
+
+    @property
+    def block_count(self) -> int:
+        """See above."""
+
+    @property
+    def cached_block_count(self) -> int:
+        """See above."""
+
+
 class Manager(Protocol):
     """Tables and published blocks of all groups of one specification.
 
@@ -39,17 +61,8 @@ class Manager(Protocol):
     def new_scope(self, namespace: Namespace) -> Scope:
         """What a new namespace has here: nothing."""
 
-    def find(self, scope: Any, digests: bytes, token_limit: int) -> Any:
+    def find(self, scope: Any, digests: bytes, token_limit: int) -> Hit:
         """The hit rule: the longest published prefix of at most so many tokens. Changes nothing."""
-
-    def hit_token_count(self, hit: Any) -> int:
-        """Tokens of a hit."""
-
-    def hit_block_count(self, hit: Any) -> int:
-        """Blocks that a sequence holds by taking it."""
-
-    def cached_block_count(self, hit: Any) -> int:
-        """Blocks of a hit that nobody holds: taking it leaves so many fewer to grant."""
 
     def needed_after(self, hit: Any, token_count: int) -> int:
         """Blocks to grant beside a hit, for a new sequence of so many tokens."""
@@ -69,8 +82,9 @@ class Manager(Protocol):
     def room(self, part: Any, token_count: int) -> int:
         """Tokens up to which it can grow without anything being granted or copied."""
 
-    def grow(self, part: Any, token_count: int, until: int, blocks: array[int], copies: list[Copy]) -> None:
-        """Adds the `needed` blocks, just granted; the first ones may replace what is not the sequence's alone."""
+    def grow(self, part: Any, token_count: int, until: int, blocks: array[int], copies: list[Copy]) -> int:
+        """Adds the `needed` blocks, just granted, which are the manager's to keep; the first ones may replace what is
+        not the sequence's alone. Returns the tokens up to which nothing has to be granted or copied from now on."""
 
     def let_go(self, part: Any, token_count: int) -> int:
         """Blocks that the next grow replaces by copies and that nobody else holds."""
@@ -78,20 +92,17 @@ class Manager(Protocol):
     def give_up(self, part: Any) -> None:
         """Takes back what was published of a block that forward passes overwrite, if nobody else holds it."""
 
-    def append(self, part: Any, blocks: array[int]) -> None:
-        """Adds one position, just granted, at a block edge; only where no group of the pool is `in_place`."""
-
     def added(self, part: Any, blocks: array[int]) -> list[array[int]]:
         """Per group, in order, the last entries of its table, where `blocks` were just granted."""
 
     def commit(self, part: Any, committed: int, until: int, digests: bytes, swaps: list[Swap]) -> None:
         """Publishes what became full; `digests` are those of the digest blocks in [committed, until)."""
 
-    def no_action_before(self, part: Any, committed: int) -> int:
-        """Committed tokens up to which nothing falls out."""
+    def settle(self, part: Any, committed: int) -> int:
+        """The skip rule: gives back what no token from `committed` on reads. Returns `settled_until`."""
 
-    def settle(self, part: Any, committed: int) -> None:
-        """The skip rule: gives back what no token from `committed` on reads."""
+    def settled_until(self, part: Any, committed: int) -> int:
+        """Committed tokens before which nothing more falls out."""
 
     def fork(self, part: Any, committed: int) -> Any:
         """What another sequence has that shares what is committed."""

@@ -295,7 +295,7 @@ def _check_sequence(pool: Pool, sequence_id: int, sequence: SequenceState) -> No
         f"sequence {sequence_id} may grow to {sequence.limit} unseen, there is room for {room}"
     )
     quiet = (committed // pool.digest_tokens + 1) * pool.digest_tokens
-    quiet = min([quiet, *[manager.no_action_before(part, committed) for manager, part in parts]])
+    quiet = min([quiet, *[manager.settled_until(part, committed) for manager, part in parts]])
     assert sequence.quiet_until == quiet, (
         f"commits of {sequence_id} are unseen up to {sequence.quiet_until}, not {quiet}"
     )

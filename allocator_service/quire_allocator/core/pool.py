@@ -112,9 +112,12 @@ class Pool:
         place, pending = matched // self.digest_tokens, 0
         if len(self.pending):
             pending = self.pending.pending_count(namespace, digests, place, limit) * self.digest_tokens
-        needs, needed, revived = self.groups.needs_of(hits, token_count)
+        needs = [m.needed_after(hit, token_count) for m, hit in zip(self.managers, hits, strict=True)]
+        needed, revived = sum(needs), sum([hit.cached_block_count for hit in hits])
         refused = None
-        if prompt > chunk or space.quota is not None or not self.gates.has_room(needed + revived):
+        # Where it may take so much, it also fits the pool: what it shares is not free.
+        left = self.blocks.free_count - needed - revived
+        if prompt > chunk or space.quota is not None or left < self.gates.reserved_block_count:
             candidate = Candidate(space, hits, chunk, prompt_token_count, priority)
             refused = self.gates.refuse_new(candidate, needed, revived)
         if 0 < defer_token_count <= pending and (refused is None or refused.result is not Result.TOO_LONG):
@@ -130,8 +133,7 @@ class Pool:
         # Hits are held before anything is taken: taking evicts.
         self.blocks.namespaces[namespace] = space
         space.sequence_count += 1  # or it would be forgotten with its last cached block
-        opening = zip(self.managers, space.scopes, hits, strict=True)
-        sequence = SequenceState(space, matched, priority, tuple([m.open(s, hit, prompt) for m, s, hit in opening]))
+        sequence = self.groups.open(space, hits, matched, prompt, priority)
         copies: list[Copy] = []
         self.groups.grant(sequence, needs, token_count, copies)
         self.granted_block_count += needed
@@ -237,9 +239,8 @@ class Pool:
             self.groups.shrink(sequence, granted)
         if sequence.chain is not None and not self.pending.advance(sequence.chain, token_count // self.digest_tokens):
             sequence.chain = None
-        sequence.quiet_until = (token_count // self.digest_tokens + 1) * self.digest_tokens
+        self.groups.settle(sequence)
         if self.groups.settles:
-            self.groups.settle(sequence)
             self.gates.enforce_cache_quota(sequence.namespace)
         if self.groups.in_place or keep_token_count:
             self.groups.note_limit(sequence)

@@ -65,9 +65,12 @@ class Run(Scoped):
 
 
 class RunHit(NamedTuple):
-    """A published prefix: whole runs from the root down, of the last one only `cut` positions unless that is 0."""
+    """A published prefix: whole runs from the root down, of the last one only `cut` positions unless that is 0. What is
+    counted is described in `groups.Hit`."""
 
-    position_count: int
+    token_count: int
+    block_count: int
+    cached_block_count: int
     runs: Sequence[Run]
     cut: int
 
@@ -85,31 +88,34 @@ class RunScope(Scope):
 class RunTree:
     """The runs of all namespaces of one manager."""
 
-    def __init__(self, width: int, blocks: Blocks, log: EventLog) -> None:
+    def __init__(self, width: int, block_size: int, blocks: Blocks, log: EventLog) -> None:
         self.width = width
+        self.block_size = block_size
         self._blocks = blocks
         self._log = log
 
-    def find(self, root: Run, digests: bytes, position_limit: int) -> RunHit:
-        """The longest published prefix of at most so many positions. Changes nothing."""
-        limit = min(position_limit * DIGEST_BYTES, len(digests))
+    def find(self, root: Run, digests: bytes, token_limit: int) -> RunHit:
+        """The longest published prefix of at most so many tokens. Changes nothing."""
+        limit = min(token_limit // self.block_size * DIGEST_BYTES, len(digests))
         run, offset, runs = root, 0, []
+        cached = cut = 0  # positions
         while offset < limit:
             child = run.children.get(digests[offset : offset + DIGEST_BYTES])
             if child is None:
                 break
             runs.append(child)
             size = len(child.digests)
-            if size > limit - offset:  # most often the prompt that made the run, but for the block left to compute
-                wanted = digests if not offset and limit == len(digests) else digests[offset:limit]
-                if child.digests.startswith(wanted):
-                    return RunHit(limit // DIGEST_BYTES, runs, (limit - offset) // DIGEST_BYTES)
             if size > limit - offset or not digests.startswith(child.digests, offset):
-                cut = common_positions(child.digests, digests, offset, limit)
-                return RunHit((offset // DIGEST_BYTES) + cut, runs, 0 if cut * DIGEST_BYTES == size else cut)
+                size = _agreeing(child.digests, digests, offset, limit)
+                cut = size // DIGEST_BYTES if size < len(child.digests) else 0
             offset += size
+            if not child.live:
+                cached += size // DIGEST_BYTES
+            if cut:
+                break
             run = child
-        return RunHit(offset // DIGEST_BYTES, runs, 0)
+        positions = offset // DIGEST_BYTES
+        return RunHit(positions * self.block_size, positions * self.width, cached * self.width, runs, cut)
 
     def add_child(self, parent: Run, digests: bytes, blocks: array[int], position: int) -> Run:
         """Publishes blocks below a run of which none of the children begins with their first digest. The holder moves
@@ -208,16 +214,30 @@ class RunTree:
                 yield run
             pending.extend(run.children.values())
 
-    def path_blocks(self, run: Run) -> array[int]:
-        """Blocks from the root down to the end of a run."""
-        path = []
-        while run.parent is not None:
+    def path_blocks(self, run: Run, tail: array[int]) -> array[int]:
+        """Blocks from the root down to the end of a run, and a tail behind them; a copy."""
+        parent = run.parent
+        if parent is None:
+            return tail[:]
+        if parent.parent is None:
+            return run.blocks + tail
+        path = [tail]
+        while parent is not None:
             path.append(run.blocks)
-            run = run.parent
+            run, parent = parent, parent.parent
         blocks = array("I")
         for part in reversed(path):
             blocks.extend(part)
         return blocks
+
+
+def _agreeing(run_digests: bytes | bytearray, digests: bytes, start: int, end: int) -> int:
+    """Bytes in which a run agrees with `digests[start:end]`, whole digests; at least one does."""
+    if len(run_digests) > end - start:  # most often the prompt that made the run, but for the block left to compute
+        wanted = digests if not start and end == len(digests) else digests[start:end]
+        if run_digests.startswith(wanted):
+            return end - start
+    return common_positions(run_digests, digests, start, end) * DIGEST_BYTES
 
 
 def common_positions(run_digests: bytes | bytearray, digests: bytes, start: int, end: int) -> int:

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.spec import CHECKPOINTS_MAX_DEFAULT, NEVER, Copy, GroupSpec, PoolSpec, Swap
-from quire_allocator.core.units import Unit, UnitHit, UnitScope, UnitStore
+from quire_allocator.core.units import NO_UNITS, Unit, UnitHit, UnitScope, UnitStore
 from quire_allocator.core.usage import BlockStates
 
 
@@ -63,12 +63,9 @@ class StateManager(UnitStore[UnitHit, StatePart]):
             for count in range(min(token_limit // self._digest_tokens, len(digests) // 32), 0, -1):
                 unit = index.get((count, self._digest_at(digests, count * self._digest_tokens)))
                 if unit is not None:
-                    return UnitHit(count * self._digest_tokens, 0, (unit,))
-        return UnitHit(0, 0, ())
-
-    def hit_block_count(self, hit: UnitHit) -> int:
-        """None: the first grow copies the checkpoint and lets go of it."""
-        return 0
+                    # No block of it stays: the first grow copies the checkpoint and lets go of it.
+                    return UnitHit(count * self._digest_tokens, 0, 0 if unit.live else self.width, 0, (unit,))
+        return NO_UNITS
 
     def needed_after(self, hit: UnitHit, token_count: int) -> int:
         """Blocks to grant to a new sequence: its running block."""
@@ -97,14 +94,14 @@ class StateManager(UnitStore[UnitHit, StatePart]):
         """Any length, as long as the running block is its own."""
         return NEVER if self._is_private(part) else token_count
 
-    def grow(self, part: StatePart, token_count: int, until: int, blocks: array[int], copies: list[Copy]) -> None:
+    def grow(self, part: StatePart, token_count: int, until: int, blocks: array[int], copies: list[Copy]) -> int:
         """Replaces a running block that is a checkpoint or shared by a copy."""
-        if not blocks:
-            return
-        before, (part.unit,) = part.unit, self._new_units(part.scope, blocks)
-        if before is not None:
-            copies.extend(map(Copy, before.blocks, blocks))
-            self._release(before)
+        if blocks:
+            before, (part.unit,) = part.unit, self._new_units(part.scope, blocks)
+            if before is not None:
+                copies.extend(map(Copy, before.blocks, blocks))
+                self._release(before)
+        return NEVER
 
     def let_go(self, part: StatePart, token_count: int) -> int:
         """A checkpoint that nobody else holds."""
@@ -118,10 +115,6 @@ class StateManager(UnitStore[UnitHit, StatePart]):
             self._retract(part.unit)
             (part.unit,) = self._new_units(part.scope, blocks)
 
-    def append(self, part: StatePart, blocks: array[int]) -> None:
-        """Never called: a state has no edge at which nothing is shared."""
-        raise NotImplementedError
-
     def commit(self, part: StatePart, committed: int, until: int, digests: bytes, swaps: list[Swap]) -> None:
         """Makes a checkpoint, if `until` is where one belongs."""
         if part.unit is None or until == 0 or (until % self.block_size and until != part.prompt_end):
@@ -134,17 +127,18 @@ class StateManager(UnitStore[UnitHit, StatePart]):
         if part.unit is own:
             part.checkpoints.append(own)
 
-    def no_action_before(self, part: StatePart, committed: int) -> int:
-        """Nothing falls out."""
-        return NEVER
-
-    def settle(self, part: StatePart, committed: int) -> None:
+    def settle(self, part: StatePart, committed: int) -> int:
         """Drops the oldest checkpoints of this sequence that nobody has used, beyond what it may leave behind."""
         while len(part.checkpoints) > self._checkpoints_max:
             oldest = part.checkpoints.popleft()
             if oldest.key is not None and not oldest.live and not oldest.was_hit:
                 self._unpublish(oldest)
                 self._blocks.dropped(oldest.scope, self.width)
+        return NEVER
+
+    def settled_until(self, part: StatePart, committed: int) -> int:
+        """Nothing falls out."""
+        return NEVER
 
     def fork(self, part: StatePart, committed: int) -> StatePart:
         """Shares the running block; both copy it before they go on."""

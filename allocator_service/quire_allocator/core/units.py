@@ -64,11 +64,17 @@ class UnitScope(Scope):
 
 
 class UnitHit(NamedTuple):
-    """Published units that serve a prefix of `token_count` tokens; the first stands at position `first`."""
+    """Published units that serve a prefix; the first stands at position `first`. What is counted is described in
+    `groups.Hit`."""
 
     token_count: int
+    block_count: int
+    cached_block_count: int
     first: int
     units: Sequence[Unit]
+
+
+NO_UNITS = UnitHit(0, 0, 0, 0, ())
 
 
 HitT = TypeVar("HitT")
@@ -90,14 +96,6 @@ class UnitStore(Generic[HitT, PartT]):
     def new_scope(self, namespace: Namespace) -> UnitScope:
         """An empty index."""
         return UnitScope(namespace, self)  # type: ignore[arg-type]
-
-    def hit_token_count(self, hit: UnitHit) -> int:
-        """Tokens of a hit."""
-        return hit.token_count
-
-    def cached_block_count(self, hit: UnitHit) -> int:
-        """Blocks of a hit that nobody holds: taking it leaves so many fewer to grant."""
-        return self.width * sum(not unit.live for unit in hit.units)
 
     def units(self, scope: UnitScope) -> Iterator[Unit]:
         """Every published unit of a namespace."""

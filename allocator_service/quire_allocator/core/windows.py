@@ -15,7 +15,7 @@ from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.rules import WINDOW_RULES, WindowRule
 from quire_allocator.core.spec import NULL_BLOCK, Copy, GroupSpec, PoolSpec, Swap
-from quire_allocator.core.units import Unit, UnitHit, UnitScope, UnitStore
+from quire_allocator.core.units import NO_UNITS, Unit, UnitHit, UnitScope, UnitStore
 from quire_allocator.core.usage import BlockStates
 
 
@@ -55,12 +55,9 @@ class WindowManager(UnitStore[UnitHit, WindowPart]):
                 units.append(unit)
             else:
                 units.reverse()
-                return UnitHit(end * size, first, units)
-        return UnitHit(0, 0, ())
-
-    def hit_block_count(self, hit: UnitHit) -> int:
-        """Blocks of a hit."""
-        return len(hit.units) * self.width
+                cached = sum([not unit.live for unit in units])
+                return UnitHit(end * size, len(units) * self.width, cached * self.width, first, units)
+        return NO_UNITS
 
     def needed_after(self, hit: UnitHit, token_count: int) -> int:
         """Blocks to grant to a new sequence of so many tokens."""
@@ -91,7 +88,7 @@ class WindowManager(UnitStore[UnitHit, WindowPart]):
             return token_count
         return (part.first + len(part.units)) * self.block_size
 
-    def grow(self, part: WindowPart, token_count: int, until: int, blocks: array[int], copies: list[Copy]) -> None:
+    def grow(self, part: WindowPart, token_count: int, until: int, blocks: array[int], copies: list[Copy]) -> int:
         """Adds granted blocks; the first replaces a block that is not this sequence's alone."""
         units = self._new_units(part.scope, blocks)
         if self._must_copy(part, token_count):
@@ -99,6 +96,7 @@ class WindowManager(UnitStore[UnitHit, WindowPart]):
             copies.extend(map(Copy, shared.blocks, units[0].blocks))
             self._release(shared)
         part.units += units
+        return (part.first + len(part.units)) * self.block_size
 
     def let_go(self, part: WindowPart, token_count: int) -> int:
         """A half-filled block that another sequence filled, published and left."""
@@ -106,11 +104,6 @@ class WindowManager(UnitStore[UnitHit, WindowPart]):
 
     def give_up(self, part: WindowPart) -> None:
         """Nothing is overwritten."""
-
-    def append(self, part: WindowPart, blocks: array[int]) -> None:
-        """Adds one position at the end, where nothing can be shared."""
-        part.scope.held += self.width
-        part.units.append(Unit(part.scope, blocks))
 
     def commit(self, part: WindowPart, committed: int, until: int, digests: bytes, swaps: list[Swap]) -> None:
         """Publishes the positions that became full."""
@@ -120,11 +113,7 @@ class WindowManager(UnitStore[UnitHit, WindowPart]):
             i = position - part.first
             part.units[i] = self._publish(part.scope, part.units[i], key, swaps, position)
 
-    def no_action_before(self, part: WindowPart, committed: int) -> int:
-        """Committed tokens at which its first block falls out."""
-        return self._rule.needs_less_at(committed, (part.first + 1) * self.block_size - 1)
-
-    def settle(self, part: WindowPart, committed: int) -> None:
+    def settle(self, part: WindowPart, committed: int) -> int:
         """Gives back what fell out, deepest first: of what stays cached, short prefixes serve most prompts."""
         gone = self._rule.first_needed(committed) // self.block_size - part.first
         if gone > 0:
@@ -133,6 +122,11 @@ class WindowManager(UnitStore[UnitHit, WindowPart]):
             part.first += gone
             for unit in reversed(fallen):
                 self._release(unit)
+        return self.settled_until(part, committed)
+
+    def settled_until(self, part: WindowPart, committed: int) -> int:
+        """Committed tokens at which its first block falls out."""
+        return self._rule.needs_less_at(committed, (part.first + 1) * self.block_size - 1)
 
     def fork(self, part: WindowPart, committed: int) -> WindowPart:
         """Shares what is committed."""

@@ -30,25 +30,35 @@ class Change(enum.Enum):
     REMOVED = enum.auto()
 
 
+_STORED, _REMOVED = Change.STORED, Change.REMOVED
+
+
 class Event(NamedTuple):
     """Consecutive digests of one prefix, in the groups of one manager.
 
     Attributes:
         parent_digest: of the block before the first one; empty at the root, and for REMOVED.
         first_position: blocks before the first one.
+        source: what contains the digests, from byte `start` to byte `end`: evicting a long stretch copies none of them.
     """
 
     step: int
     change: Change
     scope: Scope
     parent_digest: bytes
-    digests: bytes | bytearray
     first_position: int
+    source: bytes | bytearray
+    start: int
+    end: int
+
+    @property
+    def digests(self) -> bytes:
+        """Concatenated."""
+        return bytes(self.source[self.start : self.end])
 
 
-_Record = tuple[
-    int, Change, "Scope", bytes, bytes | bytearray, int
-]  # fields of an Event: making one costs as much as an append
+# Fields of an Event: making one costs as much as an append.
+_Record = tuple[int, Change, "Scope", bytes, int, bytes | bytearray, int, int]
 
 
 class EventLog:
@@ -63,11 +73,12 @@ class EventLog:
 
     def stored(self, scope: Scope, parent_digest: bytes, digests: bytes, first_position: int) -> None:
         """Blocks became hittable."""
-        self._recorded.append((self.step, Change.STORED, scope, parent_digest, digests, first_position))
+        self._recorded.append((self.step, _STORED, scope, parent_digest, first_position, digests, 0, len(digests)))
 
-    def removed(self, scope: Scope, digests: bytes | bytearray, first_position: int) -> None:
-        """Digests no longer hit: no other block carries them."""
-        self._recorded.append((self.step, Change.REMOVED, scope, b"", digests, first_position))
+    def removed(self, scope: Scope, first_position: int, source: bytes | bytearray, start: int, end: int) -> None:
+        """Digests no longer hit: no other block carries them. They stand in `source[start:end]`, which does not change
+        any more."""
+        self._recorded.append((self.step, _REMOVED, scope, b"", first_position, source, start, end))
 
     def publish(self, acknowledged_step: int) -> bool:
         """Makes the events of steps up to this one visible; returns whether there were any."""
@@ -77,10 +88,11 @@ class EventLog:
         while recorded and recorded[0][0] <= acknowledged_step:
             event = recorded.popleft()
             self._kept.append(event)
-            self._kept_bytes += len(event[4])
+            self._kept_bytes += event[7] - event[6]
             self.last_cursor += 1
         while len(self._kept) > EVENTS_KEPT_MAX or self._kept_bytes > DIGEST_BYTES_KEPT_MAX:
-            self._kept_bytes -= len(self._kept.popleft()[4])
+            *_, start, end = self._kept.popleft()
+            self._kept_bytes -= end - start
         return True
 
     def can_resume(self, cursor: int) -> bool:

@@ -226,7 +226,7 @@ class FullAttentionManager:
             if child is None:
                 break
             same = common_positions(child.digests, digests, start, len(digests))
-            if same * DIGEST_BYTES < len(child.digests):
+            if same * DIGEST_BYTES < child.size:
                 child = self.tree.split(child, same)
             for position in range(same):
                 for column, group in enumerate(self.groups):
@@ -246,7 +246,7 @@ class FullAttentionManager:
         width = self.width
         child = part.run.children.get(digest)
         if child is not None:  # published already: this sequence just leaves its sharers
-            if len(child.digests) > DIGEST_BYTES:
+            if child.size > DIGEST_BYTES:
                 child = self.tree.split(child, 1)
             swaps.extend(Swap(g, part.published, b) for g, b in zip(self.groups, child.blocks, strict=True))
             self._leave_shared(part)

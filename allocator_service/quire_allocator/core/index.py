@@ -47,7 +47,7 @@ def walk(pool: Pool) -> Iterator[Stretch]:
             groups, size = manager.groups, manager.spec.block_size
             if isinstance(scope, RunScope):
                 for run in _walk_runs(scope.root):
-                    parent = bytes(run.parent.digests[-DIGEST_BYTES:]) if run.parent is not None else b""
+                    parent = run.parent.last_digest if run.parent is not None else b""
                     yield Stretch(space.name, groups, size, parent, bytes(run.digests), run.first_position)
             elif isinstance(scope, UnitScope):
                 for unit in list(scope.index.values()):
@@ -63,7 +63,7 @@ def stretch_of(event: Event) -> Stretch:
         manager.groups,
         manager.spec.block_size,
         event.parent_digest,
-        bytes(event.digests),
+        event.digests,
         event.first_position,
     )
 
@@ -82,5 +82,5 @@ def _walk_runs(root: Run) -> Iterator[Run]:
         for part in reversed(parts):
             if part.blocks:
                 yield part
-        end = run.first_position + len(run.digests) // DIGEST_BYTES
+        end = run.first_position + run.size // DIGEST_BYTES
         noted += [(child, end) for child in run.children.values()]

@@ -170,7 +170,7 @@ def _check_run(run: Run, scope: RunScope, width: int) -> None:
     assert count > 0, "a run is empty"
     assert not rest, "a run has a part of a digest"
     assert len(run.blocks) == count * width, f"a run of {count} digests has {len(run.blocks)} blocks"
-    above = parent.first_position + len(parent.digests) // DIGEST_BYTES
+    above = parent.first_position + parent.size // DIGEST_BYTES
     assert run.first_position == above, f"a run below {above} positions says it begins at {run.first_position}"
     assert run.live == 0 or parent.parent is None or parent.live > 0, "a held run hangs below a cached one"
 
@@ -178,7 +178,7 @@ def _check_run(run: Run, scope: RunScope, width: int) -> None:
 def _check_run_part(manager: FullAttentionManager, sequence: SequenceState, part: RunPart, known: set[int]) -> None:
     width, size = manager.width, manager.block_size
     assert id(part.run) in known, "a sequence ends in a run that is not in the tree"
-    end = part.run.first_position + len(part.run.digests) // DIGEST_BYTES
+    end = part.run.first_position + part.run.size // DIGEST_BYTES
     assert part.published == end, f"a sequence counts {part.published} published positions, its run ends at {end}"
     assert part.published == sequence.committed_token_count // size, "not what is committed is published"
     entries = -(-sequence.token_count // size)

@@ -29,19 +29,62 @@ from quire_allocator.core.spec import DIGEST_BYTES
 
 
 class Run(Scoped):
-    """A stretch of published blocks. The root of a namespace is a run of none, without a parent."""
+    """A stretch of published blocks. The root of a namespace is a run of none, without a parent.
 
-    __slots__ = ("_first_position", "blocks", "children", "digests", "parent")
+    Attributes:
+        children: by their first digest.
+        size: bytes of its digests.
+    """
+
+    __slots__ = ("_digests", "_first_position", "blocks", "children", "parent", "size")
 
     def __init__(
         self, scope: Scope, parent: Run | None, first_position: int, digests: bytes | bytearray, blocks: array[int]
     ) -> None:
         super().__init__(scope)
         self.parent = parent
-        self.children: dict[bytes, Run] = {}  # by their first digest
-        self.digests: bytes | bytearray = digests  # a bytearray once it was extended or trimmed
+        self.children: dict[bytes, Run] = {}
+        self._digests = digests  # a bytearray once it was extended; longer than `size` once it was trimmed
+        self.size = len(digests)
         self.blocks = blocks
         self._first_position = first_position
+
+    @property
+    def digests(self) -> bytes | bytearray:
+        """Concatenated. What eviction has trimmed is cut off here: most runs are gone before anybody looks again, and
+        copying the digests of a long one costs as much as evicting it."""
+        digests = self._digests
+        if len(digests) != self.size:
+            self._digests = digests = digests[: self.size]
+        return digests
+
+    def extend(self, digests: bytes, blocks: array[int]) -> None:
+        """More blocks at its end."""
+        own = self.digests
+        if isinstance(own, bytes):
+            self._digests = own = bytearray(own)
+        own += digests
+        self.size += len(digests)
+        self.blocks.extend(blocks)
+
+    def trim(self, size: int) -> tuple[bytes | bytearray, array[int]]:
+        """Only so many bytes of digests are left, and their blocks; returns what contains the digests cut off, where
+        they were, and their blocks."""
+        source, kept = self._digests, len(self.blocks) * size // self.size
+        blocks = self.blocks[kept:]
+        self.size = size
+        if size:
+            del self.blocks[kept:]
+        else:  # who walks the tree sees that it is gone
+            self._digests, self.blocks = b"", array("I")
+        return source, blocks
+
+    def cut_off(self, upper: Run) -> None:
+        """Only what is below `upper` is left, which had a copy of the beginning."""
+        self._digests = self.digests[upper.size :]
+        self.size -= upper.size
+        self.blocks = self.blocks[len(upper.blocks) :]
+        self._first_position += upper.size // DIGEST_BYTES
 
     @property
     def block_count(self) -> int:
@@ -56,12 +99,17 @@ class Run(Scoped):
     @property
     def first_digest(self) -> bytes:
         """Digest of its first block."""
-        return bytes(self.digests[:DIGEST_BYTES])
+        return bytes(self._digests[:DIGEST_BYTES])
+
+    @property
+    def last_digest(self) -> bytes:
+        """Digest of its last block; empty for a root."""
+        return bytes(self._digests[self.size - DIGEST_BYTES : self.size]) if self.size else b""
 
     def key_at(self, offset: int) -> bytes:
         """Digest of the position that the block at `offset` belongs to; empty beyond its end."""
-        start = offset * len(self.digests) // len(self.blocks) // DIGEST_BYTES * DIGEST_BYTES
-        return bytes(self.digests[start : start + DIGEST_BYTES])
+        start = offset * self.size // len(self.blocks) // DIGEST_BYTES * DIGEST_BYTES
+        return bytes(self._digests[start : start + DIGEST_BYTES])
 
 
 class RunHit(NamedTuple):
@@ -104,10 +152,10 @@ class RunTree:
             if child is None:
                 break
             runs.append(child)
-            size = len(child.digests)
+            size = child.size
             if size > limit - offset or not digests.startswith(child.digests, offset):
                 size = _agreeing(child.digests, digests, offset, limit)
-                cut = size // DIGEST_BYTES if size < len(child.digests) else 0
+                cut = size // DIGEST_BYTES if size < child.size else 0
             offset += size
             if not child.live:
                 cached += size // DIGEST_BYTES
@@ -120,7 +168,7 @@ class RunTree:
     def add_child(self, parent: Run, digests: bytes, blocks: array[int], position: int) -> Run:
         """Publishes blocks below a run of which none of the children begins with their first digest. The holder moves
         down from the parent, whose count stays: it counts the child instead."""
-        self._log.stored(parent.scope, bytes(parent.digests[-DIGEST_BYTES:]), digests, position)
+        self._log.stored(parent.scope, parent.last_digest, digests, position)
         child = Run(parent.scope, parent, position, digests, blocks)
         child.live = 1
         parent.children[digests[:DIGEST_BYTES]] = child
@@ -133,11 +181,8 @@ class RunTree:
 
     def extend(self, run: Run, digests: bytes, blocks: array[int], position: int) -> None:
         """Publishes blocks at the end of an extendable run."""
-        self._log.stored(run.scope, bytes(run.digests[-DIGEST_BYTES:]), digests, position)
-        if isinstance(run.digests, bytes):
-            run.digests = bytearray(run.digests)
-        run.digests += digests
-        run.blocks.extend(blocks)
+        self._log.stored(run.scope, run.last_digest, digests, position)
+        run.extend(digests, blocks)
 
     def hold(self, run: Run) -> None:
         """One more holder; runs that come back from the cache hold their parents."""
@@ -164,12 +209,10 @@ class RunTree:
         upper = Run(run.scope, parent, run.first_position, run.digests[:size], run.blocks[:count])
         upper.copy_history(run)
         upper.live = 1 if run.live else 0
-        parent.children[bytes(upper.digests[:DIGEST_BYTES])] = upper
-        run.digests = run.digests[size:]
-        run.blocks = run.blocks[count:]
+        parent.children[upper.first_digest] = upper
+        run.cut_off(upper)
         run.parent = upper
-        run._first_position += positions
-        upper.children[bytes(run.digests[:DIGEST_BYTES])] = run
+        upper.children[run.first_digest] = run
         if self._blocks.policy.split(upper, run) and run.ticket:
             self._blocks.push(run)
         return upper
@@ -178,30 +221,22 @@ class RunTree:
         """Takes positions from the deep end of a cached run without children."""
         assert isinstance(entry, Run)
         run = entry
-        positions = min(len(run.digests) // DIGEST_BYTES, -(-wanted // self.width))
+        positions = min(run.size // DIGEST_BYTES, -(-wanted // self.width))
         if run.spare:
             positions = min(positions, max(1, run.spare // self.width))
-        count = positions * self.width
+        count, kept = positions * self.width, run.size - positions * DIGEST_BYTES
         moves = self._blocks.policy.evicted(run, count)
-        if count < len(run.blocks):
-            kept = len(run.digests) - positions * DIGEST_BYTES
-            self._log.removed(run.scope, run.digests[kept:], run.first_position + kept // DIGEST_BYTES)
-            self._blocks.give_back(run.blocks[-count:])
-            if isinstance(run.digests, bytes):
-                run.digests = bytearray(run.digests)
-            del run.blocks[-count:]
-            del run.digests[kept:]
-            if moves:
-                self._blocks.push(run)
-            return count
-        self._log.removed(run.scope, run.digests, run.first_position)
-        self._blocks.give_back(run.blocks)
-        self._blocks.queue.discard(run)
         parent = run.parent
         assert parent is not None, "a root is no candidate"
-        del parent.children[run.first_digest]
-        run.digests, run.blocks = b"", array("I")  # the log keeps the digests; who walks the tree sees it gone
-        if not parent.children and not parent.live and parent.parent is not None:
+        if not kept:
+            self._blocks.queue.discard(run)
+            del parent.children[run.first_digest]
+        size, (source, blocks) = run.size, run.trim(kept)
+        self._log.removed(run.scope, run.first_position + kept // DIGEST_BYTES, source, kept, size)
+        self._blocks.give_back(blocks)
+        if kept and moves:
+            self._blocks.push(run)
+        elif not kept and not parent.children and not parent.live and parent.parent is not None:
             self._blocks.push(parent)
         return count
 

@@ -162,7 +162,7 @@ class UnitStore(Generic[HitT, PartT]):
         scope = unit.scope
         assert isinstance(scope, UnitScope)
         del scope.index[unit.key]
-        self._log.removed(scope, unit.key[1], unit.key[0])
+        self._log.removed(scope, unit.key[0], unit.key[1], 0, DIGEST_BYTES)
         unit.key = None
 
     def _digest_at(self, digests: bytes, token_count: int, first_digest: int = 0) -> bytes:

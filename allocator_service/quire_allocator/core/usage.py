@@ -186,4 +186,4 @@ def _use(run: Run, number: int, holders: int, pool: Pool) -> PrefixUse:
     manager = pool.managers[number]
     width, size = len(manager.groups), manager.spec.block_size
     end = run.first_position + len(run.blocks) // width
-    return PrefixUse(run.scope.namespace.name, bytes(run.digests[-32:]), end * size, len(run.blocks), holders)
+    return PrefixUse(run.scope.namespace.name, run.last_digest, end * size, len(run.blocks), holders)

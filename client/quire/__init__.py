@@ -35,7 +35,7 @@ from quire.errors import (
     UnimplementedError,
 )
 from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, SnapshotEnd
-from quire.hashing import block_digests, prompt_digests, root_digest
+from quire.hashing import DigestChain, block_digests, prompt_digests, root_digest
 from quire.mirror import PrefixMirror
 from quire.steps import Copy, Result, Swap, Victim
 from quire.types import (
@@ -90,6 +90,7 @@ __all__ = [
     "CommitOutcome",
     "Copy",
     "DeadlineExceededError",
+    "DigestChain",
     "EventStream",
     "FailedPreconditionError",
     "FinishReason",

@@ -1,14 +1,19 @@
-"""Prefix digests: a chain of SHA-256 over token blocks.
+"""Prefix digests: SHA-256 of everything up to the end of a block.
 
-    root     = SHA256("quire/1" | field(fingerprint) | field(layout) | field(lora) | field(namespace))
-    digest_0 = SHA256(root       | uint32 block size | int32 tokens | field(extra key) ...)
-    digest_i = SHA256(digest_i-1 | uint32 block size | int32 tokens | field(extra key) ...)
+    root     = SHA256("quire/2" | field(fingerprint) | field(layout) | field(lora) | field(namespace))
+    digest_i = SHA256(root | uint32 block size | int32 tokens of the blocks 0 to i)
 
-where field(x) is the length of x as uint32 followed by x; all numbers are little-endian. A digest names the content of
-its block *and* of everything before it, for one model, cache layout, adapter and namespace. Tokens do not tell one
-image from another: `multimodal_keys` makes the extra keys that do. The same numbers come out in every process and
-language: `docs/hash.md` has test vectors. Truncated or non-cryptographic hashes are not offered, because a collision
-would hand one user the keys and values of another (CVE-2025-25183).
+where field(x) is the length of x as uint32 followed by x; all numbers are little-endian. One running hash gives all
+digests of a prompt, which is a third of the cost of hashing each digest into the next. A block `k` with extra keys
+begins anew, from a root that names what came before, `digest_(k-1)`, or the old root where there is no such block:
+
+    root'    = SHA256("quire/2/keys" | digest_(k-1) | field(extra key) ...)
+    digest_i = SHA256(root' | uint32 block size | int32 tokens of the blocks k to i)
+
+A digest names the content of its block *and* of everything before it, for one model, cache layout, adapter and
+namespace. Tokens do not tell one image from another: `multimodal_keys` makes the extra keys that do. The same numbers
+come out in every process and language: `docs/hash.md` has test vectors. Truncated or non-cryptographic hashes are not
+offered, because a collision would hand one user the keys and values of another (CVE-2025-25183).
 
 Computed by clients and workers. The allocator sees digests and counts, never tokens.
 """
@@ -19,7 +24,7 @@ import contextlib
 import hashlib
 import struct
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -28,7 +33,8 @@ DIGEST_BYTES: Final = 32
 CONTENT_ID_BYTES_MAX: Final = 128
 _TOKENS_MAX: Final = 2**31 - 1  # an offset is an int32
 _PACKED_TOKENS: Final = 2_048  # at a time: a whole prompt as arguments of one call does not stay in the cache
-_VERSION: Final = b"quire/1"
+_VERSION: Final = b"quire/2"
+_KEYS: Final = b"quire/2/keys"
 _MULTIMODAL: Final = b"mm/1"
 
 
@@ -83,45 +89,100 @@ def root_digest(*, fingerprint: bytes, layout: str, lora: str = "", namespace: s
     return state.digest()
 
 
+class DigestChain:
+    """Digests of tokens that become known little by little, as while decoding; a fork goes on from a copy.
+
+    Args:
+        root: 32 bytes from `root_digest`.
+        block_size: tokens per block, at least 1.
+
+    Raises:
+        ValueError: the root is not 32 bytes, or `block_size` is below 1.
+    """
+
+    __slots__ = ("_block_size", "_last", "_state")
+
+    def __init__(self, root: bytes, block_size: int) -> None:
+        if len(root) != DIGEST_BYTES:
+            raise ValueError(f"root must be {DIGEST_BYTES} bytes, not {len(root)}")
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1, not {block_size}")
+        self._block_size = block_size
+        self._last = bytes(root)
+        self._state = self._begin(self._last)
+
+    def extend(self, tokens: Sequence[int], *, extra_keys: Sequence[Iterable[bytes]] | None = None) -> list[bytes]:
+        """Digests of the next blocks.
+
+        Args:
+            tokens: of whole blocks, each fits a signed 32-bit integer. Fastest as an array of int32 (`array("i")`,
+                numpy).
+            extra_keys: per block, further bytes that its content depends on, such as those of `multimodal_keys`.
+
+        Returns:
+            One digest of 32 bytes per block.
+
+        Raises:
+            ValueError: the tokens end inside a block, or `extra_keys` has fewer entries than there are blocks.
+            OverflowError: a token does not fit 32 bits. Nothing has been added then.
+        """
+        count, rest = divmod(len(tokens), self._block_size)
+        if rest:
+            raise ValueError(f"{len(tokens)} tokens end inside a block of {self._block_size}")
+        if extra_keys is not None and len(extra_keys) < count:
+            raise ValueError(f"{len(extra_keys)} extra_keys for {count} full blocks")
+        blocks = struct.iter_unpack(f"{4 * self._block_size}s", _int32_bytes(tokens))
+        digests: list[bytes] = []
+        if extra_keys is None:
+            update, digest, append = self._state.update, self._state.digest, digests.append
+            for (data,) in blocks:
+                update(data)
+                append(digest())
+        else:
+            for (data,), keys in zip(blocks, extra_keys, strict=False):
+                fields = b"".join(map(_field, keys))
+                if fields:
+                    last = digests[-1] if digests else self._last
+                    self._state = self._begin(hashlib.sha256(_KEYS + last + fields).digest())
+                self._state.update(data)
+                digests.append(self._state.digest())
+        if digests:
+            self._last = digests[-1]
+        return digests
+
+    def copy(self) -> DigestChain:
+        """Another chain that goes on from here."""
+        other = object.__new__(DigestChain)
+        other._block_size, other._last, other._state = self._block_size, self._last, self._state.copy()
+        return other
+
+    def _begin(self, root: bytes) -> hashlib._Hash:
+        return hashlib.sha256(root + struct.pack("<I", self._block_size))
+
+
 def block_digests(
     root: bytes, tokens: Sequence[int], block_size: int, *, extra_keys: Sequence[Iterable[bytes]] | None = None
 ) -> list[bytes]:
     """Digests of the full blocks of `tokens`, in order; a trailing partial block has none.
 
     Args:
-        root: 32 bytes from `root_digest`, or the digest of the last block before `tokens` to go on from there.
-        tokens: token ids, each fits a signed 32-bit integer. Fastest as an array of int32 (`array("i")`, numpy).
+        root: 32 bytes from `root_digest`.
+        tokens: all tokens from the first one on, each fits a signed 32-bit integer. Fastest as an array of int32
+            (`array("i")`, numpy).
         block_size: tokens per block, at least 1.
         extra_keys: per block, further bytes that its content depends on, such as those of `multimodal_keys`.
 
     Returns:
-        `len(tokens) // block_size` digests of 32 bytes.
+        `len(tokens) // block_size` digests of 32 bytes. A `DigestChain` goes on from where it stopped.
 
     Raises:
         ValueError: the root is not 32 bytes, `block_size` is below 1, or `extra_keys` has fewer entries than there are
             full blocks.
         OverflowError: a token does not fit 32 bits.
     """
-    if len(root) != DIGEST_BYTES:
-        raise ValueError(f"root must be {DIGEST_BYTES} bytes, not {len(root)}")
-    if block_size < 1:
-        raise ValueError(f"block_size must be at least 1, not {block_size}")
-    blocks = _blocks(tokens, block_size)
-    if extra_keys is not None:
-        if len(extra_keys) < len(tokens) // block_size:
-            raise ValueError(f"{len(extra_keys)} extra_keys for {len(tokens) // block_size} full blocks")
-        pairs = zip(blocks, extra_keys, strict=False)
-        blocks = ((block[0] + b"".join(map(_field, keys)),) if keys else block for block, keys in pairs)
-    head = struct.pack("<I", block_size)
-    new_state = hashlib.sha256().copy  # a copy is cheaper than a new state, for which OpenSSL looks up the algorithm
-    parent = bytes(root)
-    digests = []
-    for (data,) in blocks:
-        state = new_state()
-        state.update(parent + head + data)
-        parent = state.digest()
-        digests.append(parent)
-    return digests
+    chain = DigestChain(root, block_size)
+    whole = len(tokens) // block_size * block_size
+    return chain.extend(tokens if whole == len(tokens) else tokens[:whole], extra_keys=extra_keys)
 
 
 def block_digests_bytes(
@@ -192,13 +253,6 @@ def split_digests(data: bytes) -> list[bytes]:
 
 def _field(data: bytes) -> bytes:
     return struct.pack("<I", len(data)) + data
-
-
-def _blocks(tokens: Sequence[int], block_size: int) -> Iterator[tuple[bytes]]:
-    """The tokens of each full block as little-endian int32."""
-    whole = len(tokens) // block_size * block_size
-    data = _int32_bytes(tokens if whole == len(tokens) else tokens[:whole])
-    return struct.iter_unpack(f"{4 * block_size}s", data)
 
 
 def _int32_bytes(tokens: Sequence[int]) -> bytes:

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire.hashing import (
     DIGEST_BYTES,
+    DigestChain,
     MultimodalItem,
     block_digests,
     block_digests_bytes,
@@ -41,7 +42,8 @@ const chain = (vector) => {
   const size = Number(vector.block_size), tokens = words(vector.tokens).map(Number);
   const texts = [vector.layout, vector.lora, vector.namespace].map((text) => Buffer.from(text, "utf8"));
   const fields = [Buffer.from(vector.fingerprint, "hex"), ...texts].map(field);
-  const root = sha256(Buffer.concat([Buffer.from("quire/1"), ...fields]));
+  const root = sha256(Buffer.concat([Buffer.from("quire/2"), ...fields]));
+  let hashed = Buffer.concat([root, int32(size)]);
   const items = (vector.items || "").split("|").map(words).filter((item) => item.length);
   const given = (vector.extra_keys || "").split("|").map(words);
   const keys = [], digests = [];
@@ -50,8 +52,12 @@ const chain = (vector) => {
     keys.push(items.length ? items.filter(inside).map((item) => key(block, size, item))
       : (given[block] || []).map((text) => Buffer.from(text === "(empty)" ? "" : text, "hex")));
     const numbers = tokens.slice(block * size, (block + 1) * size).map(int32);
-    const parts = [digests[block - 1] || root, int32(size), ...numbers, ...keys[block].map(field)];
-    digests.push(sha256(Buffer.concat(parts)));
+    if (keys[block].length) {
+      const parts = [Buffer.from("quire/2/keys"), digests[block - 1] || root, ...keys[block].map(field)];
+      hashed = Buffer.concat([sha256(Buffer.concat(parts)), int32(size)]);
+    }
+    hashed = Buffer.concat([hashed, ...numbers]);
+    digests.push(sha256(hashed));
   }
   const hex = (bytes) => bytes.toString("hex");
   return [hex(root), keys.map((of) => of.map(hex)), digests.map(hex)];
@@ -122,13 +128,16 @@ def test_the_definition_of_the_page_gives_its_vectors(title: str) -> None:
 
     texts = [vector[name].encode() for name in ("layout", "lora", "namespace")]
     fields = [part for text in (bytes.fromhex(vector["fingerprint"]), *texts) for part in (number(len(text)), text)]
-    parent = sha256(b"quire/1", *fields)
+    parent = sha256(b"quire/2", *fields)
     assert parent.hex() == vector["root"]
     tokens, size = list(map(int, vector["tokens"].split())), int(vector["block_size"])
     extra = extra_keys_of(vector) or [[]] * len(tokens)
+    start, first = parent, 0
     for block, expected in enumerate(digests_of(vector)):
-        keys = [part for key in extra[block] for part in (number(len(key)), key)]
-        parent = sha256(parent, number(size), *map(number, tokens[block * size : (block + 1) * size]), *keys)
+        if extra[block]:
+            keys = [part for key in extra[block] for part in (number(len(key)), key)]
+            start, first = sha256(b"quire/2/keys", parent, *keys), block
+        parent = sha256(start, number(size), *map(number, tokens[first * size : (block + 1) * size]))
         assert parent.hex() == expected
     assert len(tokens) // size == len(digests_of(vector))
 
@@ -168,9 +177,52 @@ def test_text_cannot_move_from_one_field_of_the_root_into_the_next() -> None:
 def test_a_chain_may_be_continued_from_any_of_its_blocks(tokens: list[int], block_size: int, cut: int) -> None:
     whole = block_digests(ROOT, tokens, block_size)
     assert len(whole) == len(tokens) // block_size
-    done = min(cut, len(whole))
-    parent = whole[done - 1] if done else ROOT
-    assert block_digests(parent, tokens[done * block_size :], block_size) == whole[done:]
+    done = min(cut, len(whole)) * block_size
+    end = len(whole) * block_size
+    chain = DigestChain(ROOT, block_size)
+    first = chain.extend(tokens[:done])
+    fork = chain.copy()
+    assert first + chain.extend(tokens[done:end]) == whole
+    assert first + fork.extend(tokens[done:end]) == whole
+
+
+@given(st.lists(st.lists(st.binary(max_size=2), max_size=2), min_size=1, max_size=9), st.integers(0, 9))
+def test_a_chain_with_extra_keys_may_be_continued_from_any_of_its_blocks(keys: list[list[bytes]], cut: int) -> None:
+    tokens = list(range(2 * len(keys)))
+    whole = block_digests(ROOT, tokens, 2, extra_keys=keys)
+    chain = DigestChain(ROOT, 2)
+    first = chain.extend(tokens[: 2 * cut], extra_keys=keys[:cut])
+    fork = chain.copy()
+    assert first + chain.extend(tokens[2 * cut :], extra_keys=keys[cut:]) == whole
+    assert first + fork.extend(tokens[2 * cut :], extra_keys=keys[cut:]) == whole
+
+
+def test_a_chain_takes_whole_blocks_only_and_is_left_alone_by_what_it_refuses() -> None:
+    chain = DigestChain(ROOT, 2)
+    with pytest.raises(ValueError, match="3 tokens end inside a block of 2"):
+        chain.extend([1, 2, 3])
+    with pytest.raises(ValueError, match="1 extra_keys for 2 full blocks"):
+        chain.extend([1, 2, 3, 4], extra_keys=[[b"x"]])
+    with pytest.raises(OverflowError, match="32-bit"):
+        chain.extend([1, 2, 3, 2**31])
+    assert chain.extend([1, 2]) == block_digests(ROOT, [1, 2], 2)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.lists(st.binary(max_size=1), max_size=2)), max_size=4),
+    st.lists(st.tuples(st.integers(0, 1), st.lists(st.binary(max_size=1), max_size=2)), max_size=4),
+)
+def test_two_prompts_share_a_digest_only_where_tokens_and_keys_agree_so_far(
+    one: list[tuple[int, list[bytes]]], two: list[tuple[int, list[bytes]]]
+) -> None:
+    chains = []
+    for prompt in (one, two):
+        digests = block_digests(ROOT, [token for token, _ in prompt], 1, extra_keys=[keys for _, keys in prompt])
+        assert len(set(digests)) == len(digests)
+        chains.append(digests)
+    for i, first in enumerate(chains[0]):
+        for j, second in enumerate(chains[1]):
+            assert (first == second) == (i == j and one[: i + 1] == two[: j + 1])
 
 
 @given(st.lists(st.integers(0, 3), min_size=8, max_size=8), st.integers(0, 7))

@@ -27,7 +27,7 @@ from enum import Enum
 from typing import Any
 
 from quire.errors import QuireError
-from quire.hashing import block_digests
+from quire.hashing import DigestChain
 
 
 class FinishReason(Enum):
@@ -114,6 +114,7 @@ class Sample:
     has_ended: bool = False
     finish_reason: FinishReason | None = None
     _digests: list[bytes] = field(default_factory=list)
+    _chain: DigestChain | None = None
 
     @property
     def age(self) -> tuple[int, int]:
@@ -129,9 +130,9 @@ class Sample:
         """Digests of the blocks `[first, end)` of its tokens; each is computed once."""
         known = len(self._digests)
         if end > known:
-            parent = self._digests[-1] if known else self.request.root
-            tokens = self.tokens[known * block_size : end * block_size]
-            self._digests += block_digests(parent, tokens, block_size)
+            if self._chain is None:
+                self._chain = DigestChain(self.request.root, block_size)
+            self._digests += self._chain.extend(self.tokens[known * block_size : end * block_size])
         return self._digests[first:end]
 
     def forget_blocks(self) -> None:
@@ -146,3 +147,4 @@ class Sample:
         self.computed = self.committed = self.granted = parent.computed
         self.fork_of = parent
         self._digests = list(parent._digests)
+        self._chain = parent._chain.copy() if parent._chain is not None else None

@@ -3,6 +3,7 @@
 A new sequence must pass, in this order:
 
     TOO_LONG    it could never fit
+    PENDING     others are computing as much of its prefix as it would rather wait for
     QUOTA       its namespace would hold more than it may
     NO_SPACE    its whole prompt must fit (not only the first chunk), beside what was *promised* to prompts that are
                 still growing, and leave the *watermark* free for whoever runs. An idle pool waives the last two
@@ -29,9 +30,12 @@ class Candidate(NamedTuple):
 
     space: Namespace
     hits: Sequence[Hit]
+    matched_token_count: int
     token_count: int
     prompt_token_count: int
     priority: int
+    pending_token_count: int
+    defer_token_count: int
 
 
 class Gates:
@@ -63,16 +67,18 @@ class Gates:
             peak = sum(m.peak(candidate.prompt_token_count, candidate.token_count) for m in self._managers)
             whole = max(needed, peak - taken)
         if taken + whole > self._spec.block_count:
-            return GrowResult(Result.TOO_LONG)
+            return GrowResult(Result.TOO_LONG, 0, candidate.pending_token_count)
+        if 0 < candidate.defer_token_count <= candidate.pending_token_count:
+            return GrowResult(Result.PENDING, candidate.matched_token_count, candidate.pending_token_count)
         hits = zip(self._managers, candidate.hits, strict=True)
         kept = sum([hit.cached_block_count for m, hit in hits if not m.in_place])  # a state is copied, and let go
         over = self._over_quota(candidate.space, needed + kept)
         if over > 0:
-            return GrowResult(Result.QUOTA, shortfall=over)
+            return GrowResult(Result.QUOTA, 0, candidate.pending_token_count, shortfall=over)
         missing = whole + revived + self.reserved_block_count - self._blocks.free_count
         if missing > 0:
             victim = self.cheapest_victim(candidate.priority)
-            return GrowResult(Result.NO_SPACE, shortfall=missing, victim=victim)
+            return GrowResult(Result.NO_SPACE, 0, candidate.pending_token_count, shortfall=missing, victim=victim)
         return None
 
     def refuse_grow(

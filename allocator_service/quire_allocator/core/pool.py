@@ -114,21 +114,18 @@ class Pool:
             pending = self.pending.pending_count(namespace, digests, place, limit) * self.digest_tokens
         needs = [m.needed_after(hit, token_count) for m, hit in zip(self.managers, hits, strict=True)]
         needed, revived = sum(needs), sum([hit.cached_block_count for hit in hits])
-        refused = None
-        # Where it may take so much, it also fits the pool: what it shares is not free.
         left = self.blocks.free_count - needed - revived
-        if prompt > chunk or space.quota is not None or left < self.gates.reserved_block_count:
-            candidate = Candidate(space, hits, chunk, prompt_token_count, priority)
+        # Where as much is left as must be, it also fits the pool: what it shares is not free.
+        if prompt > chunk or space.quota is not None or left < self.gates.reserved_block_count or defer_token_count:
+            candidate = Candidate(space, hits, matched, chunk, prompt_token_count, priority, pending, defer_token_count)
             refused = self.gates.refuse_new(candidate, needed, revived)
-        if 0 < defer_token_count <= pending and (refused is None or refused.result is not Result.TOO_LONG):
-            return GrowResult(Result.PENDING, matched, pending)
-        if refused is not None:
-            if refused.result is Result.NO_SPACE and matched and not self.sequences:
+            if refused is not None and refused.result is Result.NO_SPACE and matched and not self.sequences:
                 # With the state to copy from, a hit may need more room than there is, and nobody would ever make room.
                 return self.allocate(
-                    sequence_id, chunk, b"", namespace, prompt_token_count=prompt_token_count, priority=priority
+                    sequence_id, chunk, namespace=namespace, prompt_token_count=prompt_token_count, priority=priority
                 )
-            return refused._replace(pending_token_count=pending)
+            if refused is not None:
+                return refused
 
         # Hits are held before anything is taken: taking evicts.
         self.blocks.namespaces[namespace] = space

@@ -9,7 +9,6 @@ import pytest
 from quire_allocator.core.eviction import (
     DEFAULT_POLICY,
     POLICIES,
-    Entry,
     EvictionQueue,
     LeastRecentlyUsed,
     RecomputeCost,
@@ -19,29 +18,10 @@ from quire_allocator.core.pool import Pool
 from quire_allocator.core.reuse import AGES, Ghost, Ghosts, Group, ReuseModel, _values
 from quire_allocator.core.spec import Result
 
-from tests.allocator.pools import make_pool
+from tests.allocator.pools import Stretch, make_pool
 
 SEEDS = range(10)
 BLOCK_TOKENS = 4
-
-
-class Stretch(Entry):
-    """An entry without a tree."""
-
-    def __init__(self, name: int = 0, blocks: int = 1, position: int = 0) -> None:
-        super().__init__()
-        self.name, self.blocks, self.position = name, blocks, position
-
-    @property
-    def block_count(self) -> int:
-        return self.blocks
-
-    @property
-    def first_position(self) -> int:
-        return self.position
-
-    def key_at(self, offset: int) -> bytes:
-        return b"%d:%d" % (self.name, offset)
 
 
 ROOT = Stretch(-1, 0)

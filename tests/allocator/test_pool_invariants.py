@@ -169,11 +169,12 @@ def lose_a_queue_entry(pool: Pool) -> None:
 def lose_a_queue_entry_of_a_namespace(pool: Pool) -> None:
     queue = pool.blocks.namespaces[""].queue
     assert queue is not None
-    queue._heap.clear()
+    for lane in queue._lanes:
+        lane.heap.clear()
 
 
 def announce_what_nobody_computes(pool: Pool) -> None:
-    pool.pending.announce("", d("zzz"), 0)
+    pool.pending.announce("", d("zzz"), 0, 3)
 
 
 def stop_announcing(pool: Pool) -> None:

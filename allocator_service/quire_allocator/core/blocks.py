@@ -13,11 +13,11 @@ first, the last one given back first, then cached ones in the order of the evict
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
-from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from quire_allocator.core.eviction import DEFAULT_POLICY, POLICIES, Entry, EvictionQueue
+from quire_allocator.core.eviction import DEFAULT_POLICY, POLICIES, Candidates, Entry, EvictionQueue
 
 if TYPE_CHECKING:
     from quire_allocator.core.spec import GroupSpec, Quota
@@ -40,29 +40,6 @@ class Scope:
         self.cached = 0
 
 
-class OwnQueue:
-    """The candidates of one namespace, by the same ranks and tickets as in the pool's queue."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Entry]] = []
-        self._sweep_at = 64
-
-    def push(self, entry: Entry, priority: float) -> None:
-        """An entry that the pool's queue has just given its ticket."""
-        heappush(self._heap, (priority, entry.ticket, entry))
-        if len(self._heap) > self._sweep_at:
-            self._heap = [item for item in self._heap if item[1] == item[2].ticket]
-            heapify(self._heap)
-            self._sweep_at = 2 * len(self._heap) + 64
-
-    def peek(self) -> Entry | None:
-        """The candidate that leaves first, or None."""
-        heap = self._heap
-        while heap and heap[0][1] != heap[0][2].ticket:
-            heappop(heap)
-        return heap[0][2] if heap else None
-
-
 class Namespace:
     """One namespace of a pool: prefixes are shared inside it only. It exists while it has sequences or blocks.
 
@@ -74,7 +51,7 @@ class Namespace:
 
     __slots__ = ("name", "queue", "quota", "scopes", "sequence_count")
 
-    def __init__(self, name: str, quota: Quota | None, queue: OwnQueue | None) -> None:
+    def __init__(self, name: str, quota: Quota | None, queue: Candidates | None) -> None:
         self.name = name
         self.quota = quota
         self.queue = queue
@@ -102,12 +79,13 @@ class Scoped(Entry):
         self.scope = scope
 
 
-class Evictor(Protocol):
+class Evictor(ABC):
     """The part of a manager that takes blocks back from the cache."""
 
     spec: GroupSpec
     groups: tuple[int, ...]
 
+    @abstractmethod
     def evict(self, entry: Scoped, wanted: int) -> int:
         """Puts at least `wanted` blocks of a candidate on the empty stack, or all it has; returns how many."""
 
@@ -182,7 +160,7 @@ class Blocks:
         self.queue.push(entry)
         own = entry.scope.namespace.queue
         if own is not None:
-            own.push(entry, self.policy.priority(entry))
+            own.add(entry)
 
     def dropped(self, scope: Scope, count: int) -> None:
         """Cached blocks became empty; a namespace that has nothing any more is forgotten."""
@@ -205,7 +183,7 @@ class Blocks:
         assert namespace.queue is not None, "only namespaces with a limit have their own queue"
         self._evict(count, namespace.queue)
 
-    def _evict(self, count: int, queue: EvictionQueue | OwnQueue | None = None) -> None:
+    def _evict(self, count: int, queue: Candidates | None = None) -> None:
         queue = queue or self.queue
         while count > 0:
             entry = queue.peek()

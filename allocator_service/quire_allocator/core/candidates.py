@@ -16,14 +16,15 @@ There is no clock here: policies count what happens.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
-from typing import Protocol
 
 _NEAR = 2  # lanes that are looked at in between
+_NOTHING = -math.inf
 
 
-class Entry:
+class Entry(ABC):
     """What eviction knows of a stretch of blocks with one history. When one is split, both parts have all of it.
 
     Attributes:
@@ -66,54 +67,57 @@ class Entry:
         self.is_whole = other.is_whole
 
     @property
+    @abstractmethod
     def block_count(self) -> int:
         """Blocks in it."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def first_position(self) -> int:
         """Positions before it in its prefix."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def first_digest(self) -> bytes:
         """Digest of its first block."""
-        raise NotImplementedError
 
     def key_at(self, offset: int) -> bytes:
         """What names its content from that block on, wherever it is stored; empty if nothing does."""
         return b"" if offset else self.first_digest
 
 
-class EvictionPolicy(Protocol):
+class EvictionPolicy(ABC):
     """Ranks candidates. It is told what happens, in the order in which it happens."""
 
-    lane_count: int
-    patience: int  # blocks that leave before both ends of all lanes are compared again
-    evicted_count: int
+    lane_count = 1
+    patience = 1  # blocks that leave before both ends of all lanes are compared again
+    evicted_count = 0
 
+    @abstractmethod
     def stored(self, entry: Entry, parent: Entry | None) -> None:
         """Was published just now, below `parent`. It may grow until it is released first."""
 
+    @abstractmethod
     def hit(self, entry: Entry) -> None:
         """A new sequence shares it, and will hold it next."""
 
+    @abstractmethod
     def split(self, upper: Entry, lower: Entry) -> bool:
         """Was cut in two; `upper` has copied the history. Returns whether `lower` has another place now."""
 
+    @abstractmethod
     def released(self, entry: Entry) -> None:
         """Nobody holds it any more; descendants come before ancestors. Stamps it."""
 
+    @abstractmethod
     def lane(self, entry: Entry) -> int:
         """Candidates of one lane are in the order of their stamps."""
 
-    def priority(self, entry: Entry) -> float:
-        """Its stamp, for who keeps candidates in one order."""
-        return entry.released
-
+    @abstractmethod
     def value(self, entry: Entry) -> float:
         """Of the ends of all lanes, the entry of the smallest value leaves first."""
 
+    @abstractmethod
     def evicted(self, entry: Entry, block_count: int) -> bool:
         """So many blocks leave from its deep end; it still counts them. Returns whether it has another place now."""
 
@@ -161,7 +165,7 @@ class Candidates:
         self._policy = policy
         self._lanes = [_Lane() for _ in range(policy.lane_count)]
         self._near: list[_Lane] = []
-        self._bound = -math.inf  # what the ends of the others are worth at least
+        self._bound = _NOTHING  # what the ends of the others are worth at least
         self._compare_at = 0
         self._sweep_in = 64
 
@@ -173,8 +177,8 @@ class Candidates:
         heappush(lane.heap, item)
         if len(self._lanes) > 1:
             lane.stack.append(item)
-            if not lane.is_near and policy.value(entry) < self._bound:
-                self._bound = -math.inf
+            if not lane.is_near and self._bound > _NOTHING and policy.value(entry) < self._bound:
+                self._bound = _NOTHING
         self._sweep_in -= 1
         if not self._sweep_in:
             self._sweep_in = 64 + sum(lane.sweep() for lane in self._lanes)
@@ -189,6 +193,10 @@ class Candidates:
                 return best
         self._compare_at = self._policy.evicted_count + self._policy.patience
         return self._compare()
+
+    def items(self) -> list[tuple[int, int, Entry]]:
+        """Stamp, ticket and entry of all, outdated ones included, in no order."""
+        return [item for lane in self._lanes for item in lane.heap]
 
     def _least(self, lanes: Iterable[_Lane]) -> tuple[Entry | None, float]:
         """The least valuable end of some lanes, and what it is worth."""
@@ -227,11 +235,6 @@ class EvictionQueue(Candidates):
         super().__init__(policy)
         self._last_ticket = 0
         self._count = 0
-
-    @property
-    def _heap(self) -> list[tuple[int, int, Entry]]:
-        """Stamp, ticket and entry of all, outdated ones included, in no order."""
-        return [item for lane in self._lanes for item in lane.heap]
 
     def __len__(self) -> int:
         return self._count

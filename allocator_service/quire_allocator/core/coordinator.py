@@ -9,9 +9,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from quire_allocator.core.blocks import Blocks, Namespace, OwnQueue
+from quire_allocator.core.blocks import Blocks, Namespace
+from quire_allocator.core.candidates import Candidates
 from quire_allocator.core.events import EventLog
-from quire_allocator.core.groups import Hit, make_managers
+from quire_allocator.core.groups import make_managers
+from quire_allocator.core.manager import Hit
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import NEVER, OTHERS, Copy, PoolSpec
 
@@ -43,7 +45,7 @@ class Coordinator:
         """A namespace that has nothing yet; the caller files it."""
         quota = self._quotas.get(name) or self._quotas.get(OTHERS)
         limits_cache = quota is not None and quota.cached_block_count_max is not None
-        space = Namespace(name, quota, OwnQueue() if limits_cache else None)
+        space = Namespace(name, quota, Candidates(self._blocks.policy) if limits_cache else None)
         space.scopes = tuple([manager.new_scope(space) for manager in self.managers])
         return space
 

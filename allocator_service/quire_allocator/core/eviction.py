@@ -21,14 +21,10 @@ __all__ = [
 ]
 
 
-class LeastRecentlyUsed:
+class LeastRecentlyUsed(EvictionPolicy):
     """Whatever was released longest ago leaves first."""
 
-    lane_count = 1
-    patience = 1
-
     def __init__(self, block_count: int) -> None:
-        self.evicted_count = 0
         self._time = 0
 
     def stored(self, entry: Entry, parent: Entry | None) -> None:
@@ -51,10 +47,6 @@ class LeastRecentlyUsed:
     def lane(self, entry: Entry) -> int:
         """The only one."""
         return 0
-
-    def priority(self, entry: Entry) -> float:
-        """Its stamp."""
-        return entry.released
 
     def value(self, entry: Entry) -> float:
         """Its stamp."""
@@ -111,7 +103,7 @@ _GROUPS = (
 _LEFT_GROUP = len(_GROUPS) - 1
 
 
-class ReuseValue:
+class ReuseValue(EvictionPolicy):
     """The default: what is least likely to come back soon, for the space it takes, leaves first.
 
     Every cached entry is of a kind: how often it was shared and how long it had waited the last time or, while it is
@@ -127,7 +119,6 @@ class ReuseValue:
 
     def __init__(self, block_count: int) -> None:
         self.patience = block_count // 16
-        self.evicted_count = 0
         self._time = 0  # blocks that sequences asked for
         self._model = ReuseModel(_GROUPS, block_count)
         self._ghosts = Ghosts(self._model, 4 * block_count, 1024 + block_count // 4)
@@ -204,10 +195,6 @@ class ReuseValue:
         """Its kind, or that of its deep end."""
         assert entry.kind is not None, "never released"
         return _LEFT if entry.spare else entry.kind
-
-    def priority(self, entry: Entry) -> float:
-        """Its stamp."""
-        return entry.released
 
     def value(self, entry: Entry) -> float:
         """What keeping it on gains."""

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from quire_allocator.core.blocks import Blocks, Namespace, Scoped
 from quire_allocator.core.events import EventLog
+from quire_allocator.core.manager import Manager
 from quire_allocator.core.runs import Run, RunHit, RunScope, RunTree, common_positions
 from quire_allocator.core.spec import DIGEST_BYTES, NEVER, Copy, GroupSpec, PoolSpec, Swap
 from quire_allocator.core.usage import BlockStates, holders_of_runs
@@ -34,11 +35,8 @@ class RunPart:
         self.borrowed: Run | None = None
 
 
-class FullAttentionManager:
-    """All full-attention groups of one block size. See `groups.Manager` for what its methods promise."""
-
-    in_place = False
-    settles = False
+class FullAttentionManager(Manager):
+    """All full-attention groups of one block size. See `Manager` for what its methods promise."""
 
     def __init__(self, spec: GroupSpec, groups: Sequence[int], pool: PoolSpec, blocks: Blocks, log: EventLog) -> None:
         self.spec = spec
@@ -137,8 +135,9 @@ class FullAttentionManager:
             count -= 1
         if count and part.run.children:
             taken = self._adopt(part, digests, swaps)
-            digests = digests[taken * DIGEST_BYTES :]
-            count -= taken
+            if taken:
+                digests = digests[taken * DIGEST_BYTES :]
+                count -= taken
         if count:
             blocks = part.tail
             part.tail = blocks[count * width :]

@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from quire_allocator.core.blocks import Blocks, Namespace
-from quire_allocator.core.groups import Hit, Manager
+from quire_allocator.core.manager import Hit, Manager
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import GrowResult, PoolSpec, Result, Victim
 

@@ -123,12 +123,12 @@ def _check_queues(pool: Pool, found: Sequence[Found]) -> None:
     )
     tickets = [entry.ticket for entry in candidates]
     assert len(set(tickets)) == len(tickets), "two candidates have one ticket"
-    queued = {ticket for _, ticket, entry in pool.blocks.queue._heap if ticket == entry.ticket}
+    queued = {ticket for _, ticket, entry in pool.blocks.queue.items() if ticket == entry.ticket}
     assert queued == set(tickets), "a candidate is not queued, or is queued under another ticket"
     for entry in candidates:
         queue = entry.scope.namespace.queue
         if queue is not None:
-            tickets_of_it = {ticket for _, ticket, other in queue._heap if other is entry}
+            tickets_of_it = {ticket for _, ticket, other in queue.items() if other is entry}
             assert entry.ticket in tickets_of_it, "a candidate is missing among those of its namespace"
 
 

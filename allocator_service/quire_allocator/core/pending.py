@@ -18,20 +18,16 @@ PlaceKey = tuple[str, int, bytes]  # namespace, number of the digest, the digest
 
 
 class Chain:
-    """What one sequence announced: digests from the first of its prompt on."""
+    """What one sequence announced: the first `digest_count` digests of its prompt, those already published included."""
 
-    __slots__ = ("digests", "keys", "namespace", "next_digest")
+    __slots__ = ("digest_count", "digests", "keys", "namespace", "next_digest")
 
-    def __init__(self, namespace: str, digests: bytes, next_digest: int) -> None:
+    def __init__(self, namespace: str, digests: bytes, next_digest: int, digest_count: int) -> None:
         self.namespace = namespace
         self.digests = digests
         self.next_digest = next_digest
+        self.digest_count = digest_count
         self.keys: list[PlaceKey] = []
-
-    @property
-    def digest_count(self) -> int:
-        """Digests announced, those already published included."""
-        return len(self.digests) // DIGEST_BYTES
 
 
 class PendingPrefixes:
@@ -40,11 +36,12 @@ class PendingPrefixes:
     def __init__(self) -> None:
         self._places: dict[PlaceKey, list[Chain]] = {}
 
-    def announce(self, namespace: str, digests: bytes, next_digest: int) -> Chain | None:
-        """A new sequence will compute `digests` from number `next_digest` on; None where nothing is left of them."""
-        chain = Chain(namespace, digests, next_digest)
-        if next_digest >= chain.digest_count:
+    def announce(self, namespace: str, digests: bytes, next_digest: int, digest_count: int) -> Chain | None:
+        """A new sequence will compute the first `digest_count` of `digests`, from number `next_digest` on; None where
+        nothing is left of them."""
+        if next_digest >= digest_count:
             return None
+        chain = Chain(namespace, digests, next_digest, digest_count)
         self._add_place(chain)
         return chain
 
@@ -75,7 +72,10 @@ class PendingPrefixes:
         chains = self._places.get((namespace, matched, digests[start : start + DIGEST_BYTES]))
         if chains is None:
             return 0
-        agreed = [(_agree(chain.digests, digests, matched, limit), chain.next_digest) for chain in chains]
+        agreed = [
+            (_agree(chain.digests, digests, matched, min(chain.digest_count, limit)), chain.next_digest)
+            for chain in chains
+        ]
         return max((common - matched for common, computed in agreed if common > computed), default=0)
 
     def __len__(self) -> int:
@@ -90,7 +90,7 @@ class PendingPrefixes:
 
 def _agree(ours: bytes, theirs: bytes, known: int, limit: int) -> int:
     """Digests in which two chains agree from the first on, at least `known` + 1, at most `limit`."""
-    low, high = known + 1, min(len(ours) // DIGEST_BYTES, len(theirs) // DIGEST_BYTES, limit)
+    low, high = known + 1, min(limit, len(theirs) // DIGEST_BYTES)
     start = known * DIGEST_BYTES
     while low < high:
         middle = (low + high + 1) // 2

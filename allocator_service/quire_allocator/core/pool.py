@@ -17,7 +17,7 @@ Who owns which part of a sequence, in tokens, with `committed <= token_count <= 
     [token_count, limit)       room that growing takes without a grant
 
 Every operation is all-or-nothing and answers with a `Result`: no space is an answer, not an exception. Operations of
-one pool are applied by one caller at a time. What differs between types of attention is in the managers (`groups.py`).
+one pool are applied by one caller at a time. What differs between types of attention is in the managers (`manager.py`).
 """
 
 from __future__ import annotations
@@ -138,8 +138,7 @@ class Pool:
         if prompt > chunk:
             sequence.prompt_token_count, sequence.chunk_token_count = prompt, chunk
             self.gates.promise(sequence)
-        if limit > place:
-            sequence.chain = self.pending.announce(namespace, digests[: limit * DIGEST_BYTES], place)
+        sequence.chain = self.pending.announce(namespace, digests, place, limit)
         self.sequences[sequence_id] = sequence
         self.last_sequence_id = sequence_id
         self.queried_token_count += prompt

@@ -10,25 +10,28 @@ reads, nor does any token after it. From that alone follow the other two rules o
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 from quire_allocator.core.spec import GroupKind, GroupSpec
 
 
-class WindowRule(Protocol):
+class WindowRule(ABC):
     """The rule of one windowed group."""
 
+    @abstractmethod
     def first_needed(self, token_count: int) -> int:
         """First token that the token after `token_count` others still reads; never falls as `token_count` grows."""
 
+    @abstractmethod
     def needs_less_at(self, token_count: int, token: int) -> int:
         """Smallest count from `token_count` on whose next token does not read `token` any more."""
 
+    @abstractmethod
     def past_token_count(self) -> int:
         """Tokens before it that one token reads at most."""
 
 
-class SlidingWindow:
+class SlidingWindow(WindowRule):
     """Each token reads itself and the `window - 1` before it (Longformer, https://arxiv.org/abs/2004.05150)."""
 
     def __init__(self, spec: GroupSpec) -> None:
@@ -47,7 +50,7 @@ class SlidingWindow:
         return self.window - 1
 
 
-class ChunkedLocal:
+class ChunkedLocal(WindowRule):
     """Each token reads itself and what comes before it in its own chunk of `window` tokens (Llama 4)."""
 
     def __init__(self, spec: GroupSpec) -> None:

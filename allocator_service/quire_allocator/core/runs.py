@@ -20,11 +20,11 @@ Radix trees of token sequences: SGLang (https://arxiv.org/abs/2312.07104).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from quire_allocator.core.blocks import Blocks, Evictor, Namespace, Scope, Scoped
 from quire_allocator.core.events import EventLog
+from quire_allocator.core.manager import Hit
 from quire_allocator.core.spec import DIGEST_BYTES
 
 
@@ -112,15 +112,15 @@ class Run(Scoped):
         return bytes(self._digests[start : start + DIGEST_BYTES])
 
 
-class RunHit(NamedTuple):
-    """A published prefix: whole runs from the root down, of the last one only `cut` positions unless that is 0. What is
-    counted is described in `groups.Hit`."""
+class RunHit(Hit):
+    """A published prefix: whole runs from the root down, of the last one only `cut` positions unless that is 0."""
 
-    token_count: int
-    block_count: int
-    cached_block_count: int
-    runs: Sequence[Run]
-    cut: int
+    __slots__ = ("cut", "runs")
+
+    def __init__(self, token_count: int, block_count: int, cached_block_count: int, runs: list[Run], cut: int) -> None:
+        super().__init__(token_count, block_count, cached_block_count)
+        self.runs = runs
+        self.cut = cut
 
 
 class RunScope(Scope):

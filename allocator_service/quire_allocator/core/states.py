@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.spec import CHECKPOINTS_MAX_DEFAULT, NEVER, Copy, GroupSpec, PoolSpec, Swap
-from quire_allocator.core.units import NO_UNITS, Unit, UnitHit, UnitScope, UnitStore
+from quire_allocator.core.units import NO_UNITS, Unit, UnitHit, UnitManager, UnitScope
 from quire_allocator.core.usage import BlockStates
 
 
@@ -45,8 +45,8 @@ class StatePart:
         self.checkpoints: deque[Unit] = deque()
 
 
-class StateManager(UnitStore[UnitHit, StatePart]):
-    """All groups of one kind of state. See `groups.Manager` for what its methods promise."""
+class StateManager(UnitManager):
+    """All groups of one kind of state. See `Manager` for what its methods promise."""
 
     in_place = True
     settles = True
@@ -64,7 +64,7 @@ class StateManager(UnitStore[UnitHit, StatePart]):
                 unit = index.get((count, self._digest_at(digests, count * self._digest_tokens)))
                 if unit is not None:
                     # No block of it stays: the first grow copies the checkpoint and lets go of it.
-                    return UnitHit(count * self._digest_tokens, 0, 0 if unit.live else self.width, 0, (unit,))
+                    return UnitHit(count * self._digest_tokens, 0, 0 if unit.live else self.width, 0, [unit])
         return NO_UNITS
 
     def needed_after(self, hit: UnitHit, token_count: int) -> int:

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar
 
-from quire_allocator.core.blocks import Blocks, Namespace, Scope, Scoped
+from quire_allocator.core.blocks import Blocks, Evictor, Namespace, Scope, Scoped
 from quire_allocator.core.events import EventLog
+from quire_allocator.core.manager import Hit, Manager
 from quire_allocator.core.spec import DIGEST_BYTES, GroupSpec, PoolSpec, Swap
 
 UnitKey = tuple[int, bytes]  # position, digest
@@ -58,30 +58,28 @@ class UnitScope(Scope):
 
     __slots__ = ("index",)
 
-    def __init__(self, namespace: Namespace, manager: UnitStore[UnitHit, object]) -> None:
+    def __init__(self, namespace: Namespace, manager: Evictor) -> None:
         super().__init__(namespace, manager)
         self.index: dict[UnitKey, Unit] = {}
 
 
-class UnitHit(NamedTuple):
-    """Published units that serve a prefix; the first stands at position `first`. What is counted is described in
-    `groups.Hit`."""
+class UnitHit(Hit):
+    """Published units that serve a prefix; the first stands at position `first`."""
 
-    token_count: int
-    block_count: int
-    cached_block_count: int
-    first: int
-    units: Sequence[Unit]
+    __slots__ = ("first", "units")
 
-
-NO_UNITS = UnitHit(0, 0, 0, 0, ())
-
-
-HitT = TypeVar("HitT")
-PartT = TypeVar("PartT")
+    def __init__(
+        self, token_count: int, block_count: int, cached_block_count: int, first: int, units: list[Unit]
+    ) -> None:
+        super().__init__(token_count, block_count, cached_block_count)
+        self.first = first
+        self.units = units
 
 
-class UnitStore(Generic[HitT, PartT]):
+NO_UNITS = UnitHit(0, 0, 0, 0, [])
+
+
+class UnitManager(Manager):
     """What managers of units share: references, publication, eviction."""
 
     def __init__(self, spec: GroupSpec, groups: Sequence[int], pool: PoolSpec, blocks: Blocks, log: EventLog) -> None:
@@ -95,7 +93,7 @@ class UnitStore(Generic[HitT, PartT]):
 
     def new_scope(self, namespace: Namespace) -> UnitScope:
         """An empty index."""
-        return UnitScope(namespace, self)  # type: ignore[arg-type]
+        return UnitScope(namespace, self)
 
     def units(self, scope: UnitScope) -> Iterator[Unit]:
         """Every published unit of a namespace."""

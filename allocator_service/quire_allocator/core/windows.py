@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.rules import WINDOW_RULES, WindowRule
-from quire_allocator.core.spec import NULL_BLOCK, Copy, GroupSpec, PoolSpec, Swap
-from quire_allocator.core.units import NO_UNITS, Unit, UnitHit, UnitScope, UnitStore
+from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK, Copy, GroupSpec, PoolSpec, Swap
+from quire_allocator.core.units import NO_UNITS, Unit, UnitHit, UnitManager, UnitScope
 from quire_allocator.core.usage import BlockStates
 
 
@@ -30,15 +30,15 @@ class WindowPart:
         self.units = units
 
 
-class WindowManager(UnitStore[UnitHit, WindowPart]):
-    """All groups of one window. See `groups.Manager` for what its methods promise."""
+class WindowManager(UnitManager):
+    """All groups of one window. See `Manager` for what its methods promise."""
 
-    in_place = False
     settles = True
 
     def __init__(self, spec: GroupSpec, groups: Sequence[int], pool: PoolSpec, blocks: Blocks, log: EventLog) -> None:
         super().__init__(spec, groups, pool, blocks, log)
         self._rule: WindowRule = WINDOW_RULES[spec.kind](spec)
+        self._stride = spec.block_size // pool.block_size
 
     def find(self, scope: UnitScope, digests: bytes, token_limit: int) -> UnitHit:
         """The longest prefix of at most `token_limit` tokens whose window is published, searched from the right."""
@@ -91,7 +91,7 @@ class WindowManager(UnitStore[UnitHit, WindowPart]):
     def grow(self, part: WindowPart, token_count: int, until: int, blocks: array[int], copies: list[Copy]) -> int:
         """Adds granted blocks; the first replaces a block that is not this sequence's alone."""
         units = self._new_units(part.scope, blocks)
-        if self._must_copy(part, token_count):
+        if token_count % self.block_size and self._must_copy(part, token_count):
             shared = part.units.pop()
             copies.extend(map(Copy, shared.blocks, units[0].blocks))
             self._release(shared)
@@ -107,11 +107,13 @@ class WindowManager(UnitStore[UnitHit, WindowPart]):
 
     def commit(self, part: WindowPart, committed: int, until: int, digests: bytes, swaps: list[Swap]) -> None:
         """Publishes the positions that became full."""
-        first_digest = committed // self._digest_tokens
+        step = self._stride * DIGEST_BYTES
+        end = (committed // self.block_size + 1) * step - committed // self._digest_tokens * DIGEST_BYTES
         for position in range(committed // self.block_size, until // self.block_size):
-            key = (position, self._digest_at(digests, (position + 1) * self.block_size, first_digest))
             i = position - part.first
+            key = (position, digests[end - DIGEST_BYTES : end])
             part.units[i] = self._publish(part.scope, part.units[i], key, swaps, position)
+            end += step
 
     def settle(self, part: WindowPart, committed: int) -> int:
         """Gives back what fell out, deepest first: of what stays cached, short prefixes serve most prompts."""

@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+COMPILED := build/compiled
 
 # Two processes that both use OpenMP on few cores slow each other down tenfold unless waiting threads sleep.
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dev demo test check format proto bench kernels-compile up down test-compose clean
+.PHONY: help dev demo test test-compiled check format proto bench kernels-compile up down test-compose clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -28,6 +29,19 @@ demo: $(READY) ## start an allocator and a worker, stream prompts that share a p
 test: $(READY) ## run all tests that need neither Docker nor a GPU
 	$(BIN)/python -m pytest
 
+# Built from a source distribution: extension modules beside the sources would be imported instead of them for ever.
+$(COMPILED)/.ready: $(READY) $(shell find client allocator_service worker_service -name '*.py')
+	@echo "compiling the allocator's core into $(COMPILED); this takes a minute and a C compiler"
+	rm -rf build/sdist $(COMPILED)
+	$(BIN)/python -m hatchling build -t sdist -d build/sdist
+	HATCH_BUILD_HOOK_ENABLE_MYPYC=true $(BIN)/pip install -q --disable-pip-version-check --no-deps \
+		--target $(COMPILED) build/sdist/*.tar.gz
+	@touch $@
+
+test-compiled: $(COMPILED)/.ready ## run the allocator's tests on its compiled core, as its image has it
+	PYTHONPATH=$(COMPILED) $(BIN)/python -m pytest tests/allocator
+	PYTHONPATH=$(COMPILED) $(BIN)/python -m tests.allocator.twin_run --events 50000 --seed 7
+
 check: $(READY) ## lint, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -40,9 +54,9 @@ format: $(READY) ## format and mend what can be mended
 proto: $(READY) ## generate client/quire/v1 from protos/
 	PYTHON=$(BIN)/python scripts/generate_protos.sh
 
-bench: $(READY) ## measure text per second against transformers, and what the allocator's operations cost
+bench: $(COMPILED)/.ready ## measure text per second against transformers, and what the allocator's operations cost
 	$(BIN)/python benchmarks/serving.py
-	$(BIN)/python benchmarks/allocator.py
+	PYTHONPATH=$(COMPILED) $(BIN)/python benchmarks/allocator.py
 
 kernels-compile: $(READY) ## compile every kernel for sm_80, sm_90 and gfx942 without a GPU, and compare with the committed table
 	$(BIN)/python scripts/compile_kernels.py --check

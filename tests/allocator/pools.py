@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
-from quire_allocator.core.eviction import Entry
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.spec import NULL_BLOCK, GroupKind, GroupSpec, PoolSpec, Result
 from quire_allocator.core.usage import block_states
+
+from tests.allocator.compiled import what_if
 
 NULL = NULL_BLOCK
 
@@ -68,8 +68,7 @@ def counts(pool: Pool) -> tuple[int, int, int]:
 
 def granted_next(pool: Pool) -> list[int]:
     """All free blocks in the order in which they would be granted, one by one."""
-    blocks = copy.deepcopy(pool).blocks
-    return [blocks.take(1)[0] for _ in range(blocks.free_count)]
+    return what_if(pool.blocks, lambda blocks: [blocks.take(1)[0] for _ in range(blocks.free_count)])
 
 
 def everything(pool: Pool) -> tuple[Any, ...]:
@@ -114,26 +113,3 @@ def forget(pool: Pool, manager: int, positions: Sequence[int], namespace: str = 
         if key[0] in positions:
             pool.blocks.dropped(scope, scope.manager.evict(unit, 1))
     pool.check_invariants()
-
-
-class Stretch(Entry):
-    """An entry without a tree."""
-
-    def __init__(self, name: int = 0, blocks: int = 1, position: int = 0) -> None:
-        super().__init__()
-        self.name, self.blocks, self.position = name, blocks, position
-
-    @property
-    def block_count(self) -> int:
-        return self.blocks
-
-    @property
-    def first_position(self) -> int:
-        return self.position
-
-    @property
-    def first_digest(self) -> bytes:
-        return self.key_at(0)
-
-    def key_at(self, offset: int) -> bytes:
-        return b"%d:%d" % (self.name, offset)

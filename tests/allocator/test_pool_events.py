@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
-from quire_allocator.core import events
 from quire_allocator.core.events import Change
 from quire_allocator.core.pool import Pool
 
@@ -141,9 +139,9 @@ def test_a_checkpoint_that_is_dropped_or_given_up_is_removed() -> None:
     assert all_told(pool)[2:] == [("REMOVED", "a", 1, "", 1)]
 
 
-def test_a_reader_that_is_too_far_behind_is_told_to_start_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "EVENTS_KEPT_MAX", 3)
+def test_a_reader_that_is_too_far_behind_is_told_to_start_over() -> None:
     pool = make_pool(8)
+    pool.log.event_count_max = 3
     pool.allocate(1, 20)
     for count in range(1, 6):
         commit(pool, 1, "abcde", 4 * count)
@@ -153,9 +151,9 @@ def test_a_reader_that_is_too_far_behind_is_told_to_start_over(monkeypatch: pyte
     assert [cursor for cursor, _ in pool.log.after(3, 1)] == [4]
 
 
-def test_digests_in_the_log_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "DIGEST_BYTES_KEPT_MAX", 96)
+def test_digests_in_the_log_are_bounded_too() -> None:
     pool = make_pool(8)
+    pool.log.digest_bytes_max = 96
     pool.allocate(1, 16)
     commit(pool, 1, "ab", 8)
     commit(pool, 1, "abcd", 16)

@@ -11,7 +11,7 @@ import pytest
 from quire.errors import Reason
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
-from quire_allocator.core import events, index
+from quire_allocator.core import index
 
 from tests.allocator.harness import (
     EMPTY_REPORT,
@@ -87,6 +87,10 @@ def hittable(allocator: Allocator, pool: str = "a") -> set[tuple[int, str, int, 
     return found
 
 
+def keep_two_events(allocator: Allocator, pool: str = "a") -> None:
+    allocator.service.directory.pool(pool).pool.log.event_count_max = 2
+
+
 async def filled(allocator: Allocator, letters: str = "ab") -> UnaryOwner:
     owner = await UnaryOwner.open(allocator)
     await owner.call("Allocate", sequence_id=1, token_count=4 * len(letters))
@@ -154,11 +158,9 @@ async def test_a_watch_resumes_where_it_ended(allocator: Allocator) -> None:
     assert (await again.next()).stored.digests == d("z")
 
 
-async def test_a_cursor_that_is_not_kept_any_more_starts_over(
-    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(events, "EVENTS_KEPT_MAX", 2)
+async def test_a_cursor_that_is_not_kept_any_more_starts_over(allocator: Allocator) -> None:
     owner = await filled(allocator, "a")
+    keep_two_events(allocator)
     for sequence_id, letter in enumerate("wxyz", 2):
         await owner.call("Allocate", sequence_id=sequence_id, token_count=4)
         await owner.call("Commit", sequence_id=sequence_id, token_count=4, digests=d(letter))
@@ -168,13 +170,11 @@ async def test_a_cursor_that_is_not_kept_any_more_starts_over(
     assert watch.stored == hittable(allocator)
 
 
-async def test_a_watcher_that_falls_behind_is_dropped_with_a_reason(
-    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_watcher_that_falls_behind_is_dropped_with_a_reason(allocator: Allocator) -> None:
     owner = await UnaryOwner.open(allocator, block_count=200_000)
     watch = Watch(allocator)
     await watch.until("snapshot_end")
-    monkeypatch.setattr(events, "EVENTS_KEPT_MAX", 2)
+    keep_two_events(allocator)
     digests = d("a") * 4096
     # Enough to fill every buffer on the way to a watcher that does not read: its handler waits, the steps do not.
     for sequence_id in range(1, 50):

@@ -62,9 +62,11 @@ _Record = tuple[int, Change, "Scope", bytes, int, bytes | bytearray, int, int]
 
 
 class EventLog:
-    """Events of one pool, the latest `EVENTS_KEPT_MAX` and `DIGEST_BYTES_KEPT_MAX`."""
+    """Events of one pool, the latest `event_count_max` of them and `digest_bytes_max`."""
 
     def __init__(self) -> None:
+        self.event_count_max = EVENTS_KEPT_MAX
+        self.digest_bytes_max = DIGEST_BYTES_KEPT_MAX
         self.step = 0
         self.last_cursor = 0
         self._recorded: deque[_Record] = deque()
@@ -90,7 +92,7 @@ class EventLog:
             self._kept.append(event)
             self._kept_bytes += event[7] - event[6]
             self.last_cursor += 1
-        while len(self._kept) > EVENTS_KEPT_MAX or self._kept_bytes > DIGEST_BYTES_KEPT_MAX:
+        while len(self._kept) > self.event_count_max or self._kept_bytes > self.digest_bytes_max:
             *_, start, end = self._kept.popleft()
             self._kept_bytes -= end - start
         return True

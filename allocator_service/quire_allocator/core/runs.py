@@ -251,15 +251,12 @@ class RunTree:
 
     def path_blocks(self, run: Run, tail: array[int]) -> array[int]:
         """Blocks from the root down to the end of a run, and a tail behind them; a copy."""
-        parent = run.parent
-        if parent is None:
-            return tail[:]
-        if parent.parent is None:
-            return run.blocks + tail
         path = [tail]
-        while parent is not None:
+        while run.parent is not None:
             path.append(run.blocks)
-            run, parent = parent, parent.parent
+            run = run.parent
+        if len(path) <= 2:  # what is added is copied once
+            return path[1] + tail if len(path) == 2 else tail[:]
         blocks = array("I")
         for part in reversed(path):
             blocks.extend(part)

@@ -69,6 +69,10 @@ class EventLog:
         """Digests no longer hit: no other block carries them."""
         self._recorded.append((self.step, Change.REMOVED, scope, b"", digests, first_position))
 
+    def discard(self) -> None:
+        """What was recorded so far is never told: a watcher of a rebuilt pool starts with a snapshot."""
+        self._recorded.clear()
+
     def publish(self, acknowledged_step: int) -> bool:
         """Makes the events of steps up to this one visible; returns whether there were any."""
         recorded = self._recorded

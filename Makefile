@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dev demo test check format proto bench kernels-compile up down test-compose clean
+.PHONY: help dev demo test simulate check format proto bench kernels-compile up down test-compose clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -27,6 +27,9 @@ demo: $(READY) ## start an allocator and a worker, stream prompts that share a p
 
 test: $(READY) ## run all tests that need neither Docker nor a GPU
 	$(BIN)/python -m pytest
+
+simulate: $(READY) ## simulate the session protocol under faults: STEPS=1000000 SEED=7
+	$(BIN)/python -m tests.simulation --steps $(or $(STEPS),100000) --seed $(or $(SEED),1)
 
 check: $(READY) ## lint, formatting and types
 	$(BIN)/ruff check .

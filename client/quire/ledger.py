@@ -182,14 +182,19 @@ class Ledger:
 
     def _publish(self, sequence: LedgerSequence, group: int, size: int, token_count: int, digests: bytes) -> None:
         table, before = sequence.tables[group], sequence.committed_token_count
+        first, end = before // size, token_count // size
+        if first == end:
+            return
         parent = b""
-        if before >= size:
-            earlier = self.published.get(table[before // size - 1])
+        if first:
+            earlier = self.published.get(table[first - 1])
             parent = earlier.digest if earlier is not None else b""
-        for position in range(before // size, token_count // size):
-            digest = self._digest_at(digests, (position + 1) * size, before)
-            self.published[table[position]] = Published(digest, parent, group, position, sequence.namespace)
-            parent = digest
+        stride = size // self._digest_tokens
+        begin = (first + 1) * stride - 1 - before // self._digest_tokens
+        starts = range(begin * DIGEST_BYTES, len(digests), stride * DIGEST_BYTES)
+        own = [digests[start : start + DIGEST_BYTES] for start in starts]
+        rows = zip(own, [parent, *own], repeat(group), range(first, end), repeat(sequence.namespace), strict=False)
+        self.published.update(zip(table[first:end], map(Published._make, rows), strict=True))
 
     def _publish_state(self, sequence: LedgerSequence, group: int, token_count: int, digests: bytes) -> None:
         """Where a checkpoint belongs, if the running block is the sequence's alone."""
@@ -224,10 +229,13 @@ class Ledger:
         """Tail first, groups of one specification together."""
         if not self.published:
             return
+        published, place = self.published, (self._step, self._operation)
         for alike in self._managed:
-            for position in reversed(range(len(sequence.tables[alike[0]]))):
-                for group in alike:
-                    self._release(sequence.tables[group][position])
+            columns = [reversed(sequence.tables[group]) for group in alike]
+            blocks = [block for row in zip(*columns, strict=True) for block in row if block in published]
+            ranks = range(self._rank, self._rank + len(blocks))
+            self.released.update(zip(blocks, [Stamp(*place, rank) for rank in ranks], strict=True))
+            self._rank += len(blocks)
 
     def _fork(self, parent: LedgerSequence, child_id: int, hold_until: float | None) -> None:
         length = parent.committed_token_count
@@ -287,7 +295,7 @@ class Ledger:
     def _grant(self, blocks: Sequence[int]) -> None:
         """Blocks that are written anew: whatever they carried is gone."""
         published = self.published
-        if published:
+        if not published.keys().isdisjoint(blocks):
             for block in blocks:
                 if published.pop(block, None) is not None:
                     self.released.pop(block, None)

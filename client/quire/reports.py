@@ -13,7 +13,7 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from quire.ledger import Ledger, LedgerSequence, Published, Stamp
 from quire.v1 import allocator_pb2 as pb
@@ -24,11 +24,7 @@ HEADS_MAX: Final = 512  # sequences and stretches of one chunk, with what they h
 _MILLISECONDS: Final = 1000
 
 
-class _Key(NamedTuple):
-    group: int
-    namespace: str
-    position: int
-    digest: bytes
+_Scope = tuple[int, str]  # group, namespace: inside one, a digest names one block
 
 
 class _Chunker:
@@ -67,10 +63,12 @@ def report_chunks(ledger: Ledger, now: float) -> list[pb.ReportChunk]:
     for sequence_id, sequence in ledger.sequences.items():
         _add_sequence(chunker, sequence_id, sequence, now)
     held = ledger.held_blocks()
-    blocks = _current(ledger.published, held)
-    for stretch in _stretches(ledger.published, blocks):
-        _add_stretch(chunker, ledger.published[stretch[0]], stretch, ledger.published)
-    freed = [(block, stamp) for block, stamp in ledger.released.items() if block in blocks and block not in held]
+    current = _current(ledger.published, held)
+    for carriers in current.values():
+        for stretch in _stretches(ledger.published, carriers):
+            _add_stretch(chunker, ledger.published[stretch[0]], stretch, ledger.published)
+    blocks = {block for carriers in current.values() for block in carriers.values()} - held
+    freed = [(block, stamp) for block, stamp in ledger.released.items() if block in blocks]
     _add_freed(chunker, freed)
     chunker.finish()
     return chunker.done
@@ -121,38 +119,31 @@ def _add_sequence(chunker: _Chunker, sequence_id: int, sequence: LedgerSequence,
             return
 
 
-def _current(published: dict[int, Published], held: set[int]) -> dict[int, _Key]:
-    """Of each digest the block that carries it now, in the order of publication."""
-    by_key: dict[_Key, int] = {}
+def _current(published: dict[int, Published], held: set[int]) -> dict[_Scope, dict[bytes, int]]:
+    """In each scope, of each digest the block that carries it now."""
+    scopes: dict[_Scope, dict[bytes, int]] = {}
     for block, carried in published.items():
-        key = _Key(carried.group, carried.namespace, carried.position, carried.digest)
-        if by_key.get(key) not in held:
-            by_key[key] = block
-    return {block: key for key, block in by_key.items()}
+        carriers = scopes.setdefault((carried.group, carried.namespace), {})
+        other = carriers.setdefault(carried.digest, block)
+        if other != block and other not in held:
+            carriers[carried.digest] = block
+    return scopes
 
 
-def _stretches(published: dict[int, Published], blocks: dict[int, _Key]) -> Iterator[list[int]]:
-    """Blocks that follow one another in a prefix, each block in one stretch."""
-    after: dict[tuple[int, str, int, bytes], int] = {}  # of each parent the first child
-    for block in blocks:
-        carried = published[block]
-        if carried.parent:
-            place = (carried.group, carried.namespace, carried.position, carried.parent)
-            after.setdefault(place, block)
-    followers = set(after.values())
-    keys = {key: block for block, key in blocks.items()}
-    for block in blocks:
-        carried = published[block]
-        above = _Key(carried.group, carried.namespace, carried.position - 1, carried.parent)
-        if block in followers and above in keys:
-            continue
-        stretch = [block]
-        while True:
-            last = published[stretch[-1]]
-            following = after.get((last.group, last.namespace, last.position + 1, last.digest))
-            if following is None:
-                break
+def _stretches(published: dict[int, Published], carriers: dict[bytes, int]) -> Iterator[list[int]]:
+    """Blocks that follow one another in a prefix, each block of one scope in one stretch."""
+    after: dict[bytes, int] = {}  # of each digest the first block behind it
+    heads = []
+    for block in carriers.values():
+        parent = published[block].parent
+        if parent not in carriers or after.setdefault(parent, block) != block:
+            heads.append(block)
+    for head in heads:
+        stretch, following = [], after.get(published[head].digest)
+        stretch.append(head)
+        while following is not None:
             stretch.append(following)
+            following = after.get(published[following].digest)
         yield stretch
 
 

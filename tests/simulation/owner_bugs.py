@@ -108,11 +108,10 @@ def _stamps_are_not_reported(original: Any, chunker: Any, freed: Any) -> None:
 
 @plant(report_building, "_current")
 def _of_one_digest_the_block_that_was_evicted_is_reported(original: Any, published: Any, held: Any) -> Any:
-    by_key: dict[Any, int] = {}
+    scopes: dict[Any, dict[bytes, int]] = {}
     for block, carried in published.items():
-        key = report_building._Key(carried.group, carried.namespace, carried.position, carried.digest)
-        by_key.setdefault(key, block)
-    return {block: key for key, block in by_key.items()}
+        scopes.setdefault((carried.group, carried.namespace), {}).setdefault(carried.digest, block)
+    return scopes
 
 
 @plant(report_building, "_add_sequence")

@@ -108,8 +108,7 @@ def _read(pool: Pool, builders: list[Builder], report: Report, use: BlockUse) ->
             refuse("a prefix has one digest for each of its blocks, and at least one")
         if len(prefix.parent_digest) not in (0, DIGEST_BYTES):
             refuse("a parent digest has 32 bytes")
-        for block in prefix.blocks:
-            use.publish(block)
+        use.publish(prefix.blocks)
         builder, column = places[prefix.group]
         builder.read(prefix, column)
 

@@ -17,6 +17,8 @@ from quire_allocator.core.report import BlockUse, ReportedPrefix, ReportedSequen
 from quire_allocator.core.runs import Run, RunScope
 from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 
+_NONE: list[Node] = []  # children of a node without any; never appended to
+
 
 class Node:
     """One published position.
@@ -26,36 +28,23 @@ class Node:
         ends: sequences whose published part ends here, or that borrow it.
         is_borrowed: somebody's half-filled block is this one: it must be a run of its own.
         is_held: a sequence ends here or below.
-        is_rooted: every position before it is there too.
         run: the one that it became a part of.
     """
 
-    __slots__ = (
-        "blocks",
-        "children",
-        "digest",
-        "ends",
-        "is_borrowed",
-        "is_held",
-        "is_rooted",
-        "parent",
-        "parent_digest",
-        "position",
-        "rank",
-        "run",
-    )
+    # Of a report there may be a million: what most never change is the class's.
+    children = _NONE
+    parent: Node | None = None
+    ends = 0
+    is_borrowed = False
+    is_held = False
+    rank = -1
+    run: Run | None = None
 
-    def __init__(self, digest: bytes, parent_digest: bytes, position: int, width: int) -> None:
+    def __init__(self, digest: bytes, parent_digest: bytes, position: int, blocks: list[int]) -> None:
         self.digest = digest
         self.parent_digest = parent_digest
         self.position = position
-        self.blocks = array("I", [NULL_BLOCK]) * width
-        self.children: list[Node] = []
-        self.parent: Node | None = None
-        self.ends = 0
-        self.is_borrowed = self.is_held = self.is_rooted = False
-        self.rank = -1
-        self.run: Run | None = None
+        self.blocks = blocks
 
 
 class Place(NamedTuple):
@@ -84,6 +73,7 @@ class RunBuilder:
         self._pool = pool
         self._use = use
         self._trees: dict[str, dict[bytes, Node]] = {}
+        self._orders: dict[str, list[Node]] = {}  # of each namespace the nodes with a way to the root, parents first
         self._by_block: dict[int, tuple[str, Node]] | None = None
         self._sharers: dict[int, tuple[str, Node | None]] = {}  # first block of a half-filled position -> its prefix
         self._parts: dict[int, list[RunPart]] = {}
@@ -94,18 +84,22 @@ class RunBuilder:
         width, parent = self._manager.width, prefix.parent_digest
         if bool(parent) != bool(prefix.first_position):
             refuse("a prefix has a parent digest exactly where it does not begin at the root")
-        for offset, block in enumerate(prefix.blocks):
-            digest = prefix.digests[offset * DIGEST_BYTES : (offset + 1) * DIGEST_BYTES]
-            position = prefix.first_position + offset
+        digests, position = prefix.digests, prefix.first_position
+        for start, block in zip(range(0, len(digests), DIGEST_BYTES), prefix.blocks, strict=True):
+            digest = digests[start : start + DIGEST_BYTES]
             node = nodes.get(digest)
             if node is None:
-                node = nodes[digest] = Node(digest, parent, position, width)
+                blocks = [NULL_BLOCK] * width
+                blocks[column] = block
+                nodes[digest] = Node(digest, parent, position, blocks)
             elif node.position != position or node.parent_digest != parent:
                 refuse(f"the digest of block {block} stands at two places")
-            if node.blocks[column] != NULL_BLOCK:
+            elif node.blocks[column] != NULL_BLOCK:
                 refuse(f"blocks {node.blocks[column]} and {block} carry one digest")
-            node.blocks[column] = block
+            else:
+                node.blocks[column] = block
             parent = digest
+            position += 1
 
     def locate(self, space: Namespace, sequence: ReportedSequence) -> Place:
         """Finds the end of what is published, and claims what is not."""
@@ -148,15 +142,15 @@ class RunBuilder:
             self._by_block = self._link()
         cached: list[tuple[int, int, Scoped]] = []
         number = manager_number(self._pool, self._manager)
-        for name, nodes in self._trees.items():
+        for name, order in self._orders.items():
             scope = spaces[name].scopes[number]
             assert isinstance(scope, RunScope)
-            order = [node for node in nodes.values() if node.is_rooted and not node.position]
-            for node in _preorder(order):
+            for node in order:
                 self._use.claim(node.blocks, published=True)
-                _mark_held(node)
+                if node.ends:
+                    _mark_held(node)
                 node.rank = max([ranks.get(block, -1) for block in node.blocks])
-            for stretch in _stretches(_preorder(order), self._manager.width):
+            for stretch in _stretches(order, self._manager.width):
                 run = self._file(scope, stretch)
                 if not stretch[0].is_held:
                     cached.append((stretch[-1].rank, stretch[-1].position, run))
@@ -191,14 +185,17 @@ class RunBuilder:
             for node in nodes.values():
                 if NULL_BLOCK in node.blocks:
                     continue
-                parent = nodes.get(node.parent_digest) if node.position else None
                 if not node.position:
                     roots.append(node)
-                elif parent is not None and parent.position == node.position - 1:
+                    continue
+                parent = nodes.get(node.parent_digest)
+                if parent is not None and parent.position == node.position - 1:
                     node.parent = parent
+                    if parent.children is _NONE:
+                        parent.children = []
                     parent.children.append(node)
-            for node in _preorder([root for root in roots if NULL_BLOCK not in root.blocks]):
-                node.is_rooted = True
+            order = self._orders[name] = _preorder(roots)
+            for node in order:
                 by_block[node.blocks[0]] = (name, node)
         return by_block
 
@@ -242,11 +239,10 @@ def _preorder(roots: list[Node]) -> list[Node]:
 
 def _mark_held(node: Node) -> None:
     """Whoever ends here holds all before it."""
-    if node.ends:
-        above: Node | None = node
-        while above is not None and not above.is_held:
-            above.is_held = True
-            above = above.parent
+    above: Node | None = node
+    while above is not None and not above.is_held:
+        above.is_held = True
+        above = above.parent
 
 
 def _stretches(order: list[Node], width: int) -> list[list[Node]]:

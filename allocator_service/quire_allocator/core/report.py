@@ -85,13 +85,15 @@ class BlockUse:
         self._published = bytearray(block_count)
         self._used = bytearray(block_count)
 
-    def publish(self, block: int) -> None:
-        """The block is said to carry a digest."""
-        if block >= self.block_count:
-            refuse(f"block {block} is out of range, the pool has {self.block_count}")
-        if self._published[block]:
-            refuse(f"block {block} is published twice")
-        self._published[block] = 1
+    def publish(self, blocks: array[int]) -> None:
+        """The blocks are said to carry digests."""
+        if max(blocks, default=0) >= self.block_count:
+            refuse(f"block {max(blocks)} is out of range, the pool has {self.block_count}")
+        published = self._published
+        for block in blocks:
+            if published[block]:
+                refuse(f"block {block} is published twice")
+            published[block] = 1
 
     def claim(self, blocks: Sequence[int], *, published: bool) -> None:
         """The blocks have their place: nobody else may have them."""

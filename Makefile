@@ -10,7 +10,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dev demo test test-compiled check format proto bench kernels-compile up down test-compose clean
+.PHONY: help dev demo test test-compiled simulate faults check format proto bench kernels-compile up down test-compose clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -41,6 +41,12 @@ $(COMPILED)/.ready: $(READY) $(shell find client allocator_service worker_servic
 test-compiled: $(COMPILED)/.ready ## run the allocator's tests on its compiled core, as its image has it
 	PYTHONPATH=$(COMPILED) $(BIN)/python -m pytest tests/allocator
 	PYTHONPATH=$(COMPILED) $(BIN)/python -m tests.allocator.twin_run --events 50000 --seed 7
+
+simulate: $(READY) ## simulate the session protocol under faults: STEPS=1000000 SEED=7
+	$(BIN)/python -m tests.simulation --steps $(or $(STEPS),100000) --seed $(or $(SEED),1)
+
+faults: $(READY) ## real processes under faults, each repeated: RUNS=1000
+	QUIRE_FAULT_RUNS=$(or $(RUNS),20) $(BIN)/python -m pytest -s tests/faults
 
 check: $(READY) ## lint, formatting and types
 	$(BIN)/ruff check .

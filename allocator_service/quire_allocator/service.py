@@ -25,6 +25,7 @@ from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire_allocator import budget, limits, steps, translate, views
 from quire_allocator.core.directory import Directory, Ownership, Refusal
 from quire_allocator.core.spec import DIGEST_BYTES, CommitResult, GrowResult, Result
+from quire_allocator.machine import Sessions
 from quire_allocator.stream import SessionStream
 from quire_allocator.telemetry import Telemetry
 from quire_allocator.translate import require
@@ -55,6 +56,45 @@ def unary(
     return call
 
 
+class _Witness:
+    """Tells logs, metrics and watchers what happens to pools; see `machine.Observer`."""
+
+    def __init__(self, telemetry: Telemetry, watching: Watching) -> None:
+        self._telemetry = telemetry
+        self._watching = watching
+
+    def opened(self, owner: Ownership) -> None:
+        kind = "unary" if owner.unary else "stream"
+        log.info(
+            "session opened",
+            pool=owner.name,
+            kind=kind,
+            blocks=owner.spec.block_count,
+            sequences=len(owner.pool.sequences),
+            next_step=owner.steps.next_step,
+        )
+        self._watching.wake(owner.name)
+
+    def resumed(self, owner: Ownership) -> None:
+        log.info("session resumed", pool=owner.name, next_step=owner.steps.next_step)
+
+    def dropped(self, owner: Ownership) -> None:
+        log.info("pool detached", pool=owner.name)
+        self._telemetry.forget(owner.name)
+        self._watching.wake(owner.name)
+
+    def expired(self, owner: Ownership) -> None:
+        log.warning("lease expired", pool=owner.name, sequences=len(owner.pool.sequences))
+
+    def published(self, owner: Ownership) -> None:
+        self._watching.wake(owner.name)
+
+    def quarantined(self, owner: Ownership, error: Exception) -> None:
+        log.error("pool quarantined", pool=owner.name, exc_info=error)
+        self._telemetry.quarantine_count += 1
+        self._watching.wake(owner.name)
+
+
 class AllocatorService(pb_grpc.AllocatorServiceServicer):
     """Serves every attached pool of `directory`."""
 
@@ -68,11 +108,14 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     ) -> None:
         self.directory = directory
         self.telemetry = telemetry
-        self.check_invariants = check_invariants
         self.clock = clock
-        self.draining = False
-        self.streams: set[SessionStream] = set()  # every one, attached or not yet
         self.watching = Watching(directory)
+        self.sessions = Sessions(
+            directory,
+            _Witness(telemetry, self.watching),
+            new_session_id=lambda: secrets.token_bytes(16),
+            check_invariants=check_invariants,
+        )
 
     # -- the owner's stream --------------------------------------------------------------------------------------------
 
@@ -84,59 +127,18 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
 
     def drain(self) -> None:
         """Takes no new session and ends every stream with UNAVAILABLE / DRAINING."""
-        self.draining = True
         self.watching.drain()
-        for stream in self.streams:
-            stream.end(Reason.DRAINING, "the allocator is shutting down")
-
-    def apply(self, owner: Ownership, operate: Callable[[], ResponseT]) -> ResponseT:
-        """Changes a pool by a checked request. A defect of ours stops this pool, and the others go on.
-
-        Raises:
-            Refusal: POOL_QUARANTINED; any that `operate` raises before it changes something.
-        """
-        try:
-            response = operate()
-            if self.check_invariants:
-                owner.pool.check_invariants()
-        except Refusal:
-            raise
-        except Exception as error:
-            log.exception("pool quarantined", pool=owner.name)
-            self.directory.quarantine(owner)
-            self.watching.wake(owner.name)
-            raise Refusal("POOL_QUARANTINED", "an invariant of this pool broke; attach again") from error
-        return response
-
-    def drop(self, owner: Ownership) -> None:
-        """The pool is gone: detached, closed, or its lease ended."""
-        self.directory.remove(owner)
-        self.telemetry.forget(owner.name)
-        self.watching.wake(owner.name)
-
-    def publish(self, owner: Ownership, acknowledged: int = 0) -> None:
-        """Effects of steps up to this one may be told to watchers."""
-        if owner.pool.log.publish(acknowledged):
-            self.watching.wake(owner.name)
+        self.sessions.drain()
 
     def expire_leases(self) -> None:
-        """Drops pools whose owner has been silent for the length of a lease, and holds of unary sessions whose time has
-        come; called by the server's timer. A stream's holds end with its next step, whose reply says so."""
-        now = self.clock()
-        for owner in self.directory.open_pools():
-            if owner.unary and owner.pool.expire_holds(now):
-                self.publish(owner)
-        for owner in self.directory.expire(now):
-            log.warning("lease expired", pool=owner.name, sequences=len(owner.pool.sequences))
-            self.drop(owner)
-            if isinstance(owner.stream, SessionStream):
-                owner.stream.end(Reason.IDLE, "no message for the length of the lease")
+        """See `Sessions.expire`; called by the server's timer."""
+        self.sessions.expire(self.clock())
 
     # -- unary sessions ------------------------------------------------------------------------------------------------
 
     @unary
     def OpenSession(self, request: pb.OpenSessionRequest) -> pb.OpenSessionResponse:
-        require(not self.draining, "the allocator is shutting down", "DRAINING")
+        require(not self.sessions.draining, "the allocator is shutting down", "DRAINING")
         owner = self.directory.open_unary(
             name=translate.pool_name(request.pool),
             spec=translate.pool_spec(request.spec),
@@ -144,7 +146,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
             session_id=secrets.token_bytes(16),
             now=self.clock(),
         )
-        log.info("session opened", pool=owner.name, kind="unary", blocks=owner.spec.block_count)
+        self.sessions.observer.opened(owner)
         return pb.OpenSessionResponse(
             session_id=owner.session_id, lease_ms=int(self.directory.lease_s * 1000), limits=translate.LIMITS
         )
@@ -250,8 +252,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
             if refusal.reason != "SESSION_UNKNOWN":
                 raise
         else:
-            self.drop(owner)
-            log.info("session closed", pool=owner.name)
+            self.sessions.drop(owner)
         return pb.CloseSessionResponse()
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -288,7 +289,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         """See `watch.Watcher`."""
         code = "OK"
         try:
-            require(not self.draining, "the allocator is shutting down", "DRAINING")
+            require(not self.sessions.draining, "the allocator is shutting down", "DRAINING")
             await self.watching.serve(request, context)
         except Refusal as refusal:
             error = QuireError.of(Reason(refusal.reason), refusal.message)
@@ -317,8 +318,8 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         kept = owner.answers.replay(request_id, sha256)
         if kept is not None:
             return cast("ResponseT", kept)
-        response = self.apply(owner, lambda: operate(owner))
-        self.publish(owner)
+        response = self.sessions.apply(owner, lambda: operate(owner), self.clock())
+        self.sessions.publish(owner)
         owner.answers.record(request_id, sha256, response, size=response.ByteSize())
         self.telemetry.of(owner.name).count(operation, response.result)  # type: ignore[attr-defined]
         return response

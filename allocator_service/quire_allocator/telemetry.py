@@ -34,6 +34,7 @@ METRIC_NAMES = frozenset(
         "quire_allocator_copies_total",
         "quire_allocator_rpc_total",
         "quire_allocator_lease_expirations_total",
+        "quire_allocator_quarantines_total",
     }
 )
 
@@ -72,6 +73,7 @@ class Telemetry:
 
     def __init__(self) -> None:
         self.rpcs: Counter[tuple[str, str]] = Counter()  # (method, code)
+        self.quarantine_count = 0
         self._pools: defaultdict[str, PoolTelemetry] = defaultdict(PoolTelemetry)
 
     def count_rpc(self, method: str, code: str) -> None:
@@ -118,6 +120,11 @@ class AllocatorCollector(Collector):
             "quire_allocator_lease_expirations",
             "Pools dropped because their owner fell silent.",
             value=self._directory.expired_count,
+        )
+        yield CounterMetricFamily(
+            "quire_allocator_quarantines",
+            "Pools stopped because an invariant of theirs broke.",
+            value=self._telemetry.quarantine_count,
         )
 
     def _gauges(self) -> Iterator[Metric]:

@@ -3,54 +3,57 @@
 Lifecycle:
 
     1. open       attach under a fresh incarnation; the pool starts empty
-    2. step       one at a time: sent, applied once, answered; heartbeats in between keep the lease
-    3. lost       the stream broke or fell silent: attach again with a higher epoch. If the allocator still has the
-                  session, the unanswered step is sent again byte for byte and nothing shows outside. If not (it was
-                  restarted, or the lease ended), a new and empty session is opened and `SessionLostError` says so
+    2. step       sent at once, up to `window` of them unanswered; answered in order; heartbeats in between
+    3. lost       the stream broke or fell silent: attach again with a higher epoch, as often as it takes. If the
+                  allocator still has the session, unanswered steps are sent again byte for byte. If not (it was
+                  restarted, replaced by another one, or the lease ended), it is told what the pages hold, and goes on
+                  with the same sequences on the same blocks: callers notice nothing but the time it takes
     4. close      detach: the allocator drops the pool at once
 
-An owner that gets `SessionLostError` holds nothing any more: it drops its tables and computes anew what it still needs.
+All rules are in `owner.py`, what is known of the pool in `ledger.py`; here are the stream, the clock and the waiting.
+
+`SessionLostError` is left for an allocator that refuses our report: then a new and empty session is opened, and an
+owner that gets it holds nothing any more.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import contextlib
 import logging
 import random
 import secrets
+import time
 from collections.abc import Callable
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import grpc
 from grpc import aio
 
-from quire.errors import (
-    AlreadyExistsError,
-    InternalError,
-    QuireError,
-    Reason,
-    ResourceExhaustedError,
-    UnavailableError,
-    from_rpc_error,
-)
-from quire.limits import PROTOCOL_VERSION
-from quire.steps import StepBuilder, StepOutcome, read_reply
+from quire.errors import InternalError, QuireError, UnavailableError, from_rpc_error
+from quire.ledger import Ledger
+from quire.owner import Phase, PoolOwner, Verdict
+from quire.steps import StepBuilder, StepOutcome
 from quire.v1 import allocator_pb2 as pb
 
 HEARTBEAT_S: Final = 1.0
-SILENCE_S: Final = 3.0  # without an answer for this long the stream counts as lost
+SILENCE_S: Final = 3.0  # for the end of a call, which we have asked for
+# A stream counts as lost after so many heartbeats in a row without an answer. Heartbeats, not seconds: in a process
+# that stood still the answers are there, and nobody has looked.
+SILENT_BEATS_MAX: Final = 3
+SILENT_BEATS_REPORTING_MAX: Final = 30  # while the allocator makes a pool of our report
 BACKOFF_S: Final = (0.05, 0.5)
+WINDOW: Final = 4
 
 log = logging.getLogger(__name__)
 
 
 class SessionLostError(Exception):
-    """The allocator no longer had the session; a new one is open and the pool is empty."""
+    """The allocator would not have this pool as it was; a new session is open and the pool is empty."""
 
 
 class PoolSession:
-    """Owner of one pool. Not for concurrent use, except that heartbeats go on by themselves.
+    """Owner of one pool. Not for concurrent use, except that the stream keeps itself up.
 
     Args:
         stub: `AllocatorServiceStub` on an asyncio channel.
@@ -58,9 +61,9 @@ class PoolSession:
         spec: its specification.
         metadata: sent with the call, such as a bearer token.
         on_wait: told why, whenever attaching has to be tried again.
+        window: steps that may be unanswered at a time, 1 to 8.
 
     Attributes:
-        limits: what the allocator accepts; known once open.
         on_change: called with whether a stream is up, whenever that changes.
     """
 
@@ -72,226 +75,242 @@ class PoolSession:
         *,
         metadata: tuple[tuple[str, str], ...] = (),
         on_wait: Callable[[QuireError], None] | None = None,
+        window: int = WINDOW,
     ) -> None:
         self.pool = pool
         self.spec = spec
-        self.limits = pb.Limits()
         self.on_change: Callable[[bool], None] = lambda _connected: None
         self._stub = stub
         self._metadata = metadata
         self._on_wait = on_wait or (lambda error: log.info("waiting for the allocator: %s", error))
-        self._incarnation = secrets.token_bytes(16)
-        self._epoch = 0
-        self._session_id = b""
-        self._last_step = 0
+        self._owner = PoolOwner(pool, spec, incarnation=secrets.token_bytes(16), window=window)
         self._call: aio.StreamStreamCall[pb.SessionRequest, pb.SessionReply] | None = None
         self._connected = False
         self._lost = False
-        self._in_use = asyncio.Lock()
-        self._heartbeats: asyncio.Task[None] | None = None
+        self._closing = False
+        self._silent_beats = 0  # since anything was heard
+        self._refusal: QuireError | None = None
+        self._answers: dict[int, asyncio.Future[StepOutcome]] = {}
+        self._changed = asyncio.Event()  # an answer came, the stream went up or was refused
+        self._sending = asyncio.Lock()
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def connected(self) -> bool:
         """Whether a stream is up and attached."""
         return self._connected
 
-    def _set_connected(self, connected: bool) -> None:
-        if connected != self._connected:
-            self._connected = connected
-            self.on_change(connected)
+    @property
+    def limits(self) -> pb.Limits:
+        """What the allocator accepts; known once open."""
+        return self._owner.limits
+
+    @property
+    def ledger(self) -> Ledger:
+        """What is known of the pool after the last answer; to be read, not changed."""
+        return self._owner.ledger
+
+    @property
+    def unanswered_count(self) -> int:
+        """Steps that were submitted and not answered yet."""
+        return self._owner.unanswered_count
 
     async def open(self) -> None:
         """Attaches, waiting as long as it takes for an allocator that is down or a former owner's lease to end.
 
         Raises:
-            QuireError: the allocator refuses for good (specification, version, token, limits).
+            QuireError: the allocator refuses for good (specification, version, token).
         """
-        async with self._in_use:
-            await self._attach()
-            self._lost = False
-        self._heartbeats = asyncio.create_task(self._beat())
+        self._tasks = [asyncio.create_task(self._keep_up()), asyncio.create_task(self._beat())]
+        while not self._connected:
+            await self._wait_for_change()
+            if self._refusal is not None:
+                await self._stop()
+                raise self._refusal
 
     async def step(self, operations: StepBuilder) -> StepOutcome:
-        """Applies a step exactly once and returns what it did.
+        """Applies a step exactly once and returns what it did. As `submit`, and its answer."""
+        try:
+            return await (await self.submit(operations))
+        except asyncio.CancelledError:
+            self._drop()  # nobody will look at the answer: what the caller knows of the pool is not to be relied on
+            raise
 
-        Raises:
+    async def submit(self, operations: StepBuilder) -> asyncio.Future[StepOutcome]:
+        """Sends a step as soon as the window has room; the future has what it did.
+
+        Raises (here, or from the future):
             SessionLostError: none of it is in force, and nothing of what was there before.
-            QuireError: the allocator refused the step; nothing of it was applied.
+            QuireError: the allocator refused the step; nothing of it, nor of those submitted after it, was applied.
             ValueError: a number does not fit the message; nothing was sent.
         """
-        async with self._in_use:
-            self._raise_if_lost()
-            request = pb.SessionRequest()
-            step = request.step
-            operations.fill(step)
-            step.session_id, step.number, step.ack = self._session_id, self._last_step + 1, self._last_step
-            while True:
-                try:
-                    reply = (await self._exchange(request)).step_reply
-                    break
-                except _StreamLostError:
-                    await self._attach()
-                    self._raise_if_lost()
-            if (reply.session_id, reply.number) != (step.session_id, step.number):
-                self._drop()
-                raise InternalError(f"the answer to step {step.number} is one to step {reply.number}")
-            self._last_step = step.number
-            try:
-                return read_reply(step, reply, len(self.spec.groups))
-            except ValueError as error:
-                self._drop()
-                raise InternalError(f"the answer to step {step.number} does not fit it: {error}") from error
+        while not self._owner.has_room:
+            await self._wait_for_change()
+        if self._lost:
+            self._lost = False
+            raise SessionLostError
+        if self._refusal is not None:
+            raise self._refusal
+        number = self._owner.submit(operations)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        await self._flush()
+        return answer
 
     async def close(self) -> None:
         """Detaches if the stream is up, so that the pool is dropped at once; else its lease ends by itself."""
-        if self._heartbeats is not None:
-            self._heartbeats.cancel()  # it may be waiting for an allocator that is down
-            await asyncio.wait((self._heartbeats,))
-        async with self._in_use:
-            call, self._call = self._call, None
-            if call is None or not self._connected:
+        self._closing = True
+        if self._connected and self._tasks:
+            self._owner.detach()
+            await self._flush()
+            await asyncio.wait(self._tasks[:1], timeout=SILENCE_S)
+        await self._stop()
+
+    # -- the stream ----------------------------------------------------------------------------------------------------
+
+    async def _keep_up(self) -> None:
+        """Attaches, serves, and attaches again until the session is closed."""
+        delay = BACKOFF_S[0]
+        while not self._closing:
+            error = await self._serve_once()
+            if self._closing:
                 return
-            self._set_connected(False)
-            try:
-                async with asyncio.timeout(SILENCE_S):
-                    await call.write(pb.SessionRequest(detach=pb.Detach()))
-                    await call.done_writing()
-                    while await call.read() is not aio.EOF:  # type: ignore[attr-defined]
-                        pass
-            except (aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
-                call.cancel()
+            waited_for = error
+            if error is None or self._owner.judge(error) is Verdict.AGAIN:
+                waited_for = error or UnavailableError("the allocator does not answer")
+            was_up = self._connected
+            self._end_stream(error)
+            if was_up:
+                delay = BACKOFF_S[0]
+                continue
+            assert waited_for is not None
+            self._on_wait(waited_for)
+            await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+            delay = min(2 * delay, BACKOFF_S[1])
 
-    # -- one stream ----------------------------------------------------------------------------------------------------
-
-    async def _exchange(self, request: pb.SessionRequest) -> pb.SessionReply:
-        """Sends a message and returns its answer."""
-        call = self._call
-        if call is None:
-            raise _StreamLostError
+    async def _serve_once(self) -> QuireError | None:
+        """One stream from attach to end; returns why it ended, if it says."""
+        owner = self._owner
+        owner.attach()
+        self._silent_beats = 0
+        call = self._call = self._stub.Session(metadata=self._metadata)
         try:
-            async with asyncio.timeout(SILENCE_S):
-                await call.write(request)
-                return await self._receive(call)
-        except TimeoutError:
-            self._drop()
-            raise _StreamLostError from None
-        except asyncio.CancelledError as error:
+            await self._flush()
+            while owner.phase is not Phase.IDLE:
+                reply = await call.read()
+                if reply is aio.EOF:  # type: ignore[attr-defined]
+                    return await _status(call)
+                self._take(reply)
+                if owner.outbox:
+                    await self._flush()
+        except InternalError as error:
+            self._fail_oldest(error)
+        except asyncio.CancelledError:
             task = asyncio.current_task()
-            if task is not None and task.cancelling():  # we are cancelled, not the call: its state is unknown
-                self._drop()
+            if task is not None and task.cancelling():
                 raise
-            await self._explain(call, error)
-        except (aio.AioRpcError, asyncio.InvalidStateError) as error:
-            await self._explain(call, error)
+            return await _status(call)
+        except (aio.AioRpcError, asyncio.InvalidStateError):
+            return await _status(call)
+        return None
 
-    async def _receive(self, call: Any) -> pb.SessionReply:
-        reply = await call.read()
-        if reply is aio.EOF:  # type: ignore[attr-defined]
-            raise asyncio.InvalidStateError("the stream ended")
-        return reply  # type: ignore[no-any-return]
+    def _take(self, reply: pb.SessionReply) -> None:
+        """One message of the current stream."""
+        owner = self._owner
+        self._silent_beats = 0
+        answer = owner.receive(reply, time.monotonic())
+        if answer is not None:
+            future = self._answers.pop(answer.number, None)
+            if future is not None and not future.done():
+                future.set_result(answer.outcome)
+            self._changed.set()
+        elif not self._connected and owner.phase is Phase.OPEN:
+            self._refusal = None
+            self._set_connected(True)
 
-    async def _explain(self, call: Any, error: BaseException) -> NoReturn:
-        """Turns what a broken stream raised into lost (attach again) or refused (the owner's mistake)."""
-        ended = await _status(call)
+    async def _flush(self) -> None:
+        """Sends what is in the outbox. What goes wrong is told to who reads."""
+        call, outbox = self._call, self._owner.outbox
+        with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
+            async with self._sending:
+                while outbox and call is not None and call is self._call:
+                    await call.write(outbox.popleft())
+
+    def _end_stream(self, error: QuireError | None) -> None:
+        """The current stream is over: the owner says what that means, and whose steps it takes along."""
+        verdict, numbers = self._owner.ended(error)
         self._drop()
-        # Without a reason it is gRPC itself that failed, under whatever code.
-        if ended is None or ended.reason is None or ended.reason in _ATTACH_AGAIN:
-            raise _StreamLostError(ended) from error
-        raise ended from error
+        if verdict is Verdict.LOST:
+            log.error("the allocator refuses our report, the pool begins anew: %s", error)
+            self._lost = not numbers
+            self._fail(numbers, SessionLostError())
+        elif verdict is Verdict.STEP_REFUSED:
+            assert error is not None
+            self._fail(numbers, error)
+        elif verdict is Verdict.FINAL:
+            assert error is not None
+            log.warning("the allocator refuses this pool: %s", error)
+            self._refusal = error
+            self._fail(self._owner.give_up_steps(), error)
+        self._changed.set()
+
+    def _fail(self, numbers: list[int], error: Exception) -> None:
+        for number in numbers:
+            future = self._answers.pop(number, None)
+            if future is not None and not future.done():
+                future.set_exception(error)
+
+    def _fail_oldest(self, error: InternalError) -> None:
+        """An answer cannot be read: what it did is not known to us, and the allocator will be told what is."""
+        log.error("the allocator broke the protocol: %s", error)
+        self._fail(self._owner.give_up_steps(), error)
 
     def _drop(self) -> None:
+        """Cancels the call; who reads it notices."""
         self._set_connected(False)
         if self._call is not None:
             self._call.cancel()
             self._call = None
 
-    # -- attaching -----------------------------------------------------------------------------------------------------
-
-    async def _attach(self) -> None:
-        """Attaches until it works; sets `_lost` if the state behind an earlier session is gone."""
-        delay = BACKOFF_S[0]
-        while True:
-            try:
-                await self._attach_once()
-                self._set_connected(True)
-                return
-            except _StreamLostError as lost:
-                error = lost.ended or UnavailableError("the allocator does not answer")
-            except (AlreadyExistsError, ResourceExhaustedError) as later:  # a lease will end, a place be free
-                error = later
-            self._on_wait(error)
-            await asyncio.sleep(delay * random.uniform(0.5, 1.0))
-            delay = min(2 * delay, BACKOFF_S[1])
-
-    async def _attach_once(self) -> None:
-        self._epoch += 1
-        self._drop()
-        self._call = self._stub.Session(metadata=self._metadata)
-        reply = await self._exchange(
-            pb.SessionRequest(
-                attach=pb.Attach(
-                    version=PROTOCOL_VERSION,
-                    pool=self.pool,
-                    incarnation=self._incarnation,
-                    epoch=self._epoch,
-                    resume_session=self._session_id,
-                    last_step=self._last_step,
-                    spec=self.spec,
-                    window=1,
-                )
-            )
-        )
-        if reply.HasField("resumed"):
-            self.limits = reply.resumed.limits
-            # The unanswered step was applied, or it was not.
-            if reply.resumed.session_id != self._session_id or not 0 < reply.resumed.next_step - self._last_step <= 2:
-                self._drop()
-                raise InternalError("the allocator resumed another session than ours")
-            return
-        end = pb.ReportEnd(chunk_count=0, last_step=self._last_step, sha256=hashlib.sha256().digest())
-        ready = (await self._exchange(pb.SessionRequest(report_end=end))).ready
-        self._lost = bool(self._session_id)
-        self._session_id = ready.session_id
-        self._last_step = ready.next_step - 1
-        self.limits = ready.limits
-
-    def _raise_if_lost(self) -> None:
-        if self._lost:
-            self._lost = False
-            raise SessionLostError
+    # -- waiting -------------------------------------------------------------------------------------------------------
 
     async def _beat(self) -> None:
-        """Keeps the lease while no step does, and attaches again as soon as the stream is lost.
+        """Keeps the lease while no step does, and leaves a stream that has fallen silent.
 
         The acknowledgement lets watchers of the pool see what the last step of a quiet owner did.
         """
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            async with self._in_use:
-                try:
-                    await self._exchange(pb.SessionRequest(heartbeat=pb.Heartbeat(ack=self._last_step)))
-                except (_StreamLostError, QuireError):  # whatever it was, attaching again is the answer
-                    await self._attach_in_background()
+            reporting = self._owner.phase is Phase.REPORTING
+            if self._silent_beats >= (SILENT_BEATS_REPORTING_MAX if reporting else SILENT_BEATS_MAX):
+                self._drop()
+            self._silent_beats += 1
+            self._owner.heartbeat()
+            if not self._sending.locked():  # else whoever is sending takes it along, or is stuck
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(SILENCE_S):
+                        await self._flush()
 
-    async def _attach_in_background(self) -> None:
-        """Attaches; a refusal for good is left for the next step to meet, which has somebody to tell."""
-        try:
-            await self._attach()
-        except QuireError as error:
-            log.warning("the allocator refuses this pool: %s", error)
+    async def _wait_for_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
 
+    def _set_connected(self, connected: bool) -> None:
+        if connected != self._connected:
+            self._connected = connected
+            self._changed.set()
+            self.on_change(connected)
 
-class _StreamLostError(Exception):
-    """The stream is gone for a reason that attaching again may mend; `ended` says which, if it is known."""
-
-    def __init__(self, ended: QuireError | None = None) -> None:
-        super().__init__()
-        self.ended = ended
-
-
-_ATTACH_AGAIN: Final = frozenset(
-    {Reason.FENCED, Reason.SESSION_UNKNOWN, Reason.IDLE, Reason.DRAINING, Reason.POOL_QUARANTINED}
-)
+    async def _stop(self) -> None:
+        """Ends everything that goes on by itself."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        self._tasks = []
+        self._drop()
+        for future in self._answers.values():
+            future.cancel()
+        self._answers.clear()
 
 
 async def _status(call: Any) -> QuireError | None:

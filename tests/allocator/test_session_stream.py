@@ -95,7 +95,8 @@ async def test_the_number_of_pools_is_limited() -> None:
 
 
 WRONG_REPORTS: list[tuple[pb.SessionRequest, Reason]] = [
-    (pb.SessionRequest(report_chunk=pb.ReportChunk()), Reason.NOT_SUPPORTED),
+    (pb.SessionRequest(report_chunk=pb.ReportChunk()), Reason.MALFORMED),
+    (pb.SessionRequest(report_chunk=pb.ReportChunk(published_blocks=bytes(4))), Reason.NOT_SUPPORTED),
     (pb.SessionRequest(report_end=pb.ReportEnd(chunk_count=1)), Reason.MALFORMED),
     (pb.SessionRequest(report_end=pb.ReportEnd(sha256=bytes(32))), Reason.MALFORMED),
     (
@@ -125,7 +126,7 @@ async def test_a_failed_second_report_leaves_the_open_pool_and_shows_it_disconne
     await first.step(grows=grows((1, 6, b"")))
     second = StreamOwner(allocator)
     await second.attach(epoch=2, spec=spec(block_count=99))
-    with refused(Reason.NOT_SUPPORTED):
+    with refused(Reason.MALFORMED):
         await second.exchange(pb.SessionRequest(report_chunk=pb.ReportChunk()))
     (pool,) = (await allocator.stub.ListPools(pb.ListPoolsRequest())).pools
     assert not pool.connected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -26,8 +27,9 @@ from quire.session import PoolSession, SessionLostError
 from quire.steps import Result, StepBuilder
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
-from quire_allocator.core.directory import Directory
+from quire_allocator.core.directory import Directory, Refusal
 from quire_allocator.core.pool import Pool
+from quire_allocator.machine import SessionMachine
 from quire_allocator.service import AllocatorService
 from quire_allocator.stream import SessionStream
 from quire_allocator.telemetry import Telemetry
@@ -42,13 +44,13 @@ class BrokenError(Exception):
 class LossyStream(SessionStream):
     """Applies steps, and loses the stream instead of answering as often as its service says."""
 
-    async def _write(self, **message: Any) -> None:
+    async def _write(self, reply: pb.SessionReply) -> None:
         service = self._service
         assert isinstance(service, LossyService)
-        if "step_reply" in message and service.replies_to_lose:
+        if reply.HasField("step_reply") and service.replies_to_lose:
             service.replies_to_lose -= 1
             raise BrokenError
-        await super()._write(**message)
+        await super()._write(reply)
 
 
 class LossyService(AllocatorService):
@@ -92,8 +94,8 @@ class Setting:
     def break_stream(self) -> None:
         assert self.service is not None
         stream = self.service.directory.pool("test").stream
-        assert isinstance(stream, SessionStream)
-        stream.end(Reason.IDLE, "broken on purpose")
+        assert isinstance(stream, SessionMachine)
+        stream.end("IDLE", "broken on purpose")
 
 
 @asynccontextmanager
@@ -168,15 +170,33 @@ async def test_a_stream_that_ended_between_steps_is_resumed() -> None:
         assert sorted(scene.pool.sequences) == [1, 2, 3, 4, 5]
 
 
-async def test_an_allocator_that_starts_anew_is_told_as_a_lost_session_and_then_serves() -> None:
+async def test_an_allocator_that_starts_anew_is_told_what_the_pages_hold_and_goes_on() -> None:
+    async with setting() as scene:
+        before = (await scene.session.step(allocate(1))).grows[0].blocks[0]
+        await scene.stop_allocator()
+        await scene.start_allocator()
+        assert (await scene.session.step(allocate(2))).grows[0].result is Result.OK
+        assert scene.session.connected
+        assert sorted(scene.pool.sequences) == [1, 2]
+        assert scene.pool.tables(scene.pool.sequences[1])[0] == before
+
+
+async def test_an_allocator_that_will_not_have_our_report_is_told_as_a_lost_session_and_then_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise Refusal("MALFORMED", "not this one")
+
     async with setting() as scene:
         await scene.session.step(allocate(1))
         await scene.stop_allocator()
         await scene.start_allocator()
-        with pytest.raises(SessionLostError):
-            await scene.session.step(allocate(2))
-        assert scene.session.connected
+        with monkeypatch.context() as patch:
+            patch.setattr("quire_allocator.reports.StagedReport.add", refuse)
+            with pytest.raises(SessionLostError):
+                await scene.session.step(allocate(2))
         assert (await scene.session.step(allocate(3))).grows[0].result is Result.OK
+        assert scene.session.connected
         assert list(scene.pool.sequences) == [3]
 
 
@@ -189,8 +209,39 @@ async def test_while_no_allocator_answers_the_step_waits_and_says_why() -> None:
         assert not step.done()
         assert not scene.session.connected
         await scene.start_allocator()
-        with pytest.raises(SessionLostError):
-            await step
+        assert (await step).grows[0].result is Result.OK
+
+
+async def test_several_steps_are_under_way_at_a_time_and_answered_in_order() -> None:
+    async with setting() as scene:
+        answers = [await scene.session.submit(allocate(number)) for number in range(1, 5)]
+        outcomes = [await answer for answer in answers]
+        assert [list(outcome.grows[0].blocks[0]) for outcome in outcomes] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+async def test_steps_under_way_survive_an_allocator_that_starts_anew_before_it_answers() -> None:
+    async with setting() as scene:
+        assert scene.service is not None
+        await scene.session.step(allocate(1))
+        scene.service.replies_to_lose = 1
+        answers = [await scene.session.submit(allocate(number)) for number in (2, 3)]
+        await scene.stop_allocator()
+        await scene.start_allocator()
+        assert [(await answer).grows[0].result for answer in answers] == [Result.OK, Result.OK]
+        assert sorted(scene.pool.sequences) == [1, 2, 3]
+
+
+async def test_a_process_that_stood_still_keeps_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.session.HEARTBEAT_S", 0.01)
+    async with setting() as scene:
+        assert scene.service is not None
+        await scene.session.step(allocate(1))
+        for _ in range(3):
+            end = time.monotonic() + 0.1  # ten heartbeats that nobody sends
+            while time.monotonic() < end:
+                pass
+            assert (await scene.session.step(StepBuilder())).free_block_count == 14
+        assert scene.service.attach_count == 1
 
 
 async def test_a_cancelled_step_ends_at_once() -> None:

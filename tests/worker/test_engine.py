@@ -10,7 +10,7 @@ import pytest
 from quire.errors import QuireError, Reason
 from quire_worker.request import FinishReason
 
-from tests.worker.engine_harness import reference_text, running
+from tests.worker.engine_harness import BLOCK_SIZE, reference_text, running
 from tests.worker.tiny_models import write_tiny_llama, write_tiny_qwen3
 
 DEMO = Path("models/demo").resolve()
@@ -129,6 +129,7 @@ async def test_the_text_goes_on_when_the_allocator_is_replaced_by_an_empty_one(f
         await harness.allocator.start()
         output = await task
         assert await harness.free_block_count() == 512
+    assert output.request.usage.granted_block_count == -(-149 // BLOCK_SIZE)  # nothing was computed again
     expected = reference_text(folders["llama"], tuple(tokens), 100)
     assert output.tokens[0][: len(expected)] == expected
     assert len(output.tokens[0]) == 100

@@ -16,6 +16,7 @@ Times are seconds of a monotonic clock, session ids come from the caller.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -187,16 +188,26 @@ class Directory:
             owner.steps.window = window
         return owner, resumed, older
 
-    def open(self, owner: Ownership, *, spec: PoolSpec, session_id: bytes, last_step: int) -> None:
-        """Puts an empty pool in force under a new session id, after an empty report; until then the old one stays.
+    def open(
+        self,
+        owner: Ownership,
+        *,
+        spec: PoolSpec,
+        session_id: bytes,
+        last_step: int,
+        make_pool: Callable[[PoolSpec], Pool] = Pool,
+    ) -> None:
+        """Puts a pool in force under a new session id, after a report; until then the old one stays.
 
         Raises:
-            Refusal: LIMIT, a specification larger than the earlier one asks for too many blocks.
+            Refusal: LIMIT, a specification larger than the earlier one asks for too many blocks; whatever `make_pool`
+                refuses.
         """
         self._check_blocks(owner.name, spec)
+        pool = make_pool(spec)
         self._sessions.pop(owner.session_id, None)
         owner.spec = spec
-        owner.pool = Pool(spec)
+        owner.pool = pool
         owner.session_id = session_id
         owner.steps = StepLog(last_step + 1, owner.window)
         self._sessions[session_id] = owner

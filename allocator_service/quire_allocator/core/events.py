@@ -82,6 +82,10 @@ class EventLog:
         any more."""
         self._recorded.append((self.step, _REMOVED, scope, b"", first_position, source, start, end))
 
+    def discard(self) -> None:
+        """What was recorded so far is never told: a watcher of a rebuilt pool starts with a snapshot."""
+        self._recorded.clear()
+
     def publish(self, acknowledged_step: int) -> bool:
         """Makes the events of steps up to this one visible; returns whether there were any."""
         recorded = self._recorded

@@ -27,6 +27,11 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
+if sys.version_info >= (3, 13):
+    from warnings import deprecated as _deprecated
+else:
+    from typing_extensions import deprecated as _deprecated
+
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class _GroupKind:
@@ -564,8 +569,8 @@ Global___ReportRequired: _TypeAlias = ReportRequired  # noqa: Y015
 @_typing.final
 class ReportChunk(_message.Message):
     """ReportChunk: part of the owner's account of its pool: at most 4,096 entries (sequences, published blocks and freed
-    blocks together) and 256 KiB. Chunks are staged and swapped in whole by ReportEnd. A server that cannot rebuild a
-    pool answers UNIMPLEMENTED / NOT_SUPPORTED.
+    blocks together) and 256 KiB. Chunks are staged and swapped in whole by ReportEnd. At most 256 MiB in all, and few reports
+    at a time: RESOURCE_EXHAUSTED / REPORT_ADMISSION.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -582,24 +587,38 @@ class ReportChunk(_message.Message):
     NAMESPACES_FIELD_NUMBER: _builtins.int
     PUBLISHED_GROUPS_FIELD_NUMBER: _builtins.int
     PUBLISHED_POSITIONS_FIELD_NUMBER: _builtins.int
+    PREFIXES_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """0, 1, 2, ... within one report."""
-    published_blocks: _builtins.bytes
-    """Blocks with a published digest: block ids, uint32 little-endian."""
-    published_digests: _builtins.bytes
-    """Their digests, 32 bytes each, in the same order."""
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def published_blocks(self) -> _builtins.bytes:
+        """Superseded by `prefixes`, together with the other four fields on published blocks; NOT_SUPPORTED if any is set."""
+
+    @published_blocks.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def published_blocks(self, value: _builtins.bytes) -> None:
+        """Superseded by `prefixes`, together with the other four fields on published blocks; NOT_SUPPORTED if any is set."""
+
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def published_digests(self) -> _builtins.bytes: ...
+    @published_digests.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def published_digests(self, value: _builtins.bytes) -> None: ...
     freed_blocks: _builtins.bytes
-    """Blocks that were ever freed: block ids, uint32 little-endian."""
+    """Published blocks that no table holds and that were freed, in any order: block ids, uint32 little-endian. They leave
+    the cache in the order of their frees; those that were never freed leave before them.
+    """
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReportedSequence]:
-        """Live sequences. One whose tables do not fit goes on in a later chunk: the same id with the same counts, and tables
-        whose entries follow those sent before.
+        """Live sequences, by rising id. One whose tables do not fit goes on in a later chunk: the same id with the same counts,
+        and tables whose entries follow those sent before.
         """
 
     @_builtins.property
-    def published_namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Their namespaces, as indices into `namespaces`."""
-
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def published_namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def freed_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Step number of the last free that named each of them."""
@@ -615,11 +634,19 @@ class ReportChunk(_message.Message):
         """Table of namespaces that this chunk refers to."""
 
     @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
     def published_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The groups that the published blocks belong to, and their positions in the tables of those groups."""
+        """See `published_blocks`."""
 
     @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
     def published_positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReportedPrefix]:
+        """Blocks with a published digest, held or not. A block whose ancestors are missing is not taken over unless a table
+        holds it, which is refused.
+        """
+
     def __init__(
         self,
         *,
@@ -635,14 +662,57 @@ class ReportChunk(_message.Message):
         namespaces: _abc.Iterable[_builtins.str] | None = ...,
         published_groups: _abc.Iterable[_builtins.int] | None = ...,
         published_positions: _abc.Iterable[_builtins.int] | None = ...,
+        prefixes: _abc.Iterable[Global___ReportedPrefix] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_blocks", b"freed_blocks", "freed_operations", b"freed_operations", "freed_positions", b"freed_positions", "freed_steps", b"freed_steps", "namespaces", b"namespaces", "number", b"number", "published_blocks", b"published_blocks", "published_digests", b"published_digests", "published_groups", b"published_groups", "published_namespaces", b"published_namespaces", "published_positions", b"published_positions", "sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_blocks", b"freed_blocks", "freed_operations", b"freed_operations", "freed_positions", b"freed_positions", "freed_steps", b"freed_steps", "namespaces", b"namespaces", "number", b"number", "prefixes", b"prefixes", "published_blocks", b"published_blocks", "published_digests", b"published_digests", "published_groups", b"published_groups", "published_namespaces", b"published_namespaces", "published_positions", b"published_positions", "sequences", b"sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportChunk: _TypeAlias = ReportChunk  # noqa: Y015
+
+@_typing.final
+class ReportedPrefix(_message.Message):
+    """ReportedPrefix: consecutive published blocks of one prefix in one group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    PARENT_DIGEST_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.int
+    """Index into ReportChunk.namespaces."""
+    group: _builtins.int
+    """The group that the blocks belong to."""
+    first_position: _builtins.int
+    """Index in the table of the first one; of STATE, digest blocks up to and with the checkpoint."""
+    parent_digest: _builtins.bytes
+    """Digest of the block before the first one; empty at the root, and ignored in groups other than full attention."""
+    digests: _builtins.bytes
+    """Digests, 32 bytes each."""
+    blocks: _builtins.bytes
+    """Block ids, uint32 little-endian."""
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.int = ...,
+        group: _builtins.int = ...,
+        first_position: _builtins.int = ...,
+        parent_digest: _builtins.bytes = ...,
+        digests: _builtins.bytes = ...,
+        blocks: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "digests", b"digests", "first_position", b"first_position", "group", b"group", "namespace", b"namespace", "parent_digest", b"parent_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportedPrefix: _TypeAlias = ReportedPrefix  # noqa: Y015
 
 @_typing.final
 class ReportedSequence(_message.Message):
@@ -655,6 +725,10 @@ class ReportedSequence(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     COMMITTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    CHUNK_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    HOLD_REMAINING_MS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """Its id."""
     namespace: _builtins.int
@@ -662,6 +736,13 @@ class ReportedSequence(_message.Message):
     token_count: _builtins.int
     """Tokens that it can hold (granted) and tokens that have been computed (committed)."""
     committed_token_count: _builtins.int
+    priority: _builtins.int
+    """As in GrowPhase."""
+    prompt_token_count: _builtins.int
+    """Of its first grow: the prompt's length, and the end of its first chunk. 0 for a fork."""
+    chunk_token_count: _builtins.int
+    hold_remaining_ms: _builtins.int
+    """Of a hold: what is left of its time."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
         """One table per group, or the part of each that follows what earlier chunks carried."""
@@ -674,12 +755,18 @@ class ReportedSequence(_message.Message):
         token_count: _builtins.int = ...,
         committed_token_count: _builtins.int = ...,
         tables: _abc.Iterable[Global___BlockTable] | None = ...,
+        priority: _builtins.int = ...,
+        prompt_token_count: _builtins.int = ...,
+        chunk_token_count: _builtins.int = ...,
+        hold_remaining_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_hold_remaining_ms", b"_hold_remaining_ms", "hold_remaining_ms", b"hold_remaining_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_token_count", b"committed_token_count", "namespace", b"namespace", "sequence_id", b"sequence_id", "tables", b"tables", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold_remaining_ms", b"_hold_remaining_ms", "chunk_token_count", b"chunk_token_count", "committed_token_count", b"committed_token_count", "hold_remaining_ms", b"hold_remaining_ms", "namespace", b"namespace", "priority", b"priority", "prompt_token_count", b"prompt_token_count", "sequence_id", b"sequence_id", "tables", b"tables", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__hold_remaining_ms: _TypeAlias = _typing.Literal["hold_remaining_ms"]  # noqa: Y015
+    _WhichOneofArgType__hold_remaining_ms: _TypeAlias = _typing.Literal["_hold_remaining_ms", b"_hold_remaining_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__hold_remaining_ms) -> _WhichOneofReturnType__hold_remaining_ms | None: ...
 
 Global___ReportedSequence: _TypeAlias = ReportedSequence  # noqa: Y015
 
@@ -714,22 +801,26 @@ class ReportEnd(_message.Message):
     CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     LAST_STEP_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
+    LAST_SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     chunk_count: _builtins.int
     """Number of chunks sent; 0 reports an empty pool."""
     last_step: _builtins.int
     """Last step that the owner applied in its life; the next one is expected to be one higher."""
     sha256: _builtins.bytes
     """SHA-256 over the serialized chunks in order; of nothing when there is none."""
+    last_sequence_id: _builtins.int
+    """Highest sequence id that was ever created; ids go on above it."""
     def __init__(
         self,
         *,
         chunk_count: _builtins.int = ...,
         last_step: _builtins.int = ...,
         sha256: _builtins.bytes = ...,
+        last_sequence_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "last_step", b"last_step", "sha256", b"sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_count", b"chunk_count", "last_sequence_id", b"last_sequence_id", "last_step", b"last_step", "sha256", b"sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -751,7 +842,7 @@ class Ready(_message.Message):
     next_step: _builtins.int
     """Number that the first step must carry."""
     state_digest: _builtins.bytes
-    """Digest of the state after the report; empty when the server computes none."""
+    """Digest of the state after the report (docs/session.md); empty when the server computes none."""
     lease_ms: _builtins.int
     """Milliseconds without a message after which the pool is dropped."""
     @_builtins.property
@@ -1103,7 +1194,9 @@ class StepReply(_message.Message):
     free_block_count: _builtins.int
     """Blocks that can be granted after this step (empty and cached)."""
     state_digest: _builtins.bytes
-    """Digest of the pool's state; empty when the server computes none."""
+    """Digest of the pool's state after every 64th step (docs/session.md), unless its tables are large; else empty. An owner
+    whose own differs attaches without `resume_session` and reports.
+    """
     @_builtins.property
     def commit_results(self) -> _containers.RepeatedScalarFieldContainer[Global___Result.ValueType]:
         """Results per operation of each phase; empty when all are RESULT_OK."""

@@ -1,0 +1,112 @@
+"""What an owner says of its pool after this allocator lost it, as values; `rebuild.py` makes a pool of them.
+
+Who is right is never in question: the owner has the pages. What can be wrong is the report, and a wrong one is refused
+whole, with a sentence that names the sequence, the block or the digest.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, NoReturn
+
+from quire_allocator.core.directory import Refusal
+
+
+class ReportedSequence(NamedTuple):
+    """One live sequence.
+
+    Attributes:
+        tables: one per group; `NULL_BLOCK` where a windowed group gave a block back.
+        prompt_token_count, chunk_token_count: of its first grow; 0 for a fork.
+        hold_until: when a hold ends, in seconds of the caller's clock; None for an ordinary sequence.
+    """
+
+    sequence_id: int
+    namespace: str
+    token_count: int
+    committed_token_count: int
+    tables: Sequence[array[int]]
+    priority: int = 0
+    prompt_token_count: int = 0
+    chunk_token_count: int = 0
+    hold_until: float | None = None
+
+
+class ReportedPrefix(NamedTuple):
+    """Consecutive published blocks of one prefix in one group.
+
+    Attributes:
+        first_position: index in the table of the first block; of STATE, digest blocks up to and with the checkpoint.
+        parent_digest: of the block before the first one; empty at the root. Only full attention looks at it.
+        digests: 32 bytes for each block.
+    """
+
+    namespace: str
+    group: int
+    first_position: int
+    parent_digest: bytes
+    digests: bytes
+    blocks: array[int]
+
+
+@dataclass(slots=True)
+class Report:
+    """A whole pool.
+
+    Attributes:
+        sequences: by rising id.
+        prefixes: every published block, held or not.
+        released: published blocks that nobody holds, the one that was let go of first first.
+        last_sequence_id: the highest that was ever created.
+    """
+
+    sequences: list[ReportedSequence] = field(default_factory=list)
+    prefixes: list[ReportedPrefix] = field(default_factory=list)
+    released: Sequence[int] = ()
+    last_sequence_id: int = 0
+
+
+def refuse(message: str) -> NoReturn:
+    """The report is wrong; nothing has changed.
+
+    Raises:
+        Refusal: MALFORMED, always.
+    """
+    raise Refusal("MALFORMED", f"report: {message}")
+
+
+class BlockUse:
+    """Which blocks of the pool are spoken for: every one is published at most once and used at most once."""
+
+    def __init__(self, block_count: int) -> None:
+        self.block_count = block_count
+        self._published = bytearray(block_count)
+        self._used = bytearray(block_count)
+
+    def publish(self, blocks: array[int]) -> None:
+        """The blocks are said to carry digests."""
+        if max(blocks, default=0) >= self.block_count:
+            refuse(f"block {max(blocks)} is out of range, the pool has {self.block_count}")
+        published = self._published
+        for block in blocks:
+            if published[block]:
+                refuse(f"block {block} is published twice")
+            published[block] = 1
+
+    def claim(self, blocks: Sequence[int], *, published: bool) -> None:
+        """The blocks have their place: nobody else may have them."""
+        used = self._used
+        for block in blocks:
+            if block >= self.block_count:
+                refuse(f"block {block} is out of range, the pool has {self.block_count}")
+            if used[block]:
+                refuse(f"block {block} is held twice")
+            if self._published[block] and not published:
+                refuse(f"block {block} carries a digest, and is still to be written where it is held")
+            used[block] = 1
+
+    def unused(self) -> array[int]:
+        """Blocks that nobody has, the lowest first."""
+        return array("I", [block for block, is_used in enumerate(self._used) if not is_used])

@@ -1,0 +1,359 @@
+"""The allocator's side of the session protocol, without a wire: every message in, every answer out.
+
+Lifecycle of a `SessionMachine`, one for each stream:
+
+    1. attaching   the first message must be Attach; it fences every older stream of the pool
+    2. reporting   the owner accounts for its pool in chunks, which are staged; ReportEnd swaps all of it in at once
+    3. open        numbered steps and heartbeats; each message renews the lease
+    4. detached    the owner gave its pool back
+    5. ended       by a refusal (the owner attaches again), or from outside by `end`: fenced, lease expired, draining
+
+Pure: time comes with every call, session ids from a function that the caller gives, what is to be told to people goes
+to an `Observer`. `stream.py` is the shell around it for gRPC, `tests/simulation` another one.
+
+One caller at a time: no method may be interrupted by another one of any stream of the same `Sessions`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from quire.limits import PROTOCOL_VERSION
+from quire.state import STATE_DIGEST_ENTRIES_MAX, STATE_DIGEST_STEPS, SequenceRow, state_digest
+from quire.v1 import allocator_pb2 as pb
+
+from quire_allocator import limits, steps, translate
+from quire_allocator.core.directory import Directory, Ownership, Refusal
+from quire_allocator.core.pool import Pool
+from quire_allocator.core.rebuild import rebuild
+from quire_allocator.core.spec import PoolSpec
+from quire_allocator.reports import StagedReport
+from quire_allocator.translate import require
+
+AnswerT = TypeVar("AnswerT")
+
+
+class Observer(Protocol):
+    """Who is told what happens; nothing here depends on it."""
+
+    def opened(self, owner: Ownership) -> None:
+        """A pool has a new session."""
+
+    def resumed(self, owner: Ownership) -> None:
+        """A session goes on with a new stream."""
+
+    def dropped(self, owner: Ownership) -> None:
+        """A pool is gone: detached, closed, or its lease ended."""
+
+    def expired(self, owner: Ownership) -> None:
+        """It was dropped because nobody was heard for the length of a lease; comes before `dropped`."""
+
+    def published(self, owner: Ownership) -> None:
+        """There is news for who watches the pool."""
+
+    def quarantined(self, owner: Ownership, error: Exception) -> None:
+        """An invariant of the pool broke."""
+
+
+class Sessions:
+    """Every stream and every pool of one allocator."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        observer: Observer,
+        *,
+        new_session_id: Callable[[], bytes],
+        check_invariants: bool = False,
+    ) -> None:
+        self.directory = directory
+        self.observer = observer
+        self.new_session_id = new_session_id
+        self.check_invariants = check_invariants
+        self.draining = False
+        self.streams: set[SessionMachine] = set()  # every one, attached or not yet
+        self.staging: set[SessionMachine] = set()  # those that are in the middle of a report
+        self._quarantines: defaultdict[str, deque[float]] = defaultdict(deque)
+
+    def drain(self) -> None:
+        """Takes no new session and ends every stream with UNAVAILABLE / DRAINING."""
+        self.draining = True
+        for stream in list(self.streams):
+            stream.end("DRAINING", "the allocator is shutting down")
+
+    def apply(self, owner: Ownership, operate: Callable[[], AnswerT], now: float) -> AnswerT:
+        """Changes a pool by a checked request. A defect of ours stops this pool, and the others go on.
+
+        Raises:
+            Refusal: POOL_QUARANTINED; any that `operate` raises before it changes something.
+        """
+        try:
+            answer = operate()
+            if self.check_invariants:
+                owner.pool.check_invariants()
+        except Refusal:
+            raise
+        except Exception as error:
+            self._quarantines[owner.name].append(now)
+            self.directory.quarantine(owner)
+            self.observer.quarantined(owner, error)
+            raise Refusal("POOL_QUARANTINED", "an invariant of this pool broke; attach again") from error
+        return answer
+
+    def check_quarantine(self, name: str, now: float) -> None:
+        """A pool that broke again and again is not built up once more.
+
+        Raises:
+            Refusal: POOL_QUARANTINED.
+        """
+        times = self._quarantines.get(name, ())
+        recent = [time for time in times if time > now - limits.QUARANTINE_WINDOW_S]
+        require(
+            len(recent) < limits.QUARANTINES_MAX,
+            f"pool {name} broke {len(recent)} times in {limits.QUARANTINE_WINDOW_S:g} s and is refused for now",
+            "POOL_QUARANTINED",
+        )
+
+    def drop(self, owner: Ownership) -> None:
+        """The pool is gone: detached, closed, or its lease ended."""
+        self.directory.remove(owner)
+        self.observer.dropped(owner)
+
+    def publish(self, owner: Ownership, acknowledged: int = 0) -> None:
+        """Effects of steps up to this one may be told to watchers."""
+        if owner.pool.log.publish(acknowledged):
+            self.observer.published(owner)
+
+    def expire(self, now: float) -> None:
+        """Drops pools whose owner has been silent for the length of a lease, and holds of unary sessions whose time has
+        come. A stream's holds end with its next step, whose reply says so."""
+        for owner in self.directory.open_pools():
+            if owner.unary and owner.pool.expire_holds(now):
+                self.publish(owner)
+        for owner in self.directory.expire(now):
+            self.observer.expired(owner)
+            self.drop(owner)
+            if isinstance(owner.stream, SessionMachine):
+                owner.stream.end("IDLE", "no message for the length of the lease")
+        for name in list(self._quarantines):
+            if self._quarantines[name][-1] <= now - limits.QUARANTINE_WINDOW_S:
+                del self._quarantines[name]
+
+
+class Phase(enum.Enum):
+    """Where a stream is in its life."""
+
+    ATTACHING = enum.auto()
+    REPORTING = enum.auto()
+    OPEN = enum.auto()
+    DETACHED = enum.auto()
+    ENDED = enum.auto()
+
+
+class SessionMachine:
+    """One stream.
+
+    Args:
+        sessions: what it belongs to.
+        on_end: called once when it is ended from outside; `ending` says why.
+
+    Attributes:
+        phase: see the module's docstring.
+        owner: the pool, once attached.
+        ending: why it was ended from outside.
+        applied: the step that the last message made the pool do; None if it was none, or a repeated one.
+    """
+
+    def __init__(self, sessions: Sessions, on_end: Callable[[], None] = lambda: None) -> None:
+        self.phase = Phase.ATTACHING
+        self.owner: Ownership | None = None
+        self.ending: Refusal | None = None
+        self.applied: pb.Step | None = None
+        self._sessions = sessions
+        self._directory = sessions.directory
+        self._on_end = on_end
+        self._spec: PoolSpec | None = None
+        self._report: StagedReport | None = None
+        sessions.streams.add(self)
+
+    def receive(self, request: pb.SessionRequest, now: float) -> list[pb.SessionReply]:
+        """Takes the stream's next message and returns its answers.
+
+        Raises:
+            Refusal: the stream is over; nothing that this message asked for was done.
+        """
+        self.applied = None
+        if self.ending is not None:
+            raise self.ending
+        try:
+            if self.phase is Phase.ATTACHING:
+                return [self._attach(request, now)]
+            if self.phase is Phase.REPORTING:
+                return self._take_report(request, now)
+            require(self.phase is Phase.OPEN, "the stream is over")
+            return self._serve(request, now)
+        except Refusal:
+            self.phase = Phase.ENDED
+            raise
+
+    def end(self, reason: str, message: str) -> None:
+        """Ends the stream from outside: the next message is refused with this reason, and `on_end` is told."""
+        if self.ending is None:
+            self.ending = Refusal(reason, message)
+            self._on_end()
+
+    def close(self) -> None:
+        """The stream is gone, whoever ended it; without a detach the lease runs from the last message."""
+        self._sessions.streams.discard(self)
+        self._sessions.staging.discard(self)
+        if self.owner is not None:
+            self._directory.disconnect(self.owner, self)
+
+    # -- attach --------------------------------------------------------------------------------------------------------
+
+    def _attach(self, request: pb.SessionRequest, now: float) -> pb.SessionReply:
+        require(request.HasField("attach"), "the first message must be Attach")
+        attach = request.attach
+        require(not self._sessions.draining, "the allocator is shutting down", "DRAINING")
+        require(attach.version == PROTOCOL_VERSION, f"version {attach.version} is not served", "VERSION")
+        require(len(attach.incarnation) == 16, "incarnation must be 16 bytes")
+        require(attach.epoch >= 1, "epoch must be at least 1")
+        require(1 <= attach.window <= limits.WINDOW_MAX, f"window must be 1 to {limits.WINDOW_MAX}")
+        self._spec = translate.pool_spec(attach.spec)
+        name = translate.pool_name(attach.pool)
+        self._sessions.check_quarantine(name, now)
+        self.owner, resumed, older = self._directory.attach(
+            name=name,
+            spec=self._spec,
+            incarnation=attach.incarnation,
+            epoch=attach.epoch,
+            window=attach.window,
+            resume_session=attach.resume_session,
+            stream=self,
+            now=now,
+        )
+        if isinstance(older, SessionMachine):
+            older.end("FENCED", "a newer stream of this owner took over")
+        if not resumed:
+            self.phase = Phase.REPORTING
+            return pb.SessionReply(report_required=pb.ReportRequired())
+        self.phase = Phase.OPEN
+        self._sessions.observer.resumed(self.owner)
+        return pb.SessionReply(
+            resumed=pb.Resumed(
+                session_id=self.owner.session_id,
+                next_step=self.owner.steps.next_step,
+                lease_ms=int(self._directory.lease_s * 1000),
+                limits=translate.LIMITS,
+            )
+        )
+
+    # -- report --------------------------------------------------------------------------------------------------------
+
+    def _take_report(self, request: pb.SessionRequest, now: float) -> list[pb.SessionReply]:
+        owner, spec, sessions = self.owner, self._spec, self._sessions
+        assert owner is not None
+        assert spec is not None
+        self._directory.renew(owner, now)
+        if request.HasField("heartbeat"):
+            return []
+        if self._report is None:
+            self._report = StagedReport(spec)
+        if request.HasField("report_chunk"):
+            if self not in sessions.staging:
+                require(
+                    len(sessions.staging) < limits.REPORTS_MAX,
+                    f"{limits.REPORTS_MAX} reports are under way; attach again in a second",
+                    "REPORT_ADMISSION",
+                )
+                sessions.staging.add(self)
+            self._report.add(request.report_chunk, now)
+            return []
+        require(request.HasField("report_end"), "a report was asked for")
+        return [self._open(owner, spec, self._report, request.report_end, now)]
+
+    def _open(
+        self, owner: Ownership, spec: PoolSpec, staged: StagedReport, end: pb.ReportEnd, now: float
+    ) -> pb.SessionReply:
+        """Puts the reported pool in force; until it is whole, whatever was there stays."""
+        report = staged.finish(end)
+
+        def make_pool(spec: PoolSpec) -> Pool:
+            return rebuild(spec, report)
+
+        def operate() -> None:
+            self._directory.open(
+                owner,
+                spec=spec,
+                session_id=self._sessions.new_session_id(),
+                last_step=end.last_step,
+                make_pool=make_pool,
+            )
+
+        self._sessions.apply(owner, operate, now)
+        self.phase, self._report = Phase.OPEN, None
+        self._sessions.staging.discard(self)
+        self._sessions.observer.opened(owner)
+        return pb.SessionReply(
+            ready=pb.Ready(
+                session_id=owner.session_id,
+                next_step=owner.steps.next_step,
+                state_digest=pool_digest(owner.pool),
+                lease_ms=int(self._directory.lease_s * 1000),
+                limits=translate.LIMITS,
+            )
+        )
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _serve(self, request: pb.SessionRequest, now: float) -> list[pb.SessionReply]:
+        owner = self.owner
+        assert owner is not None
+        self._directory.renew(owner, now)
+        kind = request.WhichOneof("message")
+        if kind == "step":
+            return [pb.SessionReply(step_reply=self._step(owner, request.step, now))]
+        if kind == "heartbeat":
+            self._sessions.publish(owner, min(request.heartbeat.ack, owner.steps.next_step - 1))
+            return [pb.SessionReply(heartbeat=pb.Heartbeat())]
+        require(kind == "detach", f"{kind or 'an empty message'} is not expected in an open session")
+        self.phase = Phase.DETACHED
+        self._sessions.drop(owner)
+        return []
+
+    def _step(self, owner: Ownership, step: pb.Step, now: float) -> pb.StepReply:
+        require(
+            bool(owner.session_id) and step.session_id == owner.session_id,
+            "not this stream's session",
+            "SESSION_UNKNOWN",
+        )
+        require(step.ack < step.number, "ack must be below the step's own number")
+        kept = owner.steps.replay(step.number, step)
+        if isinstance(kept, pb.StepReply):
+            return kept
+        arrays = steps.check_step(owner.pool, step)
+        reply = self._sessions.apply(owner, lambda: steps.apply_step(owner.pool, step, arrays, now), now)
+        if not step.number % STATE_DIGEST_STEPS and owner.pool.table_entry_count() <= STATE_DIGEST_ENTRIES_MAX:
+            reply.state_digest = pool_digest(owner.pool)
+        owner.steps.record(step, reply)
+        owner.steps.forget(step.ack)
+        self._sessions.publish(owner, step.ack)
+        self.applied = step
+        return reply
+
+
+def pool_digest(pool: Pool) -> bytes:
+    """What the owner's own digest must be."""
+    return state_digest(
+        SequenceRow(
+            sequence_id,
+            sequence.token_count,
+            sequence.committed_token_count,
+            sequence.namespace.name,
+            pool.tables(sequence),
+        )
+        for sequence_id, sequence in pool.sequences.items()
+    )

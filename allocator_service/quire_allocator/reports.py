@@ -1,0 +1,167 @@
+"""A block report on its way in: chunks are checked and staged, and become a pool all at once.
+
+Lifecycle:
+
+    1. empty     nothing came yet; an empty report never stages anything
+    2. staged    chunks 0, 1, 2, ... were taken
+    3. finished  `finish` checked the end and gave the whole report, or refused it
+
+Bounds are checked chunk by chunk: a report that is too long is refused while it comes, not when it is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from typing import NamedTuple
+
+from quire.steps import unpack_blocks
+from quire.v1 import allocator_pb2 as pb
+
+from quire_allocator import limits, translate
+from quire_allocator.core.report import Report, ReportedPrefix, ReportedSequence
+from quire_allocator.core.spec import PoolSpec
+from quire_allocator.translate import require
+
+_SUPERSEDED = (
+    "published_blocks",
+    "published_digests",
+    "published_namespaces",
+    "published_groups",
+    "published_positions",
+)
+
+
+class _Stamp(NamedTuple):
+    """When a block was freed last."""
+
+    step: int
+    operation: int
+    rank: int
+    block: int
+
+
+class StagedReport:
+    """Chunks of one report, of a pool of that specification."""
+
+    def __init__(self, spec: PoolSpec) -> None:
+        self._spec = spec
+        self._sha256 = hashlib.sha256()
+        self._chunk_count = 0
+        self._bytes = 0
+        self._sequences: list[ReportedSequence] = []
+        self._prefixes: list[ReportedPrefix] = []
+        self._stamps: list[_Stamp] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no chunk was taken yet."""
+        return not self._chunk_count
+
+    def add(self, chunk: pb.ReportChunk, now: float) -> None:
+        """Stages the next chunk. `now` is in seconds, for holds.
+
+        Raises:
+            Refusal: MALFORMED, TOO_LARGE, LIMIT or NOT_SUPPORTED; the report is void.
+        """
+        data = chunk.SerializeToString(deterministic=True)
+        self._bytes += len(data)
+        require(chunk.number == self._chunk_count, f"chunk {chunk.number} of a report comes after {self._chunk_count}")
+        require(
+            len(data) <= limits.REPORT_CHUNK_BYTES_MAX,
+            f"a chunk has at most {limits.REPORT_CHUNK_BYTES_MAX} bytes",
+            "TOO_LARGE",
+        )
+        require(
+            self._bytes <= limits.REPORT_BYTES_MAX, f"a report has at most {limits.REPORT_BYTES_MAX} bytes", "TOO_LARGE"
+        )
+        for name in _SUPERSEDED:
+            require(not getattr(chunk, name), f"{name} is superseded by prefixes", "NOT_SUPPORTED")
+        freed = unpack_blocks(_words(chunk.freed_blocks, "freed_blocks"))
+        published = sum(len(prefix.blocks) for prefix in chunk.prefixes) // 4
+        require(
+            len(chunk.sequences) + published + len(freed) > 0,
+            "a chunk has at least one entry",
+        )
+        require(
+            len(chunk.sequences) + published + len(freed) <= limits.REPORT_CHUNK_ENTRIES_MAX,
+            f"a chunk has at most {limits.REPORT_CHUNK_ENTRIES_MAX} entries",
+            "TOO_LARGE",
+        )
+        self._chunk_count += 1
+        self._sha256.update(data)
+        names = [translate.namespace(name) for name in chunk.namespaces]
+        for sequence in chunk.sequences:
+            self._add_sequence(sequence, names, now)
+        self._prefixes += [_prefix(prefix, names) for prefix in chunk.prefixes]
+        counts = {len(freed), len(chunk.freed_steps), len(chunk.freed_operations), len(chunk.freed_positions)}
+        require(len(counts) == 1, "one step, operation and position for each freed block")
+        stamps = zip(chunk.freed_steps, chunk.freed_operations, chunk.freed_positions, freed, strict=True)
+        self._stamps += [_Stamp(*stamp) for stamp in stamps]
+
+    def finish(self, end: pb.ReportEnd) -> Report:
+        """The whole report.
+
+        Raises:
+            Refusal: MALFORMED.
+        """
+        require(end.chunk_count == self._chunk_count, "chunk_count differs from the chunks sent")
+        require(end.sha256 == self._sha256.digest(), "sha256 differs from that of the chunks sent")
+        require(end.last_step <= limits.LAST_STEP_MAX, f"last_step must be at most {limits.LAST_STEP_MAX}")
+        require(
+            end.last_sequence_id <= limits.LAST_STEP_MAX, f"last_sequence_id must be at most {limits.LAST_STEP_MAX}"
+        )
+        blocks = [stamp.block for stamp in sorted(self._stamps)]
+        require(len(set(blocks)) == len(blocks), "a block is freed twice")
+        return Report(self._sequences, self._prefixes, blocks, end.last_sequence_id)
+
+    def _add_sequence(self, message: pb.ReportedSequence, names: list[str], now: float) -> None:
+        groups = len(self._spec.groups)
+        require(len(message.tables) == groups, f"a sequence has one table for each of the {groups} groups")
+        tables = [unpack_blocks(_words(table.blocks, "blocks")) for table in message.tables]
+        sequence = ReportedSequence(
+            message.sequence_id,
+            _name(names, message.namespace),
+            message.token_count,
+            message.committed_token_count,
+            tables,
+            message.priority,
+            message.prompt_token_count,
+            message.chunk_token_count,
+            now + message.hold_remaining_ms / 1000 if message.HasField("hold_remaining_ms") else None,
+        )
+        last = self._sequences[-1] if self._sequences else None
+        if last is not None and last.sequence_id == sequence.sequence_id:
+            same = last._replace(tables=(), hold_until=None) == sequence._replace(tables=(), hold_until=None)
+            require(same, f"sequence {sequence.sequence_id} goes on with other counts than it began with")
+            for table, more in zip(last.tables, tables, strict=True):
+                table.extend(more)
+            return
+        require(
+            len(self._sequences) < limits.SEQUENCES_MAX,
+            f"a pool has at most {limits.SEQUENCES_MAX} live sequences",
+            "LIMIT",
+        )
+        self._sequences.append(sequence)
+
+
+def _prefix(message: pb.ReportedPrefix, names: list[str]) -> ReportedPrefix:
+    blocks: array[int] = unpack_blocks(_words(message.blocks, "blocks"))
+    return ReportedPrefix(
+        _name(names, message.namespace),
+        message.group,
+        message.first_position,
+        message.parent_digest,
+        translate.digests(message.digests),
+        blocks,
+    )
+
+
+def _name(names: list[str], index: int) -> str:
+    require(index < len(names), "a namespace index is out of range")
+    return names[index]
+
+
+def _words(data: bytes, name: str) -> bytes:
+    require(len(data) % 4 == 0, f"{name} must be a multiple of 4 bytes")
+    return data

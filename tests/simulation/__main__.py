@@ -1,0 +1,57 @@
+"""`python -m tests.simulation --steps N --seed S`: simulates the session protocol, and says what was seen.
+
+The steps are dealt out to as many pools as are asked for, each of other groups, size and window, under seeds from S on;
+one that fails is replayed by `--seed` with `--pools 1`. `--bug NAME` plants a bug first (`bugs.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections import Counter
+
+from tests.simulation.bugs import BUGS
+from tests.simulation.simulation import Outcome, Simulation
+
+
+def simulate(seed: int, steps: int) -> Outcome:
+    """One pool."""
+    simulation = Simulation(seed)
+    outcome = simulation.run(steps)
+    outcome.reports += simulation.worker.owner.report_count
+    outcome.answers += simulation.worker.answered
+    return outcome
+
+
+def main() -> int:
+    """Returns 1 if anything was violated."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--steps", type=int, default=100_000, help="events in all (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of the first pool (default: %(default)s)")
+    parser.add_argument("--pools", type=int, default=0, help="pools to simulate (default: one for every 5,000 steps)")
+    parser.add_argument("--bug", choices=sorted(BUGS), help="plant this bug first")
+    options = parser.parse_args()
+    pools = options.pools or max(1, options.steps // 5_000)
+    totals, faults, violations = Counter[str](), Counter[str](), []
+    started = time.perf_counter()
+    with BUGS[options.bug]() if options.bug else contextlib.nullcontext():
+        for seed in range(options.seed, options.seed + pools):
+            outcome = simulate(seed, options.steps // pools)
+            for name in ("steps", "faults", "comparisons", "answers", "reports"):
+                totals[name] += getattr(outcome, name)
+            faults += outcome.counts
+            if outcome.violation:
+                violations.append(f"seed {seed}: {outcome.violation}")
+    for name, count in faults.most_common():
+        print(f"  {count:>9,}  {name}")
+    print(", ".join(f"{name} {totals[name]:,}" for name in ("steps", "faults", "comparisons", "answers", "reports")))
+    print(f"violations {len(violations)} ({time.perf_counter() - started:.0f} s)")
+    for violation in violations[:10]:
+        print(f"  {violation}")
+    return 1 if violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

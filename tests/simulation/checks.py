@@ -1,0 +1,193 @@
+"""What is compared when nothing is under way: the owner's ledger, its pages, and the allocator's pool, all of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.hashing import DIGEST_BYTES
+from quire.ledger import Ledger
+from quire.owner import PoolOwner
+from quire.reports import report_chunks, report_end
+from quire_allocator import translate
+from quire_allocator.core.directory import Ownership
+from quire_allocator.core.full import FullAttentionManager
+from quire_allocator.core.pool import Pool
+from quire_allocator.core.rebuild import rebuild
+from quire_allocator.reports import StagedReport
+
+from tests.simulation.histories import STATE, History
+from tests.simulation.world import LEASE_S, Allocator, ViolationError, Worker
+
+Carried = dict[int, tuple[int, str, int, bytes]]  # block -> group, namespace, position, digest
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ViolationError unless the condition holds."""
+    if not condition:
+        raise ViolationError(message)
+
+
+def compare(worker: Worker, allocator: Allocator) -> None:
+    """Everything that both sides know, and what the pages hold."""
+    link, owner = worker.link, worker.owner
+    assert link is not None
+    held = link.machine.owner
+    require(held is not None and held.stream is link.machine, "our stream is not the pool's current one")
+    assert held is not None
+    require(allocator.directory.pool(held.name) is held, "our stream serves a pool that is not in force")
+    require(held.session_id == owner.session_id, "another session than ours is in force")
+    require(owner.unanswered_count == 0, "a step was lost: nothing is under way, and it has no answer")
+    require(held.steps.next_step == owner.last_step + 1, "steps were applied twice, or not at all")
+    compare_pool(held.pool, owner.ledger)
+    check_pages(held.pool, worker.history, owner.ledger)
+    check_order(held, owner, worker.clock.now)
+
+
+def compare_pool(pool: Pool, ledger: Ledger) -> None:
+    """Sequences, tables, holds, and what is published where."""
+    try:
+        pool.check_invariants()
+    except AssertionError as error:
+        raise ViolationError(f"invariant: {error}") from error
+    require(list(pool.sequences) == list(ledger.sequences), "other sequences live than the owner has")
+    require(pool.last_sequence_id == ledger.last_sequence_id, "ids do not go on where they ended")
+    for sequence_id, known in ledger.sequences.items():
+        sequence = pool.sequences[sequence_id]
+        counts = (sequence.token_count, sequence.committed_token_count, sequence.namespace.name, sequence.priority)
+        ours = (known.token_count, known.committed_token_count, known.namespace, known.priority)
+        require(counts == ours, f"sequence {sequence_id}: {counts} there, {ours} here")
+        require(list(pool.tables(sequence)) == known.tables, f"sequence {sequence_id} has another table")
+        prompt = known.prompt_token_count if known.prompt_token_count > known.chunk_token_count else 0
+        require(sequence.prompt_token_count == prompt, f"sequence {sequence_id} has another prompt to come")
+        require((sequence_id in pool.holds) == (known.hold_until is not None), f"{sequence_id}: hold or no hold")
+    carried, held = carried_by(pool), ledger.held_blocks()
+    require(pool.blocks.free_count == pool.spec.block_count - len(held), "free blocks are not those that nobody holds")
+    empty = set(pool.blocks.empty)
+    for block, what in carried.items():
+        mine = ledger.published.get(block)
+        require(
+            mine is not None and (mine.group, mine.namespace, mine.position, mine.digest) == what,
+            f"block {block} is published there as what it does not carry here",
+        )
+    for block in ledger.published:
+        require(block in carried or block in empty, f"block {block} carries a digest here, and is something else there")
+
+
+def carried_by(pool: Pool) -> Carried:
+    """What every published block of a pool is published as."""
+    carried: Carried = {}
+    for space in pool.blocks.namespaces.values():
+        for manager, scope in zip(pool.managers, space.scopes, strict=True):
+            entries: list[tuple[int, bytes, Sequence[int]]] = []
+            if isinstance(manager, FullAttentionManager):
+                width = manager.width
+                for run in manager.tree.runs(scope.root):  # type: ignore[attr-defined]
+                    for offset in range(len(run.digests) // DIGEST_BYTES):
+                        digest = bytes(run.digests[offset * DIGEST_BYTES : (offset + 1) * DIGEST_BYTES])
+                        own = run.blocks[offset * width : (offset + 1) * width]
+                        entries.append((run.first_position + offset, digest, own))
+            else:
+                entries += [(*unit.key, unit.blocks) for unit in scope.index.values()]  # type: ignore[attr-defined]
+            for position, digest, blocks in entries:
+                for group, block in zip(manager.groups, blocks, strict=True):
+                    carried[block] = (group, space.name, position, digest)
+    return carried
+
+
+def check_pages(pool: Pool, history: History, ledger: Ledger) -> None:
+    """Live sequences read back their own tokens, published blocks are what their digests say."""
+    try:
+        history.check(ledger)
+    except AssertionError as error:
+        raise ViolationError(f"pages: {error}") from error
+    for block, (group, _, position, digest) in carried_by(pool).items():
+        spec = history.spec.groups[group]
+        tokens = history.known[digest]
+        if spec.kind == STATE:
+            require(history.device.states.get(block) == tokens, f"state {block} is not that of its digest")
+            continue
+        size = spec.block_size
+        require(len(tokens) == (position + 1) * size, f"block {block} is published at another position")
+        for slot in range(size):
+            seen = history.device.slots.get((block, slot))
+            require(seen == tokens[position * size + slot], f"block {block} is not what its digest says")
+
+
+def check_order(held: Ownership, owner: PoolOwner, now: float) -> None:
+    """A pool made of our report now would evict in the order of the one that is there."""
+    staged = StagedReport(held.spec)
+    chunks = report_chunks(owner.ledger, now)
+    for chunk in chunks:
+        staged.add(chunk, now)
+    ids = owner.ledger.last_sequence_id
+    again = rebuild(held.spec, staged.finish(report_end(chunks, last_step=owner.last_step, last_sequence_id=ids)))
+    there = cached_order(held.pool)
+    rebuilt = [what for what in cached_order(again) if what in set(there)]
+    require(rebuilt == there, "a rebuilt pool would evict in another order")
+
+
+def cached_order(pool: Pool) -> list[tuple[int, str, int, bytes]]:
+    """What is cached, in the order in which it leaves; for the policy "lru"."""
+    carried = carried_by(pool)
+    entries = []
+    for space in pool.blocks.namespaces.values():
+        for manager, scope in zip(pool.managers, space.scopes, strict=True):
+            if isinstance(manager, FullAttentionManager):
+                runs = manager.tree.runs(scope.root)  # type: ignore[attr-defined]
+                entries += [(run.released, list(reversed(run.blocks))) for run in runs if not run.live]
+            else:
+                units = scope.index.values()  # type: ignore[attr-defined]
+                entries += [(unit.released, list(reversed(unit.blocks))) for unit in units if not unit.live]
+    return [carried[block] for _, blocks in sorted(entries, key=lambda entry: entry[0]) for block in blocks]
+
+
+def check_all_taken_over(worker: Worker) -> None:
+    """Right after a report: every block whose ancestors are there too can be hit."""
+    link, ledger = worker.link, worker.owner.ledger
+    assert link is not None
+    assert link.machine.owner is not None
+    pool = link.machine.owner.pool
+    carried = set(carried_by(pool).values())
+    keys = {(b.group, b.namespace, b.position, b.digest): b for b in ledger.published.values()}
+    alike = [[n for n, g in enumerate(ledger.groups) if g == group] for group in ledger.groups]
+    limited = {quota.namespace for quota in worker.owner.spec.quotas}  # they leave the cache again at once
+    for key, block in keys.items():
+        if block.namespace in limited:
+            continue
+        if translate.pool_spec(worker.owner.spec).groups[block.group].kind.name != "FULL_ATTENTION":
+            is_whole = all((other, *key[1:]) in keys for other in alike[block.group])
+        else:
+            is_whole, at = True, key
+            while is_whole:
+                is_whole = all((other, *at[1:]) in keys for other in alike[block.group])
+                if not is_whole or not at[2]:
+                    break
+                at = (at[0], at[1], at[2] - 1, keys[at].parent)
+                is_whole = at in keys
+        require(key in carried or not is_whole, f"position {block.position} was reported and cannot be hit")
+
+
+def check_expiries(allocator: Allocator, now: float) -> None:
+    """No pool was dropped whose owner was heard within a lease."""
+    for owner in allocator.observer.expired_pools:
+        heard = allocator.heard.get(id(owner), now)
+        require(now - heard >= LEASE_S, f"a pool was dropped {now - heard:.1f} s after its owner was heard")
+    allocator.observer.expired_pools.clear()
+    for _, error in allocator.observer.quarantined_pools:
+        raise ViolationError(f"a pool was quarantined: {error!r}") from error
+
+
+def check_leases(allocator: Allocator, now: float) -> None:
+    """Right after leases were looked at: none is left that has ended."""
+    for owner in allocator.directory._owners.values():
+        require(owner.lease_end > now, "a lease has ended, and the pool is still there")
+
+
+def check_events(worker: Worker, allocator: Allocator) -> None:
+    """Nothing is told of a step that its owner has not acknowledged."""
+    link = worker.link
+    if link is None or link.machine.owner is None or link.machine.owner.session_id != worker.owner.session_id:
+        return
+    kept = link.machine.owner.pool.log._kept
+    if kept:
+        require(kept[-1][0] <= worker.owner.last_step, "watchers are told of a step that may still be undone")

@@ -1,0 +1,222 @@
+"""Random histories of one pool, as an owner with a model of its pages would make them: steps, answers, a ledger.
+
+The owner writes tokens into pages and reads them back, so that a wrong block, a lost copy or a digest that names other
+content is found where it happens. Digests are those of the tokens. Everything follows from one seed.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from quire.hashing import DIGEST_BYTES, block_digests
+from quire.ledger import Ledger
+from quire.steps import NULL_BLOCK, Result, StepBuilder, StepOutcome
+from quire.v1 import allocator_pb2 as pb
+
+FULL, SLIDING = pb.GROUP_KIND_FULL_ATTENTION, pb.GROUP_KIND_SLIDING_WINDOW
+CHUNKED, STATE = pb.GROUP_KIND_CHUNKED_LOCAL, pb.GROUP_KIND_STATE
+ROOT = b"r" * DIGEST_BYTES
+
+
+def group(kind: pb.GroupKind.ValueType, block_size: int = 4, window: int = 0) -> pb.GroupSpec:
+    """One group."""
+    return pb.GroupSpec(kind=kind, block_size=block_size, window=window)
+
+
+GROUPS: dict[str, list[pb.GroupSpec]] = {
+    "full": [group(FULL)],
+    "two full": [group(FULL)] * 2,
+    "full and wide full": [group(FULL), group(FULL, 8)],
+    "sliding": [group(SLIDING, window=6)],
+    "hybrid": [group(FULL), group(SLIDING, window=6), group(SLIDING, window=6), group(CHUNKED, window=8)],
+    "state": [group(STATE, 8)],
+    "state and full": [group(FULL), group(STATE, 8), group(STATE, 8)],
+    "everything": [group(FULL), group(SLIDING, 8, 12), group(CHUNKED, window=8), group(STATE, 8)],
+}
+
+
+def pool_spec(kinds: str, block_count: int, policy: str = "lru", **fields: object) -> pb.PoolSpec:
+    """A pool of these groups."""
+    return pb.PoolSpec(block_count=block_count, groups=GROUPS[kinds], eviction_policy=policy, **fields)  # type: ignore[arg-type]
+
+
+@dataclass
+class Text:
+    """One sequence as its owner sees it."""
+
+    tokens: list[int]
+    namespace: str
+    written: int  # tokens in the pages
+    committed: int
+    granted: int
+    prompt: int  # tokens to compute before anything is sampled
+    is_hold: bool = False
+
+
+@dataclass
+class Device:
+    """Pages of a pool: of each block and slot the token, of a state block all tokens that went in."""
+
+    slots: dict[tuple[int, int], int] = field(default_factory=dict)
+    states: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def copy(self, source: int, destination: int) -> None:
+        """A whole page."""
+        for block, slot in [key for key in self.slots if key[0] == source]:
+            self.slots[destination, slot] = self.slots[block, slot]
+        if source in self.states:
+            self.states[destination] = self.states[source]
+
+
+class History:
+    """An owner at random: `make` says what to ask for next, `take` acts on the answer."""
+
+    def __init__(self, spec: pb.PoolSpec, rng: random.Random) -> None:
+        self.spec = spec
+        self.rng = rng
+        self.texts: dict[int, Text] = {}
+        self.device = Device()
+        self.last_id = 0
+        self.digest_tokens = min(g.block_size for g in spec.groups)
+        self.has_states = any(g.kind == STATE for g in spec.groups)
+        self.known: dict[bytes, tuple[int, ...]] = {}  # of each digest all tokens up to its end
+        self.asked: dict[int, tuple[list[int], str]] = {}  # prompts and namespaces
+        self._prompts = [[rng.randrange(50) for _ in range(40)] for _ in range(3)]
+
+    # -- asking --------------------------------------------------------------------------------------------------------
+
+    def make(self) -> StepBuilder:
+        """A step on what is known now; the answer must be taken before the next one is made."""
+        rng, step = self.rng, StepBuilder()
+        gone = set[int]()
+        for sequence_id, text in self.texts.items():
+            if not text.is_hold and text.written > text.committed and rng.random() < 0.8:
+                keep = text.written if text.written < text.granted and rng.random() < 0.5 else 0
+                step.commit(sequence_id, text.written, self.digests(text, text.committed, text.written), keep)
+        for sequence_id in list(self.texts):
+            if rng.random() < (0.25 if len(self.texts) > 4 else 0.06):
+                step.free(sequence_id)
+                gone.add(sequence_id)
+        for sequence_id in self.texts:
+            if sequence_id not in gone and rng.random() < 0.1:
+                self.last_id += 1
+                step.fork(sequence_id, self.last_id, hold_ms=rng.choice([0, 0, 0, 400]))
+        for sequence_id, text in self.texts.items():
+            if sequence_id not in gone and not text.is_hold and rng.random() < 0.7:
+                step.grow(sequence_id, text.granted + rng.choice([1, 1, 1, 2, 5]))
+        while len(self.texts) < 6 and rng.random() < 0.4:
+            self._allocate(step)
+        return step
+
+    def make_ahead(self) -> StepBuilder:
+        """A step that needs no answer to earlier ones: new sequences only."""
+        step = StepBuilder()
+        self._allocate(step)
+        return step
+
+    def _allocate(self, step: StepBuilder) -> None:
+        rng = self.rng
+        self.last_id += 1
+        prompt = rng.choice(self._prompts)[: rng.randrange(1, 30)] + [rng.randrange(50)] * rng.randrange(3)
+        namespace = rng.choice(["", "", "tenant"])
+        chunk = rng.randrange(1, len(prompt) + 1) if rng.random() < 0.3 else len(prompt)
+        self.asked[self.last_id] = (prompt, namespace)
+        digests = block_digests(ROOT, prompt, self.digest_tokens)
+        step.allocate(self.last_id, chunk, digests, namespace, prompt_token_count=len(prompt) * (chunk < len(prompt)))
+
+    def digests(self, text: Text, first: int, end: int) -> list[bytes]:
+        """Digests of the blocks that become full between two token counts."""
+        size = self.digest_tokens
+        digests = block_digests(ROOT, text.tokens[:end], size)[first // size : end // size]
+        for number, digest in enumerate(digests, first // size + 1):
+            self.known[digest] = tuple(text.tokens[: number * size])
+        return digests
+
+    # -- acting --------------------------------------------------------------------------------------------------------
+
+    def take(self, step: pb.Step, outcome: StepOutcome, ledger: Ledger, *, fails: bool = False) -> None:
+        """Does what the answer allows: copies, then writes; with `fails` the device does not get to the writes."""
+        for sequence_id in outcome.expired_holds:
+            del self.texts[sequence_id]
+        commits = zip(step.commits.sequences, step.commits.token_counts, outcome.commits, strict=True)
+        for row, (sequence_id, count, result) in enumerate(commits):
+            assert result is Result.OK, f"commit of {sequence_id}: {result}"
+            text = self.texts[sequence_id]
+            text.committed = count
+            keep = step.commits.keep_token_counts[row] if step.commits.keep_token_counts else 0
+            text.granted = min(text.granted, max(keep or text.granted, count))
+        for sequence_id, result in zip(step.frees.sequences, outcome.frees, strict=True):
+            if result is Result.OK:
+                del self.texts[sequence_id]
+        self._take_forks(step.forks, outcome)
+        for copy in outcome.copies:
+            self.device.copy(copy.source, copy.destination)
+        for row, grown in enumerate(outcome.grows):
+            if grown.result is Result.OK:
+                self._take_grow(grown.sequence_id, step.grows.token_counts[row], grown.matched_token_count, ledger)
+        for sequence_id, text in self.texts.items():
+            if not text.is_hold and not fails:
+                self._write(text, ledger.sequences[sequence_id].tables)
+
+    def _take_forks(self, forks: pb.ForkPhase, outcome: StepOutcome) -> None:
+        for row, (parent_id, child_id, result) in enumerate(
+            zip(forks.parents, forks.children, outcome.forks, strict=True)
+        ):
+            if result is Result.OK:
+                parent = self.texts[parent_id]
+                length = parent.committed
+                is_hold = bool(forks.hold_ms) and forks.hold_ms[row] > 0
+                tokens = parent.tokens[:length]
+                self.texts[child_id] = Text(tokens, parent.namespace, length, length, length, length, is_hold)
+
+    def _take_grow(self, sequence_id: int, wanted: int, matched: int, ledger: Ledger) -> None:
+        text = self.texts.get(sequence_id)
+        if text is None:
+            prompt, namespace = self.asked[sequence_id]
+            text = self.texts[sequence_id] = Text(
+                list(prompt), namespace, matched, matched, max(wanted, matched), len(prompt)
+            )
+            self._read(text, ledger.sequences[sequence_id].tables, is_new=True)
+        text.granted = max(text.granted, wanted)
+
+    def _write(self, text: Text, tables: list) -> None:  # type: ignore[type-arg]
+        """The forward pass: as many tokens as there is room for."""
+        end = text.granted
+        while len(text.tokens) < end:
+            text.tokens.append(self.rng.randrange(50))
+        for number, spec in enumerate(self.spec.groups):
+            if spec.kind == STATE:
+                block = tables[number][0]
+                if end > text.written:
+                    self.device.states[block] = tuple(text.tokens[:end])
+                continue
+            for position in range(text.written, end):
+                block = tables[number][position // spec.block_size]
+                assert block != NULL_BLOCK, "a token has no block to be written to"
+                self.device.slots[block, position % spec.block_size] = text.tokens[position]
+        text.written = end
+
+    def check(self, ledger: Ledger) -> None:
+        """Every sequence reads back its own tokens; every published block is what its digest says."""
+        assert sorted(self.texts) == sorted(ledger.sequences), "the ledger has other sequences than there are"
+        for sequence_id, text in self.texts.items():
+            known = ledger.sequences[sequence_id]
+            assert (known.token_count, known.committed_token_count) == (text.granted, text.committed)
+            self._read(text, known.tables)
+
+    def _read(self, text: Text, tables: list, *, is_new: bool = False) -> None:  # type: ignore[type-arg]
+        end = text.written
+        for number, spec in enumerate(self.spec.groups):
+            if spec.kind == STATE:
+                if end and not (is_new and text.granted > end):
+                    seen = self.device.states.get(tables[number][0], ())
+                    assert list(seen) == text.tokens[:end], "a state is not that of its tokens"
+                continue
+            for position in range(end):
+                block = tables[number][position // spec.block_size]
+                if block != NULL_BLOCK:
+                    seen_token = self.device.slots.get((block, position % spec.block_size))
+                    assert seen_token == text.tokens[position], f"position {position} reads another token"
+                else:
+                    assert position < end - spec.window + 1 or spec.kind == CHUNKED, "a block is missing"

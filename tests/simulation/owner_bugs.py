@@ -1,0 +1,133 @@
+"""Planted bugs in the owner's state machine, its ledger and its report."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+from quire import owner as owner_module
+from quire import reports as report_building
+from quire.ledger import Ledger
+from quire.owner import PoolOwner
+from quire.steps import NULL_BLOCK
+
+from tests.simulation.planting import plant
+from tests.simulation.world import Worker
+
+
+@plant(PoolOwner, "attach")
+def _epochs_do_not_rise(original: Any, self: Any) -> None:
+    original(self)
+    self.epoch = 1
+    self.outbox[0].attach.epoch = 1
+
+
+@plant(PoolOwner, "_open")
+def _unanswered_steps_are_not_sent_again_after_a_report(original: Any, self: Any, ready: Any) -> None:
+    original(self, ready)
+    self.outbox.clear()
+
+
+@plant(PoolOwner, "_resume")
+def _unanswered_steps_are_not_sent_again_after_a_resume(original: Any, self: Any, resumed: Any) -> None:
+    original(self, resumed)
+    self.outbox.clear()
+
+
+@plant(PoolOwner, "_resume")
+def _a_step_is_sent_again_with_another_acknowledgement(original: Any, self: Any, resumed: Any) -> None:
+    original(self, resumed)
+    for request in self.outbox:
+        request.step.ack = max(0, request.step.ack - 1)
+
+
+@plant(PoolOwner, "submit")
+def _a_number_is_skipped(original: Any, self: Any, operations: Any) -> int:
+    number: int = original(self, operations)
+    if number % 50 == 0:
+        self._unanswered[-1].step.number += 1
+    return number
+
+
+@plant(PoolOwner, "_take_answer")
+def _an_answer_is_taken_in_twice(original: Any, self: Any, reply: Any, now: float) -> Any:
+    answer = original(self, reply, now)
+    if answer.number % 20 == 0:
+        self.last_step += 1
+    return answer
+
+
+@plant(Worker, "flush")
+def _answers_of_an_old_stream_are_taken_for_new_ones(original: Any, self: Any) -> None:
+    original(self)
+    for link in self.old_links:
+        while link.to_client and self.link is not None:
+            self.link.to_client.appendleft(link.to_client.pop())
+
+
+@plant(Ledger, "_free")
+def _the_ledger_does_not_note_what_was_let_go_of(original: Any, self: Any, sequence: Any) -> None:
+    return None
+
+
+@plant(Ledger, "_grant")
+def _a_block_that_is_granted_anew_keeps_its_digest(original: Any, self: Any, blocks: Any) -> None:
+    return None
+
+
+@plant(Ledger, "_settle")
+def _blocks_stay_in_the_ledger_that_fell_out_of_a_window(original: Any, self: Any, *args: Any) -> None:
+    return None
+
+
+@plant(Ledger, "_fork")
+def _a_fork_has_all_its_parent_was_granted(original: Any, self: Any, parent: Any, child: int, hold: Any) -> None:
+    original(self, parent, child, hold)
+    self.sequences[child].tables = [table[:] for table in parent.tables]
+
+
+@plant(Ledger, "_publish_state")
+def _the_ledger_misses_checkpoints(original: Any, self: Any, *args: Any) -> None:
+    return None
+
+
+@plant(Ledger, "_apply_commits")
+def _the_ledger_misses_swaps(original: Any, self: Any, commits: Any, outcome: Any) -> None:
+    original(self, commits, outcome._replace(swaps=[]))
+
+
+@plant(Ledger, "_let_go_of_sources")
+def _the_ledger_does_not_note_sources_of_copies(original: Any, self: Any, copies: Any, grown: Any) -> None:
+    copies.clear()
+
+
+@plant(report_building, "_add_freed")
+def _stamps_are_not_reported(original: Any, chunker: Any, freed: Any) -> None:
+    return None
+
+
+@plant(report_building, "_current")
+def _of_one_digest_the_block_that_was_evicted_is_reported(original: Any, published: Any, held: Any) -> Any:
+    scopes: dict[Any, dict[bytes, int]] = {}
+    for block, carried in published.items():
+        scopes.setdefault((carried.group, carried.namespace), {}).setdefault(carried.digest, block)
+    return scopes
+
+
+@plant(report_building, "_add_sequence")
+def _tables_are_reported_without_null_entries(
+    original: Any, chunker: Any, sequence_id: int, sequence: Any, now: float
+) -> None:
+    tables, changed = sequence.tables, []
+    for table in tables:
+        changed.append(array("I", [block for block in table if block != NULL_BLOCK]))
+    sequence.tables = changed
+    try:
+        original(chunker, sequence_id, sequence, now)
+    finally:
+        sequence.tables = tables
+
+
+@plant(owner_module, "report_end")
+def _the_report_names_an_older_step(original: Any, chunks: Any, *, last_step: int, last_sequence_id: int) -> Any:
+    return original(chunks, last_step=max(0, last_step - 1), last_sequence_id=last_sequence_id)

@@ -1,0 +1,36 @@
+"""How a bug is planted: a method or function of the product is replaced by one that forgets something.
+
+`plant` registers what it decorates in `BUGS`, under its name: a context manager that plants the bug and takes it out
+again. The replacement gets the original first, then what it is called with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+Planted = Callable[[], AbstractContextManager[Any]]
+BUGS: dict[str, Planted] = {}
+
+
+def plant(target: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a bug in `target.name`."""
+
+    def register(broken: Callable[..., Any]) -> Callable[..., Any]:
+        @contextlib.contextmanager
+        def planted() -> Iterator[None]:
+            original = getattr(target, name)
+
+            def replacement(*args: Any, **kwargs: Any) -> Any:
+                return broken(original, *args, **kwargs)
+
+            with mock.patch.object(target, name, replacement):
+                yield
+
+        BUGS[broken.__name__.strip("_").replace("_", " ")] = planted
+        return broken
+
+    return register

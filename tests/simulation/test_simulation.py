@@ -1,0 +1,50 @@
+"""The simulation of the session protocol finds nothing, and would find something: every planted bug."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.__main__ import simulate
+from tests.simulation.bugs import BUGS
+from tests.simulation.histories import GROUPS
+from tests.simulation.simulation import FAULTS, Simulation
+
+STEPS_MAX = 100_000  # within which every planted bug must be caught
+STEPS_EACH = 2_500
+
+
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_nothing_is_violated(seed: int) -> None:
+    outcome = simulate(seed, 4_000)
+    assert not outcome.violation, f"seed {seed}: {outcome.violation}"
+    assert outcome.steps == 4_000
+    assert outcome.comparisons > 20
+    assert outcome.answers > 50
+
+
+def test_every_fault_happens() -> None:
+    counts = sum((simulate(seed, 1_500).counts for seed in (3, 5, 8)), Simulation(1).outcome.counts)
+    assert set(FAULTS) | {"device failures", "refused as a rival"} <= set(counts)
+
+
+def test_a_seed_replays_the_same_run() -> None:
+    first, second = (simulate(11, 1_000) for _ in range(2))
+    assert first == second
+    assert first != simulate(12, 1_000)
+
+
+def test_there_are_enough_bugs() -> None:
+    assert len(BUGS) >= 30
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_caught(name: str) -> None:
+    steps, seed, kinds = 0, 0, list(GROUPS)
+    with BUGS[name]():
+        while steps < STEPS_MAX:
+            outcome = Simulation(seed, kinds=kinds[-1 - seed % len(kinds)]).run(STEPS_EACH)
+            if outcome.violation:
+                return
+            steps += outcome.steps
+            seed += 1
+    pytest.fail(f"not caught within {steps:,} steps")

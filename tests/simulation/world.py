@@ -1,0 +1,241 @@
+"""The product's own state machines between a faulty transport, a virtual clock and one seeded scheduler.
+
+What is real: `quire_allocator.machine` with the pool behind it, `quire.owner` with its ledger. What is made up: streams
+(`Link`), processes that die, time, and an engine that writes tokens into pages and reads them back (`histories`).
+
+Every message is serialized when it is sent, so that a stream that is long dead can still deliver it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from quire.errors import QuireError, Reason
+from quire.owner import Phase, PoolOwner, Verdict
+from quire.steps import StepBuilder
+from quire.v1 import allocator_pb2 as pb
+from quire_allocator.core.directory import Directory, Ownership, Refusal
+from quire_allocator.machine import Phase as StreamPhase
+from quire_allocator.machine import SessionMachine, Sessions
+
+from tests.simulation.histories import History
+
+LEASE_S = 10.0
+SILENCE_S = 3.0
+POOL = "pool"
+
+
+class ViolationError(AssertionError):
+    """Something that must never happen has happened."""
+
+
+@dataclass
+class Clock:
+    """Seconds that pass when the scheduler says so."""
+
+    now: float = 1000.0
+
+
+class Quiet:
+    """An observer who remembers what the checks ask for."""
+
+    def __init__(self) -> None:
+        self.quarantined_pools: list[tuple[str, Exception]] = []
+        self.expired_pools: list[Ownership] = []
+
+    def opened(self, owner: Ownership) -> None: ...
+
+    def resumed(self, owner: Ownership) -> None: ...
+
+    def dropped(self, owner: Ownership) -> None: ...
+
+    def published(self, owner: Ownership) -> None: ...
+
+    def expired(self, owner: Ownership) -> None:
+        self.expired_pools.append(owner)
+
+    def quarantined(self, owner: Ownership, error: Exception) -> None:
+        self.quarantined_pools.append((owner.name, error))
+
+
+class Allocator:
+    """One allocator process after another at one place: `crash` ends one and starts the next, which is empty."""
+
+    def __init__(self, name: str, rng: random.Random) -> None:
+        self.name = name
+        self._rng = rng
+        self.links: list[Link] = []
+        self.heard: dict[int, float] = {}
+        self.start()
+
+    def start(self) -> None:
+        """A new process."""
+        self.directory = Directory(lease_s=LEASE_S, pools_max=2)
+        self.observer = Quiet()
+        self.sessions = Sessions(
+            self.directory, self.observer, new_session_id=lambda: self._rng.randbytes(16), check_invariants=False
+        )
+        self.heard = {}
+
+    def crash(self) -> None:
+        """Everything is lost, and every stream; replies on their way may still come."""
+        for link in self.links:
+            link.server_died()
+        self.links = []
+        self.start()
+
+
+@dataclass(eq=False)
+class Link:
+    """One stream, in order both ways; the client may be gone long before the server notices."""
+
+    allocator: Allocator
+    clock: Clock
+    to_server: deque[bytes] = field(default_factory=deque)
+    to_client: deque[bytes | QuireError | None] = field(default_factory=deque)  # None: gRPC's own error
+    client_gone: bool = False
+    server_gone: bool = False
+
+    def __post_init__(self) -> None:
+        self.machine = SessionMachine(self.allocator.sessions, self._ended_from_outside)
+        self.allocator.links.append(self)
+
+    def deliver_to_server(self) -> None:
+        """The server takes in the oldest message."""
+        data, machine = self.to_server.popleft(), self.machine
+        try:
+            replies = machine.receive(pb.SessionRequest.FromString(data), self.clock.now)
+        except Refusal as refusal:
+            self._close(QuireError.of(Reason(refusal.reason), refusal.message))
+            return
+        self.to_client.extend(reply.SerializeToString() for reply in replies)
+        if machine.owner is not None:
+            self.allocator.heard[id(machine.owner)] = self.clock.now
+        if machine.phase is StreamPhase.DETACHED:
+            self._close(None)
+
+    def server_notices(self) -> None:
+        """The server learns that the client is gone."""
+        self._close(None)
+
+    def server_died(self) -> None:
+        """Its process is gone, with all it had not read."""
+        self.server_gone = True
+        self.to_server.clear()
+        self.to_client.append(None)
+
+    def _ended_from_outside(self) -> None:
+        ending = self.machine.ending
+        assert ending is not None
+        self._close(QuireError.of(Reason(ending.reason), ending.message))
+
+    def _close(self, error: QuireError | None) -> None:
+        if not self.server_gone:
+            self.server_gone = True
+            self.machine.close()
+            self.allocator.links.remove(self)
+            self.to_client.append(error)
+
+
+class Worker:
+    """One life of the process that has the pages.
+
+    Attributes:
+        answered: steps whose answers were taken in.
+        waits_until: nothing is tried before.
+        heard_at: when the current stream brought anything last.
+    """
+
+    def __init__(self, spec: pb.PoolSpec, rng: random.Random, clock: Clock, counts: Counter[str], window: int) -> None:
+        self.rng = rng
+        self.clock = clock
+        self.counts = counts
+        self.owner = PoolOwner(POOL, spec, incarnation=rng.randbytes(16), window=window)
+        self.history = History(spec, rng)
+        self.link: Link | None = None
+        self.old_links: list[Link] = []
+        self.answered = 0
+        self.waits_until = 0.0
+        self.heard_at = 0.0
+        self.steps_without_answer = 0
+        self._steps: dict[int, pb.Step] = {}
+
+    @property
+    def is_quiet(self) -> bool:
+        """Attached, with nothing under way in either direction."""
+        link = self.link
+        return (
+            self.owner.phase is Phase.OPEN
+            and link is not None
+            and not (link.to_server or link.to_client or link.server_gone)
+        )
+
+    def connect(self, allocator: Allocator) -> None:
+        """A new stream, to whoever the name leads to."""
+        self.leave()
+        self.link = Link(allocator, self.clock)
+        self.heard_at = self.clock.now
+        self.owner.attach()
+        self.flush()
+
+    def leave(self) -> None:
+        """The stream is lost to us; the server may not know for long."""
+        if self.link is not None:
+            self.link.client_gone = True
+            self.old_links.append(self.link)
+            self.link = None
+            self.owner.lose()
+
+    def flush(self) -> None:
+        """Sends what is in the outbox."""
+        while self.owner.outbox and self.link is not None:
+            self.link.to_server.append(self.owner.outbox.popleft().SerializeToString())
+
+    def act(self) -> None:
+        """Asks for something, if the window has room: the next step, or one more that needs no earlier answer."""
+        owner = self.owner
+        if not owner.has_room:
+            return
+        step = self.history.make() if not owner.unanswered_count else self.history.make_ahead()
+        self.submit(step)
+
+    def submit(self, step: StepBuilder) -> None:
+        """Submits a step."""
+        number = self.owner.submit(step)
+        self._steps[number] = step.message
+        self.flush()
+
+    def receive(self) -> None:
+        """Takes in the oldest message of the current stream."""
+        assert self.link is not None
+        message = self.link.to_client.popleft()
+        if message is None or isinstance(message, QuireError):
+            self._ended(message)
+            return
+        self.heard_at = self.clock.now
+        answer = self.owner.receive(pb.SessionReply.FromString(message), self.clock.now)
+        if self.owner.disagreement_count:
+            raise ViolationError("both sides' states differ")
+        if answer is not None:
+            step = self._steps.pop(answer.number)
+            fails = self.rng.random() < 0.05
+            self.counts["device failures"] += fails
+            self.history.take(step, answer.outcome, self.owner.ledger, fails=fails)
+            self.answered += 1
+            self.steps_without_answer = 0
+        self.flush()
+
+    def _ended(self, error: QuireError | None) -> None:
+        verdict, _ = self.owner.ended(error)
+        self.link = None
+        if error is not None and error.reason is Reason.FENCED:
+            raise ViolationError(f"our newest stream was fenced: {error}")
+        if verdict in (Verdict.LOST, Verdict.STEP_REFUSED, Verdict.FINAL):
+            raise ViolationError(f"the allocator refused us: {error}")
+        if self.owner.disagreement_count:
+            raise ViolationError(f"the allocator does not know our steps: {error}")
+        if error is not None and error.reason is Reason.POOL_OWNED:
+            self.counts["refused as a rival"] += 1
+        self.waits_until = self.clock.now + (self.rng.uniform(0.2, 1.0) if verdict is Verdict.LATER else 0.05)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from quire_worker.attention import PagedAttention, TorchPagedAttention, backend_for
 from quire_worker.attention.torch_plan import GATHER_BYTES_MAX, QUERY_BLOCK
+from quire_worker.attention.torch_tiles import TILE_TOKENS
 from quire_worker.batch import Chunk, build_batch
 from quire_worker.cache import CacheSpec, KVCache
 from torch.nn.functional import scaled_dot_product_attention
@@ -145,28 +146,47 @@ def test_a_batch_equals_pytorchs_own_attention_sequence_by_sequence() -> None:
 def units_of(scene: Scene, **options: Any) -> list[list[int]]:
     """The tokens of each unit of a plan."""
     plan = TorchPagedAttention().plan(scene.batch, scene.cache.spec)
-    return [torch.arange(scene.query.shape[0])[unit.tokens].tolist() for unit in plan.units(**options)]
+    return [torch.arange(scene.query.shape[0])[unit.tokens].tolist() for unit in plan.work(**options).units]
 
 
 def test_decoding_sequences_of_very_different_length_are_grouped_without_mixing() -> None:
     lengths = [(length, 1) for length in (700, 3, 699, 350, 0, 1, 340, 12)]
-    scene = Scene(lengths, head_dim=128)  # 2 KiB a token: 64 tokens of padding are what a call costs
+    scene = Scene(
+        lengths, head_dim=256, dtype=torch.bfloat16
+    )  # 2 KiB a token: 64 tokens of padding are what a call costs
     assert units_of(scene) == [[0, 2], [3, 6], [7, 1, 5, 4]]
     assert_equals_reference(scene)
 
 
 def test_prompts_and_chunks_are_attended_to_together_only_if_they_are_alike() -> None:
-    scene = Scene([(20, 4), (20, 4), (36, 4), (0, 4), (20, 5), (30, 1), (0, 4)])
+    scene = Scene([(20, 4), (20, 4), (36, 4), (0, 4), (20, 5), (30, 1), (0, 4)], dtype=torch.bfloat16)
     assert units_of(scene) == [[21], [8, 9, 10, 11], [0, 1, 2, 3, 4, 5, 6, 7], [12, 13, 14, 15, 22, 23, 24, 25],
                                [16, 17, 18, 19, 20]]  # fmt: skip
     assert_equals_reference(scene)
 
 
 def test_more_keys_than_one_gather_holds_are_taken_in_several() -> None:
-    per_sequence = GATHER_BYTES_MAX // (2 * 4 * 8 * 128) // 3
-    scene = Scene([(per_sequence - 1, 1)] * 4, heads=8, kv_heads=8, head_dim=128, page_size=64)
+    per_sequence = GATHER_BYTES_MAX // (2 * 2 * 8 * 256) // 3
+    shape: dict[str, Any] = {"heads": 8, "kv_heads": 8, "head_dim": 256, "page_size": 64, "dtype": torch.bfloat16}
+    scene = Scene([(per_sequence - 1, 1)] * 4, **shape)
     assert units_of(scene) == [[0, 1, 2], [3]]
     assert_equals_reference(scene)
+
+
+@pytest.mark.parametrize("count", [TILE_TOKENS - 1, TILE_TOKENS, TILE_TOKENS + 1, 3 * TILE_TOKENS + 5])
+@pytest.mark.parametrize("options", [{}, {"window_left": TILE_TOKENS + 3}, {"soft_cap": 1.0}], ids=str)
+def test_decoding_over_several_tiles_equals_the_reference(count: int, options: dict[str, Any]) -> None:
+    scene = Scene([(count - 1, 1), (3, 1), (count - 1, 1)], heads=6, kv_heads=2, head_dim=16)
+    assert_equals_reference(scene, **options)
+    assert_equals_reference(scene, **options, sinks=scene.sinks)
+
+
+def test_tiles_are_few_and_even() -> None:
+    scene = Scene([(2 * TILE_TOKENS, 1), (3, 1), (100, 1)])
+    tiles = TorchPagedAttention().plan(scene.batch, scene.cache.spec).work().tiles
+    assert tiles is not None
+    assert tiles.rows.shape == (3 + 1 + 2, 86)
+    assert tiles.sequence_of_tile.tolist() == [0, 0, 0, 1, 2, 2]
 
 
 def test_one_long_sequence_beside_many_short_ones_equals_the_reference() -> None:
@@ -239,7 +259,10 @@ def test_a_sequence_without_queries_gets_none() -> None:
         block_tables=batch.block_tables[[1, 0, 0, 1, 0]],
     )
     assert torch.equal(scene.run(), expected)
-    assert units_of(scene) == [[0], [1, 2]]
+    assert units_of(scene) == [[1, 2]]
+    tiles = TorchPagedAttention().plan(scene.batch, scene.cache.spec).work().tiles
+    assert tiles is not None
+    assert tiles.tokens.tolist() == [0]
 
 
 def test_nothing_but_the_slots_of_new_tokens_is_written() -> None:

@@ -289,7 +289,7 @@ class ForgetfulAttention(TorchPagedAttention):
 
     def plan(self, batch: Any, spec: Any) -> Any:
         plan = super().plan(batch, spec)
-        for unit in plan.units():
+        for unit in plan.work().units:
             if 1 < unit.query_length < unit.keys.stop:
                 unit.key_pages[0] = unit.key_pages[-1]
         return plan

@@ -1,27 +1,29 @@
-"""Paged attention for CPUs, in plain torch: gather pages, then PyTorch's fused attention.
+"""Paged attention for CPUs, in plain torch.
 
-Which sequences form a unit, and which pages it reads, is planned once per forward pass (`torch_plan`). A layer then
-costs two scatters to append, and per unit
+What a forward pass repeats in every layer is planned once. Decoding sequences in float32 are attended to where their
+keys lie (`torch_tiles`). All others are put into units (`torch_plan`); a unit costs a layer
 
     gather   whole pages into a workspace, keys `[sequences, slots, kv_heads, head_dim]` and values; copies of a page's
              size run at the memory's speed, and the workspace is still in the processor's cache when it is read
     attend   the fused kernel, the queries of all query heads of a KV head as so many rows that read the same keys:
              keys are read once for all of them
 
-Chunks are taken some queries at a time, without the keys that none of them sees; a short prompt of which nothing came
-before is the fused kernel's own causal case, head by head. Soft cap and sinks are nothing that
-the fused kernel knows: with them scores, softmax and result are computed one by one.
+Chunks are taken some queries at a time, without the keys that none of them sees; a short prompt that nothing came
+before is the fused kernel's own causal case, head by head. Soft cap and sinks are nothing that the fused kernel knows:
+with them scores, softmax and result are computed one by one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from quire_worker.attention.interface import AttentionBatch
-from quire_worker.attention.torch_plan import QUERY_BLOCK, Unit, key_rows, plan_units
+from quire_worker.attention.torch_plan import QUERY_BLOCK, Unit, plan_units
+from quire_worker.attention.torch_tiles import DTYPES, Tiles, attend_tiles, key_rows, plan_tiles
 from quire_worker.cache import KEY_AND_VALUE, CacheSpec
 
 
@@ -38,23 +40,33 @@ class TorchPagedAttention:
         return TorchAttentionPlan(batch, spec, rows, self._workspace, self._masks)
 
 
+class _Work(NamedTuple):
+    """All queries of a batch, under one window."""
+
+    tiles: Tiles | None
+    units: tuple[Unit, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchAttentionPlan:
-    """The CPU's `AttentionPlan`. Each window of a model has units of its own, planned when its first layer comes."""
+    """The CPU's `AttentionPlan`. What it plans depends on the window, and is made when its first layer comes."""
 
     batch: AttentionBatch
     spec: CacheSpec
     append_rows: torch.Tensor  # int64 [tokens], see `key_rows`
     workspace: _Workspace
     masks: _CausalMasks
-    units_by_window: dict[int, tuple[Unit, ...]] = field(default_factory=dict)
+    work_by_window: dict[int, _Work] = field(default_factory=dict)
 
-    def units(self, window_left: int = -1) -> tuple[Unit, ...]:
+    def work(self, window_left: int = -1) -> _Work:
         """What is attended to together under a window."""
-        units = self.units_by_window.get(window_left)
-        if units is None:
-            units = self.units_by_window[window_left] = plan_units(self.batch, self.spec, window_left)
-        return units
+        work = self.work_by_window.get(window_left)
+        if work is None:
+            has_tiles = self.spec.dtype in DTYPES
+            tiles = plan_tiles(self.batch, self.spec, window_left) if has_tiles else None
+            units = plan_units(self.batch, self.spec, window_left, query_length_min=2 if has_tiles else 1)
+            work = self.work_by_window[window_left] = _Work(tiles, units)
+        return work
 
     def append(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor) -> None:
         """See `AttentionPlan.append`."""
@@ -74,11 +86,14 @@ class TorchAttentionPlan:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionPlan.attend`."""
-        units = self.units(window_left)
-        scores = _Scores(scale, window_left, soft_cap, sinks)
-        if len(units) == 1 and type(units[0].tokens) is slice:
-            return self._attend_unit(units[0], query, pages, scores)
+        tiles, units = self.work(window_left)
+        if tiles is not None and not units and tiles.tokens.shape[0] == query.shape[0]:
+            return attend_tiles(tiles, query, pages, scale=scale, soft_cap=soft_cap, sinks=sinks)
         output = torch.empty(query.shape, dtype=query.dtype)
+        if tiles is not None:
+            rows = query[tiles.tokens]
+            output[tiles.tokens] = attend_tiles(tiles, rows, pages, scale=scale, soft_cap=soft_cap, sinks=sinks)
+        scores = _Scores(scale, window_left, soft_cap, sinks)
         for unit in units:
             output[unit.tokens] = self._attend_unit(unit, query[unit.tokens], pages, scores)
         return output

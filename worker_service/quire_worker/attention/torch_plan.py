@@ -1,4 +1,4 @@
-"""Which sequences the CPU attends to together, and which pages each of them reads.
+"""Which sequences the CPU gathers and attends to together, and which pages each of them reads.
 
 A unit is one gather and its attention: sequences of one number of queries, and
 
@@ -68,27 +68,20 @@ class _Part(NamedTuple):
     key_count: int
 
 
-def key_rows(slots: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Rows of keys in a layer seen as `[pages * 2 * page_size, kv_heads * head_dim]`, for int64 slots of any shape.
-
-    A value's row is `page_size` rows after its key's.
-    """
-    return slots + slots // page_size * page_size  # page * 2 * page_size + offset
-
-
-def plan_units(batch: AttentionBatch, spec: CacheSpec, window_left: int) -> tuple[Unit, ...]:
-    """All queries of a batch, in units.
+def plan_units(batch: AttentionBatch, spec: CacheSpec, window_left: int, *, query_length_min: int) -> tuple[Unit, ...]:
+    """Sequences in units.
 
     Args:
-        batch: on the CPU; a sequence without queries is in no unit.
+        batch: of the forward pass.
         spec: of the pages.
         window_left: keys before its own position that a query sees, inclusive; -1: all.
+        query_length_min: a sequence with fewer queries is in no unit; at least 1.
     """
     starts = batch.query_indptr.tolist()
     parts = []
     for index, kv_length in enumerate(batch.kv_lengths.tolist()):
         query_length = starts[index + 1] - starts[index]
-        if query_length > 0:
+        if query_length >= query_length_min:
             first = max(0, kv_length - query_length - window_left) if window_left >= 0 else 0
             parts.append(_Part(index, starts[index], query_length, first, kv_length - first))
     return tuple(_plan_unit(batch, spec, group, window_left) for group in _groups(parts, spec))

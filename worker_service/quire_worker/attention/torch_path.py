@@ -8,8 +8,8 @@ keys lie (`torch_tiles`). All others are put into units (`torch_plan`); a unit c
     attend   the fused kernel, the queries of all query heads of a KV head as so many rows that read the same keys:
              keys are read once for all of them
 
-Chunks are taken some queries at a time, without the keys that none of them sees; a short prompt that nothing came
-before is the fused kernel's own causal case, head by head. Soft cap and sinks are nothing that the fused kernel knows:
+Chunks are taken some queries at a time, without the keys that none of them sees; a prompt that nothing came before is
+the fused kernel's own causal case, head by head. Soft cap and sinks are nothing that the fused kernel knows:
 with them scores, softmax and result are computed one by one.
 """
 
@@ -106,7 +106,7 @@ class TorchAttentionPlan:
         if unit.query_length == 1:
             rows = query.reshape(sequences, kv_heads, -1, head_dim)
             return scores.attend(rows, key, value, unit.mask).reshape(query.shape)
-        if unit.is_short_prompt and scores.are_plain:
+        if unit.is_prompt and scores.are_plain:
             heads_first = query.reshape(sequences, unit.query_length, -1, head_dim).transpose(1, 2)
             attended = scaled_dot_product_attention(
                 heads_first, key, value, is_causal=True, scale=scores.scale, enable_gqa=query.shape[1] != kv_heads

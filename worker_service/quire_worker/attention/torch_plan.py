@@ -55,7 +55,7 @@ class Unit:
     unseen: torch.Tensor | None  # int64, gathered slots to clear
     mask: torch.Tensor | None  # [sequences, 1, 1, keys], of the cache's dtype: -inf where unseen; None: all are seen
     blocks: tuple[QueryBlock, ...]
-    is_short_prompt: bool  # one block of queries, nothing before it, no window
+    is_prompt: bool  # nothing came before the queries, and no window: plainly causal
 
 
 class _Part(NamedTuple):
@@ -139,7 +139,7 @@ def _plan_unit(batch: AttentionBatch, spec: CacheSpec, parts: Sequence[_Part], w
         unseen=unseen,
         mask=mask,
         blocks=_query_blocks(query_length, key_count, window_left),
-        is_short_prompt=window_left < 0 and 1 < query_length == key_count <= QUERY_BLOCK,
+        is_prompt=window_left < 0 and 1 < query_length == key_count,
     )
 
 

@@ -21,6 +21,8 @@ from quire_worker.cache import CacheSpec
 class AttentionBatch:
     """Which tokens of a flat batch belong to which sequence, and where their keys and values lie.
 
+    All on the host: an implementation takes to its device what its kernels need, and waits for nothing to plan.
+
     Sequence i owns the tokens `[query_indptr[i], query_indptr[i + 1])` of the batch, possibly none. They are its last
     tokens: of its `kv_lengths[i]` keys, these tokens' own included, the last query sees all, the one before it all but
     one, and so on (causal, right-aligned).
@@ -95,7 +97,7 @@ class PagedAttention(Protocol):
         """Prepares what is the same in all layers of a forward pass.
 
         Args:
-            batch: on the implementation's device.
+            batch: of the forward pass.
             spec: of the pages that the plan will be used with.
         """
         ...

@@ -194,7 +194,7 @@ def test_one_long_sequence_beside_many_short_ones_equals_the_reference() -> None
     assert_equals_reference(Scene([(1000, 3), *((length, 1) for length in range(31))], heads=2, kv_heads=1))
 
 
-@pytest.mark.parametrize("new", [QUERY_BLOCK - 1, QUERY_BLOCK, QUERY_BLOCK + 1, 2 * QUERY_BLOCK + 3])
+@pytest.mark.parametrize("new", [31, 32, 95, 96, QUERY_BLOCK - 1, QUERY_BLOCK, QUERY_BLOCK + 1, 2 * QUERY_BLOCK + 3])
 @pytest.mark.parametrize("before", [0, 50])
 def test_a_chunk_of_several_blocks_of_queries_equals_the_reference(before: int, new: int) -> None:
     assert_equals_reference(Scene([(before, new), (before, new)], heads=2, kv_heads=1, head_dim=16))

@@ -5,8 +5,8 @@ keys lie (`torch_tiles`). All others are put into units (`torch_plan`); a unit c
 
     gather   whole pages into a workspace, keys `[sequences, slots, kv_heads, head_dim]` and values; copies of a page's
              size run at the memory's speed, and the workspace is still in the processor's cache when it is read
-    attend   the fused kernel, the queries of all query heads of a KV head as so many rows that read the same keys:
-             keys are read once for all of them
+    attend   the fused kernel, mostly with the queries of all query heads of a KV head as so many rows that read the
+             same keys: keys are read once for all of them
 
 Chunks are taken some queries at a time, without the keys that none of them sees; a prompt that nothing came before is
 the fused kernel's own causal case, head by head. Soft cap and sinks are nothing that the fused kernel knows:
@@ -25,6 +25,10 @@ from quire_worker.attention.interface import AttentionBatch
 from quire_worker.attention.torch_plan import QUERY_BLOCK, Unit, plan_units
 from quire_worker.attention.torch_tiles import DTYPES, Tiles, attend_tiles, key_rows, plan_tiles
 from quire_worker.cache import KEY_AND_VALUE, CacheSpec
+
+# Rows that the fused kernel takes at a time: 32, and more from 192 rows on. Between the two, one head's queries are
+# enough, and packing the heads of a KV head would only cost copies.
+ROWS_SMALL, ROWS_LARGE = 32, 192
 
 
 class TorchPagedAttention:
@@ -89,11 +93,13 @@ class TorchAttentionPlan:
         tiles, units = self.work(window_left)
         if tiles is not None and not units and tiles.tokens.shape[0] == query.shape[0]:
             return attend_tiles(tiles, query, pages, scale=scale, soft_cap=soft_cap, sinks=sinks)
+        scores = _Scores(scale, window_left, soft_cap, sinks)
+        if tiles is None and len(units) == 1 and isinstance(units[0].tokens, slice):
+            return self._attend_unit(units[0], query, pages, scores)
         output = torch.empty(query.shape, dtype=query.dtype)
         if tiles is not None:
             rows = query[tiles.tokens]
             output[tiles.tokens] = attend_tiles(tiles, rows, pages, scale=scale, soft_cap=soft_cap, sinks=sinks)
-        scores = _Scores(scale, window_left, soft_cap, sinks)
         for unit in units:
             output[unit.tokens] = self._attend_unit(unit, query[unit.tokens], pages, scores)
         return output
@@ -106,24 +112,19 @@ class TorchAttentionPlan:
         if unit.query_length == 1:
             rows = query.reshape(sequences, kv_heads, -1, head_dim)
             return scores.attend(rows, key, value, unit.mask).reshape(query.shape)
+        queries = query.reshape(sequences, unit.query_length, -1, head_dim)
         if unit.is_prompt and scores.are_plain:
-            heads_first = query.reshape(sequences, unit.query_length, -1, head_dim).transpose(1, 2)
-            attended = scaled_dot_product_attention(
-                heads_first, key, value, is_causal=True, scale=scores.scale, enable_gqa=query.shape[1] != kv_heads
-            )
-            return attended.transpose(1, 2).reshape(query.shape)
-        queries = query.reshape(sequences, unit.query_length, kv_heads, -1, head_dim)
-        group = queries.shape[3]
-        output = torch.empty(queries.shape, dtype=query.dtype)
+            return scores.attend_by_head(queries, key, value, None, is_causal=True).reshape(query.shape)
+        group = queries.shape[2] // kv_heads
+        parts = []
         for start, stop, key_start, key_stop in unit.blocks:
-            # The rows of a KV head: of each query in turn, its heads. [sequences, kv_heads, queries * group, head_dim]
-            rows = queries[:, start:stop].transpose(1, 2).reshape(sequences, kv_heads, -1, head_dim)
-            mask = self.masks.of(stop - start, key_stop - key_start, group, scores.window_left, key.dtype)
-            seen = slice(key_start, key_stop)
-            attended = scores.attend(rows, key[:, :, seen], value[:, :, seen], mask)
-            attended = attended.view(sequences, kv_heads, stop - start, group, head_dim)
-            output[:, start:stop] = attended.transpose(1, 2)
-        return output.view(query.shape)
+            count = stop - start
+            seen_key, seen_value = key[:, :, key_start:key_stop], value[:, :, key_start:key_stop]
+            is_packed = not (scores.are_plain and count >= ROWS_SMALL and count * group < ROWS_LARGE)
+            mask = self.masks.of(count, key_stop - key_start, group if is_packed else 1, scores.window_left, key.dtype)
+            attend = scores.attend_packed if is_packed else scores.attend_by_head
+            parts.append(attend(queries[:, start:stop], seen_key, seen_value, mask))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).reshape(query.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,6 +140,32 @@ class _Scores:
     def are_plain(self) -> bool:
         """Whether the fused kernel computes them."""
         return self.soft_cap == 0 and self.sinks is None
+
+    def attend_by_head(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
+        """Plain scores, each query head by itself: queries and result `[sequences, queries, query_heads, head_dim]`,
+        keys, values and mask as for `attend`."""
+        attended = scaled_dot_product_attention(
+            query.transpose(1, 2), key, value, attn_mask=mask, is_causal=is_causal, scale=self.scale, enable_gqa=True
+        )
+        return attended.transpose(1, 2)
+
+    def attend_packed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """The same of any scores. The rows of a KV head: of each query in turn, its heads."""
+        sequences, queries, _, head_dim = query.shape
+        kv_heads = key.shape[1]
+        by_head = query.reshape(sequences, queries, kv_heads, -1, head_dim).transpose(1, 2)
+        attended = self.attend(by_head.reshape(sequences, kv_heads, -1, head_dim), key, value, mask)
+        return attended.view(by_head.shape).transpose(1, 2).reshape(query.shape)
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None

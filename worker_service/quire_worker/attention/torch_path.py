@@ -210,7 +210,7 @@ class _CausalMasks:
         if mask is None or mask.shape[1] < keys:
             with torch.inference_mode(False):
                 query = torch.arange(QUERY_BLOCK - 1, -1, -1).repeat_interleave(group)[:, None]
-                key = torch.arange(keys - 1, -1, -1)
+                key = torch.arange((1 << (keys - 1).bit_length()) - 1, -1, -1)  # to a power of two: a prompt grows
                 is_hidden = key < query
                 if window_left >= 0:
                     is_hidden |= key > query + window_left

@@ -60,9 +60,10 @@ format: $(READY) ## format and mend what can be mended
 proto: $(READY) ## generate client/quire/v1 from protos/
 	PYTHON=$(BIN)/python scripts/generate_protos.sh
 
-bench: $(COMPILED)/.ready ## measure text per second against transformers, and what the allocator's operations cost
+bench: $(COMPILED)/.ready ## measure text per second, the allocator's operations, and attention
 	$(BIN)/python benchmarks/serving.py
 	PYTHONPATH=$(COMPILED) $(BIN)/python benchmarks/allocator.py
+	$(BIN)/python benchmarks/kernels.py
 
 kernels-compile: $(READY) ## compile every kernel for sm_80, sm_90 and gfx942 without a GPU, and compare with the committed table
 	$(BIN)/python scripts/compile_kernels.py --check

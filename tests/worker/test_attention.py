@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from typing import Any
 
 import pytest
 import torch
-from quire_worker.attention import TorchPagedAttention, backend_for
-from quire_worker.attention.torch_path import GATHER_TOKENS_MAX
+from quire_worker.attention import PagedAttention, TorchPagedAttention, backend_for
+from quire_worker.attention.torch_plan import GATHER_BYTES_MAX, QUERY_BLOCK
+from quire_worker.attention.torch_tiles import TILE_TOKENS
 from quire_worker.batch import Chunk, build_batch
 from quire_worker.cache import CacheSpec, KVCache
 from torch.nn.functional import scaled_dot_product_attention
@@ -47,6 +50,7 @@ class Scene:
             self.keys.append(key)
             self.values.append(value)
             chunks.append(Chunk([0] * new, before, table, needs_logits=True))
+        self.sinks = torch.randn(heads, generator=generator)
         token_count = sum(new for _, new in lengths)
         self.query = torch.randn(token_count, heads, head_dim, generator=generator).to(dtype)
         self.batch = build_batch(chunks, block_size=page_size).attention
@@ -54,28 +58,41 @@ class Scene:
     def new_tokens_of(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat([tensor[before:] for (before, _), tensor in zip(self.lengths, tensors, strict=True)])
 
-    def run(self, attention: TorchPagedAttention | None = None, *, scale: float = 0.2) -> torch.Tensor:
+    def run(self, attention: PagedAttention | None = None, *, scale: float = 0.2, **options: Any) -> torch.Tensor:
         plan = (attention or TorchPagedAttention()).plan(self.batch, self.cache.spec)
         plan.append(self.new_tokens_of(self.keys), self.new_tokens_of(self.values), self.pages)
-        return plan.attend(self.query, self.pages, scale=scale)
+        return plan.attend(self.query, self.pages, scale=scale, **options)
 
-    def reference(self, *, scale: float = 0.2) -> torch.Tensor:
+    def reference(
+        self,
+        *,
+        scale: float = 0.2,
+        window_left: int = -1,
+        soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Query by query, head by head, in float64."""
         output = torch.empty(self.query.shape, dtype=torch.float64)
         group = self.query.shape[1] // self.pages.shape[3]
         token = 0
         for (before, new), key, value in zip(self.lengths, self.keys, self.values, strict=True):
             for seen in range(before + 1, before + new + 1):
+                first = max(0, seen - 1 - window_left) if window_left >= 0 else 0
                 for head in range(self.query.shape[1]):
-                    scores = key[:seen, head // group].double() @ self.query[token, head].double() * scale
-                    output[token, head] = scores.softmax(0) @ value[:seen, head // group].double()
+                    scores = key[first:seen, head // group].double() @ self.query[token, head].double() * scale
+                    if soft_cap:
+                        scores = soft_cap * torch.tanh(scores / soft_cap)
+                    weights = scores.exp()
+                    total = weights.sum() + (0 if sinks is None else sinks[head].double().exp())
+                    output[token, head] = weights / total @ value[first:seen, head // group].double()
                 token += 1
         return output
 
 
-def assert_equals_reference(scene: Scene) -> None:
+def assert_equals_reference(scene: Scene, **options: Any) -> None:
     tolerance = TOLERANCE[scene.query.dtype]
-    torch.testing.assert_close(scene.run().double(), scene.reference(), rtol=tolerance, atol=tolerance)
+    expected = scene.reference(**options)
+    torch.testing.assert_close(scene.run(**options).double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 300])
@@ -126,19 +143,126 @@ def test_a_batch_equals_pytorchs_own_attention_sequence_by_sequence() -> None:
         start += new
 
 
-def test_decoding_sequences_of_very_different_length_are_grouped_without_mixing() -> None:
-    scene = Scene([(length, 1) for length in (700, 3, 699, 350, 0, 1, 340, 12)])
+def units_of(scene: Scene, **options: Any) -> list[list[int]]:
+    """The tokens of each unit of a plan."""
     plan = TorchPagedAttention().plan(scene.batch, scene.cache.spec)
-    assert [decode.query_index.tolist() for decode in plan.decodes] == [[0, 2, 3], [6], [7], [1, 5], [4]]
+    return [torch.arange(scene.query.shape[0])[unit.tokens].tolist() for unit in plan.work(**options).units]
+
+
+def test_decoding_sequences_of_very_different_length_are_grouped_without_mixing() -> None:
+    lengths = [(length, 1) for length in (700, 3, 699, 350, 0, 1, 340, 12)]
+    scene = Scene(
+        lengths, head_dim=256, dtype=torch.bfloat16
+    )  # 2 KiB a token: 64 tokens of padding are what a call costs
+    assert units_of(scene) == [[0, 2], [3, 6], [7, 1, 5, 4]]
+    assert_equals_reference(scene)
+
+
+def test_prompts_and_chunks_are_attended_to_together_only_if_they_are_alike() -> None:
+    scene = Scene([(20, 4), (20, 4), (36, 4), (0, 4), (20, 5), (30, 1), (0, 4)], dtype=torch.bfloat16)
+    assert units_of(scene) == [[21], [8, 9, 10, 11], [0, 1, 2, 3, 4, 5, 6, 7], [12, 13, 14, 15, 22, 23, 24, 25],
+                               [16, 17, 18, 19, 20]]  # fmt: skip
     assert_equals_reference(scene)
 
 
 def test_more_keys_than_one_gather_holds_are_taken_in_several() -> None:
-    per_sequence = GATHER_TOKENS_MAX // 3
-    scene = Scene([(per_sequence - 1, 1)] * 4, heads=1, kv_heads=1, head_dim=8, page_size=64)
-    plan = TorchPagedAttention().plan(scene.batch, scene.cache.spec)
-    assert [decode.mask.shape[0] for decode in plan.decodes] == [3, 1]
+    per_sequence = GATHER_BYTES_MAX // (2 * 2 * 8 * 256) // 3
+    shape: dict[str, Any] = {"heads": 8, "kv_heads": 8, "head_dim": 256, "page_size": 64, "dtype": torch.bfloat16}
+    scene = Scene([(per_sequence - 1, 1)] * 4, **shape)
+    assert units_of(scene) == [[0, 1, 2], [3]]
     assert_equals_reference(scene)
+
+
+@pytest.mark.parametrize("count", [TILE_TOKENS - 1, TILE_TOKENS, TILE_TOKENS + 1, 3 * TILE_TOKENS + 5])
+@pytest.mark.parametrize("options", [{}, {"window_left": TILE_TOKENS + 3}, {"soft_cap": 1.0}], ids=str)
+def test_decoding_over_several_tiles_equals_the_reference(count: int, options: dict[str, Any]) -> None:
+    scene = Scene([(count - 1, 1), (3, 1), (count - 1, 1)], heads=6, kv_heads=2, head_dim=16)
+    assert_equals_reference(scene, **options)
+    assert_equals_reference(scene, **options, sinks=scene.sinks)
+
+
+def test_tiles_are_few_and_even() -> None:
+    scene = Scene([(2 * TILE_TOKENS, 1), (3, 1), (100, 1)])
+    tiles = TorchPagedAttention().plan(scene.batch, scene.cache.spec).work().tiles
+    assert tiles is not None
+    assert tiles.rows.shape == (3 + 1 + 2, 86)
+    assert tiles.sequence_of_tile.tolist() == [0, 0, 0, 1, 2, 2]
+
+
+def test_one_long_sequence_beside_many_short_ones_equals_the_reference() -> None:
+    assert_equals_reference(Scene([(5000, 1), *((length, 1) for length in range(31))], heads=2, kv_heads=1))
+    assert_equals_reference(Scene([(1000, 3), *((length, 1) for length in range(31))], heads=2, kv_heads=1))
+
+
+@pytest.mark.parametrize("new", [31, 32, 95, 96, QUERY_BLOCK - 1, QUERY_BLOCK, QUERY_BLOCK + 1, 2 * QUERY_BLOCK + 3])
+@pytest.mark.parametrize("before", [0, 50])
+def test_a_chunk_of_several_blocks_of_queries_equals_the_reference(before: int, new: int) -> None:
+    assert_equals_reference(Scene([(before, new), (before, new)], heads=2, kv_heads=1, head_dim=16))
+    assert_equals_reference(Scene([(before, new)], heads=2, kv_heads=1, head_dim=16), window_left=70)
+
+
+LENGTHS = [(0, 20), (40, 1), (33, 1), (64, 1), (13, 6), (13, 6), (0, 1), (90, 17)]
+SHAPES = [
+    {},
+    {"page_size": 1},
+    {"page_size": 5},
+    {"heads": 5, "kv_heads": 1},
+    {"head_dim": 80},
+    {"heads": 3, "kv_heads": 3},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("window_left", [0, 1, 15, 16, 17, 1000])
+def test_a_window_hides_what_came_before_it(window_left: int, shape: dict[str, Any]) -> None:
+    assert_equals_reference(Scene(LENGTHS, **shape), window_left=window_left)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("window_left", [-1, 7])
+@pytest.mark.parametrize("soft_cap", [0.0, 0.5])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_soft_cap_sinks_and_window_equal_the_reference(
+    has_sinks: bool, soft_cap: float, window_left: int, shape: dict[str, Any]
+) -> None:
+    scene = Scene(LENGTHS, **shape)
+    sinks = scene.sinks if has_sinks else None
+    assert_equals_reference(scene, soft_cap=soft_cap, window_left=window_left, sinks=sinks)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_options_equal_the_reference_in_every_dtype(dtype: torch.dtype) -> None:
+    scene = Scene(LENGTHS, dtype=dtype, seed=3)
+    for options in ({"window_left": 9}, {"soft_cap": 2.0}, {"sinks": scene.sinks}):
+        expected = scene.reference(**options)
+        tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-6  # soft cap and sinks are computed in float32
+        torch.testing.assert_close(scene.run(**options).double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_what_lies_before_a_window_is_never_read() -> None:
+    scene = Scene([(70, 1), (90, 1), (64, 4)])
+    expected = scene.run(window_left=5)
+    for (before, _), table in zip(scene.lengths, scene.batch.block_tables.tolist(), strict=True):
+        for position in range(before - 5):
+            scene.pages[table[position // 16], :, position % 16] = float("nan")
+    assert torch.equal(scene.run(window_left=5), expected)
+
+
+def test_a_sequence_without_queries_gets_none() -> None:
+    scene = Scene([(20, 1), (30, 2)])
+    expected = scene.run()
+    batch = scene.batch
+    scene.batch = dataclasses.replace(
+        batch,
+        query_indptr=torch.tensor([0, 0, 1, 1, 3, 3], dtype=torch.int32),
+        kv_lengths=torch.tensor([0, 21, 7, 32, 16], dtype=torch.int32),
+        block_tables=batch.block_tables[[1, 0, 0, 1, 0]],
+    )
+    assert torch.equal(scene.run(), expected)
+    assert units_of(scene) == [[1, 2]]
+    tiles = TorchPagedAttention().plan(scene.batch, scene.cache.spec).work().tiles
+    assert tiles is not None
+    assert tiles.tokens.tolist() == [0]
 
 
 def test_nothing_but_the_slots_of_new_tokens_is_written() -> None:

@@ -285,13 +285,13 @@ def test_a_layer_that_drops_the_step_is_refused() -> None:
 
 
 class ForgetfulAttention(TorchPagedAttention):
-    """Sees only the new tokens: what a model looks like whose state beside keys and values got lost."""
+    """Reads its last page in place of its first: what a model looks like whose state got lost on the way."""
 
     def plan(self, batch: Any, spec: Any) -> Any:
         plan = super().plan(batch, spec)
-        for prefill in plan.prefills:
-            if prefill.mask is not None:
-                prefill.mask[:, : prefill.start - prefill.stop] = -float("inf")
+        for unit in plan.work().units:
+            if 1 < unit.query_length < unit.keys.stop:
+                unit.key_pages[0] = unit.key_pages[-1]
         return plan
 
 

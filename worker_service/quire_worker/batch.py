@@ -51,7 +51,7 @@ def build_batch(chunks: Sequence[Chunk], *, block_size: int, device: torch.devic
     Args:
         chunks: at least one, of different sequences.
         block_size: tokens per block.
-        device: where the tensors go.
+        device: where the model's inputs go; what attention plans with stays on the host.
 
     Raises:
         ValueError: there is no chunk, a chunk is empty or starts below 0, a block table is too short, or two tokens
@@ -84,18 +84,21 @@ def build_batch(chunks: Sequence[Chunk], *, block_size: int, device: torch.devic
     tokens = np.concatenate([np.asarray(chunk.tokens, dtype=np.int64) for chunk in chunks])
     wanted = np.array([chunk.needs_logits for chunk in chunks])
 
+    def on_host(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(array).to(dtype=dtype)
+
     def on_device(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        return torch.from_numpy(array).to(device=device, dtype=dtype)
+        return on_host(array, dtype).to(device)
 
     return ForwardBatch(
         input_ids=on_device(tokens, torch.int64).unsqueeze(0),
         position_ids=on_device(positions, torch.int64).unsqueeze(0),
         logits_index=on_device(query_indptr[1:][wanted] - 1, torch.int64),
         attention=AttentionBatch(
-            query_indptr=on_device(query_indptr, torch.int32),
-            kv_lengths=on_device(kv_lengths, torch.int32),
-            block_tables=on_device(block_tables, torch.int32),
-            slot_mapping=on_device(slots, torch.int64),
+            query_indptr=on_host(query_indptr, torch.int32),
+            kv_lengths=on_host(kv_lengths, torch.int32),
+            block_tables=on_host(block_tables, torch.int32),
+            slot_mapping=on_host(slots, torch.int64),
             query_length_max=int(query_lengths.max()),
             kv_length_max=int(kv_lengths.max()),
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib.util
 import os
 import re
 import sys
@@ -72,7 +73,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: float32 on a CPU"
     )
-    parser.add_argument("--device", choices=["cpu"], default="cpu")
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="of weights, pages and attention: cuda runs the Triton kernels, cpu plain torch (default: %(default)s)",
+    )
     parser.add_argument("--threads", type=int, default=1, help="threads of the model (default: %(default)s)")
     options = parser.parse_args(arguments)
     for name in ("block_size", "blocks", "max_batch_tokens", "max_running", "max_waiting", "threads"):
@@ -114,9 +120,10 @@ def load(options: argparse.Namespace) -> Loaded:
 
     Raises:
         ModelError: the checkpoint cannot be served; the message says why.
-        UsageError: the memory for the pool holds no block.
+        UsageError: the memory for the pool holds no block, or there is no such device.
     """
     torch.set_num_threads(options.threads)
+    check_device(options.device)
     model = load_model(options.model, block_size=options.block_size, dtype=options.dtype, device=options.device)
     spec = model.cache_spec
     try:
@@ -124,8 +131,42 @@ def load(options: argparse.Namespace) -> Loaded:
     except ValueError as error:
         raise UsageError(f"--kv-memory: {error}") from None
     cache = KVCache(spec, block_count, device=options.device)
-    log.info("model loaded", architecture=model.architecture, blocks=block_count, kv_bytes=cache.pool_bytes)
+    log.info(
+        "model loaded",
+        architecture=model.architecture,
+        attention=type(model.attention).__name__,
+        blocks=block_count,
+        kv_bytes=cache.pool_bytes,
+    )
+    if options.device == "cuda":
+        compile_kernels(model)
     return Loaded(Path(options.model).resolve().name, model, cache, Tokenizer(options.model))
+
+
+def check_device(device: str) -> None:
+    """Refuses a device that this machine, or this installation, cannot serve from.
+
+    Raises:
+        UsageError: there is no GPU, or no Triton.
+    """
+    if device == "cpu":
+        return
+    if not torch.cuda.is_available():
+        raise UsageError(f"--device {device}: torch finds no GPU here")
+    if importlib.util.find_spec("triton") is None:
+        raise UsageError(f"--device {device}: Triton is not installed; install quire-kv[worker,gpu]")
+
+
+def compile_kernels(model: PagedModel) -> None:
+    """Compiles the kernels that a model needs, which can take a minute where Triton's cache has none of them."""
+    from quire_worker.warm_up import warm_up
+
+    def log_progress(done: int, total: int, title: str) -> None:
+        log.info("compiling kernels", done=done, total=total, next=title)
+
+    started = time.monotonic()
+    found = warm_up(model, progress=log_progress)
+    log.info("kernels compiled", count=found.count, seconds=round(time.monotonic() - started, 1))
 
 
 def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSession) -> Engine:

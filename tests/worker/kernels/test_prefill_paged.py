@@ -266,3 +266,18 @@ def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             Masking(**arguments)
+
+
+@pytest.mark.parametrize("name", ["qo_indptr", "indptr", "indices", "last_page_len"])
+def test_an_index_tensor_on_another_device_is_refused_by_name(name: str, device: torch.device) -> None:
+    scene = Scene([9], query_lengths=[3], device=device)
+    options, masking = scene.options(), Masking(causal=True)
+    scene.prefill(options, masking)
+    tiling = prefill_tiling("sm_90", 6, 64, 64, 4)
+    division = divide_prefill(scene.qo_indptr, token_count=3, group=2, tiling=tiling)
+    tensors = dict(zip(("indptr", "indices", "last_page_len"), scene.table, strict=True)) | {
+        "qo_indptr": scene.qo_indptr
+    }
+    tensors[name] = tensors[name].to("meta")
+    with pytest.raises(ValueError, match=f"^{name} is on meta"):
+        prefill_paged(scene.q, scene.unpacked, options=options, masking=masking, division=division, **tensors)

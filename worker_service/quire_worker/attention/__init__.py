@@ -1,25 +1,92 @@
 """Paged attention: keys and values written to pages, and queries attending over them.
 
-The public names of the package; one file per implementation, chosen by device.
+Two things. For the worker, `backend_for`: one interface (`interface.py`), one file per implementation, chosen by
+device. For others, the Triton kernels under FlashInfer's names: a program that uses FlashInfer changes its import line,
+
+    from quire_worker.attention import BatchDecodeWithPagedKVCacheWrapper, append_paged_kv_cache
+
+Those are loaded when first asked for: they need Triton, which a worker on a CPU does not.
 """
 
 from __future__ import annotations
+
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from quire_worker.attention.interface import AttentionBatch, AttentionPlan, PagedAttention
 from quire_worker.attention.torch_path import TorchPagedAttention
 
-__all__ = ["AttentionBatch", "AttentionPlan", "PagedAttention", "TorchPagedAttention", "backend_for"]
+if TYPE_CHECKING:
+    from quire_worker.attention.triton_path import TritonPagedAttention
+    from quire_worker.kernels.append_paged_kv_cache import append_paged_kv_cache
+    from quire_worker.kernels.cascade import MultiLevelCascadeAttentionWrapper
+    from quire_worker.kernels.decode_wrapper import BatchDecodeWithPagedKVCacheWrapper
+    from quire_worker.kernels.merge_states import merge_state, merge_states
+    from quire_worker.kernels.mla_wrapper import BatchMLAPagedAttentionWrapper
+    from quire_worker.kernels.pack_mask import packbits, segment_packbits
+    from quire_worker.kernels.prefill_wrapper import BatchPrefillWithPagedKVCacheWrapper
+    from quire_worker.kernels.ragged_wrapper import BatchPrefillWithRaggedKVCacheWrapper
+
+__all__ = [
+    "AttentionBatch",
+    "AttentionPlan",
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchMLAPagedAttentionWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "MultiLevelCascadeAttentionWrapper",
+    "PagedAttention",
+    "TorchPagedAttention",
+    "TritonPagedAttention",
+    "append_paged_kv_cache",
+    "backend_for",
+    "merge_state",
+    "merge_states",
+    "packbits",
+    "segment_packbits",
+]
+
+# Where each name lives that needs Triton.
+_MODULES = {
+    "BatchDecodeWithPagedKVCacheWrapper": "quire_worker.kernels.decode_wrapper",
+    "BatchMLAPagedAttentionWrapper": "quire_worker.kernels.mla_wrapper",
+    "BatchPrefillWithPagedKVCacheWrapper": "quire_worker.kernels.prefill_wrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper": "quire_worker.kernels.ragged_wrapper",
+    "MultiLevelCascadeAttentionWrapper": "quire_worker.kernels.cascade",
+    "TritonPagedAttention": "quire_worker.attention.triton_path",
+    "append_paged_kv_cache": "quire_worker.kernels.append_paged_kv_cache",
+    "merge_state": "quire_worker.kernels.merge_states",
+    "merge_states": "quire_worker.kernels.merge_states",
+    "packbits": "quire_worker.kernels.pack_mask",
+    "segment_packbits": "quire_worker.kernels.pack_mask",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def backend_for(device: torch.device | str) -> PagedAttention:
-    """A new implementation for a device, with a workspace of its own.
+    """A new implementation for a device, with a workspace of its own: the only place that chooses.
+
+    A GPU gets the Triton kernels, a CPU plain torch. Where the environment has `TRITON_INTERPRET=1`, a CPU gets the
+    kernels too, run by Triton's interpreter: slow, and how everything around them is tested without a GPU.
 
     Raises:
-        ValueError: there is none for this kind of device.
+        ValueError: there is none for this kind of device, or Triton is not installed.
     """
     kind = torch.device(device).type
-    if kind == "cpu":
+    if kind == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return TorchPagedAttention()
-    raise ValueError(f"no paged attention for device {kind!r}: available for cpu")
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"no paged attention for device {kind!r}: available for cpu and cuda")
+    try:
+        from quire_worker.attention.triton_path import TritonPagedAttention
+    except ImportError as error:
+        raise ValueError(f"paged attention for device {kind!r} needs Triton: {error}") from error
+    return TritonPagedAttention(device)

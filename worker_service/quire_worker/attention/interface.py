@@ -21,7 +21,9 @@ from quire_worker.cache import CacheSpec
 class AttentionBatch:
     """Which tokens of a flat batch belong to which sequence, and where their keys and values lie.
 
-    Sequence i owns the tokens `[query_indptr[i], query_indptr[i + 1])` of the batch, at least one. They are its last
+    All on the host: an implementation takes to its device what its kernels need, and waits for nothing to plan.
+
+    Sequence i owns the tokens `[query_indptr[i], query_indptr[i + 1])` of the batch, possibly none. They are its last
     tokens: of its `kv_lengths[i]` keys, these tokens' own included, the last query sees all, the one before it all but
     one, and so on (causal, right-aligned).
 
@@ -59,16 +61,28 @@ class AttentionPlan(Protocol):
         """
         ...
 
-    def attend(self, query: torch.Tensor, pages: torch.Tensor, *, scale: float) -> torch.Tensor:
+    def attend(
+        self,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        *,
+        scale: float,
+        window_left: int = -1,
+        soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """softmax(scale * Q K^T + causal mask) V per sequence, after `append` for the same layer.
 
         Query head h reads the KV head `h // (query_heads / kv_heads)`; any whole ratio. No slot past a sequence's
-        last key takes part, whatever it holds.
+        last key takes part, whatever it holds. The options have the words and meaning of `kernels.options`.
 
         Args:
             query: `[tokens, query_heads, head_dim]`, of the pages' dtype, any strides.
             pages: one layer, as for `append`.
             scale: factor of the dot products.
+            window_left: keys before its own position that a query sees, inclusive; -1: all.
+            soft_cap: soft_cap * tanh(x / soft_cap) of the scaled scores x, before the mask; 0: none.
+            sinks: float32 `[query_heads]`, natural logarithms of what is added to the softmax's denominator.
 
         Returns:
             `[tokens, query_heads, head_dim]`, of the query's dtype.
@@ -83,7 +97,7 @@ class PagedAttention(Protocol):
         """Prepares what is the same in all layers of a forward pass.
 
         Args:
-            batch: on the implementation's device.
+            batch: of the forward pass.
             spec: of the pages that the plan will be used with.
         """
         ...

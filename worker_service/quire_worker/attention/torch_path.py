@@ -1,144 +1,222 @@
-"""Paged attention for CPUs, in plain torch: gather the keys and values, then PyTorch's fused attention.
+"""Paged attention for CPUs, in plain torch.
 
-A layer `[pages, 2, page_size, kv_heads, head_dim]` is read as a matrix of rows `[pages * 2 * page_size, kv_heads *
-head_dim]`, one row a token: its key at `key_row = page * 2 * page_size + offset`, its value `page_size` rows further.
-All row numbers are computed once per forward pass; a layer then costs two scatters to append, and per call of the fused
-kernel two gathers.
+What a forward pass repeats in every layer is planned once. Decoding sequences in float32 are attended to where their
+keys lie (`torch_tiles`). All others are put into units (`torch_plan`); a unit costs a layer
 
-Sequences with one new token (decode) are attended to together. They are put into groups of similar length, lengths
-within a factor of two, so that one long sequence does not make all others as long, and a group gathers at most
-`GATHER_TOKENS_MAX` keys (unless a single sequence has more), so that the workspace stays small and in the processor's
-cache. Within a group short sequences are padded: their padding reads *their own last key* again and is masked, rather
-than reading a slot that nobody wrote. A NaN there would outlive the mask, since 0 * NaN is NaN.
+    gather   whole pages into a workspace, keys `[sequences, slots, kv_heads, head_dim]` and values; copies of a page's
+             size run at the memory's speed, and the workspace is still in the processor's cache when it is read
+    attend   the fused kernel, mostly with the queries of all query heads of a KV head as so many rows that read the
+             same keys: keys are read once for all of them
 
-Sequences with several new tokens (prefill, or a chunk of one) are attended to one by one, under a right-aligned causal
-mask.
+Chunks are taken some queries at a time, without the keys that none of them sees; a prompt that nothing came before is
+the fused kernel's own causal case, head by head. Soft cap and sinks are nothing that the fused kernel knows:
+with them scores, softmax and result are computed one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from quire_worker.attention.interface import AttentionBatch
+from quire_worker.attention.torch_plan import QUERY_BLOCK, Unit, plan_units
+from quire_worker.attention.torch_tiles import DTYPES, Tiles, attend_tiles, key_rows, plan_tiles
 from quire_worker.cache import KEY_AND_VALUE, CacheSpec
 
-# Measured with 2 KV heads of 64 in float32: 8 MiB of keys and values, and no gain from larger gathers.
-GATHER_TOKENS_MAX = 8192
+# Rows that the fused kernel takes at a time: 32, and more from 192 rows on. Between the two, one head's queries are
+# enough, and packing the heads of a KV head would only cost copies.
+ROWS_SMALL, ROWS_LARGE = 32, 192
 
 
 class TorchPagedAttention:
-    """The CPU's `PagedAttention`. Holds the workspace that keys and values are gathered into."""
+    """The CPU's `PagedAttention`. Holds the memory that every forward pass uses again."""
 
     def __init__(self) -> None:
         self._workspace = _Workspace()
+        self._masks = _CausalMasks()
 
     def plan(self, batch: AttentionBatch, spec: CacheSpec) -> TorchAttentionPlan:
         """See `PagedAttention.plan`."""
-        query_indptr = batch.query_indptr.tolist()
-        kv_lengths = batch.kv_lengths.tolist()
-        decode_indices = []
-        prefills = []
-        for index, kv_length in enumerate(kv_lengths):
-            start, stop = query_indptr[index], query_indptr[index + 1]
-            if stop - start == 1:
-                decode_indices.append(index)
-            else:
-                prefills.append(_plan_prefill(spec, batch.block_tables[index], start, stop, kv_length))
-        decodes = [
-            _plan_decode(batch, spec, group, [kv_lengths[index] for index in group])
-            for group in _groups_of_similar_length(decode_indices, kv_lengths)
-        ]
-        return TorchAttentionPlan(
-            append_rows=_key_rows(batch.slot_mapping, spec.block_size),
-            page_size=spec.block_size,
-            decodes=tuple(decodes),
-            prefills=tuple(prefills),
-            workspace=self._workspace,
-        )
+        rows = key_rows(batch.slot_mapping, spec.block_size)
+        return TorchAttentionPlan(batch, spec, rows, self._workspace, self._masks)
+
+
+class _Work(NamedTuple):
+    """All queries of a batch, under one window."""
+
+    tiles: Tiles | None
+    units: tuple[Unit, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchAttentionPlan:
-    """The CPU's `AttentionPlan`."""
+    """The CPU's `AttentionPlan`. What it plans depends on the window, and is made when its first layer comes."""
 
-    append_rows: torch.Tensor  # int64 [tokens], key rows
-    page_size: int
-    decodes: tuple[_Decode, ...]
-    prefills: tuple[_Prefill, ...]
+    batch: AttentionBatch
+    spec: CacheSpec
+    append_rows: torch.Tensor  # int64 [tokens], see `key_rows`
     workspace: _Workspace
+    masks: _CausalMasks
+    work_by_window: dict[int, _Work] = field(default_factory=dict)
+
+    def work(self, window_left: int = -1) -> _Work:
+        """What is attended to together under a window."""
+        work = self.work_by_window.get(window_left)
+        if work is None:
+            has_tiles = self.spec.dtype in DTYPES
+            tiles = plan_tiles(self.batch, self.spec, window_left) if has_tiles else None
+            units = plan_units(self.batch, self.spec, window_left, query_length_min=2 if has_tiles else 1)
+            work = self.work_by_window[window_left] = _Work(tiles, units)
+        return work
 
     def append(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor) -> None:
         """See `AttentionPlan.append`."""
-        rows = _rows_of(pages)
-        rows.index_copy_(0, self.append_rows, key.reshape(key.shape[0], -1))
-        rows.index_copy_(0, self.append_rows + self.page_size, value.reshape(value.shape[0], -1))
+        _, _, page_size, kv_heads, head_dim = pages.shape
+        rows = pages.view(-1, kv_heads * head_dim)
+        rows.index_copy_(0, self.append_rows, key.reshape(-1, kv_heads * head_dim))
+        rows[page_size:].index_copy_(0, self.append_rows, value.reshape(-1, kv_heads * head_dim))
 
-    def attend(self, query: torch.Tensor, pages: torch.Tensor, *, scale: float) -> torch.Tensor:
+    def attend(
+        self,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        *,
+        scale: float,
+        window_left: int = -1,
+        soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """See `AttentionPlan.attend`."""
-        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        for decode in self.decodes:
-            self._attend_decode(decode, query, pages, scale, output)
-        for prefill in self.prefills:
-            self._attend_prefill(prefill, query, pages, scale, output)
+        tiles, units = self.work(window_left)
+        if tiles is not None and not units and tiles.tokens.shape[0] == query.shape[0]:
+            return attend_tiles(tiles, query, pages, scale=scale, soft_cap=soft_cap, sinks=sinks)
+        scores = _Scores(scale, window_left, soft_cap, sinks)
+        if tiles is None and len(units) == 1 and isinstance(units[0].tokens, slice):
+            return self._attend_unit(units[0], query, pages, scores)
+        output = torch.empty(query.shape, dtype=query.dtype)
+        if tiles is not None:
+            rows = query[tiles.tokens]
+            output[tiles.tokens] = attend_tiles(tiles, rows, pages, scale=scale, soft_cap=soft_cap, sinks=sinks)
+        for unit in units:
+            output[unit.tokens] = self._attend_unit(unit, query[unit.tokens], pages, scores)
         return output
 
-    def _attend_decode(
-        self, part: _Decode, query: torch.Tensor, pages: torch.Tensor, scale: float, output: torch.Tensor
-    ) -> None:
-        kv_head_count, head_dim = pages.shape[3:]
-        sequence_count, kv_length = part.mask.shape[0], part.mask.shape[3]
-        key, value = self.workspace.gather(pages, part.key_rows, self.page_size)
-        shape = (sequence_count, kv_length, kv_head_count, head_dim)
-        # The query heads of one KV head stand where several queries would: keys are read once for all of them.
-        packed = query[part.query_index].reshape(sequence_count, kv_head_count, -1, head_dim)
-        attended = scaled_dot_product_attention(
-            packed,  # [batch, kv_heads, query_heads / kv_heads, head_dim]
-            key.view(shape).transpose(1, 2),  # [batch, kv_heads, kv_length, head_dim]
-            value.view(shape).transpose(1, 2),
-            attn_mask=part.mask,
-            scale=scale,
-        )
-        output[part.query_index] = attended.reshape(sequence_count, *query.shape[1:])
-
-    def _attend_prefill(
-        self, part: _Prefill, query: torch.Tensor, pages: torch.Tensor, scale: float, output: torch.Tensor
-    ) -> None:
-        kv_head_count, head_dim = pages.shape[3:]
-        key, value = self.workspace.gather(pages, part.key_rows, self.page_size)
-        shape = (1, -1, kv_head_count, head_dim)
-        attended = scaled_dot_product_attention(
-            query[part.start : part.stop].unsqueeze(0).transpose(1, 2),  # [1, query_heads, query_length, head_dim]
-            key.view(shape).transpose(1, 2),  # [1, kv_heads, kv_length, head_dim]
-            value.view(shape).transpose(1, 2),
-            attn_mask=part.mask,
-            is_causal=part.mask is None,
-            scale=scale,
-            enable_gqa=query.shape[1] != kv_head_count,
-        )
-        output[part.start : part.stop] = attended[0].transpose(0, 1)
+    def _attend_unit(self, unit: Unit, query: torch.Tensor, pages: torch.Tensor, scores: _Scores) -> torch.Tensor:
+        """Queries and result of a unit, `[sequences * queries, query_heads, head_dim]`."""
+        kv_heads, head_dim = pages.shape[3:]
+        sequences = unit.sequence_count
+        key, value = self.workspace.gather(pages, unit)
+        if unit.query_length == 1:
+            rows = query.reshape(sequences, kv_heads, -1, head_dim)
+            return scores.attend(rows, key, value, unit.mask).reshape(query.shape)
+        queries = query.reshape(sequences, unit.query_length, -1, head_dim)
+        if unit.is_prompt and scores.are_plain:
+            return scores.attend_by_head(queries, key, value, None, is_causal=True).reshape(query.shape)
+        group = queries.shape[2] // kv_heads
+        parts = []
+        for start, stop, key_start, key_stop in unit.blocks:
+            count = stop - start
+            seen_key, seen_value = key[:, :, key_start:key_stop], value[:, :, key_start:key_stop]
+            is_packed = not (scores.are_plain and count >= ROWS_SMALL and count * group < ROWS_LARGE)
+            mask = self.masks.of(count, key_stop - key_start, group if is_packed else 1, scores.window_left, key.dtype)
+            attend = scores.attend_packed if is_packed else scores.attend_by_head
+            parts.append(attend(queries[:, start:stop], seen_key, seen_value, mask))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).reshape(query.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Decode:
-    """Sequences of one query each, attended to together."""
+class _Scores:
+    """What is computed from queries and keys."""
 
-    query_index: torch.Tensor  # int64 [batch], tokens of the flat batch
-    key_rows: torch.Tensor  # int64 [batch * kv_length], padded to the longest
-    mask: torch.Tensor  # [batch, 1, 1, kv_length], of the cache's dtype: 0 or, on padding, -inf
+    scale: float
+    window_left: int
+    soft_cap: float
+    sinks: torch.Tensor | None  # [query_heads]
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether the fused kernel computes them."""
+        return self.soft_cap == 0 and self.sinks is None
+
+    def attend_by_head(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
+        """Plain scores, each query head by itself: queries and result `[sequences, queries, query_heads, head_dim]`,
+        keys, values and mask as for `attend`."""
+        attended = scaled_dot_product_attention(
+            query.transpose(1, 2), key, value, attn_mask=mask, is_causal=is_causal, scale=self.scale, enable_gqa=True
+        )
+        return attended.transpose(1, 2)
+
+    def attend_packed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """The same of any scores. The rows of a KV head: of each query in turn, its heads."""
+        sequences, queries, _, head_dim = query.shape
+        kv_heads = key.shape[1]
+        by_head = query.reshape(sequences, queries, kv_heads, -1, head_dim).transpose(1, 2)
+        attended = self.attend(by_head.reshape(sequences, kv_heads, -1, head_dim), key, value, mask)
+        return attended.view(by_head.shape).transpose(1, 2).reshape(query.shape)
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The result, like the queries.
+
+        Args:
+            query: `[sequences, kv_heads, rows, head_dim]`; the rows are queries x query heads of the KV head.
+            key: `[sequences, kv_heads, keys, head_dim]`, any strides.
+            value: the same.
+            mask: 0 or -inf, broadcast to `[sequences, kv_heads, rows, keys]`.
+        """
+        if self.are_plain:
+            return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=self.scale)
+        scores = torch.matmul(query, key.transpose(2, 3)).float() * self.scale
+        if self.soft_cap > 0:
+            scores = (scores / self.soft_cap).tanh() * self.soft_cap
+        if mask is not None:
+            scores = scores + mask
+        if self.sinks is not None:
+            sinks = self.sinks.float().view(key.shape[1], -1)  # [kv_heads, group]
+            column = sinks.repeat(1, query.shape[2] // sinks.shape[1])[None, :, :, None]
+            scores = torch.cat([scores, column.expand(*scores.shape[:3], 1)], dim=3)
+        weights = scores.softmax(3)[..., : key.shape[2]]
+        return torch.matmul(weights.to(value.dtype), value)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Prefill:
-    """One sequence of several queries, the tokens `[start, stop)` of the flat batch."""
+class _CausalMasks:
+    """Masks of blocks of queries whose last one stands at the last key; kept, and grown to the largest.
 
-    start: int
-    stop: int
-    key_rows: torch.Tensor  # int64 [kv_length]
-    mask: torch.Tensor | None  # [query_length, kv_length]; None: nothing came before, plainly causal
+    Counted from the end, query i sees the keys from i on, and under a window those up to i + window_left. So the mask
+    of a block is the lower right corner of that of a larger block, and one serves all layers of all forward passes.
+    """
+
+    def __init__(self) -> None:
+        self._masks: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+
+    def of(self, queries: int, keys: int, group: int, window_left: int, dtype: torch.dtype) -> torch.Tensor:
+        """0 where a query sees a key and -inf elsewhere, `[queries * group, keys]`, the rows of a query alike."""
+        place = (group, window_left, dtype)
+        mask = self._masks.get(place)
+        if mask is None or mask.shape[1] < keys:
+            with torch.inference_mode(False):
+                query = torch.arange(QUERY_BLOCK - 1, -1, -1).repeat_interleave(group)[:, None]
+                key = torch.arange((1 << (keys - 1).bit_length()) - 1, -1, -1)  # to a power of two: a prompt grows
+                is_hidden = key < query
+                if window_left >= 0:
+                    is_hidden |= key > query + window_left
+                mask = torch.zeros(is_hidden.shape, dtype=dtype).masked_fill_(is_hidden, float("-inf"))
+            self._masks[place] = mask
+        return mask[mask.shape[0] - queries * group :, mask.shape[1] - keys :]
 
 
 class _Workspace:
@@ -150,78 +228,22 @@ class _Workspace:
     def __init__(self) -> None:
         self._buffer = torch.empty(0)
 
-    def gather(self, pages: torch.Tensor, key_rows: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the rows, each `[rows, kv_heads * head_dim]`, valid until the next call."""
-        rows = _rows_of(pages)
-        shape = (KEY_AND_VALUE, key_rows.shape[0], rows.shape[1])
+    def gather(self, pages: torch.Tensor, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a unit, each `[sequences, kv_heads, keys, head_dim]`, valid until the next call."""
+        _, _, page_size, kv_heads, head_dim = pages.shape
+        page_count = unit.key_pages.shape[0]
+        halves = pages.view(-1, page_size * kv_heads * head_dim)  # [pages * 2, ...]: keys, values, keys, ...
+        shape = (KEY_AND_VALUE, page_count, halves.shape[1])
         element_count = shape[0] * shape[1] * shape[2]
-        if self._buffer.dtype != rows.dtype or self._buffer.numel() < element_count:
+        if self._buffer.dtype != pages.dtype or self._buffer.numel() < element_count:
             # An ordinary tensor even when first needed inside inference mode, so that it can be reused outside.
             with torch.inference_mode(False):
-                self._buffer = torch.empty(element_count, dtype=rows.dtype)
-        key, value = self._buffer[:element_count].view(shape)
-        torch.index_select(rows, 0, key_rows, out=key)
-        torch.index_select(rows, 0, key_rows + page_size, out=value)
+                self._buffer = torch.empty(element_count, dtype=pages.dtype)
+        gathered = self._buffer[:element_count].view(shape)
+        torch.index_select(halves, 0, unit.key_pages, out=gathered[0])
+        torch.index_select(halves[1:], 0, unit.key_pages, out=gathered[1])
+        if unit.unseen is not None:
+            gathered.view(KEY_AND_VALUE, -1, kv_heads * head_dim).index_fill_(1, unit.unseen, 0)
+        slots = gathered.view(KEY_AND_VALUE, unit.sequence_count, -1, kv_heads, head_dim)
+        key, value = slots[:, :, unit.keys].transpose(2, 3)
         return key, value
-
-
-def _rows_of(pages: torch.Tensor) -> torch.Tensor:
-    """A layer as `[pages * 2 * page_size, kv_heads * head_dim]`, the same memory."""
-    page_count, _, page_size, kv_head_count, head_dim = pages.shape
-    return pages.view(page_count * KEY_AND_VALUE * page_size, kv_head_count * head_dim)
-
-
-def _key_rows(slots: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Rows of the keys at int64 slots of any shape."""
-    page = slots // page_size
-    return slots + page * page_size  # page * 2 * page_size + offset
-
-
-def _groups_of_similar_length(indices: Sequence[int], kv_lengths: Sequence[int]) -> list[list[int]]:
-    """Splits sequences into groups that may be padded to their longest (see the top of the file).
-
-    Args:
-        indices: the sequences to group.
-        kv_lengths: of all sequences of the batch.
-    """
-    groups: list[list[int]] = []
-    for index in sorted(indices, key=lambda index: kv_lengths[index], reverse=True):
-        if groups:
-            longest = kv_lengths[groups[-1][0]]
-            if 2 * kv_lengths[index] >= longest and (len(groups[-1]) + 1) * longest <= GATHER_TOKENS_MAX:
-                groups[-1].append(index)
-                continue
-        groups.append([index])
-    return groups
-
-
-def _plan_decode(
-    batch: AttentionBatch, spec: CacheSpec, sequences: Sequence[int], kv_lengths: Sequence[int]
-) -> _Decode:
-    """Plans a group; `kv_lengths` are those of `sequences`, the longest first."""
-    index = torch.tensor(sequences, dtype=torch.int64)
-    lengths = torch.tensor(kv_lengths, dtype=torch.int64).unsqueeze(1)  # [batch, 1]
-    position = torch.arange(kv_lengths[0]).expand(len(sequences), -1)  # [batch, kv_length]
-    readable = torch.minimum(position, lengths - 1)
-    page = batch.block_tables[index].to(torch.int64).gather(1, readable // spec.block_size)
-    slots = page * spec.block_size + readable % spec.block_size
-    mask = torch.zeros(position.shape, dtype=spec.dtype).masked_fill_(position >= lengths, float("-inf"))
-    return _Decode(
-        query_index=batch.query_indptr[index].to(torch.int64),
-        key_rows=_key_rows(slots, spec.block_size).flatten(),
-        mask=mask[:, None, None, :],
-    )
-
-
-def _plan_prefill(spec: CacheSpec, block_table: torch.Tensor, start: int, stop: int, kv_length: int) -> _Prefill:
-    """Plans the sequence that owns the tokens `[start, stop)` of the batch; its block table is int32 `[blocks]`."""
-    position = torch.arange(kv_length)
-    page = block_table.to(torch.int64)[position // spec.block_size]
-    slots = page * spec.block_size + position % spec.block_size
-    query_length = stop - start
-    mask = None
-    if query_length < kv_length:
-        query_position = torch.arange(kv_length - query_length, kv_length).unsqueeze(1)
-        mask = torch.zeros(query_length, kv_length, dtype=spec.dtype)
-        mask.masked_fill_(position > query_position, float("-inf"))
-    return _Prefill(start, stop, _key_rows(slots, spec.block_size), mask)

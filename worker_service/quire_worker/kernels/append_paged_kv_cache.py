@@ -15,12 +15,11 @@ import triton
 import triton.language as tl
 
 from quire_worker.kernels.append_token import (
-    NUM_WARPS,
     Scale,
     configurations,
     prepare,
     store_reference,
-    write_token,
+    write_key_and_value,
 )
 from quire_worker.kernels.paged_cache import (
     PagedCache,
@@ -84,17 +83,13 @@ def _append_kernel(
             offset = (position % PAGE_SIZE).to(tl.int64)
             if (page >= 0) & (page < page_count):
                 # fmt: off
-                write_token(
-                    key_ptr, k_ptr, k_scale_ptr, token, page, offset,
-                    key_token_stride, key_head_stride, key_element_stride,
-                    k_page_stride, k_token_stride, k_head_stride, k_element_stride,
-                    K_SCALE_STRIDE, HEADS, K_DIM, BLOCK_HEADS, BLOCK_K, QUANTISE,
-                )
-                write_token(
-                    value_ptr, v_ptr, v_scale_ptr, token, page, offset,
-                    value_token_stride, value_head_stride, value_element_stride,
-                    v_page_stride, v_token_stride, v_head_stride, v_element_stride,
-                    V_SCALE_STRIDE, HEADS, V_DIM, BLOCK_HEADS, BLOCK_V, QUANTISE,
+                write_key_and_value(
+                    key_ptr, value_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, token, page, offset,
+                    (key_token_stride, key_head_stride, key_element_stride),
+                    (value_token_stride, value_head_stride, value_element_stride),
+                    (k_page_stride, k_token_stride, k_head_stride, k_element_stride),
+                    (v_page_stride, v_token_stride, v_head_stride, v_element_stride),
+                    HEADS, K_DIM, V_DIM, BLOCK_HEADS, BLOCK_K, BLOCK_V, K_SCALE_STRIDE, V_SCALE_STRIDE, QUANTISE,
                 )
                 # fmt: on
 
@@ -156,19 +151,7 @@ def append_paged_kv_cache(
             page_count=cache.page_count,
             page_size=cache.page_size,
         )
-    if append.token_count == 0:
-        return
-    with torch.cuda.device_of(cache.k):
-        _append_kernel[(append.token_count, append.head_block_count)](
-            *append.views,
-            *tokens.values(),
-            *table.values(),
-            kv_indptr.shape[0] - 1,
-            cache.page_count,
-            *append.strides,
-            **append.sizes,
-            num_warps=NUM_WARPS,
-        )
+    append.launch(_append_kernel, *tokens.values(), *table.values(), kv_indptr.shape[0] - 1, cache.page_count)
 
 
 def check_append(

@@ -14,12 +14,11 @@ import triton
 import triton.language as tl
 
 from quire_worker.kernels.append_token import (
-    NUM_WARPS,
     Scale,
     configurations,
     prepare,
     store_reference,
-    write_token,
+    write_key_and_value,
 )
 from quire_worker.kernels.paged_cache import PagedKVCache, unpack_paged_cache
 
@@ -65,17 +64,13 @@ def _append_slots_kernel(
         page = slot // PAGE_SIZE
         offset = slot % PAGE_SIZE
         # fmt: off
-        write_token(
-            key_ptr, k_ptr, k_scale_ptr, token, page, offset,
-            key_token_stride, key_head_stride, key_element_stride,
-            k_page_stride, k_token_stride, k_head_stride, k_element_stride,
-            K_SCALE_STRIDE, HEADS, K_DIM, BLOCK_HEADS, BLOCK_K, QUANTISE,
-        )
-        write_token(
-            value_ptr, v_ptr, v_scale_ptr, token, page, offset,
-            value_token_stride, value_head_stride, value_element_stride,
-            v_page_stride, v_token_stride, v_head_stride, v_element_stride,
-            V_SCALE_STRIDE, HEADS, V_DIM, BLOCK_HEADS, BLOCK_V, QUANTISE,
+        write_key_and_value(
+            key_ptr, value_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, token, page, offset,
+            (key_token_stride, key_head_stride, key_element_stride),
+            (value_token_stride, value_head_stride, value_element_stride),
+            (k_page_stride, k_token_stride, k_head_stride, k_element_stride),
+            (v_page_stride, v_token_stride, v_head_stride, v_element_stride),
+            HEADS, K_DIM, V_DIM, BLOCK_HEADS, BLOCK_K, BLOCK_V, K_SCALE_STRIDE, V_SCALE_STRIDE, QUANTISE,
         )
         # fmt: on
 
@@ -119,17 +114,7 @@ def append_slots(
     slot_count = cache.page_count * cache.page_size
     if check:
         check_slots(slot_mapping, slot_count=slot_count)
-    if append.token_count == 0:
-        return
-    with torch.cuda.device_of(cache.k):
-        _append_slots_kernel[(append.token_count, append.head_block_count)](
-            *append.views,
-            slot_mapping,
-            slot_count,
-            *append.strides,
-            **append.sizes,
-            num_warps=NUM_WARPS,
-        )
+    append.launch(_append_slots_kernel, slot_mapping, slot_count)
 
 
 def check_slots(slot_mapping: torch.Tensor, *, slot_count: int) -> None:

@@ -79,6 +79,30 @@ def write_token(
     tl.store(target, data, mask=mask)
 
 
+# fmt: off
+@triton.jit
+def write_key_and_value(
+    key_ptr, value_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, token, page, offset,
+    key_strides, value_strides,  # (token, head, element)
+    k_strides, v_strides,  # (page, token, head, element)
+    HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr, QUANTISE: tl.constexpr,
+):
+    """Both parts of a token, to its slot."""
+    write_token(
+        key_ptr, k_ptr, k_scale_ptr, token, page, offset, key_strides[0], key_strides[1], key_strides[2],
+        k_strides[0], k_strides[1], k_strides[2], k_strides[3],
+        K_SCALE_STRIDE, HEADS, K_DIM, BLOCK_HEADS, BLOCK_K, QUANTISE,
+    )
+    write_token(
+        value_ptr, v_ptr, v_scale_ptr, token, page, offset, value_strides[0], value_strides[1], value_strides[2],
+        v_strides[0], v_strides[1], v_strides[2], v_strides[3],
+        V_SCALE_STRIDE, HEADS, V_DIM, BLOCK_HEADS, BLOCK_V, QUANTISE,
+    )
+# fmt: on
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Append:
     """Tensors of one append, checked and viewed as the kernels take them.
@@ -96,6 +120,15 @@ class Append:
     def head_block_count(self) -> int:
         """Programs per token."""
         return triton.cdiv(self.cache.num_kv_heads, self.sizes["BLOCK_HEADS"])
+
+    def launch(self, kernel: Any, *places: Any) -> None:
+        """Runs a kernel over all tokens; `places` are its arguments that say where each goes."""
+        if self.token_count == 0:
+            return
+        with torch.cuda.device_of(self.cache.k):
+            kernel[(self.token_count, self.head_block_count)](
+                *self.views, *places, *self.strides, **self.sizes, num_warps=NUM_WARPS
+            )
 
 
 def prepare(

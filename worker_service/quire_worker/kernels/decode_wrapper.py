@@ -11,11 +11,9 @@ from quire_worker.kernels.options import AttentionOptions, Scale
 from quire_worker.kernels.paged_cache import PagedKVCache, check_kv_layout, unpack_paged_cache
 from quire_worker.kernels.wrapper_common import (
     DType,
-    FixedTensors,
     PlannedTable,
-    check_graph_buffers,
     check_planned,
-    check_workspace,
+    fixed_tensors,
     plan_table,
     planned_dtypes,
     planned_options,
@@ -66,17 +64,15 @@ class BatchDecodeWithPagedKVCacheWrapper:
             ValueError: unknown layout, a buffer is missing or elsewhere, or the workspace is not uint8.
         """
         check_kv_layout(kv_layout)
-        check_workspace(float_workspace_buffer)
         given = {
             "paged_kv_indptr_buffer": paged_kv_indptr_buffer,
             "paged_kv_indices_buffer": paged_kv_indices_buffer,
             "paged_kv_last_page_len_buffer": paged_kv_last_page_len_buffer,
         }
-        check_graph_buffers(use_cuda_graph, given)
         self._workspace = float_workspace_buffer
         self._kv_layout = kv_layout
         self._use_cuda_graph = use_cuda_graph
-        self._tensors = FixedTensors(float_workspace_buffer.device, fixed=use_cuda_graph, given=given)
+        self._tensors = fixed_tensors(float_workspace_buffer, use_cuda_graph, given)
         self._planned: _Plan | None = None
 
     def plan(

@@ -10,11 +10,9 @@ from quire_worker.kernels.mla_paged import MlaWork, divide_mla, mla_paged
 from quire_worker.kernels.paged_cache import check_index_tensor, check_page_table
 from quire_worker.kernels.wrapper_common import (
     DType,
-    FixedTensors,
     PlannedTable,
-    check_graph_buffers,
     check_planned,
-    check_workspace,
+    fixed_tensors,
     planned_dtypes,
 )
 
@@ -72,11 +70,9 @@ class BatchMLAPagedAttentionWrapper:
         Raises:
             ValueError: a buffer is missing or elsewhere, or the workspace is not uint8.
         """
-        check_workspace(float_workspace_buffer)
         given = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
-        check_graph_buffers(use_cuda_graph, given)
         self._use_cuda_graph = use_cuda_graph
-        self._tensors = FixedTensors(float_workspace_buffer.device, fixed=use_cuda_graph, given=given)
+        self._tensors = fixed_tensors(float_workspace_buffer, use_cuda_graph, given)
         self._planned: _Plan | None = None
 
     def plan(

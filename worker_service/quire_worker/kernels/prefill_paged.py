@@ -16,20 +16,11 @@ import triton
 import triton.language as tl
 
 from quire_worker.kernels.configurations import ARCHITECTURES
-from quire_worker.kernels.launch import (
-    RUNTIME_STRIDES,
-    as_kernel_sees,
-    check_devices,
-    check_queries,
-    head_dim_blocks,
-    is_interpreted,
-    option_arguments,
-    output_like,
-    strides_of,
-)
+from quire_worker.kernels.launch import RUNTIME_STRIDES, as_kernel_sees, check_devices, is_interpreted, strides_of
 from quire_worker.kernels.options import AttentionOptions
 from quire_worker.kernels.paged_cache import PagedCache, check_index_tensor
-from quire_worker.kernels.prefill_rows import Masking, PrefillWork, attend_requests, attend_rows, prefill_configuration
+from quire_worker.kernels.prefill_launch import prefill_configuration, prepare_prefill
+from quire_worker.kernels.prefill_rows import Masking, PrefillWork, attend_requests, attend_rows
 from quire_worker.kernels.reference import gather
 
 
@@ -123,34 +114,23 @@ def prefill_paged(
     Raises:
         ValueError: a shape, dtype, device or stride does not fit; names the argument.
     """
-    tokens, heads, batch = q.shape[0], q.shape[1], division.work.batch
-    kv_heads, group = cache.num_kv_heads, q.shape[1] // cache.num_kv_heads
-    check_queries(q, head_dim=cache.head_dim, kv_heads=kv_heads, kv_dtype=cache.dtype)
-    check_index_tensor("qo_indptr", qo_indptr, length=batch + 1)
+    batch, interpreted = division.work.batch, is_interpreted(prefill_paged_kernel)
     check_index_tensor("indptr", indptr, length=batch + 1)
     check_index_tensor("indices", indices)
     check_index_tensor("last_page_len", last_page_len, length=batch)
-    check_devices(q.device, cache=cache.k, qo_indptr=qo_indptr, indptr=indptr, indices=indices)
-    options.check_heads(heads, kv_heads, q.device)
-    masking.check(batch, q.device)
-    if division.group != group or division.token_count < tokens:
-        raise ValueError("division is for another ratio of heads, or fewer tokens")
-    out = output_like("out", out, (tokens, heads, cache.v_head_dim), q.dtype, q.device)
-    lse = output_like("lse", lse, (tokens, heads), torch.float32, q.device)
-    if tokens == 0 or batch == 0:
-        return out, lse
-    interpreted, tiling = is_interpreted(prefill_paged_kernel), division.tiling
-    with torch.cuda.device_of(q):
-        prefill_paged_kernel[(division.work.capacity * kv_heads,)](
-            q, as_kernel_sees(cache.k, interpreted=interpreted), as_kernel_sees(cache.v, interpreted=interpreted),
-            qo_indptr, indptr, indices, last_page_len, division.work.units, division.work.indptr, out, lse,
-            **option_arguments(options), window_left=options.window_left, batch=batch, **masking.arguments(),
-            **strides_of(q, cache), KV_HEADS=kv_heads, GROUP=group, PAGE_SIZE=cache.page_size,
-            WINDOW=options.window_left >= 0, **head_dim_blocks(cache.head_dim, cache.v_head_dim),
-            BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, UPCAST=interpreted,
-            num_warps=tiling.num_warps, num_stages=tiling.num_stages,
-        )  # fmt: skip
-    return out, lse
+    check_devices(q.device, cache=cache.k, indptr=indptr, indices=indices, last_page_len=last_page_len)
+    launch = prepare_prefill(
+        q, qo_indptr, cache.num_kv_heads, (cache.head_dim, cache.v_head_dim), cache.dtype, options, masking, division,
+        out=out, lse=lse, interpreted=interpreted,
+    )  # fmt: skip
+    if not launch.is_empty:
+        with torch.cuda.device_of(q):
+            prefill_paged_kernel[launch.grid](
+                q, as_kernel_sees(cache.k, interpreted=interpreted), as_kernel_sees(cache.v, interpreted=interpreted),
+                qo_indptr, indptr, indices, last_page_len, division.work.units, division.work.indptr,
+                launch.out, launch.lse, **launch.arguments, **strides_of(q, cache), PAGE_SIZE=cache.page_size,
+            )  # fmt: skip
+    return launch.out, launch.lse
 
 
 def prefill_paged_reference(

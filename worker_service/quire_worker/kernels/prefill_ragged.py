@@ -15,24 +15,11 @@ import triton
 import triton.language as tl
 
 from quire_worker.kernels.configurations import ARCHITECTURES
-from quire_worker.kernels.launch import (
-    as_kernel_sees,
-    check_devices,
-    check_queries,
-    head_dim_blocks,
-    is_interpreted,
-    option_arguments,
-    output_like,
-)
+from quire_worker.kernels.launch import as_kernel_sees, check_devices, is_interpreted
 from quire_worker.kernels.options import AttentionOptions
 from quire_worker.kernels.paged_cache import check_index_tensor
-from quire_worker.kernels.prefill_rows import (
-    Masking,
-    PrefillWork,
-    attend_requests,
-    attend_rows,
-    prefill_configuration,
-)
+from quire_worker.kernels.prefill_launch import prefill_configuration, prepare_prefill
+from quire_worker.kernels.prefill_rows import Masking, PrefillWork, attend_requests, attend_rows
 
 AXES = ("token", "head", "dim")
 
@@ -123,40 +110,30 @@ def prefill_ragged(
     Raises:
         ValueError: a shape, dtype, device or stride does not fit; names the argument.
     """
-    tokens, heads, batch = q.shape[0], q.shape[1], division.work.batch
     if k.dim() != 3 or v.dim() != 3 or k.shape[:2] != v.shape[:2] or 0 in k.shape[1:] or 0 in v.shape[1:]:
         raise ValueError(f"k and v must be [tokens, kv_heads, dim], not {tuple(k.shape)} and {tuple(v.shape)}")
     if v.dtype != k.dtype:
         raise ValueError(f"v is {v.dtype}, k {k.dtype}")
-    kv_heads, group = k.shape[1], heads // k.shape[1]
-    check_queries(q, head_dim=k.shape[2], kv_heads=kv_heads, kv_dtype=k.dtype)
-    check_index_tensor("qo_indptr", qo_indptr, length=batch + 1)
-    check_index_tensor("kv_indptr", kv_indptr, length=batch + 1)
-    check_devices(q.device, k=k, v=v, qo_indptr=qo_indptr, kv_indptr=kv_indptr)
-    options.check_heads(heads, kv_heads, q.device)
-    masking.check(batch, q.device)
-    if division.group != group or division.token_count < tokens:
-        raise ValueError("division is for another ratio of heads, or fewer tokens")
-    out = output_like("out", out, (tokens, heads, v.shape[2]), q.dtype, q.device)
-    lse = output_like("lse", lse, (tokens, heads), torch.float32, q.device)
-    if tokens == 0 or batch == 0:
-        return out, lse
-    interpreted, tiling = is_interpreted(prefill_ragged_kernel), division.tiling
+    interpreted = is_interpreted(prefill_ragged_kernel)
+    check_index_tensor("kv_indptr", kv_indptr, length=division.work.batch + 1)
+    check_devices(q.device, k=k, v=v, kv_indptr=kv_indptr)
+    launch = prepare_prefill(
+        q, qo_indptr, k.shape[1], (k.shape[2], v.shape[2]), k.dtype, options, masking, division,
+        out=out, lse=lse, interpreted=interpreted,
+    )  # fmt: skip
     strides = {
         f"stride_{name}_{axis}": stride
         for name, tensor in (("q", q), ("k", k), ("v", v))
         for axis, stride in zip(AXES, tensor.stride(), strict=True)
     }
-    with torch.cuda.device_of(q):
-        prefill_ragged_kernel[(division.work.capacity * kv_heads,)](
-            q, as_kernel_sees(k, interpreted=interpreted), as_kernel_sees(v, interpreted=interpreted),
-            qo_indptr, kv_indptr, division.work.units, division.work.indptr, out, lse,
-            **option_arguments(options), window_left=options.window_left, batch=batch, **masking.arguments(),
-            **strides, KV_HEADS=kv_heads, GROUP=group, WINDOW=options.window_left >= 0,
-            **head_dim_blocks(k.shape[2], v.shape[2]), BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
-            UPCAST=interpreted, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
-        )  # fmt: skip
-    return out, lse
+    if not launch.is_empty:
+        with torch.cuda.device_of(q):
+            prefill_ragged_kernel[launch.grid](
+                q, as_kernel_sees(k, interpreted=interpreted), as_kernel_sees(v, interpreted=interpreted),
+                qo_indptr, kv_indptr, division.work.units, division.work.indptr, launch.out, launch.lse,
+                **launch.arguments, **strides,
+            )  # fmt: skip
+    return launch.out, launch.lse
 
 
 def prefill_ragged_reference(

@@ -21,8 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire_worker.kernels.configurations import KernelConfiguration
-from quire_worker.kernels.launch import Tiling, check_devices, head_dim_blocks
+from quire_worker.kernels.launch import Tiling, check_devices
 from quire_worker.kernels.options import AttentionOptions
 from quire_worker.kernels.paged_cache import check_index_tensor
 from quire_worker.kernels.reference import attend, visible
@@ -288,58 +287,3 @@ def _mask_of(mask: torch.Tensor, start: int, shape: torch.Size) -> torch.Tensor:
     part = mask[start : start + (size + 7) // 8]
     bits = (part[:, None] >> torch.arange(8, dtype=torch.uint8, device=mask.device)) & 1
     return bits.flatten()[:size].bool().reshape(shape)
-
-
-def prefill_configuration(
-    kernel: Any, indices: tuple[str, ...], strides: tuple[str, ...], *, chip: str, **variant: Any
-) -> KernelConfiguration:
-    """One specialisation of a prefill kernel.
-
-    Args:
-        kernel: either of the two.
-        indices: its int32 arguments.
-        strides: its run-time strides.
-        chip: that it is for.
-        variant: dtype, cache, dims, group, page_size, rows, options, mask; see the declarations.
-    """
-    dtype, cache, dims = variant["dtype"], variant.get("cache", variant["dtype"]), variant["dims"]
-    rows, options, mask = variant.get("rows", 1024), variant.get("options", False), variant.get("mask", 0)
-    tiling = prefill_tiling(chip, rows, dims[0], dims[1], 2, masked=mask > 0)
-    optional = ("sinks", "slopes", "k_scale", "v_scale")
-    present = optional if options else ("k_scale", "v_scale") if "8" in cache else ()
-    sizes = {"KV_HEADS": 8, "GROUP": variant.get("group", 4), **head_dim_blocks(*dims)}
-    if "PAGE_SIZE" in kernel.arg_names:
-        sizes["PAGE_SIZE"] = variant.get("page_size", 16)
-    signature = {
-        **dict.fromkeys(("q", "out"), f"*{dtype}"),
-        **dict.fromkeys(("k", "v"), f"*{cache}"),
-        **dict.fromkeys(("units", "unit_indptr", *indices), "*i32"),
-        **dict.fromkeys(("lse", *present), "*fp32"),
-        **dict.fromkeys(("sm_scale", "soft_cap"), "fp32"),
-        **dict.fromkeys(("window_left", "chunk_size", "batch", *strides), "i32"),
-        **({"mask": "*u8", "mask_indptr": "*i64"} if mask else {}),
-    }
-    title = [chip, dtype, f"cache {cache}", f"D{dims[0]} V{dims[1]}", f"G{sizes['GROUP']}", f"M{tiling.block_m}"]
-    title += [f"P{sizes['PAGE_SIZE']}"] if "PAGE_SIZE" in sizes else []
-    return KernelConfiguration(
-        kernel=kernel,
-        name=" ".join([*title, *(["options"] if options else []), *([f"mask {mask}"] if mask else [])]),
-        signature=signature,
-        constexprs={
-            **{name: None for name in (*optional, "mask", "mask_indptr") if name not in signature},
-            **dict.fromkeys(("stride_q_dim", "stride_k_dim", "stride_v_dim"), 1),
-            **sizes,
-            "BLOCK_M": tiling.block_m,
-            "BLOCK_N": tiling.block_n,
-            "CAUSAL": not mask,
-            "CHUNKED": False,
-            "MASK_KIND": mask,
-            "WINDOW": options,
-            "SOFT_CAP": options,
-            "UPCAST": False,
-        },
-        aligned=frozenset({"q", "k", "v", "out", *strides}),
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-        architectures=(chip,),
-    )

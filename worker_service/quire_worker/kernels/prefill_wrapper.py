@@ -10,11 +10,9 @@ from quire_worker.kernels.prefill_paged import prefill_paged
 from quire_worker.kernels.prefill_plan import MaskRequest, PlannedQueries, PrefillShape, plan_queries
 from quire_worker.kernels.wrapper_common import (
     DType,
-    FixedTensors,
     PlannedTable,
-    check_graph_buffers,
     check_planned,
-    check_workspace,
+    fixed_tensors,
     plan_table,
     planned_dtypes,
     planned_options,
@@ -60,19 +58,17 @@ class BatchPrefillWithPagedKVCacheWrapper:
             ValueError: unknown layout, a buffer is missing or elsewhere, or the workspace is not uint8.
         """
         check_kv_layout(kv_layout)
-        check_workspace(float_workspace_buffer)
         given = {
             "qo_indptr_buf": qo_indptr_buf,
             "paged_kv_indptr_buf": paged_kv_indptr_buf,
             "paged_kv_indices_buf": paged_kv_indices_buf,
             "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf,
         }
-        check_graph_buffers(use_cuda_graph, given)
         masks = {"custom_mask_buf": custom_mask_buf, "mask_indptr_buf": mask_indptr_buf}
         self._device = float_workspace_buffer.device
         self._kv_layout = kv_layout
         self._use_cuda_graph = use_cuda_graph
-        self._tensors = FixedTensors(self._device, fixed=use_cuda_graph, given={**given, **masks})
+        self._tensors = fixed_tensors(float_workspace_buffer, use_cuda_graph, given, masks)
         self._planned: tuple[PlannedTable, PlannedQueries] | None = None
 
     def plan(

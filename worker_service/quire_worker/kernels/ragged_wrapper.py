@@ -10,10 +10,8 @@ from quire_worker.kernels.prefill_plan import MaskRequest, PlannedQueries, Prefi
 from quire_worker.kernels.prefill_ragged import prefill_ragged
 from quire_worker.kernels.wrapper_common import (
     DType,
-    FixedTensors,
-    check_graph_buffers,
     check_planned,
-    check_workspace,
+    fixed_tensors,
     planned_dtypes,
     planned_options,
     run_options,
@@ -53,14 +51,12 @@ class BatchPrefillWithRaggedKVCacheWrapper:
             ValueError: unknown layout, a buffer is missing or elsewhere, or the workspace is not uint8.
         """
         check_kv_layout(kv_layout)
-        check_workspace(float_workspace_buffer)
         given = {"qo_indptr_buf": qo_indptr_buf, "kv_indptr_buf": kv_indptr_buf}
-        check_graph_buffers(use_cuda_graph, given)
         masks = {"custom_mask_buf": custom_mask_buf, "mask_indptr_buf": mask_indptr_buf}
         self._device = float_workspace_buffer.device
         self._kv_layout = kv_layout
         self._use_cuda_graph = use_cuda_graph
-        self._tensors = FixedTensors(self._device, fixed=use_cuda_graph, given={**given, **masks})
+        self._tensors = fixed_tensors(float_workspace_buffer, use_cuda_graph, given, masks)
         self._planned: tuple[torch.Tensor, int, PlannedQueries] | None = None  # kv_indptr, its end
 
     def plan(

@@ -43,27 +43,6 @@ def planned_dtypes(q_data_type: DType, kv_data_type: DType | None) -> tuple[torc
     return q_dtype, kv_dtype
 
 
-def check_workspace(float_workspace_buffer: torch.Tensor) -> None:
-    """Refuses a workspace that is no uint8 vector.
-
-    Raises:
-        ValueError: it is another.
-    """
-    if float_workspace_buffer.dtype != torch.uint8 or float_workspace_buffer.dim() != 1:
-        raise ValueError(f"float_workspace_buffer must be a uint8 vector, not {float_workspace_buffer.dtype}")
-
-
-def check_graph_buffers(use_cuda_graph: bool, buffers: dict[str, torch.Tensor | None]) -> None:
-    """Refuses CUDA graphs without the buffers that keep their address.
-
-    Raises:
-        ValueError: one is missing; names it.
-    """
-    missing = [name for name, tensor in buffers.items() if tensor is None]
-    if use_cuda_graph and missing:
-        raise ValueError(f"use_cuda_graph needs {missing}")
-
-
 def standard_alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
     """The slopes of the ALiBi paper, float32 `[heads]`: 2^(-8 i / n), odd places of the next power filling up."""
     base = 1 << (heads.bit_length() - 1)
@@ -109,6 +88,31 @@ class FixedTensors:
             )
         place[: tensor.shape[0]].copy_(tensor)
         return place
+
+
+def fixed_tensors(
+    float_workspace_buffer: torch.Tensor,
+    use_cuda_graph: bool,
+    needed: dict[str, torch.Tensor | None],
+    optional: dict[str, torch.Tensor | None] | None = None,
+) -> FixedTensors:
+    """The places of a wrapper, on the workspace's device.
+
+    Args:
+        float_workspace_buffer: uint8, one dimension.
+        use_cuda_graph: whether they keep their addresses.
+        needed: the caller's buffers by name, all of which a CUDA graph needs.
+        optional: those that it may do without.
+
+    Raises:
+        ValueError: the workspace is no uint8 vector, or a buffer is missing or on another device; names it.
+    """
+    if float_workspace_buffer.dtype != torch.uint8 or float_workspace_buffer.dim() != 1:
+        raise ValueError(f"float_workspace_buffer must be a uint8 vector, not {float_workspace_buffer.dtype}")
+    missing = [name for name, tensor in needed.items() if tensor is None]
+    if use_cuda_graph and missing:
+        raise ValueError(f"use_cuda_graph needs {missing}")
+    return FixedTensors(float_workspace_buffer.device, fixed=use_cuda_graph, given={**needed, **(optional or {})})
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,1 @@
+"""What `benchmarks/kernels.py` measures, on a CPU and on a GPU."""

@@ -1,0 +1,238 @@
+"""Attention over pages on a CPU: the worker's path, and what one would write with PyTorch alone.
+
+All sides read the same scattered pages `[pages, 2, 16, kv_heads, head_dim]` and have their indices, masks and
+compilations ready. Only what a layer repeats is timed, in turn.
+
+    per_sequence   for each sequence: its pages by index_select, then scaled_dot_product_attention
+    padded         all sequences' pages by one indexing, then one scaled_dot_product_attention under a mask
+    flex           compiled flex_attention with a block mask that names the pages, which are read where they lie
+    flex_packed    the same, the query heads of a KV head as rows of one; decode only
+
+A side that has not the worker's result is an error.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from quire_worker.attention import TorchPagedAttention
+from quire_worker.batch import Chunk, build_batch
+from quire_worker.cache import CacheSpec
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+PAGE_SIZE = 16
+HEADS = {"4/2 heads of 64": (4, 2, 64), "32/8 heads of 128": (32, 8, 128)}
+BATCHES = (1, 16, 64)
+CONTEXTS = (128, 2048)
+QUERY_BLOCK = 128  # of flex attention
+CHUNK_TOKENS = 512  # of a forward pass, over all sequences
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+
+Side = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One batch: every sequence has as many queries and keys."""
+
+    heads: str
+    batch: int
+    context: int
+    queries: int
+    dtype: torch.dtype
+
+    @property
+    def title(self) -> str:
+        """For a goal's name."""
+        work = "decode" if self.queries == 1 else f"{self.queries} tokens a sequence"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{work}, batch {self.batch}, context {self.context}, {self.heads}, {dtype}"
+
+
+def cases(dtypes: list[torch.dtype]) -> Iterator[Case]:
+    """Decode, and chunks that share a forward pass of `CHUNK_TOKENS`."""
+    for dtype in dtypes:
+        for heads in HEADS:
+            for batch in BATCHES:
+                for context in CONTEXTS:
+                    yield Case(heads, batch, context, 1, dtype)
+                    yield Case(heads, batch, context, min(CHUNK_TOKENS // batch, context), dtype)
+
+
+class Scene:
+    """A case's tensors, and its sides."""
+
+    def __init__(self, case: Case) -> None:
+        torch.manual_seed(0)
+        self.case = case
+        self.query_heads, self.kv_heads, self.head_dim = HEADS[case.heads]
+        self.group = self.query_heads // self.kv_heads
+        page_count = -(-case.context // PAGE_SIZE)
+        pool = case.batch * page_count
+        self.pages = torch.randn(pool, 2, PAGE_SIZE, self.kv_heads, self.head_dim).to(case.dtype)
+        self.table = torch.randperm(pool).view(case.batch, page_count)
+        self.query = torch.randn(case.batch * case.queries, self.query_heads, self.head_dim).to(case.dtype)
+        before = case.context - case.queries
+        self.is_prompt = before == 0 and case.queries > 1
+        self.mask = None
+        if before and case.queries > 1:
+            visible = torch.ones(case.queries, case.context, dtype=torch.bool).tril(before)
+            self.mask = torch.zeros(visible.shape, dtype=case.dtype).masked_fill_(~visible, float("-inf"))
+
+    def quire(self) -> tuple[Side, float]:
+        """The worker's, and the seconds that planning a forward pass takes."""
+        case = self.case
+        start = case.context - case.queries
+        chunks = [Chunk([0] * case.queries, start, row, needs_logits=True) for row in self.table.tolist()]
+        batch = build_batch(chunks, block_size=PAGE_SIZE).attention
+        spec = CacheSpec(1, self.kv_heads, self.head_dim, PAGE_SIZE, case.dtype)
+        attention = TorchPagedAttention()
+        seconds = []
+        for _ in range(5):
+            started = time.perf_counter()
+            plan = attention.plan(batch, spec)
+            plan.work()
+            seconds.append(time.perf_counter() - started)
+        scale = self.head_dim**-0.5
+        return lambda: plan.attend(self.query, self.pages, scale=scale), statistics.median(seconds)
+
+    def sdpa(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """`[batch, queries, query_heads, head_dim]` against `[batch, keys, kv_heads, head_dim]`."""
+        return scaled_dot_product_attention(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=self.mask,
+            is_causal=self.is_prompt, enable_gqa=True,
+        ).transpose(1, 2)  # fmt: skip
+
+    def per_sequence(self) -> Side:
+        """See the top of the file."""
+        case = self.case
+        halves = self.pages.view(-1, PAGE_SIZE * self.kv_heads * self.head_dim)
+        indices = [(row * 2, row * 2 + 1) for row in self.table]
+
+        def run() -> torch.Tensor:
+            output = torch.empty_like(self.query)
+            for number, rows in enumerate(indices):
+                key, value = (
+                    halves.index_select(0, part).view(1, -1, self.kv_heads, self.head_dim)[:, : case.context]
+                    for part in rows
+                )
+                tokens = slice(number * case.queries, (number + 1) * case.queries)
+                output[tokens] = self.sdpa(self.query[tokens].unsqueeze(0), key, value)[0]
+            return output
+
+        return run
+
+    def padded(self) -> Side:
+        """See the top of the file; with equal lengths nothing is padded but the last page."""
+        shape = (self.case.batch, -1, self.kv_heads, self.head_dim)
+
+        def run() -> torch.Tensor:
+            key, value = (self.pages[self.table, part].view(shape)[:, : self.case.context] for part in (0, 1))
+            query = self.query.view(self.case.batch, self.case.queries, self.query_heads, self.head_dim)
+            return self.sdpa(query, key, value).reshape(self.query.shape)
+
+        return run
+
+    def flex(self, *, packed: bool) -> Side:
+        """See the top of the file; compiled on its first call.
+
+        A value's page follows its key's, so both are the same numbers of blocks in two views of one tensor.
+        """
+        case, block = self.case, PAGE_SIZE
+        rows = self.pages.view(-1, self.kv_heads, self.head_dim)
+        key, value = (part.transpose(0, 1).unsqueeze(0) for part in (rows[:-block], rows[block:]))
+        query = self.query.view(case.batch, case.queries, self.query_heads, self.head_dim).transpose(1, 2)
+        if packed:
+            query = self.query.view(case.batch, self.kv_heads, self.group, self.head_dim)
+        place = torch.zeros(case.batch, key.shape[2] // block, dtype=torch.int64)
+        place.scatter_(1, self.table * 2, torch.arange(self.table.shape[1]).expand(case.batch, -1))
+        before = case.context - case.queries
+
+        def visible(b: Any, h: Any, q: Any, k: Any) -> Any:
+            return place[b, k // block] * block + k % block <= q + before
+
+        mask = self._block_mask(visible, query.shape[2], key.shape[2])
+        torch._dynamo.reset()
+        compiled = torch.compile(flex_attention, dynamic=False)
+
+        def run() -> torch.Tensor:
+            output = compiled(query, key, value, block_mask=mask, enable_gqa=not packed)
+            return (output if packed else output.transpose(1, 2)).reshape(self.query.shape)
+
+        return run
+
+    def _block_mask(self, visible: Any, query_length: int, key_length: int) -> BlockMask:
+        """Blocks of queries, each with the pages that all of it sees and those that a part of it sees."""
+        case = self.case
+        query_block = min(query_length, QUERY_BLOCK)
+        blocks = -(-query_length // query_block)
+        shape = (case.batch, 1, blocks, key_length // PAGE_SIZE)
+        parts = [torch.zeros(shape, dtype=torch.int32) for _ in range(2)]
+        counts = [torch.zeros(shape[:3], dtype=torch.int32) for _ in range(2)]
+        before = case.context - case.queries
+        for number in range(blocks):
+            first, last = before + number * query_block, before + min((number + 1) * query_block, case.queries)
+            whole, seen = (first + 1) // PAGE_SIZE, -(-last // PAGE_SIZE)
+            if case.queries == 1:
+                whole, seen = case.context // PAGE_SIZE, -(-case.context // PAGE_SIZE)
+            for part, count, pages in zip(parts, counts, (slice(whole, seen), slice(whole)), strict=True):
+                chosen = self.table[:, pages] * 2
+                part[:, 0, number, : chosen.shape[1]] = chosen
+                count[:, 0, number] = chosen.shape[1]
+        return BlockMask.from_kv_blocks(
+            counts[0], parts[0], counts[1], parts[1], BLOCK_SIZE=(query_block, PAGE_SIZE), mask_mod=visible,
+            seq_lengths=(query_length, key_length),
+        )  # fmt: skip
+
+    def peers(self, *, with_flex: bool) -> Iterator[tuple[str, Side]]:
+        """Name and side of all but the worker's."""
+        yield "per_sequence", self.per_sequence()
+        yield "padded", self.padded()
+        if with_flex:
+            yield "flex", self.flex(packed=False)
+            if self.case.queries == 1:
+                yield "flex_packed", self.flex(packed=True)
+
+
+@torch.inference_mode()
+def measure(case: Case, *, repeat: int, with_flex: bool) -> dict[str, object]:
+    """One row: milliseconds of every side, medians, and the best peer's over the worker's, round by round."""
+    scene = Scene(case)
+    ours, plan_s = scene.quire()
+    sides = {"quire": ours, **dict(scene.peers(with_flex=with_flex))}
+    expected = ours()
+    for name, side in sides.items():
+        error = (side() - expected).abs().max().item()  # also warms up, and compiles
+        if not error <= TOLERANCE[case.dtype]:
+            raise ValueError(f"{name} differs by {error} at {case}")
+    rounds: dict[str, list[float]] = {name: [] for name in sides}
+    gc.collect()
+    order = list(sides.items())
+    for _ in range(repeat):
+        order.append(order.pop(0))  # whoever comes after another finds its pages in the cache
+        for name, side in order:
+            started = time.perf_counter()
+            side()
+            rounds[name].append(1e3 * (time.perf_counter() - started))
+    medians = {name: statistics.median(times) for name, times in rounds.items()}
+    best = min((name for name in medians if name != "quire"), key=lambda name: medians[name])
+    ratio = statistics.median(theirs / own for theirs, own in zip(rounds[best], rounds["quire"], strict=True))
+    columns = ("quire", "per_sequence", "padded", "flex", "flex_packed")
+    return {
+        "heads": case.heads,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "batch": case.batch,
+        "context": case.context,
+        "queries": case.queries,
+        "plan_ms": round(1e3 * plan_s, 4),
+        **{f"{name}_ms": round(medians[name], 4) if name in medians else "" for name in columns},
+        "best_peer": best,
+        "ratio": round(ratio, 3),
+    }

@@ -1,0 +1,54 @@
+"""The kernels under FlashInfer's names, and the example of the documentation."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import quire_worker.attention
+import torch
+
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "attention.md"
+
+
+def test_every_public_name_is_there() -> None:
+    for name in quire_worker.attention.__all__:
+        assert getattr(quire_worker.attention, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'BatchNothing'"):
+        quire_worker.attention.BatchNothing  # noqa: B018
+
+
+def test_every_public_name_of_the_kernels_is_documented() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert [name for name in quire_worker.attention._MODULES if f"`{name}`" not in text] == []
+
+
+def test_the_example_of_the_documentation_gives_the_softmax(device: torch.device) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    scope: dict[str, torch.Tensor] = {}
+    exec(example.replace('device = "cuda"', f'device = "{device.type}"'), scope)
+    for request, pages in enumerate([[5, 1], [4]]):
+        length = [19, 16][request]
+        keys, values = (scope["pages"][pages, part].flatten(0, 1)[:length].double() for part in (0, 1))
+        for head in range(8):
+            scores = keys[:, head // 4] @ scope["query"][request, head].double() / 8
+            expected = scores.softmax(0) @ values[:, head // 4]
+            torch.testing.assert_close(scope["output"][request, head].double(), expected, rtol=4e-3, atol=4e-3)
+            log2 = scores.logsumexp(0) / torch.log(torch.tensor(2.0))
+            torch.testing.assert_close(scope["lse"][request, head].double(), log2.double(), rtol=1e-3, atol=1e-3)
+
+
+def test_the_names_for_the_worker_need_no_triton() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None; from quire_worker.attention import TorchPagedAttention, backend_for"
+    )
+    code += "; backend_for('cpu')\ntry:\n    backend_for('cuda')\nexcept ValueError as error:\n    print(error)"
+    path = [entry for entry in sys.path if entry]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}\n{code}"],
+        capture_output=True, text=True, timeout=60, check=True, env={},
+    )  # fmt: skip
+    assert "'cuda' needs Triton" in done.stdout

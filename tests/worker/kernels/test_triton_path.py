@@ -1,0 +1,93 @@
+"""The worker's Triton path, interpreted where there is no GPU, against the same reference as the CPU's path."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+import torch
+from quire_worker.attention import TorchPagedAttention, TritonPagedAttention
+from quire_worker.attention.triton_path import page_table
+
+from tests.worker.test_attention import Scene
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+def assert_equals_reference(scene: Scene, device: torch.device, **options: Any) -> None:
+    expected = scene.reference(**options)
+    scene.pages = scene.pages.to(device)
+    scene.query = scene.query.to(device)
+    scene.keys, scene.values = ([part.to(device) for part in parts] for parts in (scene.keys, scene.values))
+    if options.get("sinks") is not None:
+        options["sinks"] = options["sinks"].to(device)
+    actual = scene.run(TritonPagedAttention(device, workspace_bytes=8 << 20), **options)
+    tolerance = TOLERANCE[scene.query.dtype]
+    torch.testing.assert_close(actual.double().cpu(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("lengths", [[(0, 1)], [(0, 17)], [(33, 1), (0, 1), (200, 1)], [(0, 9), (20, 1), (17, 4)]])
+@pytest.mark.parametrize(
+    "shape", [{}, {"page_size": 1}, {"page_size": 5}, {"heads": 5, "kv_heads": 1}, {"head_dim": 80}]
+)
+def test_decode_prefill_and_both_equal_the_reference(
+    lengths: list[tuple[int, int]], shape: dict[str, Any], device: torch.device
+) -> None:
+    assert_equals_reference(Scene(lengths, **shape), device)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("lengths", [[(33, 1), (50, 1)], [(0, 9), (20, 1)]], ids=["decode", "mixed"])
+def test_window_soft_cap_and_sinks_equal_the_reference(
+    lengths: list[tuple[int, int]], dtype: torch.dtype, device: torch.device
+) -> None:
+    scene = Scene(lengths, dtype=dtype)
+    assert_equals_reference(scene, device, window_left=20, soft_cap=1.5, sinks=scene.sinks)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_batches_equal_the_cpus_path(seed: int, device: torch.device) -> None:
+    choose = random.Random(seed)
+    lengths = [(choose.choice([0, 1, 15, 16, 40]), choose.choice([1, 1, 2, 16, 19])) for _ in range(5)]
+    scene = Scene(lengths, seed=seed, page_size=choose.choice([1, 5, 16]))
+    assert scene.run(TorchPagedAttention()).isfinite().all()
+    assert_equals_reference(scene, device)
+
+
+def test_a_page_table_leaves_out_padding_and_sequences_without_keys() -> None:
+    scene = Scene([(30, 1), (0, 1), (15, 1), (16, 1)])
+    batch = scene.batch
+    lengths, tables = batch.kv_lengths.clone(), batch.block_tables
+    assert page_table(batch, 16).indptr.tolist() == [0, 2, 3, 4, 6]
+    assert page_table(batch, 16).last_page_len.tolist() == [15, 1, 16, 1]
+    expected = [*tables[0, :2].tolist(), int(tables[1, 0]), int(tables[2, 0]), *tables[3, :2].tolist()]
+    assert page_table(batch, 16).indices.tolist() == expected
+    lengths[2] = 0
+    table = page_table(dataclasses.replace(batch, kv_lengths=lengths), 16)
+    assert table.indptr.tolist() == [0, 2, 3, 3, 5]
+    assert table.last_page_len.tolist() == [15, 1, 0, 1]
+    assert {part.dtype for part in table} == {torch.int32}
+
+
+def test_each_kind_of_layer_is_planned_once(device: torch.device) -> None:
+    scene = Scene([(30, 1), (3, 1)])
+    plan = TritonPagedAttention(device, workspace_bytes=8 << 20).plan(scene.batch, scene.cache.spec)
+    scene.pages.nan_to_num_()
+    for _ in range(3):
+        for window_left in (-1, 4):
+            plan.attend(scene.query.to(device), scene.pages.to(device), scale=0.2, window_left=window_left)
+    assert [kind.window_left for kind in plan.wrappers] == [-1, 4]
+
+
+def test_a_slot_outside_the_pages_is_refused_before_anything_is_written(device: torch.device) -> None:
+    scene = Scene([(0, 3)])
+    slots = scene.batch.slot_mapping.clone()
+    slots[1] = scene.pages.shape[0] * 16
+    batch = dataclasses.replace(scene.batch, slot_mapping=slots)
+    plan = TritonPagedAttention(device, workspace_bytes=8 << 20).plan(batch, scene.cache.spec)
+    pages = scene.pages.to(device)
+    with pytest.raises(ValueError, match="slot_mapping"):
+        plan.append(scene.keys[0].to(device), scene.values[0].to(device), pages)
+    assert pages.isnan().all()

@@ -1,0 +1,84 @@
+"""Run by `test_warm_up.py` in a process of its own: what Triton would compile for sm_90, found without a GPU.
+
+    python -m tests.worker.specialisations FOLDER [LADDER]
+
+Every launch is noted by the key that Triton compiles it under (dtypes, alignments, compile-time values, options), and
+left out: results are whatever the memory holds, which nothing on the host depends on. Prints as JSON what warming up
+launches, and what random batches of serving then launch in addition.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import triton
+from quire_worker import warm_up
+from quire_worker.attention import TritonPagedAttention
+from quire_worker.batch import Chunk, build_batch
+from quire_worker.cache import KVCache
+from quire_worker.model import PagedModel, load_model
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+BATCHES = 150
+LENGTHS = (1, 1, 1, 2, 3, 5, 8, 15, 16, 17, 31, 40, 64, 100, 200)
+BACKEND = make_backend(GPUTarget("cuda", 90, 32))
+
+
+class Launches:
+    """The keys of all launches since `install`."""
+
+    def __init__(self) -> None:
+        self.keys: set[str] = set()
+        self._binders: dict[Any, Any] = {}
+
+    def install(self) -> None:
+        def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+            if kernel not in self._binders:
+                self._binders[kernel] = create_function_from_signature(kernel.signature, kernel.params, BACKEND)
+            _, specialization, options = self._binders[kernel](*args, **kwargs)
+            self.keys.add(f"{kernel.__name__} {specialization} {sorted(options.items())}")
+
+        triton.runtime.jit.JITFunction.run = run
+
+
+def serve(model: PagedModel) -> None:
+    """Random batches: chunks and decodes at random places of their sequences."""
+    dice = random.Random(0)
+    cache = KVCache(model.cache_spec, 40 * 16)
+    for _ in range(BATCHES):
+        chunks, first = [], 0
+        for _ in range(dice.choice([1, 1, 2, 5, 16, 33])):
+            length = 1 if dice.random() < 0.3 else dice.choice(LENGTHS)
+            start = dice.choice([0, 0, 1, 16, 47])
+            blocks = -(-(start + length) // model.cache_spec.block_size)
+            chunks.append(Chunk([0] * length, start, range(first, first + blocks), needs_logits=True))
+            first += blocks
+        if dice.random() < 0.3:
+            chunks = [replace(chunk, tokens=[0]) for chunk in chunks]
+        model.forward(build_batch(chunks, block_size=model.cache_spec.block_size), cache)
+
+
+def main() -> None:
+    """See the top of the file."""
+    assert isinstance(triton.language.sum, JITFunction), "must not be interpreted"
+    folder, *ladder = sys.argv[1:]
+    if ladder:
+        warm_up.LADDER = tuple(json.loads(ladder[0]))
+    model = replace(load_model(Path(folder)), attention=TritonPagedAttention("cpu", workspace_bytes=64 << 20))
+    launches = Launches()
+    launches.install()
+    warm_up.warm_up(model)
+    warmed = set(launches.keys)
+    serve(model)
+    print(json.dumps({"warmed": sorted(warmed), "later": sorted(launches.keys - warmed)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Which sequences the CPU gathers and attends to together, and which pages each of them reads.
+
+A unit is one gather and its attention: sequences of one number of queries, and
+
+    one new token each (decode)   of similar length, so that padding costs less than a call of its own would
+    several (prefill, chunks)     of equal length
+
+as many as the workspace holds. Pages that a window hides from all queries of a sequence are not gathered. Everything
+that follows from lengths and block tables is computed here, once per forward pass and window, not once per layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from quire_worker.attention.interface import AttentionBatch
+from quire_worker.cache import KEY_AND_VALUE, CacheSpec
+
+# Keys and values of a unit; a single sequence may have more. What was gathered is then still in the processor's cache.
+GATHER_BYTES_MAX = 8 << 20
+# Padding of a sequence that costs less than a call of its own.
+PADDING_BYTES_MAX = 128 << 10
+# Queries of a chunk that are attended to at a time: the keys that none of them sees are skipped.
+QUERY_BLOCK = 128
+
+
+class QueryBlock(NamedTuple):
+    """The queries `[start, stop)` of every sequence of a unit see some of its keys `[key_start, key_stop)`."""
+
+    start: int
+    stop: int
+    key_start: int
+    key_stop: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unit:
+    """Sequences that are attended to together.
+
+    Pages are gathered whole. In a unit of several lengths the slots past a sequence's last key are then cleared, and
+    masked: they may hold NaN, which would outlive a mask alone, since 0 * NaN is NaN.
+    """
+
+    tokens: slice | torch.Tensor  # of the flat batch, sequences x queries; int64 if they are not side by side
+    sequence_count: int
+    query_length: int  # of each sequence
+    key_pages: (
+        torch.Tensor
+    )  # int64 [sequences * pages], indices of keys in a layer of `[pages * 2, ...]`; values follow
+    keys: slice  # of the gathered slots of a sequence, those that take part
+    unseen: torch.Tensor | None  # int64, gathered slots to clear
+    mask: torch.Tensor | None  # [sequences, 1, 1, keys], of the cache's dtype: -inf where unseen; None: all are seen
+    blocks: tuple[QueryBlock, ...]
+    is_prompt: bool  # nothing came before the queries, and no window: plainly causal
+
+
+class _Part(NamedTuple):
+    """A sequence, and the keys `[first_key, first_key + key_count)` that its queries see."""
+
+    sequence: int
+    first_token: int  # of the flat batch
+    query_length: int
+    first_key: int
+    key_count: int
+
+
+def plan_units(batch: AttentionBatch, spec: CacheSpec, window_left: int, *, query_length_min: int) -> tuple[Unit, ...]:
+    """Sequences in units.
+
+    Args:
+        batch: of the forward pass.
+        spec: of the pages.
+        window_left: keys before its own position that a query sees, inclusive; -1: all.
+        query_length_min: a sequence with fewer queries is in no unit; at least 1.
+    """
+    starts = batch.query_indptr.tolist()
+    parts = []
+    for index, kv_length in enumerate(batch.kv_lengths.tolist()):
+        query_length = starts[index + 1] - starts[index]
+        if query_length >= query_length_min:
+            first = max(0, kv_length - query_length - window_left) if window_left >= 0 else 0
+            parts.append(_Part(index, starts[index], query_length, first, kv_length - first))
+    return tuple(_plan_unit(batch, spec, group, window_left) for group in _groups(parts, spec))
+
+
+def _groups(parts: Sequence[_Part], spec: CacheSpec) -> list[list[_Part]]:
+    """Parts that may share a unit, the longest first."""
+    token_bytes = KEY_AND_VALUE * spec.kv_head_count * spec.head_dim * spec.dtype.itemsize
+    groups: list[list[_Part]] = []
+    for part in sorted(parts, key=lambda part: (part.query_length, -part.key_count)):
+        if groups:
+            longest = groups[-1][0]
+            fits = (len(groups[-1]) + 1) * longest.key_count * token_bytes <= GATHER_BYTES_MAX
+            if fits and longest.query_length == part.query_length and _are_alike(longest, part, spec, token_bytes):
+                groups[-1].append(part)
+                continue
+        groups.append([part])
+    return groups
+
+
+def _are_alike(longest: _Part, part: _Part, spec: CacheSpec, token_bytes: int) -> bool:
+    if part.query_length > 1:
+        leads = part.first_key % spec.block_size, longest.first_key % spec.block_size
+        return part.key_count == longest.key_count and leads[0] == leads[1]
+    return (longest.key_count - part.key_count) * token_bytes <= PADDING_BYTES_MAX
+
+
+def _plan_unit(batch: AttentionBatch, spec: CacheSpec, parts: Sequence[_Part], window_left: int) -> Unit:
+    """Pages from that of the first key to that of the last; where a sequence has fewer, its last one again."""
+    page_size = spec.block_size
+    first_pages = [part.first_key // page_size for part in parts]
+    starts = [part.first_key % page_size for part in parts]  # of keys in the gathered slots
+    stops = [start + part.key_count for start, part in zip(starts, parts, strict=True)]
+    page_counts = [-(-stop // page_size) for stop in stops]
+    page_count = max(page_counts)
+    last_pages = torch.tensor([first + count - 1 for first, count in zip(first_pages, page_counts, strict=True)])
+    place = torch.tensor(first_pages)[:, None] + torch.arange(page_count)
+    tables = batch.block_tables[[part.sequence for part in parts]].to(torch.int64)
+    pages = tables.gather(1, place.minimum(last_pages[:, None]))  # [sequences, pages]
+    keys = slice(min(starts), max(stops))
+    query_length, key_count = parts[0].query_length, keys.stop - keys.start
+    unseen, mask = None, None
+    if min(stops) < keys.stop or max(starts) > keys.start:
+        slot = torch.arange(page_count * page_size)
+        is_unseen = (slot < torch.tensor(starts)[:, None]) | (slot >= torch.tensor(stops)[:, None])
+        unseen = is_unseen.flatten().nonzero().flatten()
+        mask = torch.zeros(is_unseen.shape, dtype=spec.dtype).masked_fill_(is_unseen, float("-inf"))
+        mask = mask[:, None, None, keys].contiguous()
+    return Unit(
+        tokens=_tokens(parts),
+        sequence_count=len(parts),
+        query_length=query_length,
+        key_pages=pages.flatten() * KEY_AND_VALUE,
+        keys=keys,
+        unseen=unseen,
+        mask=mask,
+        blocks=_query_blocks(query_length, key_count, window_left),
+        is_prompt=window_left < 0 and 1 < query_length == key_count,
+    )
+
+
+def _tokens(parts: Sequence[_Part]) -> slice | torch.Tensor:
+    """The tokens of some sequences in the flat batch; a slice where they lie side by side, which costs no copy."""
+    query_length, first = parts[0].query_length, parts[0].first_token
+    if all(part.first_token == first + number * query_length for number, part in enumerate(parts)):
+        return slice(first, first + len(parts) * query_length)
+    return (torch.tensor([part.first_token for part in parts])[:, None] + torch.arange(query_length)).flatten()
+
+
+def _query_blocks(query_length: int, key_count: int, window_left: int) -> tuple[QueryBlock, ...]:
+    """Queries in blocks, each with the keys that at least one of it sees; the last query stands at the last key."""
+    if query_length == 1:
+        return (QueryBlock(0, 1, 0, key_count),)
+    before = key_count - query_length
+    blocks = []
+    for start in range(0, query_length, QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, query_length)
+        key_start = max(0, before + start - window_left) if window_left >= 0 else 0
+        blocks.append(QueryBlock(start, stop, key_start, before + stop))
+    return tuple(blocks)

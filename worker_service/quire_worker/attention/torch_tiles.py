@@ -1,0 +1,163 @@
+"""Decode on a CPU without copying keys or values: sequences of one query each, in float32 or float64.
+
+    scores   sampled_addmm: the product of queries and all rows of the pages, at the places of a sparse pattern only,
+             which names for every query head the rows of the keys that it sees
+    result   embedding_bag: for every query head the sum of its values' rows, weighted
+
+Both read the rows where they lie. Keys are cut into tiles of at most `TILE_TOKENS`, and all heads of a tile come before
+the next tile: a token's heads lie side by side in its page, and while a tile is in the processor's cache, every query
+head that shares its keys finds them there. Each tile has a softmax of its own, merged over the tiles of a sequence; so
+sequences of any lengths are one batch. The last tile's padding names *its own last key* again and is masked: any other
+slot may hold NaN, and 0 * NaN is NaN.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.functional import embedding_bag
+
+from quire_worker.attention.interface import AttentionBatch
+from quire_worker.cache import CacheSpec
+
+# Measured with 4/2 heads of 64 and 32/8 of 128: shorter tiles cost calls and merging, longer ones leave the cache.
+TILE_TOKENS = 128
+DTYPES = (torch.float32, torch.float64)  # that sampled_addmm has
+INT32_MAX = 2**31 - 1
+
+for beta in ("Sparse CSR tensor support is in beta state", r"index_reduce\(\) is in beta"):
+    warnings.filterwarnings("ignore", message=beta)
+
+
+def key_rows(slots: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Rows of keys in a layer seen as `[pages * 2 * page_size, kv_heads * head_dim]`, for int64 slots of any shape.
+
+    A value's row is `page_size` rows after its key's.
+    """
+    return slots + slots // page_size * page_size  # page * 2 * page_size + offset
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tiles:
+    """The decoding sequences of a batch under one window."""
+
+    tokens: torch.Tensor  # int64 [sequences], of the flat batch
+    sequence_of_tile: torch.Tensor  # int64 [tiles]
+    rows: torch.Tensor  # int64 [tiles, tile], of the keys' first heads, see `attend_tiles`
+    padding: torch.Tensor | None  # bool [tiles, 1, tile]; None: all tiles are full
+    patterns: dict[tuple[int, int], Pattern] = field(default_factory=dict)  # by query heads and rows of a layer
+
+    def pattern(self, query_heads: int, kv_heads: int, row_count: int, dtype: torch.dtype) -> Pattern:
+        """Which rows each query head of each tile reads; made for the first layer that asks."""
+        known = self.patterns.get((query_heads, row_count))
+        if known is not None:
+            return known
+        index_dtype = torch.int32 if max(row_count, self.rows.numel() * query_heads) <= INT32_MAX else torch.int64
+        with torch.inference_mode(False):  # written again by every layer, wherever that runs
+            heads = torch.arange(query_heads) // (query_heads // kv_heads)
+            indices = (self.rows[:, None] + heads[:, None]).to(index_dtype).flatten()
+            starts = torch.arange(0, indices.shape[0] + 1, self.rows.shape[1], dtype=index_dtype)
+            size = (starts.shape[0] - 1, row_count)
+            scores = torch.sparse_csr_tensor(
+                starts, indices, torch.zeros(indices.shape[0], dtype=dtype), size=size, check_invariants=False
+            )
+            pattern = Pattern(indices, starts[:-1], scores)
+        self.patterns[query_heads, row_count] = pattern
+        return pattern
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pattern:
+    """Rows of keys in a layer seen as `[pages * 2 * page_size * kv_heads, head_dim]`."""
+
+    indices: torch.Tensor  # int32 or int64 [tiles * query_heads * tile]
+    starts: torch.Tensor  # of the same dtype, [tiles * query_heads]
+    scores: torch.Tensor  # sparse CSR [tiles * query_heads, rows], whose values a layer writes
+
+
+def plan_tiles(batch: AttentionBatch, spec: CacheSpec, window_left: int) -> Tiles | None:
+    """The sequences of one query each; None if there is none.
+
+    Args:
+        batch: of the forward pass.
+        spec: of the pages.
+        window_left: keys before its own position that a query sees, inclusive; -1: all.
+    """
+    sequences = (batch.query_indptr.diff() == 1).nonzero().flatten()
+    if sequences.shape[0] == 0:
+        return None
+    lengths = batch.kv_lengths[sequences].to(torch.int64)
+    firsts = (lengths - 1 - window_left).clamp_(min=0) if window_left >= 0 else torch.zeros_like(lengths)
+    counts = lengths - firsts
+    longest = int(counts.max())
+    tile = -(-longest // -(-longest // TILE_TOKENS))  # as few tiles as possible, as even as possible
+    tile_counts = (counts + tile - 1) // tile
+    of_tile = torch.arange(sequences.shape[0]).repeat_interleave(tile_counts)
+    number = torch.arange(of_tile.shape[0]) - (tile_counts.cumsum(0) - tile_counts)[of_tile]
+    place = (number * tile)[:, None] + torch.arange(tile)  # [tiles, tile]
+    padding = place >= counts[of_tile][:, None]
+    position = firsts[of_tile][:, None] + place.minimum(counts[of_tile][:, None] - 1)
+    width = batch.block_tables.shape[1]
+    entry = (sequences[of_tile] * width)[:, None] + position // spec.block_size
+    slots = batch.block_tables.flatten()[entry].to(torch.int64) * spec.block_size + position % spec.block_size
+    return Tiles(
+        tokens=batch.query_indptr[sequences].to(torch.int64),
+        sequence_of_tile=of_tile,
+        rows=key_rows(slots, spec.block_size) * spec.kv_head_count,
+        padding=padding[:, None] if bool(padding.any()) else None,
+    )
+
+
+def attend_tiles(
+    tiles: Tiles,
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    *,
+    scale: float,
+    soft_cap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """The results of the decoding sequences.
+
+    Args:
+        tiles: of the window.
+        query: `[sequences, query_heads, head_dim]`.
+        pages: one layer, `[pages, 2, page_size, kv_heads, head_dim]`, contiguous.
+        scale: see `AttentionPlan.attend`.
+        soft_cap: the same.
+        sinks: the same.
+
+    Returns:
+        `[sequences, query_heads, head_dim]`.
+    """
+    _, _, page_size, kv_heads, head_dim = pages.shape
+    sequences, query_heads, _ = query.shape
+    keys = pages.view(-1, head_dim)
+    pattern = tiles.pattern(query_heads, kv_heads, keys.shape[0], pages.dtype)
+    of_tile = tiles.sequence_of_tile
+    is_whole = of_tile.shape[0] == sequences
+    queries = query if is_whole else query[of_tile]
+    torch.sparse.sampled_addmm(
+        pattern.scores, queries.reshape(-1, head_dim), keys.t(), beta=0.0, alpha=scale, out=pattern.scores
+    )
+    scores = pattern.scores.values().view(-1, query_heads, tiles.rows.shape[1])
+    if soft_cap > 0:
+        scores = (scores / soft_cap).tanh() * soft_cap
+    if tiles.padding is not None:
+        scores = scores.masked_fill(tiles.padding, float("-inf"))
+    if is_whole and sinks is None:
+        return _weighted(scores.softmax(2), pattern, keys[page_size * kv_heads :]).view(query.shape)
+    largest = scores.new_full((sequences, query_heads), float("-inf")) if sinks is None else sinks.to(scores.dtype)
+    largest = largest.expand(sequences, -1).clone().index_reduce_(0, of_tile, scores.amax(2), "amax")
+    weights = (scores - largest[of_tile][:, :, None]).exp_()
+    total = torch.zeros_like(largest) if sinks is None else (sinks.to(scores.dtype) - largest).exp_()
+    total = total.index_add_(0, of_tile, weights.sum(2))
+    parts = _weighted(weights, pattern, keys[page_size * kv_heads :]).view(-1, query_heads, head_dim)
+    return torch.zeros_like(query).index_add_(0, of_tile, parts) / total[:, :, None]
+
+
+def _weighted(weights: torch.Tensor, pattern: Pattern, values: torch.Tensor) -> torch.Tensor:
+    """Sums of rows of values, `[tiles * query_heads, head_dim]`; `values` starts at the first key's value."""
+    return embedding_bag(pattern.indices, values, pattern.starts, mode="sum", per_sample_weights=weights.flatten())

@@ -1,0 +1,127 @@
+"""Paged attention on the Triton kernels, for GPUs, and for CPU tensors under Triton's interpreter.
+
+A plan turns block tables and lengths into the page table of the FlashInfer-named wrappers, on the host, so that
+nothing waits for the device: `plan` of a wrapper once per forward pass (and per kind of layer, if a model has several),
+`run` once per layer. A batch of one query each takes the decode kernel, which divides the keys; any other takes the
+prefill kernel, causal, which divides the queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from quire_worker.attention.interface import AttentionBatch
+from quire_worker.cache import CacheSpec
+from quire_worker.kernels.append_slots import append_slots, check_slots
+from quire_worker.kernels.wrappers import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+
+# For partial results of split decodes: more than any batch needs whose query heads and head dims a GPU is built for.
+WORKSPACE_BYTES = 256 << 20
+
+Wrapper = BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
+
+
+class PageTable(NamedTuple):
+    """FlashInfer's words for who owns which pages; int32 on the host."""
+
+    indptr: torch.Tensor  # [batch + 1]
+    indices: torch.Tensor  # [pages]
+    last_page_len: torch.Tensor  # [batch]
+
+
+class TritonPagedAttention:
+    """The GPU's `PagedAttention`. Holds the workspace of all forward passes."""
+
+    def __init__(self, device: torch.device | str, *, workspace_bytes: int = WORKSPACE_BYTES) -> None:
+        """Reserves the workspace on the device."""
+        self._workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
+
+    def plan(self, batch: AttentionBatch, spec: CacheSpec) -> TritonAttentionPlan:
+        """See `PagedAttention.plan`."""
+        slots = batch.slot_mapping.to(self._workspace.device, non_blocking=True)
+        return TritonAttentionPlan(batch, spec, page_table(batch, spec.block_size), slots, self._workspace)
+
+
+class _Kind(NamedTuple):
+    """What distinguishes the layers of a model, for planning."""
+
+    query_heads: int
+    scale: float
+    window_left: int
+    soft_cap: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TritonAttentionPlan:
+    """The GPU's `AttentionPlan`."""
+
+    batch: AttentionBatch
+    spec: CacheSpec
+    table: PageTable
+    slots: torch.Tensor  # int64 [tokens], on the device
+    workspace: torch.Tensor
+    wrappers: dict[_Kind, Wrapper] = field(default_factory=dict)
+    checked_slot_counts: set[int] = field(default_factory=set)
+
+    def append(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor) -> None:
+        """See `AttentionPlan.append`.
+
+        Raises:
+            ValueError: a slot is outside the pages; found on the host, once per forward pass.
+        """
+        slot_count = pages.shape[0] * pages.shape[2]
+        if slot_count not in self.checked_slot_counts:
+            check_slots(self.batch.slot_mapping, slot_count=slot_count)
+            self.checked_slot_counts.add(slot_count)
+        append_slots(key, value, self.slots, pages, check=False)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        *,
+        scale: float,
+        window_left: int = -1,
+        soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionPlan.attend`."""
+        kind = _Kind(query.shape[1], scale, window_left, soft_cap)
+        wrapper = self.wrappers.get(kind)
+        if wrapper is None:
+            wrapper = self.wrappers[kind] = self._planned(kind)
+        output = wrapper.run(query, pages, sinks=None if sinks is None else sinks.float())
+        assert isinstance(output, torch.Tensor)  # a pair only where lse is asked for
+        return output
+
+    def _planned(self, kind: _Kind) -> Wrapper:
+        """A wrapper for all layers of a kind."""
+        spec, sizes = self.spec, (kind.query_heads, self.spec.kv_head_count, self.spec.head_dim, self.spec.block_size)
+        starts = self.batch.query_indptr
+        if bool((starts.diff() == 1).all()):
+            decode = BatchDecodeWithPagedKVCacheWrapper(self.workspace)
+            decode.plan(
+                *self.table, *sizes, window_left=kind.window_left, logits_soft_cap=kind.soft_cap,
+                q_data_type=spec.dtype, sm_scale=kind.scale,
+            )  # fmt: skip
+            return decode
+        prefill = BatchPrefillWithPagedKVCacheWrapper(self.workspace)
+        prefill.plan(
+            starts, *self.table, *sizes, causal=True, sm_scale=kind.scale, window_left=kind.window_left,
+            logits_soft_cap=kind.soft_cap, q_data_type=spec.dtype,
+        )  # fmt: skip
+        return prefill
+
+
+def page_table(batch: AttentionBatch, page_size: int) -> PageTable:
+    """The pages that hold keys, sequence after sequence; padding of the block tables is left out."""
+    lengths = batch.kv_lengths.to(torch.int32)
+    counts = (lengths + page_size - 1) // page_size
+    is_used = torch.arange(batch.block_tables.shape[1]) < counts[:, None]
+    indptr = torch.zeros(lengths.shape[0] + 1, dtype=torch.int32)
+    torch.cumsum(counts, 0, dtype=torch.int32, out=indptr[1:])
+    last_page_len = torch.where(counts > 0, lengths - (counts - 1) * page_size, 0).to(torch.int32)
+    return PageTable(indptr, batch.block_tables[is_used], last_page_len)

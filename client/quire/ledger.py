@@ -249,16 +249,21 @@ class Ledger:
     # -- grows ---------------------------------------------------------------------------------------------------------
 
     def _apply_grows(self, grows: pb.GrowPhase, outcome: StepOutcome) -> None:
-        copies = list(reversed(outcome.copies))
-        for row, (grown, wanted) in enumerate(zip(outcome.grows, grows.token_counts, strict=True)):
-            self._operation, self._rank = self._operation + 1, 0
-            if grown.result is not Result.OK:
+        copies, before, sequences = list(reversed(outcome.copies)), self._operation + 1, self.sequences
+        self._operation += len(outcome.grows)
+        ok, is_plain = Result.OK, not self._states
+        for row, (grown, wanted) in enumerate(zip(outcome.grows, grows.token_counts[:], strict=True)):
+            if grown[1] is not ok:
                 continue
-            sequence = self.sequences.get(grown.sequence_id)
+            sequence, blocks = sequences.get(grown[0]), grown[3]
+            if is_plain and sequence is not None and not any(blocks):  # decoding, most of the time
+                sequence.token_count = max(sequence.token_count, wanted)
+                continue
+            self._operation, self._rank = before + row, 0
             if sequence is None:
                 self._open(grown, grows, row)
             else:
-                self._grow(sequence, grown.blocks, wanted)
+                self._grow(sequence, blocks, wanted)
             if copies:
                 self._let_go_of_sources(copies, grown)
 

@@ -144,8 +144,10 @@ class PoolSession:
             QuireError: the allocator refused the step; nothing of it, nor of those submitted after it, was applied.
             ValueError: a number does not fit the message; nothing was sent.
         """
-        while not self._owner.has_room:
+        while not self._owner.has_room and not self._closing:
             await self._wait_for_change()
+        if self._closing:
+            raise UnavailableError("the session is closed")
         if self._lost:
             self._lost = False
             raise SessionLostError
@@ -308,6 +310,7 @@ class PoolSession:
             await asyncio.wait(self._tasks)
         self._tasks = []
         self._drop()
+        self._changed.set()
         for future in self._answers.values():
             future.cancel()
         self._answers.clear()

@@ -24,6 +24,7 @@ from tests.simulation.histories import History
 
 LEASE_S = 10.0
 SILENCE_S = 3.0
+REPORT_SILENCE_S = 30.0  # nothing comes back before the report is in force
 POOL = "pool"
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from quire.errors import QuireError, Reason
+from quire.steps import StepOutcome
 from quire_worker.request import FinishReason
+from quire_worker.scheduler import Plan
 
 from tests.worker.engine_harness import BLOCK_SIZE, reference_text, running
 from tests.worker.tiny_models import write_tiny_llama, write_tiny_qwen3
@@ -133,6 +135,40 @@ async def test_the_text_goes_on_when_the_allocator_is_replaced_by_an_empty_one(f
     expected = reference_text(folders["llama"], tuple(tokens), 100)
     assert output.tokens[0][: len(expected)] == expected
     assert len(output.tokens[0]) == 100
+
+
+async def test_decoding_finds_its_blocks_granted_and_waits_for_nothing(folders: dict[str, Path]) -> None:
+    async with running(folders["llama"]) as harness:
+        asked = []
+        ask = harness.engine._ask
+
+        async def count(plan: Plan) -> StepOutcome | None:
+            asked.append(plan)
+            return await ask(plan)
+
+        harness.engine._ask = count  # type: ignore[method-assign]
+        output = await harness.generate(prompt(50, seed=9), max_tokens=100, ignore_eos=True)
+        assert await harness.free_block_count() == 512
+        assert len(output.tokens[0]) == 100
+        assert len(asked) == 2, "the prompt, and the blocks given back at the end"
+
+
+async def test_decoding_goes_on_without_an_allocator_as_far_as_blocks_were_granted(folders: dict[str, Path]) -> None:
+    tokens = prompt(50, seed=9)
+    async with running(folders["llama"]) as harness:
+        request = harness.submit(tokens, max_tokens=40, ignore_eos=True)
+        task = asyncio.create_task(harness.collect(request))
+        while request.usage.output_token_count < 3:
+            await asyncio.sleep(0)
+        await harness.allocator.stop()
+        while request.usage.output_token_count < 10:  # up to 64 tokens there is room
+            await asyncio.sleep(0)
+        assert not harness.engine.session.connected
+        await harness.allocator.start()
+        output = await task
+        assert await harness.free_block_count() == 512
+    expected = reference_text(folders["llama"], tuple(tokens), 40)
+    assert output.tokens[0][: len(expected)] == expected
 
 
 async def test_text_is_the_tokens_decoded_and_stops_are_left_out(folders: dict[str, Path]) -> None:

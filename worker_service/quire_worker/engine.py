@@ -39,6 +39,13 @@ class Draw(NamedTuple):
     parent: Sample
 
 
+class Ahead(NamedTuple):
+    """A step for the turns to come, and its answer."""
+
+    plan: Plan
+    answer: asyncio.Task[StepOutcome]
+
+
 class Engine:
     """Runs requests. `submit`, `cancel` and `step` are for the event loop that `run` is on."""
 
@@ -68,6 +75,7 @@ class Engine:
         self._changed = asyncio.Event()  # a request was ended
         self._request_count = 0
         self._stopping = False
+        self._ahead: Ahead | None = None
 
     async def run(self) -> None:
         """Takes turns as long as there is work, and waits for some otherwise, until `stop`.
@@ -85,15 +93,17 @@ class Engine:
             self.fail_all(QuireError.of(Reason.DRAINING, "the worker is shutting down"))
 
     async def step(self) -> None:
-        """One turn: ask the allocator, run the model, sample, hand out."""
+        """One turn: ask the allocator if something is missing, run the model and meanwhile ask for what the next turn
+        will need, sample, hand out."""
         started = self._clock()
-        plan = self.scheduler.plan()
-        outcome = await self._ask(plan)
-        if outcome is None:
+        asked = await self._plan()
+        if asked is None:
             return
+        plan, outcome = asked
         batch = self.scheduler.schedule(plan, outcome)
         self.telemetry.observe_blocks(outcome, self.scheduler.running, self.cache.block_count)
         if batch.work:
+            self._ask_ahead(batch)
             draws = self._draws(batch.work)
             tokens = await self._compute(batch, draws)
             if tokens is not None:
@@ -181,6 +191,53 @@ class Engine:
             return None
         finally:
             self.telemetry.allocator_wait_s += self._clock() - started
+
+    async def _plan(self) -> tuple[Plan, StepOutcome] | None:
+        """What to run, and the allocator's answer if it had to be asked; None if everything has to start again.
+
+        An answer to what was asked ahead is waited for only when a turn needs it: decoding goes on as far as blocks
+        were granted while the allocator is slow, or gone.
+        """
+        if self._ahead is not None and self._ahead.answer.done() and not await self._settle():
+            return None
+        plan = self.scheduler.plan_without_asking()
+        if plan is None and self._ahead is not None:
+            if not await self._settle():
+                return None
+            plan = self.scheduler.plan_without_asking()
+        if plan is not None:
+            return plan, NOTHING_ASKED
+        plan = self.scheduler.plan()
+        outcome = await self._ask(plan)
+        return None if outcome is None else (plan, outcome)
+
+    def _ask_ahead(self, batch: Batch) -> None:
+        """Sends what the next turn needs, unless the last such step has no answer yet."""
+        if self._ahead is None:
+            plan = self.scheduler.plan_ahead(batch.work)
+            if plan.step:
+                self._ahead = Ahead(plan, asyncio.create_task(self.session.step(plan.step)))
+
+    async def _settle(self) -> bool:
+        """Takes in what was asked for ahead; False if everything that ran has to start again.
+
+        Raises:
+            QuireError: the step was refused, or the allocator broke the protocol.
+        """
+        assert self._ahead is not None
+        (plan, answer), self._ahead = self._ahead, None
+        started = self._clock()
+        try:
+            outcome = await answer
+        except SessionLostError:
+            log.warning("the allocator lost this pool; computing again", running=len(self.scheduler.running))
+            self.scheduler.forget_blocks()
+            return False
+        finally:
+            self.telemetry.allocator_wait_s += self._clock() - started
+        self.scheduler.settle_ahead(plan, outcome)
+        self.telemetry.observe_blocks(outcome, self.scheduler.running, self.cache.block_count)
+        return True
 
     def _draws(self, work: Sequence[Work]) -> list[Draw]:
         """Tokens to sample after this batch; when a prompt's prefill ends, the first of all its samples."""

@@ -6,6 +6,8 @@ Pure: no torch, grpc, clock or randomness. One turn of the engine:
                  then waiting ones as far as the token budget goes (prompts are cut into chunks by it)
     2. schedule  the allocator's answer: whoever got its blocks is in the batch; if a running sample did not, the
                  newest one is preempted, and its blocks are there for the next turn
+                 what the next turn will need is asked for ahead, while the batch is computed (`plan_ahead`), so that
+                 decoding finds it granted and plans without asking (`plan_without_asking`)
     3. advance   the batch has been computed
     4. extend    one more token was sampled; finish says why a sample ends
 
@@ -96,6 +98,7 @@ class Scheduler:
         self._to_free: list[int] = []  # sequences of samples that live on without them
         self._last_sequence_id = 0
         self._free_block_count: int | None = None
+        self._copies_ahead: list[Copy] = []  # to run before the next batch
 
     @property
     def has_work(self) -> bool:
@@ -122,19 +125,50 @@ class Scheduler:
         self._admit(plan, budget)
         return plan
 
+    def plan_without_asking(self) -> Plan | None:
+        """A turn for which everything is granted already; None if the allocator has to be asked."""
+        if self.waiting or not self.running:
+            return None
+        plan, budget = Plan(), self.batch_tokens_max
+        for sample in self.running:
+            token_count = min(len(sample.tokens) - sample.computed, budget)
+            if sample.fork_of is not None or sample.computed + token_count > sample.granted:
+                return None
+            if token_count:
+                budget -= token_count
+                plan.wanted.append((sample, token_count))
+        return plan
+
+    def plan_ahead(self, work: Iterable[Work]) -> Plan:
+        """What to ask for while `work` is computed: commits of earlier passes, frees, and room for each sample's next
+        token, but for those that this pass completes."""
+        plan = Plan()
+        self._commit(plan, self.running + self._leaving)
+        self._free(plan)
+        for sample, token_count in work:
+            end = sample.computed + token_count
+            goes_on = sample.output_token_count + 1 < sample.request.sampling.max_tokens
+            is_complete = end == len(sample.tokens) and end + 1 < self.sequence_tokens_max
+            if is_complete and goes_on and end + 1 > sample.granted and sample.sequence_id:
+                self._grow(plan, sample, self._round_up(end + 1))
+        return plan
+
+    def settle_ahead(self, plan: Plan, outcome: StepOutcome) -> None:
+        """Takes in the answer to `plan_ahead`. Who got no room asks again when it needs it; copies wait for the next
+        batch."""
+        self._take_commits(plan, outcome)
+        for (sample, token_count), grown in zip(plan.grows, outcome.grows, strict=True):
+            if sample.sequence_id == grown.sequence_id:
+                self._take(sample, token_count, grown, is_new=False)
+        self._copies_ahead += outcome.copies
+
     def schedule(self, plan: Plan, outcome: StepOutcome) -> Batch:
         """Takes in the allocator's answer and says what to run.
 
         Raises:
             AssertionError: the allocator and this scheduler disagree about which sequences live.
         """
-        assert not any((*outcome.commits, *outcome.forks)), "the allocator lost a sequence"
-        if plan.step:
-            self._free_block_count = outcome.free_block_count
-        by_id = {sample.sequence_id: sample for sample in (*self.running, *self._leaving)}
-        for swap in outcome.swaps:  # of a sample that was freed with this step nobody asks any more
-            if swap.sequence_id in by_id:
-                by_id[swap.sequence_id].table[swap.position] = swap.block
+        self._take_commits(plan, outcome)
         for parent, child in plan.forks:
             child.table = parent.table[: -(-child.computed // self.block_size)]
         denied = {
@@ -149,7 +183,10 @@ class Scheduler:
             for sample, token_count in plan.wanted
             if sample not in denied and not sample.has_ended
         ]
-        return Batch(outcome.copies, work)
+        copies, self._copies_ahead = [*self._copies_ahead, *outcome.copies], []
+        if not work:
+            copies, self._copies_ahead = [], copies  # nothing runs: they wait for a batch
+        return Batch(copies, work)
 
     def advance(self, work: Iterable[Work]) -> None:
         """The batch has been computed; what was not must never be committed."""
@@ -205,6 +242,7 @@ class Scheduler:
         self._leaving.clear()
         self._to_free.clear()
         self._free_block_count = None
+        self._copies_ahead.clear()
 
     def start_over(self, plan: Plan) -> None:
         """The allocator refused the step of a plan: all that it still holds for us is freed with the next one."""
@@ -263,6 +301,16 @@ class Scheduler:
             plan.admitted.add(sample)
 
     # -- parts of an answer --------------------------------------------------------------------------------------------
+
+    def _take_commits(self, plan: Plan, outcome: StepOutcome) -> None:
+        assert not any((*outcome.commits, *outcome.forks)), "the allocator lost a sequence"
+        if plan.step:
+            self._free_block_count = outcome.free_block_count
+        if outcome.swaps:
+            by_id = {sample.sequence_id: sample for sample in (*self.running, *self._leaving)}
+            for swap in outcome.swaps:  # of a sample that was freed with this step nobody asks any more
+                if swap.sequence_id in by_id:
+                    by_id[swap.sequence_id].table[swap.position] = swap.block
 
     def _take(self, sample: Sample, token_count: int, grown: GrowOutcome, *, is_new: bool) -> bool:
         """Notes what the allocator granted; False if it had no space."""

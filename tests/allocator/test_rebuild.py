@@ -7,6 +7,7 @@ from array import array
 from typing import Any
 
 import pytest
+from quire.hashing import split_digests
 from quire.ledger import Ledger
 from quire.reports import report_chunks, report_end
 from quire.steps import read_reply
@@ -14,6 +15,7 @@ from quire.v1 import allocator_pb2 as pb
 from quire_allocator import steps, translate
 from quire_allocator.core import index
 from quire_allocator.core.directory import Refusal
+from quire_allocator.core.events import Event
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.rebuild import rebuild
 from quire_allocator.core.report import Report, ReportedPrefix, ReportedSequence
@@ -51,9 +53,11 @@ def eviction_order(pool: Pool) -> list[tuple[int, bytes]]:
     order = []
     while pool.blocks.cached_count:
         pool.blocks.take(pool.blocks.empty_count + 1)
-    for _, _, scope, _, digests, first in pool.log._recorded:
-        removed = [(first + i, bytes(digests[32 * i : 32 * i + 32])) for i in range(len(digests) // 32)]
-        order += [(scope.manager.groups[0], *entry) for entry in reversed(removed)]
+    for record in pool.log._recorded:
+        event = Event(*record)
+        digests, first = split_digests(event.digests), event.first_position
+        removed = [(first + i, digest) for i, digest in enumerate(digests)]
+        order += [(event.scope.manager.groups[0], *entry) for entry in reversed(removed)]
     return order
 
 

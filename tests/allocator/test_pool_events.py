@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from quire_allocator.core.events import Change
+from quire_allocator.core.events import Change, Event
 from quire_allocator.core.pool import Pool
 
 from tests.allocator.pools import commit, computed, d, full, make_pool, sliding, state
@@ -159,6 +159,24 @@ def test_digests_in_the_log_are_bounded_too() -> None:
     commit(pool, 1, "abcd", 16)
     pool.log.publish(0)
     assert [pool.log.can_resume(cursor) for cursor in (0, 1, 2)] == [False, True, True]
+
+
+def test_the_log_keeps_no_more_than_twice_the_digests_that_it_counts() -> None:
+    pool = make_pool(32)
+    letters = "abcdefghijklmnopqrstuvwxyzABCD"
+    computed(pool, 1, letters)
+    pool.free(1)
+    for sequence_id in range(
+        2, 802, 200
+    ):  # each takes a few blocks from the end of the long run, which is hit and cut anew
+        pool.allocate(sequence_id, 4 * 4)
+        pool.free(sequence_id)
+        pool.allocate(sequence_id + 100, 4 * 20, d(letters))
+        pool.free(sequence_id + 100)
+    removed = [Event(*record) for record in pool.log._recorded if record[1] is Change.REMOVED]
+    assert removed
+    for event in removed:
+        assert len(event.source) <= 2 * len(event.digests)
 
 
 def test_replaying_the_log_gives_the_index_of_the_acknowledged_step() -> None:

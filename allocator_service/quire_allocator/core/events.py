@@ -39,7 +39,8 @@ class Event(NamedTuple):
     Attributes:
         parent_digest: of the block before the first one; empty at the root, and for REMOVED.
         first_position: blocks before the first one.
-        source: what contains the digests, from byte `start` to byte `end`: evicting a long stretch copies none of them.
+        source: what contains the digests, from byte `start` to byte `end`, and at most as much again: evicting a long
+            stretch copies none of them.
     """
 
     step: int
@@ -79,7 +80,9 @@ class EventLog:
 
     def removed(self, scope: Scope, first_position: int, source: bytes | bytearray, start: int, end: int) -> None:
         """Digests no longer hit: no other block carries them. They stand in `source[start:end]`, which does not change
-        any more."""
+        any more, and is kept instead of a copy where they are most of it."""
+        if len(source) > 2 * (end - start):
+            source, start, end = source[start:end], 0, end - start
         self._recorded.append((self.step, _REMOVED, scope, b"", first_position, source, start, end))
 
     def discard(self) -> None:

@@ -68,8 +68,8 @@ class Run(Scoped):
         self.blocks.extend(blocks)
 
     def trim(self, size: int) -> tuple[bytes | bytearray, array[int]]:
-        """Only so many bytes of digests are left, and their blocks; returns what contains the digests cut off, where
-        they were, and their blocks."""
+        """Only so many bytes of digests are left, and their blocks; returns what has the digests cut off where they
+        were, and their blocks."""
         source, kept = self._digests, len(self.blocks) * size // self.size
         blocks = self.blocks[kept:]
         self.size = size

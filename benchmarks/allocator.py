@@ -32,6 +32,7 @@ from allocator_sides.service_side import ServiceSide
 from allocator_sides.vllm_side import VERSION, VllmSide
 from allocator_sides.workload import DECODES, POOL_BLOCKS, Costs, Decoded, Operation, draw_decoded, draw_round
 from quire_allocator.core import pool
+from quire_allocator.server import YOUNG_OBJECTS_MAX
 from report import Goal, publish
 
 COLUMNS = ("operation", "pool_blocks", "unit", "vllm", "core", "service", "vllm_over_core", "vllm_over_service")
@@ -53,6 +54,7 @@ def arguments() -> argparse.Namespace:
 def measure(options: argparse.Namespace) -> Medians:
     """Medians of each side; the sides take turns, and a first round of all is for warming up."""
     decoded = draw_decoded(options.repeat + 1)
+    gc.set_threshold(YOUNG_OBJECTS_MAX)  # as a server does, here for all sides
     sides: list[Any] = [CoreSide(decoded)]
     with contextlib.ExitStack() as stack:
         if "service" not in options.without:

@@ -26,6 +26,7 @@ from quire_allocator.telemetry import AllocatorCollector, Telemetry
 log = structlog.get_logger()
 
 LEASE_CHECK_S = 0.5
+YOUNG_OBJECTS_MAX = 50_000  # before the garbage collector looks at them: next to nothing of a pool is in cycles
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -63,6 +64,7 @@ async def serve(options: argparse.Namespace) -> None:
     pb_grpc.add_AllocatorServiceServicer_to_server(service, server.grpc)
     await server.start(AllocatorCollector(directory, telemetry))
     gc.freeze()  # what lives from here on is small; a full collection would stall every stream
+    gc.set_threshold(YOUNG_OBJECTS_MAX)
     await server.announce()
     leases, stopping = asyncio.create_task(_watch_leases(service)), asyncio.create_task(stop.wait())
 

@@ -56,7 +56,7 @@ class Coordinator:
             hit = manager.find(space.scopes[0], digests, token_limit)
             return [hit], hit.token_count
         hits, length = [], token_limit
-        for manager, scope in zip(self.managers, space.scopes, strict=True):
+        for manager, scope in zip(self.managers, space.scopes):
             hit = manager.find(scope, digests, length)
             length = hit.token_count
             hits.append(hit)
@@ -74,7 +74,7 @@ class Coordinator:
         self, space: Namespace, hits: Sequence[Hit], token_count: int, prompt_token_count: int, priority: int
     ) -> SequenceState:
         """A new sequence that holds its hits, which have `token_count` tokens in common, and nothing more yet."""
-        opening = zip(self.managers, space.scopes, hits, strict=True)
+        opening = zip(self.managers, space.scopes, hits)
         parts = tuple([m.open(scope, hit, prompt_token_count) for m, scope, hit in opening])
         sequence = SequenceState(space, token_count, priority, parts)
         self.settle(sequence)
@@ -92,7 +92,7 @@ class Coordinator:
             limit = self.managers[0].grow(sequence.parts[0], sequence.token_count, until, blocks, copies)
         else:
             granted, first, limit = [], 0, NEVER
-            for manager, part, need in zip(self.managers, sequence.parts, needs, strict=True):
+            for manager, part, need in zip(self.managers, sequence.parts, needs):
                 own = blocks[first : first + need]
                 limit = min(limit, manager.grow(part, sequence.token_count, until, own, copies))
                 granted.append(own)
@@ -112,7 +112,7 @@ class Coordinator:
         before, sequence.token_count = sequence.token_count, token_count
         sequence.limit += self.digest_tokens
         first = 0
-        for manager, part in zip(self.managers, sequence.parts, strict=True):
+        for manager, part in zip(self.managers, sequence.parts):
             end = first + len(manager.groups)
             manager.grow(part, before, token_count, blocks[first:end], copies)
             first = end
@@ -120,7 +120,7 @@ class Coordinator:
 
     def shrink(self, sequence: SequenceState, until: int) -> None:
         """Gives back what is not needed to hold so many tokens."""
-        for manager, part in zip(self.managers, sequence.parts, strict=True):
+        for manager, part in zip(self.managers, sequence.parts):
             manager.shrink(part, until)
         sequence.token_count = until
 
@@ -136,24 +136,24 @@ class Coordinator:
     def note_limit(self, sequence: SequenceState) -> None:
         """Notes from which grow on something has to be granted or copied."""
         limit = NEVER
-        for manager, part in zip(self.managers, sequence.parts, strict=True):
+        for manager, part in zip(self.managers, sequence.parts):
             limit = min(limit, manager.room(part, sequence.token_count))
         sequence.limit = limit
 
     def tables(self, sequence: SequenceState) -> tuple[array[int], ...]:
         """One table per group; `NULL_BLOCK` where a block was given back."""
-        return self._by_group([m.tables(part) for m, part in zip(self.managers, sequence.parts, strict=True)])
+        return self._by_group([m.tables(part) for m, part in zip(self.managers, sequence.parts)])
 
     def added(self, sequence: SequenceState, granted: Sequence[array[int]]) -> tuple[array[int], ...]:
         """Per group the last entries of its table, where `granted` was just handed out."""
-        parts = zip(self.managers, sequence.parts, granted, strict=True)
+        parts = zip(self.managers, sequence.parts, granted)
         return self._by_group([manager.added(part, blocks) for manager, part, blocks in parts])
 
     def _by_group(self, by_manager: Sequence[Sequence[array[int]]]) -> tuple[array[int], ...]:
         if len(by_manager) == 1:
             return tuple(by_manager[0])
         tables: list[array[int]] = [array("I")] * self.group_count
-        for manager, own in zip(self.managers, by_manager, strict=True):
-            for group, table in zip(manager.groups, own, strict=True):
+        for manager, own in zip(self.managers, by_manager):
+            for group, table in zip(manager.groups, own):
                 tables[group] = table
         return tuple(tables)

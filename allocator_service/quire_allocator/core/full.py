@@ -247,7 +247,7 @@ class FullAttentionManager(Manager):
         if child is not None:  # published already: this sequence just leaves its sharers
             if child.size > DIGEST_BYTES:
                 child = self.tree.split(child, 1)
-            swaps.extend(Swap(g, part.published, b) for g, b in zip(self.groups, child.blocks, strict=True))
+            swaps.extend(Swap(g, part.published, b) for g, b in zip(self.groups, child.blocks))
             self._leave_shared(part)
             self.tree.hold(child)
             self.tree.release(part.run)

@@ -70,7 +70,7 @@ class Gates:
             return GrowResult(Result.TOO_LONG, 0, candidate.pending_token_count)
         if 0 < candidate.defer_token_count <= candidate.pending_token_count:
             return GrowResult(Result.PENDING, candidate.matched_token_count, candidate.pending_token_count)
-        hits = zip(self._managers, candidate.hits, strict=True)
+        hits = zip(self._managers, candidate.hits)
         kept = sum([hit.cached_block_count for m, hit in hits if not m.in_place])  # a state is copied, and let go
         over = self._over_quota(candidate.space, needed + kept)
         if over > 0:
@@ -85,9 +85,7 @@ class Gates:
         self, sequence_id: int, sequence: SequenceState, token_count: int, needed: int
     ) -> GrowResult | None:
         """Why a live sequence does not get the blocks that it needs to hold `token_count` tokens, or None."""
-        footprint = sum(
-            [m.footprint(part, token_count) for m, part in zip(self._managers, sequence.parts, strict=True)]
-        )
+        footprint = sum([m.footprint(part, token_count) for m, part in zip(self._managers, sequence.parts)])
         if footprint > self._spec.block_count:
             return GrowResult(Result.TOO_LONG)
         over = self._over_quota(sequence.namespace, needed - self._let_go(sequence))
@@ -103,7 +101,7 @@ class Gates:
         """Keeps free from later admissions what the rest of a prompt in chunks will take beyond what it has now."""
         prompt, chunk = sequence.prompt_token_count, sequence.chunk_token_count
         count = 0
-        for manager, part in zip(self._managers, sequence.parts, strict=True):
+        for manager, part in zip(self._managers, sequence.parts):
             most = min(manager.footprint(part, prompt), manager.peak(prompt, chunk))
             count += max(0, most - manager.footprint(part, sequence.token_count))
         self.promised_block_count += count - sequence.promised
@@ -117,7 +115,7 @@ class Gates:
     def give_up_checkpoints(self, sequence: SequenceState, missing: int) -> bool:
         """Where so many blocks are missing to copy a state that only this sequence holds, it may go on in place:
         a checkpoint that nobody else uses is not worth a refusal. Returns whether that is enough."""
-        in_place = [(m, part) for m, part in zip(self._managers, sequence.parts, strict=True) if m.in_place]
+        in_place = [(m, part) for m, part in zip(self._managers, sequence.parts) if m.in_place]
         if missing > sum([m.let_go(part, sequence.token_count) for m, part in in_place]):
             return False
         for manager, part in in_place:
@@ -132,7 +130,7 @@ class Gates:
             sequence = self._sequences[sequence_id]
             if sequence.priority > priority or sequence.is_hold or sequence_id == except_id:
                 continue
-            shared = min([m.shared_token_count(part) for m, part in zip(self._managers, sequence.parts, strict=True)])
+            shared = min([m.shared_token_count(part) for m, part in zip(self._managers, sequence.parts)])
             lost = max(0, sequence.committed_token_count - shared)
             if best is None or (sequence.priority, lost, -sequence_id) < best:
                 best = (sequence.priority, lost, -sequence_id)
@@ -149,7 +147,7 @@ class Gates:
         """Blocks that its next grow copies and that are in no table then."""
         if sequence.namespace.quota is None:
             return 0
-        parts = zip(self._managers, sequence.parts, strict=True)
+        parts = zip(self._managers, sequence.parts)
         return sum([manager.let_go(part, sequence.token_count) for manager, part in parts])
 
     def _over_quota(self, space: Namespace, added: int) -> int:

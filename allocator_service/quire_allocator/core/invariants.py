@@ -326,8 +326,8 @@ def _check_pending(pool: Pool) -> None:
             done = sequence.committed_token_count // pool.digest_tokens
             assert chain.namespace == sequence.namespace.name, f"{sequence_id} announced to another namespace"
             assert chain.next_digest == done < chain.digest_count, f"{sequence_id} still announces what is published"
-            assert chain.keys, f"nobody can find what {sequence_id} announced"
-            places.update((key, id(chain)) for key in chain.keys)
+            assert chain.places, f"nobody can find what {sequence_id} announced"
+            places.update((chain.key(place), id(chain)) for place in chain.places)
     listed = Counter((key, id(chain)) for key, chains in pool.pending._places.items() for chain in chains)
     assert listed == places, "what is announced is not what live sequences are computing"
     assert all(pool.pending._places.values()), "a place that nobody announced is kept"

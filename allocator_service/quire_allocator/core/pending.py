@@ -14,27 +14,29 @@ from __future__ import annotations
 
 from quire_allocator.core.spec import DIGEST_BYTES
 
-PlaceKey = tuple[str, int, bytes]  # namespace, number of the digest, the digest
-
 
 class Chain:
     """What one sequence announced: the first `digest_count` digests of its prompt, those already published included."""
 
-    __slots__ = ("digest_count", "digests", "keys", "namespace", "next_digest")
+    __slots__ = ("digest_count", "digests", "namespace", "next_digest", "places")
 
     def __init__(self, namespace: str, digests: bytes, next_digest: int, digest_count: int) -> None:
         self.namespace = namespace
         self.digests = digests
         self.next_digest = next_digest
         self.digest_count = digest_count
-        self.keys: list[PlaceKey] = []
+        self.places: list[int] = []  # digests before those where it was announced and advanced to
+
+    def key(self, place: int) -> bytes:
+        """Its next digest there."""
+        return self.digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
 
 
 class PendingPrefixes:
     """Every chain of a pool."""
 
     def __init__(self) -> None:
-        self._places: dict[PlaceKey, list[Chain]] = {}
+        self._places: dict[bytes, list[Chain]] = {}
 
     def announce(self, namespace: str, digests: bytes, next_digest: int, digest_count: int) -> Chain | None:
         """A new sequence will compute the first `digest_count` of `digests`, from number `next_digest` on; None where
@@ -57,24 +59,23 @@ class PendingPrefixes:
 
     def drop(self, chain: Chain) -> None:
         """Nobody computes it any more."""
-        for key in chain.keys:
+        for place in chain.places:
+            key = chain.key(place)
             chains = self._places[key]
             chains.remove(chain)
             if not chains:
                 del self._places[key]
-        chain.keys.clear()
+        chain.places.clear()
 
     def pending_count(self, namespace: str, digests: bytes, matched: int, limit: int) -> int:
         """Digests after the first `matched` (of at most `limit`) that some sequence is computing."""
         if matched >= limit:
             return 0
-        start = matched * DIGEST_BYTES
-        chains = self._places.get((namespace, matched, digests[start : start + DIGEST_BYTES]))
-        if chains is None:
-            return 0
+        key = digests[matched * DIGEST_BYTES : (matched + 1) * DIGEST_BYTES]
         agreed = [
             (_agree(chain.digests, digests, matched, min(chain.digest_count, limit)), chain.next_digest)
-            for chain in chains
+            for chain in self._places.get(key, ())
+            if chain.namespace == namespace and matched in chain.places and chain.key(matched) == key
         ]
         return max((common - matched for common, computed in agreed if common > computed), default=0)
 
@@ -82,10 +83,13 @@ class PendingPrefixes:
         return len(self._places)
 
     def _add_place(self, chain: Chain) -> None:
-        start = chain.next_digest * DIGEST_BYTES
-        key = (chain.namespace, chain.next_digest, chain.digests[start : start + DIGEST_BYTES])
-        chain.keys.append(key)
-        self._places.setdefault(key, []).append(chain)
+        chain.places.append(chain.next_digest)
+        key = chain.key(chain.next_digest)
+        chains = self._places.get(key)
+        if chains is None:
+            self._places[key] = [chain]
+        else:
+            chains.append(chain)
 
 
 def _agree(ours: bytes, theirs: bytes, known: int, limit: int) -> int:

@@ -112,7 +112,7 @@ class Pool:
         place, pending = matched // self.digest_tokens, 0
         if len(self.pending):
             pending = self.pending.pending_count(namespace, digests, place, limit) * self.digest_tokens
-        needs = [m.needed_after(hit, token_count) for m, hit in zip(self.managers, hits, strict=True)]
+        needs = [m.needed_after(hit, token_count) for m, hit in zip(self.managers, hits)]
         needed, revived = sum(needs), sum([hit.cached_block_count for hit in hits])
         left = self.blocks.free_count - needed - revived
         # Where as much is left as must be, it also fits the pool: what it shares is not free.
@@ -169,7 +169,7 @@ class Pool:
             self.granted_block_count += self.groups.group_count
             return GrowResult(_OK, 0, 0, self.groups.append(sequence, token_count), ())
         before = sequence.token_count
-        needs = [m.needed(part, before, token_count) for m, part in zip(self.managers, sequence.parts, strict=True)]
+        needs = [m.needed(part, before, token_count) for m, part in zip(self.managers, sequence.parts)]
         needed = sum(needs)
         refused = self.gates.refuse_grow(sequence_id, sequence, token_count, needed)
         if refused is not None:
@@ -191,7 +191,7 @@ class Pool:
         """Grows live sequences in order; returns number and result of those for which anything was to be done."""
         get = self.sequences.get
         busy = []
-        for number, (sequence_id, token_count) in enumerate(zip(sequence_ids, token_counts, strict=True)):
+        for number, (sequence_id, token_count) in enumerate(zip(sequence_ids, token_counts)):
             sequence = get(sequence_id)
             if sequence is None or token_count > sequence.limit:
                 busy.append((number, self.grow(sequence_id, token_count)))
@@ -227,7 +227,7 @@ class Pool:
         granted = min(sequence.token_count, max(keep_token_count or sequence.token_count, token_count))
         swaps: list[Swap] = []
         if digests:
-            for manager, part in zip(self.managers, sequence.parts, strict=True):
+            for manager, part in zip(self.managers, sequence.parts):
                 if granted == token_count or not manager.in_place:  # else it may be overwritten without a grow
                     manager.commit(part, committed, token_count, digests, swaps)
         sequence.committed_token_count = token_count
@@ -276,7 +276,7 @@ class Pool:
         length = parent.committed_token_count
         if self.groups.in_place and parent.token_count > length:
             return Result.UNCOMMITTED
-        parts = tuple([manager.fork(part, length) for manager, part in zip(self.managers, parent.parts, strict=True)])
+        parts = tuple([manager.fork(part, length) for manager, part in zip(self.managers, parent.parts)])
         child = SequenceState(parent.namespace, length, parent.priority, parts)
         child.quiet_until = parent.quiet_until
         if self.groups.in_place or length % self._edge_tokens:  # a block is shared that either side has yet to write
@@ -294,7 +294,7 @@ class Pool:
         sequence = self.sequences.pop(sequence_id, None)
         if sequence is None:
             return Result.NOT_FOUND
-        for manager, part in zip(self.managers, sequence.parts, strict=True):
+        for manager, part in zip(self.managers, sequence.parts):
             manager.free(part)
         self.gates.end_promise(sequence)
         if sequence.chain is not None:
@@ -336,5 +336,5 @@ class Pool:
         return sum(
             manager.footprint(part, sequence.token_count)
             for sequence in self.sequences.values()
-            for manager, part in zip(self.managers, sequence.parts, strict=True)
+            for manager, part in zip(self.managers, sequence.parts)
         )

@@ -108,8 +108,8 @@ class ReuseModel:
         if len(kinds) > 1:
             first, end = kinds.start, kinds.stop
             started = sum(self._started[first:end])
-            returned = [sum(column) for column in zip(*self._returned[first:end], strict=True)]
-            ended = [sum(column) for column in zip(*self._ended[first:end], strict=True)]
+            returned = [sum(column) for column in zip(*self._returned[first:end])]
+            ended = [sum(column) for column in zip(*self._ended[first:end])]
             expected = _hazards(started, returned, ended, seen, expected=expected, weight=weight)
             weight = _GROUP_POOLS * self._pool
         for kind in kinds:
@@ -151,7 +151,7 @@ def _values(hazards: list[float], edges: list[int]) -> list[float]:
     times, returns = [0.0], [0.0]
     time = back = 0.0
     alive, edge = 1.0, 0
-    for hazard, next_edge in zip(hazards, edges[1:], strict=True):
+    for hazard, next_edge in zip(hazards, edges[1:]):
         lost = alive * hazard
         back += lost
         time += (next_edge - edge) * (alive - lost / 2)

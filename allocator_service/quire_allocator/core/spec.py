@@ -125,8 +125,8 @@ class Victim(NamedTuple):
     token_count: int
 
 
-class GrowResult(NamedTuple):
-    """Answer to allocate and grow.
+class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
+    """Answer to allocate and grow. No tuple: making one of those costs as much as an append.
 
     Attributes:
         result: OK, NO_SPACE, NOT_FOUND, EXISTS, TOO_LONG, PENDING or QUOTA.
@@ -139,13 +139,44 @@ class GrowResult(NamedTuple):
         victim: whom to preempt (NO_SPACE only), if preempting anybody helps.
     """
 
-    result: Result
-    matched_token_count: int = 0
-    pending_token_count: int = 0
-    blocks: tuple[array[int], ...] = ()
-    copies: Sequence[Copy] = ()
-    shortfall: int = 0
-    victim: Victim | None = None
+    __slots__ = (
+        "blocks",
+        "copies",
+        "matched_token_count",
+        "pending_token_count",
+        "result",
+        "shortfall",
+        "victim",
+    )
+
+    def __init__(
+        self,
+        result: Result,
+        matched_token_count: int = 0,
+        pending_token_count: int = 0,
+        blocks: tuple[array[int], ...] = (),
+        copies: Sequence[Copy] = (),
+        *,
+        shortfall: int = 0,
+        victim: Victim | None = None,
+    ) -> None:
+        self.result = result
+        self.matched_token_count = matched_token_count
+        self.pending_token_count = pending_token_count
+        self.blocks = blocks
+        self.copies = copies
+        self.shortfall = shortfall
+        self.victim = victim
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GrowResult) and self._values() == other._values()
+
+    def __repr__(self) -> str:
+        return f"GrowResult{self._values()!r}"
+
+    def _values(self) -> tuple[object, ...]:
+        counts = (self.matched_token_count, self.pending_token_count)
+        return (self.result, *counts, self.blocks, list(self.copies), self.shortfall, self.victim)
 
 
 class CommitResult(NamedTuple):

@@ -143,7 +143,7 @@ class UnitManager(Manager):
             self._blocks.policy.stored(unit, None)
             self._log.stored(scope, b"", key[1], key[0])
             return unit
-        swaps.extend(Swap(group, position, block) for group, block in zip(self.groups, other.blocks, strict=True))
+        swaps.extend(Swap(group, position, block) for group, block in zip(self.groups, other.blocks))
         self._hold(other)
         self._release(unit)
         return other

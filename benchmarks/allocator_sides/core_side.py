@@ -63,6 +63,9 @@ class CoreSide:
 def _long_prompts(work: Round) -> Costs:
     pool, ids = new_pool(), count(1)
     costs: Costs = {}
+    unnamed = [next(ids) for _ in work.prompts]  # touches the memory, as in a server that has run for a while
+    assert {pool.allocate(sequence, LONG_TOKENS).result for sequence in unnamed} == {Result.OK}
+    _free(pool, unnamed)
 
     def admit(prompts: list[bytes], matched: int) -> tuple[float, float, list[int]]:
         """Cost of allocating, of publishing what was not found, and the sequences."""

@@ -24,6 +24,7 @@ import contextlib
 import hashlib
 import struct
 import sys
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -259,10 +260,15 @@ def _int32_bytes(tokens: Sequence[int]) -> bytes:
     """The tokens as little-endian int32: a copy of their memory where that is what they are already."""
     if not isinstance(tokens, list | tuple):
         with contextlib.suppress(TypeError, NotImplementedError):  # no array, or of a format that Python does not read
-            array = memoryview(tokens)  # type: ignore[arg-type]
-            if array.format in ("i", "l") and array.itemsize == 4 and sys.byteorder == "little":
-                return array.tobytes()
-            tokens = array.tolist()
+            view = memoryview(tokens)  # type: ignore[arg-type]
+            if view.format in ("i", "l") and view.itemsize == 4 and sys.byteorder == "little":
+                return view.tobytes()
+            tokens = view.tolist()
+    if sys.byteorder == "little":
+        with contextlib.suppress(OverflowError, TypeError):  # a negative one, or none that an array takes
+            packed = array("I", tokens).tobytes()
+            if packed[3::4].isascii():  # nobody's highest bit is set; structs take twice as long
+                return packed
     parts = (tokens[first : first + _PACKED_TOKENS] for first in range(0, len(tokens), _PACKED_TOKENS))
     try:
         return b"".join([struct.pack(f"<{len(part)}i", *part) for part in parts])

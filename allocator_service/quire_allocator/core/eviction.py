@@ -180,7 +180,7 @@ class ReuseValue(EvictionPolicy):
             return
         group = entry.origin
         if kind is None:
-            end = entry.first_position + count
+            end = float(entry.first_position + count)
             mean = self._length_mean or end
             self._length_mean = mean + (end - mean) / _LENGTH_MEMORY
             entry.kind = kind = group * _LENGTHS + bisect_left(_LENGTH_EDGES, end / mean)

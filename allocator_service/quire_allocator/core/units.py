@@ -111,6 +111,8 @@ class UnitManager(Manager):
     def _new_units(self, scope: UnitScope, blocks: array[int]) -> list[Unit]:
         width = self.width
         scope.held += len(blocks)
+        if len(blocks) == width:  # most often, while decoding
+            return [Unit(scope, blocks)]
         return [Unit(scope, blocks[i : i + width]) for i in range(0, len(blocks), width)]
 
     def _hold_hit(self, hit: UnitHit) -> None:

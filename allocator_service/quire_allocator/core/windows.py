@@ -119,11 +119,10 @@ class WindowManager(UnitManager):
         """Gives back what fell out, deepest first: of what stays cached, short prefixes serve most prompts."""
         gone = self._rule.first_needed(committed) // self.block_size - part.first
         if gone > 0:
-            fallen = part.units[:gone]
+            for i in range(gone - 1, -1, -1):
+                self._release(part.units[i])
             del part.units[:gone]
             part.first += gone
-            for unit in reversed(fallen):
-                self._release(unit)
         return self.settled_until(part, committed)
 
     def settled_until(self, part: WindowPart, committed: int) -> int:

@@ -47,12 +47,14 @@ class Reason(enum.StrEnum):
     REPORT_ADMISSION = "REPORT_ADMISSION"
     QUEUE_FULL = "QUEUE_FULL"
     WATCHER_SLOW = "WATCHER_SLOW"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
     DRAINING = "DRAINING"
     ALLOCATOR_LOST = "ALLOCATOR_LOST"
     IDLE = "IDLE"
     TOKEN = "TOKEN"
     POOL_QUARANTINED = "POOL_QUARANTINED"
     MODEL_FAILED = "MODEL_FAILED"
+    TOKENIZER_FAILED = "TOKENIZER_FAILED"
 
 
 class QuireError(Exception):
@@ -207,12 +209,14 @@ _CODE_OF: Final[dict[Reason, grpc.StatusCode]] = {
     Reason.REPORT_ADMISSION: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Reason.WATCHER_SLOW: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Reason.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Reason.OUT_OF_MEMORY: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Reason.DRAINING: grpc.StatusCode.UNAVAILABLE,
     Reason.ALLOCATOR_LOST: grpc.StatusCode.UNAVAILABLE,
     Reason.IDLE: grpc.StatusCode.DEADLINE_EXCEEDED,
     Reason.TOKEN: grpc.StatusCode.UNAUTHENTICATED,
     Reason.POOL_QUARANTINED: grpc.StatusCode.INTERNAL,
     Reason.MODEL_FAILED: grpc.StatusCode.INTERNAL,
+    Reason.TOKENIZER_FAILED: grpc.StatusCode.INTERNAL,
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from quire_worker.sampler import SAMPLE_COUNT_MAX, SamplingParams, new_generator, probabilities_of, sample
+from quire_worker.sampler import SAMPLE_COUNT_MAX, SamplingParams, finite_rows, new_generator, probabilities_of, sample
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 VOCABULARY = 211
@@ -109,13 +109,30 @@ def test_seed_and_sample_index_decide_the_stream() -> None:
     assert first(None, 0) != first(None, 0)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_no_numbers_are_refused_and_the_row_named(bad: float, temperature: float) -> None:
-    logits = random_logits(3)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e36])
+def test_rows_whose_largest_logit_is_no_number_at_every_temperature_are_told_apart(bad: float) -> None:
+    logits = random_logits(4)
     logits[1, 17] = bad
-    with pytest.raises(ValueError, match=r"\[1\]"):
-        sample(logits, [SamplingParams(temperature=temperature)] * 3, [new_generator(0, row) for row in range(3)])
+    logits[2, :-1] = -math.inf
+    logits[3] = -math.inf
+    assert finite_rows(logits) == [True, False, True, False]
+
+
+def test_sampling_that_runs_out_of_memory_leaves_the_generators_where_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def without_memory(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    logits, params = random_logits(3), [SamplingParams(temperature=1.0)] * 3
+    expected = sample(logits, params, [new_generator(5, row) for row in range(3)])
+    generators = [new_generator(5, row) for row in range(3)]
+    for step in ("cumsum", "softmax"):
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, step, without_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                sample(logits, params, generators)
+    assert sample(logits, params, generators) == expected
 
 
 def test_tokens_ruled_out_by_minus_infinity_are_never_drawn() -> None:

@@ -18,25 +18,19 @@ from quire.hashing import root_digest
 from quire.session import PoolSession, SessionLostError
 from quire.steps import StepOutcome
 
-from quire_worker.batch import Chunk, build_batch
 from quire_worker.cache import KVCache
+from quire_worker.failures import TOKENIZER, DeviceLostError, Failure
 from quire_worker.model import PagedModel
 from quire_worker.request import Delivery, FinishReason, Request, Sample
-from quire_worker.sampler import SamplingParams, new_generator, sample
-from quire_worker.scheduler import Batch, Plan, Scheduler, Work
+from quire_worker.runner import Computed, Draw, compute
+from quire_worker.sampler import SamplingParams, new_generator
+from quire_worker.scheduler import Batch, Plan, Scheduler
 from quire_worker.telemetry import WorkerTelemetry
-from quire_worker.tokenizer import Tokenizer
+from quire_worker.tokenizer import Tokenizer, TokenizerError
 
 log = structlog.get_logger()
 
 NOTHING_ASKED = StepOutcome([], [], [], [], [], [], 0)
-
-
-class Draw(NamedTuple):
-    """One token to sample: for `sample`, from the logits after `parent`'s last token (itself, unless it is a fork)."""
-
-    sample: Sample
-    parent: Sample
 
 
 class Ahead(NamedTuple):
@@ -82,6 +76,7 @@ class Engine:
 
         Raises:
             QuireError: the allocator refuses this worker's steps; nothing can go on.
+            DeviceLostError: neither can anything be computed.
         """
         try:
             while not self._stopping:
@@ -89,6 +84,9 @@ class Engine:
                 if not self.scheduler.has_work:
                     await self._wake.wait()
                 await self.step()
+        except DeviceLostError:
+            self.fail_all(QuireError.of(Reason.MODEL_FAILED, "the worker lost its device"))
+            raise
         finally:
             self.fail_all(QuireError.of(Reason.DRAINING, "the worker is shutting down"))
 
@@ -104,11 +102,10 @@ class Engine:
         self.telemetry.observe_blocks(outcome, self.scheduler.running, self.cache.block_count)
         if batch.work:
             self._ask_ahead(batch)
-            draws = self._draws(batch.work)
-            tokens = await self._compute(batch, draws)
-            if tokens is not None:
-                self.scheduler.advance(batch.work)
-                self._hand_out(draws, tokens)
+            computed = await self._compute(batch)
+            self._end_failed(computed)
+            self.scheduler.advance(computed.work)
+            self._hand_out(computed.tokens)
             self.telemetry.step_seconds.observe(self._clock() - started)
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -239,55 +236,44 @@ class Engine:
         self.telemetry.observe_blocks(outcome, self.scheduler.running, self.cache.block_count)
         return True
 
-    def _draws(self, work: Sequence[Work]) -> list[Draw]:
-        """Tokens to sample after this batch; when a prompt's prefill ends, the first of all its samples."""
-        draws = []
-        for item in work:
-            if item.is_complete:
-                first = item.sample
-                draws.append(Draw(first, first))
-                if first.index == 0 and first.output_token_count == 0:
-                    draws += [Draw(fork, first) for fork in first.request.samples[1:]]
-        return draws
+    async def _compute(self, batch: Batch) -> Computed:
+        """Runs copies, forward pass and sampling on the model's thread.
 
-    async def _compute(self, batch: Batch, draws: Sequence[Draw]) -> list[int] | None:
-        """Runs copies, forward pass and sampling on the model's thread; one token per draw.
-
-        If that fails, the requests of this batch end with MODEL_FAILED, and None says that nothing was computed.
+        Raises:
+            DeviceLostError: nothing can be computed any more.
         """
         started = self._clock()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._run_model, batch, draws)
-        except Exception as error:
-            log.exception("forward pass failed")
-            for request in {item.sample.request for item in batch.work}:
-                self._fail(request, QuireError.of(Reason.MODEL_FAILED, f"forward pass failed: {type(error).__name__}"))
-            return None
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, compute, self.model, self.cache, batch)
         finally:
             self.telemetry.forward_s += self._clock() - started
 
-    def _run_model(self, batch: Batch, draws: Sequence[Draw]) -> list[int]:
-        self.cache.copy_blocks([copy.source for copy in batch.copies], [copy.destination for copy in batch.copies])
-        chunks = []
-        row_of: dict[Sample, int] = {}
-        for item in batch.work:
-            start = item.sample.computed
-            tokens = item.sample.tokens[start : start + item.token_count]
-            chunks.append(Chunk(tokens, start, item.sample.table, needs_logits=item.is_complete))
-            if item.is_complete:
-                row_of[item.sample] = len(row_of)
-        forward = build_batch(chunks, block_size=self.cache.spec.block_size, device=self.model.device)
-        logits = self.model.forward(forward, self.cache)
-        rows = logits[[row_of[draw.parent] for draw in draws]]
-        return sample(rows, [draw.sample.request.sampling for draw in draws], [draw.sample.generator for draw in draws])
+    def _end_failed(self, computed: Computed) -> None:
+        """Ends the requests that could not be computed, before anything counts as computed: of what they wrote nothing
+        is published."""
+        self.telemetry.retry_count += computed.retry_count
+        failures = dict(computed.failures)
+        if computed.lost_blocks:  # also of samples that had no turn
+            for holder in self.scheduler.running:
+                for block in computed.lost_blocks.keys() & set(holder.table):
+                    failures.setdefault(holder.request, computed.lost_blocks[block])
+        for request, failure in failures.items():
+            self._fail(request, self.failed(request.request_id, failure))
+
+    def failed(self, request_id: str, failure: Failure) -> QuireError:
+        """Counts and logs a failure of one request, and returns what to tell its caller."""
+        self.telemetry.failures[failure.kind] += 1
+        log.error("request failed", request_id=request_id, kind=failure.kind.value, reason=failure.reason)
+        return QuireError.of(failure.reason, failure.message)
 
     def _fail(self, request: Request, error: QuireError) -> None:
         self.scheduler.cancel(request)
         request.deliveries.put_nowait(error)
 
-    def _hand_out(self, draws: Sequence[Draw], tokens: Sequence[int]) -> None:
+    def _hand_out(self, tokens: Sequence[tuple[Draw, int]]) -> None:
         """Extends every sample by its token and delivers it."""
-        for (drawn, parent), token in zip(draws, tokens, strict=True):
+        for (drawn, parent), token in tokens:
             if drawn.has_ended:  # cancelled while the model ran
                 continue
             if drawn is not parent:
@@ -295,7 +281,11 @@ class Engine:
             self.scheduler.extend(drawn, token, is_stop=self._is_stop(drawn.request, token))
             if drawn is not parent and not drawn.has_ended:
                 self.scheduler.add_fork(drawn)
-            self._deliver(drawn, [] if drawn.finish_reason is FinishReason.STOP else [token])
+            try:
+                self._deliver(drawn, [] if drawn.finish_reason is FinishReason.STOP else [token])
+            except TokenizerError as error:
+                log.warning("decoding failed", error=str(error))
+                self._fail(drawn.request, self.failed(drawn.request.request_id, TOKENIZER))
 
     def _is_stop(self, request: Request, token: int) -> bool:
         sampling: SamplingParams = request.sampling

@@ -84,32 +84,38 @@ def new_generator(seed: int | None, sample_index: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest.digest()[:4], "little"))
 
 
-def sample(logits: torch.Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator]) -> list[int]:
-    """One token per row.
+def finite_rows(logits: torch.Tensor) -> list[bool]:
+    """Which rows can be sampled from: their largest logit is a number, and stays one at any temperature.
 
     Args:
-        logits: float32 `[rows, vocabulary]`.
+        logits: float32 `[rows, vocabulary]`; -inf rules out a token, and does no harm unless it rules out all.
+    """
+    bound = torch.finfo(torch.float32).max * TEMPERATURE_MIN
+    rows: list[bool] = (logits.amax(dim=-1).abs() <= bound).tolist()  # NaN is the largest, and below nothing
+    return rows
+
+
+def sample(logits: torch.Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator]) -> list[int]:
+    """One token per row. Random numbers are drawn last: if memory runs out, the generators have not moved.
+
+    Args:
+        logits: float32 `[rows, vocabulary]`, all of them `finite_rows`.
         params: per row, valid.
         generators: per row, from `new_generator`; greedy rows leave theirs untouched.
 
     Raises:
-        ValueError: `logits`, `params` and `generators` differ in length, or a row's largest logit is not a finite
-            number.
+        ValueError: `logits`, `params` and `generators` differ in length.
     """
     if not logits.shape[0] == len(params) == len(generators):
         raise ValueError(f"{logits.shape[0]} rows of logits, {len(params)} params and {len(generators)} generators")
     if logits.shape[0] == 0:
         return []
-    largest, likeliest = logits.max(dim=-1)  # NaN counts as the largest
-    finite = largest.isfinite()
-    if not finite.all():
-        raise ValueError(f"logits of rows {(~finite).nonzero().flatten().tolist()} hold NaN or infinity")
-    tokens: list[int] = likeliest.tolist()
+    tokens: list[int] = logits.argmax(dim=-1).tolist()
     rows = [row for row, row_params in enumerate(params) if not row_params.is_greedy]
     if rows:
-        uniforms = [torch.rand(1, dtype=torch.float64, generator=generators[row]) for row in rows]
         probabilities = probabilities_of(logits[rows], [params[row] for row in rows])
         cumulative = probabilities.to(torch.float64).cumsum(dim=-1)
+        uniforms = [torch.rand(1, dtype=torch.float64, generator=generators[row]) for row in rows]
         threshold = torch.stack(uniforms).to(logits.device) * cumulative[:, -1:]  # [rows, 1]
         drawn = torch.searchsorted(cumulative, threshold, right=True)  # never a token of probability 0
         for row, token in zip(rows, drawn.flatten().tolist(), strict=True):

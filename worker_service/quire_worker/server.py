@@ -28,6 +28,7 @@ from quire.v1 import worker_pb2_grpc as pb_grpc
 from quire_worker.cache import KVCache
 from quire_worker.checkpoint import ModelError
 from quire_worker.engine import Engine
+from quire_worker.failures import DeviceLostError
 from quire_worker.model import PagedModel, load_model
 from quire_worker.scheduler import Scheduler
 from quire_worker.service import WorkerService
@@ -210,6 +211,7 @@ async def serve(options: argparse.Namespace) -> None:
         UsageError: an address is unsafe or taken, or a file is unusable.
         ModelError: the checkpoint cannot be served; the message says why.
         QuireError: the allocator refuses this worker for good.
+        DeviceLostError: the device failed; its last requests were told.
     """
     stop = stop_event()
     calls_max = 4 * (options.max_waiting + options.max_running)  # the queue is what refuses, with a reason
@@ -277,5 +279,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (UsageError, ModelError) as error:
         print(f"quire-worker: {error}", file=sys.stderr)  # noqa: T201 - a usage error, as argparse prints its own
         sys.exit(2)
-    except QuireError as error:
+    except (QuireError, DeviceLostError) as error:
         sys.exit(f"quire-worker: {error}")

@@ -11,14 +11,16 @@ from typing import Any, TypeAlias
 import structlog
 from grpc import aio
 from quire._serving.rpc import abort
-from quire.errors import QuireError, Reason
+from quire.errors import InternalError, QuireError, Reason
 from quire.limits import NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
 from quire.v1 import worker_pb2 as pb
 from quire.v1 import worker_pb2_grpc as pb_grpc
 
 from quire_worker.engine import Engine
+from quire_worker.failures import TOKENIZER
 from quire_worker.request import Delivery, FinishReason, Request
 from quire_worker.sampler import MAX_TOKENS_DEFAULT, SamplingParams
+from quire_worker.tokenizer import TokenizerError
 
 log = structlog.get_logger()
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
@@ -54,7 +56,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
                 yield response
             outcome = "finished"
         except QuireError as error:
-            outcome = "failed" if outcome == "cancelled" else outcome
+            outcome = "failed" if outcome == "cancelled" or isinstance(error, InternalError) else outcome
             await abort(context, error)
         finally:  # also on cancellation, deadline, and a connection that is gone
             if running is not None:
@@ -98,16 +100,17 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         _require(len(request.request_id) <= REQUEST_ID_CHARACTERS_MAX, "request_id must be at most 64 characters")
         _require(len(request.namespace.encode()) <= NAMESPACE_BYTES_MAX, "namespace must be at most 128 bytes")
         sampling = _sampling(request.sampling)
-        prompt = await self._tokens(request)
+        request_id = request.request_id or uuid.uuid4().hex
+        prompt = await self._tokens(request, request_id)
         self._check_prompt(prompt)
         return self._engine.submit(
-            request_id=request.request_id or uuid.uuid4().hex,
+            request_id=request_id,
             prompt=prompt,
             sampling=sampling,
             namespace=request.namespace,
         )
 
-    async def _tokens(self, request: pb.GenerateRequest) -> list[int]:
+    async def _tokens(self, request: pb.GenerateRequest, request_id: str) -> list[int]:
         kind = request.WhichOneof("prompt")
         _require(kind is not None, "prompt is missing: give text or tokens")
         if kind == "tokens":
@@ -115,7 +118,11 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         if len(request.text.encode()) > TEXT_BYTES_MAX:
             raise QuireError.of(Reason.TOO_LARGE, f"text must be at most {TEXT_BYTES_MAX} bytes")
         # On another thread: a long text takes a while, and others are streaming.
-        return await asyncio.to_thread(self._engine.tokenizer.encode, request.text)
+        try:
+            return await asyncio.to_thread(self._engine.tokenizer.encode, request.text)
+        except TokenizerError as error:
+            log.warning("encoding failed", error=str(error))
+            raise self._engine.failed(request_id, TOKENIZER) from None
 
     def _check_prompt(self, prompt: list[int]) -> None:
         longest = self._engine.scheduler.sequence_tokens_max - 1  # one token has to follow

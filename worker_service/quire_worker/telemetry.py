@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from quire._serving.metrics import Histogram
 from quire.steps import StepOutcome
 
+from quire_worker.failures import FailureKind
 from quire_worker.request import Request, Sample
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ METRIC_NAMES = frozenset(
         "quire_worker_requests_total",
         "quire_worker_tokens_total",
         "quire_worker_preemptions_total",
+        "quire_worker_failures_total",
+        "quire_worker_retries_total",
         "quire_worker_step_seconds",
         "quire_worker_time_to_first_token_seconds",
         "quire_worker_allocator_wait_seconds_total",
@@ -40,6 +43,8 @@ class WorkerTelemetry:
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()  # finished, cancelled, rejected, failed
+        self.failures: Counter[FailureKind] = Counter()
+        self.retry_count = 0  # passes, copies and samplings that had to be tried again in parts
         self.prompt_token_count = 0
         self.cached_token_count = 0
         self.output_token_count = 0
@@ -97,6 +102,12 @@ class WorkerCollector(Collector):
         for outcome in ("finished", "cancelled", "rejected", "failed"):
             requests.add_metric([outcome], numbers.outcomes[outcome])
         yield requests
+        failures = CounterMetricFamily(
+            "quire_worker_failures", "Requests that the worker itself could not finish.", labels=["kind"]
+        )
+        for kind in FailureKind:
+            failures.add_metric([kind.value], numbers.failures[kind])
+        yield failures
         tokens = CounterMetricFamily(
             "quire_worker_tokens", "Tokens of prompts, of these found in the cache, and generated.", labels=["kind"]
         )
@@ -106,6 +117,7 @@ class WorkerCollector(Collector):
         yield tokens
         for name, text, value in (
             ("preemptions", "Samples whose blocks were taken back.", self._engine.scheduler.preemption_count),
+            ("retries", "Passes that failed and were computed in parts.", numbers.retry_count),
             ("allocator_wait_seconds", "Time spent waiting for the allocator.", numbers.allocator_wait_s),
             ("forward_seconds", "Time spent in copies, forward passes and sampling.", numbers.forward_s),
         ):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import tokenizers
@@ -11,6 +12,21 @@ from transformers import AutoTokenizer
 from quire_worker.checkpoint import CheckpointError
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character (yet) are decoded to
+
+
+class TokenizerError(Exception):
+    """The tokenizer failed on one text or some tokens. The message names the kind of error and nothing of the text."""
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """What the library raises as TokenizerError. A panic of its compiled part is no `Exception`."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise TokenizerError(f"the tokenizer raised {type(error).__name__}") from None
 
 
 class Tokenizer:
@@ -42,12 +58,22 @@ class Tokenizer:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens that the checkpoint puts around a text (often one at the start)."""
-        return self._backend.encode(text).ids
+        """Token ids, with the special tokens that the checkpoint puts around a text (often one at the start).
+
+        Raises:
+            TokenizerError: the tokenizer cannot do it.
+        """
+        with _named():
+            return self._backend.encode(text).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text without special tokens. Ids outside the vocabulary have no text."""
-        return self._backend.decode(list(tokens), skip_special_tokens=True)
+        """Text without special tokens. Ids outside the vocabulary have no text.
+
+        Raises:
+            TokenizerError: the tokenizer cannot do it.
+        """
+        with _named():
+            return self._backend.decode(list(tokens), skip_special_tokens=True)
 
     def new_stream(self) -> StreamDecoder:
         """A decoder for one sample's tokens."""
@@ -65,6 +91,8 @@ class StreamDecoder:
     So each push decodes a handful of tokens, not the whole text. One exception to the equality, with byte-fallback
     tokenizers only: they decode a run of bytes that holds an invalid one to U+FFFD as a whole, which a stream that has
     handed out the run's first characters cannot take back.
+
+    `push` and `flush` raise TokenizerError where `decode` does; the stream is over then.
     """
 
     def __init__(self, tokenizer: Tokenizer, special_ids: frozenset[int]) -> None:

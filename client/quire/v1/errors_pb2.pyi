@@ -68,6 +68,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """RESOURCE_EXHAUSTED: the worker's queue of waiting requests is full."""
     REASON_WATCHER_SLOW: _Reason.ValueType  # 34
     """RESOURCE_EXHAUSTED: this watch fell behind the events that are kept; start it over from a snapshot."""
+    REASON_OUT_OF_MEMORY: _Reason.ValueType  # 36
+    """RESOURCE_EXHAUSTED: the worker's device had no memory left to compute this request, not even by itself."""
     REASON_DRAINING: _Reason.ValueType  # 40
     """UNAVAILABLE: the server is shutting down and takes no new work."""
     REASON_ALLOCATOR_LOST: _Reason.ValueType  # 41
@@ -79,7 +81,9 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_POOL_QUARANTINED: _Reason.ValueType  # 60
     """INTERNAL: an invariant of this pool was found broken; the pool takes no step until it is attached anew."""
     REASON_MODEL_FAILED: _Reason.ValueType  # 61
-    """INTERNAL: the forward pass of this request failed."""
+    """INTERNAL: the forward pass of this request failed, or gave no numbers."""
+    REASON_TOKENIZER_FAILED: _Reason.ValueType  # 62
+    """INTERNAL: the worker's tokenizer failed on this request's text or tokens."""
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
     """Reason: one cause, one canonical code (named in each comment)."""
@@ -124,6 +128,8 @@ REASON_QUEUE_FULL: Reason.ValueType  # 33
 """RESOURCE_EXHAUSTED: the worker's queue of waiting requests is full."""
 REASON_WATCHER_SLOW: Reason.ValueType  # 34
 """RESOURCE_EXHAUSTED: this watch fell behind the events that are kept; start it over from a snapshot."""
+REASON_OUT_OF_MEMORY: Reason.ValueType  # 36
+"""RESOURCE_EXHAUSTED: the worker's device had no memory left to compute this request, not even by itself."""
 REASON_DRAINING: Reason.ValueType  # 40
 """UNAVAILABLE: the server is shutting down and takes no new work."""
 REASON_ALLOCATOR_LOST: Reason.ValueType  # 41
@@ -135,5 +141,7 @@ REASON_TOKEN: Reason.ValueType  # 50
 REASON_POOL_QUARANTINED: Reason.ValueType  # 60
 """INTERNAL: an invariant of this pool was found broken; the pool takes no step until it is attached anew."""
 REASON_MODEL_FAILED: Reason.ValueType  # 61
-"""INTERNAL: the forward pass of this request failed."""
+"""INTERNAL: the forward pass of this request failed, or gave no numbers."""
+REASON_TOKENIZER_FAILED: Reason.ValueType  # 62
+"""INTERNAL: the worker's tokenizer failed on this request's text or tokens."""
 Global___Reason: _TypeAlias = Reason  # noqa: Y015

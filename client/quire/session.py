@@ -115,6 +115,16 @@ class PoolSession:
         """Steps that were submitted and not answered yet."""
         return self._owner.unanswered_count
 
+    @property
+    def report_count(self) -> int:
+        """Block reports that an allocator asked for."""
+        return self._owner.report_count
+
+    @property
+    def disagreement_count(self) -> int:
+        """Times that the allocator's state was another than ours."""
+        return self._owner.disagreement_count
+
     async def open(self) -> None:
         """Attaches, waiting as long as it takes for an allocator that is down or a former owner's lease to end.
 

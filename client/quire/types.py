@@ -141,6 +141,9 @@ class WorkerStatus:
     preemption_count: int
     held_block_count_max: int
     table_entry_count_max: int
+    state_digest: bytes  # of the block tables as the worker knows them
+    report_count: int  # block reports, the first and empty one included
+    disagreement_count: int  # times that the allocator's state was another
 
 
 # ----------------------------------------------------------------------------------------------------------------------

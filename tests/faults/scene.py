@@ -6,15 +6,21 @@ import asyncio
 import contextlib
 import random
 import signal
+import statistics
 import time
+import urllib.request
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NamedTuple
 
+from prometheus_client.parser import text_string_to_metric_families
 from quire import AsyncAllocatorClient
+from quire.errors import QuireError
 from quire.local import ServerProcess
 from quire.session import PoolSession
+from quire.state import SequenceRow, state_digest
 from quire.steps import StepBuilder, StepOutcome
 from quire.v1 import allocator_pb2 as pb
 
@@ -22,14 +28,14 @@ from tests.simulation.histories import History, pool_spec
 
 
 class Proxy:
-    """Forwards TCP connections to whatever `target` is; can cut them, or swallow everything."""
+    """Forwards TCP connections to whatever `target` is; can cut them, or hold back what they carry."""
 
     def __init__(self) -> None:
         self.target = ""
         self.address = ""
-        self._open = asyncio.Event()
-        self._open.set()
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._bytes_left: int | None = None  # to forward towards the target before everything is cut
+        self._connections: set[_Connection] = set()
+        self._swallowed = _Open(True, True)
 
     async def start(self) -> None:
         """Listens on a free port."""
@@ -40,22 +46,40 @@ class Proxy:
     async def stop(self) -> None:
         """Ends everything."""
         self._server.close()
-        self._open.set()
+        self.let_through()
         self.cut()
 
     def cut(self) -> None:
         """Closes every connection; new ones are forwarded."""
-        for writer in self._writers:
-            writer.close()
-        self._writers.clear()
+        for connection in self._connections:
+            connection.close()
+        self._connections.clear()
+
+    def cut_after(self, byte_count: int) -> None:
+        """Closes every connection in the middle of whatever is being sent, once so much more has been."""
+        self._bytes_left = byte_count
 
     def swallow(self) -> None:
-        """A black hole: connections stay, nothing gets through."""
-        self._open.clear()
+        """A black hole: connections stay, new ones too, and nothing gets through."""
+        self._hold_back(_Open(False, False))
+
+    def swallow_replies(self) -> None:
+        """Only what the target sends does not get through."""
+        self._hold_back(_Open(True, False))
+
+    def strand(self) -> None:
+        """The connections that are open become a black hole; new ones are forwarded."""
+        for connection in self._connections:
+            connection.hold_back(_Open(False, False))
 
     def let_through(self) -> None:
-        """Ends that; what was swallowed is late, not lost."""
-        self._open.set()
+        """Ends all that; what was held back is late, not lost."""
+        self._hold_back(_Open(True, True))
+
+    def _hold_back(self, swallowed: _Open) -> None:
+        self._swallowed = swallowed
+        for connection in self._connections:
+            connection.hold_back(swallowed)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host, port = self.target.rsplit(":", 1)
@@ -64,23 +88,68 @@ class Proxy:
         except OSError:
             writer.close()
             return
-        self._writers |= {writer, back}
-        await asyncio.gather(self._pump(reader, back), self._pump(there, writer))
+        connection = _Connection(writer, back)
+        connection.hold_back(self._swallowed)
+        self._connections.add(connection)
+        await asyncio.gather(
+            self._pump(reader, back, connection.requests, self._metered),
+            self._pump(there, writer, connection.replies, lambda data: data),
+        )
+        self._connections.discard(connection)
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pump(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        gate: asyncio.Event,
+        passing: Callable[[bytes], bytes],
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(65_536):
-                await self._open.wait()
-                writer.write(data)
+                await gate.wait()
+                writer.write(passing(data))
                 await writer.drain()
+                if self._bytes_left == 0:
+                    self._bytes_left = None
+                    self.cut()
         writer.close()
+
+    def _metered(self, data: bytes) -> bytes:
+        if self._bytes_left is not None:
+            data = data[: self._bytes_left]
+            self._bytes_left -= len(data)
+        return data
+
+
+class _Open(NamedTuple):
+    requests: bool
+    replies: bool
+
+
+class _Connection:
+    """Both ends of a forwarded connection, and a gate each way."""
+
+    def __init__(self, *writers: asyncio.StreamWriter) -> None:
+        self.requests, self.replies = asyncio.Event(), asyncio.Event()
+        self._writers = writers
+
+    def hold_back(self, is_open: _Open) -> None:
+        for gate, opens in zip((self.requests, self.replies), is_open, strict=True):
+            gate.set() if opens else gate.clear()
+
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.close()
+        self.hold_back(_Open(True, True))  # who waits there finds out
 
 
 class Place:
     """Where an allocator runs: one process after another on the same port."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         self._folder = folder
+        self._arguments = arguments
+        self._environment = environment
         self._count = 0
         self.address = "127.0.0.1:0"
 
@@ -89,8 +158,10 @@ class Place:
         self._count += 1
         folder = self._folder / str(self._count)
         folder.mkdir(parents=True)
-        arguments = ["--listen", self.address, "--metrics", "127.0.0.1:0", "--check-invariants"]
-        self.server = ServerProcess("quire_allocator", arguments, folder=folder, log=folder / "log")
+        arguments = ["--listen", self.address, "--metrics", "127.0.0.1:0", "--check-invariants", *self._arguments]
+        self.server = ServerProcess(
+            "quire_allocator", arguments, folder=folder, log=folder / "log", environment=self._environment
+        )
         await asyncio.to_thread(self.server.wait_ready, deadline=time.monotonic() + 60)
         self.address = self.server.address
 
@@ -103,6 +174,69 @@ class Place:
         """Any other signal."""
         self.server.process.send_signal(number)
 
+    def stop(self) -> None:
+        """Ends it, also where it stands still."""
+        self.send(signal.SIGCONT)
+        self.server.stop()
+
+
+class Name:
+    """The name that owners know: behind it one allocator, and the next one already up."""
+
+    def __init__(self, folder: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+        self.proxy = Proxy()
+        self.place = Place(folder / "one", *arguments, environment=environment)
+        self._next = Place(folder / "two", *arguments, environment=environment)
+        self._starting: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Returns when it can be attached to."""
+        await asyncio.gather(self.place.start(), self._next.start(), self.proxy.start())
+        self.proxy.target = self.place.address
+
+    async def replace(self) -> None:
+        """kill -9; whoever comes back finds an empty one. Returns once it is dead."""
+        if self._starting is not None:
+            await self._starting
+        self.proxy.target = self._next.address
+        self.place.kill()
+        self.place, self._next = self._next, self.place
+        self._starting = asyncio.create_task(self._next.start())
+
+    async def turn(self) -> None:
+        """The name stands for the other one now, with whatever that knows; both live."""
+        if self._starting is not None:
+            await self._starting
+        self.place, self._next = self._next, self.place
+        self.proxy.target = self.place.address
+        self.proxy.cut()
+
+    async def stop(self) -> None:
+        """Ends everything."""
+        if self._starting is not None:
+            await self._starting
+        await self.proxy.stop()
+        for place in (self.place, self._next):
+            place.stop()
+
+
+def report(what: str, seconds: list[float]) -> None:
+    """Prints recovery times."""
+    ordered = sorted(seconds)
+    p99 = ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
+    print(
+        f"{what}: {len(seconds)} runs, median {statistics.median(seconds):.3f} s, p99 {p99:.3f} s,"
+        f" worst {ordered[-1]:.3f} s",
+        flush=True,
+    )
+
+
+async def metric(place: Place, name: str) -> float:
+    """The sum of a metric of an allocator, over its labels."""
+    with await asyncio.to_thread(urllib.request.urlopen, f"http://{place.server.metrics_address}/metrics") as page:
+        families = list(text_string_to_metric_families(page.read().decode()))
+    return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+
 
 class Owner:
     """A session with an engine at random behind it."""
@@ -111,48 +245,84 @@ class Owner:
         self.session = session
         self.history = History(spec, random.Random(seed))
 
-    async def step(self) -> None:
+    async def step(self) -> StepOutcome:
         """Asks, acts on the answer, and reads everything back."""
         step = self.history.make()
-        await self.act(step, await self.session.submit(step))
+        return await self.act(step, await self.session.submit(step))
 
-    async def act(self, step: StepBuilder, answer: asyncio.Future[StepOutcome]) -> None:
+    async def act(self, step: StepBuilder, answer: asyncio.Future[StepOutcome]) -> StepOutcome:
         """The second half of a step."""
-        self.history.take(step.message, await answer, self.session.ledger)
+        outcome = await answer
+        self.history.take(step.message, outcome, self.session.ledger)
         self.history.check(self.session.ledger)
+        return outcome
 
     async def check(self, place: Place) -> None:
         """The allocator has the same sequences on the same blocks, and all others are free."""
-        async with AsyncAllocatorClient(place.address) as client:
-            seen = await client._stub.GetPool(pb.GetPoolRequest(pool="pool", view=pb.POOL_VIEW_BLOCKS))
-        there = {
-            s.sequence_id: (s.token_count, s.committed_token_count, [array("I", t.blocks) for t in s.tables])
-            for s in seen.sequences
-        }
-        ledger = self.session.ledger
-        here = {
-            row.sequence_id: (row.token_count, row.committed_token_count, list(row.tables)) for row in ledger.rows()
-        }
-        assert there == here
+        seen = await pool_of(place, self.session.pool)
+        assert state_digest(rows_of(seen)) == self.session.ledger.digest()
         held = {block for block, state in enumerate(seen.block_states) if state >= 2}
-        assert held == ledger.held_blocks(), "a block leaked"
+        assert held == self.session.ledger.held_blocks(), "a block leaked"
+        assert self.session.disagreement_count == 0
+
+
+async def pool_of(place: Place, pool: str) -> pb.GetPoolResponse:
+    """A pool with its tables, past any proxy."""
+    async with AsyncAllocatorClient(place.address) as client:
+        return await client._stub.GetPool(pb.GetPoolRequest(pool=pool, view=pb.POOL_VIEW_BLOCKS))
+
+
+def rows_of(seen: pb.GetPoolResponse) -> list[SequenceRow]:
+    """The sequences of a pool, as the digest of its state wants them."""
+    assert not seen.truncated
+    return [
+        SequenceRow(
+            row.sequence_id,
+            row.token_count,
+            row.committed_token_count,
+            row.namespace,
+            [array("I", table.blocks) for table in row.tables],
+        )
+        for row in seen.sequences
+    ]
 
 
 @asynccontextmanager
-async def scene(folder: Path, *, kinds: str = "hybrid", seed: int = 1) -> AsyncIterator[tuple[Owner, Place, Proxy]]:
-    """One allocator behind a proxy, and an owner that is attached."""
-    place, proxy = Place(folder / "place"), Proxy()
-    await place.start()
-    await proxy.start()
-    proxy.target = place.address
+async def owner(
+    name: Name,
+    *,
+    pool: str = "pool",
+    kinds: str = "hybrid",
+    seed: int = 1,
+    address: str = "",
+    opens: bool = True,
+    on_wait: Callable[[QuireError], None] | None = None,
+) -> AsyncIterator[Owner]:
+    """An owner of a pool; unless told otherwise attached, to whatever the name stands for."""
     spec = pool_spec(kinds, 64)
-    async with AsyncAllocatorClient(proxy.address) as client:
-        session = PoolSession(client._stub, "pool", spec)
-        await session.open()
+    async with AsyncAllocatorClient(address or name.proxy.address) as client:
+        session = client.session(pool, spec, on_wait=on_wait)
+        if opens:
+            await session.open()
         try:
-            yield Owner(session, spec, seed), place, proxy
+            yield Owner(session, spec, seed)
         finally:
             await session.close()
-            await proxy.stop()
-            place.send(signal.SIGCONT)
-            place.server.stop()
+
+
+@asynccontextmanager
+async def scene(
+    folder: Path,
+    *arguments: str,
+    kinds: str = "hybrid",
+    seed: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> AsyncIterator[tuple[Owner, Name]]:
+    """An allocator behind a name, and an owner that is attached."""
+    name = Name(folder, *arguments, environment=environment)
+    await name.start()
+    try:
+        async with owner(name, kinds=kinds, seed=seed) as attached:
+            yield attached, name
+    finally:
+        await name.stop()

@@ -90,6 +90,9 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             preemption_count=engine.scheduler.preemption_count,
             held_block_count_max=numbers.held_block_count_max,
             table_entry_count_max=numbers.table_entry_count_max,
+            state_digest=engine.session.ledger.digest(),
+            report_count=engine.session.report_count,
+            disagreement_count=engine.session.disagreement_count,
         )
 
     # -- parts of Generate ---------------------------------------------------------------------------------------------

@@ -27,6 +27,8 @@ METRIC_NAMES = frozenset(
         "quire_worker_preemptions_total",
         "quire_worker_failures_total",
         "quire_worker_retries_total",
+        "quire_worker_block_reports_total",
+        "quire_worker_state_disagreements_total",
         "quire_worker_step_seconds",
         "quire_worker_time_to_first_token_seconds",
         "quire_worker_allocator_wait_seconds_total",
@@ -118,6 +120,12 @@ class WorkerCollector(Collector):
         for name, text, value in (
             ("preemptions", "Samples whose blocks were taken back.", self._engine.scheduler.preemption_count),
             ("retries", "Passes that failed and were computed in parts.", numbers.retry_count),
+            ("block_reports", "Reports that an allocator asked for.", self._engine.session.report_count),
+            (
+                "state_disagreements",
+                "Times that the allocator's state was another than the worker's.",
+                self._engine.session.disagreement_count,
+            ),
             ("allocator_wait_seconds", "Time spent waiting for the allocator.", numbers.allocator_wait_s),
             ("forward_seconds", "Time spent in copies, forward passes and sampling.", numbers.forward_s),
         ):

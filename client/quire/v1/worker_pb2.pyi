@@ -294,6 +294,9 @@ class GetStatusResponse(_message.Message):
     PREEMPTION_COUNT_FIELD_NUMBER: _builtins.int
     HELD_BLOCK_COUNT_MAX_FIELD_NUMBER: _builtins.int
     TABLE_ENTRY_COUNT_MAX_FIELD_NUMBER: _builtins.int
+    STATE_DIGEST_FIELD_NUMBER: _builtins.int
+    REPORT_COUNT_FIELD_NUMBER: _builtins.int
+    DISAGREEMENT_COUNT_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Quire's version."""
     pool: _builtins.str
@@ -326,6 +329,15 @@ class GetStatusResponse(_message.Message):
     held_block_count_max: _builtins.int
     """Most blocks that its sequences held at one time since start, and most table entries (what separate caches hold)."""
     table_entry_count_max: _builtins.int
+    state_digest: _builtins.bytes
+    """Digest of the block tables as the worker knows them (docs/session.md); made of the allocator's `GetPool`, it is the
+    same whenever no step is under way.
+    """
+    report_count: _builtins.int
+    """Since start: block reports that an allocator asked for, the first and empty one included, and times that its state was
+    another than the worker's.
+    """
+    disagreement_count: _builtins.int
     def __init__(
         self,
         *,
@@ -351,10 +363,13 @@ class GetStatusResponse(_message.Message):
         preemption_count: _builtins.int = ...,
         held_block_count_max: _builtins.int = ...,
         table_entry_count_max: _builtins.int = ...,
+        state_digest: _builtins.bytes = ...,
+        report_count: _builtins.int = ...,
+        disagreement_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocator_connected", b"allocator_connected", "architecture", b"architecture", "block_bytes", b"block_bytes", "block_count", b"block_count", "block_size", b"block_size", "cache_layout", b"cache_layout", "cached_token_count", b"cached_token_count", "device", b"device", "dtype", b"dtype", "held_block_count_max", b"held_block_count_max", "model", b"model", "model_fingerprint", b"model_fingerprint", "output_token_count", b"output_token_count", "pool", b"pool", "preemption_count", b"preemption_count", "prompt_token_count", b"prompt_token_count", "running_count", b"running_count", "sequence_tokens_max", b"sequence_tokens_max", "table_entry_count_max", b"table_entry_count_max", "version", b"version", "vocabulary_size", b"vocabulary_size", "waiting_count", b"waiting_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocator_connected", b"allocator_connected", "architecture", b"architecture", "block_bytes", b"block_bytes", "block_count", b"block_count", "block_size", b"block_size", "cache_layout", b"cache_layout", "cached_token_count", b"cached_token_count", "device", b"device", "disagreement_count", b"disagreement_count", "dtype", b"dtype", "held_block_count_max", b"held_block_count_max", "model", b"model", "model_fingerprint", b"model_fingerprint", "output_token_count", b"output_token_count", "pool", b"pool", "preemption_count", b"preemption_count", "prompt_token_count", b"prompt_token_count", "report_count", b"report_count", "running_count", b"running_count", "sequence_tokens_max", b"sequence_tokens_max", "state_digest", b"state_digest", "table_entry_count_max", b"table_entry_count_max", "version", b"version", "vocabulary_size", b"vocabulary_size", "waiting_count", b"waiting_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -71,6 +71,8 @@ OPTIONS: Final[Sequence[tuple[str, Any]]] = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.enable_http_proxy", 0),
+    # A connection of its own for each channel: a new channel would else go on with one that has fallen silent.
+    ("grpc.use_local_subchannel_pool", 1),
 )
 
 RequestT = TypeVar("RequestT", bound=Message)
@@ -195,7 +197,16 @@ class AsyncLink(Link):
 
     def __init__(self, address: str, token: str | None, timeout_s: float) -> None:
         super().__init__(address, token, timeout_s)
-        self.channel = aio.insecure_channel(address, options=OPTIONS)
+        self.channel = self._new_channel()
+
+    def _new_channel(self) -> aio.Channel:
+        return aio.insecure_channel(self.address, options=OPTIONS)
+
+    async def reconnect(self) -> None:
+        """A new `channel`, on a new connection, in place of one that has fallen silent: gRPC keeps using a connection
+        whose other end is gone for as long as TCP does, a quarter of an hour. Calls on the old one end."""
+        old, self.channel = self.channel, self._new_channel()
+        await old.close(None)
 
     async def call(
         self,

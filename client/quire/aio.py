@@ -229,8 +229,18 @@ class AsyncAllocatorClient(_Connected):
         `on_wait` is told why, whenever attaching has to be tried again. The session must be closed before this client.
         """
         return PoolSession(
-            self._stub, pool, messages.pool_spec_message(spec), metadata=self._link.metadata, on_wait=on_wait
+            self._stub,
+            pool,
+            messages.pool_spec_message(spec),
+            metadata=self._link.metadata,
+            on_wait=on_wait,
+            reconnect=self._reconnect,
         )
+
+    async def _reconnect(self) -> pb_grpc.AllocatorServiceAsyncStub:
+        await self._link.reconnect()
+        self._stub = pb_grpc.AllocatorServiceStub(self._link.channel)
+        return self._stub
 
 
 class AsyncUnarySession:

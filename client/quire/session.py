@@ -24,7 +24,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import grpc
@@ -61,6 +61,8 @@ class PoolSession:
         spec: its specification.
         metadata: sent with the call, such as a bearer token.
         on_wait: told why, whenever attaching has to be tried again.
+        reconnect: gives another stub, on a new connection, where nothing is heard on the old one any more; without it
+            a connection whose other end vanished is left only when TCP gives it up.
         window: steps that may be unanswered at a time, 1 to 8.
 
     Attributes:
@@ -75,6 +77,7 @@ class PoolSession:
         *,
         metadata: tuple[tuple[str, str], ...] = (),
         on_wait: Callable[[QuireError], None] | None = None,
+        reconnect: Callable[[], Awaitable[Any]] | None = None,
         window: int = WINDOW,
     ) -> None:
         self.pool = pool
@@ -82,6 +85,7 @@ class PoolSession:
         self.on_change: Callable[[bool], None] = lambda _connected: None
         self._stub = stub
         self._metadata = metadata
+        self._reconnect = reconnect
         self._on_wait = on_wait or (lambda error: log.info("waiting for the allocator: %s", error))
         self._owner = PoolOwner(pool, spec, incarnation=secrets.token_bytes(16), window=window)
         self._call: aio.StreamStreamCall[pb.SessionRequest, pb.SessionReply] | None = None
@@ -89,6 +93,7 @@ class PoolSession:
         self._lost = False
         self._closing = False
         self._silent_beats = 0  # since anything was heard
+        self._fell_silent = False  # the last stream
         self._refusal: QuireError | None = None
         self._answers: dict[int, asyncio.Future[StepOutcome]] = {}
         self._changed = asyncio.Event()  # an answer came, the stream went up or was refused
@@ -186,6 +191,8 @@ class PoolSession:
             error = await self._serve_once()
             if self._closing:
                 return
+            if self._fell_silent and self._reconnect is not None:
+                self._fell_silent, self._stub = False, await self._reconnect()
             waited_for = error
             if error is None or self._owner.judge(error) is Verdict.AGAIN:
                 waited_for = error or UnavailableError("the allocator does not answer")
@@ -294,6 +301,7 @@ class PoolSession:
             await asyncio.sleep(HEARTBEAT_S)
             reporting = self._owner.phase is Phase.REPORTING
             if self._silent_beats >= (SILENT_BEATS_REPORTING_MAX if reporting else SILENT_BEATS_MAX):
+                self._fell_silent = True
                 self._drop()
             self._silent_beats += 1
             self._owner.heartbeat()

@@ -26,6 +26,8 @@ from quire.v1 import allocator_pb2 as pb
 
 from tests.simulation.histories import History, pool_spec
 
+LEASE_S = 3
+
 
 class Proxy:
     """Forwards TCP connections to whatever `target` is; can cut them, or hold back what they carry."""
@@ -168,7 +170,7 @@ class Place:
     def kill(self) -> None:
         """kill -9, and nothing before it."""
         self.server.process.send_signal(signal.SIGKILL)
-        self.server.process.wait()
+        self.server.stop()
 
     def send(self, number: signal.Signals) -> None:
         """Any other signal."""
@@ -194,10 +196,15 @@ class Name:
         await asyncio.gather(self.place.start(), self._next.start(), self.proxy.start())
         self.proxy.target = self.place.address
 
-    async def replace(self) -> None:
-        """kill -9; whoever comes back finds an empty one. Returns once it is dead."""
+    async def ready(self) -> None:
+        """Returns when the next one is up."""
         if self._starting is not None:
             await self._starting
+            self._starting = None
+
+    def replace(self) -> None:
+        """kill -9; whoever comes back finds an empty one. The next one must be `ready`."""
+        assert self._starting is None
         self.proxy.target = self._next.address
         self.place.kill()
         self.place, self._next = self._next, self.place
@@ -205,16 +212,14 @@ class Name:
 
     async def turn(self) -> None:
         """The name stands for the other one now, with whatever that knows; both live."""
-        if self._starting is not None:
-            await self._starting
+        await self.ready()
         self.place, self._next = self._next, self.place
         self.proxy.target = self.place.address
         self.proxy.cut()
 
     async def stop(self) -> None:
         """Ends everything."""
-        if self._starting is not None:
-            await self._starting
+        await self.ready()
         await self.proxy.stop()
         for place in (self.place, self._next):
             place.stop()
@@ -288,7 +293,18 @@ def rows_of(seen: pb.GetPoolResponse) -> list[SequenceRow]:
 
 
 @asynccontextmanager
-async def owner(
+async def named(folder: Path, *, environment: Mapping[str, str] | None = None) -> AsyncIterator[Name]:
+    """A name with two allocators whose leases are short."""
+    name = Name(folder, "--lease", f"{LEASE_S}", environment=environment)
+    await name.start()
+    try:
+        yield name
+    finally:
+        await name.stop()
+
+
+@asynccontextmanager
+async def attached(
     name: Name,
     *,
     pool: str = "pool",
@@ -298,31 +314,13 @@ async def owner(
     opens: bool = True,
     on_wait: Callable[[QuireError], None] | None = None,
 ) -> AsyncIterator[Owner]:
-    """An owner of a pool; unless told otherwise attached, to whatever the name stands for."""
+    """An owner of a pool; unless told otherwise it is attached, to whatever the name stands for."""
     spec = pool_spec(kinds, 64)
     async with AsyncAllocatorClient(address or name.proxy.address) as client:
-        session = client.session(pool, spec, on_wait=on_wait)
+        session = PoolSession(client._stub, pool, spec, on_wait=on_wait, reconnect=client._reconnect)
         if opens:
             await session.open()
         try:
             yield Owner(session, spec, seed)
         finally:
             await session.close()
-
-
-@asynccontextmanager
-async def scene(
-    folder: Path,
-    *arguments: str,
-    kinds: str = "hybrid",
-    seed: int = 1,
-    environment: Mapping[str, str] | None = None,
-) -> AsyncIterator[tuple[Owner, Name]]:
-    """An allocator behind a name, and an owner that is attached."""
-    name = Name(folder, *arguments, environment=environment)
-    await name.start()
-    try:
-        async with owner(name, kinds=kinds, seed=seed) as attached:
-            yield attached, name
-    finally:
-        await name.stop()

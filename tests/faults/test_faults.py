@@ -12,35 +12,44 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from quire.errors import QuireError, Reason
 
 from tests.faults.conftest import WallClock
-from tests.faults.scene import metric, owner, report, scene
+from tests.faults.scene import LEASE_S, Name, attached, metric, named, report
 
 RUNS = int(os.environ.get("QUIRE_FAULT_RUNS", "3"))
 STEPS = "quire_allocator_steps_total"
+EXPIRATIONS = "quire_allocator_lease_expirations_total"
 SILENT_S = 5.0  # more than a stream may be
 
-pytestmark = pytest.mark.timeout(120 + 20 * RUNS)
+pytestmark = [pytest.mark.timeout(120 + 20 * RUNS), pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def name(tmp_path_factory: pytest.TempPathFactory, wall_clock: WallClock) -> AsyncIterator[Name]:
+    async with named(tmp_path_factory.mktemp("allocators"), environment=wall_clock.environment) as started:
+        yield started
 
 
 @pytest.mark.parametrize("kinds", ["full", "everything"])
-async def test_an_allocator_killed_in_mid_step_is_replaced_and_live_sequences_go_on(tmp_path: Path, kinds: str) -> None:
+async def test_an_allocator_killed_in_mid_step_is_replaced_and_live_sequences_go_on(name: Name, kinds: str) -> None:
     seconds = []
-    async with scene(tmp_path, kinds=kinds) as (owner, name):
+    async with attached(name, kinds=kinds) as owner:
         for run in range(RUNS):
             for _ in range(10):
                 await owner.step()
+            await name.ready()
             step = owner.history.make()
             answer = await owner.session.submit(step)
             for _ in range(run % 5):  # applied or not, answered or not
                 await asyncio.sleep(0)
-            await name.replace()
             started = time.monotonic()
+            name.replace()
             await owner.act(step, answer)
             seconds.append(time.monotonic() - started)
             await owner.step()
@@ -49,12 +58,13 @@ async def test_an_allocator_killed_in_mid_step_is_replaced_and_live_sequences_go
 
 
 @pytest.mark.parametrize("kinds", ["full", "everything"])
-async def test_answers_that_are_lost_after_their_step_was_applied_are_given_again(tmp_path: Path, kinds: str) -> None:
+async def test_answers_that_are_lost_after_their_step_was_applied_are_given_again(name: Name, kinds: str) -> None:
     copies = evictions = 0.0
-    async with scene(tmp_path, kinds=kinds) as (owner, name):
+    async with attached(name, kinds=kinds) as owner:
         for run in range(4 * RUNS):
             for _ in range(6):
                 copies += len((await owner.step()).copies)
+            await name.ready()
             step, before = owner.history.make(), await metric(name.place, STEPS)
             evicted = await metric(name.place, "quire_allocator_evictions_total")
             name.proxy.swallow_replies()
@@ -64,7 +74,7 @@ async def test_answers_that_are_lost_after_their_step_was_applied_are_given_agai
             assert not answer.done()
             evictions += await metric(name.place, "quire_allocator_evictions_total") - evicted
             if run % 2:
-                await name.replace()
+                name.replace()
             name.proxy.cut()
             name.proxy.let_through()
             copies += len((await owner.act(step, answer)).copies)
@@ -73,9 +83,9 @@ async def test_answers_that_are_lost_after_their_step_was_applied_are_given_agai
     assert evictions, "decided by the step whose answer was lost"
 
 
-async def test_connections_that_are_cut_at_any_moment_cost_nothing_but_time(tmp_path: Path) -> None:
+async def test_connections_that_are_cut_at_any_moment_cost_nothing_but_time(name: Name) -> None:
     seconds = []
-    async with scene(tmp_path) as (owner, name):
+    async with attached(name) as owner:
         for run in range(5 * RUNS):
             await owner.step()
             step = owner.history.make()
@@ -90,8 +100,8 @@ async def test_connections_that_are_cut_at_any_moment_cost_nothing_but_time(tmp_
     report("connection cut, until the answer", seconds)
 
 
-async def test_half_open_connections_are_left_and_what_they_still_bring_changes_nothing(tmp_path: Path) -> None:
-    async with scene(tmp_path) as (owner, name):
+async def test_half_open_connections_are_left_and_what_they_still_bring_changes_nothing(name: Name) -> None:
+    async with attached(name) as owner:
         await owner.step()
         step = owner.history.make()
         name.proxy.strand()
@@ -106,10 +116,11 @@ async def test_half_open_connections_are_left_and_what_they_still_bring_changes_
         await owner.check(name.place)
 
 
-async def test_an_allocator_that_stands_still_for_longer_than_its_leases_keeps_every_pool(tmp_path: Path) -> None:
-    async with scene(tmp_path, "--lease", "3") as (owner, name):
+async def test_an_allocator_that_stands_still_for_longer_than_its_leases_keeps_every_pool(name: Name) -> None:
+    async with attached(name) as owner:
         await owner.step()
         step = owner.history.make()
+        expired = await metric(name.place, EXPIRATIONS)
         name.place.send(signal.SIGSTOP)
         answer = await owner.session.submit(step)
         done, _ = await asyncio.wait([answer], timeout=SILENT_S)
@@ -120,11 +131,11 @@ async def test_an_allocator_that_stands_still_for_longer_than_its_leases_keeps_e
         await owner.step()
         await owner.check(name.place)
         assert owner.session.report_count == 1, "nothing but the first one: the session was resumed"
-        assert await metric(name.place, "quire_allocator_lease_expirations_total") == 0
+        assert await metric(name.place, EXPIRATIONS) == expired
 
 
-async def test_an_owner_that_wanders_between_two_allocators_never_resumes_an_older_state(tmp_path: Path) -> None:
-    async with scene(tmp_path) as (owner, name):
+async def test_an_owner_that_wanders_between_two_allocators_never_resumes_an_older_state(name: Name) -> None:
+    async with attached(name) as owner:
         for turn in range(2 * RUNS):
             for _ in range(4):
                 await owner.step()
@@ -134,8 +145,8 @@ async def test_an_owner_that_wanders_between_two_allocators_never_resumes_an_old
             assert owner.session.report_count == turn + 2
 
 
-async def test_a_report_that_is_cut_in_the_middle_is_as_if_it_had_never_begun(tmp_path: Path) -> None:
-    async with scene(tmp_path, kinds="full") as (owner, name):
+async def test_a_report_that_is_cut_in_the_middle_is_as_if_it_had_never_begun(name: Name) -> None:
+    async with attached(name, kinds="full") as owner:
         for _ in range(60):
             await owner.step()
         for byte_count in range(100, 100 + 200 * 6 * RUNS, 200):
@@ -147,12 +158,11 @@ async def test_a_report_that_is_cut_in_the_middle_is_as_if_it_had_never_begun(tm
         assert owner.session.report_count > 1 + 6 * RUNS, "some reports were sent twice"
 
 
-async def test_many_owners_come_back_at_once(tmp_path: Path) -> None:
+async def test_many_owners_come_back_at_once(name: Name) -> None:
     count, seconds = 12, []
     async with AsyncExitStack() as stack:
-        first, name = await stack.enter_async_context(scene(tmp_path, kinds="full"))
-        others = [owner(name, pool=f"pool-{i}", kinds="full", seed=i) for i in range(1, count)]
-        owners = [first, *[await stack.enter_async_context(other) for other in others]]
+        several = [attached(name, pool=f"pool-{i}", kinds="full", seed=i) for i in range(count)]
+        owners = [await stack.enter_async_context(each) for each in several]
 
         async def recover() -> float:
             started = time.monotonic()
@@ -162,18 +172,19 @@ async def test_many_owners_come_back_at_once(tmp_path: Path) -> None:
         for _ in range(RUNS):
             for _ in range(5):
                 await recover()
-            await name.replace()
+            await name.ready()
+            name.replace()
             seconds.append(await recover())
             for each in owners:
                 await each.check(name.place)
     report(f"kill -9 under {count} pools, until the last one has its answer", seconds)
 
 
-async def test_a_second_process_waits_for_the_pool_and_disturbs_nobody(tmp_path: Path) -> None:
-    async with scene(tmp_path, kinds="full") as (first, name):
+async def test_a_second_process_waits_for_the_pool_and_disturbs_nobody(name: Name) -> None:
+    async with attached(name, kinds="full") as first:
         await first.step()
         waited = asyncio.Queue[QuireError]()
-        async with owner(name, kinds="full", on_wait=waited.put_nowait, opens=False) as second:
+        async with attached(name, kinds="full", on_wait=waited.put_nowait, opens=False) as second:
             opening = asyncio.create_task(second.session.open())
             for _ in range(5):
                 assert (await waited.get()).reason is Reason.POOL_OWNED
@@ -185,15 +196,15 @@ async def test_a_second_process_waits_for_the_pool_and_disturbs_nobody(tmp_path:
             await second.check(name.place)
 
 
-async def test_an_owner_that_was_silent_for_longer_than_its_lease_displaces_nobody(tmp_path: Path) -> None:
-    async with scene(tmp_path, "--lease", "2", kinds="full") as (zombie, name):
+async def test_an_owner_that_was_silent_for_longer_than_its_lease_displaces_nobody(name: Name) -> None:
+    async with attached(name, kinds="full") as zombie:
         for _ in range(10):
             await zombie.step()
         name.proxy.swallow()
         step = zombie.history.make()
         answer = await zombie.session.submit(step)
         direct = name.place.address
-        async with owner(name, kinds="full", seed=2, address=direct) as living:  # opens when the lease has ended
+        async with attached(name, kinds="full", seed=2, address=direct) as living:  # opens when the lease has ended
             await living.step()
             name.proxy.cut()
             name.proxy.let_through()
@@ -206,12 +217,15 @@ async def test_an_owner_that_was_silent_for_longer_than_its_lease_displaces_nobo
         await zombie.check(name.place)
 
 
-async def test_a_wall_clock_that_jumps_by_an_hour_is_not_looked_at(tmp_path: Path, wall_clock: WallClock) -> None:
-    async with scene(tmp_path, "--lease", "3", environment=wall_clock.environment) as (owner, name):
+async def test_a_wall_clock_that_jumps_by_an_hour_is_not_looked_at(name: Name, wall_clock: WallClock) -> None:
+    wall_clock.require()
+    async with attached(name) as owner:
+        expired = await metric(name.place, EXPIRATIONS)
         for seconds in (3_600, -3_600, 0):
             wall_clock.jump(seconds)
-            for _ in range(5):
+            until = time.monotonic() + LEASE_S / 2  # leases are looked at meanwhile
+            while time.monotonic() < until:
                 await owner.step()
             await owner.check(name.place)
         assert owner.session.report_count == 1
-        assert await metric(name.place, "quire_allocator_lease_expirations_total") == 0
+        assert await metric(name.place, EXPIRATIONS) == expired

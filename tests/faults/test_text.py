@@ -1,0 +1,197 @@
+"""The fault table under a worker that streams: the text is that of an undisturbed run, both sides' states are the same
+while it goes on, and in the end every block is free. Which test answers which row is written in `docs/session.md`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from quire import AsyncClient, UnavailableError
+from quire.errors import QuireError
+
+from tests.faults.conftest import WallClock
+from tests.faults.scene import LEASE_S, Name, metric, named, report
+from tests.faults.text_scene import REQUESTS, Streams, Worker, is_ready, worker, worker_process
+
+STEPS = "quire_allocator_steps_total"
+RUNS = int(os.environ.get("QUIRE_FAULT_RUNS", "3"))
+
+pytestmark = [pytest.mark.timeout(200 + 20 * RUNS), pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def name(tmp_path_factory: pytest.TempPathFactory, wall_clock: WallClock) -> AsyncIterator[Name]:
+    async with named(tmp_path_factory.mktemp("allocators"), environment=wall_clock.environment) as started:
+        yield started
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def text(name: Name, tmp_path_factory: pytest.TempPathFactory, wall_clock: WallClock) -> AsyncIterator[Worker]:
+    async with worker(name, tmp_path_factory.mktemp("worker"), wall_clock.environment) as started:
+        yield started
+
+
+async def test_text_goes_on_however_often_the_allocator_is_killed(name: Name, text: Worker) -> None:
+    seconds, live, begun = list[float](), 0, time.monotonic()
+    while len(seconds) < RUNS:
+        async with text.streaming() as streams:
+            while len(seconds) < RUNS and not streams.are_done:
+                await name.ready()
+                await streams.more(len(seconds) % 23)
+                killed = time.monotonic()
+                name.replace()
+                live += await text.agree() > 0
+                seconds.append(time.monotonic() - killed)
+                if len(seconds) % 50 == 0:
+                    report(f"{time.monotonic() - begun:.0f} s, kill -9, until both states are the same", seconds)
+    report(f"kill -9, until both states are the same, {live} times with live sequences", seconds)
+    assert live > RUNS // 2
+
+
+async def test_text_goes_on_when_answers_are_lost_with_or_without_their_allocator(name: Name, text: Worker) -> None:
+    for run in range(2 * RUNS):
+        async with text.streaming() as streams:
+            await name.ready()
+            await streams.more(run)
+            before = await metric(name.place, STEPS)
+            name.proxy.swallow_replies()
+            while await metric(name.place, STEPS) == before:  # applied, and nobody is told
+                pass
+            if run % 2:
+                name.replace()
+            name.proxy.cut()
+            name.proxy.let_through()
+            await text.agree()
+
+
+async def test_text_goes_on_when_connections_are_cut(name: Name, text: Worker) -> None:
+    async with text.streaming() as streams:
+        for run in range(10 * RUNS):
+            name.proxy.cut()
+            await streams.more(run % 7)
+            await text.agree()
+
+
+async def test_text_goes_on_when_a_connection_is_half_open(name: Name, text: Worker) -> None:
+    async with text.streaming() as streams:
+        name.proxy.strand()
+        await streams.more(30)
+    name.proxy.let_through()
+    assert await text.agree() == 0
+
+
+async def test_text_goes_on_when_the_worker_wanders_between_allocators(name: Name, text: Worker) -> None:
+    async with text.streaming() as streams:
+        for _ in range(3 * RUNS):
+            await name.turn()
+            await text.agree()
+            await streams.more(10)
+
+
+async def test_text_goes_on_when_reports_are_cut_in_the_middle(name: Name, text: Worker) -> None:
+    async with text.streaming() as streams:
+        for byte_count in range(200, 200 + 300 * 3 * RUNS, 300):
+            name.proxy.cut_after(byte_count % 6_000)
+            await name.turn()
+            await text.agree()
+            await streams.more(5)
+    name.proxy.cut_after(1 << 40)
+
+
+async def test_text_goes_on_when_the_allocator_stands_still_for_longer_than_its_lease(name: Name, text: Worker) -> None:
+    before = (await text.client.status()).report_count
+    async with text.streaming():
+        name.place.send(signal.SIGSTOP)
+        await asyncio.wait([asyncio.create_task(asyncio.Event().wait())], timeout=LEASE_S + 1)
+        name.place.send(signal.SIGCONT)
+    assert (await text.client.status()).report_count == before, "the session was resumed"
+
+
+async def test_text_goes_on_when_the_wall_clock_jumps_by_an_hour(
+    name: Name, text: Worker, wall_clock: WallClock
+) -> None:
+    wall_clock.require()
+    before = (await text.client.status()).report_count
+    for seconds in (3_600, -3_600, 0):
+        async with text.streaming() as streams:
+            wall_clock.jump(seconds)
+            await streams.more(100)
+            await text.agree()
+    assert (await text.client.status()).report_count == before
+    assert name.proxy.target == name.place.address
+
+
+async def test_samples_share_their_half_filled_block_whenever_the_allocator_dies(name: Name, text: Worker) -> None:
+    prompt, sampling = REQUESTS[1]
+    for run in range(2 * RUNS):
+        await name.ready()
+        task = asyncio.create_task(text.client.generate(prompt, ignore_eos=True, **sampling))
+        while not (await text.client.status()).running_count:
+            pass
+        for _ in range(run % 4):
+            await text.client.status()
+        name.replace()
+        assert [sample.text for sample in (await task).samples] == text.undisturbed[1]
+    assert await text.agree() == 0
+
+
+async def test_tenants_do_not_see_each_others_prefixes_nor_their_computation(name: Name, text: Worker) -> None:
+    prompt, sampling = REQUESTS[2]
+    first = await text.client.generate(prompt, namespace="one", ignore_eos=True, **sampling)
+    again = await text.client.generate(prompt, namespace="one", ignore_eos=True, **sampling)
+    assert again.usage.cached_token_count > 100
+    others = await asyncio.gather(
+        *(text.client.generate(prompt, namespace=space, ignore_eos=True, **sampling) for space in ("two", "three"))
+    )
+    assert [other.usage.cached_token_count for other in others] == [0, 0]
+    assert {first.text, again.text, *(other.text for other in others)} == {text.undisturbed[2][0]}
+    assert name.place.server.process.poll() is None
+
+
+async def test_of_two_workers_with_one_pool_a_silent_one_displaces_nobody_and_a_killed_one_is_succeeded(
+    name: Name, text: Worker, tmp_path: Path
+) -> None:
+    first = worker_process(tmp_path / "first", name.proxy.address, "--pool", "pair")
+    await is_ready(first)
+    second = worker_process(tmp_path / "second", name.proxy.address, "--pool", "pair")
+    try:
+        async with AsyncClient(first.address) as client:
+            pair = Worker(client, name, "pair")
+            pair.undisturbed = text.undisturbed
+            async with pair.streaming() as streams:
+                first.process.send_signal(signal.SIGSTOP)
+                await is_ready(second)  # the lease has ended, and the pool is empty
+                async with AsyncClient(second.address) as other:
+                    assert await Streams(other).texts() == text.undisturbed
+                    first.process.send_signal(signal.SIGCONT)
+                    await streams.more(3)
+                    assert await Streams(other).texts() == text.undisturbed, "in spite of the older owner"
+                    assert not streams.are_done
+                    second.stop()
+            third = worker_process(tmp_path / "third", name.proxy.address, "--pool", "pair")
+            streams = Streams(client)
+            await streams.more(10)
+            first.process.kill()
+            killed = time.monotonic()
+            with pytest.raises((UnavailableError, QuireError)):
+                await streams.texts()
+            await is_ready(third)
+            report("worker killed, until its successor serves, a start included", [time.monotonic() - killed])
+        try:
+            async with AsyncClient(third.address) as client:
+                successor = Worker(client, name, "pair")
+                successor.undisturbed = text.undisturbed
+                async with successor.streaming():
+                    pass
+        finally:
+            third.stop()
+    finally:
+        for process in (first, second):
+            process.process.send_signal(signal.SIGCONT)
+            process.stop()

@@ -1,0 +1,133 @@
+"""A worker that streams real text, and its allocators behind a name."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+from quire import AsyncClient
+from quire.local import ServerProcess
+from quire.state import state_digest
+
+from tests.faults.scene import Name, pool_of, rows_of
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
+BLOCKS = 400
+# A long greedy text, samples that are forked from a half-filled block and append to it side by side, a long prompt.
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("The import statement", {"max_tokens": 300}),
+    ("def join(self, iterable):", {"max_tokens": 150, "n": 3, "temperature": 0.8, "seed": 7}),
+    ("A class is " * 40, {"max_tokens": 250}),
+]
+
+
+def worker_process(
+    folder: Path, allocator: str, *arguments: str, model: Path = DEMO, environment: Mapping[str, str] | None = None
+) -> ServerProcess:
+    """A worker that has been started; it is ready once its pool is its own."""
+    folder.mkdir()
+    where = ["--allocator", allocator, "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]
+    return ServerProcess(
+        "quire_worker",
+        ["--model", str(model), "--blocks", str(BLOCKS), *where, *arguments],
+        folder=folder,
+        log=folder / "log",
+        environment={"OMP_WAIT_POLICY": "PASSIVE", **(environment or {})},
+    )
+
+
+async def is_ready(process: ServerProcess) -> None:
+    """Returns when it serves."""
+    await asyncio.to_thread(process.wait_ready, deadline=time.monotonic() + 100)
+
+
+class Streams:
+    """All requests of `REQUESTS` on their way."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._chunk_count = 0
+        self._news = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._stream(client, *request)) for request in REQUESTS]
+
+    @property
+    def are_done(self) -> bool:
+        """Whether nothing more will come."""
+        return all(task.done() for task in self._tasks)
+
+    async def more(self, chunk_count: int) -> None:
+        """Returns after so many more chunks, or when there are no more."""
+        until = self._chunk_count + chunk_count
+        while self._chunk_count < until and not self.are_done:
+            self._news.clear()
+            await self._news.wait()
+
+    async def texts(self) -> list[list[str]]:
+        """Of each request the text of each sample; raises what ended one."""
+        return await asyncio.gather(*self._tasks)
+
+    async def _stream(self, client: AsyncClient, prompt: str, sampling: dict[str, Any]) -> list[str]:
+        texts = [""] * sampling.get("n", 1)
+        try:
+            async with client.stream(prompt, ignore_eos=True, timeout_s=300, **sampling) as chunks:
+                async for chunk in chunks:
+                    texts[chunk.sample] += chunk.text
+                    self._chunk_count += 1
+                    self._news.set()
+        finally:
+            asyncio.get_running_loop().call_soon(self._news.set)
+        return texts
+
+
+class Worker:
+    """A worker and the text that it gives undisturbed."""
+
+    def __init__(self, client: AsyncClient, name: Name, pool: str = "default") -> None:
+        self.client = client
+        self.pool = pool
+        self._name = name
+        self.undisturbed: list[list[str]] = []
+
+    @asynccontextmanager
+    async def streaming(self) -> AsyncIterator[Streams]:
+        """All requests at once; in the end each has its text, and every block is free."""
+        streams = Streams(self.client)
+        await streams.more(5)
+        yield streams
+        assert await streams.texts() == self.undisturbed
+        assert await self.agree() == 0
+        assert (await self.client.status()).disagreement_count == 0
+
+    async def agree(self) -> int:
+        """Returns when worker and allocator say that the same sequences are on the same blocks, and that is all.
+
+        They are asked one after the other, again and again, while tokens are computed. Returns how many sequences.
+        """
+        while True:
+            try:
+                seen = await pool_of(self._name.place, self.pool)
+            except grpc.aio.AioRpcError:  # not attached yet
+                continue
+            digest = (await self.client.status()).state_digest
+            if digest == state_digest(rows_of(seen)):
+                held = {block for row in rows_of(seen) for table in row.tables for block in table}
+                assert held == {block for block, state in enumerate(seen.block_states) if state >= 2}, "a block leaked"
+                return len(seen.sequences)
+
+
+@asynccontextmanager
+async def worker(name: Name, folder: Path, environment: Mapping[str, str]) -> AsyncIterator[Worker]:
+    """A worker of the demo model behind a name."""
+    process = worker_process(folder / "worker", name.proxy.address, environment=environment)
+    try:
+        await is_ready(process)
+        async with AsyncClient(process.address) as client:
+            started = Worker(client, name)
+            started.undisturbed = await Streams(client).texts()
+            yield started
+    finally:
+        process.stop()

@@ -121,7 +121,7 @@ async def test_text_goes_on_when_the_wall_clock_jumps_by_an_hour(
     for seconds in (3_600, -3_600, 0):
         async with text.streaming() as streams:
             wall_clock.jump(seconds)
-            await streams.more(100)
+            await streams.more(60)
             await text.agree()
     assert (await text.client.status()).report_count == before
     assert name.proxy.target == name.place.address
@@ -168,7 +168,6 @@ async def test_of_two_workers_with_one_pool_a_silent_one_displaces_nobody_and_a_
                 first.process.send_signal(signal.SIGSTOP)
                 await is_ready(second)  # the lease has ended, and the pool is empty
                 async with AsyncClient(second.address) as other:
-                    assert await Streams(other).texts() == text.undisturbed
                     first.process.send_signal(signal.SIGCONT)
                     await streams.more(3)
                     assert await Streams(other).texts() == text.undisturbed, "in spite of the older owner"

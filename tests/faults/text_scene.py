@@ -20,9 +20,9 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 BLOCKS = 400
 # A long greedy text, samples that are forked from a half-filled block and append to it side by side, a long prompt.
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
-    ("The import statement", {"max_tokens": 300}),
-    ("def join(self, iterable):", {"max_tokens": 150, "n": 3, "temperature": 0.8, "seed": 7}),
-    ("A class is " * 40, {"max_tokens": 250}),
+    ("The import statement", {"max_tokens": 200}),
+    ("def join(self, iterable):", {"max_tokens": 80, "n": 3, "temperature": 0.8, "seed": 7}),
+    ("A class is " * 40, {"max_tokens": 120}),
 ]
 
 

@@ -10,7 +10,7 @@ The panics are real ones of the compiled tokenizers library, which are no `Excep
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,15 @@ def break_encoder(folder: Path) -> None:
         tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, tokenizer["pre_tokenizer"]]}
 
     _change(folder, change)
+
+
+def single_character_token(text: Sequence[int], spared: set[int], decode: Callable[[list[int]], str]) -> int | None:
+    """Where in a text a token of one printable character is that is none of the spared ones."""
+    for place, token in enumerate(text):
+        piece = decode([token])
+        if token not in spared and len(piece) == 1 and piece.isascii() and piece > " ":
+            return place
+    return None
 
 
 def _change(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -17,7 +17,7 @@ from quire_worker import runner
 from quire_worker.failures import FailureKind, is_out_of_memory
 from quire_worker.request import Request
 
-from tests.worker.broken_models import break_decoder, poison
+from tests.worker.broken_models import break_decoder, poison, single_character_token
 from tests.worker.engine_harness import Harness, paged_model, reference_text, running
 from tests.worker.tiny_models import write_tiny_qwen3
 
@@ -309,9 +309,9 @@ async def test_a_tokenizer_that_panics_at_a_token_ends_that_text_alone(healthy: 
             (tokens, text)
             for tokens in (prompt(20, seed=seed) for seed in range(100))
             if (text := reference_text(healthy, tuple(tokens), 30))
-            and _breaking_place(text, spared, decode) is not None
+            and single_character_token(text, spared, decode) is not None
         )
-        place = _breaking_place(text, spared, decode)
+        place = single_character_token(text, spared, decode)
         assert place is not None
     break_decoder(folder, decode([text[place]]))
     async with running(folder) as harness:
@@ -322,11 +322,3 @@ async def test_a_tokenizer_that_panics_at_a_token_ends_that_text_alone(healthy: 
         await company.check()
         assert await harness.free_block_count() == BLOCKS
         assert harness.engine.telemetry.failures == {FailureKind.TOKENIZER: 1}
-
-
-def _breaking_place(text: Sequence[int], spared: set[int], decode: Callable[[list[int]], str]) -> int | None:
-    """A token of one printable character that the others do without."""
-    for place, token in enumerate(text):
-        if token not in spared and decode([token]).isascii() and len(decode([token])) == 1 and decode([token]) > " ":
-            return place
-    return None

@@ -324,3 +324,9 @@ async def attached(
             yield Owner(session, spec, seed)
         finally:
             await session.close()
+
+
+async def flood(owner: Owner) -> None:
+    """Asks for new sequences as fast as answers come, for ever."""
+    while True:
+        await owner.session.submit(owner.history.make_ahead())

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from quire import AsyncClient, UnavailableError
+from quire import AsyncAllocatorClient, AsyncClient, UnavailableError
 from quire.errors import QuireError
 
 from tests.faults.conftest import WallClock
-from tests.faults.scene import LEASE_S, Name, metric, named, report
+from tests.faults.scene import LEASE_S, Name, attached, flood, metric, named, report
 from tests.faults.text_scene import REQUESTS, Streams, Worker, is_ready, worker, worker_process
 
 STEPS = "quire_allocator_steps_total"
@@ -125,6 +125,22 @@ async def test_text_goes_on_when_the_wall_clock_jumps_by_an_hour(
             await text.agree()
     assert (await text.client.status()).report_count == before
     assert name.proxy.target == name.place.address
+
+
+async def test_text_goes_on_beside_a_pool_that_floods_and_callers_that_say_nothing(name: Name, text: Worker) -> None:
+    async with (
+        attached(name, pool="flood", kinds="full") as flooder,
+        AsyncAllocatorClient(name.place.address) as client,
+    ):
+        silent = [client._stub.Session() for _ in range(30)]
+        flooding = asyncio.create_task(flood(flooder))
+        async with text.streaming():
+            pass
+        assert not flooding.done()
+        flooding.cancel()
+        await asyncio.wait([flooding])
+        for call in silent:
+            call.cancel()
 
 
 async def test_samples_share_their_half_filled_block_whenever_the_allocator_dies(name: Name, text: Worker) -> None:

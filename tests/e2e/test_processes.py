@@ -36,6 +36,7 @@ def test_a_killed_worker_loses_its_pool_after_the_lease_and_a_new_one_takes_over
     with started(allocator_arguments=["--lease", "2"]) as stack, AllocatorClient(stack.allocator_address) as allocator:
         assert stack.worker is not None
         with Client(stack.worker_address) as client:
+            undisturbed = client.generate("The for", max_tokens=60, ignore_eos=True).text
             next(client.stream("The for", max_tokens=3000, ignore_eos=True))
             stack.worker.process.send_signal(signal.SIGKILL)
             stack.worker.process.wait()
@@ -43,7 +44,9 @@ def test_a_killed_worker_loses_its_pool_after_the_lease_and_a_new_one_takes_over
         assert not allocator.get_pool("default").connected, "the lease still runs"
         arguments = ["--model", str(DEMO), "--allocator", stack.allocator_address, "--listen", "127.0.0.1:0"]
         with server("quire_worker", *arguments, folder=tmp_path / "new") as new, Client(new.address) as client:
-            assert client.generate("The for", max_tokens=5, ignore_eos=True).usage.output_token_count == 5
+            again = client.generate("The for", max_tokens=60, ignore_eos=True)
+            assert (again.text, again.usage.cached_token_count) == (undisturbed, 0)
+            eventually(lambda: held_block_count(allocator) == 0, "every block is free")
             assert allocator.get_pool("default").connected
         assert allocator.list_pools() == ()
 

@@ -37,11 +37,12 @@ class Proxy:
         self.address = ""
         self._bytes_left: int | None = None  # to forward towards the target before everything is cut
         self._connections: set[_Connection] = set()
+        self._serving: set[asyncio.Task[None]] = set()
         self._swallowed = _Open(True, True)
 
     async def start(self) -> None:
         """Listens on a free port."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         host, port = self._server.sockets[0].getsockname()
         self.address = f"{host}:{port}"
 
@@ -50,6 +51,8 @@ class Proxy:
         self._server.close()
         self.let_through()
         self.cut()
+        if self._serving:
+            await asyncio.wait(self._serving)
 
     def cut(self) -> None:
         """Closes every connection; new ones are forwarded."""
@@ -82,6 +85,11 @@ class Proxy:
         self._swallowed = swallowed
         for connection in self._connections:
             connection.hold_back(swallowed)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host, port = self.target.rsplit(":", 1)
@@ -222,7 +230,7 @@ class Name:
         await self.ready()
         await self.proxy.stop()
         for place in (self.place, self._next):
-            place.stop()
+            place.kill()
 
 
 def report(what: str, seconds: list[float]) -> None:

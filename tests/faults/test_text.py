@@ -12,15 +12,14 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from quire import AsyncAllocatorClient, AsyncClient, UnavailableError
-from quire.errors import QuireError
+from quire import AsyncAllocatorClient, AsyncClient
 
 from tests.faults.conftest import WallClock
 from tests.faults.scene import LEASE_S, Name, attached, flood, metric, named, report
 from tests.faults.text_scene import REQUESTS, Streams, Worker, is_ready, worker, worker_process
 
 STEPS = "quire_allocator_steps_total"
-RUNS = int(os.environ.get("QUIRE_FAULT_RUNS", "3"))
+RUNS = int(os.environ.get("QUIRE_FAULT_RUNS", "2"))
 
 pytestmark = [pytest.mark.timeout(200 + 20 * RUNS), pytest.mark.asyncio(loop_scope="module")]
 
@@ -40,10 +39,13 @@ async def text(name: Name, tmp_path_factory: pytest.TempPathFactory, wall_clock:
 async def test_text_goes_on_however_often_the_allocator_is_killed(name: Name, text: Worker) -> None:
     seconds, live, begun = list[float](), 0, time.monotonic()
     while len(seconds) < RUNS:
+        await name.ready()
         async with text.streaming() as streams:
             while len(seconds) < RUNS and not streams.are_done:
                 await name.ready()
                 await streams.more(len(seconds) % 23)
+                if streams.are_done:
+                    break
                 killed = time.monotonic()
                 name.replace()
                 live += await text.agree() > 0
@@ -51,7 +53,7 @@ async def test_text_goes_on_however_often_the_allocator_is_killed(name: Name, te
                 if len(seconds) % 50 == 0:
                     report(f"{time.monotonic() - begun:.0f} s, kill -9, until both states are the same", seconds)
     report(f"kill -9, until both states are the same, {live} times with live sequences", seconds)
-    assert live > RUNS // 2
+    assert live >= RUNS // 2
 
 
 async def test_text_goes_on_when_answers_are_lost_with_or_without_their_allocator(name: Name, text: Worker) -> None:
@@ -170,43 +172,20 @@ async def test_tenants_do_not_see_each_others_prefixes_nor_their_computation(nam
     assert name.place.server.process.poll() is None
 
 
-async def test_of_two_workers_with_one_pool_a_silent_one_displaces_nobody_and_a_killed_one_is_succeeded(
+async def test_a_worker_that_was_silent_for_longer_than_its_lease_displaces_nobody_and_goes_on(
     name: Name, text: Worker, tmp_path: Path
 ) -> None:
-    first = worker_process(tmp_path / "first", name.proxy.address, "--pool", "pair")
-    await is_ready(first)
-    second = worker_process(tmp_path / "second", name.proxy.address, "--pool", "pair")
+    second = worker_process(tmp_path / "second", name.proxy.address)
     try:
-        async with AsyncClient(first.address) as client:
-            pair = Worker(client, name, "pair")
-            pair.undisturbed = text.undisturbed
-            async with pair.streaming() as streams:
-                first.process.send_signal(signal.SIGSTOP)
-                await is_ready(second)  # the lease has ended, and the pool is empty
-                async with AsyncClient(second.address) as other:
-                    first.process.send_signal(signal.SIGCONT)
-                    await streams.more(3)
-                    assert await Streams(other).texts() == text.undisturbed, "in spite of the older owner"
-                    assert not streams.are_done
-                    second.stop()
-            third = worker_process(tmp_path / "third", name.proxy.address, "--pool", "pair")
-            streams = Streams(client)
-            await streams.more(10)
-            first.process.kill()
-            killed = time.monotonic()
-            with pytest.raises((UnavailableError, QuireError)):
-                await streams.texts()
-            await is_ready(third)
-            report("worker killed, until its successor serves, a start included", [time.monotonic() - killed])
-        try:
-            async with AsyncClient(third.address) as client:
-                successor = Worker(client, name, "pair")
-                successor.undisturbed = text.undisturbed
-                async with successor.streaming():
-                    pass
-        finally:
-            third.stop()
+        async with text.streaming() as streams:
+            text.process.process.send_signal(signal.SIGSTOP)
+            await is_ready(second)  # it waited for the lease to end, and has an empty pool
+            async with AsyncClient(second.address) as other:
+                text.process.process.send_signal(signal.SIGCONT)
+                await streams.more(3)
+                assert await Streams(other).texts() == text.undisturbed, "in spite of the older owner"
+                assert not streams.are_done, "nobody grants it blocks"
+            second.stop()
     finally:
-        for process in (first, second):
-            process.process.send_signal(signal.SIGCONT)
-            process.stop()
+        text.process.process.send_signal(signal.SIGCONT)
+        second.stop()

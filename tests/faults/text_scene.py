@@ -86,9 +86,9 @@ class Streams:
 class Worker:
     """A worker and the text that it gives undisturbed."""
 
-    def __init__(self, client: AsyncClient, name: Name, pool: str = "default") -> None:
+    def __init__(self, process: ServerProcess, client: AsyncClient, name: Name) -> None:
+        self.process = process
         self.client = client
-        self.pool = pool
         self._name = name
         self.undisturbed: list[list[str]] = []
 
@@ -109,7 +109,7 @@ class Worker:
         """
         while True:
             try:
-                seen = await pool_of(self._name.place, self.pool)
+                seen = await pool_of(self._name.place, "default")
             except grpc.aio.AioRpcError:  # not attached yet
                 continue
             digest = (await self.client.status()).state_digest
@@ -126,7 +126,7 @@ async def worker(name: Name, folder: Path, environment: Mapping[str, str]) -> As
     try:
         await is_ready(process)
         async with AsyncClient(process.address) as client:
-            started = Worker(client, name)
+            started = Worker(process, client, name)
             started.undisturbed = await Streams(client).texts()
             yield started
     finally:

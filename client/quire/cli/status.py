@@ -52,7 +52,8 @@ def status(
     with Client(worker, token=read_token(token_file), timeout_s=timeout) as client:
         found = client.status()
     if as_json:
-        print(json.dumps({**asdict(found), "model_fingerprint": found.model_fingerprint.hex()}))
+        digests = {"model_fingerprint": found.model_fingerprint.hex(), "state_digest": found.state_digest.hex()}
+        print(json.dumps({**asdict(found), **digests}))
         return
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in _rows(worker, found):

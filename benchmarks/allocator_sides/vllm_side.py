@@ -70,7 +70,7 @@ class VllmSide:
         manager = _manager(sliding=0)
         costs: Costs = {}
         unnamed = [self._request([0] * LONG_TOKENS) for _ in work.prompts]  # touches the memory, as in the core
-        assert not any([_admit(manager, request) for request in unnamed])
+        assert [_admit(manager, request) for request in unnamed] == [0] * len(unnamed)
         cpu_us(manager.free, [(request,) for request in unnamed])
 
         def admit(prompts: list[bytes]) -> tuple[float, list[tuple[Any, ...]], list[int]]:

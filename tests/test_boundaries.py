@@ -19,7 +19,7 @@ CORE = ROOT / "allocator_service" / "quire_allocator" / "core"
 
 # What the base installation brings, as import names; everything else is an extra's.
 HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy"}
-EXTRAS_OF_SERVERS_AND_CLI = {"structlog", "prometheus_client", "uvloop", "typer", "rich"}
+EXTRAS_OF_SERVERS_AND_CLI = {"structlog", "prometheus_client", "uvloop", "typer", "rich", "cryptography"}
 # Of the standard library, what brings time, chance, threads or the outside world into a state machine.
 IMPURE = {"asyncio", "datetime", "os", "random", "secrets", "socket", "subprocess", "threading", "time", "uuid"}
 

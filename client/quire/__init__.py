@@ -13,6 +13,7 @@ router keeps of a pool, `quire.local` starts both servers on this machine.
 
 from importlib.metadata import PackageNotFoundError, version
 
+from quire._serving.process import UsageError
 from quire._streams import AsyncChunkStream, AsyncEventStream, ChunkStream, EventStream
 from quire.aio import AsyncAllocatorClient, AsyncClient, AsyncUnarySession
 from quire.client import AllocatorClient, Client, UnarySession
@@ -38,6 +39,7 @@ from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, 
 from quire.hashing import DigestChain, block_digests, prompt_digests, root_digest
 from quire.mirror import PrefixMirror
 from quire.steps import Copy, Result, Swap, Victim
+from quire.tls import Tls
 from quire.types import (
     Allocation,
     Chunk,
@@ -125,11 +127,13 @@ __all__ = [
     "SessionKind",
     "SnapshotEnd",
     "Swap",
+    "Tls",
     "UnarySession",
     "UnauthenticatedError",
     "UnavailableError",
     "UnimplementedError",
     "Usage",
+    "UsageError",
     "Victim",
     "WorkerStatus",
     "__version__",

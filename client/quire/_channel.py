@@ -5,8 +5,8 @@ with jitter; no other code is ever repeated, and the Session stream never. Opera
 request id, so that a repeated one is applied once. gRPC itself repeats unary calls, `Attempts` the streams of Generate,
 `quire._watch.Watch` those of WatchEvents, which go on as often as it takes once they have begun.
 
-A token travels as `authorization: Bearer ...` with every call. Connections are not encrypted: towards another machine
-whoever can listen can read the token, so use it inside a network that you trust.
+A token travels as `authorization: Bearer ...` with every call, and never unencrypted to another machine: whoever can
+listen could use it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ import grpc
 from google.protobuf.message import Message
 from grpc import aio
 
-from quire._serving.process import read_token
+from quire._serving.address import is_local, is_unix
+from quire._serving.process import UsageError, read_token
 from quire.errors import QuireError, UnavailableError, from_rpc_error
 from quire.limits import MESSAGE_BYTES_MAX
+from quire.tls import Tls, resolve_tls
 
 DEFAULT_ALLOCATOR: Final = "127.0.0.1:7070"
 DEFAULT_WORKER: Final = "127.0.0.1:7071"
@@ -94,6 +96,14 @@ def resolve_address(address: str | None, variable: str, default: str) -> str:
     return address or os.environ.get(variable) or default
 
 
+def _is_here(address: str) -> bool:
+    """Whether what is sent there stays on this machine; a form of address that only gRPC knows does not count."""
+    try:
+        return is_local(address)
+    except UsageError:
+        return False
+
+
 class Attempts(Generic[ItemT]):
     """A call that streams messages, and its repetition: what `_SERVICE_CONFIG` says for unary calls, by our own hand.
 
@@ -144,13 +154,26 @@ class Attempts(Generic[ItemT]):
 
 
 class Link:
-    """What the two flavours of a connection share."""
+    """What the two flavours of a connection share.
 
-    def __init__(self, address: str, token: str | None, timeout_s: float) -> None:
+    Raises:
+        UsageError: a file is unusable, or a token would go to another machine unencrypted.
+    """
+
+    def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
         self.address = address
         self.timeout_s = timeout_s
+        self._tls = tls = resolve_tls(tls)
+        self.credentials = tls.channel_credentials() if tls is not None else None
         token = resolve_token(token)
+        if token and tls is None and not _is_here(address):
+            raise UsageError(
+                f"a token is not sent to {address} unencrypted: give --tls-ca, QUIRE_TLS_CA or tls=quire.Tls(...)"
+            )
         self.metadata: tuple[tuple[str, str], ...] = (("authorization", f"Bearer {token}"),) if token else ()
+        # A socket's path is no name that a certificate could have; who serves it is this machine.
+        name = (("grpc.ssl_target_name_override", "localhost"),) if tls is not None and is_unix(address) else ()
+        self.options = (*OPTIONS, *name)
 
     def deadline(self, timeout_s: float | None) -> float:
         """Seconds that a call may take."""
@@ -158,18 +181,29 @@ class Link:
 
     def translate(self, error: grpc.RpcError, request_id: str | None = None) -> QuireError:
         """The exception for what gRPC raised; it names the address where nobody answered there."""
-        translated = from_rpc_error(error, request_id)
-        if isinstance(translated, UnavailableError) and translated.reason is None:
-            return UnavailableError(f"no answer from {self.address}: {translated.message}", None, request_id)
-        return translated
+        return self.explain(from_rpc_error(error, request_id))
+
+    def explain(self, error: QuireError) -> QuireError:
+        """The same; where nobody answered it says where, and how it was tried: a server that asks for TLS, or for
+        another certificate, just hangs up."""
+        if not isinstance(error, UnavailableError) or error.reason is not None:
+            return error
+        how = "not encrypted"
+        if self._tls is not None:
+            how = f"TLS, {self._tls.cert or 'no client certificate'}"
+        return UnavailableError(f"no answer from {self.address}: {error.message} [{how}]", None, error.request_id)
 
 
 class SyncLink(Link):
     """A connection for threads."""
 
-    def __init__(self, address: str, token: str | None, timeout_s: float) -> None:
-        super().__init__(address, token, timeout_s)
-        self.channel = grpc.insecure_channel(address, options=OPTIONS)
+    def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
+        super().__init__(address, token, tls, timeout_s)
+        self.channel = (
+            grpc.insecure_channel(address, options=self.options)
+            if self.credentials is None
+            else grpc.secure_channel(address, self.credentials, options=self.options)
+        )
 
     def call(
         self,
@@ -195,12 +229,14 @@ class SyncLink(Link):
 class AsyncLink(Link):
     """A connection for asyncio; made inside the event loop that uses it."""
 
-    def __init__(self, address: str, token: str | None, timeout_s: float) -> None:
-        super().__init__(address, token, timeout_s)
+    def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
+        super().__init__(address, token, tls, timeout_s)
         self.channel = self._new_channel()
 
     def _new_channel(self) -> aio.Channel:
-        return aio.insecure_channel(self.address, options=OPTIONS)
+        if self.credentials is None:
+            return aio.insecure_channel(self.address, options=self.options)
+        return aio.secure_channel(self.address, self.credentials, options=self.options)
 
     async def reconnect(self) -> None:
         """A new `channel`, on a new connection, in place of one that has fallen silent: gRPC keeps using a connection

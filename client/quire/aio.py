@@ -25,6 +25,7 @@ from quire._watch import Watch
 from quire.errors import NotFoundError, QuireError
 from quire.session import PoolSession
 from quire.steps import Result
+from quire.tls import Tls
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire.v1 import worker_pb2 as worker_pb
@@ -36,8 +37,8 @@ class _Connected:
 
     SERVICE: ClassVar[str]
 
-    def __init__(self, address: str, token: str | None, timeout_s: float) -> None:
-        self._link = AsyncLink(address, token, timeout_s)
+    def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
+        self._link = AsyncLink(address, token, tls, timeout_s)
 
     @property
     def address(self) -> str:
@@ -75,6 +76,8 @@ class AsyncClient(_Connected):
     Args:
         worker: address; by default $QUIRE_WORKER or 127.0.0.1:7071.
         token: bearer token; by default the content of the file that $QUIRE_TOKEN_FILE names, if set.
+        tls: encrypts the connection; by default with the files that $QUIRE_TLS_CA, $QUIRE_TLS_CERT and $QUIRE_TLS_KEY
+            name, if set. Without it a token is sent to this machine only.
         timeout_s: for each call but `generate` and `stream`, which have 600 seconds unless they are given another.
 
     Made inside the event loop that uses it. Methods raise QuireError where the call fails.
@@ -83,9 +86,14 @@ class AsyncClient(_Connected):
     SERVICE = "quire.v1.WorkerService"
 
     def __init__(
-        self, worker: str | None = None, *, token: str | None = None, timeout_s: float = UNARY_TIMEOUT_S
+        self,
+        worker: str | None = None,
+        *,
+        token: str | None = None,
+        tls: Tls | None = None,
+        timeout_s: float = UNARY_TIMEOUT_S,
     ) -> None:
-        super().__init__(resolve_address(worker, "QUIRE_WORKER", DEFAULT_WORKER), token, timeout_s)
+        super().__init__(resolve_address(worker, "QUIRE_WORKER", DEFAULT_WORKER), token, tls, timeout_s)
         self._stub = worker_pb_grpc.WorkerServiceStub(self._link.channel)
 
     async def generate(
@@ -135,6 +143,8 @@ class AsyncAllocatorClient(_Connected):
     Args:
         allocator: address; by default $QUIRE_ALLOCATOR or 127.0.0.1:7070.
         token: bearer token; by default the content of the file that $QUIRE_TOKEN_FILE names, if set.
+        tls: encrypts the connection; by default with the files that $QUIRE_TLS_CA, $QUIRE_TLS_CERT and $QUIRE_TLS_KEY
+            name, if set. Without it a token is sent to this machine only.
         timeout_s: for each call.
 
     Made inside the event loop that uses it. Methods raise QuireError where the call fails. What an
@@ -144,9 +154,14 @@ class AsyncAllocatorClient(_Connected):
     SERVICE = "quire.v1.AllocatorService"
 
     def __init__(
-        self, allocator: str | None = None, *, token: str | None = None, timeout_s: float = UNARY_TIMEOUT_S
+        self,
+        allocator: str | None = None,
+        *,
+        token: str | None = None,
+        tls: Tls | None = None,
+        timeout_s: float = UNARY_TIMEOUT_S,
     ) -> None:
-        super().__init__(resolve_address(allocator, "QUIRE_ALLOCATOR", DEFAULT_ALLOCATOR), token, timeout_s)
+        super().__init__(resolve_address(allocator, "QUIRE_ALLOCATOR", DEFAULT_ALLOCATOR), token, tls, timeout_s)
         self._stub = pb_grpc.AllocatorServiceStub(self._link.channel)
 
     async def list_pools(self, *, timeout_s: float | None = None) -> tuple[views.PoolSummary, ...]:
@@ -228,12 +243,13 @@ class AsyncAllocatorClient(_Connected):
 
         `on_wait` is told why, whenever attaching has to be tried again. The session must be closed before this client.
         """
+        explain, tell = self._link.explain, on_wait
         return PoolSession(
             self._stub,
             pool,
             messages.pool_spec_message(spec),
             metadata=self._link.metadata,
-            on_wait=on_wait,
+            on_wait=None if tell is None else lambda error: tell(explain(error)),
             reconnect=self._reconnect,
         )
 

@@ -24,6 +24,7 @@ from quire._streams import ChunkStream, EventStream
 from quire._watch import Watch
 from quire.errors import NotFoundError, QuireError
 from quire.steps import Result
+from quire.tls import Tls
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire.v1 import worker_pb2 as worker_pb
@@ -35,8 +36,8 @@ class _Connected:
 
     SERVICE: ClassVar[str]
 
-    def __init__(self, address: str, token: str | None, timeout_s: float) -> None:
-        self._link = SyncLink(address, token, timeout_s)
+    def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
+        self._link = SyncLink(address, token, tls, timeout_s)
 
     @property
     def address(self) -> str:
@@ -74,6 +75,8 @@ class Client(_Connected):
     Args:
         worker: address; by default $QUIRE_WORKER or 127.0.0.1:7071.
         token: bearer token; by default the content of the file that $QUIRE_TOKEN_FILE names, if set.
+        tls: encrypts the connection; by default with the files that $QUIRE_TLS_CA, $QUIRE_TLS_CERT and $QUIRE_TLS_KEY
+            name, if set. Without it a token is sent to this machine only.
         timeout_s: for each call but `generate` and `stream`, which have 600 seconds unless they are given another.
 
     All methods raise QuireError where the call fails.
@@ -82,9 +85,14 @@ class Client(_Connected):
     SERVICE = "quire.v1.WorkerService"
 
     def __init__(
-        self, worker: str | None = None, *, token: str | None = None, timeout_s: float = UNARY_TIMEOUT_S
+        self,
+        worker: str | None = None,
+        *,
+        token: str | None = None,
+        tls: Tls | None = None,
+        timeout_s: float = UNARY_TIMEOUT_S,
     ) -> None:
-        super().__init__(resolve_address(worker, "QUIRE_WORKER", DEFAULT_WORKER), token, timeout_s)
+        super().__init__(resolve_address(worker, "QUIRE_WORKER", DEFAULT_WORKER), token, tls, timeout_s)
         self._stub = worker_pb_grpc.WorkerServiceStub(self._link.channel)
 
     def generate(
@@ -134,6 +142,8 @@ class AllocatorClient(_Connected):
     Args:
         allocator: address; by default $QUIRE_ALLOCATOR or 127.0.0.1:7070.
         token: bearer token; by default the content of the file that $QUIRE_TOKEN_FILE names, if set.
+        tls: encrypts the connection; by default with the files that $QUIRE_TLS_CA, $QUIRE_TLS_CERT and $QUIRE_TLS_KEY
+            name, if set. Without it a token is sent to this machine only.
         timeout_s: for each call.
 
     All methods raise QuireError where the call fails. What an operation answers (no space, say) is a result.
@@ -142,9 +152,14 @@ class AllocatorClient(_Connected):
     SERVICE = "quire.v1.AllocatorService"
 
     def __init__(
-        self, allocator: str | None = None, *, token: str | None = None, timeout_s: float = UNARY_TIMEOUT_S
+        self,
+        allocator: str | None = None,
+        *,
+        token: str | None = None,
+        tls: Tls | None = None,
+        timeout_s: float = UNARY_TIMEOUT_S,
     ) -> None:
-        super().__init__(resolve_address(allocator, "QUIRE_ALLOCATOR", DEFAULT_ALLOCATOR), token, timeout_s)
+        super().__init__(resolve_address(allocator, "QUIRE_ALLOCATOR", DEFAULT_ALLOCATOR), token, tls, timeout_s)
         self._stub = pb_grpc.AllocatorServiceStub(self._link.channel)
 
     def list_pools(self, *, timeout_s: float | None = None) -> tuple[views.PoolSummary, ...]:

@@ -180,6 +180,13 @@ def allocator_process(folder: Path, *arguments: str) -> Iterator[ServerProcess]:
         process.stop()
 
 
+def secret_file(path: Path, text: str) -> Path:
+    """A file that only we can read."""
+    path.touch(mode=0o600)
+    path.write_text(text)
+    return path
+
+
 def quire(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs the command line as a process of its own."""
     return subprocess.run(

@@ -22,7 +22,15 @@ from quire.cli.generate import printable
 from quire.hashing import block_digests, root_digest
 from quire.v1 import worker_pb2 as worker_pb
 
-from tests.client.servers import ScriptedServer, allocator_process, parsed, quire, scripted_server, two_samples
+from tests.client.servers import (
+    ScriptedServer,
+    allocator_process,
+    parsed,
+    quire,
+    scripted_server,
+    secret_file,
+    two_samples,
+)
 
 SPEC = PoolSpec.full_attention(block_count=64, block_size=4, cache_layout="test", model_fingerprint=b"\1m")
 DIGESTS = block_digests(root_digest(fingerprint=b"\1m", layout="test"), list(range(8)), 4)
@@ -295,8 +303,8 @@ def test_an_unknown_pool_is_one_line_and_exit_code_1(allocator: str) -> None:
 
 
 def test_a_token_is_taken_from_its_file_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "right").write_text(TOKEN)
-    (tmp_path / "wrong").write_text(TOKEN[::-1])
+    secret_file(tmp_path / "right", TOKEN)
+    secret_file(tmp_path / "wrong", TOKEN[::-1])
     with allocator_process(tmp_path, "--token-file", str(tmp_path / "right")) as process:
         assert quire("health", process.address, QUIRE_TOKEN_FILE=str(tmp_path / "right")).returncode == 0
         assert quire("pools", "--allocator", process.address, "--token-file", str(tmp_path / "right")).returncode == 0

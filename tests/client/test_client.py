@@ -41,6 +41,7 @@ from tests.client.servers import (
     endless,
     failing,
     scripted_server,
+    secret_file,
     two_samples,
 )
 
@@ -284,7 +285,7 @@ async def test_a_deadline_that_passes_is_an_error_with_the_request_id(server: Sc
 def test_addresses_and_tokens_come_from_the_environment(
     server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "token").write_text("a-token-from-a-file\n")
+    secret_file(tmp_path / "token", "a-token-from-a-file\n")
     monkeypatch.setenv("QUIRE_WORKER", server.address)
     monkeypatch.setenv("QUIRE_TOKEN_FILE", str(tmp_path / "token"))
     server.answers["GetStatus"] = lambda *_: worker_pb.GetStatusResponse()
@@ -388,7 +389,7 @@ def test_errors_carry_code_and_reason(allocator: str) -> None:
 
 
 def test_a_wrong_token_is_refused_and_the_right_one_is_not(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("0123456789abcdef")
+    secret_file(tmp_path / "token", "0123456789abcdef")
     with allocator_process(tmp_path, "--token-file", str(tmp_path / "token")) as process:
         with AllocatorClient(process.address, token="0123456789abcdeX") as client:
             with pytest.raises(UnauthenticatedError) as raised:

@@ -22,6 +22,7 @@ from quire._serving.server import Server, add_arguments
 from quire.aio import AsyncAllocatorClient
 from quire.errors import QuireError
 from quire.session import PoolSession
+from quire.tls import tls_of
 from quire.types import PoolSpec
 from quire.v1 import worker_pb2_grpc as pb_grpc
 
@@ -57,6 +58,19 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         default=os.environ.get("QUIRE_ALLOCATOR", "127.0.0.1:7070"),
         help="address of the allocator (default: $QUIRE_ALLOCATOR or 127.0.0.1:7070)",
     )
+    to_allocator = parser.add_argument_group("TLS towards the allocator, as PEM files")
+    for name, text in (
+        ("ca", "authorities of the allocator; encrypts the connection"),
+        ("cert", "certificate to show it"),
+        ("key", "private key of that certificate"),
+    ):
+        variable = f"QUIRE_TLS_{name.upper()}"
+        to_allocator.add_argument(
+            f"--allocator-{name}",
+            metavar="FILE",
+            default=os.environ.get(variable),
+            help=f"{text} (default: ${variable})",
+        )
     add_arguments(parser, listen="127.0.0.1:7071", metrics="127.0.0.1:9471")
     parser.add_argument("--block-size", type=int, default=16, help="tokens per block (default: %(default)s)")
     memory = parser.add_mutually_exclusive_group()
@@ -216,8 +230,9 @@ async def serve(options: argparse.Namespace) -> None:
     stop = stop_event()
     calls_max = 4 * (options.max_waiting + options.max_running)  # the queue is what refuses, with a reason
     server = Server(options, service_name="quire.v1.WorkerService", calls_max=max(4_096, calls_max))
+    tls = tls_of(options.allocator_ca, options.allocator_cert, options.allocator_key)
+    allocator = AsyncAllocatorClient(options.allocator, token=server.token, tls=tls)
     loaded = await asyncio.to_thread(load, options)
-    allocator = AsyncAllocatorClient(options.allocator, token=server.token)
     session = allocator.session(
         options.pool,
         PoolSpec(

@@ -37,13 +37,17 @@ def is_local(address: str) -> bool:
         return False
 
 
-def require_safe(address: str, *, token: str | None) -> None:
-    """Refuses to serve other machines without authentication.
+def require_safe(address: str, *, encrypted: bool, authenticated: bool) -> None:
+    """Refuses to serve other machines without encryption, or whoever asks.
 
     Raises:
-        UsageError: the address is not local and there is no token, or it is no address.
+        UsageError: the address is not local and something is missing, or it is no address.
     """
-    if not is_local(address) and not token:
-        raise UsageError(
-            f"{address} can be reached from other machines: give --token-file, or listen on loopback or unix:///path"
-        )
+    if is_local(address) or (encrypted and authenticated):
+        return
+    missing = [] if encrypted else ["--tls-cert and --tls-key"]
+    missing += [] if authenticated else ["--tls-client-ca or --token-file"]
+    raise UsageError(
+        f"{address} can be reached from other machines: give {', and '.join(missing)}; "
+        "or listen on loopback or unix:///path"
+    )

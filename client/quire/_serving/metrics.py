@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import hmac
+import socket
+import sys
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from wsgiref.simple_server import WSGIRequestHandler, make_server
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+import structlog
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.registry import Collector
 
 from quire._serving import address
+from quire._serving.tls import ServerTls
 
+log = structlog.get_logger()
 Wsgi = Callable[[dict[str, object], Callable[..., object]], Iterable[bytes]]
 
 
@@ -43,17 +49,21 @@ class Histogram:
 
 
 class MetricsServer:
-    """Serves GET /metrics from a thread of its own; with a token only to callers that show it.
+    """Serves GET /metrics from a thread of its own, over HTTPS where there is TLS; with a token only to callers that
+    show it.
 
     Lifecycle: constructed listening on `bound_address`, then `close`.
     """
 
-    def __init__(self, listen: str, collector: Collector, *, token: str | None) -> None:
+    def __init__(self, listen: str, collector: Collector, *, token: str | None, tls: ServerTls | None) -> None:
         registry = CollectorRegistry()
         registry.register(collector)
         host, port = address.split(listen)
         app: Wsgi = make_wsgi_app(registry)
-        self._server = make_server(host, port, _guarded(app, token), handler_class=_QuietHandler)
+        self._server = make_server(
+            host, port, _guarded(app, token), server_class=_MetricsHttp, handler_class=_QuietHandler
+        )
+        self._server.tls = tls
         self.bound_address = f"{host}:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
@@ -63,6 +73,21 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _MetricsHttp(WSGIServer):
+    tls: ServerTls | None = None
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """A connection; its handshake is the first read's, which is the handler's and has its time limit."""
+        connection, peer = super().get_request()
+        if self.tls is not None:
+            connection = self.tls.context().wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return connection, peer
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A peer that is refused, or gone, is no defect."""
+        log.info("scrape failed", error=str(sys.exception()))
 
 
 class _QuietHandler(WSGIRequestHandler):

@@ -1,4 +1,4 @@
-"""One gRPC server as both services run it: command line, limits, tokens, health, metrics, shutdown."""
+"""One gRPC server as both services run it: command line, limits, who is let in, health, metrics, shutdown."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from quire._serving.address import is_unix, require_safe
 from quire._serving.metrics import MetricsServer
 from quire._serving.process import UsageError, read_token, write_ready_file
 from quire._serving.rpc import TokenInterceptor
+from quire._serving.tls import ServerTls
 from quire.limits import MESSAGE_BYTES_MAX
 
 log = structlog.get_logger()
@@ -22,6 +23,11 @@ log = structlog.get_logger()
 # At a time, streams included. It only bounds memory: the transport refuses without a reason, and health checks like any
 # other call, so that it must lie far above what the services themselves refuse with one (a worker's queue: 1,088).
 CALLS_MAX: Final = 4_096
+_TLS_OPTIONS: Final = {
+    "tls-cert": "certificate of this server, with its chain",
+    "tls-key": "its private key",
+    "tls-client-ca": "authorities of the callers: only certificates that they have signed are let in",
+}
 GRACE_S: Final = 5.0  # a supervisor that kills (quire.local, quire._child) waits longer
 
 
@@ -36,8 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str)
     parser.add_argument(
         "--token-file",
         default=os.environ.get("QUIRE_TOKEN_FILE"),
-        help="file with the bearer token that callers must show; needed off loopback (default: $QUIRE_TOKEN_FILE)",
+        help="file with the bearer token that callers must show (default: $QUIRE_TOKEN_FILE)",
     )
+    tls = parser.add_argument_group("TLS, as PEM files; off loopback needed, with --tls-client-ca or --token-file")
+    for option, text in _TLS_OPTIONS.items():
+        variable = f"QUIRE_SERVER_{option.removeprefix('tls-').replace('-', '_').upper()}"
+        default = os.environ.get(variable) or None
+        tls.add_argument(f"--{option}", metavar="FILE", default=default, help=f"{text} (default: ${variable})")
     parser.add_argument("--ready-file", help="write addresses and pid there, as JSON, once serving")
     parser.add_argument(
         "--log-format", choices=["auto", "json", "console"], default="auto", help="auto: console on a terminal"
@@ -45,8 +56,21 @@ def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str)
     parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
 
 
+def read_tls(options: argparse.Namespace) -> ServerTls | None:
+    """TLS as the command line asks for it; None if it does not.
+
+    Raises:
+        UsageError: an option comes without another one that it needs, or a file is unusable.
+    """
+    if options.tls_cert is None and options.tls_key is None and options.tls_client_ca is None:
+        return None
+    if options.tls_cert is None or options.tls_key is None:
+        raise UsageError("TLS needs --tls-cert and --tls-key, both")
+    return ServerTls(options.tls_cert, options.tls_key, options.tls_client_ca)
+
+
 class Server:
-    """Lifecycle: construct (checks addresses and token), add servicers to `grpc`, `start`, `announce`, `stop`.
+    """Lifecycle: construct (checks addresses and files), add servicers to `grpc`, `start`, `announce`, `stop`.
 
     Args:
         options: of `add_arguments`.
@@ -54,13 +78,15 @@ class Server:
         calls_max: calls at a time; far above what the service refuses by itself.
 
     Raises:
-        UsageError: an address is unsafe without a token, or the token file is unusable.
+        UsageError: an address is unsafe as it is asked for, or a file is unusable.
     """
 
     def __init__(self, options: argparse.Namespace, *, service_name: str, calls_max: int = CALLS_MAX) -> None:
         self.token = read_token(options.token_file)
+        self._tls = read_tls(options)
+        known = self.token is not None or (self._tls is not None and self._tls.verifies_clients)
         for address in (options.listen, options.metrics):
-            require_safe(address, token=self.token)
+            require_safe(address, encrypted=self._tls is not None, authenticated=known)
         self._options = options
         self._service_name = service_name
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its stubs are older
@@ -88,11 +114,14 @@ class Server:
         """
         listen, metrics = self._options.listen, self._options.metrics
         try:
-            port = self.grpc.add_insecure_port(listen)
+            if self._tls is None:
+                port = self.grpc.add_insecure_port(listen)
+            else:
+                port = self.grpc.add_secure_port(listen, self._tls.server_credentials())
         except RuntimeError as error:
             raise UsageError(f"cannot listen on {listen}: {error}") from None
         try:
-            self._metrics = MetricsServer(metrics, collector, token=self.token)
+            self._metrics = MetricsServer(metrics, collector, token=self.token, tls=self._tls)
         except OSError as error:
             raise UsageError(f"cannot serve metrics on {metrics}: {error}") from None
         self._address = listen if is_unix(listen) else f"{listen.rpartition(':')[0]}:{port}"  # IPv6 keeps its brackets
@@ -105,7 +134,14 @@ class Server:
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         metrics = self._metrics.bound_address
         write_ready_file(self._options.ready_file, address=self._address, metrics_address=metrics)
-        log.info("serving", address=self._address, metrics=metrics, authenticated=self.token is not None)
+        log.info(
+            "serving",
+            address=self._address,
+            metrics=metrics,
+            token=self.token is not None,
+            tls=self._tls is not None,
+            client_certificates=self._tls is not None and self._tls.verifies_clients,
+        )
 
     async def set_serving(self, serving: bool) -> None:
         """What health says between `announce` and `withdraw`."""

@@ -9,7 +9,7 @@ import typer
 
 from quire import __version__
 from quire._serving.process import UsageError
-from quire.cli import generate, plan, pools, servers, status, watch
+from quire.cli import certs, generate, plan, pools, servers, status, watch
 from quire.errors import QuireError
 from quire.local import ServerFailedError
 
@@ -45,6 +45,7 @@ pools.register(app)
 watch.register(app)
 status.register(app)
 plan.register(app)
+certs.register(app)
 
 
 def run() -> None:

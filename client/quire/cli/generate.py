@@ -17,7 +17,6 @@ from rich.text import Text
 
 from quire import _messages as messages
 from quire._channel import GENERATE_TIMEOUT_S
-from quire._serving.process import read_token
 from quire.cli import options
 from quire.client import Client
 from quire.types import Chunk, Generation, SamplingParams
@@ -38,6 +37,7 @@ def register(app: typer.Typer) -> None:
     app.command(help=EXAMPLES)(generate)
 
 
+@options.connects
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.", show_default=False)],
     *,
@@ -50,9 +50,9 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of text.")] = False,
     namespace: Annotated[str, typer.Option(help="Prefixes are shared inside it only.")] = "",
     worker: options.Worker = options.WORKER,
-    token_file: options.TokenFile = None,
     timeout: options.Timeout = GENERATE_TIMEOUT_S,
     as_json: options.Json = False,
+    credentials: options.Credentials,
 ) -> None:
     """Streams one request."""
     if prompt == "-":
@@ -61,7 +61,7 @@ def generate(
     start = time.monotonic()
     try:
         with (
-            Client(worker, token=read_token(token_file)) as client,
+            Client(worker, token=credentials.token, tls=credentials.tls) as client,
             client.stream(prompt, params, namespace=namespace, timeout_s=timeout) as chunks,
         ):
             shown = chunks if as_json else _shown(chunks, n)

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quire._serving.process import read_token
 from quire.cli import block_map, options, pool_usage
 from quire.client import AllocatorClient
 from quire.views import PoolBlocks, PoolSummary, PoolUsage
@@ -40,14 +39,16 @@ def register(app: typer.Typer) -> None:
     app.command(help=BLOCKS_EXAMPLES)(blocks)
 
 
+@options.connects
 def pools(
     allocator: options.Allocator = options.ALLOCATOR,
-    token_file: options.TokenFile = None,
     timeout: options.Timeout = 10.0,
     as_json: options.Json = False,
+    *,
+    credentials: options.Credentials,
 ) -> None:
     """Prints ListPools."""
-    with AllocatorClient(allocator, token=read_token(token_file), timeout_s=timeout) as client:
+    with AllocatorClient(allocator, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         found = client.list_pools()
     if as_json:
         print(json.dumps([_summary(pool) for pool in found]))
@@ -80,17 +81,18 @@ def pools(
     Console(highlight=False).print(table)
 
 
+@options.connects
 def blocks(
     pool: Annotated[str, typer.Argument(help="Name of the pool.", show_default=False)],
     *,
     allocator: options.Allocator = options.ALLOCATOR,
-    token_file: options.TokenFile = None,
     rows: Annotated[int, typer.Option(min=1, help="Lines of the map at most.")] = 64,
     timeout: options.Timeout = 10.0,
     as_json: options.Json = False,
+    credentials: options.Credentials,
 ) -> None:
     """Prints GetPool with POOL_VIEW_BLOCKS and POOL_VIEW_USAGE."""
-    with AllocatorClient(allocator, token=read_token(token_file), timeout_s=timeout) as client:
+    with AllocatorClient(allocator, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         found, usage = client.get_pool_blocks(pool), client.get_pool_usage(pool)
     if as_json:
         print(json.dumps({**_blocks(found), "usage": _usage(usage)}))

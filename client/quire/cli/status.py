@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from quire._channel import SyncLink
-from quire._serving.process import read_token
 from quire.cli import options
 from quire.client import AllocatorClient, Client
 from quire.errors import NotFoundError
@@ -42,14 +41,16 @@ def register(app: typer.Typer) -> None:
     app.command(help=HEALTH_EXAMPLES)(health)
 
 
+@options.connects
 def status(
     worker: options.Worker = options.WORKER,
-    token_file: options.TokenFile = None,
     timeout: options.Timeout = 10.0,
     as_json: options.Json = False,
+    *,
+    credentials: options.Credentials,
 ) -> None:
     """Prints GetStatus."""
-    with Client(worker, token=read_token(token_file), timeout_s=timeout) as client:
+    with Client(worker, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         found = client.status()
     if as_json:
         digests = {"model_fingerprint": found.model_fingerprint.hex(), "state_digest": found.state_digest.hex()}
@@ -61,15 +62,17 @@ def status(
     Console(highlight=False).print(table)
 
 
+@options.connects
 def health(
     address: Annotated[str, typer.Argument(help="host:port or unix:///path", show_default=False)],
-    token_file: options.TokenFile = None,
     timeout: options.Timeout = 5.0,
+    *,
+    credentials: options.Credentials,
 ) -> None:
     """Asks grpc.health.v1 for the server as a whole and for each service of Quire that it may have."""
     states = {}
     deadline = time.monotonic() + timeout
-    link = SyncLink(address, read_token(token_file), timeout)
+    link = SyncLink(address, credentials.token, credentials.tls, timeout)
     try:
         stub = health_pb2_grpc.HealthStub(link.channel)
         for name, service in (("server", ""), ("allocator", AllocatorClient.SERVICE), ("worker", Client.SERVICE)):

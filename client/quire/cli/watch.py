@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from quire._serving.process import UsageError, read_token
+from quire._serving.process import UsageError
 from quire.cli import options
 from quire.cli.pool_usage import DIGEST_CHARACTERS, repr_of
 from quire.client import AllocatorClient
@@ -32,17 +32,18 @@ def register(app: typer.Typer) -> None:
     app.command(help=EXAMPLES)(watch)
 
 
+@options.connects
 def watch(
     pool: Annotated[str, typer.Argument(help="Name of the pool.", show_default=False)],
     *,
     allocator: options.Allocator = options.ALLOCATOR,
-    token_file: options.TokenFile = None,
     snapshot: Annotated[bool, typer.Option("--snapshot", help="End after the snapshot.")] = False,
     session: Annotated[
         str, typer.Option(metavar="HEX", help="With --cursor: go on after an event that was printed after a snapshot.")
     ] = "",
     cursor: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Of that event.")] = 0,
     as_json: options.Json = False,
+    credentials: options.Credentials,
 ) -> None:
     """Prints WatchEvents, a line each."""
     try:
@@ -53,7 +54,7 @@ def watch(
         raise UsageError("--snapshot: a watch that goes on with --session begins with none")
     try:
         with (
-            AllocatorClient(allocator, token=read_token(token_file)) as client,
+            AllocatorClient(allocator, token=credentials.token, tls=credentials.tls) as client,
             client.watch_events(pool, session_id, cursor, on_wait=_tell) as events,
         ):
             for event in events:

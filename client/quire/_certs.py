@@ -1,0 +1,205 @@
+"""Certificates for development and for small deployments: an authority of one's own, and what it signs.
+
+Keys are P-256. What a caller may do stands in its certificate as URIs (`quire._serving.permissions`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from quire._serving.process import UsageError, require_private
+
+AUTHORITY: Final = "ca"
+LOCAL_HOSTS: Final = ("localhost", "127.0.0.1", "::1")
+CLOCK_SKEW: Final = datetime.timedelta(minutes=5)  # between this machine and those that check
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """Who signs.
+
+    Attributes:
+        cert: its certificate.
+        key: its private key.
+    """
+
+    cert: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+
+def make_authority(folder: Path, *, days: int) -> Authority:
+    """A new authority, in `ca.pem` and `ca.key`.
+
+    Raises:
+        UsageError: one of the files is there already, or cannot be written.
+    """
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = _name("quire development CA")
+    builder = _builder(name, name, key, days).add_extension(
+        x509.BasicConstraints(ca=True, path_length=0), critical=True
+    )
+    cert = builder.add_extension(_usage(signs=True), critical=True).sign(key, hashes.SHA256())
+    _write(folder, AUTHORITY, cert, key)
+    return Authority(cert, key)
+
+
+def read_authority(folder: Path) -> Authority | None:
+    """The authority in a folder; None where there is none.
+
+    Raises:
+        UsageError: its files are unusable, or everybody can read its key.
+    """
+    cert_path, key_path = folder / f"{AUTHORITY}.pem", folder / f"{AUTHORITY}.key"
+    if not cert_path.exists() and not key_path.exists():
+        return None
+    require_private(key_path, "private key")
+    try:
+        cert = x509.load_pem_x509_certificate(cert_path.read_bytes())
+        key = serialization.load_pem_private_key(key_path.read_bytes(), password=None)
+    except (OSError, ValueError, TypeError):  # whose text may be of any length, and says nothing to a user
+        raise UsageError(f"{cert_path} and {key_path} are no certificate and key of an authority") from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or cert.public_key() != key.public_key():
+        raise UsageError(f"{cert_path} and {key_path} are no pair")
+    return Authority(cert, key)
+
+
+def make_server(folder: Path, authority: Authority, name: str, hosts: Sequence[str], *, days: int) -> None:
+    """A server's certificate and key, in `NAME.pem` and `NAME.key`; this machine's own names are always in it.
+
+    Raises:
+        UsageError: a host or the name is none, a file is there already or cannot be written, the authority has expired.
+    """
+    names = [_host(host) for host in dict.fromkeys((*LOCAL_HOSTS, *hosts))]
+    _make_leaf(folder, authority, name, names, ExtendedKeyUsageOID.SERVER_AUTH, days=days)
+
+
+def make_client(folder: Path, authority: Authority, name: str, uris: Sequence[str], *, days: int) -> None:
+    """A caller's certificate and key, in `NAME.pem` and `NAME.key`, that permits what `uris` say.
+
+    Raises:
+        UsageError: as `make_server`.
+    """
+    names = [x509.UniformResourceIdentifier(uri) for uri in uris]
+    _make_leaf(folder, authority, name, names, ExtendedKeyUsageOID.CLIENT_AUTH, days=days)
+
+
+def check_new(folder: Path, name: str) -> None:
+    """Refuses a name that is none, or whose files are there.
+
+    Raises:
+        UsageError: saying which.
+    """
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r} is no name of a file: write letters, digits, '.', '_' and '-'")
+    for suffix in ("pem", "key"):
+        if (folder / f"{name}.{suffix}").exists():
+            raise UsageError(f"{folder / name}.{suffix} is there already; nothing is overwritten")
+
+
+def _make_leaf(
+    folder: Path,
+    authority: Authority,
+    name: str,
+    names: Sequence[x509.GeneralName],
+    purpose: x509.ObjectIdentifier,
+    *,
+    days: int,
+) -> None:
+    check_new(folder, name)
+    if authority.cert.not_valid_after_utc <= _now():
+        raise UsageError(f"the authority in {folder} has expired; make another one in another folder")
+    key = ec.generate_private_key(ec.SECP256R1())
+    ends = authority.cert.not_valid_after_utc
+    builder = (
+        _builder(_name(name), authority.cert.subject, key, days, ends)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
+    )
+    if names:
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    _write(folder, name, builder.sign(authority.key, hashes.SHA256()), key)
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    days: int,
+    ends: datetime.datetime | None = None,
+) -> x509.CertificateBuilder:
+    """What all certificates have; none outlives its authority."""
+    now = _now()
+    end = now + datetime.timedelta(days=days)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - CLOCK_SKEW)
+        .not_valid_after(end if ends is None else min(end, ends))
+    )
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _usage(*, signs: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs,
+        key_cert_sign=signs,
+        crl_sign=signs,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    if not re.fullmatch(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", host):
+        raise UsageError(f"{host!r} is no host: write a name or an IP address, without a port")
+    return x509.DNSName(host)
+
+
+def _write(folder: Path, name: str, cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+    """Both files, for their owner alone as far as the key goes; nothing that is there is touched."""
+    check_new(folder, name)
+    secret = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    for suffix, mode, data in (
+        ("key", 0o600, secret),
+        ("pem", 0o644, cert.public_bytes(serialization.Encoding.PEM)),
+    ):
+        path = folder / f"{name}.{suffix}"
+        try:
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+                file.write(data)
+        except OSError as error:
+            raise UsageError(f"{path}: {error.strerror}") from None

@@ -1,0 +1,105 @@
+"""TLS on the server's side, for gRPC and for metrics; certificates that are replaced are taken up without a restart."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import threading
+
+import grpc
+import structlog
+
+from quire._serving.process import UsageError, require_private
+from quire.tls import read_pem
+
+log = structlog.get_logger()
+
+
+class ServerTls:
+    """The server's certificate and key, and the authorities of its callers.
+
+    Each handshake looks at the files' times. What has changed is put in force as a whole; where it does not fit
+    together (a certificate is there already, its key not yet) the former stays, and the next handshake looks again.
+
+    Args:
+        cert: PEM file, the certificate first, then its chain.
+        key: PEM file; not to be read by everybody.
+        client_ca: PEM file. With it, only callers whose certificate one of these authorities has signed are let in.
+
+    Raises:
+        UsageError: a file is unusable, or certificate and key are no pair.
+    """
+
+    def __init__(self, cert: str, key: str, client_ca: str | None) -> None:
+        self._cert, self._key, self._client_ca = cert, key, client_ca
+        self._lock = threading.Lock()  # handshakes of gRPC and of metrics are on threads of their own
+        self._stamp = self._look()
+        self._context, self._grpc = self._read()
+        self._told: object = None  # the grpc configuration that handshakes have
+
+    @property
+    def verifies_clients(self) -> bool:
+        """Whether callers have to show a certificate."""
+        return self._client_ca is not None
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """For a secure port."""
+        return grpc.dynamic_ssl_server_credentials(
+            self._grpc,
+            self._changed,  # type: ignore[arg-type]  # its stubs do not know that None is "as before"
+            require_client_authentication=self.verifies_clients,
+        )
+
+    def context(self) -> ssl.SSLContext:
+        """For a connection over HTTPS."""
+        self._refresh()
+        return self._context
+
+    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """What gRPC asks before each handshake; None: as before."""
+        self._refresh()
+        if self._told is self._grpc:
+            return None
+        self._told = self._grpc
+        return self._grpc
+
+    def _refresh(self) -> None:
+        with self._lock:
+            try:
+                stamp = self._look()
+                if stamp == self._stamp:
+                    return
+                self._context, self._grpc = self._read()
+            except UsageError as error:
+                log.warning("certificates were replaced and cannot be used yet", error=str(error))
+                return
+            self._stamp = stamp
+            log.info("certificates were replaced")
+
+    def _look(self) -> tuple[tuple[int, int, int], ...]:
+        """What tells whether a file was replaced."""
+        found = []
+        for path in (self._cert, self._key, self._client_ca):
+            if path is not None:
+                try:
+                    status = os.stat(path)
+                except OSError as error:
+                    raise UsageError(f"{path}: {error.strerror}") from None
+                found.append((status.st_mtime_ns, status.st_size, status.st_ino))
+        return tuple(found)
+
+    def _read(self) -> tuple[ssl.SSLContext, grpc.ServerCertificateConfiguration]:
+        require_private(self._key, "private key")
+        cert, key = read_pem(self._cert), read_pem(self._key)
+        roots = None if self._client_ca is None else read_pem(self._client_ca)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            # A password is never asked for: nobody sits in front of a server.
+            context.load_cert_chain(self._cert, self._key, password=lambda: b"")
+            if roots is not None:
+                context.load_verify_locations(cadata=roots.decode("ascii"))
+                context.verify_mode = ssl.CERT_REQUIRED
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            raise UsageError(f"certificate {self._cert} and key {self._key}: {error}") from None
+        return context, grpc.ssl_server_certificate_configuration([(key, cert)], roots)

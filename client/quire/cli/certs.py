@@ -1,0 +1,94 @@
+"""`quire certs`: certificates for development and for small deployments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quire._serving.permissions import EVERYTHING_PATTERNS, Patterns, uris_of
+from quire._serving.process import UsageError
+
+EXAMPLES = """Make an authority, and certificates that it signs. Nothing is overwritten.
+
+Alone, it makes in FOLDER: ca (the authority), server (for this machine and each --host), and client, which may do
+everything. With --server or --client it makes that one, and the authority where there is none yet. Each NAME is two
+files: NAME.pem, and NAME.key, which only you can read.
+
+A --client may touch what its options name. A trailing * stands for any ending, quote it.
+
+Examples:
+
+    quire certs certs --host allocator.internal
+    quire certs certs --client worker-1 --pool worker-1 --namespace '*'
+    quire certs certs --client acme --namespace acme
+    quire certs certs --client prometheus --observe '*'
+    quire certs certs --server worker-1 --host 10.0.0.5
+"""
+
+USAGE = """
+A server that lets in only who shows such a certificate, and a caller of it:
+  quire allocator --tls-cert {folder}/server.pem --tls-key {folder}/server.key --tls-client-ca {folder}/ca.pem
+  quire pools --tls-ca {folder}/ca.pem --tls-cert {folder}/client.pem --tls-key {folder}/client.key"""
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command(help=EXAMPLES)(certs)
+
+
+def certs(
+    folder: Annotated[Path, typer.Argument(help="Where the files go; made if missing.", show_default=False)],
+    *,
+    server: Annotated[str | None, typer.Option(metavar="NAME", help="Make a server's certificate.")] = None,
+    host: Annotated[
+        list[str] | None, typer.Option(metavar="HOST", help="A name or address that the server is reached by.")
+    ] = None,
+    client: Annotated[str | None, typer.Option(metavar="NAME", help="Make a caller's certificate.")] = None,
+    pool: Annotated[list[str] | None, typer.Option(metavar="POOL", help="A pool that it may own.")] = None,
+    observe: Annotated[list[str] | None, typer.Option(metavar="POOL", help="A pool that it may look into.")] = None,
+    namespace: Annotated[
+        list[str] | None, typer.Option(metavar="NAMESPACE", help="A namespace that it may use; '' is the nameless one.")
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, max=36_500, help="How long they are valid.")] = 30,
+) -> None:
+    """Makes what is asked for; checks everything before the first file is written."""
+    try:
+        from quire import _certs
+    except ModuleNotFoundError as error:
+        raise UsageError(f"the package {error.name!r} is missing: pip install 'quire-kv[cli]'") from None
+    asked = (server is not None, client is not None)
+    if client is None and (pool or observe or namespace):
+        raise UsageError("--pool, --observe and --namespace are permissions of a --client")
+    if host and asked == (False, True):
+        raise UsageError("--host is of a server's certificate")
+    uris = uris_of(Patterns(pool or (), observe or (), namespace or ()))
+    if asked == (False, False):
+        server, client, uris = "server", "client", uris_of(EVERYTHING_PATTERNS)
+    if server is not None and server == client:
+        raise UsageError("--server and --client are two certificates; give them two names")
+
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder}: {error.strerror}") from None
+    for name in (server, client):
+        if name is not None:
+            _certs.check_new(folder, name)
+    authority = _certs.read_authority(folder)
+    if authority is None:
+        authority = _certs.make_authority(folder, days=days)
+        _tell(folder, "ca", "the authority; keep ca.key to yourself")
+    if server is not None:
+        _certs.make_server(folder, authority, server, host or (), days=days)
+        _tell(folder, server, f"--tls-cert {folder / server}.pem --tls-key {folder / server}.key")
+    if client is not None:
+        _certs.make_client(folder, authority, client, uris, days=days)
+        _tell(folder, client, " ".join(uris) or "no permission at all")
+    if asked == (False, False):
+        print(USAGE.format(folder=folder))
+
+
+def _tell(folder: Path, name: str, what: str) -> None:
+    print(f"{folder / name}.pem, .key: {what}")

@@ -1,0 +1,63 @@
+"""Certificates as `quire certs` makes them, and where they are."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from quire import Tls, _certs
+from quire.cli.app import app
+from typer.testing import CliRunner
+
+
+def quire_certs(folder: Path, *arguments: str) -> str:
+    """What the command prints."""
+    done = CliRunner().invoke(app, ["certs", str(folder), *arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """A folder that `quire certs` has filled, with a second authority of the same name in `other`."""
+
+    folder: Path
+
+    @property
+    def ca(self) -> str:
+        """The authority's certificate."""
+        return str(self.folder / "ca.pem")
+
+    def client(self, name: str = "client") -> Tls:
+        """What a caller shows who has this certificate."""
+        return Tls(self.ca, self.folder / f"{name}.pem", self.folder / f"{name}.key")
+
+    def anonymous(self) -> Tls:
+        """What a caller without a certificate shows."""
+        return Tls(self.ca)
+
+    def add(self, name: str, *permissions: str) -> Tls:
+        """A caller's certificate with these options."""
+        quire_certs(self.folder, "--client", name, *permissions)
+        return self.client(name)
+
+    def server_options(self, *, mutual: bool = True) -> list[str]:
+        """Of a server: its certificate, and if `mutual` those of its callers are asked for."""
+        options = ["--tls-cert", str(self.folder / "server.pem"), "--tls-key", str(self.folder / "server.key")]
+        return [*options, *(["--tls-client-ca", self.ca] if mutual else [])]
+
+
+def make_certificates(folder: Path) -> Certificates:
+    """An authority, a server, callers who may do everything, and callers nobody should let in."""
+    quire_certs(folder, "--host", "worker.example")
+    stranger = folder / "other"
+    quire_certs(stranger)
+    for suffix in ("pem", "key"):
+        (stranger / f"client.{suffix}").rename(folder / f"stranger.{suffix}")
+    with pytest.MonkeyPatch.context() as patch:
+        past = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=3)
+        patch.setattr(_certs, "_now", lambda: past)
+        quire_certs(folder, "--client", "expired", "--pool", "*", "--observe", "*", "--namespace", "*", "--days", "1")
+    return Certificates(folder)

@@ -1,0 +1,126 @@
+"""`quire certs`: what it makes, and what it refuses."""
+
+from __future__ import annotations
+
+import datetime
+import stat
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID
+from quire import _certs
+
+from tests.client.servers import quire
+from tests.security.certificates import quire_certs
+
+
+def certificate(path: Path) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(path.read_bytes())
+
+
+def names(cert: x509.Certificate) -> list[str]:
+    extension = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return [str(name.value) for name in extension]
+
+
+def purposes(cert: x509.Certificate) -> list[x509.ObjectIdentifier]:
+    return list(cert.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_alone_it_makes_an_authority_a_server_and_a_client_that_may_do_everything(tmp_path: Path) -> None:
+    folder = tmp_path / "certs"
+    printed = quire_certs(folder, "--host", "a.example", "--host", "10.1.2.3")
+    assert sorted(files_in(folder)) == ["ca.key", "ca.pem", "client.key", "client.pem", "server.key", "server.pem"]
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.glob("*.key")} == {0o600}
+    ca, server, client = (certificate(folder / f"{name}.pem") for name in ("ca", "server", "client"))
+    assert ca.extensions.get_extension_for_class(x509.BasicConstraints).value == x509.BasicConstraints(True, 0)
+    assert names(server) == ["localhost", "127.0.0.1", "::1", "a.example", "10.1.2.3"]
+    assert names(client) == ["quire://pool/*", "quire://observe/*", "quire://namespace/*"]
+    assert purposes(server) == [ExtendedKeyUsageOID.SERVER_AUTH]
+    assert purposes(client) == [ExtendedKeyUsageOID.CLIENT_AUTH]
+    for cert in (server, client):
+        cert.verify_directly_issued_by(ca)
+        key = cert.public_key()
+        assert isinstance(key, ec.EllipticCurvePublicKey)
+        assert key.curve.name == "secp256r1"
+        life = cert.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
+        assert datetime.timedelta(days=29) < life <= datetime.timedelta(days=30)
+    assert "--tls-client-ca" in printed
+
+
+def test_a_client_is_added_with_its_permissions(tmp_path: Path) -> None:
+    quire_certs(tmp_path)
+    before = files_in(tmp_path)
+    options = ["--pool", "a/b", "--observe", "x*", "--namespace", "größe 1", "--namespace", "", "--days", "2"]
+    quire_certs(tmp_path, "--client", "acme", *options)
+    after = files_in(tmp_path)
+    assert after.keys() - before.keys() == {"acme.pem", "acme.key"}
+    assert before.items() <= after.items()
+    assert names(certificate(tmp_path / "acme.pem")) == [
+        "quire://pool/a/b",
+        "quire://observe/x*",
+        "quire://namespace/gr%C3%B6%C3%9Fe%201",
+        "quire://namespace/",
+    ]
+
+
+def test_no_certificate_outlives_its_authority(tmp_path: Path) -> None:
+    quire_certs(tmp_path, "--days", "3")
+    quire_certs(tmp_path, "--server", "other", "--days", "300")
+    ca, other = certificate(tmp_path / "ca.pem"), certificate(tmp_path / "other.pem")
+    assert other.not_valid_after_utc == ca.not_valid_after_utc
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "server.pem is there already"),
+        (["--client", "client"], "client.pem is there already"),
+        (["--server", "new", "--client", "client"], "client.pem is there already"),
+        (["--client", "ca"], "ca.pem is there already"),
+        (["--client", "../up"], "is no name of a file"),
+        (["--pool", "p"], "are permissions of a --client"),
+        (["--client", "c", "--host", "h"], "--host is of a server's certificate"),
+        (["--server", "s", "--client", "s"], "give them two names"),
+        (["--server", "s", "--host", "h:7070"], "'h:7070' is no host"),
+        (["--server", "s", "--days", "0"], "--days"),
+    ],
+    ids=" ".join,
+)
+def test_what_makes_no_sense_is_refused_and_writes_nothing(tmp_path: Path, options: list[str], message: str) -> None:
+    quire_certs(tmp_path)
+    before = files_in(tmp_path)
+    result = quire("certs", str(tmp_path), *options)
+    assert (result.returncode, "Traceback" in result.stderr) == (2, False)
+    assert message in result.stderr
+    assert files_in(tmp_path) == before
+
+
+def test_an_authority_whose_key_everybody_can_read_signs_nothing(tmp_path: Path) -> None:
+    quire_certs(tmp_path)
+    (tmp_path / "ca.key").chmod(0o644)
+    result = quire("certs", str(tmp_path), "--client", "c")
+    assert (result.returncode, "its mode 0644" in result.stderr) == (2, True)
+    assert not (tmp_path / "c.pem").exists()
+
+
+def test_an_authority_that_is_none_or_has_expired_signs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    past = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(_certs, "_now", lambda: past)
+        quire_certs(tmp_path, "--days", "1")
+    result = quire("certs", str(tmp_path), "--client", "c")
+    assert (result.returncode, "has expired" in result.stderr) == (2, True)
+    (tmp_path / "ca.pem").write_text("not a certificate")
+    result = quire("certs", str(tmp_path), "--client", "c")
+    assert (result.returncode, "are no certificate and key" in result.stderr) == (2, True)
+    assert not (tmp_path / "c.pem").exists()

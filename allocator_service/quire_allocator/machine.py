@@ -21,11 +21,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+from quire._serving.permissions import EVERYTHING, Grant
 from quire.limits import PROTOCOL_VERSION
 from quire.state import STATE_DIGEST_ENTRIES_MAX, STATE_DIGEST_STEPS, SequenceRow, state_digest
 from quire.v1 import allocator_pb2 as pb
 
-from quire_allocator import limits, steps, translate
+from quire_allocator import limits, permits, steps, translate
 from quire_allocator.core.directory import Directory, Ownership, Refusal
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.rebuild import rebuild
@@ -159,6 +160,7 @@ class SessionMachine:
     Args:
         sessions: what it belongs to.
         on_end: called once when it is ended from outside; `ending` says why.
+        grant: what the caller may do.
 
     Attributes:
         phase: see the module's docstring.
@@ -167,7 +169,9 @@ class SessionMachine:
         applied: the step that the last message made the pool do; None if it was none, or a repeated one.
     """
 
-    def __init__(self, sessions: Sessions, on_end: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, sessions: Sessions, on_end: Callable[[], None] = lambda: None, grant: Grant = EVERYTHING
+    ) -> None:
         self.phase = Phase.ATTACHING
         self.owner: Ownership | None = None
         self.ending: Refusal | None = None
@@ -175,6 +179,7 @@ class SessionMachine:
         self._sessions = sessions
         self._directory = sessions.directory
         self._on_end = on_end
+        self._grant = grant
         self._spec: PoolSpec | None = None
         self._report: StagedReport | None = None
         sessions.streams.add(self)
@@ -224,6 +229,10 @@ class SessionMachine:
         require(1 <= attach.window <= limits.WINDOW_MAX, f"window must be 1 to {limits.WINDOW_MAX}")
         self._spec = translate.pool_spec(attach.spec)
         name = translate.pool_name(attach.pool)
+        permits.require_owning(self._grant, name)
+        known = self._directory.find_session(attach.resume_session)
+        if known is not None and known.name == name:
+            permits.require_sequences(self._grant, known.pool)
         self._sessions.check_quarantine(name, now)
         self.owner, resumed, older = self._directory.attach(
             name=name,
@@ -280,6 +289,7 @@ class SessionMachine:
     ) -> pb.SessionReply:
         """Puts the reported pool in force; until it is whole, whatever was there stays."""
         report = staged.finish(end)
+        permits.require_report(self._grant, report)
 
         def make_pool(spec: PoolSpec) -> Pool:
             return rebuild(spec, report)
@@ -335,6 +345,7 @@ class SessionMachine:
         if isinstance(kept, pb.StepReply):
             return kept
         arrays = steps.check_step(owner.pool, step)
+        permits.require_step(self._grant, owner.pool, step, arrays)
         reply = self._sessions.apply(owner, lambda: steps.apply_step(owner.pool, step, arrays, now), now)
         if not step.number % STATE_DIGEST_STEPS and owner.pool.table_entry_count() <= STATE_DIGEST_ENTRIES_MAX:
             reply.state_digest = pool_digest(owner.pool)

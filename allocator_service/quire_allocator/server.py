@@ -60,7 +60,9 @@ async def serve(options: argparse.Namespace) -> None:
     server = Server(options, service_name="quire.v1.AllocatorService")
     directory = Directory(lease_s=options.lease, pools_max=limits.POOLS_MAX)
     telemetry = Telemetry()
-    service = AllocatorService(directory, telemetry, check_invariants=options.check_invariants)
+    service = AllocatorService(
+        directory, telemetry, check_invariants=options.check_invariants, authorize=server.authorize
+    )
     pb_grpc.add_AllocatorServiceServicer_to_server(service, server.grpc)
     await server.start(AllocatorCollector(directory, telemetry))
     gc.freeze()  # what lives from here on is small; a full collection would stall every stream

@@ -14,15 +14,17 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias, TypeVar, cast
 
+import grpc
 import structlog
 from google.protobuf.message import Message
 from grpc import aio
-from quire._serving.rpc import abort
+from quire._serving.permissions import Grant
+from quire._serving.rpc import Authorize, abort, permit_everything
 from quire.errors import QuireError, Reason
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 
-from quire_allocator import budget, limits, steps, translate, views
+from quire_allocator import budget, limits, permits, steps, translate, views
 from quire_allocator.core.directory import Directory, Ownership, Refusal
 from quire_allocator.core.spec import DIGEST_BYTES, CommitResult, GrowResult, Result
 from quire_allocator.machine import Sessions
@@ -38,17 +40,20 @@ ResponseT = TypeVar("ResponseT", bound=Message)
 
 
 def unary(
-    handler: Callable[[AllocatorService, RequestT], ResponseT],
+    handler: Callable[[AllocatorService, RequestT, Grant], ResponseT],
 ) -> Callable[[AllocatorService, RequestT, Context], Awaitable[ResponseT]]:
-    """Turns a plain function into a handler: refusals become errors with a reason, every call is counted."""
+    """Turns a plain function into a handler: it is told what the caller may do, refusals become errors with a reason,
+    every call is counted."""
 
     @functools.wraps(handler)
     async def call(self: AllocatorService, request: RequestT, context: Context) -> ResponseT:
         try:
-            response = handler(self, request)
+            response = handler(self, request, self.authorize(context))
         except Refusal as refusal:
             error = QuireError.of(Reason(refusal.reason), refusal.message)
             self.telemetry.count_rpc(handler.__name__, error.code.name)
+            if error.code is grpc.StatusCode.PERMISSION_DENIED:
+                log.warning("call refused", method=handler.__name__, reason=error.reason, peer=context.peer())
             await abort(context, error)
         self.telemetry.count_rpc(handler.__name__, "OK")
         return response
@@ -96,7 +101,7 @@ class _Witness:
 
 
 class AllocatorService(pb_grpc.AllocatorServiceServicer):
-    """Serves every attached pool of `directory`."""
+    """Serves every attached pool of `directory`; `authorize` says what the caller of a call may do."""
 
     def __init__(
         self,
@@ -105,8 +110,10 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         *,
         check_invariants: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        authorize: Authorize = permit_everything,
     ) -> None:
         self.directory = directory
+        self.authorize = authorize
         self.telemetry = telemetry
         self.clock = clock
         self.watching = Watching(directory)
@@ -123,7 +130,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
     ) -> None:
         """See `stream.SessionStream`."""
-        await SessionStream(self, context).run()
+        await SessionStream(self, context, self.authorize(context)).run()
 
     def drain(self) -> None:
         """Takes no new session and ends every stream with UNAVAILABLE / DRAINING."""
@@ -137,10 +144,12 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     # -- unary sessions ------------------------------------------------------------------------------------------------
 
     @unary
-    def OpenSession(self, request: pb.OpenSessionRequest) -> pb.OpenSessionResponse:
+    def OpenSession(self, request: pb.OpenSessionRequest, grant: Grant) -> pb.OpenSessionResponse:
         require(not self.sessions.draining, "the allocator is shutting down", "DRAINING")
+        name = translate.pool_name(request.pool)
+        permits.require_owning(grant, name)
         owner = self.directory.open_unary(
-            name=translate.pool_name(request.pool),
+            name=name,
             spec=translate.pool_spec(request.spec),
             request_id=translate.request_id(request.request_id),
             session_id=secrets.token_bytes(16),
@@ -152,12 +161,12 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         )
 
     @unary
-    def KeepAlive(self, request: pb.KeepAliveRequest) -> pb.KeepAliveResponse:
-        self._owner(request.session_id)
+    def KeepAlive(self, request: pb.KeepAliveRequest, grant: Grant) -> pb.KeepAliveResponse:
+        self._owner(request.session_id, grant)
         return pb.KeepAliveResponse(lease_ms=int(self.directory.lease_s * 1000))
 
     @unary
-    def Allocate(self, request: pb.AllocateRequest) -> pb.AllocateResponse:
+    def Allocate(self, request: pb.AllocateRequest, grant: Grant) -> pb.AllocateResponse:
         digests = translate.digests(request.digests)
         namespace = translate.namespace(request.namespace)
         require(request.token_count > 0, "token_count must be at least 1")
@@ -186,10 +195,10 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
                 victim=translate.victim(grown.victim),
             )
 
-        return self._once(request, "grow", operate)
+        return self._once(request, grant, "grow", operate)
 
     @unary
-    def Grow(self, request: pb.GrowRequest) -> pb.GrowResponse:
+    def Grow(self, request: pb.GrowRequest, grant: Grant) -> pb.GrowResponse:
         require(request.token_count > 0, "token_count must be at least 1")
 
         def operate(owner: Ownership) -> pb.GrowResponse:
@@ -204,10 +213,10 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
                 victim=translate.victim(grown.victim),
             )
 
-        return self._once(request, "grow", operate)
+        return self._once(request, grant, "grow", operate)
 
     @unary
-    def Fork(self, request: pb.ForkRequest) -> pb.ForkResponse:
+    def Fork(self, request: pb.ForkRequest, grant: Grant) -> pb.ForkResponse:
         require(request.hold_ms <= limits.HOLD_MS_MAX, f"hold_ms is at most {limits.HOLD_MS_MAX}")
         hold_until = steps.hold_until(request.hold_ms, self.clock())
 
@@ -216,10 +225,10 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
             done = owner.pool.fork(request.parent_id, request.child_id, hold_until=hold_until)
             return pb.ForkResponse(result=_wire(done))
 
-        return self._once(request, "fork", operate)
+        return self._once(request, grant, "fork", operate)
 
     @unary
-    def Commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
+    def Commit(self, request: pb.CommitRequest, grant: Grant) -> pb.CommitResponse:
         digests = translate.digests(request.digests)
 
         def operate(owner: Ownership) -> pb.CommitResponse:
@@ -236,18 +245,18 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
                 swap_blocks=(swap.block for swap in done.swaps),
             )
 
-        return self._once(request, "commit", operate)
+        return self._once(request, grant, "commit", operate)
 
     @unary
-    def Free(self, request: pb.FreeRequest) -> pb.FreeResponse:
+    def Free(self, request: pb.FreeRequest, grant: Grant) -> pb.FreeResponse:
         return self._once(
-            request, "free", lambda owner: pb.FreeResponse(result=_wire(owner.pool.free(request.sequence_id)))
+            request, grant, "free", lambda owner: pb.FreeResponse(result=_wire(owner.pool.free(request.sequence_id)))
         )
 
     @unary
-    def CloseSession(self, request: pb.CloseSessionRequest) -> pb.CloseSessionResponse:
+    def CloseSession(self, request: pb.CloseSessionRequest, grant: Grant) -> pb.CloseSessionResponse:
         try:
-            owner = self._owner(request.session_id)
+            owner = self._owner(request.session_id, grant)
         except Refusal as refusal:
             if refusal.reason != "SESSION_UNKNOWN":
                 raise
@@ -258,29 +267,32 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     # -- reading -------------------------------------------------------------------------------------------------------
 
     @unary
-    def MatchPrefix(self, request: pb.MatchPrefixRequest) -> pb.MatchPrefixResponse:
+    def MatchPrefix(self, request: pb.MatchPrefixRequest, grant: Grant) -> pb.MatchPrefixResponse:
         digests, namespace = translate.digests(request.digests), translate.namespace(request.namespace)
+        permits.require_namespace(grant, namespace)
         found = []
-        for owner in self.directory.open_pools():
+        for owner in self._observable(grant):
             matched = owner.pool.match(namespace, digests)
             if matched:
                 found.append(pb.PrefixMatch(pool=owner.name, matched_token_count=matched))
         return pb.MatchPrefixResponse(matches=sorted(found, key=lambda m: (-m.matched_token_count, m.pool)))
 
     @unary
-    def ListPools(self, request: pb.ListPoolsRequest) -> pb.ListPoolsResponse:
+    def ListPools(self, request: pb.ListPoolsRequest, grant: Grant) -> pb.ListPoolsResponse:
         now = self.clock()
-        return pb.ListPoolsResponse(pools=[views.summary(owner, now) for owner in self.directory.open_pools()])
+        return pb.ListPoolsResponse(pools=[views.summary(owner, now) for owner in self._observable(grant)])
 
     @unary
-    def GetPool(self, request: pb.GetPoolRequest) -> pb.GetPoolResponse:
-        owner = self.directory.pool(translate.pool_name(request.pool))
+    def GetPool(self, request: pb.GetPoolRequest, grant: Grant) -> pb.GetPoolResponse:
+        name = translate.pool_name(request.pool)
+        permits.require_observing(grant, name)
+        owner = self.directory.pool(name)
         response = pb.GetPoolResponse(summary=views.summary(owner, self.clock()))
         if request.view == pb.POOL_VIEW_BLOCKS:
             views.add_block_states(owner.pool, request, response)
-            views.add_sequences(owner.pool, request, response)
+            views.add_sequences(owner.pool, request, response, grant)
         elif request.view == pb.POOL_VIEW_USAGE:
-            views.add_usage(owner.pool, response)
+            views.add_usage(owner.pool, response, grant)
         return response
 
     async def WatchEvents(  # type: ignore[override]  # events go through context.write
@@ -290,10 +302,12 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         code = "OK"
         try:
             require(not self.sessions.draining, "the allocator is shutting down", "DRAINING")
-            await self.watching.serve(request, context)
+            await self.watching.serve(request, context, self.authorize(context))
         except Refusal as refusal:
             error = QuireError.of(Reason(refusal.reason), refusal.message)
             code = error.code.name
+            if error.code is grpc.StatusCode.PERMISSION_DENIED:
+                log.warning("call refused", method="WatchEvents", reason=error.reason, peer=context.peer())
             await abort(context, error)
         except asyncio.CancelledError:
             code = "CANCELLED"
@@ -303,16 +317,22 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
 
     # -- shared --------------------------------------------------------------------------------------------------------
 
-    def _owner(self, session_id: bytes) -> Ownership:
+    def _observable(self, grant: Grant) -> list[Ownership]:
+        """The open pools that a caller may know of, by name."""
+        return [owner for owner in self.directory.open_pools() if grant.may_observe(owner.name)]
+
+    def _owner(self, session_id: bytes, grant: Grant) -> Ownership:
         """The unary session that a call names; the call renews its lease."""
         owner = self.directory.session(session_id)
+        permits.require_owning(grant, owner.name)
         require(owner.unary, "this pool is owned over the Session stream", "FENCED")
         self.directory.renew(owner, self.clock())
         return owner
 
-    def _once(self, request: Any, operation: str, operate: Callable[[Ownership], ResponseT]) -> ResponseT:
+    def _once(self, request: Any, grant: Grant, operation: str, operate: Callable[[Ownership], ResponseT]) -> ResponseT:
         """Applies an operation, or returns the answer that its request id had before."""
-        owner = self._owner(request.session_id)
+        owner = self._owner(request.session_id, grant)
+        permits.require_operation(grant, owner.pool, request)
         request_id = translate.request_id(request.request_id)
         sha256 = hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
         kept = owner.answers.replay(request_id, sha256)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import structlog
 from grpc import aio
+from quire._serving.permissions import Grant
 from quire._serving.rpc import abort
 from quire.errors import QuireError, Reason
 from quire.v1 import allocator_pb2 as pb
@@ -43,14 +44,14 @@ def _collection_paused() -> Iterator[None]:
 class SessionStream:
     """Handler of one stream."""
 
-    def __init__(self, service: AllocatorService, context: aio.ServicerContext[Any, Any]) -> None:
+    def __init__(self, service: AllocatorService, context: aio.ServicerContext[Any, Any], grant: Grant) -> None:
         self._service = service
         self._context = context
         task = asyncio.current_task()
         assert task is not None, "made inside its handler"
         self._task: asyncio.Task[Any] = task
         self._reading = False
-        self._machine = SessionMachine(service.sessions, self._interrupt)
+        self._machine = SessionMachine(service.sessions, self._interrupt, grant)
 
     async def run(self) -> None:
         """Serves the stream until it ends."""

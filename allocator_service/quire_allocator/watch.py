@@ -9,7 +9,7 @@ Lifecycle of a watch:
 
 A watcher reads the log at its own pace: nothing is queued for it, and no step ever waits for it. A snapshot is read
 while the pool changes; that is why what changed meanwhile follows it (`CacheEvent` in the protocol says what to
-expect).
+expect). What is in namespaces that the caller may not use is left out.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 from grpc import aio
+from quire._serving.permissions import Grant
 from quire.v1 import allocator_pb2 as pb
 
-from quire_allocator import limits, translate
+from quire_allocator import limits, permits, translate
 from quire_allocator.core import index
 from quire_allocator.core.directory import Directory, Ownership, Refusal
 from quire_allocator.core.events import Change, Event
@@ -51,20 +52,28 @@ class Watching:
         for pool in list(self._watchers):
             self.wake(pool)
 
-    async def serve(self, request: pb.WatchEventsRequest, context: Context) -> None:
+    async def serve(self, request: pb.WatchEventsRequest, context: Context, grant: Grant) -> None:
         """Sends events until the caller leaves.
 
         Raises:
-            Refusal: POOL_UNKNOWN, LIMIT, WATCHER_SLOW, DRAINING.
+            Refusal: POOL_FORBIDDEN, POOL_UNKNOWN, LIMIT, WATCHER_SLOW, DRAINING.
         """
         name = translate.pool_name(request.pool)
+        permits.require_observing(grant, name)
         self._directory.pool(name)
         require(self._count < limits.WATCHERS_MAX, f"at most {limits.WATCHERS_MAX} watchers are served", "LIMIT")
         news = asyncio.Event()
         self._watchers[name].add(news)
         self._count += 1
         try:
-            await self._follow(name, request.session_id, request.cursor, news, context)
+            watcher = _Watcher(self._directory, name, context, grant)
+            cursor = request.cursor
+            session_id = request.session_id
+            while True:
+                news.clear()
+                require(not self._draining, "the allocator is shutting down", "DRAINING")
+                session_id, cursor = await watcher.catch_up(session_id, cursor)
+                await news.wait()
         finally:
             self._count -= 1
             self._watchers[name].discard(news)
@@ -111,6 +120,59 @@ class Watching:
         for number, event in list(log.after(cursor, min(limits.EVENTS_PER_TURN_MAX, until - cursor))):
             for message in _messages(owner.name, session_id, number, event):
                 await context.write(message)
+            cursor = number
+        return cursor
+
+
+class _Watcher:
+    """One watch of one pool."""
+
+    def __init__(self, directory: Directory, name: str, context: Context, grant: Grant) -> None:
+        self._directory = directory
+        self._name = name
+        self._context = context
+        self._grant = grant
+
+    async def catch_up(self, session_id: bytes, cursor: int) -> tuple[bytes, int]:
+        """Sends what there is after a cursor of a session, and returns where it came to."""
+        owner = self._directory.pool(self._name)
+        if owner.session_id != session_id or not owner.pool.log.can_resume(cursor):
+            session_id = owner.session_id
+            cursor = await self._snapshot(owner)
+        pool, log = owner.pool, owner.pool.log
+        while owner.session_id == session_id and owner.pool is pool and cursor < log.last_cursor:
+            cursor = await self._send(owner, cursor, log.last_cursor)
+        return session_id, cursor
+
+    async def _snapshot(self, owner: Ownership) -> int:
+        """Sends everything that can be hit, and returns the cursor to follow from."""
+        session_id, pool = owner.session_id, owner.pool
+        cursor = pool.log.last_cursor
+
+        def message(**change: Any) -> pb.CacheEvent:
+            return pb.CacheEvent(cursor=cursor, pool=owner.name, session_id=session_id, **change)
+
+        await self._context.write(message(cleared=pb.IndexCleared()))
+        for stretch in index.walk(pool):
+            if self._grant.may_use(stretch.namespace):
+                for piece in index.pieces(stretch):
+                    await self._context.write(message(groups=piece.groups, stored=_stored(piece)))
+        until = pool.log.last_cursor
+        while cursor < until and owner.session_id == session_id:
+            cursor = await self._send(owner, cursor, until)
+        await self._context.write(message(snapshot_end=pb.SnapshotEnd()))
+        return cursor
+
+    async def _send(self, owner: Ownership, cursor: int, until: int) -> int:
+        """Sends some of the events after `cursor`, and returns how far it came."""
+        log, session_id = owner.pool.log, owner.session_id
+        if not log.can_resume(cursor):
+            raise Refusal("WATCHER_SLOW", f"events after {cursor} are no longer kept; start over from a snapshot")
+        # Taken at once: the log moves on while a message waits for its caller.
+        for number, event in list(log.after(cursor, min(limits.EVENTS_PER_TURN_MAX, until - cursor))):
+            if self._grant.may_use(event.scope.namespace.name):
+                for message in _messages(owner.name, session_id, number, event):
+                    await self._context.write(message)
             cursor = number
         return cursor
 

@@ -52,6 +52,8 @@ class Reason(enum.StrEnum):
     ALLOCATOR_LOST = "ALLOCATOR_LOST"
     IDLE = "IDLE"
     TOKEN = "TOKEN"
+    POOL_FORBIDDEN = "POOL_FORBIDDEN"
+    NAMESPACE_FORBIDDEN = "NAMESPACE_FORBIDDEN"
     POOL_QUARANTINED = "POOL_QUARANTINED"
     MODEL_FAILED = "MODEL_FAILED"
     TOKENIZER_FAILED = "TOKENIZER_FAILED"
@@ -214,6 +216,8 @@ _CODE_OF: Final[dict[Reason, grpc.StatusCode]] = {
     Reason.ALLOCATOR_LOST: grpc.StatusCode.UNAVAILABLE,
     Reason.IDLE: grpc.StatusCode.DEADLINE_EXCEEDED,
     Reason.TOKEN: grpc.StatusCode.UNAUTHENTICATED,
+    Reason.POOL_FORBIDDEN: grpc.StatusCode.PERMISSION_DENIED,
+    Reason.NAMESPACE_FORBIDDEN: grpc.StatusCode.PERMISSION_DENIED,
     Reason.POOL_QUARANTINED: grpc.StatusCode.INTERNAL,
     Reason.MODEL_FAILED: grpc.StatusCode.INTERNAL,
     Reason.TOKENIZER_FAILED: grpc.StatusCode.INTERNAL,

@@ -392,10 +392,9 @@ def test_a_wrong_token_is_refused_and_the_right_one_is_not(tmp_path: Path) -> No
     secret_file(tmp_path / "token", "0123456789abcdef")
     with allocator_process(tmp_path, "--token-file", str(tmp_path / "token")) as process:
         with AllocatorClient(process.address, token="0123456789abcdeX") as client:
-            with pytest.raises(UnauthenticatedError) as raised:
-                client.list_pools()
-            with pytest.raises(UnauthenticatedError):
-                client.health()
+            for call in (client.list_pools, client.health):
+                with pytest.raises(UnauthenticatedError) as raised:
+                    call()
         with AllocatorClient(process.address, token="0123456789abcdef") as client:
             assert client.list_pools() == ()
     assert raised.value.reason is Reason.TOKEN

@@ -307,6 +307,8 @@ def test_metrics_are_served_over_https_to_callers_with_a_certificate(
     certificates: Certificates, mutual: ServerProcess
 ) -> None:
     assert scrape(mutual.metrics_address, certificates, certificates.client()) == 200
+    assert scrape(mutual.metrics_address, certificates, certificates.add("scraper", "--observe", "*")) == 200
+    assert scrape(mutual.metrics_address, certificates, certificates.add("partial", "--observe", "a*")) == 403
     for who in (None, certificates.client("stranger"), certificates.client("expired"), certificates.client("server")):
         assert scrape(mutual.metrics_address, certificates, who) in {"SSLError", "URLError", "ConnectionResetError"}
     with pytest.raises(OSError, match=r"Remote end closed|Connection reset"):

@@ -244,7 +244,7 @@ async def serve(options: argparse.Namespace) -> None:
         on_wait=log_waits(),
     )
     engine = build_engine(options, loaded, session)
-    service = WorkerService(engine, pool=options.pool, model_name=loaded.name)
+    service = WorkerService(engine, pool=options.pool, model_name=loaded.name, authorize=server.authorize)
     pb_grpc.add_WorkerServiceServicer_to_server(service, server.grpc)
     await server.start(WorkerCollector(engine))
     running = asyncio.create_task(_run(engine, server))

@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 
 import structlog
 from grpc import aio
-from quire._serving.rpc import abort
+from quire._serving.permissions import Grant
+from quire._serving.rpc import Authorize, abort, permit_everything
 from quire.errors import InternalError, QuireError, Reason
 from quire.limits import NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
 from quire.v1 import worker_pb2 as pb
@@ -35,12 +36,13 @@ _FINISH_REASONS = {
 
 
 class WorkerService(pb_grpc.WorkerServiceServicer):
-    """Serves one engine."""
+    """Serves one engine; `authorize` says what the caller of a call may do."""
 
-    def __init__(self, engine: Engine, *, pool: str, model_name: str) -> None:
+    def __init__(self, engine: Engine, *, pool: str, model_name: str, authorize: Authorize = permit_everything) -> None:
         self._engine = engine
         self._pool = pool
         self._model_name = model_name
+        self._authorize = authorize
         self._version = importlib.metadata.version("quire-kv")
         self.draining = False
 
@@ -50,13 +52,15 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         outcome = "rejected"
         running: Request | None = None
         try:
-            running = await self._submit(request)
+            running = await self._submit(request, self._authorize(context))
             outcome = "cancelled"
             async for response in self._responses(running):
                 yield response
             outcome = "finished"
         except QuireError as error:
             outcome = "failed" if outcome == "cancelled" or isinstance(error, InternalError) else outcome
+            if error.reason is Reason.NAMESPACE_FORBIDDEN:
+                log.warning("call refused", method="Generate", reason=error.reason, peer=context.peer())
             await abort(context, error)
         finally:  # also on cancellation, deadline, and a connection that is gone
             if running is not None:
@@ -97,11 +101,13 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
 
     # -- parts of Generate ---------------------------------------------------------------------------------------------
 
-    async def _submit(self, request: pb.GenerateRequest) -> Request:
+    async def _submit(self, request: pb.GenerateRequest, grant: Grant) -> Request:
         if self.draining:
             raise QuireError.of(Reason.DRAINING, "the worker is shutting down")
         _require(len(request.request_id) <= REQUEST_ID_CHARACTERS_MAX, "request_id must be at most 64 characters")
         _require(len(request.namespace.encode()) <= NAMESPACE_BYTES_MAX, "namespace must be at most 128 bytes")
+        if not grant.may_use(request.namespace):
+            raise QuireError.of(Reason.NAMESPACE_FORBIDDEN, "the certificate does not permit this namespace")
         sampling = _sampling(request.sampling)
         request_id = request.request_id or uuid.uuid4().hex
         prompt = await self._tokens(request, request_id)

@@ -238,10 +238,14 @@ class Directory:
         Raises:
             Refusal: SESSION_UNKNOWN.
         """
-        owner = self._sessions.get(session_id)
+        owner = self.find_session(session_id)
         if owner is None:
             raise Refusal("SESSION_UNKNOWN", "the session expired, was closed or never existed; attach again")
         return owner
+
+    def find_session(self, session_id: bytes) -> Ownership | None:
+        """The same; None where there is none."""
+        return self._sessions.get(session_id)
 
     def pool(self, name: str) -> Ownership:
         """The open pool of that name.

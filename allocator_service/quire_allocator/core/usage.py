@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import nlargest
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 LISTED_MAX: Final = 32
 CACHED_STATE, HELD_STATE, STATE_MAX = 1, 2, 255
+
+
+Shown = Callable[[str], bool]  # which namespaces may be named
 
 
 class BlockStates:
@@ -96,11 +99,12 @@ def groups(pool: Pool) -> list[GroupUse]:
     return sorted(uses)
 
 
-def namespaces(pool: Pool) -> list[NamespaceUse]:
+def namespaces(pool: Pool, shown: Shown) -> list[NamespaceUse]:
     """The largest namespaces, by blocks held and cached."""
     uses = (
         NamespaceUse(space.name, space.held_count, space.cached_count, space.sequence_count)
         for space in pool.blocks.namespaces.values()
+        if shown(space.name)
     )
     return nlargest(LISTED_MAX, uses, key=lambda use: (use.held_block_count + use.cached_block_count, use.namespace))
 
@@ -120,18 +124,18 @@ def unwritten_slot_count(pool: Pool) -> int:
     )
 
 
-def longest_prefixes(pool: Pool) -> list[PrefixUse]:
+def longest_prefixes(pool: Pool, shown: Shown) -> list[PrefixUse]:
     """The deepest leaves of all trees."""
-    leaves = ((run, tree) for run, tree in _runs(pool) if not run.children)
+    leaves = ((run, tree) for run, tree in _runs(pool, shown) if not run.children)
     deepest = nlargest(LISTED_MAX, leaves, key=lambda leaf: leaf[0].first_position + len(leaf[0].blocks))
     holders = _holders(pool)
     return [_use(run, tree, holders[run], pool) for run, tree in deepest]
 
 
-def most_shared_prefixes(pool: Pool) -> list[PrefixUse]:
+def most_shared_prefixes(pool: Pool, shown: Shown) -> list[PrefixUse]:
     """The runs that most tables hold, of those that at least two do."""
     holders = _holders(pool)
-    shared = ((run, tree) for run, tree in _runs(pool) if holders[run] > 1)
+    shared = ((run, tree) for run, tree in _runs(pool, shown) if holders[run] > 1)
     most = nlargest(LISTED_MAX, shared, key=lambda item: (holders[item[0]], len(item[0].blocks)))
     return [_use(run, tree, holders[run], pool) for run, tree in most]
 
@@ -164,10 +168,10 @@ def _trees(pool: Pool) -> Iterator[tuple[int, RunTree]]:
             yield number, tree
 
 
-def _runs(pool: Pool) -> Iterator[tuple[Run, int]]:
-    """Every run, with the number of its manager."""
+def _runs(pool: Pool, shown: Shown = lambda _name: True) -> Iterator[tuple[Run, int]]:
+    """Every run of these namespaces, with the number of its manager."""
     for number, tree in _trees(pool):
-        for space in pool.blocks.namespaces.values():
+        for space in filter(lambda space: shown(space.name), pool.blocks.namespaces.values()):
             scope = space.scopes[number]
             assert isinstance(scope, RunScope)
             for run in tree.runs(scope.root):

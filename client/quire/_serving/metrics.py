@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import socket
+import ssl
 import sys
 import threading
 from bisect import bisect_left
@@ -16,9 +17,11 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.registry import Collector
 
 from quire._serving import address
+from quire._serving.permissions import EVERYTHING, Grant, grant_of
 from quire._serving.tls import ServerTls
 
 log = structlog.get_logger()
+GRANT_KEY = "quire.grant"  # in a request's environment
 Wsgi = Callable[[dict[str, object], Callable[..., object]], Iterable[bytes]]
 
 
@@ -50,7 +53,7 @@ class Histogram:
 
 class MetricsServer:
     """Serves GET /metrics from a thread of its own, over HTTPS where there is TLS; with a token only to callers that
-    show it.
+    show it, with client certificates only to those that may look into every pool.
 
     Lifecycle: constructed listening on `bound_address`, then `close`.
     """
@@ -93,6 +96,16 @@ class _MetricsHttp(WSGIServer):
 class _QuietHandler(WSGIRequestHandler):
     timeout = 10  # seconds; a peer that sends nothing must not hold the one thread
 
+    def get_environ(self) -> dict[str, Any]:
+        """As WSGI has it, and what the caller may do."""
+        tls = getattr(self.server, "tls", None)
+        grant = EVERYTHING
+        if tls is not None and tls.verifies_clients:
+            assert isinstance(self.connection, ssl.SSLSocket)
+            certificate: dict[str, Any] = self.connection.getpeercert() or {}
+            grant = grant_of(name for kind, name in certificate.get("subjectAltName", ()) if kind == "URI")
+        return {**super().get_environ(), GRANT_KEY: grant}
+
     def log_message(self, format: str, *args: object) -> None:
         """A scrape every few seconds is no news."""
 
@@ -103,6 +116,10 @@ def _guarded(app: Wsgi, token: str | None) -> Wsgi:
         if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
             start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
             return [b"a bearer token is asked for\n"]
+        grant = environ[GRANT_KEY]
+        if not (isinstance(grant, Grant) and grant.may_observe_all):
+            start_response("403 Forbidden", [("Content-Type", "text/plain")])
+            return [b"the certificate does not permit looking into every pool\n"]
         if environ.get("PATH_INFO") != "/metrics":
             start_response("404 Not Found", [("Content-Type", "text/plain")])
             return [b"metrics are at /metrics\n"]

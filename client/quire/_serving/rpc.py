@@ -1,23 +1,44 @@
-"""gRPC on the server's side: bearer tokens, and errors with their reason."""
+"""gRPC on the server's side: bearer tokens, what a certificate permits, and errors with their reason."""
 
 from __future__ import annotations
 
 import hmac
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NoReturn
+from functools import lru_cache
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
+import structlog
 from grpc import aio
 
+from quire._serving.permissions import EVERYTHING, Grant, grant_of
 from quire.errors import DETAILS_KEY, QuireError, Reason, to_details
 
 Handler = Any  # grpc.RpcMethodHandler, which is generic for type checkers only
+Authorize: TypeAlias = "Callable[[aio.ServicerContext[Any, Any]], Grant]"  # what the caller of a call may do
+
+log = structlog.get_logger()
 
 
 async def abort(context: aio.ServicerContext[Any, Any], error: QuireError) -> NoReturn:
     """Ends the call with the error's code and, in the trailing metadata, its reason."""
     await context.abort(error.code, error.message, trailing_metadata=((DETAILS_KEY, to_details(error)),))
     raise AssertionError("abort returned")
+
+
+def permit_everything(_context: aio.ServicerContext[Any, Any]) -> Grant:
+    """Where callers show no certificate: on loopback, and with a token, of which there is one for all."""
+    return EVERYTHING
+
+
+def permit_as_certified(context: aio.ServicerContext[Any, Any]) -> Grant:
+    """What the certificate of the call's connection says; nothing without one."""
+    return _certified(tuple(context.auth_context().get("peer_uri", ())))
+
+
+@lru_cache(maxsize=1024)
+def _certified(uris: tuple[bytes, ...]) -> Grant:
+    return grant_of(uri.decode("ascii", errors="replace") for uri in uris)
 
 
 class TokenInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only
@@ -35,6 +56,7 @@ class TokenInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # gene
         handler = await continuation(handler_call_details)
         if handler is None or self._is_authorized(handler_call_details.invocation_metadata):
             return handler
+        log.warning("call refused", method=handler_call_details.method, reason=Reason.TOKEN)
         return _refusing(handler)
 
     def _is_authorized(self, metadata: Sequence[tuple[str, str | bytes]] | None) -> bool:

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from quire._serving.address import is_unix, require_safe
 from quire._serving.metrics import MetricsServer
 from quire._serving.process import UsageError, read_token, write_ready_file
-from quire._serving.rpc import TokenInterceptor
+from quire._serving.rpc import Authorize, TokenInterceptor, permit_as_certified, permit_everything
 from quire._serving.tls import ServerTls
 from quire.limits import MESSAGE_BYTES_MAX
 
@@ -77,6 +77,10 @@ class Server:
         service_name: what health is asked for.
         calls_max: calls at a time; far above what the service refuses by itself.
 
+    Attributes:
+        token: what callers must show, and what this server shows to another one; None without.
+        authorize: what the caller of a call may do.
+
     Raises:
         UsageError: an address is unsafe as it is asked for, or a file is unusable.
     """
@@ -84,7 +88,9 @@ class Server:
     def __init__(self, options: argparse.Namespace, *, service_name: str, calls_max: int = CALLS_MAX) -> None:
         self.token = read_token(options.token_file)
         self._tls = read_tls(options)
-        known = self.token is not None or (self._tls is not None and self._tls.verifies_clients)
+        verified = self._tls is not None and self._tls.verifies_clients
+        self.authorize: Authorize = permit_as_certified if verified else permit_everything
+        known = self.token is not None or verified
         for address in (options.listen, options.metrics):
             require_safe(address, encrypted=self._tls is not None, authenticated=known)
         self._options = options
@@ -140,7 +146,7 @@ class Server:
             metrics=metrics,
             token=self.token is not None,
             tls=self._tls is not None,
-            client_certificates=self._tls is not None and self._tls.verifies_clients,
+            client_certificates=self.authorize is permit_as_certified,
         )
 
     async def set_serving(self, serving: bool) -> None:

@@ -1892,7 +1892,9 @@ Global___MatchPrefixRequest: _TypeAlias = MatchPrefixRequest  # noqa: Y015
 
 @_typing.final
 class MatchPrefixResponse(_message.Message):
-    """MatchPrefixResponse: the pools that match at least one block, longest first, then by name."""
+    """MatchPrefixResponse: the pools that match at least one block and that the caller may look into, longest first, then
+    by name.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1959,7 +1961,7 @@ Global___ListPoolsRequest: _TypeAlias = ListPoolsRequest  # noqa: Y015
 
 @_typing.final
 class ListPoolsResponse(_message.Message):
-    """ListPoolsResponse: every attached pool, by name."""
+    """ListPoolsResponse: every attached pool that the caller may look into, by name."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2098,7 +2100,7 @@ Global___GroupUsage: _TypeAlias = GroupUsage  # noqa: Y015
 @_typing.final
 class GetPoolRequest(_message.Message):
     """GetPoolRequest: one pool. A large one takes several answers: while the last is `truncated`, ask again from where its
-    block states and its sequences ended.
+    block states and its sequences ended. What is in namespaces that the caller may not use is left out, but for counts.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2393,7 +2395,7 @@ Global___WatchEventsRequest: _TypeAlias = WatchEventsRequest  # noqa: Y015
 
 @_typing.final
 class CacheEvent(_message.Message):
-    """CacheEvent: one change of a pool's prefix index. Told only once the owner has acknowledged the step that made it; a
+    """CacheEvent: one change of a pool's prefix index, in a namespace that the caller may use. Told only once the owner has acknowledged the step that made it; a
     snapshot tells everything that can be hit. During the snapshot, blocks may be told that a later event tells again, and a block that is told may already be
     gone, with its `removed` still to come: apply `stored` and `removed` as they come, and the index is exact from
     `snapshot_end` on.

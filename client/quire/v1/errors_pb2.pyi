@@ -78,6 +78,10 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """DEADLINE_EXCEEDED: a stream sent no Attach in time, or no heartbeat for the length of the lease."""
     REASON_TOKEN: _Reason.ValueType  # 50
     """UNAUTHENTICATED: the bearer token is missing or wrong."""
+    REASON_POOL_FORBIDDEN: _Reason.ValueType  # 51
+    """PERMISSION_DENIED: the caller's certificate does not permit this pool, whether or not there is one."""
+    REASON_NAMESPACE_FORBIDDEN: _Reason.ValueType  # 52
+    """PERMISSION_DENIED: the caller's certificate does not permit a namespace that the call has to do with."""
     REASON_POOL_QUARANTINED: _Reason.ValueType  # 60
     """INTERNAL: an invariant of this pool was found broken; the pool takes no step until it is attached anew."""
     REASON_MODEL_FAILED: _Reason.ValueType  # 61
@@ -138,6 +142,10 @@ REASON_IDLE: Reason.ValueType  # 42
 """DEADLINE_EXCEEDED: a stream sent no Attach in time, or no heartbeat for the length of the lease."""
 REASON_TOKEN: Reason.ValueType  # 50
 """UNAUTHENTICATED: the bearer token is missing or wrong."""
+REASON_POOL_FORBIDDEN: Reason.ValueType  # 51
+"""PERMISSION_DENIED: the caller's certificate does not permit this pool, whether or not there is one."""
+REASON_NAMESPACE_FORBIDDEN: Reason.ValueType  # 52
+"""PERMISSION_DENIED: the caller's certificate does not permit a namespace that the call has to do with."""
 REASON_POOL_QUARANTINED: Reason.ValueType  # 60
 """INTERNAL: an invariant of this pool was found broken; the pool takes no step until it is attached anew."""
 REASON_MODEL_FAILED: Reason.ValueType  # 61

@@ -1,0 +1,259 @@
+"""Permissions inside a session: where namespaces come into a stream, and what a reader is shown."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from quire._serving.permissions import EVERYTHING, Grant, grant_of
+from quire.errors import QuireError, Reason
+from quire.owner import Phase, PoolOwner, Verdict
+from quire.steps import StepBuilder
+from quire.v1 import allocator_pb2 as pb
+from quire_allocator.core.directory import Directory, Refusal
+from quire_allocator.machine import SessionMachine, Sessions
+
+from tests.allocator.harness import Allocator, UnaryOwner, d, running_allocator
+from tests.allocator.test_machine import run
+from tests.simulation.histories import pool_spec
+from tests.simulation.world import Quiet
+
+RED = grant_of(["quire://pool/*", "quire://namespace/red"])
+BLUE = grant_of(["quire://pool/*", "quire://namespace/blue"])
+BOTH = grant_of(["quire://pool/*", "quire://namespace/red", "quire://namespace/blue"])
+
+
+@pytest.fixture
+def sessions() -> Sessions:
+    ids: Iterator[int] = itertools.count(1)
+    directory = Directory(lease_s=10.0, pools_max=8)
+    return Sessions(directory, Quiet(), new_session_id=lambda: next(ids).to_bytes(16, "big"), check_invariants=True)
+
+
+def owner(kind: str = "full") -> PoolOwner:
+    return PoolOwner("pool", pool_spec(kind, 32), incarnation=b"owner".ljust(16), window=1)
+
+
+def attach(sessions: Sessions, side: PoolOwner, grant: Grant) -> SessionMachine:
+    machine = SessionMachine(sessions, grant=grant)
+    side.attach()
+    run(machine, side)
+    assert side.phase is Phase.OPEN
+    return machine
+
+
+def ask(machine: SessionMachine, side: PoolOwner, step: StepBuilder) -> None:
+    side.submit(step)
+    run(machine, side)
+
+
+def allocating(sequence_id: int, namespace: str, token_count: int = 4) -> StepBuilder:
+    step = StepBuilder()
+    step.allocate(sequence_id, token_count, namespace=namespace)
+    return step
+
+
+def live(sessions: Sessions) -> dict[int, str]:
+    """Namespaces of the pool's sequences."""
+    sequences = sessions.directory.pool("pool").pool.sequences
+    return {number: sequence.namespace.name for number, sequence in sequences.items()}
+
+
+@pytest.mark.parametrize("grant", [Grant(), grant_of(["quire://observe/*", "quire://namespace/*"])])
+def test_a_pool_that_one_may_not_own_cannot_be_attached(sessions: Sessions, grant: Grant) -> None:
+    side, machine = owner(), SessionMachine(sessions, grant=grant)
+    side.attach()
+    with pytest.raises(Refusal) as caught:
+        machine.receive(side.outbox.popleft(), 0.0)
+    assert caught.value.reason == "POOL_FORBIDDEN"
+    assert sessions.directory.open_pools() == []
+
+
+def test_an_attach_that_is_not_permitted_fences_nobody(sessions: Sessions) -> None:
+    side = owner()
+    machine = attach(sessions, side, EVERYTHING)
+    ask(machine, side, allocating(1, "red"))
+    side.lose()
+    side.attach()
+    intruder = SessionMachine(sessions, grant=grant_of(["quire://pool/other", "quire://namespace/*"]))
+    with pytest.raises(Refusal, match="does not permit owning"):
+        intruder.receive(side.outbox.popleft(), 0.0)
+    assert machine.ending is None
+    assert live(sessions) == {1: "red"}
+
+
+def test_a_step_in_another_namespace_is_refused_whole(sessions: Sessions) -> None:
+    side = owner()
+    machine = attach(sessions, side, RED)
+    ask(machine, side, allocating(1, "red"))
+    step = allocating(2, "red")
+    step.allocate(3, 4, namespace="blue")
+    step.free(1)
+    side.submit(step)
+    with pytest.raises(Refusal) as caught:
+        machine.receive(side.outbox.popleft(), 0.0)
+    assert (caught.value.reason, "blue" in caught.value.message) == ("NAMESPACE_FORBIDDEN", False)
+    assert live(sessions) == {1: "red"}
+    assert sessions.directory.pool("pool").steps.next_step == 2
+
+
+def test_the_nameless_namespace_is_one_like_any_other(sessions: Sessions) -> None:
+    side = owner()
+    machine = attach(sessions, side, RED)
+    side.submit(allocating(1, ""))
+    with pytest.raises(Refusal, match="this namespace"):
+        machine.receive(side.outbox.popleft(), 0.0)
+    assert live(sessions) == {}
+
+
+def test_a_child_grows_in_the_namespace_of_its_parent_in_the_very_step_of_its_fork(sessions: Sessions) -> None:
+    side = owner()
+    machine = attach(sessions, side, RED)
+    ask(machine, side, allocating(1, "red"))
+    step = StepBuilder()
+    step.fork(1, 2)
+    step.fork(2, 3)
+    step.grow(2, 8)
+    step.grow(3, 8)
+    ask(machine, side, step)
+    assert live(sessions) == {1: "red", 2: "red", 3: "red"}
+
+
+def fork_of_a_missing_parent(step: StepBuilder) -> None:
+    step.fork(9, 2)
+
+
+def fork_of_a_parent_that_is_freed(step: StepBuilder) -> None:
+    step.free(1)
+    step.fork(1, 2)
+
+
+def fork_below_another(step: StepBuilder) -> None:
+    step.fork(1, 3)
+    step.fork(1, 2)
+
+
+@pytest.mark.parametrize("fork", [fork_of_a_missing_parent, fork_of_a_parent_that_is_freed, fork_below_another])
+def test_a_fork_that_fails_is_no_way_into_another_namespace(sessions: Sessions, fork: Any) -> None:
+    side = owner()
+    machine = attach(sessions, side, RED)
+    ask(machine, side, allocating(1, "red"))
+    step = StepBuilder()
+    fork(step)
+    step.grow(2, 4)  # with a fork that fails it would make a sequence in the nameless namespace
+    if fork is fork_below_another:
+        step.grow(4, 4)
+    side.submit(step)
+    with pytest.raises(Refusal, match="this namespace"):
+        machine.receive(side.outbox.popleft(), 0.0)
+    assert live(sessions) == {1: "red"}
+
+
+def test_a_fork_of_a_state_that_is_not_committed_is_no_way_either(sessions: Sessions) -> None:
+    side = owner("state")
+    machine = attach(sessions, side, RED)
+    ask(machine, side, allocating(1, "red"))
+    step = StepBuilder()
+    step.fork(1, 2)
+    step.grow(2, 4)
+    side.submit(step)
+    with pytest.raises(Refusal, match="this namespace"):
+        machine.receive(side.outbox.popleft(), 0.0)
+
+
+def test_a_hold_whose_time_may_come_is_no_way_either(sessions: Sessions) -> None:
+    side = owner()
+    machine = attach(sessions, side, RED)
+    ask(machine, side, allocating(1, "red"))
+    step = StepBuilder()
+    step.fork(1, 2, hold_ms=1)
+    ask(machine, side, step)
+    step = StepBuilder()
+    step.fork(2, 3)
+    step.grow(3, 4)
+    side.submit(step)
+    with pytest.raises(Refusal, match="this namespace"):
+        machine.receive(side.outbox.popleft(), 1.0)
+
+
+def test_a_session_with_sequences_of_another_namespace_is_neither_resumed_nor_reported(sessions: Sessions) -> None:
+    side = owner()
+    machine = attach(sessions, side, BOTH)
+    ask(machine, side, allocating(1, "red"))
+    side.lose()
+    side.attach()
+    with pytest.raises(Refusal, match="this namespace"):
+        SessionMachine(sessions, grant=BLUE).receive(side.outbox.popleft(), 0.0)
+    assert machine.ending is None
+    side.lose()
+    sessions.directory.remove(sessions.directory.pool("pool"))
+    side.attach()
+    with pytest.raises(Refusal, match="this namespace"):
+        run(SessionMachine(sessions, grant=BLUE), side)
+    assert sessions.directory.open_pools() == []
+
+
+def test_an_owner_takes_a_refused_report_for_final_and_keeps_what_it_knows() -> None:
+    for reason in (Reason.POOL_FORBIDDEN, Reason.NAMESPACE_FORBIDDEN):
+        side = owner()
+        side.attach()
+        for phase, verdict in (
+            (Phase.ATTACHING, Verdict.FINAL),
+            (Phase.REPORTING, Verdict.FINAL),
+            (Phase.OPEN, Verdict.STEP_REFUSED),
+        ):
+            side.phase = phase
+            assert side.judge(QuireError.of(reason, "")) is verdict
+
+
+# -- what a reader is shown --------------------------------------------------------------------------------------------
+
+
+async def a_red_and_a_blue_prefix(allocator: Allocator, pool: str) -> None:
+    """A sequence of two committed blocks in each namespace."""
+    opened = await UnaryOwner.open(allocator, pool, block_count=32)
+    for number, namespace in ((1, "red"), (2, "blue")):
+        digests = d(namespace[:2])
+        await opened.call("Allocate", sequence_id=number, token_count=9, namespace=namespace, digests=digests)
+        await opened.call("Commit", sequence_id=number, token_count=8, digests=digests)
+
+
+async def test_a_reader_is_shown_its_own_namespaces_and_pools_only() -> None:
+    async with running_allocator() as allocator:
+        await a_red_and_a_blue_prefix(allocator, "seen")
+        await a_red_and_a_blue_prefix(allocator, "hidden")
+        allocator.service.authorize = lambda _context: grant_of(["quire://observe/seen", "quire://namespace/red"])
+        stub = allocator.stub
+        assert [pool.pool for pool in (await stub.ListPools(pb.ListPoolsRequest())).pools] == ["seen"]
+        request = pb.MatchPrefixRequest(namespace="red", digests=d("re"))
+        assert [match.pool for match in (await stub.MatchPrefix(request)).matches] == ["seen"]
+        blocks = await stub.GetPool(pb.GetPoolRequest(pool="seen", view=pb.POOL_VIEW_BLOCKS))
+        assert [sequence.namespace for sequence in blocks.sequences] == ["red"]
+        assert blocks.summary.sequence_count == 2
+        usage = (await stub.GetPool(pb.GetPoolRequest(pool="seen", view=pb.POOL_VIEW_USAGE))).usage
+        assert [space.namespace for space in usage.namespaces] == ["red"]
+        assert usage.namespace_count == 1
+        assert {prefix.namespace for prefix in usage.longest_prefixes} == {"red"}
+
+
+async def test_a_watcher_is_told_of_its_own_namespaces_only() -> None:
+    async with running_allocator() as allocator:
+        await a_red_and_a_blue_prefix(allocator, "a")
+        allocator.service.authorize = lambda _context: RED
+        watch = allocator.stub.WatchEvents(pb.WatchEventsRequest(pool="a"))
+        assert (await watch.read()).HasField("cleared")
+        assert (await watch.read()).stored.namespace == "red"
+        assert (await watch.read()).HasField("snapshot_end")
+        allocator.service.authorize = lambda _context: EVERYTHING
+        session = allocator.service.directory.pool("a").session_id
+        for number, namespace in ((3, "blue"), (4, "red")):
+            same = UnaryOwner(allocator, session)
+            fields = {"sequence_id": number, "request_id": f"later {number}"}
+            await same.call("Allocate", **fields, token_count=5, namespace=namespace)
+            fields["request_id"] += "'"
+            await same.call("Commit", **fields, token_count=4, digests=d("x"))
+        event = await watch.read()
+        assert (event.stored.namespace, event.cursor) == ("red", 4)
+        watch.cancel()

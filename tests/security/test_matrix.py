@@ -1,0 +1,273 @@
+"""The security matrix: every RPC of both services and health, called by every kind of caller."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from quire.errors import Reason, code_of, from_rpc_error
+from quire.v1 import allocator_pb2 as pb
+from quire.v1 import allocator_pb2_grpc as pb_grpc
+from quire.v1 import worker_pb2 as worker_pb
+from quire.v1 import worker_pb2_grpc as worker_pb_grpc
+
+from tests.allocator.harness import EMPTY_REPORT, d, grows, spec
+from tests.security.certificates import Certificates
+from tests.security.deployment import TOKEN, Caller, Deployment, deployed
+
+WAIT_S = 30.0
+NAMES = (f"fresh/{number}" for number in itertools.count())
+IDS = (f"request {number}" for number in itertools.count())
+SEQUENCES = itertools.count(100)
+
+# Callers: their certificate's options, or what is wrong with them.
+PERMITTED = {
+    "everything": ["--pool", "*", "--namespace", "*"],
+    "nothing": [],
+    "another pool": ["--pool", "other", "--observe", "other*", "--namespace", "*"],
+    "an observer": ["--observe", "*", "--namespace", "*"],
+    "another namespace": ["--pool", "*", "--namespace", "blue"],
+}
+CLOSED = ("plain", "no certificate", "stranger", "expired", "server")
+NO_TOKEN = ("no token", "wrong token")
+
+
+class Scene:
+    """The deployment, with a pool `a` that has a sequence in the namespace `red`, and everybody's connections."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self.deployment = deployment
+        certificates = deployment.certificates
+        everything = certificates.client("everything")
+        self.callers = {
+            "plain": Caller(None),
+            "no certificate": Caller(certificates.anonymous()),
+            "no token": Caller(everything, None),
+            "wrong token": Caller(everything, TOKEN[::-1]),
+            **{name: Caller(certificates.client(name)) for name in ("stranger", "expired", "server")},
+            **{name: Caller(certificates.client(name.replace(" ", "-"))) for name in PERMITTED},
+        }
+        self._channels: dict[tuple[str, str], grpc.Channel] = {}
+        opened = self.call("everything", "OpenSession", request_id="open", pool="a", spec=spec())
+        self.session_id = opened.session_id
+        allocate = {"sequence_id": 1, "token_count": 5, "namespace": "red", "digests": d("a")}
+        self.call("everything", "Allocate", session_id=self.session_id, request_id="1", **allocate)
+        commit = {"sequence_id": 1, "token_count": 4, "digests": d("a")}
+        self.call("everything", "Commit", session_id=self.session_id, request_id="2", **commit)
+
+    def channel(self, who: str, server: str = "allocator") -> grpc.Channel:
+        address = getattr(self.deployment, server).address
+        return self._channels.setdefault((who, server), self.callers[who].channel(address))
+
+    def call(self, who: str, method: str, **fields: Any) -> Any:
+        """A unary call of the allocator."""
+        request = getattr(pb, f"{method}Request")(**fields)
+        stub = getattr(pb_grpc.AllocatorServiceStub(self.channel(who)), method)
+        return stub(request, metadata=self.callers[who].metadata, timeout=WAIT_S)
+
+    def state(self) -> list[Any]:
+        """Everything that a call could have changed in the pool that everybody is after, and the names of all pools."""
+        seen = self.call("everything", "GetPool", pool="a", view=pb.POOL_VIEW_BLOCKS)
+        seen.summary.ClearField("lease_remaining_ms")
+        pools = self.call("everything", "ListPools").pools
+        return [seen, [pool.pool for pool in pools if not pool.pool.startswith("fresh/")]]
+
+    def close(self) -> None:
+        for channel in self._channels.values():
+            channel.close()
+
+
+@pytest.fixture(scope="module")
+def scene(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    certificates.add("worker", "--pool", "default", "--namespace", "*")
+    for name, options in PERMITTED.items():
+        certificates.add(name.replace(" ", "-"), *options)
+    with deployed(certificates, tmp_path_factory.mktemp("matrix"), allocator_options=["--lease", "3600"]) as deployment:
+        scene = Scene(deployment)
+        try:
+            yield scene
+        finally:
+            scene.close()
+
+
+# -- one call of each RPC, which succeeds for a caller that may do everything ------------------------------------------
+
+
+def session(scene: Scene, who: str) -> Any:
+    """Attach, an empty report, one step that grows a sequence in `red`, detach."""
+    attach = pb.Attach(version=1, pool=next(NAMES), incarnation=b"1" * 16, epoch=1, window=1, spec=spec())
+    requests: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
+    requests.put(pb.SessionRequest(attach=attach))
+    requests.put(EMPTY_REPORT)
+    stub = pb_grpc.AllocatorServiceStub(scene.channel(who))
+    replies = stub.Session(iter(requests.get, None), metadata=scene.callers[who].metadata, timeout=WAIT_S)
+    try:
+        return attached_step(requests, replies)
+    finally:
+        requests.put(None)
+
+
+def attached_step(requests: Any, replies: Any) -> pb.SessionReply:
+    assert next(replies).HasField("report_required")
+    step = pb.Step(session_id=next(replies).ready.session_id, number=1, grows=grows((1, 4, b"")))
+    step.grows.namespaces.append("red")
+    requests.put(pb.SessionRequest(step=step))
+    reply: pb.SessionReply = next(replies)
+    requests.put(pb.SessionRequest(detach=pb.Detach()))
+    assert list(replies) == []
+    return reply
+
+
+def unary(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
+    """A call that changes nothing that another cell would notice, or is made for an owner of its own."""
+    return lambda scene, who: scene.call(who, method, **fields)
+
+
+def of_session(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
+    """A call on the session of pool `a`."""
+
+    def call(scene: Scene, who: str) -> Any:
+        request_type = getattr(pb, f"{method}Request")
+        names = request_type.DESCRIPTOR.fields_by_name
+        ids = {"request_id": next(IDS)} if "request_id" in names else {}
+        made = {key: next(SEQUENCES) if value is NEW else value for key, value in fields.items()}
+        return scene.call(who, method, session_id=scene.session_id, **ids, **made)
+
+    return call
+
+
+NEW = object()  # an id above all others
+
+
+def watch(scene: Scene, who: str) -> list[pb.CacheEvent]:
+    stub = pb_grpc.AllocatorServiceStub(scene.channel(who))
+    request = pb.WatchEventsRequest(pool="a")
+    events = stub.WatchEvents(request, metadata=scene.callers[who].metadata, timeout=WAIT_S)
+    seen = []
+    for event in events:
+        seen.append(event)
+        if event.HasField("snapshot_end"):
+            break
+    events.cancel()
+    return seen
+
+
+def generate(scene: Scene, who: str) -> Any:
+    stub = worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker"))
+    request = worker_pb.GenerateRequest(
+        text="The for", namespace="red", sampling=worker_pb.SamplingParams(max_tokens=1)
+    )
+    return list(stub.Generate(request, metadata=scene.callers[who].metadata, timeout=WAIT_S))
+
+
+def get_status(scene: Scene, who: str) -> Any:
+    stub = worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker"))
+    return stub.GetStatus(worker_pb.GetStatusRequest(), metadata=scene.callers[who].metadata, timeout=WAIT_S)
+
+
+def health(server: str) -> Callable[[Scene, str], Any]:
+    def call(scene: Scene, who: str) -> Any:
+        check = health_pb2_grpc.HealthStub(scene.channel(who, server)).Check
+        return check(health_pb2.HealthCheckRequest(), metadata=scene.callers[who].metadata, timeout=WAIT_S)
+
+    return call
+
+
+def open_and_close(scene: Scene, who: str) -> Any:
+    opened = scene.call(who, "OpenSession", request_id=next(IDS), pool=next(NAMES), spec=spec())
+    scene.call(who, "CloseSession", session_id=opened.session_id)
+    return opened
+
+
+def free_a_child(scene: Scene, who: str) -> Any:
+    """Frees a sequence in `red`, which is still there if the caller may not."""
+    child = next(SEQUENCES)
+    fork = {"session_id": scene.session_id, "request_id": next(IDS), "parent_id": 1, "child_id": child}
+    scene.call("everything", "Fork", **fork)
+
+    def free(by: str) -> Any:
+        return scene.call(by, "Free", session_id=scene.session_id, request_id=next(IDS), sequence_id=child)
+
+    try:
+        return free(who)
+    except grpc.RpcError:
+        assert free("everything").result == pb.RESULT_OK
+        raise
+
+
+def close_another(scene: Scene, who: str) -> Any:
+    """Closes the session of a pool that somebody else has opened, and which lives on if the caller may not."""
+    opened = scene.call("everything", "OpenSession", request_id=next(IDS), pool=next(NAMES), spec=spec())
+    try:
+        return scene.call(who, "CloseSession", session_id=opened.session_id)
+    except grpc.RpcError:
+        assert scene.call("everything", "KeepAlive", session_id=opened.session_id).lease_ms
+        scene.call("everything", "CloseSession", session_id=opened.session_id)
+        raise
+
+
+OWNING = Reason.POOL_FORBIDDEN
+USING = Reason.NAMESPACE_FORBIDDEN
+# Of each RPC: how it is called; then what an observer of all pools, and who may use another namespace, is answered.
+CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None]] = {
+    "Session": (session, OWNING, USING),
+    "OpenSession": (open_and_close, OWNING, None),
+    "KeepAlive": (of_session("KeepAlive"), OWNING, None),
+    "Allocate": (of_session("Allocate", sequence_id=NEW, token_count=1, namespace="red"), OWNING, USING),
+    "Grow": (of_session("Grow", sequence_id=1, token_count=4), OWNING, USING),
+    "Fork": (of_session("Fork", parent_id=1, child_id=NEW), OWNING, USING),
+    "Commit": (of_session("Commit", sequence_id=1, token_count=4), OWNING, USING),
+    "Free": (free_a_child, OWNING, USING),
+    "CloseSession": (close_another, OWNING, None),
+    "MatchPrefix": (unary("MatchPrefix", namespace="red", digests=d("a")), None, USING),
+    "ListPools": (unary("ListPools"), None, None),
+    "GetPool": (unary("GetPool", pool="a", view=pb.POOL_VIEW_BLOCKS), None, None),
+    "WatchEvents": (watch, None, None),
+    "Generate": (generate, None, USING),
+    "GetStatus": (get_status, None, None),
+    "health of the allocator": (health("allocator"), None, None),
+    "health of the worker": (health("worker"), None, None),
+}
+# What needs no pool that the caller names, and so is answered whatever pools it may touch.
+WITHOUT_POOL = {"MatchPrefix", "ListPools", "Generate", "GetStatus", "health of the allocator", "health of the worker"}
+NAMING_RED = {rpc for rpc, (_, _, reason) in CALLS.items() if reason is USING}
+
+
+def expected(who: str, rpc: str) -> tuple[grpc.StatusCode, Reason | None] | None:
+    """Code and reason of the refusal; None where the call is answered."""
+    if who in CLOSED:
+        return grpc.StatusCode.UNAVAILABLE, None
+    _, observing, namespaced = CALLS[rpc]
+    reason: Reason | None = None
+    if who in NO_TOKEN:
+        reason = Reason.TOKEN
+    elif who == "an observer":
+        reason = observing
+    elif who == "another namespace":
+        reason = namespaced
+    elif who == "another pool" or (who == "nothing" and rpc not in WITHOUT_POOL):
+        reason = None if rpc in WITHOUT_POOL else OWNING
+    elif who == "nothing" and rpc in NAMING_RED:
+        reason = USING
+    return None if reason is None else (code_of(reason), reason)
+
+
+@pytest.mark.parametrize("rpc", CALLS)
+@pytest.mark.parametrize("who", [*CLOSED, *NO_TOKEN, *PERMITTED])
+def test_a_caller_gets_what_it_may_and_else_the_right_reason_and_changes_nothing(
+    scene: Scene, who: str, rpc: str
+) -> None:
+    call, before, refusal = CALLS[rpc][0], scene.state(), expected(who, rpc)
+    if refusal is None:
+        assert call(scene, who) is not None
+        return
+    with pytest.raises(grpc.RpcError) as caught:
+        call(scene, who)
+    error = from_rpc_error(caught.value)
+    assert (error.code, error.reason) == refusal, error
+    assert scene.state() == before

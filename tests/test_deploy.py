@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import re
+import ssl
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from quire._serving.server import Server
 
 from scripts.list_requirements import requirements
 
@@ -105,13 +110,60 @@ def test_grafana_is_pointed_at_the_prometheus_of_the_compose_file(compose: dict[
     assert f"./deploy/grafana/dashboards:{provider['options']['path']}:ro" in mounts
 
 
-def test_prometheus_scrapes_each_service_at_its_metrics_address_with_its_token(compose: dict[str, Any]) -> None:
+def test_prometheus_scrapes_each_service_over_https_at_its_metrics_address_with_its_token(
+    compose: dict[str, Any],
+) -> None:
     jobs = {job["job_name"]: job for job in load_yaml(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"]}
     for name in SERVICES_OF_OURS:
         flags = dict(flag.removeprefix("--").split("=", 1) for flag in compose["services"][name]["command"])
         job = jobs[f"quire-{name}"]
         assert job["static_configs"][0]["targets"] == [flags["metrics"].replace("0.0.0.0", name)]
         assert job["authorization"] == {"type": "Bearer", "credentials_file": flags["token-file"]}
+        assert job["scheme"] == "https"
+        assert job["tls_config"] == {"ca_file": compose["services"][name]["environment"]["QUIRE_TLS_CA"]}
+
+
+@pytest.fixture
+def made(compose: dict[str, Any], tmp_path: Path) -> Path:
+    """What the compose file's first service makes, in a folder."""
+    (script,) = compose["services"]["credentials"]["command"]
+    for there, here in (
+        ("/run/quire", str(tmp_path)),
+        ("quire certs", f"{sys.executable} -m quire.cli certs"),
+        ("python -c", f"{sys.executable} -c"),
+    ):
+        assert there in script
+        script = script.replace(there, here)
+    for _ in range(2):  # the second time finds everything there
+        subprocess.run(["sh", "-euc", script], check=True, timeout=60)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tls", "token"]
+    assert sorted(path.name for path in (tmp_path / "tls").iterdir()) == ["ca.pem", "server.key", "server.pem"]
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", SERVICES_OF_OURS)
+async def test_each_service_starts_with_the_files_that_are_made_for_it_and_is_reached_by_its_name(
+    compose: dict[str, Any], name: str, made: Path
+) -> None:
+    service = compose["services"][name]
+    arguments = [flag.replace("/run/quire", str(made)) for flag in service["command"]]
+    options = importlib.import_module(f"quire_{name}.server").parse_arguments(arguments)
+    server = Server(options, service_name=name)
+    context = ssl.create_default_context(cafile=str(made / "tls" / "ca.pem"))
+    assert server._tls is not None
+    for host in (name, "127.0.0.1", "localhost"):
+        assert handshake(server._tls.context(), context, host)
+
+
+def handshake(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> str | None:
+    """TLS between two ends in memory; the version that they agree on."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ours = client.wrap_bio(to_client, to_server, server_hostname=host)
+    theirs = server.wrap_bio(to_server, to_client, server_side=True)
+    for end in (ours, theirs, ours, theirs):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            end.do_handshake()
+    return ours.version()
 
 
 def test_ports_are_published_on_the_loopback_address_only(compose: dict[str, Any]) -> None:
@@ -123,7 +175,7 @@ def test_ports_are_published_on_the_loopback_address_only(compose: dict[str, Any
 
 def test_every_lasting_service_restarts_and_has_a_health_check(compose: dict[str, Any]) -> None:
     for name, service in compose["services"].items():
-        if name == "token":
+        if name == "credentials":
             continue
         assert service["restart"] == "unless-stopped", name
         assert service["init"] is True, name
@@ -147,7 +199,7 @@ def test_images_of_others_are_pinned_and_ours_are_built_never_pulled(compose: di
             assert re.search(r":v?\d+\.\d+\.\d+$", service["image"]), name
 
 
-def test_prometheus_is_in_the_group_that_may_read_the_token(compose: dict[str, Any]) -> None:
+def test_prometheus_is_in_the_group_that_may_read_token_and_authority(compose: dict[str, Any]) -> None:
     (group,) = compose["services"]["prometheus"]["group_add"]
     for path in DOCKERFILES:
         user = re.search(r"^USER \d+:(\d+)$", path.read_text(encoding="utf-8"), re.M)
@@ -155,13 +207,13 @@ def test_prometheus_is_in_the_group_that_may_read_the_token(compose: dict[str, A
         assert user[1] == group
 
 
-def test_no_service_keeps_a_capability_and_only_the_token_maker_writes_the_token(compose: dict[str, Any]) -> None:
+def test_no_service_keeps_a_capability_and_only_their_maker_writes_credentials(compose: dict[str, Any]) -> None:
     for name, service in compose["services"].items():
         assert service["cap_drop"] == ["ALL"], name
         assert service["read_only"] is True, name
         assert service["security_opt"] == ["no-new-privileges:true"], name
-        writable = [mount for mount in service["volumes"] if mount.startswith("token:") and not mount.endswith(":ro")]
-        assert bool(writable) == (name == "token"), name
+        mounts = [mount for mount in service["volumes"] if mount.startswith("credentials:")]
+        assert [mount.endswith(":ro") for mount in mounts] == [name != "credentials"] * len(mounts), name
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.parent.name)

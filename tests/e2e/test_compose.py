@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 LASTING_SERVICES = ("allocator", "worker", "prometheus", "grafana")
 # What Grafana puts in: everything for the variables that choose, four scrapes for the shortest range.
 DASHBOARD_VARIABLES = {"$pool": ".*", "$worker": ".*", "$__rate_interval": "20s"}
+CREDENTIALS = ("/run/quire/token", "/run/quire/tls/server.pem")
 KILLED = 128 + 9
 # Until here the two best tokens are 0.002 apart or more. Later two tie to a rounding, which computing again may flip.
 CLEAR_TOKENS = 1400
@@ -197,10 +198,10 @@ def test_text_comes_out_of_the_container_as_it_is_made(deployment: Deployment) -
 
 def test_up_again_builds_nothing_new_and_changes_nothing(deployment: Deployment) -> None:
     before = [deployment.inspect(service)["Id"] for service in LASTING_SERVICES]
-    token = deployment.execute("worker", "cat", "/run/quire/token")
+    made = [deployment.execute("worker", "cat", path) for path in CREDENTIALS]
     deployment.up()
     assert [deployment.inspect(service)["Id"] for service in LASTING_SERVICES] == before
-    assert deployment.execute("worker", "cat", "/run/quire/token") == token
+    assert [deployment.execute("worker", "cat", path) for path in CREDENTIALS] == made
 
 
 def test_prometheus_scrapes_both_services_and_itself(deployment: Deployment) -> None:
@@ -253,10 +254,10 @@ def test_nothing_runs_as_root_or_can_write_to_its_image(deployment: Deployment) 
     for service in LASTING_SERVICES:
         assert int(deployment.execute(service, "id", "-u")) > 0, service
         assert deployment.inspect(service)["HostConfig"]["ReadonlyRootfs"], service
-    token = deployment.inspect("token")
-    assert token["Config"]["User"] == "10001:10001"
-    assert token["HostConfig"]["ReadonlyRootfs"]
-    assert token["State"]["ExitCode"] == 0
+    maker = deployment.inspect("credentials")
+    assert maker["Config"]["User"] == "10001:10001"
+    assert maker["HostConfig"]["ReadonlyRootfs"]
+    assert maker["State"]["ExitCode"] == 0
 
 
 def test_ports_are_bound_to_the_loopback_address_only(deployment: Deployment) -> None:
@@ -266,11 +267,12 @@ def test_ports_are_bound_to_the_loopback_address_only(deployment: Deployment) ->
         assert [binding["HostIp"] for binding in bindings] == ["127.0.0.1"], service
 
 
-@pytest.mark.parametrize("url", ["http://allocator:9470/metrics", "http://worker:9471/metrics"])
+@pytest.mark.parametrize("url", ["https://allocator:9470/metrics", "https://worker:9471/metrics"])
 def test_a_scrape_without_the_token_is_refused(deployment: Deployment, url: str) -> None:
     script = (
-        "import sys, urllib.request, urllib.error\n"
-        "try:\n    print(urllib.request.urlopen(sys.argv[1], timeout=5).status)\n"
+        "import os, ssl, sys, urllib.request, urllib.error\n"
+        "context = ssl.create_default_context(cafile=os.environ['QUIRE_TLS_CA'])\n"
+        "try:\n    print(urllib.request.urlopen(sys.argv[1], timeout=5, context=context).status)\n"
         "except urllib.error.HTTPError as error:\n    print(error.code)\n"
     )
     assert deployment.execute("worker", "python", "-c", script, url).strip() == "401"
@@ -279,8 +281,9 @@ def test_a_scrape_without_the_token_is_refused(deployment: Deployment, url: str)
 @pytest.mark.parametrize("service", ["allocator", "worker"])
 def test_a_call_without_the_token_is_refused_and_one_with_it_is_served(deployment: Deployment, service: str) -> None:
     token = deployment.execute(service, "cat", "/run/quire/token").strip()
+    authority = grpc.ssl_channel_credentials(deployment.execute(service, "cat", "/run/quire/tls/ca.pem").encode())
     request = health_pb2.HealthCheckRequest()
-    with grpc.insecure_channel(f"127.0.0.1:{deployment.ports[service]}") as channel:
+    with grpc.secure_channel(f"127.0.0.1:{deployment.ports[service]}", authority) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
         for metadata in ((), (("authorization", "Bearer guess"),)):
             with pytest.raises(grpc.RpcError) as refused:

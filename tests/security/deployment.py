@@ -57,6 +57,8 @@ def deployed(
     common = ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", "--token-file", token_file, *options]
     common += certificates.server_options()
     worker = certificates.client("worker")
+    if not Path(str(worker.cert)).exists():
+        certificates.add("worker", "--pool", "default", "--namespace", "*")
     with contextlib.ExitStack() as undo:
         allocator = ServerProcess(
             "quire_allocator", [*common, *allocator_options], folder=folder, log=folder / "allocator.log"

@@ -84,7 +84,6 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def scene(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    certificates.add("worker", "--pool", "default", "--namespace", "*")
     for name, options in PERMITTED.items():
         certificates.add(name.replace(" ", "-"), *options)
     with deployed(certificates, tmp_path_factory.mktemp("matrix"), allocator_options=["--lease", "3600"]) as deployment:

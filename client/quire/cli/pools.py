@@ -20,7 +20,7 @@ POOLS_EXAMPLES = """List the pools of an allocator.
 Examples:
 
     quire pools
-    quire pools --allocator 10.0.0.5:7070 --token-file token
+    quire pools --allocator 10.0.0.5:7070 --tls-ca ca.pem --token-file token
     quire pools --json
 """
 BLOCKS_EXAMPLES = """Show who holds which block of a pool, and where its memory goes.

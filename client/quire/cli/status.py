@@ -24,7 +24,7 @@ STATUS_EXAMPLES = """What a worker is and does.
 Examples:
 
     quire status
-    quire status --worker 10.0.0.5:7071 --token-file token
+    quire status --worker 10.0.0.5:7071 --tls-ca ca.pem --token-file token
 """
 HEALTH_EXAMPLES = """Ask an allocator or a worker whether it serves; exit code 0 if it does.
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from quire.local import ServerFailedError, ServerProcess
 
 from tests.client.servers import parsed, quire
+from tests.e2e.stack import DEMO
 from tests.security.certificates import Certificates
 from tests.security.deployment import Deployment, deployed
 
@@ -79,3 +83,17 @@ def test_without_one_of_its_files_the_command_is_turned_away(deployment: Deploym
     assert result.returncode == 1, result.stderr
     expected = {"QUIRE_TOKEN_FILE": "UNAUTHENTICATED / TOKEN", "QUIRE_TLS_CERT": "TLS, no client certificate"}
     assert expected.get(missing, "[not encrypted]") in result.stderr
+
+
+def test_a_worker_whose_certificate_does_not_name_its_pool_says_so_and_ends(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    tls = deployment.certificates.client("worker")
+    command = ["--model", str(DEMO), "--pool", "another", "--blocks", "8", "--allocator", deployment.allocator.address]
+    command += ["--allocator-ca", str(tls.ca), "--allocator-cert", str(tls.cert), "--allocator-key", str(tls.key)]
+    command += ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", "--token-file", deployment.token_file]
+    process = ServerProcess("quire_worker", command, folder=tmp_path, log=tmp_path / "log")
+    with pytest.raises(ServerFailedError, match="exit code 1") as raised:
+        process.wait_ready(deadline=time.monotonic() + 60)
+    process.stop()
+    assert "quire-worker: PERMISSION_DENIED / POOL_FORBIDDEN" in str(raised.value)

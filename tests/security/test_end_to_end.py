@@ -94,6 +94,6 @@ def test_a_worker_whose_certificate_does_not_name_its_pool_says_so_and_ends(
     command += ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", "--token-file", deployment.token_file]
     process = ServerProcess("quire_worker", command, folder=tmp_path, log=tmp_path / "log")
     with pytest.raises(ServerFailedError, match="exit code 1") as raised:
-        process.wait_ready(deadline=time.monotonic() + 60)
+        process.wait_ready(deadline=time.monotonic() + 100)
     process.stop()
     assert "quire-worker: PERMISSION_DENIED / POOL_FORBIDDEN" in str(raised.value)

@@ -10,7 +10,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dev demo test test-compiled simulate faults check format proto bench kernels-compile up down test-compose clean
+.PHONY: help dev demo test test-compiled simulate faults model check format proto bench kernels-compile up down test-compose clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,6 +47,9 @@ simulate: $(READY) ## simulate the session protocol under faults: STEPS=1000000 
 
 faults: $(READY) ## real processes under faults, each repeated: RUNS=1000
 	QUIRE_FAULT_RUNS=$(or $(RUNS),20) $(BIN)/python -m pytest -s tests/faults
+
+model: ## check the model of the session protocol with Spin, and that each planted mistake is noticed: LONG=1
+	$(PYTHON) docs/model/check.py $(if $(LONG),--long)
 
 check: $(READY) ## lint, formatting and types
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "docs" / "model"
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
 
 
@@ -46,3 +47,12 @@ def test_the_makefile_lists_its_targets() -> None:
     makefile = (ROOT / "Makefile").read_text()
     documented = set(re.findall(r"^([a-z-]+):.*## ", makefile, re.MULTILINE))
     assert {"help", "dev", "demo", "test", "check", "proto", "bench", "up", "down", "test-compose"} <= documented
+
+
+def test_every_mistake_planted_in_the_model_is_in_its_record() -> None:
+    listed = re.findall(
+        r"^#define (\w+) +\d+ +/\* (rule \d+): (.*) \*/$", (MODEL / "session.pml").read_text(), re.MULTILINE
+    )
+    rows = re.findall(r"^\| `([A-Z_]+)` \| (rule \d+): (.*?) \|", (MODEL / "README.md").read_text(), re.MULTILINE)
+    assert len(listed) > 12
+    assert rows == listed

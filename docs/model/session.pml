@@ -66,7 +66,7 @@
 #define REPORT_KEEPS_SESSION        10  /* rule 5: a report does not change the session id */
 #define REPORT_KEEPS_NUMBER         11  /* rule 5: a report does not set the next number */
 #define REPORT_KEEPS_BLOCKS         12  /* rule 5: a report does not replace what is there */
-#define REPORT_KEEPS_ANSWERS        13  /* rule 5: a report does not erase the kept answers */
+#define LEDGER_SURVIVES             13  /* rule 5: the next life of the owner reports what its pages no longer hold */
 #define READY_AT_FIRST_CHUNK        14  /* rule 5: grants are made before the report is whole */
 #define CUT_REPORT_GOES_ON          15  /* rule 5: what was staged outlives its stream, and the next report adds to it */
 #define REPORT_WITHOUT_CACHED       16  /* rule 5: the owner reports only blocks that are held */
@@ -242,7 +242,7 @@ inline put_in_force(a) {
         :: else
         fi
     }
-    for (each : 0 .. WINDOW - 1) { if :: !mistake(REPORT_KEEPS_ANSWERS) -> forget_answer(a, each) :: else fi }
+    for (each : 0 .. WINDOW - 1) { forget_answer(a, each) }
     pool[a].told = second;                                   /* watchers start over from a snapshot */
     stream[slot].phase = OPEN; unstage(slot);
     tell(slot, READY, pool[a].session, pool[a].next, 0, 0, 0)
@@ -507,12 +507,14 @@ inline take_answer() {
 inline receive() {
     down[place]?message, first, second, third, fourth, block;
     resends = false;
-    if :: message == RESUMED || message == REPORT_REQUIRED -> assert(phase == ATTACHING); refused[stream[place].at] = false :: else fi;
+    assert(message == ERROR || (message == REPLY && phase == OPEN) || (message == READY && phase == REPORTING) ||
+        ((message == RESUMED || message == REPORT_REQUIRED) && phase == ATTACHING));      /* rule 9: an answer to what was asked */
+    if :: message != ERROR -> refused[stream[place].at] = false :: else fi;
     if
     :: message == RESUMED -> resume()
     :: message == REPORT_REQUIRED -> report()
-    :: message == READY -> assert(phase == REPORTING); open()
-    :: message == REPLY -> assert(phase == OPEN); take_answer()
+    :: message == READY -> open()
+    :: message == REPLY -> take_answer()
     :: message == ERROR ->
         assert(first != FENCED);                                                          /* I8: the newest stream is not fenced */
         assert(first != SESSION_UNKNOWN && first != STEP_GAP && first != STEP_MISMATCH);  /* I5: both sides know the same steps */
@@ -584,7 +586,10 @@ inline restart() {
     if :: current != NONE -> leave() :: else fi;
     if :: !mistake(INCARNATION_SURVIVES) -> incarnation++ :: else fi;
     for (each : 0 .. WINDOW - 1) { asked[each] = 0; sent_session[each] = 0; sent_ack[each] = 0 }
-    for (each : 0 .. BLOCKS - 1) { holder[each] = 0; digest[each] = 0; pages[each] = 0 }
+    for (each : 0 .. BLOCKS - 1) {
+        pages[each] = 0;
+        if :: !mistake(LEDGER_SURVIVES) -> holder[each] = 0; digest[each] = 0 :: else fi
+    }
     for (each : 0 .. ALLOCATORS - 1) { refused[each] = false }
     epoch = 0; session = 0; last = 0; beaten = 0;
 }

@@ -45,7 +45,6 @@ ENDLESS: dict[str, Bounds] = {"no run goes on for ever": {"OPS": 2, "FAULTS": 1}
 LONG: dict[str, Bounds] = {
     "three faults of any kind, one allocator": {"OPS": 2, "FAULTS": 3, "ALLOCATORS": 1},
     "streams lost, allocators crash, four operations": {"OPS": 4, "FAULTS": 2, "KINDS": LOSS + CRASH},
-    "three blocks": {"OPS": 3, "FAULTS": 1, "BLOCKS": 3},
 }
 # Under which a mistake is looked for; those that other faults bring to light have their own.
 MISTAKE_BOUNDS: Bounds = {"OPS": 3, "FAULTS": 2, "KINDS": LOSS + CRASH}

@@ -110,13 +110,22 @@ class Sessions:
         Raises:
             Refusal: POOL_QUARANTINED.
         """
-        times = self._quarantines.get(name, ())
-        recent = [time for time in times if time > now - limits.QUARANTINE_WINDOW_S]
-        require(
-            len(recent) < limits.QUARANTINES_MAX,
-            f"pool {name} broke {len(recent)} times in {limits.QUARANTINE_WINDOW_S:g} s and is refused for now",
-            "POOL_QUARANTINED",
-        )
+        recent = self._recent_quarantines(name, now)
+        if len(recent) >= limits.QUARANTINES_MAX:
+            raise Refusal(
+                "POOL_QUARANTINED",
+                f"pool {name} broke {len(recent)} times in {limits.QUARANTINE_WINDOW_S:g} s and is refused for now",
+                retry_after_s=recent[-limits.QUARANTINES_MAX] + limits.QUARANTINE_WINDOW_S - now,
+            )
+
+    def refused_pool_count(self, now: float) -> int:
+        """Pools that broke so often that nobody may attach them for now."""
+        names = list(self._quarantines)  # a copy: metrics are read in another thread
+        return sum(len(self._recent_quarantines(name, now)) >= limits.QUARANTINES_MAX for name in names)
+
+    def _recent_quarantines(self, name: str, now: float) -> list[float]:
+        times = list(self._quarantines.get(name, ()))
+        return [time for time in times if time > now - limits.QUARANTINE_WINDOW_S]
 
     def drop(self, owner: Ownership) -> None:
         """The pool is gone: detached, closed, or its lease ended."""
@@ -275,7 +284,7 @@ class SessionMachine:
             if self not in sessions.staging:
                 require(
                     len(sessions.staging) < limits.REPORTS_MAX,
-                    f"{limits.REPORTS_MAX} reports are under way; attach again in a second",
+                    f"{limits.REPORTS_MAX} reports are under way",
                     "REPORT_ADMISSION",
                 )
                 sessions.staging.add(self)

@@ -62,7 +62,7 @@ class StagedReport:
         """Stages the next chunk. `now` is in seconds, for holds.
 
         Raises:
-            Refusal: MALFORMED, TOO_LARGE, LIMIT or NOT_SUPPORTED; the report is void.
+            Refusal: MALFORMED, TOO_LARGE or NOT_SUPPORTED; the report is void.
         """
         data = chunk.SerializeToString(deterministic=True)
         self._bytes += len(data)
@@ -140,7 +140,7 @@ class StagedReport:
         require(
             len(self._sequences) < limits.SEQUENCES_MAX,
             f"a pool has at most {limits.SEQUENCES_MAX} live sequences",
-            "LIMIT",
+            "TOO_LARGE",
         )
         self._sequences.append(sequence)
 

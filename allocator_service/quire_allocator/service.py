@@ -50,7 +50,7 @@ def unary(
         try:
             response = handler(self, request, self.authorize(context))
         except Refusal as refusal:
-            error = QuireError.of(Reason(refusal.reason), refusal.message)
+            error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s)
             self.telemetry.count_rpc(handler.__name__, error.code.name)
             if error.code is grpc.StatusCode.PERMISSION_DENIED:
                 log.warning("call refused", method=handler.__name__, reason=error.reason, peer=context.peer())
@@ -148,6 +148,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         require(not self.sessions.draining, "the allocator is shutting down", "DRAINING")
         name = translate.pool_name(request.pool)
         permits.require_owning(grant, name)
+        self.sessions.check_quarantine(name, self.clock())
         owner = self.directory.open_unary(
             name=name,
             spec=translate.pool_spec(request.spec),
@@ -304,7 +305,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
             require(not self.sessions.draining, "the allocator is shutting down", "DRAINING")
             await self.watching.serve(request, context, self.authorize(context))
         except Refusal as refusal:
-            error = QuireError.of(Reason(refusal.reason), refusal.message)
+            error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s)
             code = error.code.name
             if error.code is grpc.StatusCode.PERMISSION_DENIED:
                 log.warning("call refused", method="WatchEvents", reason=error.reason, peer=context.peer())

@@ -46,7 +46,7 @@ def check_step(pool: Pool, step: pb.Step) -> StepArrays:
     require(
         operations <= limits.OPERATIONS_PER_STEP_MAX,
         f"a step has at most {limits.OPERATIONS_PER_STEP_MAX} operations",
-        "LIMIT",
+        "TOO_LARGE",
     )
     require(len(commits.token_counts) == len(commits.sequences), "commits: one token_count per sequence")
     require(len(set(commits.sequences)) == len(commits.sequences), "commits: a sequence occurs twice")

@@ -61,7 +61,7 @@ class SessionStream:
             while machine.phase is not Phase.DETACHED and (request := await self._read()) is not None:
                 await self._answer(request)
         except Refusal as refusal:
-            error = QuireError.of(Reason(refusal.reason), refusal.message)
+            error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s)
             code = error.code.name
             await self._abort(error)
         except asyncio.CancelledError:  # the owner hung up

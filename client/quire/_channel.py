@@ -1,9 +1,10 @@
 """Channels: addresses, deadlines, retries, tokens and errors, for both flavours of the clients.
 
 Every call but a watch has a deadline. A call that meets UNAVAILABLE is repeated at most three times, 50 to 500 ms apart
-with jitter; no other code is ever repeated, and the Session stream never. Operations that change something carry a
-request id, so that a repeated one is applied once. gRPC itself repeats unary calls, `Attempts` the streams of Generate,
-`quire._watch.Watch` those of WatchEvents, which go on as often as it takes once they have begun.
+with jitter, and no earlier than the server says; no other code is ever repeated, and the Session stream never.
+Operations that change something carry a request id, so that a repeated one is applied once. gRPC itself repeats unary
+calls, `Attempts` the streams of Generate, `quire._watch.Watch` those of WatchEvents, which go on as often as it takes
+once they have begun.
 
 A token travels as `authorization: Bearer ...` with every call, and never unencrypted to another machine: whoever can
 listen could use it.
@@ -24,7 +25,7 @@ from grpc import aio
 
 from quire._serving.address import is_local, is_unix
 from quire._serving.process import UsageError, read_token
-from quire.errors import QuireError, UnavailableError, from_rpc_error
+from quire.errors import QuireError, UnavailableError, from_rpc_error, jittered_s
 from quire.limits import MESSAGE_BYTES_MAX
 from quire.tls import Tls, resolve_tls
 
@@ -145,6 +146,7 @@ class Attempts(Generic[ItemT]):
         if self._begun or error.code() != grpc.StatusCode.UNAVAILABLE or self._count >= ATTEMPTS_MAX:
             return None
         pause_s = min(BACKOFF_S * BACKOFF_FACTOR ** (self._count - 1), BACKOFF_S_MAX) * random.uniform(0.8, 1.2)
+        pause_s = max(pause_s, jittered_s(from_rpc_error(error).retry_after_s))
         return pause_s if time.monotonic() + pause_s < self._deadline else None
 
     def again(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import grpc
 
 from quire._channel import ATTEMPTS_MAX, BACKOFF_FACTOR, BACKOFF_S, Link
-from quire.errors import QuireError
+from quire.errors import QuireError, from_rpc_error, jittered_s
 from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, SnapshotEnd
 from quire.hashing import split_digests
 from quire.v1 import allocator_pb2 as pb
@@ -81,6 +81,7 @@ class Watch:
         if error.code() != grpc.StatusCode.UNAVAILABLE or not (self._begun or self._failures < ATTEMPTS_MAX):
             return None
         pause_s: float = self._backoff_s * random.uniform(0.8, 1.2)
+        pause_s = max(pause_s, jittered_s(from_rpc_error(error).retry_after_s))
         self._backoff_s = min(self._backoff_s * BACKOFF_FACTOR, BACKOFF_S_MAX)
         left_s = self._left_s()
         if left_s is not None and left_s <= pause_s:

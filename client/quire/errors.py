@@ -1,7 +1,8 @@
 """Errors: one table for servers and clients.
 
 Every error has a canonical gRPC code and a `Reason` (errors.proto). On the wire it is a status with one
-`google.rpc.ErrorInfo` in `grpc-status-details-bin`; here it is an exception whose class follows from the code:
+`google.rpc.ErrorInfo` in `grpc-status-details-bin`, and one `google.rpc.RetryInfo` where waiting helps; here it is an
+exception whose class follows from the code:
 
     QuireError
       InvalidArgumentError   NotFoundError          AlreadyExistsError     FailedPreconditionError
@@ -14,7 +15,9 @@ Servers raise these too: `QuireError.of(Reason.POOL_UNKNOWN, "no pool named x")`
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import random
 from typing import Final
 
 import grpc
@@ -23,6 +26,9 @@ from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN: Final = "quire.dev"
 DETAILS_KEY: Final = "grpc-status-details-bin"
+PUSHBACK_KEY: Final = "grpc-retry-pushback-ms"
+RETRY_AFTER_S_MAX: Final = 60.0  # a server that asks for more is asked again after this
+_NANOSECONDS: Final = 1_000_000_000
 
 
 class Reason(enum.StrEnum):
@@ -67,24 +73,34 @@ class QuireError(Exception):
         reason: machine-readable cause, or None where the error did not come from Quire (gRPC's own, a proxy's).
         message: for people; never parsed.
         request_id: of the call that failed, where it has one.
+        retry_after_s: seconds after which the same call may go through; None where waiting does not help, or the
+            server does not say.
     """
 
     code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
 
-    def __init__(self, message: str, reason: Reason | None = None, request_id: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        reason: Reason | None = None,
+        request_id: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.reason = reason
         self.request_id = request_id
+        self.retry_after_s = retry_after_s
 
     def __str__(self) -> str:
         where = f" [request {self.request_id}]" if self.request_id else ""
         return f"{self.code.name}{f' / {self.reason}' if self.reason else ''}: {self.message}{where}"
 
     @staticmethod
-    def of(reason: Reason, message: str) -> QuireError:
-        """The exception that the table has for `reason`."""
-        return _CLASS_OF[_CODE_OF[reason]](message, reason)
+    def of(reason: Reason, message: str, retry_after_s: float | None = None) -> QuireError:
+        """The exception that the tables have for `reason`; `retry_after_s` where more is known than they say."""
+        wait_s = _RETRY_AFTER_S.get(reason) if retry_after_s is None else retry_after_s
+        return _CLASS_OF[_CODE_OF[reason]](message, reason, retry_after_s=wait_s)
 
 
 class InvalidArgumentError(QuireError):
@@ -223,20 +239,54 @@ _CODE_OF: Final[dict[Reason, grpc.StatusCode]] = {
     Reason.TOKENIZER_FAILED: grpc.StatusCode.INTERNAL,
 }
 
+# Where waiting helps, and nobody else has to be asked first. Callers add jitter, or all of them come back at once.
+_RETRY_AFTER_S: Final[dict[Reason, float]] = {
+    Reason.LIMIT: 1.0,  # somebody has to leave
+    Reason.REPORT_ADMISSION: 0.25,  # a report of 100,000 blocks takes about as long
+    Reason.QUEUE_FULL: 1.0,  # a request has to end
+    Reason.DRAINING: 0.25,  # another server may be there already
+    Reason.ALLOCATOR_LOST: 0.5,  # the worker's own attempts are at most this far apart
+}
+
 
 def code_of(reason: Reason) -> grpc.StatusCode:
     """Canonical code of a reason."""
     return _CODE_OF[reason]
 
 
+def retry_after_s_of(reason: Reason) -> float | None:
+    """Seconds after which a call refused for that reason may go through; None where waiting does not help."""
+    return _RETRY_AFTER_S.get(reason)
+
+
+def jittered_s(retry_after_s: float | None) -> float:
+    """Seconds to wait where a server asked for so many: never fewer, and up to a quarter more, so that callers who were
+    refused together do not come back together."""
+    return 0.0 if retry_after_s is None else retry_after_s * random.uniform(1.0, 1.25)
+
+
 def to_details(error: QuireError) -> bytes:
-    """Value of `grpc-status-details-bin` for an error: a serialized `google.rpc.Status` with one ErrorInfo."""
+    """Value of `grpc-status-details-bin` for an error: a serialized `google.rpc.Status` with one ErrorInfo, and one
+    RetryInfo where waiting helps."""
     # grpc.StatusCode.X.value is (number, text); grpc-stubs types it as that pair.
     status = status_pb2.Status(code=error.code.value[0], message=error.message)
     if error.reason is not None:
         status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason.value, domain=DOMAIN))
+    if error.retry_after_s is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(int(error.retry_after_s * _NANOSECONDS))
+        status.details.add().Pack(retry)
     data: bytes = status.SerializeToString()
     return data
+
+
+def to_metadata(error: QuireError) -> tuple[tuple[str, str | bytes], ...]:
+    """Trailing metadata of a call that ends with this error: its details, and the delay once more as the header that
+    gRPC itself obeys where it repeats a call."""
+    metadata: list[tuple[str, str | bytes]] = [(DETAILS_KEY, to_details(error))]
+    if error.retry_after_s is not None:
+        metadata.append((PUSHBACK_KEY, str(int(jittered_s(error.retry_after_s) * 1000))))
+    return tuple(metadata)
 
 
 def from_rpc_error(error: grpc.RpcError, request_id: str | None = None) -> QuireError:
@@ -244,25 +294,33 @@ def from_rpc_error(error: grpc.RpcError, request_id: str | None = None) -> Quire
     code = error.code()
     message = error.details() or code.name
     kind = _CLASS_OF.get(code, QuireError)
-    translated = kind(message, _reason_in(error.trailing_metadata() or ()), request_id)
+    reason, retry_after_s = _told_in(error.trailing_metadata() or ())
+    translated = kind(message, reason, request_id, retry_after_s)
     if kind is QuireError:
         translated.code = code
     return translated
 
 
-def _reason_in(metadata: object) -> Reason | None:
+def _told_in(metadata: object) -> tuple[Reason | None, float | None]:
     for key, value in metadata:  # type: ignore[attr-defined]  # tuples, or grpc.aio.Metadata: both iterate as pairs
         if key == DETAILS_KEY:
-            return _parse_reason(value)
-    return None
+            return _parse_details(value)
+    return None, None
 
 
-def _parse_reason(data: bytes) -> Reason | None:
-    info = error_details_pb2.ErrorInfo()
+def _parse_details(data: bytes) -> tuple[Reason | None, float | None]:
+    """Reason and delay; None for what a newer server, another system or a broken one has put there."""
     try:
-        for detail in status_pb2.Status.FromString(data).details:
+        details = status_pb2.Status.FromString(data).details
+    except DecodeError:
+        return None, None
+    reasons, delays = list[Reason](), list[float]()
+    for detail in details:
+        with contextlib.suppress(DecodeError, ValueError):
+            info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
             if detail.Unpack(info) and info.domain == DOMAIN:
-                return Reason(info.reason)
-    except (DecodeError, ValueError):  # a newer server's reason, or another system's details
-        return None
-    return None
+                reasons.append(Reason(info.reason))
+            elif detail.Unpack(retry):
+                delay = retry.retry_delay
+                delays.append(min(max(delay.seconds + delay.nanos / _NANOSECONDS, 0.0), RETRY_AFTER_S_MAX))
+    return next(iter(reasons), None), next(iter(delays), None)

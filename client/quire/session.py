@@ -30,7 +30,7 @@ from typing import Any, Final
 import grpc
 from grpc import aio
 
-from quire.errors import InternalError, QuireError, UnavailableError, from_rpc_error
+from quire.errors import InternalError, QuireError, UnavailableError, from_rpc_error, jittered_s
 from quire.ledger import Ledger
 from quire.owner import Phase, PoolOwner, Verdict
 from quire.steps import StepBuilder, StepOutcome
@@ -193,17 +193,17 @@ class PoolSession:
                 return
             if self._fell_silent and self._reconnect is not None:
                 self._fell_silent, self._stub = False, await self._reconnect()
-            waited_for = error
-            if error is None or self._owner.judge(error) is Verdict.AGAIN:
-                waited_for = error or UnavailableError("the allocator does not answer")
+            waited_for = error or UnavailableError("the allocator does not answer")
+            is_stream_refused = self._owner.judge(error) is not Verdict.STEP_REFUSED
+            asked_s = jittered_s(waited_for.retry_after_s) if is_stream_refused else 0.0
             was_up = self._connected
             self._end_stream(error)
             if was_up:
                 delay = BACKOFF_S[0]
-                continue
-            assert waited_for is not None
+                if not asked_s:
+                    continue
             self._on_wait(waited_for)
-            await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+            await asyncio.sleep(max(delay * random.uniform(0.5, 1.0), asked_s))
             delay = min(2 * delay, BACKOFF_S[1])
 
     async def _serve_once(self) -> QuireError | None:

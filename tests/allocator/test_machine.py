@@ -108,8 +108,10 @@ def test_a_step_that_trips_an_invariant_stops_the_pool_and_the_third_time_for_te
             machine = attached(sessions, side, float(time))
             assert side.report_count == 2 + time
     side.attach()
-    with pytest.raises(Refusal, match="refused for now"):
+    with pytest.raises(Refusal, match="refused for now") as refused:
         SessionMachine(sessions).receive(side.outbox.popleft(), 3.0)
+    assert refused.value.retry_after_s == limits.QUARANTINE_WINDOW_S - 3.0
+    assert (sessions.refused_pool_count(3.0), sessions.refused_pool_count(limits.QUARANTINE_WINDOW_S)) == (1, 0)
     machine = attached(sessions, side, 3.0 + limits.QUARANTINE_WINDOW_S)
     side.submit(allocate(1))
     assert run(machine, side)[0].outcome.grows[0].result is Result.OK

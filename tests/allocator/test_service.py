@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from quire.errors import Reason
+from grpc import aio
+from quire.errors import RETRY_AFTER_S_MAX, Reason, from_rpc_error
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
 from quire_allocator.core.directory import ANSWERS_KEPT_MAX
@@ -236,6 +237,20 @@ async def test_a_defect_quarantines_the_one_pool_and_spares_the_others(allocator
     assert (await sound.call("Allocate", sequence_id=1, token_count=6)).result == pb.RESULT_OK
     again = await UnaryOwner.open(allocator, "a")
     assert (await again.call("Allocate", sequence_id=1, token_count=6)).result == pb.RESULT_OK
+
+
+async def test_a_pool_that_breaks_a_third_time_is_opened_again_only_ten_minutes_later(allocator: Allocator) -> None:
+    for _ in range(limits.QUARANTINES_MAX):
+        broken = await UnaryOwner.open(allocator, "a")
+        allocator.service.directory.pool("a").pool.blocks.cached_count += 1
+        with refused(Reason.POOL_QUARANTINED):
+            await broken.call("Allocate", sequence_id=1, token_count=6)
+    with pytest.raises(aio.AioRpcError) as caught:
+        await UnaryOwner.open(allocator, "a")
+    error = from_rpc_error(caught.value)
+    assert (error.reason, error.retry_after_s) == (Reason.POOL_QUARANTINED, RETRY_AFTER_S_MAX)
+    allocator.pass_time(limits.QUARANTINE_WINDOW_S)
+    await UnaryOwner.open(allocator, "a")
 
 
 # -- malformed input ---------------------------------------------------------------------------------------------------

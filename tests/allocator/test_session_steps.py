@@ -191,7 +191,7 @@ async def test_steps_are_limited_in_bytes_operations_and_sequences(
     with refused(Reason.TOO_LARGE):
         await owner.step(grows=pb.GrowPhase(digests=bytes(limits.STEP_BYTES_MAX)))
     owner = await StreamOwner.ready(allocator, "b")
-    with refused(Reason.LIMIT, "operations"):
+    with refused(Reason.TOO_LARGE, "operations"):
         await owner.step(frees=pb.FreePhase(sequences=[1] * (limits.OPERATIONS_PER_STEP_MAX + 1)))
     monkeypatch.setattr(limits, "SEQUENCES_MAX", 2)
     owner = await StreamOwner.ready(allocator, "c")

@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
-from quire.errors import DETAILS_KEY, QuireError, Reason, to_details
+from quire.errors import QuireError, Reason, to_metadata
 from quire.local import ServerProcess
 from quire.v1 import allocator_pb2_grpc, worker_pb2_grpc
 from quire.v1 import worker_pb2 as worker_pb
@@ -96,7 +96,7 @@ def refusing(reason: Reason) -> Callable[[Any, grpc.ServicerContext], Any]:
     error = QuireError.of(reason, "as the script says")
 
     def answer(_request: Any, context: grpc.ServicerContext) -> Any:
-        context.set_trailing_metadata(((DETAILS_KEY, to_details(error)),))
+        context.set_trailing_metadata(to_metadata(error))
         context.abort(error.code, error.message)
 
     return answer

@@ -8,10 +8,22 @@ from pathlib import Path
 import grpc
 import pytest
 from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 from quire import errors
-from quire.errors import DETAILS_KEY, DOMAIN, QuireError, Reason, code_of, from_rpc_error, to_details
+from quire.errors import (
+    DETAILS_KEY,
+    DOMAIN,
+    RETRY_AFTER_S_MAX,
+    QuireError,
+    Reason,
+    code_of,
+    from_rpc_error,
+    jittered_s,
+    retry_after_s_of,
+    to_details,
+)
 
 PROTO = Path(__file__).resolve().parents[2] / "protos" / "quire" / "v1" / "errors.proto"
 
@@ -22,7 +34,7 @@ def as_received(code: grpc.StatusCode, details: bytes | None, message: str = "wh
     return aio.AioRpcError(code, aio.Metadata(), trailing, details=message)
 
 
-def details_of(*infos: error_details_pb2.ErrorInfo) -> bytes:
+def details_of(*infos: Message) -> bytes:
     packed = []
     for info in infos:
         detail = AnyMessage()
@@ -53,6 +65,43 @@ def test_every_grpc_code_becomes_an_exception_with_that_code(code: grpc.StatusCo
     assert isinstance(received, QuireError)
     assert (received.code, received.reason) == (code, None)
     assert str(received) == f"{code.name}: what happened"
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_a_reason_carries_a_delay_where_the_proto_says_so_and_nowhere_else(reason: Reason) -> None:
+    comment = re.search(rf"((?: *//[^\n]*\n)+) *REASON_{reason} =", PROTO.read_text())
+    assert comment is not None
+    raised = QuireError.of(reason, "what happened")
+    received = from_rpc_error(as_received(raised.code, to_details(raised)))
+    assert received.retry_after_s == raised.retry_after_s == retry_after_s_of(reason)
+    by_table = "With a delay" in comment.group(1)
+    assert (raised.retry_after_s is not None) == by_table
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.25, 12.5])
+def test_a_server_that_knows_better_than_the_table_says_its_own_delay(seconds: float) -> None:
+    raised = QuireError.of(Reason.POOL_QUARANTINED, "what happened", seconds)
+    received = from_rpc_error(as_received(raised.code, to_details(raised)))
+    assert (received.reason, received.retry_after_s) == (Reason.POOL_QUARANTINED, seconds)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "nanos", "understood"),
+    [(3, 500_000_000, 3.5), (-3, 0, 0.0), (10**11, 0, RETRY_AFTER_S_MAX), (0, -1, 0.0), (2**62, 2**31 - 1, 60.0)],
+)
+def test_a_delay_is_never_negative_and_never_endless(seconds: int, nanos: int, understood: float) -> None:
+    retry = error_details_pb2.RetryInfo()
+    retry.retry_delay.seconds, retry.retry_delay.nanos = seconds, nanos
+    details = details_of(retry, error_details_pb2.ErrorInfo(reason="LIMIT", domain=DOMAIN))
+    received = from_rpc_error(as_received(grpc.StatusCode.RESOURCE_EXHAUSTED, details))
+    assert (received.reason, received.retry_after_s) == (Reason.LIMIT, understood)
+
+
+def test_callers_who_were_refused_together_do_not_come_back_together_nor_too_early() -> None:
+    waits = [jittered_s(2.0) for _ in range(100)]
+    assert min(waits) >= 2.0
+    assert 0.1 < max(waits) - min(waits) <= 0.5
+    assert jittered_s(None) == 0.0
 
 
 def test_no_two_classes_have_one_code() -> None:

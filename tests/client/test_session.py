@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from quire import (
     Reason,
     SnapshotEnd,
 )
+from quire.errors import retry_after_s_of
 from quire.session import PoolSession, SessionLostError
 from quire.steps import Result, StepBuilder
 from quire.v1 import allocator_pb2 as pb
@@ -59,8 +61,13 @@ class LossyService(AllocatorService):
     replies_to_lose = 0
     attach_count = 0
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.attached_at: list[float] = []
+
     async def Session(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
         self.attach_count += 1
+        self.attached_at.append(time.monotonic())
         await LossyStream(self, context).run()
 
 
@@ -217,6 +224,20 @@ async def test_several_steps_are_under_way_at_a_time_and_answered_in_order() -> 
         answers = [await scene.session.submit(allocate(number)) for number in range(1, 5)]
         outcomes = [await answer for answer in answers]
         assert [list(outcome.grows[0].blocks[0]) for outcome in outcomes] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+async def test_a_session_comes_back_no_earlier_than_the_allocator_says() -> None:
+    async with setting() as scene:
+        service = scene.service
+        assert service is not None
+        service.drain()
+        while service.attach_count < 4:
+            await asyncio.sleep(0)
+        gaps = [later - earlier for earlier, later in pairwise(service.attached_at[1:])]
+        delay_s = retry_after_s_of(Reason.DRAINING)
+        assert delay_s is not None
+        assert min(gaps) >= delay_s
+        assert {error.retry_after_s for error in scene.waits} == {delay_s}
 
 
 async def test_steps_under_way_survive_an_allocator_that_starts_anew_before_it_answers() -> None:

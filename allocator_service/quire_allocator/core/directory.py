@@ -29,12 +29,16 @@ BLOCKS_OF_ALL_POOLS_MAX = 1 << 26  # 4 bytes each from the start, some 40 more o
 
 
 class Refusal(Exception):
-    """A request that the protocol refuses; `reason` is a name of `quire.v1.Reason`. Nothing has changed."""
+    """A request that the protocol refuses; `reason` is a name of `quire.v1.Reason`. Nothing has changed.
 
-    def __init__(self, reason: str, message: str) -> None:
+    `retry_after_s` is set where more is known about when to come back than the reason alone says.
+    """
+
+    def __init__(self, reason: str, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.reason = reason
         self.message = message
+        self.retry_after_s = retry_after_s
 
 
 class StepLog:

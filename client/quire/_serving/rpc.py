@@ -12,7 +12,7 @@ import structlog
 from grpc import aio
 
 from quire._serving.permissions import EVERYTHING, Grant, grant_of
-from quire.errors import DETAILS_KEY, QuireError, Reason, to_details
+from quire.errors import QuireError, Reason, to_metadata
 
 Handler = Any  # grpc.RpcMethodHandler, which is generic for type checkers only
 Authorize: TypeAlias = "Callable[[aio.ServicerContext[Any, Any]], Grant]"  # what the caller of a call may do
@@ -21,8 +21,8 @@ log = structlog.get_logger()
 
 
 async def abort(context: aio.ServicerContext[Any, Any], error: QuireError) -> NoReturn:
-    """Ends the call with the error's code and, in the trailing metadata, its reason."""
-    await context.abort(error.code, error.message, trailing_metadata=((DETAILS_KEY, to_details(error)),))
+    """Ends the call with the error's code and, in the trailing metadata, its reason and when to come back."""
+    await context.abort(error.code, error.message, trailing_metadata=to_metadata(error))
     raise AssertionError("abort returned")
 
 

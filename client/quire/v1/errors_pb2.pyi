@@ -4,7 +4,8 @@ isort:skip_file
 Why a call failed, for programs.
 
 Every error carries a canonical gRPC status code and, in `grpc-status-details-bin`, one `google.rpc.ErrorInfo` whose
-`domain` is "quire.dev" and whose `reason` is the name of a `Reason` without its prefix. The table of codes and client
+`domain` is "quire.dev" and whose `reason` is the name of a `Reason` without its prefix; where the comment says "with a
+delay" also one `google.rpc.RetryInfo`: the same call may go through after that time. Callers add jitter to it. The table of codes and client
 exceptions is `quire/errors.py`; nobody parses the text. What an operation inside a step answers (no space, not found)
 is a `Result` in the reply and not an error.
 """
@@ -59,21 +60,25 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_NOT_SUPPORTED: _Reason.ValueType  # 25
     """UNIMPLEMENTED: a part of v1 that this server does not serve; the message names it."""
     REASON_LIMIT: _Reason.ValueType  # 30
-    """RESOURCE_EXHAUSTED: a stated limit on pools, sessions, sequences or operations; the message names it."""
+    """RESOURCE_EXHAUSTED: as many pools, blocks, streams, watchers or live sequences as are allowed are there; the message
+    names the limit. With a delay.
+    """
     REASON_TOO_LARGE: _Reason.ValueType  # 31
-    """RESOURCE_EXHAUSTED: a message or one of its tables is larger than allowed."""
+    """RESOURCE_EXHAUSTED: a message, a table, the number of its operations or entries, or its answer, is larger than
+    allowed. Waiting does not help.
+    """
     REASON_REPORT_ADMISSION: _Reason.ValueType  # 32
-    """RESOURCE_EXHAUSTED: too many block reports are under way; attach again after the stated delay."""
+    """RESOURCE_EXHAUSTED: too many block reports are under way; attach again. With a delay."""
     REASON_QUEUE_FULL: _Reason.ValueType  # 33
-    """RESOURCE_EXHAUSTED: the worker's queue of waiting requests is full."""
+    """RESOURCE_EXHAUSTED: the worker's queue of waiting requests is full. With a delay."""
     REASON_WATCHER_SLOW: _Reason.ValueType  # 34
     """RESOURCE_EXHAUSTED: this watch fell behind the events that are kept; start it over from a snapshot."""
     REASON_OUT_OF_MEMORY: _Reason.ValueType  # 36
     """RESOURCE_EXHAUSTED: the worker's device had no memory left to compute this request, not even by itself."""
     REASON_DRAINING: _Reason.ValueType  # 40
-    """UNAVAILABLE: the server is shutting down and takes no new work."""
+    """UNAVAILABLE: the server is shutting down and takes no new work. With a delay."""
     REASON_ALLOCATOR_LOST: _Reason.ValueType  # 41
-    """UNAVAILABLE: the worker has no session with its allocator at present."""
+    """UNAVAILABLE: the worker has no session with its allocator at present. With a delay."""
     REASON_IDLE: _Reason.ValueType  # 42
     """DEADLINE_EXCEEDED: a stream sent no Attach in time, or no heartbeat for the length of the lease."""
     REASON_TOKEN: _Reason.ValueType  # 50
@@ -83,7 +88,9 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_NAMESPACE_FORBIDDEN: _Reason.ValueType  # 52
     """PERMISSION_DENIED: the caller's certificate does not permit a namespace that the call has to do with."""
     REASON_POOL_QUARANTINED: _Reason.ValueType  # 60
-    """INTERNAL: an invariant of this pool was found broken; the pool takes no step until it is attached anew."""
+    """INTERNAL: an invariant of this pool was found broken; the pool takes no step until it is attached anew. After three
+    times in ten minutes it is refused until the first of them is ten minutes ago: with a delay.
+    """
     REASON_MODEL_FAILED: _Reason.ValueType  # 61
     """INTERNAL: the forward pass of this request failed, or gave no numbers."""
     REASON_TOKENIZER_FAILED: _Reason.ValueType  # 62
@@ -123,21 +130,25 @@ REASON_LAYOUT: Reason.ValueType  # 24
 REASON_NOT_SUPPORTED: Reason.ValueType  # 25
 """UNIMPLEMENTED: a part of v1 that this server does not serve; the message names it."""
 REASON_LIMIT: Reason.ValueType  # 30
-"""RESOURCE_EXHAUSTED: a stated limit on pools, sessions, sequences or operations; the message names it."""
+"""RESOURCE_EXHAUSTED: as many pools, blocks, streams, watchers or live sequences as are allowed are there; the message
+names the limit. With a delay.
+"""
 REASON_TOO_LARGE: Reason.ValueType  # 31
-"""RESOURCE_EXHAUSTED: a message or one of its tables is larger than allowed."""
+"""RESOURCE_EXHAUSTED: a message, a table, the number of its operations or entries, or its answer, is larger than
+allowed. Waiting does not help.
+"""
 REASON_REPORT_ADMISSION: Reason.ValueType  # 32
-"""RESOURCE_EXHAUSTED: too many block reports are under way; attach again after the stated delay."""
+"""RESOURCE_EXHAUSTED: too many block reports are under way; attach again. With a delay."""
 REASON_QUEUE_FULL: Reason.ValueType  # 33
-"""RESOURCE_EXHAUSTED: the worker's queue of waiting requests is full."""
+"""RESOURCE_EXHAUSTED: the worker's queue of waiting requests is full. With a delay."""
 REASON_WATCHER_SLOW: Reason.ValueType  # 34
 """RESOURCE_EXHAUSTED: this watch fell behind the events that are kept; start it over from a snapshot."""
 REASON_OUT_OF_MEMORY: Reason.ValueType  # 36
 """RESOURCE_EXHAUSTED: the worker's device had no memory left to compute this request, not even by itself."""
 REASON_DRAINING: Reason.ValueType  # 40
-"""UNAVAILABLE: the server is shutting down and takes no new work."""
+"""UNAVAILABLE: the server is shutting down and takes no new work. With a delay."""
 REASON_ALLOCATOR_LOST: Reason.ValueType  # 41
-"""UNAVAILABLE: the worker has no session with its allocator at present."""
+"""UNAVAILABLE: the worker has no session with its allocator at present. With a delay."""
 REASON_IDLE: Reason.ValueType  # 42
 """DEADLINE_EXCEEDED: a stream sent no Attach in time, or no heartbeat for the length of the lease."""
 REASON_TOKEN: Reason.ValueType  # 50
@@ -147,7 +158,9 @@ REASON_POOL_FORBIDDEN: Reason.ValueType  # 51
 REASON_NAMESPACE_FORBIDDEN: Reason.ValueType  # 52
 """PERMISSION_DENIED: the caller's certificate does not permit a namespace that the call has to do with."""
 REASON_POOL_QUARANTINED: Reason.ValueType  # 60
-"""INTERNAL: an invariant of this pool was found broken; the pool takes no step until it is attached anew."""
+"""INTERNAL: an invariant of this pool was found broken; the pool takes no step until it is attached anew. After three
+times in ten minutes it is refused until the first of them is ten minutes ago: with a delay.
+"""
 REASON_MODEL_FAILED: Reason.ValueType  # 61
 """INTERNAL: the forward pass of this request failed, or gave no numbers."""
 REASON_TOKENIZER_FAILED: Reason.ValueType  # 62

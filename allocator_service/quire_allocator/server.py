@@ -20,6 +20,7 @@ from quire.v1 import allocator_pb2_grpc as pb_grpc
 
 from quire_allocator import limits
 from quire_allocator.core.directory import Directory
+from quire_allocator.leases import LeaseWatch
 from quire_allocator.service import AllocatorService
 from quire_allocator.telemetry import AllocatorCollector, Telemetry
 
@@ -86,15 +87,11 @@ async def serve(options: argparse.Namespace) -> None:
 
 
 async def _watch_leases(service: AllocatorService) -> None:
-    """Expires leases; time in which this process stood still is not held against the owners."""
-    last = time.monotonic()
+    """See `leases.LeaseWatch`."""
+    watch = LeaseWatch(service.directory, service.sessions.expire, LEASE_CHECK_S, time.monotonic())
     while True:
         await asyncio.sleep(LEASE_CHECK_S)
-        stalled_s = time.monotonic() - last - LEASE_CHECK_S
-        last = time.monotonic()
-        if stalled_s > LEASE_CHECK_S:
-            service.directory.extend_leases(stalled_s)
-        service.expire_leases()
+        watch.check(time.monotonic())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -138,7 +138,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         self.sessions.drain()
 
     def expire_leases(self) -> None:
-        """See `Sessions.expire`; called by the server's timer."""
+        """See `Sessions.expire`; as if everything that came had been read."""
         self.sessions.expire(self.clock())
 
     # -- unary sessions ------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from grpc import aio
 from quire._serving.permissions import Grant
 from quire._serving.rpc import abort
 from quire.errors import QuireError, Reason
+from quire.limits import HEARTBEAT_S
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from quire_allocator.service import AllocatorService
 
 log = structlog.get_logger()
+
+HEARTBEAT = pb.SessionReply(heartbeat=pb.Heartbeat())
 
 
 @contextlib.contextmanager
@@ -51,6 +54,8 @@ class SessionStream:
         assert task is not None, "made inside its handler"
         self._task: asyncio.Task[Any] = task
         self._reading = False
+        self._beating: asyncio.Task[None] | None = None
+        self._reported = asyncio.Event()
         self._machine = SessionMachine(service.sessions, self._interrupt, grant)
 
     async def run(self) -> None:
@@ -68,6 +73,8 @@ class SessionStream:
             code = "CANCELLED"
             raise
         finally:
+            if self._beating is not None:
+                self._beating.cancel()
             machine.close()
             self._service.telemetry.count_rpc("Session", code)
 
@@ -80,8 +87,12 @@ class SessionStream:
         if machine.applied is not None and machine.owner is not None:
             numbers = self._service.telemetry.of(machine.owner.name)
             numbers.observe_step(machine.applied, replies[0].step_reply, time.perf_counter() - started)
+        if machine.phase is not Phase.REPORTING:
+            await self._stop_beating()
         for reply in replies:
             await self._write(reply)
+        if self._beating is None and machine.phase is Phase.REPORTING:
+            self._beating = asyncio.create_task(self._beat())
 
     async def _read_first(self) -> pb.SessionRequest | None:
         try:
@@ -116,7 +127,25 @@ class SessionStream:
     async def _write(self, reply: pb.SessionReply) -> None:
         await self._context.write(reply)
 
+    async def _beat(self) -> None:
+        """Says every second that the report is being taken in: nothing else is written until it is in force."""
+        while not self._reported.is_set():
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await self._reported.wait()
+            except TimeoutError:
+                with contextlib.suppress(aio.BaseError):  # the owner is gone, which whoever reads will notice
+                    await self._write(HEARTBEAT)
+
+    async def _stop_beating(self) -> None:
+        """Lets a heartbeat that is being written out: gRPC takes one message at a time."""
+        if self._beating is not None:
+            self._reported.set()
+            await asyncio.wait([self._beating])
+            self._beating = None
+
     async def _abort(self, error: QuireError) -> None:
+        await self._stop_beating()
         if error.code is not grpc.StatusCode.UNAVAILABLE:
             owner = self._machine.owner
             log.warning("stream ended", pool=owner.name if owner else None, reason=error.reason, error=error.message)

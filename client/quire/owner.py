@@ -220,7 +220,7 @@ class PoolOwner:
         try:
             if kind == "step_reply" and self.phase is Phase.OPEN:
                 return self._take_answer(reply.step_reply, now)
-            if kind == "heartbeat" and self.phase is Phase.OPEN:
+            if kind == "heartbeat" and self.phase in (Phase.REPORTING, Phase.OPEN):
                 return None
             if kind == "resumed" and self.phase is Phase.ATTACHING:
                 self._resume(reply.resumed)

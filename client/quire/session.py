@@ -4,7 +4,7 @@ Lifecycle:
 
     1. open       attach under a fresh incarnation; the pool starts empty
     2. step       sent at once, up to `window` of them unanswered; answered in order; heartbeats in between
-    3. lost       the stream broke or fell silent: attach again with a higher epoch, as often as it takes. If the
+    3. lost       the stream broke or was silent for 3 s: attach again with a higher epoch, as often as it takes. If the
                   allocator still has the session, unanswered steps are sent again byte for byte. If not (it was
                   restarted, replaced by another one, or the lease ended), it is told what the pages hold, and goes on
                   with the same sequences on the same blocks: callers notice nothing but the time it takes
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import random
 import secrets
@@ -32,16 +33,13 @@ from grpc import aio
 
 from quire.errors import InternalError, QuireError, UnavailableError, from_rpc_error, jittered_s
 from quire.ledger import Ledger
+from quire.limits import HEARTBEAT_S, SILENCE_S
 from quire.owner import Phase, PoolOwner, Verdict
+from quire.silence import Silence
 from quire.steps import StepBuilder, StepOutcome
 from quire.v1 import allocator_pb2 as pb
 
-HEARTBEAT_S: Final = 1.0
-SILENCE_S: Final = 3.0  # for the end of a call, which we have asked for
-# A stream counts as lost after so many heartbeats in a row without an answer. Heartbeats, not seconds: in a process
-# that stood still the answers are there, and nobody has looked.
-SILENT_BEATS_MAX: Final = 3
-SILENT_BEATS_REPORTING_MAX: Final = 30  # while the allocator makes a pool of our report
+TICKS_PER_HEARTBEAT: Final = 4  # how often silence is looked at
 BACKOFF_S: Final = (0.05, 0.5)
 WINDOW: Final = 4
 
@@ -92,13 +90,14 @@ class PoolSession:
         self._connected = False
         self._lost = False
         self._closing = False
-        self._silent_beats = 0  # since anything was heard
+        self._silence = Silence(HEARTBEAT_S / TICKS_PER_HEARTBEAT, time.monotonic())
         self._fell_silent = False  # the last stream
         self._refusal: QuireError | None = None
         self._answers: dict[int, asyncio.Future[StepOutcome]] = {}
         self._changed = asyncio.Event()  # an answer came, the stream went up or was refused
         self._sending = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
+        self._flushes: set[asyncio.Task[None]] = set()
 
     @property
     def connected(self) -> bool:
@@ -210,7 +209,7 @@ class PoolSession:
         """One stream from attach to end; returns why it ended, if it says."""
         owner = self._owner
         owner.attach()
-        self._silent_beats = 0
+        self._silence.heard()  # it has as long as any other answer
         call = self._call = self._stub.Session(metadata=self._metadata)
         try:
             await self._flush()
@@ -220,7 +219,7 @@ class PoolSession:
                     return await _status(call)
                 self._take(reply)
                 if owner.outbox:
-                    await self._flush()
+                    self._flush_soon()  # a report takes long to send, and the allocator is to be heard meanwhile
         except InternalError as error:
             self._fail_oldest(error)
         except asyncio.CancelledError:
@@ -235,7 +234,7 @@ class PoolSession:
     def _take(self, reply: pb.SessionReply) -> None:
         """One message of the current stream."""
         owner = self._owner
-        self._silent_beats = 0
+        self._silence.heard()
         answer = owner.receive(reply, time.monotonic())
         if answer is not None:
             future = self._answers.pop(answer.number, None)
@@ -253,6 +252,11 @@ class PoolSession:
             async with self._sending:
                 while outbox and call is not None and call is self._call:
                     await call.write(outbox.popleft())
+
+    def _flush_soon(self) -> None:
+        flush = asyncio.create_task(self._flush())
+        self._flushes.add(flush)  # the loop itself keeps no task alive
+        flush.add_done_callback(self._flushes.discard)
 
     def _end_stream(self, error: QuireError | None) -> None:
         """The current stream is over: the owner says what that means, and whose steps it takes along."""
@@ -297,18 +301,17 @@ class PoolSession:
 
         The acknowledgement lets watchers of the pool see what the last step of a quiet owner did.
         """
-        while True:
-            await asyncio.sleep(HEARTBEAT_S)
-            reporting = self._owner.phase is Phase.REPORTING
-            if self._silent_beats >= (SILENT_BEATS_REPORTING_MAX if reporting else SILENT_BEATS_MAX):
+        tick_s = HEARTBEAT_S / TICKS_PER_HEARTBEAT
+        for tick in itertools.count(1):
+            await asyncio.sleep(tick_s)
+            if self._silence.tick(time.monotonic()) >= SILENCE_S and self._call is not None:
                 self._fell_silent = True
                 self._drop()
-            self._silent_beats += 1
+            if tick % TICKS_PER_HEARTBEAT:
+                continue
             self._owner.heartbeat()
-            if not self._sending.locked():  # else whoever is sending takes it along, or is stuck
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(SILENCE_S):
-                        await self._flush()
+            if not self._sending.locked():  # else whoever is sending takes it along, or is stuck until silence ends it
+                self._flush_soon()
 
     async def _wait_for_change(self) -> None:
         self._changed.clear()

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from grpc import aio
 from quire.errors import Reason
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
@@ -145,6 +146,23 @@ async def test_heartbeats_during_the_report_keep_the_claim(allocator: Allocator)
 
 
 # -- fencing, resuming, leases -----------------------------------------------------------------------------------------
+
+
+async def test_while_a_report_is_awaited_the_server_says_by_itself_that_it_is_there(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire_allocator.stream.HEARTBEAT_S", 0.01)
+    owner = StreamOwner(allocator)
+    assert (await owner.attach()).HasField("report_required")
+    for _ in range(3):
+        assert (await owner.receive()).HasField("heartbeat")
+    await owner.send(EMPTY_REPORT)
+    kinds = []
+    while "ready" not in kinds:
+        kinds.append((await owner.receive()).WhichOneof("message"))
+    assert set(kinds) <= {"heartbeat", "ready"}
+    await owner.send(DETACH)
+    assert await owner.call.read() is aio.EOF  # no heartbeat any more
 
 
 async def test_a_newer_attach_fences_the_older_stream(allocator: Allocator) -> None:

@@ -253,12 +253,13 @@ async def test_steps_under_way_survive_an_allocator_that_starts_anew_before_it_a
 
 
 async def test_a_process_that_stood_still_keeps_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.session.HEARTBEAT_S", 0.01)
+    monkeypatch.setattr("quire.session.HEARTBEAT_S", 0.02)
+    monkeypatch.setattr("quire.session.SILENCE_S", 0.2)
     async with setting() as scene:
         assert scene.service is not None
         await scene.session.step(allocate(1))
         for _ in range(3):
-            end = time.monotonic() + 0.1  # ten heartbeats that nobody sends
+            end = time.monotonic() + 0.4  # twice as long as a stream may be silent
             while time.monotonic() < end:
                 pass
             assert (await scene.session.step(StepBuilder())).free_block_count == 14

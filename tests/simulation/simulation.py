@@ -14,12 +14,13 @@ from unittest import mock
 
 from quire import reports
 from quire.errors import Reason
+from quire.limits import SILENCE_S
 from quire.owner import Phase
 from quire.v1 import allocator_pb2 as pb
 
 from tests.simulation import checks
 from tests.simulation.histories import GROUPS, pool_spec
-from tests.simulation.world import LEASE_S, REPORT_SILENCE_S, SILENCE_S, Allocator, Clock, Link, ViolationError, Worker
+from tests.simulation.world import LEASE_S, Allocator, Clock, Link, ViolationError, Worker
 
 FAULT_RATES = (0.05, 0.2, 0.6)  # of all events
 STUCK_STEPS = 2000  # without an answer, although the owner goes on trying
@@ -146,8 +147,9 @@ class Simulation:
                 checks.check_leases(allocator, now)
             checks.check_expiries(allocator, now)
         link = worker.link
-        silence_s = REPORT_SILENCE_S if worker.owner.phase is Phase.REPORTING else SILENCE_S
-        if link is not None and not link.to_client and now - worker.heard_at > silence_s:
+        if link is not None and self.rng.random() < 0.1:
+            link.server_beats()
+        if link is not None and not link.to_client and now - worker.heard_at > SILENCE_S:
             worker.leave()
         worker.steps_without_answer += 1
         if worker.steps_without_answer > STUCK_STEPS:

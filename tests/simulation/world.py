@@ -23,8 +23,6 @@ from quire_allocator.machine import SessionMachine, Sessions
 from tests.simulation.histories import History
 
 LEASE_S = 10.0
-SILENCE_S = 3.0
-REPORT_SILENCE_S = 30.0  # nothing comes back before the report is in force
 POOL = "pool"
 
 
@@ -116,6 +114,11 @@ class Link:
             self.allocator.heard[id(machine.owner)] = self.clock.now
         if machine.phase is StreamPhase.DETACHED:
             self._close(None)
+
+    def server_beats(self) -> None:
+        """While it takes in a report, the server says every now and then that it does."""
+        if not self.server_gone and self.machine.phase is StreamPhase.REPORTING:
+            self.to_client.append(pb.SessionReply(heartbeat=pb.Heartbeat()).SerializeToString())
 
     def server_notices(self) -> None:
         """The server learns that the client is gone."""

@@ -438,7 +438,7 @@ class SessionReply(_message.Message):
 
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat:
-        """Answer to a heartbeat."""
+        """Answer to a heartbeat; from ReportRequired to Ready, sent by the server every second without being asked."""
 
     def __init__(
         self,

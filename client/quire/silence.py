@@ -1,0 +1,26 @@
+"""How long the other side of a stream has said nothing, as far as this process was there to hear it."""
+
+from __future__ import annotations
+
+
+class Silence:
+    """Seconds of silence, counted in ticks that are to come every `tick_s` seconds.
+
+    A tick that comes late counts as two at most. A process that stood still finds what it was sent only when it goes
+    on: the time it stood still says nothing about the other side.
+    """
+
+    def __init__(self, tick_s: float, now: float) -> None:
+        self._longest_s = 2 * tick_s
+        self._ticked_at = now
+        self.seconds = 0.0
+
+    def heard(self) -> None:
+        """Something came."""
+        self.seconds = 0.0
+
+    def tick(self, now: float) -> float:
+        """Time has passed; returns the seconds of silence until now."""
+        self.seconds += min(now - self._ticked_at, self._longest_s)
+        self._ticked_at = now
+        return self.seconds

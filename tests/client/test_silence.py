@@ -1,0 +1,25 @@
+"""Silence of the other side is counted only while this process was there to hear it."""
+
+from __future__ import annotations
+
+from quire.silence import Silence
+
+
+def test_silence_is_the_time_since_anything_was_heard() -> None:
+    silence = Silence(0.25, 100.0)
+    assert [silence.tick(100.0 + number / 4) for number in (1, 2, 3)] == [0.25, 0.5, 0.75]
+    silence.heard()
+    assert silence.tick(101.0) == 0.25
+
+
+def test_a_tick_that_is_a_little_late_counts_in_full() -> None:
+    silence = Silence(0.25, 100.0)
+    assert silence.tick(100.4) == 0.4000000000000057
+
+
+def test_a_process_that_stood_still_for_a_minute_has_heard_half_a_second_of_silence() -> None:
+    silence = Silence(0.25, 100.0)
+    silence.tick(100.25)
+    assert silence.tick(160.25) == 0.75
+    silence.heard()  # what came meanwhile is read now
+    assert silence.tick(160.5) == 0.25

@@ -18,6 +18,7 @@ REPORT_BYTES_MAX: Final = 256 << 20  # of all chunks
 REPORTS_MAX: Final = 4  # staged at a time, of all pools; empty ones do not count
 QUARANTINES_MAX: Final = 3  # of one pool in
 QUARANTINE_WINDOW_S: Final = 600.0  # so many seconds, before it is refused
+STREAMS_MAX: Final = 512  # of owners, attached or not yet
 POOLS_MAX: Final = 256
 BLOCKS_MAX: Final = 1 << 24  # per pool
 BLOCK_SIZE_MAX: Final = 65_536

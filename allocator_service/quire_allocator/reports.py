@@ -117,6 +117,7 @@ class StagedReport:
 
     def _add_sequence(self, message: pb.ReportedSequence, names: list[str], now: float) -> None:
         groups = len(self._spec.groups)
+        require(message.hold_remaining_ms <= limits.HOLD_MS_MAX, f"a hold lasts at most {limits.HOLD_MS_MAX} ms")
         require(len(message.tables) == groups, f"a sequence has one table for each of the {groups} groups")
         tables = [unpack_blocks(_words(table.blocks, "blocks")) for table in message.tables]
         sequence = ReportedSequence(

@@ -335,7 +335,9 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         owner = self._owner(request.session_id, grant)
         permits.require_operation(grant, owner.pool, request)
         request_id = translate.request_id(request.request_id)
-        sha256 = hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
+        # With its type: requests of two types that carry equal numbers are equal bytes.
+        content = type(request).__name__.encode() + request.SerializeToString(deterministic=True)
+        sha256 = hashlib.sha256(content).digest()
         kept = owner.answers.replay(request_id, sha256)
         if kept is not None:
             return cast("ResponseT", kept)

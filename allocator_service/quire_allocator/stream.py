@@ -25,6 +25,7 @@ from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
 from quire_allocator.core.directory import Refusal
 from quire_allocator.machine import Phase, SessionMachine
+from quire_allocator.translate import require
 
 if TYPE_CHECKING:
     from quire_allocator.service import AllocatorService
@@ -62,6 +63,8 @@ class SessionStream:
         """Serves the stream until it ends."""
         machine, code = self._machine, "OK"
         try:
+            open_count = len(self._service.sessions.streams)
+            require(open_count <= limits.STREAMS_MAX, f"at most {limits.STREAMS_MAX} streams are served", "LIMIT")
             await self._answer(await self._read_first())
             while machine.phase is not Phase.DETACHED and (request := await self._read()) is not None:
                 await self._answer(request)

@@ -10,7 +10,6 @@ from grpc import aio
 from quire.errors import RETRY_AFTER_S_MAX, Reason, from_rpc_error
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
-from quire_allocator.core.directory import ANSWERS_KEPT_MAX
 
 from tests.allocator.harness import (
     Allocator,
@@ -165,52 +164,6 @@ async def test_what_an_operation_cannot_do_is_a_result_and_no_error(allocator: A
         assert answer.result == result, method
         assert getattr(answer, "shortfall", 0) == shortfall, method
     assert await blocks_view(allocator) == before
-
-
-async def test_a_repeated_request_is_answered_again_and_not_applied_again(allocator: Allocator) -> None:
-    owner = await UnaryOwner.open(allocator)
-    requests: list[tuple[str, dict[str, Any]]] = [
-        ("Allocate", {"sequence_id": 1, "token_count": 6, "digests": d("a")}),
-        ("Commit", {"sequence_id": 1, "token_count": 6, "digests": d("a")}),
-        ("Fork", {"parent_id": 1, "child_id": 2}),
-        ("Grow", {"sequence_id": 2, "token_count": 9}),
-        ("Free", {"sequence_id": 1}),
-    ]
-    for method, fields in requests:
-        first = await owner.call(method, request_id=method, **fields)
-        state = await blocks_view(allocator)
-        assert first.result == pb.RESULT_OK
-        assert await owner.call(method, request_id=method, **fields) == first
-        assert await blocks_view(allocator) == state
-
-
-async def test_a_request_id_used_for_something_else_is_a_mismatch(allocator: Allocator) -> None:
-    owner = await UnaryOwner.open(allocator)
-    await owner.call("Allocate", request_id="r", sequence_id=1, token_count=6)
-    before = await blocks_view(allocator)
-    with refused(Reason.STEP_MISMATCH):
-        await owner.call("Allocate", request_id="r", sequence_id=1, token_count=7)
-    with refused(Reason.STEP_MISMATCH):
-        await owner.call("Free", request_id="r", sequence_id=1)
-    assert await blocks_view(allocator) == before
-
-
-async def test_an_answer_is_kept_for_the_last_1024_requests(allocator: Allocator) -> None:
-    owner = await UnaryOwner.open(allocator)
-    await owner.call("Allocate", request_id="first", sequence_id=1, token_count=1)
-    for _ in range(ANSWERS_KEPT_MAX):
-        await owner.call("Grow", sequence_id=1, token_count=1)
-    forgotten = await owner.call("Allocate", request_id="first", sequence_id=1, token_count=1)
-    assert forgotten.result == pb.RESULT_EXISTS
-
-
-async def test_a_refused_request_does_not_use_up_its_id(allocator: Allocator) -> None:
-    owner = await UnaryOwner.open(allocator)
-    await owner.call("Allocate", sequence_id=1, token_count=4)
-    with refused(Reason.MALFORMED):
-        await owner.call("Commit", request_id="r", sequence_id=1, token_count=4)
-    answer = await owner.call("Commit", request_id="r", sequence_id=1, token_count=4, digests=d("a"))
-    assert answer.result == pb.RESULT_OK
 
 
 async def test_the_number_of_live_sequences_is_limited(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,6 +186,24 @@ async def test_a_watcher_that_falls_behind_is_dropped_with_a_reason(allocator: A
         raise AssertionError("the watch ended without an error")
 
 
+async def test_a_watcher_far_behind_is_served_in_turns_until_it_has_caught_up(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "EVENTS_PER_TURN_MAX", 3)
+    owner = await filled(allocator)
+    watch = Watch(allocator)
+    await watch.until("snapshot_end")
+    for sequence_id, letters in enumerate("cdefghij", 2):  # each evicts what the one before has left
+        await owner.call("Allocate", sequence_id=sequence_id, token_count=4, digests=d(letters))
+        await owner.call("Commit", sequence_id=sequence_id, token_count=4, digests=d(letters))
+        await owner.call("Free", sequence_id=sequence_id)
+    log = allocator.service.directory.pool("a").pool.log
+    assert log.last_cursor > 2 * limits.EVENTS_PER_TURN_MAX
+    while watch.cursor < log.last_cursor:
+        await watch.next()
+    assert watch.stored == hittable(allocator)
+
+
 async def test_a_new_session_of_the_pool_is_told_as_a_new_snapshot(allocator: Allocator) -> None:
     owner = await StreamOwner.ready(allocator)
     watch = Watch(allocator)

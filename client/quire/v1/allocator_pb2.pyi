@@ -1425,8 +1425,9 @@ class AllocateRequest(_message.Message):
     session_id: _builtins.bytes
     """The session."""
     request_id: _builtins.str
-    """Chosen by the caller, 1 to 64 characters. An answer is kept for the session's last 1,024 requests; the same id with
-    other content is FAILED_PRECONDITION / STEP_MISMATCH. Of large answers fewer are kept, 16 MiB in all.
+    """Chosen by the caller, 1 to 64 characters. Answers are kept for the last 1,024 requests of all operations, of large
+    answers fewer (16 MiB in all), and no longer than the session. The same id with other content, or for another
+    operation, is FAILED_PRECONDITION / STEP_MISMATCH. A refused request does not use up its id.
     """
     sequence_id: _builtins.int
     """Id of the new sequence, higher than every earlier one."""

@@ -88,7 +88,7 @@ async def serve(options: argparse.Namespace) -> None:
 
 async def _watch_leases(service: AllocatorService) -> None:
     """See `leases.LeaseWatch`."""
-    watch = LeaseWatch(service.directory, service.sessions.expire, LEASE_CHECK_S, time.monotonic())
+    watch = LeaseWatch(service.directory, service.expire_leases, LEASE_CHECK_S, time.monotonic())
     while True:
         await asyncio.sleep(LEASE_CHECK_S)
         watch.check(time.monotonic())

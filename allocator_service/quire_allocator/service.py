@@ -137,9 +137,9 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         self.watching.drain()
         self.sessions.drain()
 
-    def expire_leases(self) -> None:
-        """See `Sessions.expire`; as if everything that came had been read."""
-        self.sessions.expire(self.clock())
+    def expire_leases(self, until: float) -> None:
+        """See `Sessions.expire`; called by the server's timer."""
+        self.sessions.expire(until)
 
     # -- unary sessions ------------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
             name=name,
             spec=translate.pool_spec(request.spec),
             request_id=translate.request_id(request.request_id),
-            session_id=secrets.token_bytes(16),
+            session_id=self.sessions.new_session_id(),
             now=self.clock(),
         )
         self.sessions.observer.opened(owner)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 from grpc import aio
 from quire._serving.permissions import Grant
 from quire._serving.rpc import abort
@@ -118,6 +119,8 @@ class SessionStream:
                 raise
             self._task.uncancel()
             raise machine.ending from None
+        except DecodeError:
+            raise Refusal("MALFORMED", "the bytes are no message of the session") from None
         finally:
             self._reading = False
         return None if request is aio.EOF else request  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from grpc import aio
+from quire._serving.reading import ReadingInterceptor
 from quire.errors import Reason, code_of, from_rpc_error
 from quire.limits import MESSAGE_BYTES_MAX
 from quire.v1 import allocator_pb2 as pb
@@ -53,7 +54,7 @@ class Allocator:
     def pass_time(self, seconds: float) -> None:
         """Moves the clock and lets leases expire."""
         self.clock.now += seconds
-        self.service.expire_leases()
+        self.service.expire_leases(self.clock.now)
 
 
 @contextlib.asynccontextmanager
@@ -64,7 +65,7 @@ async def running_allocator(
     clock = Clock()
     directory = Directory(lease_s=10.0, pools_max=pools_max, blocks_max=blocks_max)
     service = AllocatorService(directory, Telemetry(), check_invariants=check_invariants, clock=clock)
-    server = aio.server(options=MESSAGE_OPTIONS)
+    server = aio.server(interceptors=[ReadingInterceptor()], options=MESSAGE_OPTIONS)
     pb_grpc.add_AllocatorServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

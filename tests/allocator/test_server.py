@@ -305,7 +305,7 @@ def test_a_signal_that_comes_as_soon_as_it_says_ready_ends_it_with_zero() -> Non
 def test_an_allocator_that_cannot_watch_leases_ends_with_an_error() -> None:
     script = (
         "import quire_allocator.server as server\n"
-        "def fail(self): raise ArithmeticError('a defect')\n"
+        "def fail(self, until): raise ArithmeticError('a defect')\n"
         "server.AllocatorService.expire_leases = fail\n"
         "server.main(['--listen', '127.0.0.1:0', '--metrics', '127.0.0.1:0'])\n"
     )

@@ -255,7 +255,7 @@ async def test_an_owner_past_its_lease_is_ended_before_anybody_takes_its_pool(al
     allocator.clock.now += 11  # the lease is over, and nobody has looked yet
     with refused(Reason.POOL_OWNED):
         await StreamOwner(allocator).attach(incarnation=b"2" * 16)
-    allocator.service.expire_leases()
+    allocator.service.expire_leases(allocator.clock.now)
     await StreamOwner(allocator).attach(incarnation=b"2" * 16)
     with refused(Reason.IDLE):
         await owner.step(grows=grows((1, 6, b"")))

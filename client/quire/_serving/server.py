@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from quire._serving.address import is_unix, require_safe
 from quire._serving.metrics import MetricsServer
 from quire._serving.process import UsageError, read_token, write_ready_file
+from quire._serving.reading import ReadingInterceptor
 from quire._serving.rpc import Authorize, TokenInterceptor, permit_as_certified, permit_everything
 from quire._serving.tls import ServerTls
 from quire.limits import MESSAGE_BYTES_MAX
@@ -99,7 +100,7 @@ class Server:
         self._metrics: MetricsServer | None = None
         self._address = ""
         self.grpc = aio.server(
-            interceptors=[TokenInterceptor(self.token)] if self.token else [],
+            interceptors=[*([TokenInterceptor(self.token)] if self.token else []), ReadingInterceptor()],
             maximum_concurrent_rpcs=calls_max,
             options=[
                 ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),

@@ -1,0 +1,23 @@
+"""What a refused request must leave as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire_allocator.core import index
+from quire_allocator.core.directory import Ownership
+from quire_allocator.core.usage import block_states
+from quire_allocator.machine import pool_digest
+
+
+def seen_of(owner: Ownership) -> tuple[Any, ...]:
+    """Sequences, tables, and how much of everything: cheap enough for every message."""
+    pool = owner.pool
+    counts = (pool.blocks.free_count, pool.blocks.cached_count, pool.blocks.evicted_count, pool.granted_block_count)
+    rest = (tuple(pool.holds.items()), pool.gates.promised_block_count, pool.last_sequence_id, pool.log.last_cursor)
+    return owner.session_id, owner.steps.next_step, pool_digest(pool), len(pool.log._recorded), counts, rest
+
+
+def deeply_seen_of(owner: Ownership) -> tuple[Any, ...]:
+    """What can be hit, and the state of every block."""
+    return tuple(index.walk(owner.pool)), block_states(owner.pool).to_bytes()

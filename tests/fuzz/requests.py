@@ -1,0 +1,101 @@
+"""Requests that would be right: what malformed ones are made of, and what the allocator must serve after them."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+from google.protobuf.message import Message
+from quire.ledger import Ledger
+from quire.steps import StepBuilder
+from quire.v1 import allocator_pb2 as pb
+from quire_allocator.core.pool import Pool
+
+TEXTS_MAX = 6
+
+
+class Plausible:
+    """An owner at random, who knows what the pool is like."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        # Of three texts: the digest at each place is that of all before it.
+        self.digests = [hashlib.sha256(f"{text} {place}".encode()).digest() for text in "abc" for place in range(16)]
+        self.used_id, self._next_id = "", "request"
+
+    def step(self, ledger: Ledger, pool: Pool) -> StepBuilder:
+        """A step that changes some of everything."""
+        chance, step, gone = self.chance, StepBuilder(), set[int]()
+        for sequence_id, sequence in ledger.sequences.items():
+            if chance.random() < 0.6 and sequence.hold_until is None:
+                count = chance.randint(sequence.committed_token_count, sequence.token_count)
+                step.commit(sequence_id, count, self._commit(pool, sequence_id, count))
+        for sequence_id in ledger.sequences:
+            if chance.random() < 0.15:
+                step.free(sequence_id)
+                gone.add(sequence_id)
+        last, living = ledger.last_sequence_id, [i for i in ledger.sequences if i not in gone]
+        if living and chance.random() < 0.2:
+            last += 1
+            step.fork(chance.choice(living), last, hold_ms=chance.choice((0, 0, 400)))
+        for sequence_id in living:
+            if ledger.sequences[sequence_id].hold_until is None and chance.random() < 0.5:
+                step.grow(sequence_id, max(1, ledger.sequences[sequence_id].token_count + chance.randint(0, 3)))
+        if len(living) < TEXTS_MAX:
+            last += 1
+            step.allocate(last, chance.randint(1, 30), self._prompt(), chance.choice(("", "tenant")))
+        return step
+
+    def unary(self, method: str, session_id: bytes, pool: Pool, spec: pb.PoolSpec) -> Message:
+        """A request of a unary session on this pool."""
+        chance = self.chance
+        if method == "OpenSession":
+            return pb.OpenSessionRequest(request_id=self._request_id(), pool="unary", spec=spec)
+        kind: Any = getattr(pb, f"{method}Request")
+        request = kind(session_id=session_id)
+        if method in ("KeepAlive", "CloseSession"):
+            return request
+        request.request_id = self._request_id()
+        living = list(pool.sequences) or [1]
+        sequence_id = chance.choice(living)
+        if len(living) > TEXTS_MAX and method in ("Allocate", "Fork"):
+            return pb.FreeRequest(session_id=session_id, request_id=request.request_id, sequence_id=sequence_id)
+        if method == "Fork":
+            request.parent_id, request.child_id = sequence_id, pool.last_sequence_id + 1
+            request.hold_ms = chance.choice((0, 0, 300))
+            return request
+        request.sequence_id = pool.last_sequence_id + 1 if method == "Allocate" else sequence_id
+        sequence = pool.sequences.get(sequence_id)
+        if method == "Allocate":
+            request.token_count, request.digests = chance.randint(1, 30), b"".join(self._prompt())
+            request.namespace = chance.choice(("", "tenant"))
+        elif method == "Grow":
+            request.token_count = max(1, (sequence.token_count if sequence else 0) + chance.randint(0, 3))
+        elif method == "Commit" and sequence is not None:
+            request.token_count = chance.randint(sequence.committed_token_count, sequence.token_count)
+            request.digests = b"".join(self._commit(pool, sequence_id, request.token_count))
+        return request
+
+    def reading(self, method: str) -> Message:
+        """A request of anybody."""
+        if method == "MatchPrefix":
+            return pb.MatchPrefixRequest(namespace="tenant", digests=b"".join(self._prompt()))
+        if method == "GetPool":
+            return pb.GetPoolRequest(pool="pool", view=self.chance.choice((0, 1, 2)))
+        return pb.ListPoolsRequest()
+
+    def _request_id(self) -> str:
+        """One that nobody hits by accident; the one before may be used again on purpose."""
+        self.used_id, self._next_id = self._next_id, f"request {self.chance.getrandbits(48):x}"
+        return self.used_id
+
+    def _prompt(self) -> list[bytes]:
+        text, length = self.chance.randrange(3), self.chance.randint(0, 7)
+        return self.digests[16 * text : 16 * text + length]
+
+    def _commit(self, pool: Pool, sequence_id: int, count: int) -> list[bytes]:
+        """As many digests as the commit fills blocks."""
+        filled = pool.filled_block_count(sequence_id, count) or 0
+        first = self.chance.randrange(3) * 16
+        return [self.digests[(first + place) % len(self.digests)] for place in range(filled)]

@@ -1,0 +1,45 @@
+"""Episodes of malformed messages, one for each seed."""
+
+from __future__ import annotations
+
+import random
+
+from quire.errors import Reason
+
+from tests.fuzz.allocator import Episode, Seen
+
+MESSAGES_PER_EPISODE = 500
+# Reasons that the allocator's machines and handlers have; the rest are the worker's, the transport's and the watches'.
+REASONS = frozenset(
+    {
+        Reason.MALFORMED,
+        Reason.POOL_UNKNOWN,
+        Reason.POOL_OWNED,
+        Reason.FENCED,
+        Reason.SESSION_UNKNOWN,
+        Reason.STEP_MISMATCH,
+        Reason.STEP_GAP,
+        Reason.VERSION,
+        Reason.LAYOUT,
+        Reason.NOT_SUPPORTED,
+        Reason.LIMIT,
+        Reason.TOO_LARGE,
+        Reason.REPORT_ADMISSION,
+        Reason.POOL_QUARANTINED,
+        Reason.IDLE,
+        Reason.DRAINING,
+    }
+)
+
+
+def run_episode(seed: int, seen: Seen, messages: int = MESSAGES_PER_EPISODE) -> None:
+    """One episode; everything in it follows from the seed.
+
+    Raises:
+        Exception: something was violated, or raised that must not be.
+    """
+    episode = Episode(random.Random(seed), seen)
+    end = seen.count + messages
+    while seen.count < end and not episode.is_worn_out:
+        episode.round()
+    episode.end()

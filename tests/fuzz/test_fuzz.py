@@ -1,0 +1,78 @@
+"""Malformed messages to the allocator without a wire: a short set, and proof that it would find something.
+
+The long set is `make fuzz COUNT=1000000`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from quire_allocator import steps, translate
+from quire_allocator.core.directory import Refusal, StepLog
+from quire_allocator.reports import StagedReport
+
+from tests.fuzz.allocator import Seen, ViolationError
+from tests.fuzz.run import REASONS, run_episode
+
+
+def test_nothing_is_changed_by_what_is_refused_and_every_reason_is_seen() -> None:
+    seen = Seen()
+    for seed in range(1, 6):
+        run_episode(seed, seen, messages=300)
+    missing = REASONS - set(seen.answers)
+    assert not missing - {"FENCED", "TOO_LARGE"}  # which take some thousand messages
+    assert seen.answers["OK"] > 100
+
+
+def test_a_seed_repeats_its_messages() -> None:
+    first, second = Seen(), Seen()
+    for seen in (first, second):
+        run_episode(3, seen, messages=150)
+    assert first == second
+
+
+def unchecked(*_: Any) -> None:
+    """A check that somebody forgot."""
+
+
+def late(check: Callable[..., Any]) -> Callable[..., Any]:
+    """A step that is applied before it is refused."""
+
+    def apply(self: StepLog, number: int, step: Any) -> Any:
+        if number != self.next_step:
+            self.next_step += 1
+        return check(self, number, step)
+
+    return apply
+
+
+def too_late(_victim: object) -> None:
+    raise Refusal("TOO_LARGE", "the answer is too long")  # of what has been done already
+
+
+def forgetful(self: StagedReport, *_: Any) -> None:
+    raise KeyError("a bug")
+
+
+PLANTED: dict[str, tuple[Any, str, Any]] = {
+    "commits are not counted": (steps, "check_commit", unchecked),
+    "a step number is used up by a refusal": (StepLog, "replay", late(StepLog.replay)),
+    "an allocation is refused after it was made": (translate, "victim", too_late),
+    "a chunk is refused by a crash": (StagedReport, "_add_sequence", forgetful),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, attribute, planted = PLANTED[name]
+    monkeypatch.setattr(owner, attribute, planted)
+    with pytest.raises((ViolationError, AssertionError, LookupError, TypeError, ValueError, Refusal)):
+        run_episodes(40)
+
+
+def run_episodes(count: int) -> None:
+    seen = Seen()
+    for seed in range(1, count):
+        run_episode(seed, seen)

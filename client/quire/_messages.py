@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 from google.protobuf.message import Message
 
 from quire import types, views
-from quire.errors import InvalidArgumentError, Reason, UnavailableError
+from quire.errors import InternalError, InvalidArgumentError, Reason, UnavailableError
 from quire.steps import NULL_BLOCK, Copy, Result, Swap, Victim, concatenated, unpack_blocks
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import worker_pb2 as worker_pb
@@ -58,7 +58,13 @@ def generate_request(
 
 
 def chunk(message: worker_pb.GenerateResponse) -> types.Chunk:
-    """Some tokens of one sample."""
+    """Some tokens of one sample.
+
+    Raises:
+        InternalError: it ended for a reason that this version does not know.
+    """
+    if message.finish_reason not in worker_pb.FinishReason.values():
+        raise InternalError(f"the worker says that a sample ended for reason {message.finish_reason}")
     return types.Chunk(
         sample=message.sample,
         token_ids=tuple(message.token_ids),

@@ -10,9 +10,9 @@ from typing import Any, Final
 import grpc
 
 from quire._channel import ATTEMPTS_MAX, BACKOFF_FACTOR, BACKOFF_S, Link
-from quire.errors import QuireError, from_rpc_error, jittered_s
+from quire.errors import InternalError, QuireError, from_rpc_error, jittered_s
 from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, SnapshotEnd
-from quire.hashing import split_digests
+from quire.hashing import DIGEST_BYTES, split_digests
 from quire.v1 import allocator_pb2 as pb
 
 BACKOFF_S_MAX: Final = 5.0  # nobody waits for a watch as for a call
@@ -96,9 +96,16 @@ class Watch:
 
 
 def read_event(message: pb.CacheEvent) -> CacheEvent | None:
-    """An event; None if this version does not know its kind."""
+    """An event; None if this version does not know its kind.
+
+    Raises:
+        InternalError: it names no group, or its digests are not whole.
+    """
+    kind = message.WhichOneof("change")
+    if kind in ("stored", "removed") and (not message.groups or len(getattr(message, kind).digests) % DIGEST_BYTES):
+        raise InternalError(f"the allocator sent an event about {kind} blocks that cannot be read")
     common = (message.pool, message.session_id, message.cursor, message.step)
-    match message.WhichOneof("change"):
+    match kind:
         case "cleared":
             return IndexCleared(*common)
         case "snapshot_end":

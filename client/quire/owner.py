@@ -39,6 +39,10 @@ class Phase(enum.Enum):
     OPEN = enum.auto()
 
 
+class LedgerLostError(InternalError):
+    """An answer could be read but not be true: what is known of the pool cannot be relied on any more."""
+
+
 class Answer(NamedTuple):
     """One step was applied."""
 
@@ -215,6 +219,7 @@ class PoolOwner:
 
         Raises:
             InternalError: the allocator broke the protocol; the owner is IDLE and its session is not resumed.
+            LedgerLostError: it did so in a way that spoiled the ledger; the owner begins anew, empty.
         """
         kind = reply.WhichOneof("message")
         try:
@@ -230,6 +235,10 @@ class PoolOwner:
                 self._open(reply.ready)
             else:
                 raise InternalError(f"the allocator sent {kind or 'nothing'} while {self.phase.name.lower()}")
+        except LedgerLostError:
+            self.disagreement_count += 1
+            self.start_over()
+            raise
         except InternalError:
             self.disagreement_count += 1
             self.disown()
@@ -284,7 +293,10 @@ class PoolOwner:
             raise InternalError(f"the answer to step {step.number} does not fit it: {error}") from error
         self._unanswered.popleft()
         self.last_step = step.number
-        self.ledger.apply(step, outcome, now)
+        try:
+            self.ledger.apply(step, outcome, now)
+        except (LookupError, ValueError, OverflowError) as error:
+            raise LedgerLostError(f"the answer to step {step.number} cannot be true: {error!r}") from error
         if reply.state_digest and reply.state_digest != self.ledger.digest():
             self.disagreement_count += 1
             self.disown()

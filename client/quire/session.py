@@ -34,7 +34,7 @@ from grpc import aio
 from quire.errors import InternalError, QuireError, UnavailableError, from_rpc_error, jittered_s
 from quire.ledger import Ledger
 from quire.limits import HEARTBEAT_S, SILENCE_S
-from quire.owner import Phase, PoolOwner, Verdict
+from quire.owner import LedgerLostError, Phase, PoolOwner, Verdict
 from quire.silence import Silence
 from quire.steps import StepBuilder, StepOutcome
 from quire.v1 import allocator_pb2 as pb
@@ -220,6 +220,10 @@ class PoolSession:
                 self._take(reply)
                 if owner.outbox:
                     self._flush_soon()  # a report takes long to send, and the allocator is to be heard meanwhile
+        except LedgerLostError as error:
+            log.error("the pool begins anew: %s", error)
+            self._lost = not self._answers
+            self._fail(list(self._answers), SessionLostError())
         except InternalError as error:
             self._fail_oldest(error)
         except asyncio.CancelledError:

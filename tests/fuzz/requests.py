@@ -13,6 +13,7 @@ from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.pool import Pool
 
 TEXTS_MAX = 6
+PLACES = 256
 
 
 class Plausible:
@@ -20,8 +21,8 @@ class Plausible:
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
-        # Of three texts: the digest at each place is that of all before it.
-        self.digests = [hashlib.sha256(f"{text} {place}".encode()).digest() for text in "abc" for place in range(16)]
+        # Of one text, which every sequence has: the digest at each place is that of all before it.
+        self.digests = [hashlib.sha256(str(place).encode()).digest() for place in range(PLACES)]
         self.used_id, self._next_id = "", "request"
 
     def step(self, ledger: Ledger, pool: Pool) -> StepBuilder:
@@ -29,7 +30,7 @@ class Plausible:
         chance, step, gone = self.chance, StepBuilder(), set[int]()
         for sequence_id, sequence in ledger.sequences.items():
             if chance.random() < 0.6 and sequence.hold_until is None:
-                count = chance.randint(sequence.committed_token_count, sequence.token_count)
+                count = self._end(sequence.committed_token_count, sequence.token_count)
                 step.commit(sequence_id, count, self._commit(pool, sequence_id, count))
         for sequence_id in ledger.sequences:
             if chance.random() < 0.15:
@@ -73,7 +74,7 @@ class Plausible:
         elif method == "Grow":
             request.token_count = max(1, (sequence.token_count if sequence else 0) + chance.randint(0, 3))
         elif method == "Commit" and sequence is not None:
-            request.token_count = chance.randint(sequence.committed_token_count, sequence.token_count)
+            request.token_count = self._end(sequence.committed_token_count, sequence.token_count)
             request.digests = b"".join(self._commit(pool, sequence_id, request.token_count))
         return request
 
@@ -91,11 +92,14 @@ class Plausible:
         return self.used_id
 
     def _prompt(self) -> list[bytes]:
-        text, length = self.chance.randrange(3), self.chance.randint(0, 7)
-        return self.digests[16 * text : 16 * text + length]
+        return self.digests[: self.chance.randint(0, 7)]
+
+    def _end(self, committed: int, granted: int) -> int:
+        """A malformed grow may have made a sequence very long, whose digests would not fit a step."""
+        return self.chance.randint(committed, min(granted, committed + 64))
 
     def _commit(self, pool: Pool, sequence_id: int, count: int) -> list[bytes]:
         """As many digests as the commit fills blocks."""
         filled = pool.filled_block_count(sequence_id, count) or 0
-        first = self.chance.randrange(3) * 16
-        return [self.digests[(first + place) % len(self.digests)] for place in range(filled)]
+        first = count // pool.digest_tokens - filled
+        return [self.digests[place % PLACES] for place in range(first, first + filled)]

@@ -1,0 +1,95 @@
+"""Every RPC of the worker, over gRPC with a real model, under malformed messages and malformed bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+
+import grpc
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from quire import Client
+from quire._serving.reading import ReadingInterceptor
+from quire.v1 import worker_pb2 as pb
+from quire.v1 import worker_pb2_grpc as pb_grpc
+from quire_worker.service import WorkerService
+
+from tests.e2e.stack import DEMO
+from tests.fuzz.messages import Malformer
+from tests.fuzz.wire import ask, in_a_thread, listen, serving
+from tests.worker.engine_harness import Harness, running
+
+SERVICE = pb.DESCRIPTOR.services_by_name["WorkerService"]
+RIGHT = pb.GenerateRequest(
+    request_id="r",
+    tokens=pb.TokenIds(ids=[5, 6, 7]),
+    sampling=pb.SamplingParams(max_tokens=3, temperature=1.0, top_k=5, top_p=0.9, seed=1, n=2, stop_token_ids=[9]),
+    namespace="tenant",
+)
+RIGHT_TEXT = pb.GenerateRequest(text="The for statement", sampling=pb.SamplingParams(max_tokens=2))
+FUZZED = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@dataclass
+class Scene:
+    """A worker, and a channel to it."""
+
+    harness: Harness
+    address: str
+    channel: grpc.Channel
+
+
+@contextlib.asynccontextmanager
+async def worker() -> AsyncIterator[tuple[Harness, str]]:
+    async with running(DEMO, blocks=64, waiting_max=8) as harness:
+        server = grpc.aio.server(interceptors=[ReadingInterceptor()])
+        service = WorkerService(harness.engine, pool="test", model_name="demo")
+        pb_grpc.add_WorkerServiceServicer_to_server(service, server)
+        async with serving(server) as address:
+            yield harness, address
+
+
+@pytest.fixture(scope="module")
+def scene() -> Iterator[Scene]:
+    with in_a_thread(worker) as (harness, address), grpc.insecure_channel(address) as channel:
+        yield Scene(harness, address, channel)
+
+
+def test_every_rpc_is_fuzzed() -> None:
+    assert {method.name for method in SERVICE.methods} == {"Generate", "GetStatus"}
+
+
+@given(chance=st.randoms(use_true_random=False))
+@FUZZED
+def test_a_malformed_request_is_refused_with_a_reason_or_served(scene: Scene, chance: random.Random) -> None:
+    malformer, right = Malformer(chance), chance.choice((RIGHT, RIGHT_TEXT))
+    message = malformer.anything(pb.GenerateRequest) if chance.random() < 0.3 else malformer.changed(right)
+    data = message.SerializeToString()
+    if chance.random() < 0.4:
+        data = malformer.scrambled(data)
+    listen(scene.channel, f"/{SERVICE.full_name}/Generate", data)
+
+
+@given(data=st.binary(max_size=40))
+@settings(FUZZED, max_examples=40)
+def test_any_bytes_for_a_status_are_answered_or_malformed(scene: Scene, data: bytes) -> None:
+    ask(scene.channel, f"/{SERVICE.full_name}/GetStatus", data)
+
+
+def test_after_all_that_the_worker_gives_the_right_text_and_holds_nothing(scene: Scene) -> None:
+    with Client(scene.address) as client:
+        first = client.generate("The for statement", max_tokens=8).text
+        for seed in range(60):
+            malformer = Malformer(random.Random(seed))
+            listen(scene.channel, f"/{SERVICE.full_name}/Generate", malformer.changed(RIGHT).SerializeToString())
+        assert client.generate("The for statement", max_tokens=8).text == first
+        while client.status().running_count or client.status().waiting_count:
+            pass  # those that were left are on their way out
+        client.generate("The", max_tokens=1)  # the step after which nothing is held
+    pool = scene.harness.allocator.directory.pool("test").pool
+    while pool.sequences:
+        pass
+    assert pool.blocks.free_count == 64

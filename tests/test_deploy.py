@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import re
+import shutil
 import ssl
 import subprocess
 import sys
@@ -164,6 +165,41 @@ def handshake(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> str 
         with contextlib.suppress(ssl.SSLWantReadError):
             end.do_handshake()
     return ours.version()
+
+
+def alert_rules() -> list[dict[str, Any]]:
+    folder = DEPLOY / "prometheus"
+    files = load_yaml(folder / "prometheus.yml")["rule_files"]
+    return [rule for name in files for group in load_yaml(folder / name)["groups"] for rule in group["rules"]]
+
+
+def test_alerts_are_loaded_from_where_they_are_mounted_and_name_series_that_are_exported(
+    compose: dict[str, Any],
+) -> None:
+    assert "./deploy/prometheus:/etc/prometheus:ro" in compose["services"]["prometheus"]["volumes"]
+    named = {name for rule in alert_rules() for name in re.findall(r"\bquire_\w+", rule["expr"])}
+    assert "quire_allocator_refused_pools" in named
+    assert named <= exported_names()
+    jobs = {job["job_name"] for job in load_yaml(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"]}
+    assert {job for rule in alert_rules() for job in re.findall(r'job="([^"]+)"', rule["expr"])} <= jobs
+
+
+def test_every_alert_says_how_bad_it_is_and_what_it_means_and_has_a_test() -> None:
+    tested = (DEPLOY / "prometheus" / "alerts_test.yml").read_text(encoding="utf-8")
+    for rule in alert_rules():
+        assert rule["labels"]["severity"] in {"critical", "warning"}
+        assert rule["annotations"].keys() == {"summary", "description"}
+        assert f"alertname: {rule['alert']}" in tested
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, which comes with Prometheus")
+@pytest.mark.parametrize("arguments", [["check", "config", "prometheus.yml"], ["test", "rules", "alerts_test.yml"]])
+def test_prometheus_itself_takes_the_configuration_and_fires_the_alerts(arguments: list[str]) -> None:
+    command = ["promtool", *arguments]
+    done = subprocess.run(command, cwd=DEPLOY / "prometheus", capture_output=True, text=True, timeout=60, check=False)
+    output = done.stdout + done.stderr
+    # A configuration is checked with the token's file, which only the containers have.
+    assert done.returncode == 0 or "credentials" in output or "tls" in output, output
 
 
 def test_ports_are_published_on_the_loopback_address_only(compose: dict[str, Any]) -> None:

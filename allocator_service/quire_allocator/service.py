@@ -123,6 +123,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
             new_session_id=lambda: secrets.token_bytes(16),
             check_invariants=check_invariants,
         )
+        telemetry.refused_pool_count = lambda: self.sessions.refused_pool_count(self.clock())
 
     # -- the owner's stream --------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ digest.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -35,6 +35,7 @@ METRIC_NAMES = frozenset(
         "quire_allocator_rpc_total",
         "quire_allocator_lease_expirations_total",
         "quire_allocator_quarantines_total",
+        "quire_allocator_refused_pools",
     }
 )
 
@@ -74,6 +75,7 @@ class Telemetry:
     def __init__(self) -> None:
         self.rpcs: Counter[tuple[str, str]] = Counter()  # (method, code)
         self.quarantine_count = 0
+        self.refused_pool_count: Callable[[], int] = lambda: 0  # set by who knows
         self._pools: defaultdict[str, PoolTelemetry] = defaultdict(PoolTelemetry)
 
     def count_rpc(self, method: str, code: str) -> None:
@@ -125,6 +127,11 @@ class AllocatorCollector(Collector):
             "quire_allocator_quarantines",
             "Pools stopped because an invariant of theirs broke.",
             value=self._telemetry.quarantine_count,
+        )
+        yield GaugeMetricFamily(
+            "quire_allocator_refused_pools",
+            "Pools that broke so often that nobody may attach them for now.",
+            value=self._telemetry.refused_pool_count(),
         )
 
     def _gauges(self) -> Iterator[Metric]:

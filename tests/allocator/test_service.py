@@ -202,7 +202,9 @@ async def test_a_pool_that_breaks_a_third_time_is_opened_again_only_ten_minutes_
         await UnaryOwner.open(allocator, "a")
     error = from_rpc_error(caught.value)
     assert (error.reason, error.retry_after_s) == (Reason.POOL_QUARANTINED, RETRY_AFTER_S_MAX)
+    assert allocator.service.telemetry.refused_pool_count() == 1
     allocator.pass_time(limits.QUARANTINE_WINDOW_S)
+    assert allocator.service.telemetry.refused_pool_count() == 0
     await UnaryOwner.open(allocator, "a")
 
 

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, TypeVar
 
 from quire._serving.permissions import EVERYTHING, Grant
 from quire.limits import PROTOCOL_VERSION
-from quire.state import STATE_DIGEST_ENTRIES_MAX, STATE_DIGEST_STEPS, SequenceRow, state_digest
+from quire.state import STATE_DIGEST_ENTRIES_MAX, STATE_DIGEST_STEPS, SequenceRow, in_turn, state_digest
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits, permits, steps, translate
@@ -356,8 +356,8 @@ class SessionMachine:
         arrays = steps.check_step(owner.pool, step)
         permits.require_step(self._grant, owner.pool, step, arrays)
         reply = self._sessions.apply(owner, lambda: steps.apply_step(owner.pool, step, arrays, now), now)
-        if not step.number % STATE_DIGEST_STEPS and owner.pool.table_entry_count() <= STATE_DIGEST_ENTRIES_MAX:
-            reply.state_digest = pool_digest(owner.pool)
+        if not step.number % STATE_DIGEST_STEPS:
+            reply.state_digest = digest_after(owner.pool, step.number)
         owner.steps.record(step, reply)
         owner.steps.forget(step.ack)
         self._sessions.publish(owner, step.ack)
@@ -366,14 +366,22 @@ class SessionMachine:
 
 
 def pool_digest(pool: Pool) -> bytes:
-    """What the owner's own digest must be."""
-    return state_digest(
-        SequenceRow(
+    """Of everything: what the owner's own must be after its report."""
+    return state_digest(_rows(pool, pool.sequences))
+
+
+def digest_after(pool: Pool, number: int) -> bytes:
+    """What the owner's own must be after that step."""
+    return state_digest(_rows(pool, in_turn(list(pool.sequences), number)), STATE_DIGEST_ENTRIES_MAX)
+
+
+def _rows(pool: Pool, sequence_ids: Iterable[int]) -> Iterator[SequenceRow]:
+    for sequence_id in sequence_ids:
+        sequence = pool.sequences[sequence_id]
+        yield SequenceRow(
             sequence_id,
             sequence.token_count,
             sequence.committed_token_count,
             sequence.namespace.name,
             pool.tables(sequence),
         )
-        for sequence_id, sequence in pool.sequences.items()
-    )

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Final, NamedTuple
 
 from quire.hashing import DIGEST_BYTES
-from quire.state import SequenceRow, state_digest
+from quire.state import STATE_DIGEST_ENTRIES_MAX, SequenceRow, in_turn, state_digest
 from quire.steps import NULL_BLOCK, Copy, GrowOutcome, Result, StepOutcome, Swap
 from quire.v1 import allocator_pb2 as pb
 
@@ -119,12 +119,17 @@ class Ledger:
             self._apply_grows(step.grows, outcome)
 
     def digest(self) -> bytes:
-        """As `state.state_digest` has it."""
+        """As `state.state_digest` has it, of everything."""
         return state_digest(self.rows())
 
-    def rows(self) -> Iterator[SequenceRow]:
-        """Live sequences by rising id."""
-        for sequence_id, sequence in self.sequences.items():
+    def digest_after(self, number: int) -> bytes:
+        """As the answer to that step has it."""
+        return state_digest(self.rows(in_turn(list(self.sequences), number)), STATE_DIGEST_ENTRIES_MAX)
+
+    def rows(self, sequence_ids: Iterable[int] | None = None) -> Iterator[SequenceRow]:
+        """Live sequences, all by rising id or those asked for."""
+        for sequence_id in self.sequences if sequence_ids is None else sequence_ids:
+            sequence = self.sequences[sequence_id]
             yield SequenceRow(
                 sequence_id,
                 sequence.token_count,

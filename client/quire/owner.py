@@ -297,7 +297,7 @@ class PoolOwner:
             self.ledger.apply(step, outcome, now)
         except (LookupError, ValueError, OverflowError) as error:
             raise LedgerLostError(f"the answer to step {step.number} cannot be true: {error!r}") from error
-        if reply.state_digest and reply.state_digest != self.ledger.digest():
+        if reply.state_digest and reply.state_digest != self.ledger.digest_after(step.number):
             self.disagreement_count += 1
             self.disown()
         return Answer(step.number, outcome)

@@ -21,7 +21,10 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 STATE_DIGEST_STEPS: Final = 64  # every so many steps the reply carries one
-STATE_DIGEST_ENTRIES_MAX: Final = 65_536  # unless the tables have more entries: it must not hold up anybody's step
+# It must not hold up anybody's step: of larger tables each digest covers the next part, until all have had their turn.
+STATE_DIGEST_ENTRIES_MAX: Final = 65_536
+SEQUENCE_ENTRIES: Final = 128  # as many entries cost what a sequence costs by itself
+_GOLDEN: Final = 0x9E3779B9  # of 2**32
 
 
 class SequenceRow(NamedTuple):
@@ -34,15 +37,31 @@ class SequenceRow(NamedTuple):
     tables: Sequence[array[int]]
 
 
-def state_digest(sequences: Iterable[SequenceRow]) -> bytes:
-    """32 bytes; the sequences come by rising id."""
-    sha256 = hashlib.sha256()
+def in_turn(sequence_ids: Sequence[int], number: int) -> Sequence[int]:
+    """Rising ids in the order in which the digest after step `number` takes them: all around, each time from elsewhere.
+
+    Multiples of the golden ratio spread evenly over any number of places, however many of them a digest covers.
+    """
+    if not sequence_ids:
+        return ()
+    fraction = number // STATE_DIGEST_STEPS * _GOLDEN % (1 << 32)
+    start = fraction * len(sequence_ids) >> 32
+    return [*sequence_ids[start:], *sequence_ids[:start]]
+
+
+def state_digest(sequences: Iterable[SequenceRow], entries_max: int | None = None) -> bytes:
+    """32 bytes; the sequences come by rising id, or `in_turn` and until there are `entries_max` table entries, to
+    which a sequence adds `SEQUENCE_ENTRIES`."""
+    sha256, entry_count = hashlib.sha256(), 0
     for sequence_id, token_count, committed, namespace, tables in sequences:
         name = namespace.encode()
         sha256.update(struct.pack("<QIII", sequence_id, token_count, committed, len(name)) + name)
         for table in tables:
             sha256.update(struct.pack("<I", len(table)))
             sha256.update(_little_endian(table))
+        entry_count += sum(map(len, tables), SEQUENCE_ENTRIES)
+        if entries_max is not None and entry_count >= entries_max:
+            break
     return sha256.digest()
 
 

@@ -86,6 +86,27 @@ def test_every_64th_answer_carries_a_digest_and_one_that_differs_leads_to_a_repo
     assert sessions.directory.pool("pool").pool.sequences[2].committed_token_count == 0
 
 
+def test_of_a_large_pool_each_digest_covers_a_part_and_what_differs_is_found_in_a_while(
+    sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("quire_allocator.machine", "quire.ledger"):
+        monkeypatch.setattr(f"{module}.STATE_DIGEST_ENTRIES_MAX", 300)  # two sequences of nine
+    side = owner()
+    machine = attached(sessions, side)
+    for number in range(1, 10):
+        side.submit(allocate(number, 8))
+        run(machine, side)
+    while side.last_step < 20 * STATE_DIGEST_STEPS:
+        side.submit(StepBuilder())
+        run(machine, side)
+    assert (side.phase, side.disagreement_count) == (Phase.OPEN, 0)
+    sessions.directory.pool("pool").pool.sequences[5].committed_token_count = 1  # as a defect might
+    while side.phase is Phase.OPEN and side.last_step < 40 * STATE_DIGEST_STEPS:
+        side.submit(StepBuilder())
+        run(machine, side)
+    assert side.disagreement_count == 1
+
+
 def test_a_step_that_trips_an_invariant_stops_the_pool_and_the_third_time_for_ten_minutes(
     sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1194,8 +1194,8 @@ class StepReply(_message.Message):
     free_block_count: _builtins.int
     """Blocks that can be granted after this step (empty and cached)."""
     state_digest: _builtins.bytes
-    """Digest of the pool's state after every 64th step (docs/session.md), unless its tables are large; else empty. An owner
-    whose own differs attaches without `resume_session` and reports.
+    """Digest of the pool's state after every 64th step, of large tables a part each time (docs/session.md); else empty. An
+    owner whose own differs attaches without `resume_session` and reports.
     """
     @_builtins.property
     def commit_results(self) -> _containers.RepeatedScalarFieldContainer[Global___Result.ValueType]:

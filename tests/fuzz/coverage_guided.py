@@ -1,0 +1,86 @@
+"""`python -m tests.fuzz.coverage_guided CORPUS`: bytes as requests, led by what they reach in the allocator's code.
+
+Needs atheris, which is not among the dependencies (`pip install atheris`); its options follow, such as -runs=1000000.
+The first byte says which request the rest is; the corpus begins with right ones.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import atheris
+from google.protobuf.message import DecodeError, Message
+
+with atheris.instrument_imports(include=["quire_allocator", "quire.steps", "quire.state"]):
+    from quire.v1 import allocator_pb2 as pb
+
+    from tests.fuzz.allocator import READING, UNARY, Episode, Seen
+
+METHODS = ("Session", *UNARY, *READING)
+SEED = 11
+
+
+class Target:
+    """One episode, made anew after every request that was accepted."""
+
+    def __init__(self) -> None:
+        self.episode = self._new()
+
+    def _new(self) -> Episode:
+        return Episode(random.Random(SEED), Seen())
+
+    def right(self) -> list[bytes]:
+        """Requests that are accepted, to begin with."""
+        episode = self.episode
+        plausible, ledger, pool = episode.plausible, episode.owner.ledger, episode.directory.pool("pool").pool
+        step = plausible.step(ledger, pool).message
+        step.session_id, step.number = episode.owner.session_id, episode.owner.last_step + 1
+        found = [b"\0" + pb.SessionRequest(step=step).SerializeToString()]
+        found.append(b"\0" + pb.SessionRequest(attach=episode._attach_message("pool")).SerializeToString())
+        for number, method in enumerate(METHODS[1:], 1):
+            request: Message = (
+                plausible.reading(method)
+                if method in READING
+                else plausible.unary(method, episode.unary_id, episode._unary_pool(), episode.spec)
+            )
+            found.append(bytes([number]) + request.SerializeToString())
+        return found
+
+    def __call__(self, data: bytes) -> None:
+        method = METHODS[data[0] % len(METHODS)] if data else "ListPools"
+        try:
+            if method == "Session":
+                self._send(pb.SessionRequest.FromString(data[1:]))
+            else:
+                request: Message = getattr(pb, f"{method}Request").FromString(data[1:])
+                if self.episode._call(method, request, "unary") is not None and method not in READING:
+                    self.episode = self._new()
+        except DecodeError:
+            return
+
+    def _send(self, request: pb.SessionRequest) -> None:
+        episode = self.episode
+        if request.WhichOneof("message") == "detach":
+            return
+        if episode._receive(episode.machine, request, "Session: any", "pool") is None:
+            episode._resume()
+        else:
+            episode.directory.check_invariants()
+            self.episode = self._new()
+
+
+def main() -> None:
+    """Does not return: atheris ends the process."""
+    target = Target()
+    corpus = Path(next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "corpus"))
+    corpus.mkdir(parents=True, exist_ok=True)
+    for number, data in enumerate(target.right()):
+        (corpus / f"right-{number}").write_bytes(data)
+    atheris.Setup(sys.argv, target)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Does an allocator grow? Streams are opened and cancelled, and sequences live and die, for as long as is asked for.
+
+    python benchmarks/soak.py --minutes 5 --json
+
+The allocator is a process of its own. Its resident memory is read before and after each phase: bytes per cancelled
+stream after the first 2,000, which fill what is kept anyway; bytes per hour while sequences come and go, after a fifth
+of that phase. At the end every block must be free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+from grpc import aio
+from quire import AsyncAllocatorClient, PoolSpec
+from quire.local import ServerProcess
+from quire.steps import StepBuilder
+
+BLOCKS = 4096
+WARM_STREAMS = 2_000
+DIGESTS = [number.to_bytes(32, "big") for number in range(20_000)]
+
+
+async def cancel_streams(client: AsyncAllocatorClient, count: int) -> None:
+    """Opens watches, waits until each is served, and leaves it."""
+    for _ in range(count):
+        events = client.watch_events("soak")
+        with contextlib.suppress(aio.AioRpcError):
+            await anext(events)
+        await events.aclose()
+
+
+async def churn(client: AsyncAllocatorClient, seconds: float) -> int:
+    """Sequences come, are computed, and go; returns how many steps that took."""
+    session = client.session("churn", PoolSpec.full_attention(block_count=BLOCKS, block_size=16))
+    await session.open()
+    chance, steps, last, living = random.Random(1), 0, 0, list[int]()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        step = StepBuilder()
+        for sequence_id in living:
+            step.free(sequence_id)
+        living = []
+        for _ in range(32):
+            last += 1
+            first = chance.randrange(len(DIGESTS) - 40)
+            step.allocate(last, 16 * 20, DIGESTS[first : first + 19])
+            living.append(last)
+        await session.step(step)
+        steps += 1
+    step = StepBuilder()
+    for sequence_id in living:
+        step.free(sequence_id)
+    outcome = await session.step(step)
+    assert outcome.free_block_count == BLOCKS, "blocks leaked"
+    await session.close()
+    return steps
+
+
+async def measure(minutes: float) -> dict[str, float]:
+    """All phases."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        arguments = ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]
+        server = ServerProcess("quire_allocator", arguments, folder=folder, log=folder / "log")
+        await asyncio.to_thread(server.wait_ready, deadline=time.monotonic() + 60)
+        memory = psutil.Process(server.process.pid).memory_info
+        try:
+            async with AsyncAllocatorClient(server.address) as client:
+                session = client.session("soak", PoolSpec.full_attention(block_count=64, block_size=16))
+                await session.open()
+                await cancel_streams(client, WARM_STREAMS)
+                before, started, streams = memory().rss, time.monotonic(), 0
+                while time.monotonic() < started + minutes * 30:
+                    await cancel_streams(client, 100)
+                    streams += 100
+                per_stream = (memory().rss - before) / streams
+                await churn(client, minutes * 6)
+                before, started = memory().rss, time.monotonic()
+                steps = await churn(client, minutes * 24)
+                per_hour = (memory().rss - before) * 3600 / (time.monotonic() - started)
+                await session.close()
+        finally:
+            server.stop()
+    return {
+        "streams": streams,
+        "bytes_per_cancelled_stream": round(per_stream, 1),
+        "steps": steps,
+        "rss_growth_mb_per_hour": round(per_hour / 1e6, 2),
+    }
+
+
+def main() -> None:
+    """Prints a line for each figure, or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=3.0)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    figures = asyncio.run(measure(options.minutes))
+    if options.json:
+        print(json.dumps(figures))
+    else:
+        for name, value in figures.items():
+            print(f"{name:28} {value:>12,}")
+
+
+if __name__ == "__main__":
+    main()

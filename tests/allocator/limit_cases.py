@@ -145,10 +145,22 @@ async def report_chunks(allocator: Allocator, *chunks: pb.ReportChunk) -> None:
     for number, chunk in enumerate(chunks):
         chunk.number = number
         sha256.update(chunk.SerializeToString(deterministic=True))
-        with contextlib.suppress(Exception):  # a stream that has ended says why when it is read
-            await owner.send(pb.SessionRequest(report_chunk=chunk))
+        await owner.send(pb.SessionRequest(report_chunk=chunk))
+        if not await taken_in(allocator, owner, number + 1):  # a write to a stream that has ended would hide why
+            await owner.receive()
     end = pb.ReportEnd(chunk_count=len(chunks), sha256=sha256.digest(), last_sequence_id=8192)
     assert (await owner.exchange(pb.SessionRequest(report_end=end))).HasField("ready")
+
+
+async def taken_in(allocator: Allocator, owner: StreamOwner, count: int) -> bool:
+    """Waits until so many chunks are staged; False where the stream was ended instead."""
+    while not any(
+        machine._report and machine._report._chunk_count == count for machine in allocator.service.sessions.staging
+    ):
+        if owner.call.done():
+            return False
+        await allocator.stub.ListPools(pb.ListPoolsRequest())
+    return True
 
 
 async def chunk_of_bytes(allocator: Allocator, number: int) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf.message import Message
+from quire._serving.permissions import EVERYTHING
 from quire.errors import Reason
 from quire.owner import Phase, PoolOwner
 from quire.reports import report_chunks, report_end
@@ -38,8 +39,7 @@ from tests.simulation.world import Quiet
 
 UNARY = ("OpenSession", "KeepAlive", "Allocate", "Grow", "Fork", "Commit", "Free", "CloseSession")
 READING = ("MatchPrefix", "ListPools", "GetPool")
-INVARIANTS_EVERY = 16  # accepted requests
-LOOK_DEEPER_EVERY = 16  # messages
+INVARIANTS_EVERY, LOOK_DEEPER_EVERY = 16, 16  # accepted requests, messages
 
 
 class ViolationError(AssertionError):
@@ -296,7 +296,7 @@ class Episode:
 
     def _call(self, method: str, request: Message, pool: str) -> Message | None:
         handler = getattr(AllocatorService, method).__wrapped__
-        answer: Message | None = self._judged(method, pool, lambda: handler(self.service, request))
+        answer: Message | None = self._judged(method, pool, lambda: handler(self.service, request, EVERYTHING))
         if answer is not None:
             answer.SerializeToString()
         return answer
@@ -385,7 +385,7 @@ class Episode:
     def _open_unary(self) -> bytes:
         request_id = f"open {next(self._incarnations)}"
         request = pb.OpenSessionRequest(request_id=request_id, pool="unary", spec=self.spec)
-        return bytes(AllocatorService.OpenSession.__wrapped__(self.service, request).session_id)  # type: ignore[attr-defined]
+        return bytes(AllocatorService.OpenSession.__wrapped__(self.service, request, EVERYTHING).session_id)  # type: ignore[attr-defined]
 
     def _unary_pool(self) -> Any:
         return self.directory.session(self.unary_id).pool
@@ -393,7 +393,7 @@ class Episode:
     def _right_unary(self) -> None:
         method = self.chance.choice(("Allocate", "Grow", "Fork", "Commit", "Free"))
         request = self.plausible.unary(method, self.unary_id, self._unary_pool(), self.spec)
-        getattr(AllocatorService, _method_of(request)).__wrapped__(self.service, request)
+        getattr(AllocatorService, _method_of(request)).__wrapped__(self.service, request, EVERYTHING)
 
 
 def _method_of(request: Message) -> str:

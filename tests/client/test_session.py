@@ -68,7 +68,7 @@ class LossyService(AllocatorService):
     async def Session(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
         self.attach_count += 1
         self.attached_at.append(time.monotonic())
-        await LossyStream(self, context).run()
+        await LossyStream(self, context, self.authorize(context)).run()
 
 
 @dataclass

@@ -29,7 +29,6 @@ from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits, permits, steps, translate
 from quire_allocator.core.directory import Directory, Ownership, Refusal
 from quire_allocator.core.pool import Pool
-from quire_allocator.core.rebuild import rebuild
 from quire_allocator.core.spec import PoolSpec
 from quire_allocator.reports import StagedReport
 from quire_allocator.translate import require
@@ -279,7 +278,9 @@ class SessionMachine:
         if request.HasField("heartbeat"):
             return []
         if self._report is None:
+            self._directory.check_blocks(owner.name, spec)
             self._report = StagedReport(spec)
+        report = self._report
         if request.HasField("report_chunk"):
             if self not in sessions.staging:
                 require(
@@ -288,20 +289,16 @@ class SessionMachine:
                     "REPORT_ADMISSION",
                 )
                 sessions.staging.add(self)
-            self._report.add(request.report_chunk, now)
+            permits.require_report(self._grant, request.report_chunk)
+            sessions.apply(owner, lambda: report.add(request.report_chunk, now), now)
             return []
         require(request.HasField("report_end"), "a report was asked for")
-        return [self._open(owner, spec, self._report, request.report_end, now)]
+        return [self._open(owner, spec, report, request.report_end, now)]
 
     def _open(
         self, owner: Ownership, spec: PoolSpec, staged: StagedReport, end: pb.ReportEnd, now: float
     ) -> pb.SessionReply:
         """Puts the reported pool in force; until it is whole, whatever was there stays."""
-        report = staged.finish(end)
-        permits.require_report(self._grant, report)
-
-        def make_pool(spec: PoolSpec) -> Pool:
-            return rebuild(spec, report)
 
         def operate() -> None:
             self._directory.open(
@@ -309,7 +306,7 @@ class SessionMachine:
                 spec=spec,
                 session_id=self._sessions.new_session_id(),
                 last_step=end.last_step,
-                make_pool=make_pool,
+                make_pool=lambda _spec: staged.finish(end),
             )
 
         self._sessions.apply(owner, operate, now)

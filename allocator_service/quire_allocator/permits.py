@@ -14,7 +14,6 @@ from quire._serving.permissions import Grant
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator.core.pool import Pool
-from quire_allocator.core.report import Report
 from quire_allocator.steps import StepArrays
 from quire_allocator.translate import require
 
@@ -71,15 +70,14 @@ def require_sequences(grant: Grant, pool: Pool) -> None:
             require_namespace(grant, namespace)
 
 
-def require_report(grant: Grant, report: Report) -> None:
-    """Refuses a report that has anything of another namespace.
+def require_report(grant: Grant, chunk: pb.ReportChunk) -> None:
+    """Refuses a part of a report that names another namespace, before anything is made of it.
 
     Raises:
         Refusal: NAMESPACE_FORBIDDEN.
     """
     if not grant.namespaces.are_all:
-        named = {sequence.namespace for sequence in report.sequences} | {prefix.namespace for prefix in report.prefixes}
-        for namespace in named:
+        for namespace in chunk.namespaces:
             require_namespace(grant, namespace)
 
 

@@ -3,22 +3,24 @@
 Lifecycle:
 
     1. empty     nothing came yet; an empty report never stages anything
-    2. staged    chunks 0, 1, 2, ... were taken
-    3. finished  `finish` checked the end and gave the whole report, or refused it
+    2. staged    chunks 0, 1, 2, ... were taken; what they say is published has been read into a pool in the making
+    3. finished  `finish` checked the end and made the pool, or refused it
 
-Bounds are checked chunk by chunk: a report that is too long is refused while it comes, not when it is there.
+Bounds are checked chunk by chunk: a report that is too long is refused while it comes, not when it is there. As much as
+possible is done chunk by chunk, too: between two of them other pools are served, and at the end nobody is.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from typing import NamedTuple
 
 from quire.steps import unpack_blocks
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits, translate
+from quire_allocator.core.pool import Pool
+from quire_allocator.core.rebuild import Rebuild
 from quire_allocator.core.report import Report, ReportedPrefix, ReportedSequence
 from quire_allocator.core.spec import PoolSpec
 from quire_allocator.translate import require
@@ -32,15 +34,6 @@ _SUPERSEDED = (
 )
 
 
-class _Stamp(NamedTuple):
-    """When a block was freed last."""
-
-    step: int
-    operation: int
-    rank: int
-    block: int
-
-
 class StagedReport:
     """Chunks of one report, of a pool of that specification."""
 
@@ -50,8 +43,8 @@ class StagedReport:
         self._chunk_count = 0
         self._bytes = 0
         self._sequences: list[ReportedSequence] = []
-        self._prefixes: list[ReportedPrefix] = []
-        self._stamps: list[_Stamp] = []
+        self._rebuild: Rebuild | None = None
+        self._freed = _Freed()
 
     @property
     def is_empty(self) -> bool:
@@ -93,14 +86,16 @@ class StagedReport:
         names = [translate.namespace(name) for name in chunk.namespaces]
         for sequence in chunk.sequences:
             self._add_sequence(sequence, names, now)
-        self._prefixes += [_prefix(prefix, names) for prefix in chunk.prefixes]
+        if self._rebuild is None:
+            self._rebuild = Rebuild(self._spec)
+        for prefix in chunk.prefixes:
+            self._rebuild.read(_prefix(prefix, names))
         counts = {len(freed), len(chunk.freed_steps), len(chunk.freed_operations), len(chunk.freed_positions)}
         require(len(counts) == 1, "one step, operation and position for each freed block")
-        stamps = zip(chunk.freed_steps, chunk.freed_operations, chunk.freed_positions, freed, strict=True)
-        self._stamps += [_Stamp(*stamp) for stamp in stamps]
+        self._freed.add(chunk.freed_steps[:], chunk.freed_operations[:], chunk.freed_positions[:], freed)
 
-    def finish(self, end: pb.ReportEnd) -> Report:
-        """The whole report.
+    def finish(self, end: pb.ReportEnd) -> Pool:
+        """The pool that was reported.
 
         Raises:
             Refusal: MALFORMED.
@@ -111,9 +106,10 @@ class StagedReport:
         require(
             end.last_sequence_id <= limits.LAST_STEP_MAX, f"last_sequence_id must be at most {limits.LAST_STEP_MAX}"
         )
-        blocks = [stamp.block for stamp in sorted(self._stamps)]
-        require(len(set(blocks)) == len(blocks), "a block is freed twice")
-        return Report(self._sequences, self._prefixes, blocks, end.last_sequence_id)
+        released = self._freed.in_order()
+        require(len(set(released)) == len(released), "a block is freed twice")
+        rebuild = self._rebuild or Rebuild(self._spec)
+        return rebuild.finish(Report(self._sequences, [], released, end.last_sequence_id))
 
     def _add_sequence(self, message: pb.ReportedSequence, names: list[str], now: float) -> None:
         groups = len(self._spec.groups)
@@ -144,6 +140,31 @@ class StagedReport:
             "TOO_LARGE",
         )
         self._sequences.append(sequence)
+
+
+class _Freed:
+    """Freed blocks with their stamps: step, operation, rank. Owners send them in order, but need not."""
+
+    def __init__(self) -> None:
+        self._columns = (array("Q"), array("I"), array("I"), array("I"))
+        self._last = (-1, 0, 0, 0)
+        self._is_sorted = True
+
+    def add(self, steps: list[int], operations: list[int], ranks: list[int], blocks: array[int]) -> None:
+        """One chunk's."""
+        if not blocks:
+            return
+        rows = list(zip(steps, operations, ranks, blocks, strict=True))
+        self._is_sorted = self._is_sorted and rows[0] > self._last and rows == sorted(rows)
+        self._last = rows[-1]
+        for column, values in zip(self._columns, (steps, operations, ranks, blocks), strict=True):
+            column.extend(values)
+
+    def in_order(self) -> array[int]:
+        """The blocks, the one that was let go of first first."""
+        if self._is_sorted:
+            return self._columns[-1]
+        return array("I", [row[-1] for row in sorted(zip(*self._columns, strict=True))])
 
 
 def _prefix(message: pb.ReportedPrefix, names: list[str]) -> ReportedPrefix:

@@ -14,27 +14,35 @@ from quire.steps import read_reply
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import steps, translate
 from quire_allocator.core import index
+from quire_allocator.core import rebuild as rebuild_module
 from quire_allocator.core.directory import Refusal
 from quire_allocator.core.events import Event
+from quire_allocator.core.full import FullAttentionManager
 from quire_allocator.core.pool import Pool
-from quire_allocator.core.rebuild import rebuild
+from quire_allocator.core.rebuild import Rebuild
 from quire_allocator.core.report import Report, ReportedPrefix, ReportedSequence
+from quire_allocator.core.runs import RunScope
 from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec
 from quire_allocator.machine import pool_digest
 from quire_allocator.reports import StagedReport
 
+from tests.allocator.twin_rebuild import NodeBuilder
 from tests.simulation.histories import GROUPS, History, pool_spec
 
 FULL = PoolSpec(8, (GroupSpec(GroupKind.FULL_ATTENTION, 4),))
 
 
 def rebuilt(ledger: Ledger, spec: PoolSpec, now: float) -> Pool:
-    """Over the wire's chunks, as an allocator would."""
+    """What an allocator would make of the ledger's report."""
+    return taken_in(report_chunks(ledger, now), ledger, spec, now)
+
+
+def taken_in(chunks: list[pb.ReportChunk], ledger: Ledger, spec: PoolSpec, now: float) -> Pool:
+    """Over the wire's chunks."""
     staged = StagedReport(spec)
-    chunks = report_chunks(ledger, now)
     for chunk in chunks:
         staged.add(pb.ReportChunk.FromString(chunk.SerializeToString()), now)
-    return rebuild(spec, staged.finish(report_end(chunks, last_step=1, last_sequence_id=ledger.last_sequence_id)))
+    return staged.finish(report_end(chunks, last_step=1, last_sequence_id=ledger.last_sequence_id))
 
 
 def published(pool: Pool) -> set[tuple[Any, ...]]:
@@ -121,6 +129,57 @@ def test_blocks_leave_the_rebuilt_cache_in_the_order_in_which_they_would_have_le
     assert eviction_order(again) == eviction_order(played.pool)
 
 
+# -- the slow twin -----------------------------------------------------------------------------------------------------
+
+
+def shape(pool: Pool) -> set[tuple[Any, ...]]:
+    """Every run with its place in the tree, its holders and its place in the order of eviction."""
+    found = set()
+    for space in pool.blocks.namespaces.values():
+        for manager, scope in zip(pool.managers, space.scopes, strict=True):
+            for run in manager.tree.runs(scope.root) if isinstance(scope, RunScope) else ():
+                above = (space.name, manager.groups, run.parent.last_digest, run.first_position)
+                found.add((*above, bytes(run.digests), run.blocks.tobytes(), run.live, run.released, run.ticket))
+    return found
+
+
+def cut_up(chunks: list[pb.ReportChunk], dice: random.Random) -> list[pb.ReportChunk]:
+    """The same report, with stretches cut where they need not be, in another order, one in each chunk."""
+    single = []
+    for chunk in chunks:
+        for whole in chunk.prefixes:
+            parent, first, count = whole.parent_digest, 0, len(whole.blocks) // 4
+            while first < count:
+                end = min(count, first + dice.randint(1, 6))
+                part = pb.ReportedPrefix(group=whole.group, first_position=whole.first_position + first)
+                part.parent_digest, part.blocks = parent, whole.blocks[first * 4 : end * 4]
+                part.digests = whole.digests[first * 32 : end * 32]
+                single.append(pb.ReportChunk(prefixes=[part], namespaces=[chunk.namespaces[whole.namespace]]))
+                parent, first = part.digests[-32:], end
+        chunk.ClearField("prefixes")
+    dice.shuffle(single)
+    whole_report = [chunk for chunk in chunks if chunk.sequences or chunk.freed_blocks] + single
+    for number, chunk in enumerate(whole_report):
+        chunk.number = number
+    return whole_report
+
+
+@pytest.mark.parametrize("kinds", GROUPS)
+@pytest.mark.parametrize("seed", range(3))
+def test_runs_are_rebuilt_as_position_by_position(kinds: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    played, dice = Played(kinds, seed), random.Random(seed)
+    for _ in range(80):
+        played.step()
+        chunks = cut_up(report_chunks(played.ledger, float(played.number)), dice)
+        plain = taken_in(chunks, played.ledger, played.spec, float(played.number))
+        with monkeypatch.context() as patch:
+            patch.setitem(rebuild_module._BUILDERS, FullAttentionManager, NodeBuilder)
+            slow = taken_in(chunks, played.ledger, played.spec, float(played.number))
+        assert shape(plain) == shape(slow)
+        assert (plain.blocks.cached_count, plain.blocks.empty) == (slow.blocks.cached_count, slow.blocks.empty)
+        assert pool_digest(plain) == pool_digest(slow) == played.ledger.digest()
+
+
 # -- wrong reports -----------------------------------------------------------------------------------------------------
 
 
@@ -179,13 +238,13 @@ WRONG: dict[str, tuple[Report, str]] = {
 def test_a_wrong_report_is_refused_and_says_why(name: str) -> None:
     report, message = WRONG[name]
     with pytest.raises(Refusal, match=message) as caught:
-        rebuild(FULL, report)
+        Rebuild(FULL).finish(report)
     assert caught.value.reason == "MALFORMED"
 
 
 def test_the_right_one_beside_them_is_taken() -> None:
     report = Report([sequence(1, 6, 6, [0, 4]), sequence(3, 8, 8, [0, 1])], [AB], last_sequence_id=7)
-    pool = rebuild(FULL, report)
+    pool = Rebuild(FULL).finish(report)
     pool.check_invariants()
     assert pool.match("", d("abc")) == 8
     assert pool.blocks.free_count == 5
@@ -194,6 +253,6 @@ def test_the_right_one_beside_them_is_taken() -> None:
 
 
 def test_blocks_without_their_ancestors_are_not_taken_over_where_nobody_holds_them() -> None:
-    pool = rebuild(FULL, Report([], [prefix(0, b"", d("a"), [3]), prefix(2, d("b"), d("c"), [4])]))
+    pool = Rebuild(FULL).finish(Report([], [prefix(0, b"", d("a"), [3]), prefix(2, d("b"), d("c"), [4])]))
     pool.check_invariants()
     assert (pool.match("", d("abc")), pool.blocks.cached_count, pool.blocks.empty_count) == (4, 1, 7)

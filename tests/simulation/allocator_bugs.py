@@ -7,12 +7,13 @@ from typing import Any
 from unittest import mock
 
 from quire.steps import Result
-from quire_allocator import machine, reports, steps
+from quire_allocator import reports, steps
 from quire_allocator.core import rebuild as rebuild_module
 from quire_allocator.core.directory import Directory, StepLog
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.gates import Gates
 from quire_allocator.core.pool import Pool
+from quire_allocator.core.rebuild import Rebuild
 from quire_allocator.core.rebuild_runs import RunBuilder
 from quire_allocator.core.rebuild_units import StateBuilder, UnitBuilder
 from quire_allocator.machine import SessionMachine, Sessions
@@ -185,9 +186,9 @@ def _the_cache_quota_is_not_enforced(original: Any, self: Any, space: Any) -> No
 
 
 def _with_report(change: Callable[[Any], Any]) -> Callable[..., Any]:
-    def broken(original: Any, spec: Any, report: Any) -> Pool:
+    def broken(original: Any, self: Any, report: Any) -> Pool:
         change(report)
-        return original(spec, report)  # type: ignore[no-any-return]
+        return original(self, report)  # type: ignore[no-any-return]
 
     return broken
 
@@ -195,12 +196,7 @@ def _with_report(change: Callable[[Any], Any]) -> Callable[..., Any]:
 def _report_bug(name: str, change: Callable[[Any], Any]) -> None:
     broken = _with_report(change)
     broken.__name__ = name.replace(" ", "_")
-    plant(machine, "rebuild")(broken)
-
-
-def _only_held(report: Any) -> None:
-    held = {block for sequence in report.sequences for table in sequence.tables for block in table}
-    report.prefixes = [prefix for prefix in report.prefixes if held.intersection(prefix.blocks)]
+    plant(Rebuild, "finish")(broken)
 
 
 def _each(report: Any, **fields: Any) -> None:
@@ -212,8 +208,6 @@ def _highest_live_id(report: Any) -> None:
 
 
 _report_bug("ids go on after the highest live one", _highest_live_id)
-_report_bug("what is only cached is not taken over", _only_held)
-_report_bug("what was published is not taken over", lambda report: setattr(report, "prefixes", []))
 _report_bug("the order of release is turned round", lambda report: setattr(report, "released", report.released[::-1]))
 _report_bug("holds become ordinary sequences", lambda report: _each(report, hold_until=None))
 _report_bug("prompts are forgotten", lambda report: _each(report, prompt_token_count=0))
@@ -225,6 +219,19 @@ _report_bug(
         report, "sequences", [s._replace(token_count=s.committed_token_count) for s in report.sequences]
     ),
 )
+
+
+@plant(Rebuild, "finish")
+def _what_is_only_cached_is_not_taken_over(original: Any, self: Any, report: Any) -> Pool:
+    pool: Pool = original(self, report)
+    if pool.blocks.cached_count:
+        pool.blocks._evict(pool.blocks.cached_count)
+    return pool
+
+
+@plant(Rebuild, "read")
+def _what_was_published_is_not_taken_over(original: Any, self: Any, prefix: Any) -> None:
+    return None
 
 
 @plant(RunBuilder, "part")

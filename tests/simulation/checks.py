@@ -12,7 +12,6 @@ from quire_allocator import translate
 from quire_allocator.core.directory import Ownership
 from quire_allocator.core.full import FullAttentionManager
 from quire_allocator.core.pool import Pool
-from quire_allocator.core.rebuild import rebuild
 from quire_allocator.reports import StagedReport
 
 from tests.simulation.histories import STATE, History
@@ -120,7 +119,7 @@ def check_order(held: Ownership, owner: PoolOwner, now: float) -> None:
     for chunk in chunks:
         staged.add(chunk, now)
     ids = owner.ledger.last_sequence_id
-    again = rebuild(held.spec, staged.finish(report_end(chunks, last_step=owner.last_step, last_sequence_id=ids)))
+    again = staged.finish(report_end(chunks, last_step=owner.last_step, last_sequence_id=ids))
     there = cached_order(held.pool)
     rebuilt = [what for what in cached_order(again) if what in set(there)]
     require(rebuilt == there, "a rebuilt pool would evict in another order")

@@ -207,7 +207,7 @@ class Directory:
             Refusal: LIMIT, a specification larger than the earlier one asks for too many blocks; whatever `make_pool`
                 refuses.
         """
-        self._check_blocks(owner.name, spec)
+        self.check_blocks(owner.name, spec)
         pool = make_pool(spec)
         self._sessions.pop(owner.session_id, None)
         owner.spec = spec
@@ -311,9 +311,14 @@ class Directory:
             raise Refusal("POOL_OWNED", f"pool {name} has another owner whose lease lives {wait_ms} ms longer")
         if len(self._owners) >= self.pools_max:
             raise Refusal("LIMIT", f"this allocator serves at most {self.pools_max} pools")
-        self._check_blocks(name, spec)
+        self.check_blocks(name, spec)
 
-    def _check_blocks(self, name: str, spec: PoolSpec) -> None:
+    def check_blocks(self, name: str, spec: PoolSpec) -> None:
+        """Whether a pool of this specification may be made.
+
+        Raises:
+            Refusal: LIMIT.
+        """
         others = sum(owner.spec.block_count for owner in self._owners.values() if owner.name != name)
         if others + spec.block_count > self.blocks_max:
             left = max(0, self.blocks_max - others)

@@ -1,6 +1,6 @@
 """Makes a pool of its owner's report: the same sequences on the same blocks, and what was published can be hit again.
 
-    1. read      published blocks, group by group, into what each manager files them under
+    1. read      published blocks, group by group, into what each manager files them under; while the report comes in
     2. locate    every sequence's tables among them; private blocks are claimed, half-filled ones may be shared by forks
     3. build     runs and units, first all as cached, then held by the sequences
     4. queue     what nobody holds, in the order in which it was let go of: it is evicted in that order
@@ -14,6 +14,7 @@ beside the first), policies have learned nothing yet, counters begin at 0.
 
 from __future__ import annotations
 
+from array import array
 from typing import Any, Protocol
 
 from quire_allocator.core.blocks import Namespace, Scoped
@@ -31,13 +32,13 @@ from quire_allocator.core.windows import WindowManager
 class Builder(Protocol):
     """Rebuilds what one manager has. The methods are called in this order, each for all there is."""
 
-    def read(self, prefix: ReportedPrefix, column: int) -> None:
-        """Published blocks of the manager's group number `column`."""
+    def read(self, prefix: ReportedPrefix, column: int, first_place: int) -> None:
+        """Published blocks of the manager's group number `column`; see `BlockUse.publish` for places."""
 
     def locate(self, space: Namespace, sequence: ReportedSequence) -> Any:
         """Finds a sequence's tables; returns what `part` is made of."""
 
-    def build(self, spaces: dict[str, Namespace], ranks: dict[int, int]) -> list[tuple[int, int, Scoped]]:
+    def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
         """Files everything published; returns rank, position and entry of what nobody holds."""
 
     def part(self, located: Any) -> Any:
@@ -51,35 +52,62 @@ _BUILDERS: dict[type, Any] = {
 }
 
 
-def rebuild(spec: PoolSpec, report: Report) -> Pool:
-    """The pool that the report describes.
+class Rebuild:
+    """A pool in the making, to which nobody has access yet.
+
+    1. read      what is published, prefix by prefix, as the report comes in
+    2. finish    all the rest, at once
 
     Raises:
-        Refusal: MALFORMED; the report does not fit the specification, or contradicts itself.
+        Refusal: MALFORMED, from both; the report does not fit the specification, or contradicts itself.
     """
-    pool = Pool(spec)
-    pool.blocks.take(spec.block_count)
-    use = BlockUse(spec.block_count)
-    builders: list[Builder] = [_BUILDERS[type(manager)](manager, pool, use) for manager in pool.managers]
-    spaces = _Spaces(pool)
-    _read(pool, builders, report, use)
-    _check_ids(report)
-    located = [_locate(spaces, builders, sequence) for sequence in report.sequences]
-    for prefix in report.prefixes:
-        spaces.get(prefix.namespace)
-    ranks = {block: rank for rank, block in enumerate(report.released)}
-    cached = [item for builder in builders for item in builder.build(pool.blocks.namespaces, ranks)]
-    for reported, found in zip(report.sequences, located, strict=True):
-        _open(pool, spaces.get(reported.namespace), builders, reported, found)
-    _queue(pool, cached)
-    pool.blocks.give_back(use.unused())
-    pool.last_sequence_id = report.last_sequence_id
-    for space in list(pool.blocks.namespaces.values()):
-        pool.gates.enforce_cache_quota(space)
-        pool.blocks.forget_if_unused(space)
-    pool.blocks.evicted_count = 0
-    pool.log.discard()
-    return pool
+
+    def __init__(self, spec: PoolSpec) -> None:
+        self._pool = pool = Pool(spec)
+        pool.blocks.take(spec.block_count)
+        self._use = BlockUse(spec.block_count)
+        self._spaces = _Spaces(pool)
+        self._builders: list[Builder] = [
+            _BUILDERS[type(manager)](manager, pool, self._use) for manager in pool.managers
+        ]
+        self._places = {
+            group: (builder, column)
+            for manager, builder in zip(pool.managers, self._builders, strict=True)
+            for column, group in enumerate(manager.groups)
+        }
+
+    def read(self, prefix: ReportedPrefix) -> None:
+        """Consecutive published blocks."""
+        if prefix.group not in self._places:
+            refuse(f"group {prefix.group} is none of the pool's {len(self._places)}")
+        if len(prefix.digests) != len(prefix.blocks) * DIGEST_BYTES or not prefix.blocks:
+            refuse("a prefix has one digest for each of its blocks, and at least one")
+        if len(prefix.parent_digest) not in (0, DIGEST_BYTES):
+            refuse("a parent digest has 32 bytes")
+        self._spaces.get(prefix.namespace)
+        builder, column = self._places[prefix.group]
+        builder.read(prefix, column, self._use.publish(prefix.blocks))
+
+    def finish(self, report: Report) -> Pool:
+        """The pool that the report describes."""
+        pool, builders, spaces = self._pool, self._builders, self._spaces
+        for prefix in report.prefixes:
+            self.read(prefix)
+        _check_ids(report)
+        located = [_locate(spaces, builders, sequence) for sequence in report.sequences]
+        ranks = _ranks(pool.spec, report)
+        cached = [item for builder in builders for item in builder.build(pool.blocks.namespaces, ranks)]
+        for reported, found in zip(report.sequences, located, strict=True):
+            _open(pool, spaces.get(reported.namespace), builders, reported, found)
+        _queue(pool, cached)
+        pool.blocks.give_back(self._use.unused())
+        pool.last_sequence_id = report.last_sequence_id
+        for space in list(pool.blocks.namespaces.values()):
+            pool.gates.enforce_cache_quota(space)
+            pool.blocks.forget_if_unused(space)
+        pool.blocks.evicted_count = 0
+        pool.log.discard()
+        return pool
 
 
 class _Spaces:
@@ -95,22 +123,14 @@ class _Spaces:
         return space
 
 
-def _read(pool: Pool, builders: list[Builder], report: Report, use: BlockUse) -> None:
-    places = {
-        group: (builder, column)
-        for manager, builder in zip(pool.managers, builders, strict=True)
-        for column, group in enumerate(manager.groups)
-    }
-    for prefix in report.prefixes:
-        if prefix.group not in places:
-            refuse(f"group {prefix.group} is none of the pool's {len(places)}")
-        if len(prefix.digests) != len(prefix.blocks) * DIGEST_BYTES or not prefix.blocks:
-            refuse("a prefix has one digest for each of its blocks, and at least one")
-        if len(prefix.parent_digest) not in (0, DIGEST_BYTES):
-            refuse("a parent digest has 32 bytes")
-        use.publish(prefix.blocks)
-        builder, column = places[prefix.group]
-        builder.read(prefix, column)
+def _ranks(spec: PoolSpec, report: Report) -> array[int]:
+    """Of every block when it was let go of; -1 if never."""
+    ranks = array("q", [-1]) * spec.block_count
+    if max(report.released, default=0) >= spec.block_count:
+        refuse(f"block {max(report.released)} is out of range, the pool has {spec.block_count}")
+    for rank, block in enumerate(report.released):
+        ranks[block] = rank
+    return ranks
 
 
 def _check_ids(report: Report) -> None:
@@ -136,7 +156,8 @@ def _open(pool: Pool, space: Namespace, builders: list[Builder], reported: Repor
     sequence = SequenceState(space, reported.token_count, reported.priority, parts)
     sequence.committed_token_count = reported.committed_token_count
     pool.sequences[reported.sequence_id] = sequence
-    if list(pool.tables(sequence)) != list(reported.tables):
+    tables = zip(pool.tables(sequence), reported.tables, strict=True)
+    if any(table.tobytes() != given.tobytes() for table, given in tables):
         refuse(f"the tables of sequence {reported.sequence_id} are not those of its digests")
     if 0 < reported.chunk_token_count < reported.prompt_token_count:
         sequence.prompt_token_count = reported.prompt_token_count

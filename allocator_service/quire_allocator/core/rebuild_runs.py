@@ -1,8 +1,7 @@
 """Rebuilds full attention: published blocks into a tree, the tree into runs, sequences onto their ends.
 
-A *node* is one position of all groups of the manager. Nodes are named by their digest, which names all before them
-too: a table that ends in a node is the path to it. Runs are cut where a sequence ends, where prefixes part, where held
-meets cached, and where the order of release jumps, so that blocks leave the cache one by one as they would have left.
+The segments of `rebuild_tree.py` are cut into runs where a sequence ends, where prefixes part, where held meets cached,
+and where the order of release jumps, so that blocks leave the cache one by one as they would have left.
 """
 
 from __future__ import annotations
@@ -13,54 +12,26 @@ from typing import NamedTuple
 from quire_allocator.core.blocks import Namespace, Scoped
 from quire_allocator.core.full import FullAttentionManager, RunPart
 from quire_allocator.core.pool import Pool
+from quire_allocator.core.rebuild_tree import Forest, Segment, Spot
 from quire_allocator.core.report import BlockUse, ReportedPrefix, ReportedSequence, refuse
-from quire_allocator.core.runs import Run, RunScope
-from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
-
-_NONE: list[Node] = []  # children of a node without any; never appended to
-
-
-class Node:
-    """One published position.
-
-    Attributes:
-        blocks: one per group; `NULL_BLOCK` where the report has none.
-        ends: sequences whose published part ends here, or that borrow it.
-        is_borrowed: somebody's half-filled block is this one: it must be a run of its own.
-        is_held: a sequence ends here or below.
-        run: the one that it became a part of.
-    """
-
-    # Of a report there may be a million: what most never change is the class's.
-    children = _NONE
-    parent: Node | None = None
-    ends = 0
-    is_borrowed = False
-    is_held = False
-    rank = -1
-    run: Run | None = None
-
-    def __init__(self, digest: bytes, parent_digest: bytes, position: int, blocks: list[int]) -> None:
-        self.digest = digest
-        self.parent_digest = parent_digest
-        self.position = position
-        self.blocks = blocks
+from quire_allocator.core.runs import RunScope
+from quire_allocator.core.spec import DIGEST_BYTES
 
 
 class Place(NamedTuple):
     """Where a sequence's published part ends (None: nowhere), and its own blocks beyond.
 
     Attributes:
-        borrowed: the node that the first of those blocks is published as.
+        borrowed: the position that the first of those blocks is published as.
         shares: that first block is half filled, and may be another sequence's too.
         owns: blocks of the tail that are counted with this sequence.
     """
 
     scope: RunScope
-    end: Node | None
+    end: Spot | None
     published: int
     tail: array[int]
-    borrowed: Node | None
+    borrowed: Spot | None
     shares: bool
     owns: int
 
@@ -72,58 +43,38 @@ class RunBuilder:
         self._manager = manager
         self._pool = pool
         self._use = use
-        self._trees: dict[str, dict[bytes, Node]] = {}
-        self._orders: dict[str, list[Node]] = {}  # of each namespace the nodes with a way to the root, parents first
-        self._by_block: dict[int, tuple[str, Node]] | None = None
-        self._sharers: dict[int, tuple[str, Node | None]] = {}  # first block of a half-filled position -> its prefix
+        self._number = manager_number(pool, manager)
+        self._forest = Forest(manager.width, use)
+        self._is_linked = False
+        self._sharers: dict[int, tuple[str, Spot | None]] = {}  # first block of a half-filled position -> its prefix
         self._parts: dict[int, list[RunPart]] = {}
 
-    def read(self, prefix: ReportedPrefix, column: int) -> None:
+    def read(self, prefix: ReportedPrefix, column: int, first_place: int) -> None:
         """Published blocks of the manager's group number `column`."""
-        nodes = self._trees.setdefault(prefix.namespace, {})
-        width, parent = self._manager.width, prefix.parent_digest
-        if bool(parent) != bool(prefix.first_position):
-            refuse("a prefix has a parent digest exactly where it does not begin at the root")
-        digests, position = prefix.digests, prefix.first_position
-        for start, block in zip(range(0, len(digests), DIGEST_BYTES), prefix.blocks, strict=True):
-            digest = digests[start : start + DIGEST_BYTES]
-            node = nodes.get(digest)
-            if node is None:
-                blocks = [NULL_BLOCK] * width
-                blocks[column] = block
-                nodes[digest] = Node(digest, parent, position, blocks)
-            elif node.position != position or node.parent_digest != parent:
-                refuse(f"the digest of block {block} stands at two places")
-            elif node.blocks[column] != NULL_BLOCK:
-                refuse(f"blocks {node.blocks[column]} and {block} carry one digest")
-            else:
-                node.blocks[column] = block
-            parent = digest
-            position += 1
+        self._forest.read(prefix, column, first_place)
 
     def locate(self, space: Namespace, sequence: ReportedSequence) -> Place:
         """Finds the end of what is published, and claims what is not."""
+        self._link()
         manager, committed, size = self._manager, sequence.committed_token_count, self._manager.block_size
-        if self._by_block is None:
-            self._by_block = self._link()
         tables = [sequence.tables[group] for group in manager.groups]
         length, published = -(-sequence.token_count // size), committed // size
         if any(len(table) != length for table in tables):
             refuse(f"the tables of sequence {sequence.sequence_id} do not hold its {sequence.token_count} tokens")
         end = None
         if published:
-            end = self._node_of(space, tables[0][published - 1], published - 1)
+            end = self._forest.spot(space.name, tables[0][published - 1], published - 1)
             if end is None:
                 refuse(f"block {tables[0][published - 1]} of sequence {sequence.sequence_id} has no chain of digests")
-            end.ends += 1
+            end.segment.end_at(end.offset)
         tail = array("I", [table[position] for position in range(published, length) for table in tables])
-        scope = space.scopes[manager_number(self._pool, manager)]
+        scope = space.scopes[self._number]
         assert isinstance(scope, RunScope)
         shares = bool(committed % size)
-        borrowed = self._node_of(space, tail[0], published) if shares else None
-        if borrowed is not None and borrowed.parent is end:
-            borrowed.ends += 1
-            borrowed.is_borrowed = True
+        borrowed = self._forest.spot(space.name, tail[0], published) if shares else None
+        if borrowed is not None and _before(borrowed) == end:
+            borrowed.segment.cuts.add(borrowed.offset)
+            borrowed.segment.end_at(borrowed.offset)
             owned = tail[manager.width :]
         elif shares and tail[0] in self._sharers:
             if self._sharers[tail[0]] != (space.name, end):
@@ -133,40 +84,34 @@ class RunBuilder:
             if shares:
                 self._sharers[tail[0]] = (space.name, end)
             borrowed, owned = None, tail
-        self._use.claim(owned, published=False)
+        self._use.claim(owned)
         return Place(scope, end, published, tail, borrowed, shares, len(owned))
 
-    def build(self, spaces: dict[str, Namespace], ranks: dict[int, int]) -> list[tuple[int, int, Scoped]]:
-        """Files all nodes with a way to the root as runs."""
-        if self._by_block is None:
-            self._by_block = self._link()
+    def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
+        """Files everything with a way to the root as runs."""
+        self._link()
+        for segment in reversed(self._forest.order):
+            parent = segment.parent
+            if parent is not None:
+                parent.cuts.add(segment.parent_index + 1)
+                if segment.held:
+                    parent.held = max(parent.held, segment.parent_index + 1)
         cached: list[tuple[int, int, Scoped]] = []
-        number = manager_number(self._pool, self._manager)
-        for name, order in self._orders.items():
-            scope = spaces[name].scopes[number]
+        for segment in self._forest.order:
+            scope = spaces[segment.namespace].scopes[self._number]
             assert isinstance(scope, RunScope)
-            for node in order:
-                self._use.claim(node.blocks, published=True)
-                if node.ends:
-                    _mark_held(node)
-                node.rank = max([ranks.get(block, -1) for block in node.blocks])
-            for stretch in _stretches(order, self._manager.width):
-                run = self._file(scope, stretch)
-                if not stretch[0].is_held:
-                    cached.append((stretch[-1].rank, stretch[-1].position, run))
+            self._file(scope, segment, ranks, cached)
         return cached
 
     def part(self, place: Place) -> RunPart:
         """Holds the run, and shares the half-filled block."""
         tree = self._manager.tree
-        run = place.end.run if place.end is not None else place.scope.root
-        assert run is not None, "a located node was filed"
+        run = place.end.segment.run_at(place.end.offset) if place.end is not None else place.scope.root
         tree.hold(run)
         part = RunPart(place.scope, run, place.published, place.tail)
         place.scope.held += place.owns
         if place.borrowed is not None:
-            assert place.borrowed.run is not None, "a located node was filed"
-            part.borrowed = place.borrowed.run
+            part.borrowed = place.borrowed.segment.run_at(place.borrowed.offset)
             tree.hold(part.borrowed)
         elif place.shares:
             parts = self._parts.setdefault(place.tail[0], [])
@@ -177,49 +122,35 @@ class RunBuilder:
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _link(self) -> dict[int, tuple[str, Node]]:
-        """Links parents and children of complete nodes; returns nodes with a way to the root, by first block."""
-        by_block = {}
-        for name, nodes in self._trees.items():
-            roots = []
-            for node in nodes.values():
-                if NULL_BLOCK in node.blocks:
-                    continue
-                if not node.position:
-                    roots.append(node)
-                    continue
-                parent = nodes.get(node.parent_digest)
-                if parent is not None and parent.position == node.position - 1:
-                    node.parent = parent
-                    if parent.children is _NONE:
-                        parent.children = []
-                    parent.children.append(node)
-            order = self._orders[name] = _preorder(roots)
-            for node in order:
-                by_block[node.blocks[0]] = (name, node)
-        return by_block
+    def _link(self) -> None:
+        if not self._is_linked:
+            self._is_linked = True
+            self._forest.link()
 
-    def _node_of(self, space: Namespace, block: int, position: int) -> Node | None:
-        assert self._by_block is not None
-        name, node = self._by_block.get(block, ("", None))
-        return node if node is not None and name == space.name and node.position == position else None
-
-    def _file(self, scope: RunScope, stretch: list[Node]) -> Run:
-        """One run, cached until a sequence holds it."""
-        first = stretch[0]
-        parent = first.parent.run if first.parent is not None else scope.root
-        assert parent is not None, "parents come first"
-        blocks = array("I")
-        for node in stretch:
-            blocks.extend(node.blocks)
-        digests = b"".join([node.digest for node in stretch])
-        run = self._manager.tree.add_child(parent, digests, blocks, first.position)
-        run.live = 0
-        scope.cached += len(blocks)
-        self._pool.blocks.cached_count += len(blocks)
-        for node in stretch:
-            node.run = run
-        return run
+    def _file(
+        self, scope: RunScope, segment: Segment, ranks: array[int], cached: list[tuple[int, int, Scoped]]
+    ) -> None:
+        """The runs of a segment, cached until sequences hold them."""
+        width, reach, held = self._manager.width, segment.reach, min(segment.held, segment.reach)
+        own_ranks = _ranks(segment.blocks[held * width : reach * width], width, ranks)
+        segment.cuts.add(held)
+        segment.cuts.update([held + jump for jump in _jumps(own_ranks, width)])
+        segment.starts = starts = [0, *sorted([cut for cut in segment.cuts if 0 < cut < reach])]
+        above = segment.parent
+        parent = above.run_at(segment.parent_index) if above is not None else scope.root
+        for start, end in zip(starts, [*starts[1:], reach], strict=True):
+            if start == end:  # not even its first position is complete
+                break
+            digests, blocks = segment.digests[start * DIGEST_BYTES : end * DIGEST_BYTES], segment.blocks
+            own = blocks[start * width : end * width]
+            run = self._manager.tree.add_child(parent, digests, own, segment.first_position + start)
+            run.live = 0
+            scope.cached += len(own)
+            self._pool.blocks.cached_count += len(own)
+            segment.runs.append(run)
+            if start >= held:
+                cached.append((own_ranks[end - 1 - held], segment.first_position + end - 1, run))
+            parent = run
 
 
 def manager_number(pool: Pool, manager: object) -> int:
@@ -227,39 +158,27 @@ def manager_number(pool: Pool, manager: object) -> int:
     return next(number for number, other in enumerate(pool.managers) if other is manager)
 
 
-def _preorder(roots: list[Node]) -> list[Node]:
-    """Every node below, parents before children, only children right after their parents."""
-    order, pending = [], list(reversed(roots))
-    while pending:
-        node = pending.pop()
-        order.append(node)
-        pending.extend(node.children)
-    return order
+def _before(spot: Spot) -> Spot | None:
+    """The position before; None at the root."""
+    segment, offset = spot
+    if offset:
+        return Spot(segment, offset - 1)
+    return Spot(segment.parent, segment.parent_index) if segment.parent is not None else None
 
 
-def _mark_held(node: Node) -> None:
-    """Whoever ends here holds all before it."""
-    above: Node | None = node
-    while above is not None and not above.is_held:
-        above.is_held = True
-        above = above.parent
+def _ranks(blocks: array[int], width: int, ranks: array[int]) -> list[int]:
+    """Of each position the highest rank of its blocks."""
+    found = [ranks[block] for block in blocks]
+    return found if width == 1 else list(map(max, *[found[column::width] for column in range(width)]))
 
 
-def _stretches(order: list[Node], width: int) -> list[list[Node]]:
-    """Nodes of one run each, in the same order."""
-    stretches: list[list[Node]] = []
-    for node in order:
-        above = node.parent
-        goes_on = (
-            above is not None
-            and len(above.children) == 1
-            and not above.ends
-            and not node.is_borrowed
-            and above.is_held == node.is_held
-            and (node.is_held or above.rank == node.rank + width or above.rank == node.rank == -1)
-        )
-        if goes_on:
-            stretches[-1].append(node)
-        else:
-            stretches.append([node])
-    return stretches
+def _jumps(ranks: list[int], width: int) -> list[int]:
+    """Where blocks did not leave right after those of the position behind."""
+    count = len(ranks)
+    if not count or ranks.count(-1) == count or ranks == list(range(ranks[0], ranks[0] - count * width, -width)):
+        return []
+    return [
+        index
+        for index in range(1, count)
+        if ranks[index - 1] - ranks[index] != width and not ranks[index - 1] == ranks[index] == -1
+    ]

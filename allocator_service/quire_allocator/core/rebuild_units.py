@@ -30,7 +30,7 @@ class UnitBuilder:
         self._by_block: dict[int, Unit] | None = None
         self._private: dict[int, tuple[Unit, int]] = {}  # first block -> unit, position
 
-    def read(self, prefix: ReportedPrefix, column: int) -> None:
+    def read(self, prefix: ReportedPrefix, column: int, first_place: int) -> None:
         """Published blocks of the manager's group number `column`."""
         for offset, block in enumerate(prefix.blocks):
             digest = prefix.digests[offset * DIGEST_BYTES : (offset + 1) * DIGEST_BYTES]
@@ -42,12 +42,12 @@ class UnitBuilder:
                 refuse(f"blocks {blocks[column]} and {block} carry one digest")
             blocks[column] = block
 
-    def build(self, spaces: dict[str, Namespace], ranks: dict[int, int]) -> list[tuple[int, int, Scoped]]:
+    def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
         """Everything is filed; says what nobody holds."""
         cached: list[tuple[int, int, Scoped]] = []
         for unit in self._published().values():
             if not unit.live:
-                cached.append((max([ranks.get(block, -1) for block in unit.blocks]), unit.first_position, unit))
+                cached.append((max([ranks[block] for block in unit.blocks]), unit.first_position, unit))
         return cached
 
     def part(self, located: Any) -> Any:
@@ -61,13 +61,13 @@ class UnitBuilder:
             pool, width = self._pool, self._manager.width
             for (name, key), blocks in self._keys.items():
                 if NULL_BLOCK in blocks:
+                    self._use.drop(blocks)
                     continue
                 space = pool.blocks.namespaces.get(name)
                 if space is None:
                     space = pool.blocks.namespaces[name] = pool.groups.new_namespace(name)
                 scope = space.scopes[self._number]
                 assert isinstance(scope, UnitScope)
-                self._use.claim(blocks, published=True)
                 unit = Unit(scope, blocks)
                 unit.live, unit.key = 0, key
                 scope.index[key] = unit
@@ -89,7 +89,7 @@ class UnitBuilder:
                 refuse(f"block {blocks[0]} is shared by sequences of different prefixes")
             unit.live += 1
             return unit
-        self._use.claim(blocks, published=False)
+        self._use.claim(blocks)
         own: Unit
         (own,) = self._manager._new_units(scope, blocks)
         if may_share:

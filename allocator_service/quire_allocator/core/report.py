@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
 from quire_allocator.core.directory import Refusal
+from quire_allocator.core.spec import NULL_BLOCK
 
 
 class ReportedSequence(NamedTuple):
@@ -57,7 +58,7 @@ class Report:
 
     Attributes:
         sequences: by rising id.
-        prefixes: every published block, held or not.
+        prefixes: every published block, held or not; of a report that came in parts, those not read before.
         released: published blocks that nobody holds, the one that was let go of first first.
         last_sequence_id: the highest that was ever created.
     """
@@ -77,36 +78,53 @@ def refuse(message: str) -> NoReturn:
     raise Refusal("MALFORMED", f"report: {message}")
 
 
+_PRIVATE, _UNUSED, _DROPPED = -1, -2, -3
+
+
 class BlockUse:
-    """Which blocks of the pool are spoken for: every one is published at most once and used at most once."""
+    """Which blocks of the pool are spoken for: every one is published at most once, or some sequence's own."""
 
     def __init__(self, block_count: int) -> None:
         self.block_count = block_count
-        self._published = bytearray(block_count)
-        self._used = bytearray(block_count)
+        self._places = array("i", [_UNUSED]) * block_count  # of a published block its place
+        self._place_count = 0
 
-    def publish(self, blocks: array[int]) -> None:
-        """The blocks are said to carry digests."""
+    def publish(self, blocks: array[int]) -> int:
+        """The blocks carry digests, and get places that follow one another; returns the first."""
+        places = self._places
+        first = place = self._place_count
         if max(blocks, default=0) >= self.block_count:
             refuse(f"block {max(blocks)} is out of range, the pool has {self.block_count}")
-        published = self._published
         for block in blocks:
-            if published[block]:
+            if places[block] != _UNUSED:
                 refuse(f"block {block} is published twice")
-            published[block] = 1
+            places[block] = place
+            place += 1
+        self._place_count = place
+        return first
 
-    def claim(self, blocks: Sequence[int], *, published: bool) -> None:
-        """The blocks have their place: nobody else may have them."""
-        used = self._used
+    def place(self, block: int) -> int:
+        """Place of a published block; negative of any other."""
+        return self._places[block] if block < self.block_count else _UNUSED
+
+    def drop(self, blocks: array[int]) -> None:
+        """Published blocks that are not taken over: nobody has them."""
+        for block in blocks:
+            if block != NULL_BLOCK:
+                self._places[block] = _DROPPED
+
+    def claim(self, blocks: Sequence[int]) -> None:
+        """The blocks are a sequence's own: nobody else may have them."""
         for block in blocks:
             if block >= self.block_count:
                 refuse(f"block {block} is out of range, the pool has {self.block_count}")
-            if used[block]:
+            place = self._places[block]
+            if place == _PRIVATE:
                 refuse(f"block {block} is held twice")
-            if self._published[block] and not published:
+            if place != _UNUSED:  # dropped or not
                 refuse(f"block {block} carries a digest, and is still to be written where it is held")
-            used[block] = 1
+            self._places[block] = _PRIVATE
 
     def unused(self) -> array[int]:
         """Blocks that nobody has, the lowest first."""
-        return array("I", [block for block, is_used in enumerate(self._used) if not is_used])
+        return array("I", [block for block, place in enumerate(self._places) if place < _PRIVATE])

@@ -1,7 +1,7 @@
 """What the owner of a pool knows of it: block tables of live sequences, and what its pages carry.
 
 The owner has the pages, so this is the truth; the allocator's state is made of it again whenever that is lost
-(`reports.py`). Everything here follows from steps and their replies:
+(`reports.py`). Everything here, and in `pages.py`, follows from steps and their replies:
 
     published    a commit filled a block and its digest went along, until the block is granted anew
     released     the last free (or grow or commit that let go of it) that named a published block
@@ -17,9 +17,10 @@ import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import Final, NamedTuple
+from typing import Final
 
 from quire.hashing import DIGEST_BYTES
+from quire.pages import Pages, Scope
 from quire.state import STATE_DIGEST_ENTRIES_MAX, SequenceRow, in_turn, state_digest
 from quire.steps import NULL_BLOCK, Copy, GrowOutcome, Result, StepOutcome, Swap
 from quire.v1 import allocator_pb2 as pb
@@ -27,29 +28,6 @@ from quire.v1 import allocator_pb2 as pb
 _FULL, _STATE = pb.GROUP_KIND_FULL_ATTENTION, pb.GROUP_KIND_STATE
 _SLIDING, _CHUNKED = pb.GROUP_KIND_SLIDING_WINDOW, pb.GROUP_KIND_CHUNKED_LOCAL
 _KIND_ORDER: Final = (_FULL, _SLIDING, _CHUNKED, _STATE)  # in which an allocator lets go of a sequence's groups
-
-
-class Published(NamedTuple):
-    """What one block carries.
-
-    Attributes:
-        parent: digest of the block before it in its group; empty at the root and where it is not known.
-        position: index in the table; of STATE, digest blocks up to and with the checkpoint.
-    """
-
-    digest: bytes
-    parent: bytes
-    group: int
-    position: int
-    namespace: str
-
-
-class Stamp(NamedTuple):
-    """When a block was let go of last: operations count through all phases of a step, blocks within an operation."""
-
-    step: int
-    operation: int
-    rank: int
 
 
 class LedgerSequence:
@@ -87,8 +65,7 @@ class Ledger:
     def __init__(self, spec: pb.PoolSpec) -> None:
         self.groups = list(spec.groups)
         self.sequences: dict[int, LedgerSequence] = {}
-        self.published: dict[int, Published] = {}
-        self.released: dict[int, Stamp] = {}  # of published blocks; also of some that are held again
+        self.pages = Pages()
         self.last_sequence_id = 0
         self._digest_tokens = min(group.block_size for group in spec.groups)
         sizes = [group.block_size for group in spec.groups if group.kind != _STATE]
@@ -190,16 +167,13 @@ class Ledger:
         first, end = before // size, token_count // size
         if first == end:
             return
-        parent = b""
-        if first:
-            earlier = self.published.get(table[first - 1])
-            parent = earlier.digest if earlier is not None else b""
         stride = size // self._digest_tokens
-        begin = (first + 1) * stride - 1 - before // self._digest_tokens
-        starts = range(begin * DIGEST_BYTES, len(digests), stride * DIGEST_BYTES)
-        own = [digests[start : start + DIGEST_BYTES] for start in starts]
-        rows = zip(own, [parent, *own], repeat(group), range(first, end), repeat(sequence.namespace), strict=False)
-        self.published.update(zip(table[first:end], map(Published._make, rows), strict=True))
+        if stride > 1:
+            begin = (first + 1) * stride - 1 - before // self._digest_tokens
+            starts = range(begin * DIGEST_BYTES, len(digests), stride * DIGEST_BYTES)
+            digests = b"".join([digests[start : start + DIGEST_BYTES] for start in starts])
+        earlier = table[first - 1] if first else None
+        self.pages.publish(Scope(sequence.namespace, group), first, earlier, digests, table[first:end])
 
     def _publish_state(self, sequence: LedgerSequence, group: int, token_count: int, digests: bytes) -> None:
         """Where a checkpoint belongs, if the running block is the sequence's alone."""
@@ -208,11 +182,11 @@ class Ledger:
         block = sequence.tables[group][0]
         if token_count % self.groups[group].block_size and token_count != prompt_end:
             return
-        if block in self.published or self._holder_count(group, block) > 1:
+        if block in self.pages.published or self._holder_count(group, block) > 1:
             return
         digest = self._digest_at(digests, token_count, sequence.committed_token_count)
         position = token_count // self._digest_tokens
-        self.published[block] = Published(digest, b"", group, position, sequence.namespace)
+        self.pages.publish(Scope(sequence.namespace, group), position, None, digest, array("I", [block]))
 
     def _digest_at(self, digests: bytes, token_count: int, committed: int) -> bytes:
         start = (token_count // self._digest_tokens - 1 - committed // self._digest_tokens) * DIGEST_BYTES
@@ -220,27 +194,27 @@ class Ledger:
 
     def _settle(self, sequence: LedgerSequence, alike: Sequence[int], first: int) -> None:
         """What fell out of a window, deepest first."""
-        table = sequence.tables[alike[0]]
+        table, fallen = sequence.tables[alike[0]], list[int]()
         for position in reversed(range(min(first, len(table)))):
             if table[position] == NULL_BLOCK:
                 break
             for group in alike:
-                self._release(sequence.tables[group][position])
+                fallen.append(sequence.tables[group][position])
                 sequence.tables[group][position] = NULL_BLOCK
+        self._release(fallen)
 
     # -- frees and forks -----------------------------------------------------------------------------------------------
 
     def _free(self, sequence: LedgerSequence) -> None:
         """Tail first, groups of one specification together."""
-        if not self.published:
+        if not self.pages.published:
             return
-        published, place = self.published, (self._step, self._operation)
         for alike in self._managed:
-            columns = [reversed(sequence.tables[group]) for group in alike]
-            blocks = [block for row in zip(*columns, strict=True) for block in row if block in published]
-            ranks = range(self._rank, self._rank + len(blocks))
-            self.released.update(zip(blocks, [Stamp(*place, rank) for rank in ranks], strict=True))
-            self._rank += len(blocks)
+            if len(alike) == 1:
+                self._release(sequence.tables[alike[0]][::-1])
+            else:
+                columns = [reversed(sequence.tables[group]) for group in alike]
+                self._release([block for row in zip(*columns, strict=True) for block in row])
 
     def _fork(self, parent: LedgerSequence, child_id: int, hold_until: float | None) -> None:
         length = parent.committed_token_count
@@ -286,7 +260,7 @@ class Ledger:
         self.sequences[grown.sequence_id] = sequence
         self.last_sequence_id = grown.sequence_id
         for spec, table in zip(self.groups, sequence.tables, strict=True):
-            self._grant(table if spec.kind == _STATE else table[matched // spec.block_size :])
+            self.pages.grant(table if spec.kind == _STATE else table[matched // spec.block_size :])
 
     def _grow(self, sequence: LedgerSequence, blocks: Sequence[Sequence[int]], wanted: int) -> None:
         for group, added in enumerate(blocks):
@@ -295,26 +269,18 @@ class Ledger:
                 size = self.groups[group].block_size
                 end = 1 if self._is_state(group) else -(-wanted // size)
                 table[end - len(added) :] = array("I", added)
-                self._grant(added)
+                self.pages.grant(added)
         if wanted > sequence.token_count:
             sequence.token_count = wanted
             for group in self._states:  # a checkpoint that is written to without a copy is none any more
                 if not blocks[group]:
-                    self._grant(sequence.tables[group])
-
-    def _grant(self, blocks: Sequence[int]) -> None:
-        """Blocks that are written anew: whatever they carried is gone."""
-        published = self.published
-        if not published.keys().isdisjoint(blocks):
-            for block in blocks:
-                if published.pop(block, None) is not None:
-                    self.released.pop(block, None)
+                    self.pages.grant(sequence.tables[group])
 
     def _let_go_of_sources(self, copies: list[Copy], grown: GrowOutcome) -> None:
         """The copies of one grow, in order, from the end of the list."""
         own = {block for table in grown.blocks for block in table}
         while copies and copies[-1].destination in own:
-            self._release(copies.pop().source)
+            self._release([copies.pop().source])
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -322,10 +288,9 @@ class Ledger:
         self._operation += 1
         self._rank = 0
 
-    def _release(self, block: int) -> None:
-        if block in self.published:
-            self.released[block] = Stamp(self._step, self._operation, self._rank)
-            self._rank += 1
+    def _release(self, blocks: Sequence[int]) -> None:
+        if blocks:
+            self._rank += self.pages.release(self._step, self._operation, self._rank, blocks)
 
     def _is_state(self, group: int) -> bool:
         return bool(self.groups[group].kind == _STATE)

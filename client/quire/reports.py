@@ -12,19 +12,18 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Final
 
-from quire.ledger import Ledger, LedgerSequence, Published, Stamp
+from quire.hashing import DIGEST_BYTES
+from quire.ledger import Ledger, LedgerSequence
+from quire.pages import Pages, Scope, Stretch
 from quire.v1 import allocator_pb2 as pb
 
 ENTRIES_MAX: Final = 4096  # of one chunk: sequences, published blocks, freed blocks
 TABLE_ENTRIES_MAX: Final = 16_384  # of all tables in one chunk: 64 KiB
 HEADS_MAX: Final = 512  # sequences and stretches of one chunk, with what they have beside their entries
 _MILLISECONDS: Final = 1000
-
-
-_Scope = tuple[int, str]  # group, namespace: inside one, a digest names one block
 
 
 class _Chunker:
@@ -62,14 +61,15 @@ def report_chunks(ledger: Ledger, now: float) -> list[pb.ReportChunk]:
     chunker = _Chunker()
     for sequence_id, sequence in ledger.sequences.items():
         _add_sequence(chunker, sequence_id, sequence, now)
-    held = ledger.held_blocks()
-    current = _current(ledger.published, held)
-    for carriers in current.values():
-        for stretch in _stretches(ledger.published, carriers):
-            _add_stretch(chunker, ledger.published[stretch[0]], stretch, ledger.published)
-    blocks = {block for carriers in current.values() for block in carriers.values()} - held
-    freed = [(block, stamp) for block, stamp in ledger.released.items() if block in blocks]
-    _add_freed(chunker, freed)
+    held, pages = ledger.held_blocks(), ledger.pages
+    stretches = pages.stretches()
+    parts = [part for stretch in stretches for part in pages.parts(stretch)]
+    outdated = _outdated(pages, held) if _may_repeat(parts) else set[int]()
+    if outdated:
+        parts = [part for stretch in stretches for part in pages.parts(stretch, outdated)]
+    for part in parts:
+        _add_stretch(chunker, part)
+    _add_freed(chunker, pages, held | outdated)
     chunker.finish()
     return chunker.done
 
@@ -119,60 +119,66 @@ def _add_sequence(chunker: _Chunker, sequence_id: int, sequence: LedgerSequence,
             return
 
 
-def _current(published: dict[int, Published], held: set[int]) -> dict[_Scope, dict[bytes, int]]:
-    """In each scope, of each digest the block that carries it now."""
-    scopes: dict[_Scope, dict[bytes, int]] = {}
-    for block, carried in published.items():
-        carriers = scopes.setdefault((carried.group, carried.namespace), {})
-        other = carriers.setdefault(carried.digest, block)
-        if other != block and other not in held:
-            carriers[carried.digest] = block
-    return scopes
+def _may_repeat(parts: Sequence[Stretch]) -> bool:
+    """Whether two blocks of one group and namespace might carry one digest: two of them begin alike."""
+    words: dict[Scope, list[int]] = {}
+    for part in parts:
+        first_words = memoryview(part.digests).cast("Q")[:: DIGEST_BYTES // 8]
+        words.setdefault(part.scope, []).extend(first_words.tolist())
+    return any(len(set(own)) != len(own) for own in words.values())
 
 
-def _stretches(published: dict[int, Published], carriers: dict[bytes, int]) -> Iterator[list[int]]:
-    """Blocks that follow one another in a prefix, each block of one scope in one stretch."""
-    after: dict[bytes, int] = {}  # of each digest the first block behind it
-    heads = []
-    for block in carriers.values():
-        parent = published[block].parent
-        if parent not in carriers or after.setdefault(parent, block) != block:
-            heads.append(block)
-    for head in heads:
-        stretch, following = [], after.get(published[head].digest)
-        stretch.append(head)
-        while following is not None:
-            stretch.append(following)
-            following = after.get(published[following].digest)
-        yield stretch
+def _outdated(pages: Pages, held: Set[int]) -> set[int]:
+    """Blocks whose digest another block carries now."""
+    carriers: dict[tuple[int, str, bytes], int] = {}
+    outdated = set()
+    for block, carried in pages.carried().items():
+        key = (carried.group, carried.namespace, carried.digest)
+        other = carriers.setdefault(key, block)
+        if other == block:
+            continue
+        if other in held:
+            outdated.add(block)
+        else:
+            outdated.add(other)
+            carriers[key] = block
+    return outdated
 
 
-def _add_freed(chunker: _Chunker, freed: Sequence[tuple[int, Stamp]]) -> None:
+def _add_freed(chunker: _Chunker, pages: Pages, others: Set[int]) -> None:
+    """Blocks that were let go of, and are not among the others, in that order."""
+    released, blocks = pages.released, array("I")
+    steps, operations, ranks = list[int](), list[int](), list[int]()
+    for release in pages.releases():
+        own = [block for block in release.blocks if released.get(block) is release and block not in others]
+        blocks.extend(own)
+        steps += [release.step] * len(own)
+        operations += [release.operation] * len(own)
+        ranks += range(release.rank, release.rank + len(own))
     done = 0
-    while done < len(freed):
-        part = freed[done : done + chunker.room()]
+    while done < len(blocks):
+        end = min(len(blocks), done + chunker.room())
         chunk = chunker.chunk
-        chunk.freed_blocks = pack(block for block, _ in part)
-        chunk.freed_steps.extend([stamp.step for _, stamp in part])
-        chunk.freed_operations.extend([stamp.operation for _, stamp in part])
-        chunk.freed_positions.extend([stamp.rank for _, stamp in part])
-        chunker.entries += len(part)
-        done += len(part)
+        chunk.freed_blocks = pack(blocks[done:end])
+        chunk.freed_steps.extend(steps[done:end])
+        chunk.freed_operations.extend(operations[done:end])
+        chunk.freed_positions.extend(ranks[done:end])
+        chunker.entries += end - done
+        done = end
 
 
-def _add_stretch(chunker: _Chunker, first: Published, stretch: Sequence[int], published: dict[int, Published]) -> None:
-    done = 0
-    while done < len(stretch):
-        part = stretch[done : done + chunker.room()]
-        head = published[part[0]]
+def _add_stretch(chunker: _Chunker, stretch: Stretch) -> None:
+    done, count = 0, len(stretch.blocks)
+    while done < count:
+        end = min(count, done + chunker.room())
         chunker.chunk.prefixes.add(
-            namespace=chunker.name(first.namespace),
-            group=first.group,
-            first_position=head.position,
-            parent_digest=head.parent,
-            digests=b"".join([published[block].digest for block in part]),
-            blocks=pack(part),
+            namespace=chunker.name(stretch.scope.namespace),
+            group=stretch.scope.group,
+            first_position=stretch.first_position + done,
+            parent_digest=stretch.digest_at(done - 1) if done else stretch.parent,
+            digests=bytes(stretch.digests[done * DIGEST_BYTES : end * DIGEST_BYTES]),
+            blocks=pack(stretch.blocks[done:end]),
         )
-        chunker.entries += len(part)
+        chunker.entries += end - done
         chunker.heads += 1
-        done += len(part)
+        done = end

@@ -61,14 +61,14 @@ def compare_pool(pool: Pool, ledger: Ledger) -> None:
         require((sequence_id in pool.holds) == (known.hold_until is not None), f"{sequence_id}: hold or no hold")
     carried, held = carried_by(pool), ledger.held_blocks()
     require(pool.blocks.free_count == pool.spec.block_count - len(held), "free blocks are not those that nobody holds")
-    empty = set(pool.blocks.empty)
+    empty, here = set(pool.blocks.empty), ledger.pages.carried()
     for block, what in carried.items():
-        mine = ledger.published.get(block)
+        mine = here.get(block)
         require(
             mine is not None and (mine.group, mine.namespace, mine.position, mine.digest) == what,
             f"block {block} is published there as what it does not carry here",
         )
-    for block in ledger.published:
+    for block in here:
         require(block in carried or block in empty, f"block {block} carries a digest here, and is something else there")
 
 
@@ -147,7 +147,7 @@ def check_all_taken_over(worker: Worker) -> None:
     assert link.machine.owner is not None
     pool = link.machine.owner.pool
     carried = set(carried_by(pool).values())
-    keys = {(b.group, b.namespace, b.position, b.digest): b for b in ledger.published.values()}
+    keys = {(b.group, b.namespace, b.position, b.digest): b for b in ledger.pages.carried().values()}
     alike = [[n for n, g in enumerate(ledger.groups) if g == group] for group in ledger.groups]
     limited = {quota.namespace for quota in worker.owner.spec.quotas}  # they leave the cache again at once
     for key, block in keys.items():

@@ -9,6 +9,7 @@ from quire import owner as owner_module
 from quire import reports as report_building
 from quire.ledger import Ledger
 from quire.owner import PoolOwner
+from quire.pages import Pages
 from quire.steps import NULL_BLOCK
 
 from tests.simulation.planting import plant
@@ -70,7 +71,7 @@ def _the_ledger_does_not_note_what_was_let_go_of(original: Any, self: Any, seque
     return None
 
 
-@plant(Ledger, "_grant")
+@plant(Pages, "grant")
 def _a_block_that_is_granted_anew_keeps_its_digest(original: Any, self: Any, blocks: Any) -> None:
     return None
 
@@ -102,16 +103,15 @@ def _the_ledger_does_not_note_sources_of_copies(original: Any, self: Any, copies
 
 
 @plant(report_building, "_add_freed")
-def _stamps_are_not_reported(original: Any, chunker: Any, freed: Any) -> None:
+def _stamps_are_not_reported(original: Any, chunker: Any, pages: Any, others: Any) -> None:
     return None
 
 
-@plant(report_building, "_current")
-def _of_one_digest_the_block_that_was_evicted_is_reported(original: Any, published: Any, held: Any) -> Any:
-    scopes: dict[Any, dict[bytes, int]] = {}
-    for block, carried in published.items():
-        scopes.setdefault((carried.group, carried.namespace), {}).setdefault(carried.digest, block)
-    return scopes
+@plant(report_building, "_outdated")
+def _of_one_digest_the_block_that_was_evicted_is_reported(original: Any, pages: Any, held: Any) -> set[int]:
+    carriers: dict[Any, int] = {}
+    rows = ((block, (b.group, b.namespace, b.digest)) for block, b in pages.carried().items())
+    return {block for block, key in rows if carriers.setdefault(key, block) != block}
 
 
 @plant(report_building, "_add_sequence")

@@ -256,6 +256,8 @@ class SessionMachine:
             older.end("FENCED", "a newer stream of this owner took over")
         if not resumed:
             self.phase = Phase.REPORTING
+            if attach.last_step:  # else there is nothing to report, most likely
+                self._reserve_report()
             return pb.SessionReply(report_required=pb.ReportRequired())
         self.phase = Phase.OPEN
         self._sessions.observer.resumed(self.owner)
@@ -270,6 +272,17 @@ class SessionMachine:
 
     # -- report --------------------------------------------------------------------------------------------------------
 
+    def _reserve_report(self) -> None:
+        """Few reports at a time. Who waits is told before it has put its report together."""
+        staging = self._sessions.staging
+        if self not in staging:
+            require(
+                len(staging) < limits.REPORTS_MAX,
+                f"{limits.REPORTS_MAX} reports are under way; attach again in a second",
+                "REPORT_ADMISSION",
+            )
+            staging.add(self)
+
     def _take_report(self, request: pb.SessionRequest, now: float) -> list[pb.SessionReply]:
         owner, spec, sessions = self.owner, self._spec, self._sessions
         assert owner is not None
@@ -282,14 +295,8 @@ class SessionMachine:
             self._report = StagedReport(spec)
         report = self._report
         if request.HasField("report_chunk"):
-            if self not in sessions.staging:
-                require(
-                    len(sessions.staging) < limits.REPORTS_MAX,
-                    f"{limits.REPORTS_MAX} reports are under way",
-                    "REPORT_ADMISSION",
-                )
-                sessions.staging.add(self)
             permits.require_report(self._grant, request.report_chunk)
+            self._reserve_report()
             sessions.apply(owner, lambda: report.add(request.report_chunk, now), now)
             return []
         require(request.HasField("report_end"), "a report was asked for")

@@ -40,7 +40,7 @@ from quire.steps import StepBuilder, StepOutcome
 from quire.v1 import allocator_pb2 as pb
 
 TICKS_PER_HEARTBEAT: Final = 4  # how often silence is looked at
-BACKOFF_S: Final = (0.05, 0.5)
+BACKOFF_S: Final = (0.05, 0.2)  # on top of gRPC's own, which is as long: both add to an outage
 WINDOW: Final = 4
 
 log = logging.getLogger(__name__)

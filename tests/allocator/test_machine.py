@@ -163,6 +163,21 @@ def test_only_so_many_reports_are_staged_at_a_time_and_empty_ones_do_not_count(s
     assert machine.receive(pb.SessionRequest(report_chunk=chunk), 0.0) == []
 
 
+def test_who_has_applied_steps_waits_before_it_puts_its_report_together(sessions: Sessions) -> None:
+    for number in range(limits.REPORTS_MAX):
+        side, machine = owner(f"staging-{number}"), SessionMachine(sessions)
+        side.last_step = 7
+        side.attach()
+        machine.receive(side.outbox.popleft(), 0.0)
+    late, machine = owner("late"), SessionMachine(sessions)
+    late.last_step = 7
+    late.attach()
+    with pytest.raises(Refusal) as caught:
+        machine.receive(late.outbox.popleft(), 0.0)
+    assert (caught.value.reason, late.report_count) == ("REPORT_ADMISSION", 0)
+    attached(sessions, owner("new"))
+
+
 WRONG_CHUNKS: list[tuple[pb.ReportChunk, str]] = [
     (pb.ReportChunk(number=1, freed_blocks=bytes(4)), "MALFORMED"),
     (pb.ReportChunk(), "MALFORMED"),

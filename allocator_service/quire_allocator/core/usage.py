@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Iterator
 from heapq import nlargest
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from quire_allocator.core.runs import Run, RunScope, RunTree
 from quire_allocator.core.spec import GroupKind
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from quire_allocator.core.pool import Pool
 
 LISTED_MAX: Final = 32
@@ -33,11 +33,15 @@ class BlockStates:
     """
 
     def __init__(self, block_count: int) -> None:
+        import numpy as np  # by whoever looks: a process that takes over from a killed one must not wait for it
+
         self.holders: NDArray[np.uint32] = np.zeros(block_count, dtype=np.uint32)
         self.published: NDArray[np.bool_] = np.zeros(block_count, dtype=np.bool_)
 
     def mark(self, blocks: array[int], holders: int, *, published: bool) -> None:
         """Blocks, each at most once, are in `holders` more tables."""
+        import numpy as np
+
         ids = np.frombuffer(blocks, dtype=np.uint32)
         self.holders[ids] += np.uint32(holders)
         if published:
@@ -45,6 +49,8 @@ class BlockStates:
 
     def to_bytes(self, first: int = 0, end: int | None = None) -> bytes:
         """One byte per block of [first, end): 0 empty, 1 cached, n >= 2 held by n - 1 tables (255: 254 or more)."""
+        import numpy as np
+
         held = self.holders[first:end]
         states = np.where(held > 0, np.minimum(held + 1, STATE_MAX), self.published[first:end])
         return states.astype(np.uint8).tobytes()
@@ -148,6 +154,8 @@ def run_counts(pool: Pool) -> tuple[int, int]:
 
 def free_stretch_count(states: BlockStates) -> int:
     """Stretches of consecutive ids that the free blocks form."""
+    import numpy as np
+
     free = np.concatenate(([False], states.holders == 0))
     return int(np.count_nonzero(free[1:] & ~free[:-1]))
 

@@ -1,0 +1,251 @@
+"""How long an owner waits for its next block after the allocator was killed: kill -9 to the first new grant.
+
+A pool is filled with prompts of 2,048 blocks, all published, half of them still held. The allocator is killed, a new
+process is started at once, as a supervisor would, and the owner asks for another block. The parts are
+
+    process   from the kill until the new one serves
+    attach    until the owner is asked for a report
+    build     the report is put together
+    send      until the last chunk has left; the allocator stages chunks meanwhile
+    swap      until the pool is in force
+    grant     until the block is there
+
+and, for many pools at once, until the last of them has its block. `make bench` measures the compiled core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import math
+import random
+import signal
+import statistics
+import tempfile
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from itertools import count, pairwise
+from pathlib import Path
+
+from quire import AsyncAllocatorClient
+from quire.local import ServerProcess
+from quire.owner import Answer, PoolOwner
+from quire.session import PoolSession
+from quire.steps import Result, StepBuilder
+from quire.types import PoolSpec
+from quire.v1 import allocator_pb2 as pb
+from quire_allocator.core import pool as core
+from report import Goal, publish
+
+BLOCK_TOKENS = 16
+PROMPT_BLOCKS = 2_048
+PROMPTS_PER_STEP = 8  # 512 KiB of digests
+START_S = 60.0
+BUILD = "interpreted" if str(core.__file__).endswith(".py") else "compiled"
+PARTS = ("process", "attach", "build", "send", "swap", "grant")
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", type=int, default=100_000, help="blocks of the smaller pool (default: %(default)s)")
+    parser.add_argument("--large", type=int, default=1_000_000, help="of the larger one (default: %(default)s)")
+    parser.add_argument("--pools", type=int, default=32, help="smaller pools at once (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=50, help="kills of the smaller pool's (default: %(default)s)")
+    parser.add_argument("--repeat-large", type=int, default=5, help="of the others (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--csv", help="append the rows to this file")
+    return parser.parse_args()
+
+
+class Supervisor:
+    """One allocator process after another on the same port."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._numbers = count()
+        self.address = "127.0.0.1:0"
+
+    async def start(self) -> None:
+        """A new and empty process; returns when it serves."""
+        folder = self._folder / str(next(self._numbers))
+        folder.mkdir()
+        command = ["--listen", self.address, "--metrics", "127.0.0.1:0", "--log-format", "json"]
+        self.server = ServerProcess("quire_allocator", command, folder=folder, log=folder / "log")
+        ready = folder / "quire_allocator.json"
+        while not ready.exists():
+            assert self.server.process.poll() is None, "the allocator has ended"
+            await asyncio.sleep(0.002)
+        self.server.wait_ready(deadline=time.monotonic() + START_S)
+        self.address = self.server.address
+
+    def kill(self) -> None:
+        """kill -9, and nothing before it."""
+        self.server.process.send_signal(signal.SIGKILL)
+        self.server.process.wait()
+
+
+class Watched(PoolOwner):
+    """Notes when what happens on the way to a new session."""
+
+    def __init__(self, pool: str, spec: pb.PoolSpec, *, incarnation: bytes, window: int = 1) -> None:
+        super().__init__(pool, spec, incarnation=incarnation, window=window)
+        self.times: dict[str, float] = {}
+        self.outbox = Outbox(self)
+
+    def note(self, part: str) -> None:
+        """The part is over."""
+        self.times[part] = time.perf_counter()
+
+    def receive(self, reply: pb.SessionReply, now: float) -> Answer | None:
+        """Attached, built and put in force are what the answers say."""
+        kind = reply.WhichOneof("message")
+        if kind == "report_required":
+            self.note("attach")
+        elif kind == "ready":
+            self.note("swap")
+        answer = super().receive(reply, now)
+        if kind == "report_required":
+            self.note("build")
+        return answer
+
+
+class Outbox(deque[pb.SessionRequest]):
+    """Notes when the end of a report leaves."""
+
+    def __init__(self, owner: Watched) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def popleft(self) -> pb.SessionRequest:
+        """The next message."""
+        request = super().popleft()
+        if request.HasField("report_end"):
+            self._owner.note("send")
+        return request
+
+
+class Owner:
+    """A session whose pool is full."""
+
+    def __init__(self, session: PoolSession, block_count: int, seed: int) -> None:
+        self.session = session
+        self.block_count = block_count
+        self._dice = random.Random(seed)
+        self._ids = count(1)
+        self.watched = Watched(session.pool, session.spec, incarnation=session._owner.incarnation, window=4)
+        session._owner = self.watched
+
+    async def fill(self) -> None:
+        """Prompts until every block is published; every other one is let go of."""
+        left = self.block_count - 1
+        while left:
+            step, held = StepBuilder(), list[tuple[int, int, bytes]]()
+            for _ in range(PROMPTS_PER_STEP):
+                blocks = min(left, PROMPT_BLOCKS)
+                if blocks:
+                    held.append((next(self._ids), blocks * BLOCK_TOKENS, self._dice.randbytes(32 * blocks)))
+                    step.allocate(*held[-1])
+                    left -= blocks
+            outcome = await self.session.step(step)
+            assert all(grow.result is Result.OK for grow in outcome.grows)
+            step = StepBuilder()
+            for sequence in held:
+                step.commit(*sequence)
+            for sequence_id, *_ in held[::2]:
+                step.free(sequence_id)
+            await self.session.step(step)
+
+    async def next_block(self) -> None:
+        """One more block, which is given back later."""
+        step, sequence_id = StepBuilder(), next(self._ids)
+        step.allocate(sequence_id, 1)
+        (grown,) = (await self.session.step(step)).grows
+        assert grown.result is Result.OK
+        self.watched.note("grant")
+
+    async def give_back(self) -> None:
+        """Frees that block."""
+        step = StepBuilder()
+        step.free(self.session.ledger.last_sequence_id)
+        await self.session.step(step)
+
+
+@contextlib.asynccontextmanager
+async def owners(supervisor: Supervisor, pools: int, block_count: int) -> AsyncIterator[list[Owner]]:
+    """So many full pools."""
+    spec = PoolSpec.full_attention(block_count=block_count, block_size=BLOCK_TOKENS)
+    async with contextlib.AsyncExitStack() as stack:
+        found = []
+        for number in range(pools):
+            client = await stack.enter_async_context(AsyncAllocatorClient(supervisor.address))
+            owner = Owner(client.session(f"pool-{number}", spec), block_count, number)
+            await owner.session.open()
+            stack.push_async_callback(owner.session.close)
+            await owner.fill()
+            found.append(owner)
+        gc.collect()
+        gc.freeze()
+        yield found
+        gc.unfreeze()
+
+
+async def recover(supervisor: Supervisor, pools: list[Owner]) -> tuple[float, dict[str, float]]:
+    """Kills the allocator once; returns seconds to the last pool's grant, and the parts of the slowest pool."""
+    for owner in pools:
+        owner.watched.times.clear()
+    killed = time.perf_counter()
+    supervisor.kill()
+    grants = asyncio.gather(*(owner.next_block() for owner in pools))
+    await supervisor.start()
+    served = time.perf_counter()
+    await grants
+    for owner in pools:
+        assert owner.watched.disagreement_count == 0
+        await owner.give_back()
+    slowest = max(pools, key=lambda owner: owner.watched.times["grant"]).watched.times
+    times = [killed, served, *(slowest[part] for part in PARTS[1:])]
+    return times[-1] - killed, dict(zip(PARTS, (b - a for a, b in pairwise(times)), strict=True))
+
+
+async def measure(pools: int, block_count: int, repeat: int) -> dict[str, object]:
+    """One row."""
+    with tempfile.TemporaryDirectory(prefix="quire-") as folder:
+        supervisor = Supervisor(Path(folder))
+        await supervisor.start()
+        try:
+            async with owners(supervisor, pools, block_count) as found:
+                rounds = [await recover(supervisor, found) for _ in range(repeat)]
+        finally:
+            supervisor.server.stop(grace_s=1.0)
+    totals = sorted(total for total, _ in rounds)
+    p99 = totals[math.ceil(0.99 * len(totals)) - 1]
+    parts = {part: round(statistics.median(each[part] for _, each in rounds), 4) for part in PARTS}
+    row: dict[str, object] = {"pools": pools, "blocks": block_count, "core": BUILD, "kills": repeat}
+    return {**row, "median_s": round(statistics.median(totals), 4), "p99_s": round(p99, 4), **parts}
+
+
+def main() -> None:
+    """Measures and reports."""
+    options = arguments()
+    cases = (
+        (1, options.small, options.repeat, 1.0),
+        (1, options.large, options.repeat_large, 4.0),
+        (options.pools, options.small, options.repeat_large, 15.0),
+    )
+    rows, goals = [], []
+    for pools, blocks, repeat, goal_s in cases:
+        if not (pools and blocks and repeat):
+            continue
+        row = asyncio.run(measure(pools, blocks, repeat))
+        rows.append(row)
+        name = f"{pools} x {blocks:,} blocks, s to the first grant, p99"
+        goals.append(Goal(name, float(str(row["p99_s"])), goal_s, "lower"))
+    publish(f"Recovery, core {BUILD}", rows, goals, as_json=options.json, csv_file=options.csv)
+
+
+if __name__ == "__main__":
+    main()

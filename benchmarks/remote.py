@@ -1,0 +1,261 @@
+"""What it costs a worker that its allocator is another process: tokens a second against the same core in process.
+
+Both sides are the worker's own engine on the demo model, with one thread of torch, in this process and in turn; they
+get the same prompts, new in every round. One has its blocks from an allocator process on another CPU, the other from
+the same state machines and the same core (`quire.owner`, `quire_allocator.machine`) by plain function calls. The
+smaller the model, the more the allocator weighs. The share of time spent waiting for the allocator is what the worker
+counts in `quire_worker_allocator_wait_seconds_total`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from quire import AsyncAllocatorClient, QuireError
+from quire._messages import pool_spec_message
+from quire.local import ServerProcess
+from quire.owner import PoolOwner
+from quire.steps import StepBuilder, StepOutcome
+from quire.types import PoolSpec
+from quire_allocator.core import pool as core
+from quire_allocator.core.directory import Directory, Ownership
+from quire_allocator.machine import SessionMachine, Sessions
+from quire_worker.cache import KVCache
+from quire_worker.engine import Engine
+from quire_worker.model import PagedModel, load_model
+from quire_worker.request import Request
+from quire_worker.sampler import SamplingParams
+from quire_worker.scheduler import Scheduler
+from quire_worker.telemetry import WorkerTelemetry
+from quire_worker.tokenizer import Tokenizer
+from report import Goal, publish
+
+MODEL = Path(__file__).parent.parent / "models" / "demo"
+BLOCK_SIZE = 16
+BLOCKS = 4_096
+START_S = 30.0
+BUILD = "interpreted" if str(core.__file__).endswith(".py") else "compiled"
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(MODEL), help="folder of the model (default: models/demo)")
+    parser.add_argument("--requests", type=int, default=32, help="prompts of a round (default: %(default)s)")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="tokens of a prompt (default: %(default)s)")
+    parser.add_argument("--output-tokens", type=int, default=128, help="tokens to generate (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=11, help="rounds, both sides in turn (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--csv", help="append the rows to this file")
+    return parser.parse_args()
+
+
+class Nobody:
+    """Whom the machine in process tells nothing."""
+
+    def opened(self, owner: Ownership) -> None: ...
+
+    def resumed(self, owner: Ownership) -> None: ...
+
+    def dropped(self, owner: Ownership) -> None: ...
+
+    def expired(self, owner: Ownership) -> None: ...
+
+    def published(self, owner: Ownership) -> None: ...
+
+    def quarantined(self, owner: Ownership, error: Exception) -> None: ...
+
+
+class DirectSession:
+    """What `PoolSession` is to an engine, with the allocator's machine at the other end of a function call."""
+
+    connected = True
+
+    def __init__(self, spec: PoolSpec) -> None:
+        directory = Directory(lease_s=3600, pools_max=1)
+        sessions = Sessions(directory, Nobody(), new_session_id=lambda: os.urandom(16))
+        self._machine = SessionMachine(sessions)
+        self._owner = PoolOwner("direct", pool_spec_message(spec), incarnation=os.urandom(16), window=4)
+        self._owner.attach()
+        self._exchange()
+
+    async def step(self, operations: StepBuilder) -> StepOutcome:
+        """Applies a step."""
+        return await (await self.submit(operations))
+
+    async def submit(self, operations: StepBuilder) -> asyncio.Future[StepOutcome]:
+        """Applies a step; the future is done."""
+        answer = asyncio.get_running_loop().create_future()
+        self._owner.submit(operations)
+        answer.set_result(self._exchange())
+        return answer
+
+    async def close(self) -> None:
+        """Nothing is left behind."""
+
+    def _exchange(self) -> Any:
+        """Messages to and fro until nobody has anything to say; returns what the last step did."""
+        outcome = None
+        while self._owner.outbox:
+            now = time.monotonic()
+            for reply in self._machine.receive(self._owner.outbox.popleft(), now):
+                answer = self._owner.receive(reply, now)
+                outcome = answer.outcome if answer is not None else outcome
+        return outcome
+
+
+class Round(NamedTuple):
+    """One side's round: tokens a second, and the share of its turns spent waiting for the allocator."""
+
+    rate: float
+    waiting: float
+
+
+class Side:
+    """An engine that runs, and the prompts it gets."""
+
+    def __init__(self, engine: Engine, options: argparse.Namespace) -> None:
+        self._engine = engine
+        self._options = options
+
+    async def measure(self, prompts: list[list[int]]) -> Round:
+        """All prompts at once."""
+        telemetry, options = self._engine.telemetry, self._options
+        waited, turns = telemetry.allocator_wait_s, telemetry.step_seconds.sum
+        sampling = SamplingParams(max_tokens=options.output_tokens, ignore_eos=True)
+        started = time.perf_counter()
+        requests = [
+            self._engine.submit(request_id="", prompt=prompt, sampling=sampling, namespace="") for prompt in prompts
+        ]
+        counts = await asyncio.gather(*map(_collect, requests))
+        taken = time.perf_counter() - started
+        assert set(counts) == {options.output_tokens}
+        for request in requests:
+            self._engine.cancel(request)
+        await self._engine.drained()
+        waiting = (telemetry.allocator_wait_s - waited) / (telemetry.step_seconds.sum - turns)
+        return Round(sum(counts) / taken, waiting)
+
+
+async def _collect(request: Request) -> int:
+    """Tokens until the last one."""
+    count = 0
+    while True:
+        delivery = await request.deliveries.get()
+        if isinstance(delivery, QuireError):
+            raise delivery
+        count += len(delivery.token_ids)
+        if delivery.is_last:
+            return count
+
+
+@asynccontextmanager
+async def side(model: PagedModel, session: Any, options: argparse.Namespace) -> AsyncIterator[Side]:
+    """A running engine on that session."""
+    cache = KVCache(model.cache_spec, BLOCKS)
+    scheduler = Scheduler(
+        block_size=BLOCK_SIZE,
+        sequence_tokens_max=min(model.max_position, BLOCKS * BLOCK_SIZE),
+        batch_tokens_max=512,
+        running_max=64,
+    )
+    engine = Engine(
+        model=model,
+        cache=cache,
+        tokenizer=Tokenizer(options.model),
+        session=session,
+        scheduler=scheduler,
+        telemetry=WorkerTelemetry(),
+        waiting_max=1024,
+    )
+    task = asyncio.create_task(engine.run())
+    try:
+        yield Side(engine, options)
+    finally:
+        engine.stop()
+        await task
+        await session.close()
+        engine.close()
+
+
+async def measure(options: argparse.Namespace, address: str) -> dict[str, list[Round]]:
+    """Rounds of both sides in turn; who begins changes."""
+    torch.set_num_threads(1)
+    model = load_model(options.model, block_size=BLOCK_SIZE)
+    spec = PoolSpec.full_attention(block_count=BLOCKS, block_size=BLOCK_SIZE)
+    dice = random.Random(1)
+    async with contextlib.AsyncExitStack() as stack:
+        client = await stack.enter_async_context(AsyncAllocatorClient(address))
+        session = client.session("remote", spec)
+        await session.open()
+        sides = {
+            "another process": await stack.enter_async_context(side(model, session, options)),
+            "in process": await stack.enter_async_context(side(model, DirectSession(spec), options)),
+        }
+        rounds: dict[str, list[Round]] = {name: [] for name in sides}
+        gc.collect()
+        gc.freeze()
+        for number in range(-1, options.repeat):  # the first is for warming up
+            prompts = [
+                [dice.randrange(1, model.vocab_size) for _ in range(options.prompt_tokens)]
+                for _ in range(options.requests)
+            ]
+            for name in sorted(sides, reverse=bool(number % 2)):
+                done = await sides[name].measure(prompts)
+                if number >= 0:
+                    rounds[name].append(done)
+    return rounds
+
+
+def main() -> None:
+    """Measures and reports."""
+    options = arguments()
+    cpus = sorted(os.sched_getaffinity(0))
+    command = {"--listen": "127.0.0.1:0", "--metrics": "127.0.0.1:0", "--cpu": str(cpus[0]), "--lease": "3600"}
+    os.sched_setaffinity(0, set(cpus[1:]) or set(cpus))
+    with tempfile.TemporaryDirectory(prefix="quire-") as folder:
+        arguments_ = list(chain.from_iterable(command.items()))
+        server = ServerProcess("quire_allocator", arguments_, folder=Path(folder), log=Path(folder) / "log")
+        try:
+            server.wait_ready(deadline=time.monotonic() + START_S)
+            rounds = asyncio.run(measure(options, server.address))
+        finally:
+            server.stop(grace_s=1.0)
+    os.sched_setaffinity(0, cpus)
+    remote, direct = rounds["another process"], rounds["in process"]
+    rows: list[dict[str, object]] = [
+        {
+            "allocator": name,
+            "core": BUILD,
+            "requests": options.requests,
+            "output_tokens": options.output_tokens,
+            "tokens_per_s": round(statistics.median(each.rate for each in own), 1),
+            "waiting_share": round(statistics.median(each.waiting for each in own), 5),
+        }
+        for name, own in rounds.items()
+    ]
+    ratio = statistics.median(a.rate / b.rate for a, b in zip(remote, direct, strict=True))
+    goals = [
+        Goal("tokens a second over gRPC, of those in process", ratio, 0.98, "higher"),
+        Goal("share of time waiting for the allocator", float(str(rows[0]["waiting_share"])), 0.01, "lower"),
+    ]
+    title = f"A worker whose allocator is another process, core {BUILD}"
+    publish(title, rows, goals, as_json=options.json, csv_file=options.csv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,329 @@
+"""What the session stream costs over an echo: the same messages' sizes, the same server flavour, the same CPU, in turn.
+
+The allocator and the echo (grpc.aio on uvloop, an answer as long as is asked for) are processes on one CPU, the clients
+share another. Steps are made beforehand, so that the wire and the server are measured; the row "through PoolSession"
+has building them and keeping the ledger, too. A step of 256 operations is an append for each of 256 sequences, 16 of
+which take a block.
+
+CPU is that of a whole process for each message. What the handler costs is what a step takes more of it than its echo.
+The last rows are what a pool's owner waits while another owner floods the same allocator. `make bench` measures the
+compiled core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+from quire import AsyncAllocatorClient
+from quire.local import ServerProcess
+from quire.steps import Result, StepBuilder
+from quire.types import PoolSpec
+from quire_allocator.core import pool as core
+from report import Goal, publish
+from session_sides import echo
+from session_sides.streams import BLOCK_TOKENS, SESSION, Owner, Stream, check
+
+OPERATIONS = 256
+POOL_BLOCKS = 200_000
+PROMPT_BLOCKS = 2_048
+STREAMS = (1, 8, 64)
+START_S = 30.0
+FLOOD_WINDOW = 8
+FLOOD_OPERATIONS = 1_024
+VICTIM_OPERATIONS = 64
+BUILD = "interpreted" if str(core.__file__).endswith(".py") else "compiled"
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=11, help="rounds, both sides in turn (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=400, help="messages of a side's turn (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--csv", help="append the rows to this file")
+    parser.add_argument("--flood", metavar="ADDRESS", help=argparse.SUPPRESS)  # what the victim's rival runs
+    return parser.parse_args()
+
+
+class Turn(NamedTuple):
+    """What one side took for its messages.
+
+    Attributes:
+        times: seconds of each round trip.
+        wall_s: from the first message to the last answer.
+        server_us, client_us: CPU of either process for each message.
+    """
+
+    times: list[float]
+    wall_s: float
+    server_us: float
+    client_us: float
+
+    @property
+    def rate(self) -> float:
+        """Messages a second."""
+        return len(self.times) / self.wall_s
+
+
+class Servers:
+    """The allocator and the echo, on one CPU."""
+
+    def __init__(self, folder: Path, cpu: int) -> None:
+        command = {"--listen": "127.0.0.1:0", "--metrics": "127.0.0.1:0", "--cpu": str(cpu), "--lease": "3600"}
+        arguments = list(chain.from_iterable(command.items()))
+        self.allocator = ServerProcess("quire_allocator", arguments, folder=folder, log=folder / "log")
+        script = [sys.executable, str(Path(echo.__file__)), "--cpu", str(cpu)]
+        self._echo = subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._echo.stdout is not None
+        self.echo_address = f"127.0.0.1:{self._echo.stdout.readline().strip()}"
+        self.allocator.wait_ready(deadline=time.monotonic() + START_S)
+        self.echo_clock = _cpu_clock(self._echo.pid)
+        self.allocator_clock = _cpu_clock(self.allocator.process.pid)
+
+    def stop(self) -> None:
+        """Ends both."""
+        assert self._echo.stdin is not None
+        self._echo.stdin.close()
+        self._echo.wait()
+        self.allocator.stop(grace_s=1.0)
+
+
+def _cpu_clock(pid: int) -> int:
+    """The clock of another process' CPU time, as clock_getcpuclockid(3) makes it on Linux."""
+    return (~pid << 3) | 2
+
+
+async def take_turn(streams: Sequence[Stream], requests: Sequence[Sequence[bytes]], clock: int) -> Turn:
+    """Every stream sends its messages, one outstanding, all streams at once."""
+    server_ns, client_ns, started = time.clock_gettime_ns(clock), time.process_time_ns(), time.perf_counter()
+    rounds = zip(streams, requests, strict=True)
+    times = await asyncio.gather(*(stream.round_trips(messages) for stream, messages in rounds))
+    wall_s = time.perf_counter() - started
+    flat = list(chain.from_iterable(times))
+    server_us = (time.clock_gettime_ns(clock) - server_ns) / 1_000 / len(flat)
+    return Turn(flat, wall_s, server_us, (time.process_time_ns() - client_ns) / 1_000 / len(flat))
+
+
+@contextlib.asynccontextmanager
+async def connected(servers: Servers, count: int, name: str) -> AsyncIterator[tuple[list[Stream], list[Owner]]]:
+    """So many streams to the echo, and as many owners."""
+    async with contextlib.AsyncExitStack() as stack:
+        echoes, owners = [], []
+        for number in range(count):
+            echoes.append(await stack.enter_async_context(Stream(servers.echo_address, echo.METHOD)))
+            stream = await stack.enter_async_context(Stream(servers.allocator.address, SESSION))
+            owners.append(Owner(stream, f"{name}-{number}", POOL_BLOCKS, os.urandom(16)))
+            await owners[-1].open()
+        yield echoes, owners
+
+
+async def compare(
+    servers: Servers, count: int, name: str, make: Callable[[Owner], Callable[[], list[bytes]]], repeat: int
+) -> tuple[list[Turn], list[Turn]]:
+    """Turns of the echo and of the allocator; `make` gives what makes an owner's messages for one turn."""
+    async with connected(servers, count, name) as (echoes, owners):
+        makers = [make(owner) for owner in owners]
+        first = makers[0]()
+        answers = [await owners[0].stream.ask(message) for message in first]
+        check(first[0], answers[0])
+        size = (len(first[-2]), round(statistics.mean(map(len, answers[1:-1]))))  # of an ordinary one
+        turns: tuple[list[Turn], list[Turn]] = ([], [])
+        for number in range(-1, repeat):  # the first is for warming up
+            steps = [maker() for maker in makers]
+            gc.collect()
+            for kept, turn in (
+                (
+                    turns[0],
+                    take_turn(echoes, [[echo.request_of(*size)] * len(each) for each in steps], servers.echo_clock),
+                ),
+                (turns[1], take_turn([owner.stream for owner in owners], steps, servers.allocator_clock)),
+            ):
+                done = await turn
+                if number >= 0:
+                    kept.append(done)
+        return turns
+
+
+def decoding(owner: Owner, count: int, operations: int = OPERATIONS) -> Callable[[], list[bytes]]:
+    """Steps of so many appends; the sequences are made with the first turn."""
+    state = owner.decoding(operations)
+    return lambda: state.steps(count)
+
+
+def admitting(owner: Owner, count: int) -> Callable[[], list[bytes]]:
+    """Steps that admit a long prompt nobody has published, and free the one before."""
+    prompts = [random.Random(number).randbytes(32 * PROMPT_BLOCKS) for number in range(count)]
+    return lambda: owner.admissions(prompts)
+
+
+def percentile(turns: Sequence[Turn], share: float) -> float:
+    """Microseconds: the median over the turns of each one's percentile."""
+    return statistics.median(sorted(turn.times)[int(share * (len(turn.times) - 1))] for turn in turns) * 1e6
+
+
+def row(what: str, streams: int, turns: Sequence[Turn], over_echo: float | None = None) -> dict[str, object]:
+    """One row."""
+    numbers = {
+        "per_s": statistics.median(turn.rate for turn in turns),
+        "p50_us": percentile(turns, 0.5),
+        "p99_us": percentile(turns, 0.99),
+        "server_cpu_us": statistics.median(turn.server_us for turn in turns),
+        "client_cpu_us": statistics.median(turn.client_us for turn in turns),
+    }
+    rounded = {name: round(value, 1) for name, value in numbers.items()}
+    over = "" if over_echo is None else round(over_echo, 3)
+    return {"what": what, "core": BUILD, "streams": streams, **rounded, "over_echo": over}
+
+
+def ratio(sides: tuple[list[Turn], list[Turn]], value: Callable[[Turn], float]) -> float:
+    """Median over the rounds of the allocator's over the echo's."""
+    return statistics.median(value(step) / value(plain) for plain, step in zip(*sides, strict=True))
+
+
+async def through_session(servers: Servers, options: argparse.Namespace) -> list[Turn]:
+    """The same steps by an engine that uses `PoolSession`."""
+    spec = PoolSpec.full_attention(block_count=POOL_BLOCKS, block_size=BLOCK_TOKENS)
+    turns = []
+    async with AsyncAllocatorClient(servers.allocator.address) as client:
+        session = client.session("session", spec)
+        await session.open()
+        tokens = {number: 1 + number % BLOCK_TOKENS for number in range(1, OPERATIONS + 1)}
+        step = StepBuilder()
+        for sequence_id, count in tokens.items():
+            step.allocate(sequence_id, count)
+        await session.step(step)
+        for _ in range(options.repeat):
+            server_ns, client_ns = time.clock_gettime_ns(servers.allocator_clock), time.process_time_ns()
+            begun, times = time.perf_counter(), []
+            for _ in range(options.steps):
+                started, step = time.perf_counter(), StepBuilder()
+                tokens = {sequence_id: count + 1 for sequence_id, count in tokens.items()}
+                for sequence_id, count in tokens.items():
+                    step.grow(sequence_id, count)
+                outcome = await session.step(step)
+                times.append(time.perf_counter() - started)
+                assert outcome.grows[-1].result is Result.OK
+            server_us = (time.clock_gettime_ns(servers.allocator_clock) - server_ns) / 1_000 / options.steps
+            client_us = (time.process_time_ns() - client_ns) / 1_000 / options.steps
+            turns.append(Turn(times, time.perf_counter() - begun, server_us, client_us))
+        await session.close()
+    return turns
+
+
+async def victim(servers: Servers, options: argparse.Namespace) -> tuple[list[Turn], list[Turn]]:
+    """An owner's turns while it is alone, and while another process floods."""
+    async with Stream(servers.allocator.address, SESSION) as stream:
+        owner = Owner(stream, "victim", POOL_BLOCKS, os.urandom(16))
+        await owner.open()
+        make = decoding(owner, options.steps, VICTIM_OPERATIONS)
+        await stream.round_trips(make())
+        quiet, flooded = [], []
+        for _ in range(options.repeat):
+            quiet.append(await take_turn([stream], [make()], servers.allocator_clock))
+            steps = make()
+            command = [sys.executable, __file__, "--flood", servers.allocator.address]
+            rival = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+            try:
+                assert rival.stdout is not None
+                await rival.stdout.readline()
+                flooded.append(await take_turn([stream], [steps], servers.allocator_clock))
+            finally:
+                rival.kill()
+                await rival.wait()
+    return quiet, flooded
+
+
+async def flood(address: str) -> None:
+    """Sends as much as it can until it is killed."""
+    async with Stream(address, SESSION) as stream:
+        owner = Owner(stream, f"flood-{os.getpid()}", POOL_BLOCKS, os.urandom(16))
+        await owner.open()
+        make = decoding(owner, 200, FLOOD_OPERATIONS)
+        await stream.flood(make(), FLOOD_WINDOW)
+        print("flooding", flush=True)
+        while True:
+            await stream.flood(make(), FLOOD_WINDOW)
+
+
+async def measure(options: argparse.Namespace, servers: Servers) -> tuple[list[dict[str, object]], list[Goal]]:
+    """All rows and goals."""
+    rows: list[dict[str, object]] = []
+    goals: list[Goal] = []
+    for count in STREAMS:
+        steps = max(20, options.steps // count)
+        sides = await compare(
+            servers, count, f"decode-{count}", lambda owner, n=steps: decoding(owner, n), options.repeat
+        )
+        over = ratio(sides, lambda turn: statistics.median(turn.times))
+        rate = ratio(sides, lambda turn: turn.rate)
+        rows.append(row("echo of a step of 256 appends", count, sides[0]))
+        rows.append(row("step of 256 appends", count, sides[1], over))
+        if count == 1:
+            handler = statistics.median(s.server_us - e.server_us for e, s in zip(*sides, strict=True))
+            goals.append(Goal("step of 256 operations over its echo, round trip", over, 2.0, "lower"))
+            goals.append(Goal("CPU of the handler, us a step of 256 operations", handler, 40.0, "lower"))
+        if count == 8:
+            appends = statistics.median(turn.rate for turn in sides[1]) * OPERATIONS
+            goals.append(Goal("8 streams, steps a second over echoes a second", rate, 0.33, "higher"))
+            goals.append(Goal("8 streams, appends a second", appends, 1.7e6, "higher"))
+    turns = await through_session(servers, options)
+    over = percentile(turns, 0.5) / float(str(rows[0]["p50_us"]))
+    rows.append(row("step of 256 appends through PoolSession", 1, turns, over))
+    sides = await compare(
+        servers, 1, "admit", lambda owner: admitting(owner, max(20, options.steps // 8)), options.repeat
+    )
+    plain = await plain_echo(servers, 32 << 10, options)
+    rows.append(row("echo of 32 kB", 1, plain))
+    over = percentile(sides[1], 0.5) / percentile(plain, 0.5)
+    rows.append(row("admit 2,048 blocks and free as many", 1, sides[1], over))
+    goals.append(Goal("admit and free 2,048 blocks over an echo of 32 kB, round trip", over, 1.6, "lower"))
+    quiet, flooded = await victim(servers, options)
+    over = percentile(flooded, 0.99) / percentile(quiet, 0.99)
+    rows.append(row("step of 64 appends, alone", 1, quiet))
+    rows.append(row("the same while another pool floods", 1, flooded))
+    goals.append(Goal("a victim's p99 over its quiet p99", over, 3.0, "lower"))
+    return rows, goals
+
+
+async def plain_echo(servers: Servers, size: int, options: argparse.Namespace) -> list[Turn]:
+    """Turns of the echo alone."""
+    async with Stream(servers.echo_address, echo.METHOD) as stream:
+        requests = [echo.request_of(size, size)] * max(20, options.steps // 8)
+        turns = [await take_turn([stream], [requests], servers.echo_clock) for _ in range(options.repeat + 1)]
+    return turns[1:]
+
+
+def main() -> None:
+    """Measures and reports."""
+    options = arguments()
+    cpus = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, set(cpus[1:]) or set(cpus))
+    if options.flood:
+        asyncio.run(flood(options.flood))
+        return
+    with tempfile.TemporaryDirectory(prefix="quire-") as folder:
+        servers = Servers(Path(folder), cpus[0])
+        try:
+            rows, goals = asyncio.run(measure(options, servers))
+        finally:
+            servers.stop()
+    os.sched_setaffinity(0, cpus)
+    publish(f"The session stream, core {BUILD}", rows, goals, as_json=options.json, csv_file=options.csv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""A server that answers every message on a stream with as many bytes as the message asks for, and does nothing else.
+
+    python benchmarks/session_sides/echo.py --cpu 0
+
+The same flavour as the allocator: grpc.aio on uvloop, one process, the same options. Its first line of output is its
+port. The first four bytes of a message are the length of the answer, little-endian.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+from typing import Any
+
+import grpc
+import uvloop
+from grpc import aio
+from quire.limits import MESSAGE_BYTES_MAX
+
+METHOD = "/benchmark.Echo/Stream"
+_ANSWER = bytes(MESSAGE_BYTES_MAX)
+
+
+def request_of(size: int, answer_size: int) -> bytes:
+    """A message of so many bytes that asks for so many."""
+    return answer_size.to_bytes(4, "little") + bytes(size - 4)
+
+
+async def _echo(_requests: Any, context: aio.ServicerContext[Any, Any]) -> None:
+    while (request := await context.read()) is not aio.EOF:  # type: ignore[attr-defined]
+        await context.write(_ANSWER[: int.from_bytes(request[:4], "little")])
+
+
+async def _serve() -> None:
+    server = aio.server(options=[("grpc.max_receive_message_length", MESSAGE_BYTES_MAX), ("grpc.so_reuseport", 0)])
+    service, _, method = METHOD[1:].partition("/")
+    handler = grpc.stream_stream_rpc_method_handler(_echo)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    gc.freeze()
+    print(port, flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, os.read, 0, 1)  # until whoever started it is gone
+
+
+def main() -> None:
+    """Serves until standard input ends."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpu", type=int, help="pin the process to this CPU")
+    cpu = parser.parse_args().cpu
+    if cpu is not None:
+        os.sched_setaffinity(0, {cpu})
+    uvloop.run(_serve())
+
+
+if __name__ == "__main__":
+    main()

@@ -66,9 +66,12 @@ format: $(READY) ## format and mend what can be mended
 proto: $(READY) ## generate client/quire/v1 from protos/
 	PYTHON=$(BIN)/python scripts/generate_protos.sh
 
-bench: $(COMPILED)/.ready ## measure text per second, the allocator's operations, and attention
+bench: $(COMPILED)/.ready ## measure text per second, the allocator's operations, its sessions, and attention
 	$(BIN)/python benchmarks/serving.py
 	PYTHONPATH=$(COMPILED) $(BIN)/python benchmarks/allocator.py
+	PYTHONPATH=$(COMPILED) $(BIN)/python benchmarks/session.py
+	PYTHONPATH=$(COMPILED) $(BIN)/python benchmarks/remote.py
+	PYTHONPATH=$(COMPILED) $(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/kernels.py
 
 kernels-compile: $(READY) ## compile every kernel for sm_80, sm_90 and gfx942 without a GPU, and compare with the committed table

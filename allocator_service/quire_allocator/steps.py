@@ -18,6 +18,10 @@ from quire_allocator.core.pool import Pool
 from quire_allocator.core.spec import DIGEST_BYTES, GrowResult, Result
 from quire_allocator.translate import require
 
+_STEP_TOO_LARGE = f"a step has at most {limits.STEP_BYTES_MAX} bytes"
+_TOO_MANY_OPERATIONS = f"a step has at most {limits.OPERATIONS_PER_STEP_MAX} operations"
+_HOLD_TOO_LONG = f"hold_ms is at most {limits.HOLD_MS_MAX}"
+
 
 class StepArrays(NamedTuple):
     """A checked step as lists, its digests dealt out to their operations; those are empty where no operation has any.
@@ -37,44 +41,57 @@ class StepArrays(NamedTuple):
 def check_step(pool: Pool, step: pb.Step) -> StepArrays:
     """Everything that can be wrong with a step as a whole. Changes nothing.
 
+    Most steps have grows and little else: a phase that is not there costs nothing.
+
     Raises:
         Refusal: MALFORMED, TOO_LARGE or LIMIT.
     """
     commits, forks, grows = step.commits, step.forks, step.grows
-    require(step.ByteSize() <= limits.STEP_BYTES_MAX, f"a step has at most {limits.STEP_BYTES_MAX} bytes", "TOO_LARGE")
-    operations = len(commits.sequences) + len(step.frees.sequences) + len(forks.parents) + len(grows.sequences)
-    require(
-        operations <= limits.OPERATIONS_PER_STEP_MAX,
-        f"a step has at most {limits.OPERATIONS_PER_STEP_MAX} operations",
-        "TOO_LARGE",
-    )
+    require(step.ByteSize() <= limits.STEP_BYTES_MAX, _STEP_TOO_LARGE, "TOO_LARGE")
+    sequences, token_counts = grows.sequences[:], grows.token_counts[:]  # iterating over repeated fields is slow
+    operations = len(commits.sequences) + len(step.frees.sequences) + len(forks.parents) + len(sequences)
+    require(operations <= limits.OPERATIONS_PER_STEP_MAX, _TOO_MANY_OPERATIONS, "TOO_LARGE")
+    if step.HasField("commits"):
+        _check_commits(commits)
+    if step.HasField("forks"):
+        _check_forks(forks)
+    _check_grows(grows, token_counts)
+    has_new = bool(forks.children) or max(sequences, default=0) > pool.last_sequence_id
+    if has_new:
+        _check_sequence_count(pool, step)
+    commit_digests: Sequence[bytes] = ()
+    if step.HasField("commits"):
+        commit_digests = _deal(commits.digest_counts, len(commits.sequences), commits.digests, "commits")
+        dealt = map(len, commit_digests) if commit_digests else repeat(0)
+        for sequence, token_count, size in zip(commits.sequences, commits.token_counts, dealt, strict=False):
+            check_commit(pool, sequence, token_count, size // DIGEST_BYTES)
+    budget.check(budget.step_reply_bytes_max(pool, step, sum(token_counts)))
+    grow_digests = _deal(grows.digest_counts, len(sequences), grows.digests, "grows")
+    return StepArrays(commit_digests, sequences, token_counts, grow_digests, _namespaces(grows), has_new)
+
+
+def _check_commits(commits: pb.CommitPhase) -> None:
     require(len(commits.token_counts) == len(commits.sequences), "commits: one token_count per sequence")
     require(len(set(commits.sequences)) == len(commits.sequences), "commits: a sequence occurs twice")
-    require(len(forks.parents) == len(forks.children), "forks: one child per parent")
-    require(len(grows.token_counts) == len(grows.sequences), "grows: one token_count per sequence")
-    sequences, token_counts = grows.sequences[:], grows.token_counts[:]  # iterating over repeated fields is slow
-    require(0 not in token_counts, "grows: token_count must be at least 1")
     _check_optional(len(commits.sequences), "commits", keep_token_counts=commits.keep_token_counts)
+
+
+def _check_forks(forks: pb.ForkPhase) -> None:
+    require(len(forks.parents) == len(forks.children), "forks: one child per parent")
     _check_optional(len(forks.parents), "forks", hold_ms=forks.hold_ms)
+    require(not forks.hold_ms or max(forks.hold_ms) <= limits.HOLD_MS_MAX, _HOLD_TOO_LONG)
+
+
+def _check_grows(grows: pb.GrowPhase, token_counts: Sequence[int]) -> None:
+    require(len(token_counts) == len(grows.sequences), "grows: one token_count per sequence")
+    require(0 not in token_counts, "grows: token_count must be at least 1")
     _check_optional(
-        len(grows.sequences),
+        len(token_counts),
         "grows",
         prompt_token_counts=grows.prompt_token_counts,
         priorities=grows.priorities,
         defer_token_counts=grows.defer_token_counts,
     )
-    require(not forks.hold_ms or max(forks.hold_ms) <= limits.HOLD_MS_MAX, f"hold_ms is at most {limits.HOLD_MS_MAX}")
-    has_new = bool(forks.children) or max(sequences, default=0) > pool.last_sequence_id
-    if has_new:
-        _check_sequence_count(pool, step)
-
-    commit_digests = _deal(commits.digest_counts, len(commits.sequences), commits.digests, "commits")
-    dealt = map(len, commit_digests) if commit_digests else repeat(0)
-    for sequence, token_count, size in zip(commits.sequences, commits.token_counts, dealt, strict=False):
-        check_commit(pool, sequence, token_count, size // DIGEST_BYTES)
-    budget.check(budget.step_reply_bytes_max(pool, step, sum(token_counts)))
-    grow_digests = _deal(grows.digest_counts, len(sequences), grows.digests, "grows")
-    return StepArrays(commit_digests, sequences, token_counts, grow_digests, _namespaces(grows), has_new)
 
 
 def check_commit(pool: Pool, sequence: int, token_count: int, digest_count: int) -> None:
@@ -93,10 +110,14 @@ def apply_step(pool: Pool, step: pb.Step, arrays: StepArrays, now: float) -> pb.
     reply = pb.StepReply(session_id=step.session_id, number=step.number)
     pool.log.step = step.number
     reply.expired_holds.extend(pool.expire_holds(now))
-    _commit(pool, step.commits, arrays, reply)
-    reply.free_results.extend(_omit_ok([pool.free(sequence) for sequence in step.frees.sequences]))
-    _fork(pool, step.forks, reply, now)
-    _grow(pool, step.grows, arrays, reply)
+    if step.HasField("commits"):
+        _commit(pool, step.commits, arrays, reply)
+    if step.HasField("frees"):
+        reply.free_results.extend(_omit_ok([pool.free(sequence) for sequence in step.frees.sequences]))
+    if step.HasField("forks"):
+        _fork(pool, step.forks, reply, now)
+    if arrays.grow_sequences:
+        _grow(pool, step.grows, arrays, reply)
     reply.free_block_count = pool.blocks.free_count
     return reply
 
@@ -146,10 +167,12 @@ def _grow(pool: Pool, grows: pb.GrowPhase, arrays: StepArrays, reply: pb.StepRep
             if grown.copies:
                 reply.copy_sources.extend([copy.source for copy in grown.copies])
                 reply.copy_destinations.extend([copy.destination for copy in grown.copies])
-    reply.granted_grows.extend(changed)
-    reply.block_counts.extend(counts)
-    reply.blocks = translate.pack_blocks(blocks)
-    _describe(count, busy, reply)
+    if changed:
+        reply.granted_grows.extend(changed)
+        reply.block_counts.extend(counts)
+        reply.blocks = translate.pack_blocks(blocks)
+    if busy:
+        _describe(count, busy, reply)
 
 
 def _grow_each(pool: Pool, grows: pb.GrowPhase, arrays: StepArrays) -> Iterator[tuple[int, GrowResult]]:

@@ -25,6 +25,8 @@ STATE_DIGEST_STEPS: Final = 64  # every so many steps the reply carries one
 STATE_DIGEST_ENTRIES_MAX: Final = 65_536
 SEQUENCE_ENTRIES: Final = 128  # as many entries cost what a sequence costs by itself
 _GOLDEN: Final = 0x9E3779B9  # of 2**32
+_SEQUENCE: Final = struct.Struct("<QIII").pack
+_LENGTH: Final = struct.Struct("<I").pack
 
 
 class SequenceRow(NamedTuple):
@@ -52,17 +54,19 @@ def in_turn(sequence_ids: Sequence[int], number: int) -> Sequence[int]:
 def state_digest(sequences: Iterable[SequenceRow], entries_max: int | None = None) -> bytes:
     """32 bytes; the sequences come by rising id, or `in_turn` and until there are `entries_max` table entries, to
     which a sequence adds `SEQUENCE_ENTRIES`."""
-    sha256, entry_count = hashlib.sha256(), 0
+    parts: list[bytes] = []  # hashed at once: an update for each costs more than what is in it
+    entry_count = 0
     for sequence_id, token_count, committed, namespace, tables in sequences:
         name = namespace.encode()
-        sha256.update(struct.pack("<QIII", sequence_id, token_count, committed, len(name)) + name)
+        parts.append(_SEQUENCE(sequence_id, token_count, committed, len(name)))
+        parts.append(name)
         for table in tables:
-            sha256.update(struct.pack("<I", len(table)))
-            sha256.update(_little_endian(table))
+            parts.append(_LENGTH(len(table)))
+            parts.append(_little_endian(table))
         entry_count += sum(map(len, tables), SEQUENCE_ENTRIES)
         if entries_max is not None and entry_count >= entries_max:
             break
-    return sha256.digest()
+    return hashlib.sha256(b"".join(parts)).digest()
 
 
 def _little_endian(table: array[int]) -> bytes:

@@ -10,7 +10,7 @@ import pytest
 from quire.hashing import split_digests
 from quire.ledger import Ledger
 from quire.reports import report_chunks, report_end
-from quire.steps import read_reply
+from quire.steps import read_reply, unpack_blocks
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import steps, translate
 from quire_allocator.core import index
@@ -127,6 +127,25 @@ def test_blocks_leave_the_rebuilt_cache_in_the_order_in_which_they_would_have_le
     again = rebuilt(played.ledger, played.spec, 80.0)
     assert published(again) == published(played.pool)
     assert eviction_order(again) == eviction_order(played.pool)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_freed_blocks_may_be_reported_in_any_order(seed: int) -> None:
+    played, dice, freed = Played("two full", seed), random.Random(seed), 0
+    while freed < 4:
+        played.step()
+        freed = sum(len(chunk.freed_steps) for chunk in report_chunks(played.ledger, 0.0))
+    ordered, mixed = (report_chunks(played.ledger, 0.0) for _ in range(2))
+    for chunk in mixed:
+        columns = (chunk.freed_steps, chunk.freed_operations, chunk.freed_positions)
+        rows = list(zip(unpack_blocks(chunk.freed_blocks), *columns, strict=True))
+        dice.shuffle(rows)
+        chunk.freed_blocks = array("I", [row[0] for row in rows]).tobytes()
+        for number, column in enumerate(columns, 1):
+            column[:] = [row[number] for row in rows]
+    assert mixed != ordered
+    found = [taken_in(chunks, played.ledger, played.spec, 0.0) for chunks in (ordered, mixed)]
+    assert eviction_order(found[0]) == eviction_order(found[1])
 
 
 # -- the slow twin -----------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from quire.steps import StepBuilder, StepOutcome
 from quire.v1 import allocator_pb2 as pb
 
 TICKS_PER_HEARTBEAT: Final = 4  # how often silence is looked at
-BACKOFF_S: Final = (0.05, 0.2)  # on top of gRPC's own, which is as long: both add to an outage
+BACKOFF_S: Final = (0.05, 0.2)
 WINDOW: Final = 4
 
 log = logging.getLogger(__name__)
@@ -185,9 +185,9 @@ class PoolSession:
 
     async def _keep_up(self) -> None:
         """Attaches, serves, and attaches again until the session is closed."""
-        delay = BACKOFF_S[0]
+        delay, patient = BACKOFF_S[0], False
         while not self._closing:
-            error = await self._serve_once()
+            error = await self._serve_once(patient=patient)
             if self._closing:
                 return
             if self._fell_silent and self._reconnect is not None:
@@ -198,19 +198,22 @@ class PoolSession:
             was_up = self._connected
             self._end_stream(error)
             if was_up:
-                delay = BACKOFF_S[0]
+                delay, patient = BACKOFF_S[0], False
                 if not asked_s:
                     continue
+            else:
+                patient = True
             self._on_wait(waited_for)
             await asyncio.sleep(max(delay * random.uniform(0.5, 1.0), asked_s))
             delay = min(2 * delay, BACKOFF_S[1])
 
-    async def _serve_once(self) -> QuireError | None:
-        """One stream from attach to end; returns why it ended, if it says."""
+    async def _serve_once(self, *, patient: bool) -> QuireError | None:
+        """One stream from attach to end; returns why it ended, if it says. A patient one begins when there is a
+        connection: once it is known why there was none, a pause of our own would only add to the outage."""
         owner = self._owner
         owner.attach()
         self._silence.heard()  # it has as long as any other answer
-        call = self._call = self._stub.Session(metadata=self._metadata)
+        call = self._call = self._stub.Session(metadata=self._metadata, wait_for_ready=patient)
         try:
             await self._flush()
             while owner.phase is not Phase.IDLE:

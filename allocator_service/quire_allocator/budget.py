@@ -51,10 +51,9 @@ def step_reply_bytes_max(pool: Pool, step: pb.Step, tokens: int, *, exact: bool 
     `tokens` is the sum of `grows.token_counts`."""
     groups = len(pool.spec.groups)
     grows = len(step.grows.sequences)
-    results = len(step.commits.sequences) + len(step.frees.sequences) + len(step.forks.parents)
-    fixed = results + 2 * NUMBER_BYTES * len(pool.holds)
+    fixed = len(step.frees.sequences) + len(step.forks.parents) + 2 * NUMBER_BYTES * len(pool.holds)
     if step.HasField("commits"):
-        fixed += commit_answer_bytes_max(pool, sum(step.commits.digest_counts))
+        fixed += len(step.commits.sequences) + commit_answer_bytes_max(pool, sum(step.commits.digest_counts))
     fixed += grows * (GROW_BYTES + groups * (NUMBER_BYTES + COPY_BYTES))
     # Most steps are so small that they would fit even if every sequence were new.
     tokens += sum(step.grows.prompt_token_counts)

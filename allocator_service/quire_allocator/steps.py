@@ -235,6 +235,8 @@ def _check_optional(count: int, phase: str, **arrays: Sequence[int]) -> None:
 
 def _deal(counts: Sequence[int], operations: int, data: bytes, phase: str) -> Sequence[bytes]:
     """Deals concatenated digests out to operations, each its own; empty where nobody gets any."""
+    if not counts and not data:
+        return ()
     require(len(counts) in (0, operations), f"{phase}: one digest_count per sequence, or none at all")
     translate.digests(data)
     require(len(data) == DIGEST_BYTES * sum(counts), f"{phase}: digest_counts and digests disagree")
@@ -251,8 +253,10 @@ def _deal(counts: Sequence[int], operations: int, data: bytes, phase: str) -> Se
 
 
 def _namespaces(grows: pb.GrowPhase) -> Sequence[str]:
-    names = [translate.namespace(name) for name in grows.namespaces]
     indices = grows.namespace_indices
+    if not indices and not grows.namespaces:
+        return ()
+    names = [translate.namespace(name) for name in grows.namespaces]
     require(len(indices) in (0, len(grows.sequences)), "grows: one namespace_index per sequence, or none at all")
     require(not indices or max(indices) < max(1, len(names)), "grows: a namespace_index is out of range")
     if not names:

@@ -18,11 +18,12 @@ from tests.fuzz.run import REASONS, run_episode
 
 
 def test_nothing_is_changed_by_what_is_refused_and_every_reason_is_seen() -> None:
-    seen = Seen()
-    for seed in range(1, 6):
+    seen, wanted = Seen(), REASONS - {"FENCED", "TOO_LARGE"}  # which take some thousand messages
+    for seed in range(1, 21):
         run_episode(seed, seen, messages=300)
-    missing = REASONS - set(seen.answers)
-    assert not missing - {"FENCED", "TOO_LARGE"}  # which take some thousand messages
+        if seed >= 5 and wanted <= set(seen.answers):
+            break
+    assert wanted <= set(seen.answers)
     assert seen.answers["OK"] > 100
 
 

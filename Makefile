@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 COMPILED := build/compiled
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 # Two processes that both use OpenMP on few cores slow each other down tenfold unless waiting threads sleep.
 export OMP_WAIT_POLICY := PASSIVE
@@ -26,8 +28,8 @@ dev: $(READY) ## set up .venv with everything needed to work on Quire
 demo: $(READY) ## start an allocator and a worker, stream prompts that share a prefix, print what sharing saved
 	$(BIN)/python examples/demo.py
 
-test: $(READY) ## run all tests that need neither Docker nor a GPU
-	$(BIN)/python -m pytest
+test: $(READY) ## run all tests that need neither Docker nor a GPU, JOBS=2 files at a time
+	$(PYTEST)
 
 # Built from a source distribution: extension modules beside the sources would be imported instead of them for ever.
 $(COMPILED)/.ready: $(READY) $(shell find client allocator_service worker_service -name '*.py')
@@ -39,7 +41,7 @@ $(COMPILED)/.ready: $(READY) $(shell find client allocator_service worker_servic
 	@touch $@
 
 test-compiled: $(COMPILED)/.ready ## run the allocator's tests on its compiled core, as its image has it
-	PYTHONPATH=$(COMPILED) $(BIN)/python -m pytest tests/allocator
+	PYTHONPATH=$(COMPILED) $(PYTEST) tests/allocator
 	PYTHONPATH=$(COMPILED) $(BIN)/python -m tests.allocator.twin_run --events 50000 --seed 7
 
 simulate: $(READY) ## simulate the session protocol under faults: STEPS=1000000 SEED=7

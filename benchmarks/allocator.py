@@ -31,13 +31,12 @@ from allocator_sides.core_side import CoreSide
 from allocator_sides.service_side import ServiceSide
 from allocator_sides.vllm_side import VERSION, VllmSide
 from allocator_sides.workload import DECODES, POOL_BLOCKS, Costs, Decoded, Operation, draw_decoded, draw_round
-from quire_allocator.core import pool
 from quire_allocator.server import YOUNG_OBJECTS_MAX
-from report import Goal, publish
+from report import Goal, add_output_arguments, core_build, publish
 
 COLUMNS = ("operation", "pool_blocks", "unit", "vllm", "core", "service", "vllm_over_core", "vllm_over_service")
 FLOOR_HASH_US = 3_144.0
-BUILD = "interpreted" if str(pool.__file__).endswith(".py") else "compiled"
+BUILD = core_build()
 Medians = dict[str, Costs]
 
 
@@ -46,8 +45,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=11, help="rounds (default: %(default)s)")
     parser.add_argument("--without", nargs="*", default=[], choices=["vllm", "service", "scale"], help="parts to skip")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--csv", help="append the rows to this file")
+    add_output_arguments(parser)
     return parser.parse_args()
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from quire_allocator.core.eviction import DEFAULT_POLICY, POLICIES
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec, Result
-from report import Goal, publish
+from report import Goal, add_output_arguments, publish
 
 Request = Sequence[int]
 
@@ -40,8 +40,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, required=True, help="file of requests, a line of JSON each")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="BLOCKS", help="(default: %(default)s)")
     parser.add_argument("--split", type=int, default=1, help="divide each block into so many (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--csv", help="append the rows to this file")
+    add_output_arguments(parser)
     return parser.parse_args()
 
 

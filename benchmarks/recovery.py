@@ -37,14 +37,13 @@ from quire.session import PoolSession
 from quire.steps import Result, StepBuilder
 from quire.types import PoolSpec
 from quire.v1 import allocator_pb2 as pb
-from quire_allocator.core import pool as core
-from report import Goal, publish
+from report import Goal, add_output_arguments, core_build, publish
 
 BLOCK_TOKENS = 16
 PROMPT_BLOCKS = 2_048
 PROMPTS_PER_STEP = 8  # 512 KiB of digests
 START_S = 60.0
-BUILD = "interpreted" if str(core.__file__).endswith(".py") else "compiled"
+BUILD = core_build()
 PARTS = ("process", "attach", "build", "send", "swap", "grant")
 
 
@@ -56,8 +55,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pools", type=int, default=32, help="smaller pools at once (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=50, help="kills of the smaller pool's (default: %(default)s)")
     parser.add_argument("--repeat-large", type=int, default=5, help="of the others (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--csv", help="append the rows to this file")
+    add_output_arguments(parser)
     return parser.parse_args()
 
 

@@ -31,7 +31,6 @@ from quire.local import ServerProcess
 from quire.owner import PoolOwner
 from quire.steps import StepBuilder, StepOutcome
 from quire.types import PoolSpec
-from quire_allocator.core import pool as core
 from quire_allocator.core.directory import Directory, Ownership
 from quire_allocator.machine import SessionMachine, Sessions
 from quire_worker.cache import KVCache
@@ -42,13 +41,13 @@ from quire_worker.sampler import SamplingParams
 from quire_worker.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
 from quire_worker.tokenizer import Tokenizer
-from report import Goal, publish
+from report import Goal, add_output_arguments, core_build, publish
 
 MODEL = Path(__file__).parent.parent / "models" / "demo"
 BLOCK_SIZE = 16
 BLOCKS = 4_096
 START_S = 30.0
-BUILD = "interpreted" if str(core.__file__).endswith(".py") else "compiled"
+BUILD = core_build()
 
 
 def arguments() -> argparse.Namespace:
@@ -59,8 +58,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=64, help="tokens of a prompt (default: %(default)s)")
     parser.add_argument("--output-tokens", type=int, default=128, help="tokens to generate (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=11, help="rounds, both sides in turn (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--csv", help="append the rows to this file")
+    add_output_arguments(parser)
     return parser.parse_args()
 
 

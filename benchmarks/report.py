@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import os
@@ -29,6 +30,19 @@ class Goal:
     def is_met(self) -> bool:
         """Whether the value is on the right side of the goal."""
         return self.value >= self.goal if self.better == "higher" else self.value <= self.goal
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that every benchmark has: where its rows go."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--csv", help="append the rows to this file")
+
+
+def core_build() -> str:
+    """Which core of the allocator is measured: "compiled", as it is shipped, or "interpreted"."""
+    from quire_allocator.core import pool  # not every benchmark needs it
+
+    return "interpreted" if str(pool.__file__).endswith(".py") else "compiled"
 
 
 def commit() -> str:

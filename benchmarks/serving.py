@@ -18,7 +18,7 @@ from typing import Any
 
 from quire import AsyncClient
 from quire.local import LocalStack
-from report import Goal, publish
+from report import Goal, add_output_arguments, publish
 
 MODEL = Path(__file__).parent.parent / "models" / "demo"
 
@@ -31,8 +31,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=128, help="tokens of a prompt (default: %(default)s)")
     parser.add_argument("--output-tokens", type=int, default=64, help="tokens to generate (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=5, help="rounds (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--csv", help="append the rows to this file")
+    add_output_arguments(parser)
     return parser.parse_args()
 
 

@@ -32,8 +32,7 @@ from quire import AsyncAllocatorClient
 from quire.local import ServerProcess
 from quire.steps import Result, StepBuilder
 from quire.types import PoolSpec
-from quire_allocator.core import pool as core
-from report import Goal, publish
+from report import Goal, add_output_arguments, core_build, publish
 from session_sides import echo
 from session_sides.streams import BLOCK_TOKENS, SESSION, Owner, Stream, check
 
@@ -45,7 +44,7 @@ START_S = 30.0
 FLOOD_WINDOW = 8
 FLOOD_OPERATIONS = 1_024
 VICTIM_OPERATIONS = 64
-BUILD = "interpreted" if str(core.__file__).endswith(".py") else "compiled"
+BUILD = core_build()
 
 
 def arguments() -> argparse.Namespace:
@@ -53,8 +52,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=11, help="rounds, both sides in turn (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=400, help="messages of a side's turn (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--csv", help="append the rows to this file")
+    add_output_arguments(parser)
     parser.add_argument("--flood", metavar="ADDRESS", help=argparse.SUPPRESS)  # what the victim's rival runs
     return parser.parse_args()
 

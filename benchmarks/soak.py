@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import random
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +23,7 @@ from grpc import aio
 from quire import AsyncAllocatorClient, PoolSpec
 from quire.local import ServerProcess
 from quire.steps import StepBuilder
+from report import Goal, add_output_arguments, core_build, publish
 
 BLOCKS = 4096
 WARM_STREAMS = 2_000
@@ -99,17 +100,19 @@ async def measure(minutes: float) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints a line for each figure, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=3.0)
-    parser.add_argument("--json", action="store_true")
+    """Measures and reports."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=3.0, help="of both phases together (default: %(default)s)")
+    add_output_arguments(parser)
     options = parser.parse_args()
+    print(f"this takes {options.minutes:g} minutes", file=sys.stderr)
     figures = asyncio.run(measure(options.minutes))
-    if options.json:
-        print(json.dumps(figures))
-    else:
-        for name, value in figures.items():
-            print(f"{name:28} {value:>12,}")
+    goals = [
+        Goal("bytes a cancelled stream", figures["bytes_per_cancelled_stream"], 512.0, "lower"),
+        Goal("growth of resident memory, MB an hour", figures["rss_growth_mb_per_hour"], 1.0, "lower"),
+    ]
+    row: dict[str, object] = {"core": core_build(), "minutes": options.minutes, **figures}
+    publish("An allocator's memory over time", [row], goals, as_json=options.json, csv_file=options.csv)
 
 
 if __name__ == "__main__":

@@ -278,7 +278,7 @@ class SessionMachine:
         if self not in staging:
             require(
                 len(staging) < limits.REPORTS_MAX,
-                f"{limits.REPORTS_MAX} reports are under way; attach again in a second",
+                f"{limits.REPORTS_MAX} reports are under way",
                 "REPORT_ADMISSION",
             )
             staging.add(self)

@@ -43,6 +43,7 @@ STREAMS = (1, 8, 64)
 START_S = 30.0
 FLOOD_WINDOW = 8
 FLOOD_OPERATIONS = 1_024
+FLOOD_BLOCKS = 1_000_000
 VICTIM_OPERATIONS = 64
 BUILD = core_build()
 
@@ -53,7 +54,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=11, help="rounds, both sides in turn (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=400, help="messages of a side's turn (default: %(default)s)")
     add_output_arguments(parser)
-    parser.add_argument("--flood", metavar="ADDRESS", help=argparse.SUPPRESS)  # what the victim's rival runs
     return parser.parse_args()
 
 
@@ -223,38 +223,28 @@ async def through_session(servers: Servers, options: argparse.Namespace) -> list
 
 
 async def victim(servers: Servers, options: argparse.Namespace) -> tuple[list[Turn], list[Turn]]:
-    """An owner's turns while it is alone, and while another process floods."""
-    async with Stream(servers.allocator.address, SESSION) as stream:
+    """An owner's turns while it is alone, and while another one floods.
+
+    Both are in this process: two would wait for each other's time slices, of milliseconds, where they share a CPU.
+    """
+    address = servers.allocator.address
+    async with Stream(address, SESSION) as stream, Stream(address, SESSION) as other:
         owner = Owner(stream, "victim", POOL_BLOCKS, os.urandom(16))
+        rival = Owner(other, "flood", FLOOD_BLOCKS, os.urandom(16))
         await owner.open()
+        await rival.open()
         make = decoding(owner, options.steps, VICTIM_OPERATIONS)
+        make_flood = decoding(rival, 2 * options.steps, FLOOD_OPERATIONS)
         await stream.round_trips(make())
         quiet, flooded = [], []
         for _ in range(options.repeat):
             quiet.append(await take_turn([stream], [make()], servers.allocator_clock))
             steps = make()
-            command = [sys.executable, __file__, "--flood", servers.allocator.address]
-            rival = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
-            try:
-                assert rival.stdout is not None
-                await rival.stdout.readline()
-                flooded.append(await take_turn([stream], [steps], servers.allocator_clock))
-            finally:
-                rival.kill()
-                await rival.wait()
+            flooding = asyncio.create_task(other.flood(make_flood(), FLOOD_WINDOW))
+            flooded.append(await take_turn([stream], [steps], servers.allocator_clock))
+            assert not flooding.done(), "the victim outlasted the flood"
+            await flooding
     return quiet, flooded
-
-
-async def flood(address: str) -> None:
-    """Sends as much as it can until it is killed."""
-    async with Stream(address, SESSION) as stream:
-        owner = Owner(stream, f"flood-{os.getpid()}", POOL_BLOCKS, os.urandom(16))
-        await owner.open()
-        make = decoding(owner, 200, FLOOD_OPERATIONS)
-        await stream.flood(make(), FLOOD_WINDOW)
-        print("flooding", flush=True)
-        while True:
-            await stream.flood(make(), FLOOD_WINDOW)
 
 
 async def measure(options: argparse.Namespace, servers: Servers) -> tuple[list[dict[str, object]], list[Goal]]:
@@ -310,9 +300,6 @@ def main() -> None:
     options = arguments()
     cpus = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, set(cpus[1:]) or set(cpus))
-    if options.flood:
-        asyncio.run(flood(options.flood))
-        return
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:
         servers = Servers(Path(folder), cpus[0])
         try:

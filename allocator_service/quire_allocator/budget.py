@@ -68,7 +68,7 @@ def _entries_added(pool: Pool, step: pb.Step) -> int:
     held = _forked(pool, step)
     total = 0
     prompts = step.grows.prompt_token_counts or repeat(0)
-    rows = zip(step.grows.sequences, step.grows.token_counts, prompts, strict=False)
+    rows = zip(step.grows.sequences, step.grows.token_counts, prompts)
     for sequence_id, chunk, prompt in rows:
         token_count = max(chunk, prompt)  # of a longer prompt more may be matched than the first chunk
         before = held.get(sequence_id)
@@ -82,7 +82,7 @@ def _entries_added(pool: Pool, step: pb.Step) -> int:
 def _forked(pool: Pool, step: pb.Step) -> dict[int, int]:
     """Tokens that the children of a step's forks hold at least, for forks that will be done."""
     freed, held, last = set(step.frees.sequences), dict[int, int](), pool.last_sequence_id
-    for parent_id, child_id in zip(step.forks.parents, step.forks.children, strict=True):
+    for parent_id, child_id in zip(step.forks.parents, step.forks.children):
         parent = pool.sequences.get(parent_id) if parent_id not in freed else None
         if child_id > last and (parent is not None or parent_id in held):
             held[child_id] = parent.committed_token_count if parent is not None else held[parent_id]

@@ -382,7 +382,7 @@ def digest_after(pool: Pool, number: int) -> bytes:
 def _rows(pool: Pool, sequence_ids: Iterable[int]) -> Iterator[SequenceRow]:
     for sequence_id in sequence_ids:
         sequence = pool.sequences[sequence_id]
-        yield SequenceRow(
+        yield (
             sequence_id,
             sequence.token_count,
             sequence.committed_token_count,

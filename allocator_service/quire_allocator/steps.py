@@ -55,17 +55,18 @@ def check_step(pool: Pool, step: pb.Step) -> StepArrays:
         _check_commits(commits)
     if step.HasField("forks"):
         _check_forks(forks)
-    _check_grows(grows, token_counts)
-    has_new = bool(forks.children) or max(sequences, default=0) > pool.last_sequence_id
+    _check_grows(grows, len(sequences), len(token_counts))
+    highest, tokens = _survey(sequences, token_counts)
+    has_new = bool(forks.children) or highest > pool.last_sequence_id
     if has_new:
         _check_sequence_count(pool, step)
     commit_digests: Sequence[bytes] = ()
     if step.HasField("commits"):
         commit_digests = _deal(commits.digest_counts, len(commits.sequences), commits.digests, "commits")
         dealt = map(len, commit_digests) if commit_digests else repeat(0)
-        for sequence, token_count, size in zip(commits.sequences, commits.token_counts, dealt, strict=False):
+        for sequence, token_count, size in zip(commits.sequences, commits.token_counts, dealt):
             check_commit(pool, sequence, token_count, size // DIGEST_BYTES)
-    budget.check(budget.step_reply_bytes_max(pool, step, sum(token_counts)))
+    budget.check(budget.step_reply_bytes_max(pool, step, tokens))
     grow_digests = _deal(grows.digest_counts, len(sequences), grows.digests, "grows")
     return StepArrays(commit_digests, sequences, token_counts, grow_digests, _namespaces(grows), has_new)
 
@@ -82,16 +83,26 @@ def _check_forks(forks: pb.ForkPhase) -> None:
     require(not forks.hold_ms or max(forks.hold_ms) <= limits.HOLD_MS_MAX, _HOLD_TOO_LONG)
 
 
-def _check_grows(grows: pb.GrowPhase, token_counts: Sequence[int]) -> None:
-    require(len(token_counts) == len(grows.sequences), "grows: one token_count per sequence")
-    require(0 not in token_counts, "grows: token_count must be at least 1")
+def _check_grows(grows: pb.GrowPhase, count: int, token_counts: int) -> None:
+    require(token_counts == count, "grows: one token_count per sequence")
     _check_optional(
-        len(token_counts),
+        count,
         "grows",
         prompt_token_counts=grows.prompt_token_counts,
         priorities=grows.priorities,
         defer_token_counts=grows.defer_token_counts,
     )
+
+
+def _survey(sequences: list[int], token_counts: list[int]) -> tuple[int, int]:
+    """Highest sequence and sum of the token counts of all grows, in one pass: most steps are nothing but these."""
+    highest = tokens = 0
+    for sequence, token_count in zip(sequences, token_counts):
+        highest = max(highest, sequence)
+        if not token_count:
+            raise Refusal("MALFORMED", "grows: token_count must be at least 1")
+        tokens += token_count
+    return highest, tokens
 
 
 def check_commit(pool: Pool, sequence: int, token_count: int, digest_count: int) -> None:
@@ -126,7 +137,7 @@ def _commit(pool: Pool, commits: pb.CommitPhase, arrays: StepArrays, reply: pb.S
     results = []
     digests = arrays.commit_digests or repeat(b"")
     kept = commits.keep_token_counts or repeat(0)
-    rows = zip(commits.sequences, commits.token_counts, digests, kept, strict=False)
+    rows = zip(commits.sequences, commits.token_counts, digests, kept)
     for operation, (sequence, token_count, dealt, keep) in enumerate(rows):
         result, swaps = pool.commit(sequence, token_count, dealt, keep)
         results.append(result)
@@ -139,7 +150,7 @@ def _commit(pool: Pool, commits: pb.CommitPhase, arrays: StepArrays, reply: pb.S
 
 
 def _fork(pool: Pool, forks: pb.ForkPhase, reply: pb.StepReply, now: float) -> None:
-    rows = zip(forks.parents, forks.children, forks.hold_ms or repeat(0), strict=False)
+    rows = zip(forks.parents, forks.children, forks.hold_ms or repeat(0))
     reply.fork_results.extend(
         _omit_ok([pool.fork(parent, child, hold_until=hold_until(hold, now)) for parent, child, hold in rows])
     )
@@ -177,7 +188,7 @@ def _grow(pool: Pool, grows: pb.GrowPhase, arrays: StepArrays, reply: pb.StepRep
 
 def _grow_each(pool: Pool, grows: pb.GrowPhase, arrays: StepArrays) -> Iterator[tuple[int, GrowResult]]:
     """In order, new sequences among live ones."""
-    rows = zip(arrays.grow_sequences, arrays.grow_token_counts, strict=True)
+    rows = zip(arrays.grow_sequences, arrays.grow_token_counts)
     for number, (sequence, token_count) in enumerate(rows):
         if sequence > pool.last_sequence_id:
             yield (

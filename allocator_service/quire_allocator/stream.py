@@ -86,12 +86,15 @@ class SessionStream:
         started = time.perf_counter()
         machine = self._machine
         request = request or pb.SessionRequest()
-        with _collection_paused() if request.HasField("report_end") else contextlib.nullcontext():
+        if request.HasField("report_end"):
+            with _collection_paused():
+                replies = machine.receive(request, self._service.clock())
+        else:
             replies = machine.receive(request, self._service.clock())
         if machine.applied is not None and machine.owner is not None:
             numbers = self._service.telemetry.of(machine.owner.name)
             numbers.observe_step(machine.applied, replies[0].step_reply, time.perf_counter() - started)
-        if machine.phase is not Phase.REPORTING:
+        if machine.phase is not Phase.REPORTING and self._beating is not None:
             await self._stop_beating()
         for reply in replies:
             await self._write(reply)

@@ -7,7 +7,7 @@ digest.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -56,17 +56,21 @@ class PoolTelemetry:
         """Counts a step that was applied: one update per phase unless something was refused."""
         self.step_count += 1
         self.step_seconds.observe(seconds)
-        for operation, number, results in (
-            ("commit", len(step.commits.sequences), reply.commit_results),
-            ("free", len(step.frees.sequences), reply.free_results),
-            ("fork", len(step.forks.parents), reply.fork_results),
-            ("grow", len(step.grows.sequences), reply.grow_results),
-        ):
-            if results:
-                for result in results:
-                    self.count(operation, result)
-            elif number:
-                self.count(operation, int(Result.OK), number)
+        if step.HasField("commits"):  # a look at a phase that is not there makes one
+            self._count_phase("commit", len(step.commits.sequences), reply.commit_results)
+        if step.HasField("frees"):
+            self._count_phase("free", len(step.frees.sequences), reply.free_results)
+        if step.HasField("forks"):
+            self._count_phase("fork", len(step.forks.parents), reply.fork_results)
+        if step.HasField("grows"):
+            self._count_phase("grow", len(step.grows.sequences), reply.grow_results)
+
+    def _count_phase(self, operation: str, number: int, results: Sequence[int]) -> None:
+        if results:
+            for result in results:
+                self.count(operation, result)
+        elif number:
+            self.count(operation, int(Result.OK), number)
 
 
 class Telemetry:

@@ -107,7 +107,7 @@ class Ledger:
         """Live sequences, all by rising id or those asked for."""
         for sequence_id in self.sequences if sequence_ids is None else sequence_ids:
             sequence = self.sequences[sequence_id]
-            yield SequenceRow(
+            yield (
                 sequence_id,
                 sequence.token_count,
                 sequence.committed_token_count,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from quire_allocator.core.spec import Result, Victim
 
+from tests.allocator.compiled import IS_COMPILED
 from tests.allocator.pools import commit, computed, counts, d, full, make_pool, sliding, state
 
 
@@ -97,3 +99,24 @@ def test_preempting_the_victims_that_are_named_makes_room() -> None:
         pool.free(answer.victim.sequence_id)
     assert preempted == [3, 2, 4]
     assert counts(pool) == (0, 0, 8)
+
+
+@pytest.mark.skipif(IS_COMPILED, reason="methods of extension modules cannot be replaced")
+def test_many_refusals_look_for_their_victim_once_and_again_after_each_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, searches = make_pool(8), 0
+    search = pool.gates._two_cheapest
+
+    def counted() -> list[tuple[int, int, int]]:
+        nonlocal searches
+        searches += 1
+        return search()
+
+    monkeypatch.setattr(pool.gates, "_two_cheapest", counted)
+    for sequence_id in range(1, 9):
+        computed(pool, sequence_id, "abcdefgh"[sequence_id - 1])
+    refused = pool.grow_many(list(range(1, 9)) * 100, [5] * 800)
+    assert {grown.victim for _, grown in refused} == {Victim(8, 4), Victim(7, 4)}  # the eighth is not its own
+    assert searches == 1
+    pool.free(8)
+    assert pool.grow(1, 9).victim == Victim(7, 4)
+    assert searches == 2

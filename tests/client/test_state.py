@@ -10,7 +10,7 @@ from quire.state import STATE_DIGEST_STEPS, SequenceRow, in_turn, state_digest
 
 
 def rows(ids: list[int], entries: int = 4, wrong: int = 0) -> list[SequenceRow]:
-    return [SequenceRow(i, 16, 16 - (i == wrong), "", [array("I", range(entries))]) for i in ids]
+    return [(i, 16, 16 - (i == wrong), "", [array("I", range(entries))]) for i in ids]
 
 
 def test_every_sequence_is_in_the_digest_of_a_small_pool_wherever_it_begins() -> None:

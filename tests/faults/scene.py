@@ -289,7 +289,7 @@ def rows_of(seen: pb.GetPoolResponse) -> list[SequenceRow]:
     """The sequences of a pool, as the digest of its state wants them."""
     assert not seen.truncated
     return [
-        SequenceRow(
+        (
             row.sequence_id,
             row.token_count,
             row.committed_token_count,

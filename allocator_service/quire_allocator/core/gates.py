@@ -14,6 +14,7 @@ A live one only what it asks for must fit. NO_SPACE says how many blocks are sho
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import nsmallest
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -53,6 +54,7 @@ class Gates:
         self._blocks = blocks
         self._managers = managers
         self._sequences = sequences
+        self._cheapest: list[tuple[int, int, int]] | None = None  # as of the last change
 
     @property
     def reserved_block_count(self) -> int:
@@ -125,16 +127,27 @@ class Gates:
     def cheapest_victim(self, priority: int, *, except_id: int = 0) -> Victim | None:
         """The live sequence of at most that priority whose preemption loses least: lowest priority first, then fewest
         tokens to compute again beyond what others hold too, then the newest. Looks at the newest thousand."""
-        best: tuple[int, int, int] | None = None
+        if self._cheapest is None:
+            self._cheapest = self._two_cheapest()
+        for of, lost, negative_id in self._cheapest:
+            if -negative_id != except_id:
+                return Victim(-negative_id, lost) if of <= priority else None
+        return None
+
+    def note_change(self) -> None:
+        """What a preemption would lose may be another now. Refusals change nothing: a step that has many of them looks
+        for its victim once, or a full pool would hold up everybody else's."""
+        self._cheapest = None
+
+    def _two_cheapest(self) -> list[tuple[int, int, int]]:
+        """Priority, tokens lost and negative id of the first two in order: one of them may be who asks."""
+        costs = []
         for sequence_id in islice(reversed(self._sequences), VICTIMS_EXAMINED_MAX):
             sequence = self._sequences[sequence_id]
-            if sequence.priority > priority or sequence.is_hold or sequence_id == except_id:
-                continue
-            shared = min([m.shared_token_count(part) for m, part in zip(self._managers, sequence.parts)])
-            lost = max(0, sequence.committed_token_count - shared)
-            if best is None or (sequence.priority, lost, -sequence_id) < best:
-                best = (sequence.priority, lost, -sequence_id)
-        return Victim(-best[2], best[1]) if best is not None else None
+            if not sequence.is_hold:
+                shared = min([m.shared_token_count(part) for m, part in zip(self._managers, sequence.parts)])
+                costs.append((sequence.priority, max(0, sequence.committed_token_count - shared), -sequence_id))
+        return nsmallest(2, costs)
 
     def enforce_cache_quota(self, space: Namespace) -> None:
         """A namespace that leaves more behind than it may loses its own first."""

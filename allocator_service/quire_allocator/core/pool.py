@@ -23,7 +23,6 @@ one pool are applied by one caller at a time. What differs between types of atte
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 
 from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.coordinator import Coordinator
@@ -127,6 +126,7 @@ class Pool:
             if refused is not None:
                 return refused
 
+        self.gates.note_change()
         # Hits are held before anything is taken: taking evicts.
         self.blocks.namespaces[namespace] = space
         space.sequence_count += 1  # or it would be forgotten with its last cached block
@@ -166,6 +166,7 @@ class Pool:
             and sequence.namespace.quota is None
             and self.blocks.free_count >= self.groups.group_count
         ):
+            self.gates.note_change()
             self.granted_block_count += self.groups.group_count
             return GrowResult(_OK, 0, 0, self.groups.append(sequence, token_count), ())
         before = sequence.token_count
@@ -177,6 +178,7 @@ class Pool:
             if is_short and self.gates.give_up_checkpoints(sequence, refused.shortfall):
                 return self.grow(sequence_id, token_count)
             return refused
+        self.gates.note_change()
         copies: list[Copy] = []
         granted = self.groups.grant(sequence, needs, token_count, copies)
         self.granted_block_count += needed
@@ -187,12 +189,12 @@ class Pool:
             self.gates.enforce_cache_quota(sequence.namespace)
         return GrowResult(Result.OK, 0, 0, self.groups.added(sequence, granted) if needed else (), copies)
 
-    def grow_many(self, sequence_ids: Sequence[int], token_counts: Sequence[int]) -> list[tuple[int, GrowResult]]:
+    def grow_many(self, sequence_ids: list[int], token_counts: list[int]) -> list[tuple[int, GrowResult]]:
         """Grows live sequences in order; returns number and result of those for which anything was to be done."""
-        get = self.sequences.get
+        sequences = self.sequences
         busy = []
         for number, (sequence_id, token_count) in enumerate(zip(sequence_ids, token_counts)):
-            sequence = get(sequence_id)
+            sequence = sequences.get(sequence_id)
             if sequence is None or token_count > sequence.limit:
                 busy.append((number, self.grow(sequence_id, token_count)))
             elif token_count > sequence.token_count:
@@ -220,6 +222,7 @@ class Pool:
             return CommitResult(Result.NOT_FOUND)
         if token_count > sequence.token_count:
             return CommitResult(Result.TOO_LONG)
+        self.gates.note_change()
         if token_count < sequence.quiet_until and not keep_token_count:
             sequence.committed_token_count = token_count
             return _COMMITTED
@@ -276,6 +279,7 @@ class Pool:
         length = parent.committed_token_count
         if self.groups.in_place and parent.token_count > length:
             return Result.UNCOMMITTED
+        self.gates.note_change()
         parts = tuple([manager.fork(part, length) for manager, part in zip(self.managers, parent.parts)])
         child = SequenceState(parent.namespace, length, parent.priority, parts)
         child.quiet_until = parent.quiet_until
@@ -294,6 +298,7 @@ class Pool:
         sequence = self.sequences.pop(sequence_id, None)
         if sequence is None:
             return Result.NOT_FOUND
+        self.gates.note_change()
         for manager, part in zip(self.managers, sequence.parts):
             manager.free(part)
         self.gates.end_promise(sequence)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from quire.owner import Answer, Phase, PoolOwner
@@ -13,7 +12,6 @@ from quire.steps import Result, StepBuilder
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
 from quire_allocator.core.directory import Directory, Refusal
-from quire_allocator.core.pool import Pool
 from quire_allocator.machine import SessionMachine, Sessions
 
 from tests.simulation.histories import pool_spec
@@ -107,21 +105,16 @@ def test_of_a_large_pool_each_digest_covers_a_part_and_what_differs_is_found_in_
     assert side.disagreement_count == 1
 
 
-def test_a_step_that_trips_an_invariant_stops_the_pool_and_the_third_time_for_ten_minutes(
-    sessions: Sessions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_trips_an_invariant_stops_the_pool_and_the_third_time_for_ten_minutes(sessions: Sessions) -> None:
     side = owner()
     machine = attached(sessions, side)
-
-    def fail(*_: Any) -> None:
-        raise AssertionError("broken")
-
+    sessions.check_invariants = True
     for time in range(limits.QUARANTINES_MAX):
         side.submit(allocate(1))
-        with monkeypatch.context() as patch:
-            patch.setattr(Pool, "allocate", fail)
-            with pytest.raises(Refusal) as caught:
-                machine.receive(side.outbox.popleft(), float(time))
+        assert machine.owner is not None
+        machine.owner.pool.blocks.cached_count += 1  # the defect
+        with pytest.raises(Refusal) as caught:
+            machine.receive(side.outbox.popleft(), float(time))
         assert caught.value.reason == "POOL_QUARANTINED"
         side.lose()
         side.give_up_steps()

@@ -63,6 +63,8 @@ def serve(model: PagedModel) -> None:
         if dice.random() < 0.3:
             chunks = [replace(chunk, tokens=[0]) for chunk in chunks]
         model.forward(build_batch(chunks, block_size=model.cache_spec.block_size), cache)
+        copies = dice.sample(range(cache.block_count), 2 * dice.choice([0, 1, 3, 20]))
+        model.attention.copy_blocks(cache.layers, copies[::2], copies[1::2])
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from tests.worker.tiny_models import write_tiny_qwen3
 
 POISON = 5
 BLOCKS = 512
+Layers = Sequence[torch.Tensor]
 
 
 def prompt(length: int, *, seed: int = 0, without: Sequence[int] = (POISON,)) -> list[int]:
@@ -180,16 +181,16 @@ async def test_copies_without_memory_are_made_one_by_one(healthy: Path, monkeypa
     sampling = {"max_tokens": 20, "temperature": 0.9, "seed": 4, "ignore_eos": True, "n": 4}
     async with running(healthy) as harness:
         undisturbed = await harness.generate(prompt(40), **sampling)
-        cache, counts = harness.engine.cache, list[int]()
-        copy_blocks = cache.copy_blocks
+        attention, counts = harness.engine.model.attention, list[int]()
+        copy_blocks = attention.copy_blocks
 
-        def one_at_a_time(sources: Sequence[int], destinations: Sequence[int]) -> None:
+        def one_at_a_time(layers: Layers, sources: Sequence[int], destinations: Sequence[int]) -> None:
             counts.append(len(sources))
             if len(sources) > 1:
                 raise torch.OutOfMemoryError
-            copy_blocks(sources, destinations)
+            copy_blocks(layers, sources, destinations)
 
-        monkeypatch.setattr(cache, "copy_blocks", one_at_a_time)
+        monkeypatch.setattr(attention, "copy_blocks", one_at_a_time)
         assert (await harness.generate(prompt(40), **sampling)).tokens == undisturbed.tokens
         assert max(counts) > 1
         assert await harness.free_block_count() == BLOCKS
@@ -201,15 +202,15 @@ async def test_who_holds_a_block_that_could_not_be_copied_ends_alone(
     async with running(healthy) as harness:
         company = Company(harness, healthy)
         await company.decoding()
-        cache = harness.engine.cache
-        copy_blocks = cache.copy_blocks
+        attention = harness.engine.model.attention
+        copy_blocks = attention.copy_blocks
 
-        def without_memory(sources: Sequence[int], destinations: Sequence[int]) -> None:
+        def without_memory(layers: Layers, sources: Sequence[int], destinations: Sequence[int]) -> None:
             if sources:
                 raise torch.OutOfMemoryError
-            copy_blocks(sources, destinations)
+            copy_blocks(layers, sources, destinations)
 
-        monkeypatch.setattr(cache, "copy_blocks", without_memory)
+        monkeypatch.setattr(attention, "copy_blocks", without_memory)
         await fails(harness, harness.submit(prompt(40), max_tokens=20, n=4), Reason.OUT_OF_MEMORY)
         await company.check()
         assert await harness.free_block_count() == BLOCKS

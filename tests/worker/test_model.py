@@ -158,7 +158,7 @@ def test_a_sequence_goes_on_from_copied_blocks(folders: dict[str, Path]) -> None
     prompt = random_prompt(20, seed=2)
     bench.step({0: prompt})
     copy = bench.free.pop()
-    bench.cache.copy_blocks([bench.tables[0][1]], [copy])
+    bench.model.attention.copy_blocks(bench.cache.layers, [bench.tables[0][1]], [copy])
     bench.tables[1], bench.lengths[1] = [bench.tables[0][0], copy], 20
     logits = bench.step({0: [5], 1: [9]})
     assert_logits_equal(logits[0], own_logits(folders["qwen3"], [*prompt, 5])[-1])

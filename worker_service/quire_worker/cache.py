@@ -23,7 +23,6 @@ whatever was last written there, NaN included; attention must never read it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -121,30 +120,3 @@ class KVCache:
     def pool_bytes(self) -> int:
         """Bytes of all pages."""
         return self.block_count * self.spec.bytes_per_block
-
-    def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copies whole blocks in every layer: the copy of copy-on-write.
-
-        All sources are read before any destination is written, so a block may be source of one pair and destination of
-        another. Must run before the forward pass that writes to the destinations.
-
-        Args:
-            sources: block ids.
-            destinations: as many block ids, each at most once.
-
-        Raises:
-            ValueError: the lengths differ, a destination comes twice, or an id is outside the pool.
-        """
-        if len(sources) != len(destinations):
-            raise ValueError(f"{len(sources)} sources for {len(destinations)} destinations")
-        if len(set(destinations)) != len(destinations):
-            raise ValueError("a block is the destination of two copies")
-        for block in (*sources, *destinations):
-            if not 0 <= block < self.block_count:
-                raise ValueError(f"block {block} is outside the pool of {self.block_count} blocks")
-        if not sources:
-            return
-        read = torch.tensor(sources, dtype=torch.int64, device=self.device)
-        write = torch.tensor(destinations, dtype=torch.int64, device=self.device)
-        for pages in self.layers:
-            pages.index_copy_(0, write, pages.index_select(0, read))

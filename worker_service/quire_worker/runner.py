@@ -167,7 +167,8 @@ class _Run:
 
     def _try_copy(self, copies: Sequence[Copy]) -> Failure | None:
         try:
-            self._cache.copy_blocks([copy.source for copy in copies], [copy.destination for copy in copies])
+            sources, destinations = [copy.source for copy in copies], [copy.destination for copy in copies]
+            self._model.attention.copy_blocks(self._cache.layers, sources, destinations)
         except Exception as error:
             failure = self._judge(error, "copies", len(copies))
         else:

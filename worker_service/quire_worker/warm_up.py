@@ -2,7 +2,8 @@
 
 Launches differ, to the compiler, in dtypes, head dims, strides and sizes of blocks, not in lengths or batch sizes. So
 the model itself is run on scratch pages, once for each kind of batch that kernels tell apart: one query per sequence
-(decode), and a ladder of queries per sequence, since `prefill_rows.prefill_tiling` chooses the block by their mean.
+(decode), and a ladder of queries per sequence, since `prefill_rows.prefill_tiling` chooses the block by their mean. One
+block is copied, as copy-on-write does.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def warm_up(model: PagedModel, *, progress: Progress | None = None) -> Compilati
                 chunks.append(Chunk([0] * length, 0, range(first, stop), needs_logits=True))
                 first = stop
             model.forward(build_batch(chunks, block_size=spec.block_size, device=model.device), cache).cpu()
+        model.attention.copy_blocks(cache.layers, [0], [1])
     if progress is not None:
         progress(len(steps), len(steps), "done")
     return found

@@ -91,3 +91,16 @@ def test_a_slot_outside_the_pages_is_refused_before_anything_is_written(device: 
     with pytest.raises(ValueError, match="slot_mapping"):
         plan.append(scene.keys[0].to(device), scene.values[0].to(device), pages)
     assert pages.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_blocks_are_copied_as_by_the_cpus_path(dtype: torch.dtype, device: torch.device) -> None:
+    dice = random.Random(1)
+    layers = [torch.randn(12, 2, 4, 2, 8).to(dtype) for _ in range(3)]
+    copied = [pages.to(device) for pages in layers]
+    for _ in range(5):
+        destinations = dice.sample(range(12), dice.randrange(13))
+        sources = [dice.randrange(12) for _ in destinations]
+        TorchPagedAttention().copy_blocks(layers, sources, destinations)
+        TritonPagedAttention(device, workspace_bytes=1 << 20).copy_blocks(copied, sources, destinations)
+    assert all(torch.equal(ours.cpu(), pages) for ours, pages in zip(copied, layers, strict=True))

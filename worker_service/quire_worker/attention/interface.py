@@ -9,6 +9,7 @@ one after another, `[tokens, heads, head_dim]`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -99,5 +100,21 @@ class PagedAttention(Protocol):
         Args:
             batch: of the forward pass.
             spec: of the pages that the plan will be used with.
+        """
+        ...
+
+    def copy_blocks(self, layers: Sequence[torch.Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copies whole blocks in every layer: the copy of copy-on-write.
+
+        All sources are read before any destination is written, so a block may be source of one pair and destination of
+        another. Must run before the forward pass that writes to the destinations.
+
+        Args:
+            layers: the pages of all layers, each as for `AttentionPlan.append`, of as many blocks.
+            sources: block ids.
+            destinations: as many block ids, each at most once.
+
+        Raises:
+            ValueError: the lengths differ, a destination comes twice, or an id is outside the pool.
         """
         ...

@@ -15,6 +15,7 @@ with them scores, softmax and result are computed one by one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -42,6 +43,23 @@ class TorchPagedAttention:
         """See `PagedAttention.plan`."""
         rows = key_rows(batch.slot_mapping, spec.block_size)
         return TorchAttentionPlan(batch, spec, rows, self._workspace, self._masks)
+
+    def copy_blocks(self, layers: Sequence[torch.Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """See `PagedAttention.copy_blocks`."""
+        block_count = layers[0].shape[0]
+        if len(sources) != len(destinations):
+            raise ValueError(f"destinations: {len(destinations)} for {len(sources)} sources")
+        if len(set(destinations)) != len(destinations):
+            raise ValueError("destinations: a block comes twice")
+        for block in (*sources, *destinations):
+            if not 0 <= block < block_count:
+                raise ValueError(f"block {block} is outside the pool of {block_count} blocks")
+        if not sources:
+            return
+        read = torch.tensor(sources, dtype=torch.int64)
+        write = torch.tensor(destinations, dtype=torch.int64)
+        for pages in layers:
+            pages.index_copy_(0, write, pages.index_select(0, read))
 
 
 class _Work(NamedTuple):

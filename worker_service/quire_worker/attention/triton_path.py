@@ -8,6 +8,7 @@ prefill kernel, causal, which divides the queries.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 from quire_worker.attention.interface import AttentionBatch
 from quire_worker.cache import CacheSpec
 from quire_worker.kernels.append_slots import append_slots, check_slots
+from quire_worker.kernels.copy_blocks import copy_blocks
 from quire_worker.kernels.wrappers import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 
 # For partial results of split decodes: more than any batch needs whose query heads and head dims a GPU is built for.
@@ -43,6 +45,10 @@ class TritonPagedAttention:
         """See `PagedAttention.plan`."""
         slots = batch.slot_mapping.to(self._workspace.device, non_blocking=True)
         return TritonAttentionPlan(batch, spec, page_table(batch, spec.block_size), slots, self._workspace)
+
+    def copy_blocks(self, layers: Sequence[torch.Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """See `PagedAttention.copy_blocks`; one launch for all layers."""
+        copy_blocks(layers, sources, destinations)
 
 
 class _Kind(NamedTuple):

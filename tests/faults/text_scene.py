@@ -114,7 +114,7 @@ class Worker:
                 continue
             digest = (await self.client.status()).state_digest
             if digest == state_digest(rows_of(seen)):
-                held = {block for row in rows_of(seen) for table in row.tables for block in table}
+                held = {block for *_, tables in rows_of(seen) for table in tables for block in table}
                 assert held == {block for block, state in enumerate(seen.block_states) if state >= 2}, "a block leaked"
                 return len(seen.sequences)
 

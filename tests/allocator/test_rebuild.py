@@ -261,6 +261,21 @@ def test_a_wrong_report_is_refused_and_says_why(name: str) -> None:
     assert caught.value.reason == "MALFORMED"
 
 
+@pytest.mark.parametrize("is_published", [True, False])
+def test_a_half_filled_position_that_is_shared_in_one_group_only_is_refused(is_published: bool) -> None:
+    spec = PoolSpec(8, (GroupSpec(GroupKind.FULL_ATTENTION, 4),) * 2)
+    prefixes = [prefix(0, b"", d("a"), [0]), prefix(0, b"", d("a"), [1], group=1)] if is_published else []
+
+    def report(other: int) -> Report:
+        tables = [(1, [0], [other]), (2, [0], [1])]
+        sequences = [ReportedSequence(n, "", 2, 2, [array("I", a), array("I", b)]) for n, a, b in tables]
+        return Report(sequences, prefixes, last_sequence_id=2)
+
+    Rebuild(spec).finish(report(1)).check_invariants()
+    with pytest.raises(Refusal, match="different prefixes|in one group and not in another"):
+        Rebuild(spec).finish(report(5))
+
+
 def test_the_right_one_beside_them_is_taken() -> None:
     report = Report([sequence(1, 6, 6, [0, 4]), sequence(3, 8, 8, [0, 1])], [AB], last_sequence_id=7)
     pool = Rebuild(FULL).finish(report)

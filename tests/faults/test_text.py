@@ -85,7 +85,7 @@ async def test_text_goes_on_when_a_connection_is_half_open(name: Name, text: Wor
         name.proxy.strand()
         await streams.more(30)
     name.proxy.let_through()
-    assert await text.agree() == 0
+    await text.idle()
 
 
 async def test_text_goes_on_when_the_worker_wanders_between_allocators(name: Name, text: Worker) -> None:
@@ -156,7 +156,7 @@ async def test_samples_share_their_half_filled_block_whenever_the_allocator_dies
             await text.client.status()
         name.replace()
         assert [sample.text for sample in (await task).samples] == text.undisturbed[1]
-    assert await text.agree() == 0
+    await text.idle()
 
 
 async def test_tenants_do_not_see_each_others_prefixes_nor_their_computation(name: Name, text: Worker) -> None:

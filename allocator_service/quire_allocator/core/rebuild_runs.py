@@ -46,7 +46,8 @@ class RunBuilder:
         self._number = manager_number(pool, manager)
         self._forest = Forest(manager.width, use)
         self._is_linked = False
-        self._sharers: dict[int, tuple[str, Spot | None]] = {}  # first block of a half-filled position -> its prefix
+        # First block of a half-filled position -> its prefix, and all its blocks.
+        self._sharers: dict[int, tuple[str, Spot | None, array[int]]] = {}
         self._parts: dict[int, list[RunPart]] = {}
 
     def read(self, prefix: ReportedPrefix, column: int, first_place: int) -> None:
@@ -72,17 +73,20 @@ class RunBuilder:
         assert isinstance(scope, RunScope)
         shares = bool(committed % size)
         borrowed = self._forest.spot(space.name, tail[0], published) if shares else None
+        half_filled = tail[: manager.width]
         if borrowed is not None and _before(borrowed) == end:
+            if self._forest.blocks_at(borrowed) != half_filled:
+                refuse(f"sequence {sequence.sequence_id} shares a half-filled position in one group and not in another")
             borrowed.segment.cuts.add(borrowed.offset)
             borrowed.segment.end_at(borrowed.offset)
             owned = tail[manager.width :]
         elif shares and tail[0] in self._sharers:
-            if self._sharers[tail[0]] != (space.name, end):
+            if self._sharers[tail[0]] != (space.name, end, half_filled):
                 refuse(f"block {tail[0]} is shared by sequences of different prefixes")
             borrowed, owned = None, tail[manager.width :]
         else:
             if shares:
-                self._sharers[tail[0]] = (space.name, end)
+                self._sharers[tail[0]] = (space.name, end, half_filled)
             borrowed, owned = None, tail
         self._use.claim(owned)
         return Place(scope, end, published, tail, borrowed, shares, len(owned))

@@ -167,6 +167,11 @@ class Forest:
         fits = segment.namespace == namespace and segment.first_position + index == position
         return Spot(segment, index) if fits and segment.is_rooted and index < segment.reach else None
 
+    def blocks_at(self, spot: Spot) -> array[int]:
+        """Of a position, one for each group."""
+        first = spot.offset * self._width
+        return spot.segment.blocks[first : first + self._width]
+
     def link(self) -> None:
         """Joins what was read, and finds out what has a way to the root; once."""
         for tree in self._trees.values():

@@ -272,7 +272,7 @@ def test_a_half_filled_position_that_is_shared_in_one_group_only_is_refused(is_p
         return Report(sequences, prefixes, last_sequence_id=2)
 
     Rebuild(spec).finish(report(1)).check_invariants()
-    with pytest.raises(Refusal, match="different prefixes|in one group and not in another"):
+    with pytest.raises(Refusal, match=r"different prefixes|in one group and not in another"):
         Rebuild(spec).finish(report(5))
 
 

@@ -7,7 +7,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from quire_worker.cache import CacheSpec, KVCache
 from quire_worker.kernels import copy_blocks as real
 from quire_worker.kernels.block_buffers import describe_buffers
 from quire_worker.kernels.copy_blocks import HELD, copy_blocks, copy_blocks_reference, plan_chains
@@ -111,18 +110,6 @@ def test_the_table_of_buffers_can_be_made_once(device: torch.device) -> None:
     buffers = make_buffers(device)
     copy_blocks(describe_buffers(buffers), [0], [1])
     assert torch.equal(buffers[1][0], buffers[1][1])
-
-
-def test_the_workers_cache_copies_alike() -> None:
-    spec = CacheSpec(layer_count=3, kv_head_count=2, head_dim=4, block_size=2, dtype=torch.float32)
-    caches = [KVCache(spec, 6) for _ in range(2)]
-    for layers in zip(*(cache.layers for cache in caches), strict=True):
-        layers[0].normal_()
-        layers[1].copy_(layers[0])
-    pairs = ([0, 1, 2, 4], [1, 0, 3, 5])
-    caches[0].copy_blocks(*pairs)
-    copy_blocks(caches[1].layers, *pairs)
-    assert all(torch.equal(*layers) for layers in zip(*(cache.layers for cache in caches), strict=True))
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def check_step(pool: Pool, step: pb.Step) -> StepArrays:
         _check_commits(commits)
     if step.HasField("forks"):
         _check_forks(forks)
-    _check_grows(grows, len(sequences), len(token_counts))
+    _check_grows(grows, sequences, token_counts)
     highest, tokens = _survey(sequences, token_counts)
     has_new = bool(forks.children) or highest > pool.last_sequence_id
     if has_new:
@@ -83,10 +83,10 @@ def _check_forks(forks: pb.ForkPhase) -> None:
     require(not forks.hold_ms or max(forks.hold_ms) <= limits.HOLD_MS_MAX, _HOLD_TOO_LONG)
 
 
-def _check_grows(grows: pb.GrowPhase, count: int, token_counts: int) -> None:
-    require(token_counts == count, "grows: one token_count per sequence")
+def _check_grows(grows: pb.GrowPhase, sequences: list[int], token_counts: list[int]) -> None:
+    require(len(token_counts) == len(sequences), "grows: one token_count per sequence")
     _check_optional(
-        count,
+        len(sequences),
         "grows",
         prompt_token_counts=grows.prompt_token_counts,
         priorities=grows.priorities,
@@ -95,7 +95,11 @@ def _check_grows(grows: pb.GrowPhase, count: int, token_counts: int) -> None:
 
 
 def _survey(sequences: list[int], token_counts: list[int]) -> tuple[int, int]:
-    """Highest sequence and sum of the token counts of all grows, in one pass: most steps are nothing but these."""
+    """Highest sequence and sum of the token counts of all grows, in one pass: most steps are nothing but these.
+
+    Raises:
+        Refusal: MALFORMED, a token count is 0.
+    """
     highest = tokens = 0
     for sequence, token_count in zip(sequences, token_counts):
         highest = max(highest, sequence)

@@ -18,6 +18,7 @@ from tests.faults.scene import Name, pool_of, rows_of
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 BLOCKS = 400
+FREED_S = 30.0
 # A long greedy text, samples that are forked from a half-filled block and append to it side by side, a long prompt.
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("The import statement", {"max_tokens": 200}),
@@ -103,10 +104,12 @@ class Worker:
         assert (await self.client.status()).disagreement_count == 0
 
     async def idle(self) -> None:
-        """Returns when both say that nothing is held: what ended is freed with the worker's next step, which a caller
-        that has its text may be ahead of."""
-        while await self.agree():
+        """Both say that nothing is held, at once or soon: what ended is freed with the worker's next step, which a
+        caller that has its text may be ahead of."""
+        deadline = time.monotonic() + FREED_S
+        while (held := await self.agree()) and time.monotonic() < deadline:
             pass
+        assert held == 0, "what ended is still held"
 
     async def agree(self) -> int:
         """Returns when worker and allocator say that the same sequences are on the same blocks, and that is all.

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from itertools import repeat
 
-from quire.v1 import allocator_pb2 as pb
-
 from quire_allocator import limits
+from quire_allocator.arrays import StepArrays
 from quire_allocator.core.pool import Pool
 from quire_allocator.translate import require
 
@@ -46,29 +45,27 @@ def commit_answer_bytes_max(pool: Pool, digest_count: int) -> int:
     return digest_count * len(pool.spec.groups) * SWAP_BYTES
 
 
-def step_reply_bytes_max(pool: Pool, step: pb.Step, tokens: int, *, exact: bool = False) -> int:
-    """Of the reply to a step whose arrays agree in length; cheaper and coarser where it fits anyway, unless `exact`.
-    `tokens` is the sum of `grows.token_counts`."""
-    groups = len(pool.spec.groups)
-    grows = len(step.grows.sequences)
-    fixed = len(step.frees.sequences) + len(step.forks.parents) + 2 * NUMBER_BYTES * len(pool.holds)
-    if step.HasField("commits"):
-        fixed += len(step.commits.sequences) + commit_answer_bytes_max(pool, sum(step.commits.digest_counts))
+def step_reply_bytes_max(pool: Pool, arrays: StepArrays, *, exact: bool = False) -> int:
+    """Of the reply to a step whose arrays agree in length; cheaper and coarser where it fits anyway, unless `exact`."""
+    groups = pool.groups.group_count
+    grows = len(arrays.grow_sequences)
+    fixed = arrays.operation_count + 2 * NUMBER_BYTES * len(pool.holds)  # a byte for each result
+    if arrays.digest_count:
+        fixed += commit_answer_bytes_max(pool, arrays.digest_count)
     fixed += grows * (GROW_BYTES + groups * (NUMBER_BYTES + COPY_BYTES))
     # Most steps are so small that they would fit even if every sequence were new.
-    tokens += sum(step.grows.prompt_token_counts)
-    coarse = fixed + groups * NUMBER_BYTES * (tokens // pool.spec.block_size + grows)
+    coarse = fixed + groups * NUMBER_BYTES * (arrays.tokens // pool.groups.digest_tokens + grows)
     if coarse <= limits.ANSWER_BYTES_MAX and not exact:
         return coarse
-    return fixed + NUMBER_BYTES * _entries_added(pool, step)
+    return fixed + NUMBER_BYTES * _entries_added(pool, arrays)
 
 
-def _entries_added(pool: Pool, step: pb.Step) -> int:
+def _entries_added(pool: Pool, arrays: StepArrays) -> int:
     """Most table entries that all grows of a step can answer with, all groups together."""
-    held = _forked(pool, step)
+    held = _forked(pool, arrays)
     total = 0
-    prompts = step.grows.prompt_token_counts or repeat(0)
-    rows = zip(step.grows.sequences, step.grows.token_counts, prompts)
+    prompts = arrays.prompt_token_counts or repeat(0)
+    rows = zip(arrays.grow_sequences, arrays.grow_token_counts, prompts)
     for sequence_id, chunk, prompt in rows:
         token_count = max(chunk, prompt)  # of a longer prompt more may be matched than the first chunk
         before = held.get(sequence_id)
@@ -79,10 +76,10 @@ def _entries_added(pool: Pool, step: pb.Step) -> int:
     return total
 
 
-def _forked(pool: Pool, step: pb.Step) -> dict[int, int]:
+def _forked(pool: Pool, arrays: StepArrays) -> dict[int, int]:
     """Tokens that the children of a step's forks hold at least, for forks that will be done."""
-    freed, held, last = set(step.frees.sequences), dict[int, int](), pool.last_sequence_id
-    for parent_id, child_id in zip(step.forks.parents, step.forks.children):
+    freed, held, last = set(arrays.frees), dict[int, int](), pool.last_sequence_id
+    for parent_id, child_id in zip(arrays.parents, arrays.children):
         parent = pool.sequences.get(parent_id) if parent_id not in freed else None
         if child_id > last and (parent is not None or parent_id in held):
             held[child_id] = parent.committed_token_count if parent is not None else held[parent_id]

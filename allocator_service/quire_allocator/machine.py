@@ -26,9 +26,11 @@ from quire.limits import PROTOCOL_VERSION
 from quire.state import STATE_DIGEST_ENTRIES_MAX, STATE_DIGEST_STEPS, SequenceRow, in_turn, state_digest
 from quire.v1 import allocator_pb2 as pb
 
-from quire_allocator import limits, permits, steps, translate
-from quire_allocator.core.directory import Directory, Ownership, Refusal
+from quire_allocator import checks, limits, permits, steps, translate
+from quire_allocator.arrays import StepArrays
+from quire_allocator.core.directory import Directory, Ownership
 from quire_allocator.core.pool import Pool
+from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import PoolSpec
 from quire_allocator.reports import StagedReport
 from quire_allocator.translate import require
@@ -183,7 +185,7 @@ class SessionMachine:
         self.phase = Phase.ATTACHING
         self.owner: Ownership | None = None
         self.ending: Refusal | None = None
-        self.applied: pb.Step | None = None
+        self.applied: StepArrays | None = None
         self._sessions = sessions
         self._directory = sessions.directory
         self._on_end = on_end
@@ -338,7 +340,7 @@ class SessionMachine:
         self._directory.renew(owner, now)
         kind = request.WhichOneof("message")
         if kind == "step":
-            return [pb.SessionReply(step_reply=self._step(owner, request.step, now))]
+            return [self._step(owner, request.step, now)]
         if kind == "heartbeat":
             self._sessions.publish(owner, min(request.heartbeat.ack, owner.steps.next_step - 1))
             return [pb.SessionReply(heartbeat=pb.Heartbeat())]
@@ -347,7 +349,7 @@ class SessionMachine:
         self._sessions.drop(owner)
         return []
 
-    def _step(self, owner: Ownership, step: pb.Step, now: float) -> pb.StepReply:
+    def _step(self, owner: Ownership, step: pb.Step, now: float) -> pb.SessionReply:
         require(
             bool(owner.session_id) and step.session_id == owner.session_id,
             "not this stream's session",
@@ -355,18 +357,21 @@ class SessionMachine:
         )
         require(step.ack < step.number, "ack must be below the step's own number")
         kept = owner.steps.replay(step.number, step)
-        if isinstance(kept, pb.StepReply):
+        if isinstance(kept, pb.SessionReply):
             return kept
-        arrays = steps.check_step(owner.pool, step)
-        permits.require_step(self._grant, owner.pool, step, arrays)
-        reply = self._sessions.apply(owner, lambda: steps.apply_step(owner.pool, step, arrays, now), now)
+        arrays = checks.check_step(owner.pool, step)
+        permits.require_step(self._grant, owner.pool, arrays)
+        answer = pb.SessionReply()
+        reply = answer.step_reply
+        reply.session_id, reply.number = step.session_id, step.number
+        self._sessions.apply(owner, lambda: steps.apply_step(owner.pool, arrays, now, reply), now)
         if not step.number % STATE_DIGEST_STEPS:
             reply.state_digest = digest_after(owner.pool, step.number)
-        owner.steps.record(step, reply)
+        owner.steps.record(step, answer)
         owner.steps.forget(step.ack)
         self._sessions.publish(owner, step.ack)
-        self.applied = step
-        return reply
+        self.applied = arrays
+        return answer
 
 
 def pool_digest(pool: Pool) -> bytes:

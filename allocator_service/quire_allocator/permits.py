@@ -13,8 +13,8 @@ from typing import Any
 from quire._serving.permissions import Grant
 from quire.v1 import allocator_pb2 as pb
 
+from quire_allocator.arrays import StepArrays
 from quire_allocator.core.pool import Pool
-from quire_allocator.steps import StepArrays
 from quire_allocator.translate import require
 
 
@@ -81,34 +81,34 @@ def require_report(grant: Grant, chunk: pb.ReportChunk) -> None:
             require_namespace(grant, namespace)
 
 
-def require_step(grant: Grant, pool: Pool, step: pb.Step, arrays: StepArrays) -> None:
+def require_step(grant: Grant, pool: Pool, arrays: StepArrays) -> None:
     """Refuses a checked step that may make a sequence in another namespace.
 
     Raises:
         Refusal: NAMESPACE_FORBIDDEN.
     """
     if arrays.has_new and not grant.namespaces.are_all:
-        for namespace in set(_namespaces_of_new(pool, step, arrays)):
+        for namespace in set(_namespaces_of_new(pool, arrays)):
             require_namespace(grant, namespace)
 
 
-def _namespaces_of_new(pool: Pool, step: pb.Step, arrays: StepArrays) -> Iterator[str]:
+def _namespaces_of_new(pool: Pool, arrays: StepArrays) -> Iterator[str]:
     """Namespaces of the grows that may make a sequence: all of ids that are new, but for children of certain forks,
     which are in their parent's."""
-    children = _certain_children(pool, step)
+    children = _certain_children(pool, arrays)
     for row, sequence_id in enumerate(arrays.grow_sequences):
         if sequence_id > pool.last_sequence_id and sequence_id not in children:
             yield arrays.grow_namespaces[row] if arrays.grow_namespaces else ""
 
 
-def _certain_children(pool: Pool, step: pb.Step) -> set[int]:
+def _certain_children(pool: Pool, arrays: StepArrays) -> set[int]:
     """Children of forks that cannot fail, whatever the phases before them do.
 
     A fork fails if its parent is gone (freed by the step, or a hold whose time comes), if ids do not rise, or, where
     blocks are written in place, if the parent has tokens that are not committed; commits only make these fewer.
     """
-    freed, certain, last = set(step.frees.sequences), set[int](), pool.last_sequence_id
-    for parent_id, child_id in zip(step.forks.parents, step.forks.children, strict=True):
+    freed, certain, last = set(arrays.frees), set[int](), pool.last_sequence_id
+    for parent_id, child_id in zip(arrays.parents, arrays.children, strict=True):
         parent = pool.sequences.get(parent_id) if parent_id not in freed and parent_id not in pool.holds else None
         written = parent is not None and (
             not pool.groups.in_place or parent.token_count <= parent.committed_token_count

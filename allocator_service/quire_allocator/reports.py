@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 
-from quire.steps import unpack_blocks
+from quire.columns import unpack_uint32
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits, translate
@@ -70,7 +70,7 @@ class StagedReport:
         )
         for name in _SUPERSEDED:
             require(not getattr(chunk, name), f"{name} is superseded by prefixes", "NOT_SUPPORTED")
-        freed = unpack_blocks(_words(chunk.freed_blocks, "freed_blocks"))
+        freed = unpack_uint32(_words(chunk.freed_blocks, "freed_blocks"))
         published = sum(len(prefix.blocks) for prefix in chunk.prefixes) // 4
         require(
             len(chunk.sequences) + published + len(freed) > 0,
@@ -115,7 +115,7 @@ class StagedReport:
         groups = len(self._spec.groups)
         require(message.hold_remaining_ms <= limits.HOLD_MS_MAX, f"a hold lasts at most {limits.HOLD_MS_MAX} ms")
         require(len(message.tables) == groups, f"a sequence has one table for each of the {groups} groups")
-        tables = [unpack_blocks(_words(table.blocks, "blocks")) for table in message.tables]
+        tables = [unpack_uint32(_words(table.blocks, "blocks")) for table in message.tables]
         sequence = ReportedSequence(
             message.sequence_id,
             _name(names, message.namespace),
@@ -168,7 +168,7 @@ class _Freed:
 
 
 def _prefix(message: pb.ReportedPrefix, names: list[str]) -> ReportedPrefix:
-    blocks: array[int] = unpack_blocks(_words(message.blocks, "blocks"))
+    blocks: array[int] = unpack_uint32(_words(message.blocks, "blocks"))
     return ReportedPrefix(
         _name(names, message.namespace),
         message.group,

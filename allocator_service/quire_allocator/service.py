@@ -24,8 +24,9 @@ from quire.errors import QuireError, Reason
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 
-from quire_allocator import budget, limits, permits, steps, translate, views
-from quire_allocator.core.directory import Directory, Ownership, Refusal
+from quire_allocator import budget, checks, limits, permits, steps, translate, views
+from quire_allocator.core.directory import Directory, Ownership
+from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import DIGEST_BYTES, CommitResult, GrowResult, Result
 from quire_allocator.machine import Sessions
 from quire_allocator.stream import SessionStream
@@ -235,7 +236,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
 
         def operate(owner: Ownership) -> pb.CommitResponse:
             digest_count = len(digests) // DIGEST_BYTES
-            steps.check_commit(owner.pool, request.sequence_id, request.token_count, digest_count)
+            checks.check_commit(owner.pool, request.sequence_id, request.token_count, digest_count)
             budget.check(budget.commit_answer_bytes_max(owner.pool, digest_count))
             done: CommitResult = owner.pool.commit(
                 request.sequence_id, request.token_count, digests, request.keep_token_count

@@ -24,7 +24,7 @@ from quire.limits import HEARTBEAT_S
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits
-from quire_allocator.core.directory import Refusal
+from quire_allocator.core.refusal import Refusal
 from quire_allocator.machine import Phase, SessionMachine
 from quire_allocator.translate import require
 

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from quire._serving.metrics import Histogram
 from quire.v1 import allocator_pb2 as pb
 
+from quire_allocator.arrays import StepArrays
 from quire_allocator.core.directory import Directory
 from quire_allocator.core.spec import Result
 
@@ -52,24 +53,24 @@ class PoolTelemetry:
         """Counts operations of one kind and result."""
         self.operations[operation, result] += number
 
-    def observe_step(self, step: pb.Step, reply: pb.StepReply, seconds: float) -> None:
+    def observe_step(self, step: StepArrays, reply: pb.StepReply, seconds: float) -> None:
         """Counts a step that was applied: one update per phase unless something was refused."""
         self.step_count += 1
         self.step_seconds.observe(seconds)
-        if step.HasField("commits"):  # a look at a phase that is not there makes one
-            self._count_phase("commit", len(step.commits.sequences), reply.commit_results)
-        if step.HasField("frees"):
-            self._count_phase("free", len(step.frees.sequences), reply.free_results)
-        if step.HasField("forks"):
-            self._count_phase("fork", len(step.forks.parents), reply.fork_results)
-        if step.HasField("grows"):
-            self._count_phase("grow", len(step.grows.sequences), reply.grow_results)
+        if step.commit_sequences:
+            self._count_phase("commit", len(step.commit_sequences), reply.commit_results)
+        if step.frees:
+            self._count_phase("free", len(step.frees), reply.free_results)
+        if step.parents:
+            self._count_phase("fork", len(step.parents), reply.fork_results)
+        if step.grow_sequences:
+            self._count_phase("grow", len(step.grow_sequences), reply.grow_results)
 
     def _count_phase(self, operation: str, number: int, results: Sequence[int]) -> None:
         if results:
             for result in results:
                 self.count(operation, result)
-        elif number:
+        else:
             self.count(operation, int(Result.OK), number)
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-import sys
 from array import array
 from collections.abc import Callable, Sequence
 from typing import cast
 
+from quire.columns import pack_uint32
 from quire.hashing import DIGEST_BYTES
 from quire.limits import MESSAGE_BYTES_MAX, NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits
-from quire_allocator.core.directory import Refusal
 from quire_allocator.core.eviction import POLICIES
+from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec, Quota, Victim
 
 _NAME = re.compile(rf"[A-Za-z0-9._/-]{{1,{limits.NAME_CHARACTERS_MAX}}}")
@@ -157,15 +157,7 @@ def pool_spec_message(spec: PoolSpec) -> pb.PoolSpec:
 
 def block_table(blocks: array[int]) -> pb.BlockTable:
     """Block ids as uint32 little-endian."""
-    return pb.BlockTable(blocks=pack_blocks(blocks))
-
-
-def pack_blocks(blocks: array[int]) -> bytes:
-    """Block ids as uint32 little-endian bytes."""
-    if sys.byteorder == "big":
-        blocks = blocks[:]
-        blocks.byteswap()
-    return blocks.tobytes()
+    return pb.BlockTable(blocks=pack_uint32(blocks))
 
 
 def victim(victim: Victim | None) -> pb.Victim | None:

@@ -25,8 +25,9 @@ from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits, permits, translate
 from quire_allocator.core import index
-from quire_allocator.core.directory import Directory, Ownership, Refusal
+from quire_allocator.core.directory import Directory, Ownership
 from quire_allocator.core.events import Change, Event
+from quire_allocator.core.refusal import Refusal
 from quire_allocator.translate import require
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"

@@ -117,7 +117,7 @@ def _short_prompts(work: Round) -> float:
 
 def _append() -> float:
     """Microseconds per sequence of a step in which nobody fills a block."""
-    pool, ids = new_pool(), list(range(1, SEQUENCES + 1))
+    pool, ids = new_pool(), array("Q", range(1, SEQUENCES + 1))
     for sequence_id in ids:
         assert pool.allocate(sequence_id, SHORT_TOKENS + 1).result is Result.OK
     steps = [(ids, [tokens] * SEQUENCES) for tokens in range(SHORT_TOKENS + 2, SHORT_TOKENS + BLOCK_TOKENS + 1)]
@@ -132,7 +132,7 @@ class _Decoding:
     def __init__(self, sliding: int, decoded: list[Decoded]) -> None:
         self.pool = new_pool(sliding)
         self.decoded = decoded
-        self.ids = list(range(1, SEQUENCES + 1))
+        self.ids = array("Q", range(1, SEQUENCES + 1))
         self.token_counts = [sequence.prompt_tokens for sequence in decoded]
         for sequence_id, sequence in zip(self.ids, decoded, strict=True):
             tokens = sequence.prompt_tokens

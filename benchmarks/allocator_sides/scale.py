@@ -11,6 +11,7 @@ import os
 import random
 import statistics
 import time
+from array import array
 from concurrent.futures import ProcessPoolExecutor
 from itertools import count
 from pathlib import Path
@@ -69,7 +70,7 @@ def _round(pool: Pool, ids: count[int], dice: random.Random) -> dict[str, float]
     costs["fork"], _ = cpu_us(pool.fork, list(zip(held, children, strict=True)))
     costs["free"], _ = cpu_us(pool.free, [(sequence,) for sequence in (*children, *held)])
     held = admit("admit, full hit", SHORT_TOKENS)
-    steps = [(held, [tokens] * HELD) for tokens in range(GROWN_TOKENS + 1, GROWN_TOKENS + BLOCK_TOKENS)]
+    steps = [(array("Q", held), [tokens] * HELD) for tokens in range(GROWN_TOKENS + 1, GROWN_TOKENS + BLOCK_TOKENS)]
     cost, _ = cpu_us(pool.grow_many, steps)
     costs["append, a sequence"] = cost / HELD
     for sequence in held:

@@ -10,8 +10,9 @@ from typing import Any, TypeVar, cast
 from google.protobuf.message import Message
 
 from quire import types, views
+from quire.columns import unpack_uint32
 from quire.errors import InternalError, InvalidArgumentError, Reason, UnavailableError
-from quire.steps import NULL_BLOCK, Copy, Result, Swap, Victim, concatenated, unpack_blocks
+from quire.steps import NULL_BLOCK, Copy, Result, Swap, Victim, concatenated
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import worker_pb2 as worker_pb
 
@@ -228,7 +229,7 @@ def _sequence(parts: Sequence[pb.SequenceInfo]) -> views.SequenceInfo:
 
 def _tables(tables: Iterable[pb.BlockTable]) -> tuple[types.BlockTable, ...]:
     return tuple(
-        tuple(None if block == NULL_BLOCK else block for block in unpack_blocks(table.blocks)) for table in tables
+        tuple(None if block == NULL_BLOCK else block for block in unpack_uint32(table.blocks)) for table in tables
     )
 
 

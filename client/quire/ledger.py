@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Final
 
+from quire.columns import unpack_uint32, unpack_uint64
 from quire.hashing import DIGEST_BYTES
 from quire.pages import Pages, Scope
 from quire.state import STATE_DIGEST_ENTRIES_MAX, SequenceRow, in_turn, state_digest
@@ -131,7 +132,8 @@ class Ledger:
             swaps.setdefault(swap.sequence_id, []).append(swap)
         counts, digests, first = commits.digest_counts or repeat(0), commits.digests, 0
         kept = commits.keep_token_counts or repeat(0)
-        rows = zip(commits.sequences, commits.token_counts, counts, kept, outcome.commits, strict=False)
+        ids, token_counts = unpack_uint64(commits.sequences), unpack_uint32(commits.token_counts)
+        rows = zip(ids, token_counts, counts, kept, outcome.commits, strict=False)
         for sequence_id, token_count, count, keep, result in rows:
             end = first + count * DIGEST_BYTES
             self._next_operation()
@@ -231,7 +233,7 @@ class Ledger:
         copies, before, sequences = list(reversed(outcome.copies)), self._operation + 1, self.sequences
         self._operation += len(outcome.grows)
         ok, is_plain = Result.OK, not self._states
-        for row, (grown, wanted) in enumerate(zip(outcome.grows, grows.token_counts[:], strict=True)):
+        for row, (grown, wanted) in enumerate(zip(outcome.grows, unpack_uint32(grows.token_counts), strict=True)):
             if grown[1] is not ok:
                 continue
             sequence, blocks = sequences.get(grown[0]), grown[3]
@@ -240,14 +242,14 @@ class Ledger:
                 continue
             self._operation, self._rank = before + row, 0
             if sequence is None:
-                self._open(grown, grows, row)
+                self._open(grown, grows, row, wanted)
             else:
                 self._grow(sequence, blocks, wanted)
             if copies:
                 self._let_go_of_sources(copies, grown)
 
-    def _open(self, grown: GrowOutcome, grows: pb.GrowPhase, row: int) -> None:
-        chunk, matched = grows.token_counts[row], grown.matched_token_count
+    def _open(self, grown: GrowOutcome, grows: pb.GrowPhase, row: int, chunk: int) -> None:
+        matched = grown.matched_token_count
         namespace = ""
         if grows.namespaces:
             namespace = grows.namespaces[grows.namespace_indices[row] if grows.namespace_indices else 0]

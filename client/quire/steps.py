@@ -6,12 +6,11 @@ The wire carries structs of arrays; `StepBuilder` and `read_reply` are the only 
 from __future__ import annotations
 
 import enum
-import sys
-from array import array
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import Final, NamedTuple
 
+from quire.columns import pack_uint32, pack_uint64, unpack_uint32, unpack_uint64
 from quire.hashing import DIGEST_BYTES
 from quire.v1 import allocator_pb2 as pb
 
@@ -208,8 +207,8 @@ class StepBuilder:
         """
         if self._commits:
             commits = step.commits
-            commits.sequences.extend(self._commits)
-            commits.token_counts.extend(self._commit_token_counts)
+            commits.sequences = pack_uint64(self._commits)
+            commits.token_counts = pack_uint32(self._commit_token_counts)
             commits.digests = b"".join(self._commit_digests)
             commits.keep_token_counts.extend(_unless_zero(self._keep_token_counts))
             if commits.digests:
@@ -221,8 +220,8 @@ class StepBuilder:
             step.forks.children.extend(self._children)
             step.forks.hold_ms.extend(_unless_zero(self._hold_ms))
         if self._grows:
-            step.grows.sequences.extend(self._grows)
-            step.grows.token_counts.extend(self._grow_token_counts)
+            step.grows.sequences = pack_uint64(self._grows)
+            step.grows.token_counts = pack_uint32(self._grow_token_counts)
         if self._new:
             self._fill_new(step.grows)
 
@@ -258,7 +257,7 @@ def read_reply(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutc
     Raises:
         ValueError: the reply does not fit the step.
     """
-    commits = step.commits.sequences
+    commits = unpack_uint64(step.commits.sequences)
     if reply.swap_operations and max(reply.swap_operations) >= len(commits):
         raise ValueError("a swap of a commit that the step does not have")
     swap_rows = zip(reply.swap_operations, reply.swap_groups, reply.swap_indices, reply.swap_blocks, strict=True)
@@ -272,14 +271,6 @@ def read_reply(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutc
         free_block_count=reply.free_block_count,
         expired_holds=list(reply.expired_holds),
     )
-
-
-def unpack_blocks(data: bytes) -> array[int]:
-    """Block ids from uint32 little-endian bytes."""
-    blocks = array("I", data)
-    if sys.byteorder == "big":
-        blocks.byteswap()
-    return blocks
 
 
 def _unless_zero(values: list[int]) -> Sequence[int]:
@@ -303,7 +294,7 @@ def _optional(values: Sequence[int], count: int) -> Iterable[int]:
 
 def _grows(step: pb.Step, reply: pb.StepReply, group_count: int) -> list[GrowOutcome]:
     """Most grows of a step change nothing: what is not in the reply must not cost more than its outcome."""
-    sequences = step.grows.sequences
+    sequences = unpack_uint64(step.grows.sequences)
     count = len(sequences)
     victims: Iterable[Victim | None] = repeat(None, count)
     if reply.victim_sequences:
@@ -325,7 +316,7 @@ def _grows(step: pb.Step, reply: pb.StepReply, group_count: int) -> list[GrowOut
 def _tables(reply: pb.StepReply, count: int, group_count: int) -> list[tuple[Sequence[int], ...]]:
     """Per grow and group the table's last entries; empty where the reply does not name the grow."""
     tables: list[tuple[Sequence[int], ...]] = [((),) * group_count] * count
-    blocks, sizes = unpack_blocks(reply.blocks), reply.block_counts
+    blocks, sizes = unpack_uint32(reply.blocks), reply.block_counts
     if len(sizes) != len(reply.granted_grows) * group_count or sum(sizes) != len(blocks):
         raise ValueError("the granted grows, their block counts and blocks do not fit together")
     if reply.granted_grows and max(reply.granted_grows) >= count:

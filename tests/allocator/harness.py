@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from grpc import aio
 from quire._serving.reading import ReadingInterceptor
+from quire.columns import pack_uint32, pack_uint64
 from quire.errors import Reason, code_of, from_rpc_error
 from quire.limits import MESSAGE_BYTES_MAX
 from quire.v1 import allocator_pb2 as pb
@@ -214,8 +215,8 @@ class StreamOwner:
 def grows(*operations: tuple[int, int, bytes]) -> pb.GrowPhase:
     """(sequence, token count, digests) each."""
     return pb.GrowPhase(
-        sequences=[sequence for sequence, _, _ in operations],
-        token_counts=[count for _, count, _ in operations],
+        sequences=pack_uint64([sequence for sequence, _, _ in operations]),
+        token_counts=pack_uint32([count for _, count, _ in operations]),
         digest_counts=[len(digests) // 32 for _, _, digests in operations],
         digests=b"".join(digests for _, _, digests in operations),
     )
@@ -224,8 +225,8 @@ def grows(*operations: tuple[int, int, bytes]) -> pb.GrowPhase:
 def commits(*operations: tuple[int, int, bytes]) -> pb.CommitPhase:
     """(sequence, token count, digests) each."""
     return pb.CommitPhase(
-        sequences=[sequence for sequence, _, _ in operations],
-        token_counts=[count for _, count, _ in operations],
+        sequences=pack_uint64([sequence for sequence, _, _ in operations]),
+        token_counts=pack_uint32([count for _, count, _ in operations]),
         digest_counts=[len(digests) // 32 for _, _, digests in operations],
         digests=b"".join(digests for _, _, digests in operations),
     )

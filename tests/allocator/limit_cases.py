@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from quire.columns import pack_uint32, pack_uint64
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
 from quire_allocator.core.directory import Ownership
@@ -78,7 +79,7 @@ async def sequences_of_a_stream(allocator: Allocator, number: int) -> None:
     for batch in batches:
         if batch is batches[-1]:
             last()
-        await owner.step(grows=pb.GrowPhase(sequences=batch, token_counts=[1] * len(batch)))
+        await owner.step(grows=pb.GrowPhase(sequences=pack_uint64(batch), token_counts=pack_uint32([1] * len(batch))))
 
 
 async def hold_of_a_step(allocator: Allocator, number: int) -> None:
@@ -92,7 +93,9 @@ async def hold_of_a_step(allocator: Allocator, number: int) -> None:
 async def namespace_of_a_step(allocator: Allocator, number: int) -> None:
     owner = await StreamOwner.ready(allocator)
     last()
-    await owner.step(grows=pb.GrowPhase(sequences=[1], token_counts=[1], namespaces=[name_of(number)]))
+    await owner.step(
+        grows=pb.GrowPhase(sequences=pack_uint64([1]), token_counts=pack_uint32([1]), namespaces=[name_of(number)])
+    )
 
 
 def name_of(size: int) -> str:

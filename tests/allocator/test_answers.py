@@ -11,8 +11,8 @@ from quire.aio import AsyncAllocatorClient
 from quire.errors import Reason
 from quire.limits import MESSAGE_BYTES_MAX
 from quire.v1 import allocator_pb2 as pb
-from quire_allocator import budget, limits, steps
-from quire_allocator.core import directory, usage
+from quire_allocator import budget, checks, limits, steps
+from quire_allocator.core import replay, usage
 
 from tests.allocator.harness import (
     Allocator,
@@ -96,10 +96,10 @@ def test_a_reply_is_never_larger_than_foreseen(groups: int) -> None:
     ]
     for number, phase in enumerate(phases, 1):
         step = pb.Step(number=number, **phase)
-        tokens = sum(step.grows.token_counts)
-        coarse = budget.step_reply_bytes_max(pool, step, tokens)
-        exact = budget.step_reply_bytes_max(pool, step, tokens, exact=True)
-        reply = steps.apply_step(pool, step, steps.check_step(pool, step), 0.0)
+        arrays, reply = checks.check_step(pool, step), pb.StepReply(number=number)
+        coarse = budget.step_reply_bytes_max(pool, arrays)
+        exact = budget.step_reply_bytes_max(pool, arrays, exact=True)
+        steps.apply_step(pool, arrays, 0.0, reply)
         assert reply.ByteSize() - 100 <= exact <= coarse, f"step {number}"
         pool.check_invariants()
 
@@ -121,7 +121,7 @@ async def test_large_answers_are_forgotten_before_small_ones_would_be(
     allocator: Allocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = await UnaryOwner.open(allocator, block_count=64)
-    monkeypatch.setattr(directory, "ANSWER_BYTES_KEPT_MAX", 250)  # an answer of 16 blocks has some 70 bytes
+    monkeypatch.setattr(replay, "ANSWER_BYTES_KEPT_MAX", 250)  # an answer of 16 blocks has some 70 bytes
     calls = [
         functools.partial(owner.call, "Allocate", request_id=str(i), sequence_id=i, token_count=64) for i in range(1, 5)
     ]

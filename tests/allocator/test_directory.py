@@ -10,15 +10,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_allocator.core.directory import (
-    ANSWER_BYTES_KEPT_MAX,
-    ANSWERS_KEPT_MAX,
-    AnswerLog,
-    Directory,
-    Ownership,
-    Refusal,
-    StepLog,
-)
+from quire_allocator.core.directory import Directory, Ownership
+from quire_allocator.core.refusal import Refusal
+from quire_allocator.core.replay import ANSWER_BYTES_KEPT_MAX, ANSWERS_KEPT_MAX, AnswerLog, StepLog
 from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec
 
 SPEC = PoolSpec(8, (GroupSpec(GroupKind.FULL_ATTENTION, 4),))

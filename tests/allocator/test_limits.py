@@ -1,7 +1,7 @@
 """Every limit is kept to the number: what reaches it is accepted, one more is refused, says why, and changes nothing.
 
-`EDGES` has a row for each constant of `quire_allocator.limits`, `quire.limits` and `core.directory`, or `ELSEWHERE`
-names the test that holds it; a constant without a row fails.
+`EDGES` has a row for each constant of `quire_allocator.limits`, `quire.limits`, `core.directory` and `core.replay`, or
+`ELSEWHERE` names the test that holds it; a constant without a row fails.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from grpc import StatusCode, aio
 from quire.errors import from_rpc_error, retry_after_s_of
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits, server
-from quire_allocator.core import directory
+from quire_allocator.core import directory, replay
 
 from tests.allocator import limit_cases as cases
 from tests.allocator.harness import Allocator, UnaryOwner, running_allocator
 
 TESTS = Path(__file__).resolve().parents[1]
-MODULES: tuple[ModuleType, ...] = (limits, quire.limits, directory)
+MODULES: tuple[ModuleType, ...] = (limits, quire.limits, directory, replay)
 
 
 class Edge(NamedTuple):

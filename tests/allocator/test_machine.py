@@ -11,7 +11,8 @@ from quire.state import STATE_DIGEST_STEPS
 from quire.steps import Result, StepBuilder
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
-from quire_allocator.core.directory import Directory, Refusal
+from quire_allocator.core.directory import Directory
+from quire_allocator.core.refusal import Refusal
 from quire_allocator.machine import SessionMachine, Sessions
 
 from tests.simulation.histories import pool_spec

@@ -5,6 +5,8 @@ A fresh pool grants blocks 0, 1, 2, ... `d("ab")` are the digests of two blocks.
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from quire_allocator.core.spec import CommitResult, GrowResult, Result, Swap
 
@@ -319,8 +321,8 @@ def test_many_grow_at_once_and_only_those_that_need_something_are_answered() -> 
     pool = make_pool(3)
     for sequence_id in (1, 2):
         pool.allocate(sequence_id, 3)
-    assert pool.grow_many([1, 2, 7], [4, 4, 4]) == [(2, GrowResult(Result.NOT_FOUND))]
-    (first, one), (second, two) = pool.grow_many([1, 2], [5, 5])
+    assert pool.grow_many(array("Q", [1, 2, 7]), [4, 4, 4]) == [(2, GrowResult(Result.NOT_FOUND))]
+    (first, one), (second, two) = pool.grow_many(array("Q", [1, 2]), [5, 5])
     assert (first, one.result, one.blocks[0].tolist()) == (0, Result.OK, [2])
     assert (second, two.result, two.shortfall) == (1, Result.NO_SPACE, 1)
 

@@ -7,19 +7,20 @@ from array import array
 from typing import Any
 
 import pytest
+from quire.columns import unpack_uint32
 from quire.hashing import split_digests
 from quire.ledger import Ledger
 from quire.reports import report_chunks, report_end
-from quire.steps import read_reply, unpack_blocks
+from quire.steps import read_reply
 from quire.v1 import allocator_pb2 as pb
-from quire_allocator import steps, translate
+from quire_allocator import checks, steps, translate
 from quire_allocator.core import index
 from quire_allocator.core import rebuild as rebuild_module
-from quire_allocator.core.directory import Refusal
 from quire_allocator.core.events import Event
 from quire_allocator.core.full import FullAttentionManager
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.rebuild import Rebuild
+from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.report import Report, ReportedPrefix, ReportedSequence
 from quire_allocator.core.runs import RunScope
 from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec
@@ -84,9 +85,9 @@ class Played:
         self.number += 1
         step = self.history.make().message
         step.number = self.number
-        now = float(self.number)
-        arrays = steps.check_step(self.pool, step)
-        outcome = read_reply(step, steps.apply_step(self.pool, step, arrays, now), len(self.message.groups))
+        now, reply = float(self.number), pb.StepReply(number=self.number)
+        steps.apply_step(self.pool, checks.check_step(self.pool, step), now, reply)
+        outcome = read_reply(step, reply, len(self.message.groups))
         self.ledger.apply(step, outcome, now)
         self.history.take(step, outcome, self.ledger)
         self.history.check(self.ledger)
@@ -138,7 +139,7 @@ def test_freed_blocks_may_be_reported_in_any_order(seed: int) -> None:
     ordered, mixed = (report_chunks(played.ledger, 0.0) for _ in range(2))
     for chunk in mixed:
         columns = (chunk.freed_steps, chunk.freed_operations, chunk.freed_positions)
-        rows = list(zip(unpack_blocks(chunk.freed_blocks), *columns, strict=True))
+        rows = list(zip(unpack_uint32(chunk.freed_blocks), *columns, strict=True))
         dice.shuffle(rows)
         chunk.freed_blocks = array("I", [row[0] for row in rows]).tobytes()
         for number, column in enumerate(columns, 1):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from quire.errors import Reason
 from quire.v1 import allocator_pb2 as pb
-from quire_allocator.core.directory import ANSWERS_KEPT_MAX
+from quire_allocator.core.replay import ANSWERS_KEPT_MAX
 
 from tests.allocator.harness import Allocator, UnaryOwner, d, refused, running_allocator
 from tests.allocator.test_service import blocks_view, summary

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from quire.columns import pack_uint32, pack_uint64
 from quire.errors import Reason
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
@@ -138,25 +139,43 @@ async def test_a_step_of_another_session_is_refused(allocator: Allocator) -> Non
 
 
 MALFORMED_STEPS: list[dict[str, Any]] = [
-    {"commits": pb.CommitPhase(sequences=[1])},
-    {"commits": pb.CommitPhase(token_counts=[1])},
+    {"commits": pb.CommitPhase(sequences=pack_uint64([1]))},
+    {"commits": pb.CommitPhase(token_counts=pack_uint32([1]))},
     {"commits": commits((1, 6, b""), (1, 6, b""))},
     {"commits": commits((1, 3, b""))},
     {"commits": commits((1, 8, b""))},
     {"commits": commits((1, 5, d("a")))},
-    {"commits": pb.CommitPhase(sequences=[1], token_counts=[8], digest_counts=[1])},
-    {"commits": pb.CommitPhase(sequences=[1], token_counts=[8], digest_counts=[1], digests=b"short")},
-    {"commits": pb.CommitPhase(sequences=[1], token_counts=[8], digests=d("a"))},
-    {"commits": pb.CommitPhase(sequences=[1], token_counts=[8], digest_counts=[1, 0], digests=d("a"))},
+    {"commits": pb.CommitPhase(sequences=pack_uint64([1]), token_counts=pack_uint32([8]), digest_counts=[1])},
+    {
+        "commits": pb.CommitPhase(
+            sequences=pack_uint64([1]), token_counts=pack_uint32([8]), digest_counts=[1], digests=b"short"
+        )
+    },
+    {"commits": pb.CommitPhase(sequences=pack_uint64([1]), token_counts=pack_uint32([8]), digests=d("a"))},
+    {
+        "commits": pb.CommitPhase(
+            sequences=pack_uint64([1]), token_counts=pack_uint32([8]), digest_counts=[1, 0], digests=d("a")
+        )
+    },
     {"forks": pb.ForkPhase(parents=[1])},
     {"forks": pb.ForkPhase(children=[2])},
-    {"grows": pb.GrowPhase(sequences=[2])},
-    {"grows": pb.GrowPhase(sequences=[2], token_counts=[0])},
-    {"grows": pb.GrowPhase(sequences=[2], token_counts=[1, 2])},
-    {"grows": pb.GrowPhase(sequences=[2], token_counts=[1], namespace_indices=[1])},
-    {"grows": pb.GrowPhase(sequences=[2], token_counts=[1], namespaces=["a"], namespace_indices=[0, 0])},
-    {"grows": pb.GrowPhase(sequences=[2], token_counts=[1], namespaces=["é" * 65])},
-    {"grows": pb.GrowPhase(sequences=[2], token_counts=[1], digest_counts=[2], digests=d("a"))},
+    {"grows": pb.GrowPhase(sequences=pack_uint64([2]))},
+    {"grows": pb.GrowPhase(sequences=pack_uint64([2])[:7], token_counts=pack_uint32([1]))},
+    {"grows": pb.GrowPhase(sequences=pack_uint64([2]), token_counts=pack_uint32([1])[:3])},
+    {"grows": pb.GrowPhase(sequences=pack_uint64([2]), token_counts=pack_uint32([0]))},
+    {"grows": pb.GrowPhase(sequences=pack_uint64([2]), token_counts=pack_uint32([1, 2]))},
+    {"grows": pb.GrowPhase(sequences=pack_uint64([2]), token_counts=pack_uint32([1]), namespace_indices=[1])},
+    {
+        "grows": pb.GrowPhase(
+            sequences=pack_uint64([2]), token_counts=pack_uint32([1]), namespaces=["a"], namespace_indices=[0, 0]
+        )
+    },
+    {"grows": pb.GrowPhase(sequences=pack_uint64([2]), token_counts=pack_uint32([1]), namespaces=["é" * 65])},
+    {
+        "grows": pb.GrowPhase(
+            sequences=pack_uint64([2]), token_counts=pack_uint32([1]), digest_counts=[2], digests=d("a")
+        )
+    },
     {"ack": 3},
     {"ack": 99},
 ]

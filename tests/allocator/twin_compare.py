@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from array import array
 from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +100,7 @@ class Comparison:
         """As `do("grow", ...)` one by one, by the pool's `grow_many`."""
         if not self.is_lru:
             return [self.do("grow", *grow) for grow in zip(sequence_ids, token_counts, strict=True)]
-        busy = dict(self.pool.grow_many(sequence_ids, token_counts))
+        busy = dict(self.pool.grow_many(array("Q", sequence_ids), token_counts))
         answers = []
         for number, grow in enumerate(zip(sequence_ids, token_counts, strict=True)):
             ours = plain(busy.get(number, GrowResult(Result.OK)), self.twin.group_count)

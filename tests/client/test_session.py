@@ -29,8 +29,9 @@ from quire.session import PoolSession, SessionLostError
 from quire.steps import Result, StepBuilder
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
-from quire_allocator.core.directory import Directory, Refusal
+from quire_allocator.core.directory import Directory
 from quire_allocator.core.pool import Pool
+from quire_allocator.core.refusal import Refusal
 from quire_allocator.machine import SessionMachine
 from quire_allocator.service import AllocatorService
 from quire_allocator.stream import SessionStream
@@ -317,8 +318,8 @@ async def test_an_answer_that_does_not_fit_the_step_is_an_internal_error(monkeyp
     async with setting() as scene:
         assert scene.service is not None
 
-        def apply_step(_pool: Pool, step: pb.Step, *_: Any) -> pb.StepReply:
-            return pb.StepReply(session_id=step.session_id, number=step.number, granted_grows=[7])
+        def apply_step(_pool: Pool, _arrays: Any, _now: float, reply: pb.StepReply) -> None:
+            reply.granted_grows.append(7)
 
         with monkeypatch.context() as patch:
             patch.setattr("quire_allocator.steps.apply_step", apply_step)

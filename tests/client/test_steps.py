@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from quire.columns import pack_uint32, pack_uint64
 from quire.steps import NULL_BLOCK, Copy, GrowOutcome, Result, StepBuilder, Swap, Victim, read_reply
 from quire.v1 import allocator_pb2 as pb
 
@@ -35,12 +36,14 @@ def test_operations_become_parallel_arrays_in_the_order_in_which_they_were_added
     step.allocate(12, 4)
     assert step
     assert step.message == pb.Step(
-        commits=pb.CommitPhase(sequences=[1, 2], token_counts=[8, 5], digest_counts=[2, 0], digests=ONE + TWO),
+        commits=pb.CommitPhase(
+            sequences=pack_uint64([1, 2]), token_counts=pack_uint32([8, 5]), digest_counts=[2, 0], digests=ONE + TWO
+        ),
         frees=pb.FreePhase(sequences=[3]),
         forks=pb.ForkPhase(parents=[1], children=[10]),
         grows=pb.GrowPhase(
-            sequences=[1, 11, 12],
-            token_counts=[9, 20, 4],
+            sequences=pack_uint64([1, 11, 12]),
+            token_counts=pack_uint32([9, 20, 4]),
             digest_counts=[0, 2, 0],
             digests=ONE + TWO,
             namespace_indices=[0, 0, 1],

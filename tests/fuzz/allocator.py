@@ -25,15 +25,15 @@ from quire.owner import Phase, PoolOwner
 from quire.reports import report_chunks, report_end
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
-from quire_allocator.core.directory import Directory, Ownership, Refusal
-from quire_allocator.machine import Phase as StreamPhase
+from quire_allocator.core.directory import Directory, Ownership
+from quire_allocator.core.refusal import Refusal
 from quire_allocator.machine import SessionMachine, pool_digest
 from quire_allocator.service import AllocatorService
 from quire_allocator.telemetry import Telemetry
 
 from tests.fuzz.look import deeply_seen_of, seen_of
 from tests.fuzz.messages import Malformer
-from tests.fuzz.requests import Plausible
+from tests.fuzz.requests import GROW, Plausible
 from tests.simulation.histories import GROUPS, pool_spec
 from tests.simulation.world import Quiet
 
@@ -146,14 +146,14 @@ class Episode:
     def _expect(self, reason: str) -> None:
         """The next message of the owner's stream is refused so."""
         self.seen.messages["Session: step"] += 1
-        step = pb.Step(session_id=self.owner.session_id, number=1, grows=pb.GrowPhase(sequences=[1], token_counts=[1]))
+        step = pb.Step(session_id=self.owner.session_id, number=1, grows=GROW)
         try:
             self.machine.receive(pb.SessionRequest(step=step), self.clock.now)
         except Refusal as refusal:
             self.seen.answers[Reason(refusal.reason)] += 1
-            if refusal.reason == reason:
-                return
-            raise
+            if refusal.reason != reason:
+                raise
+            return
         raise ViolationError(f"what should be {reason} was accepted")
 
     @property
@@ -262,7 +262,7 @@ class Episode:
                 break
         machine.close()
         if machine.owner is not None:
-            if machine.phase is StreamPhase.OPEN:
+            if machine.phase is type(machine.phase).OPEN:
                 machine.owner.pool.check_invariants()
             self.sessions.drop(machine.owner)
         self._state = self._look()

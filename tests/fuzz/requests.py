@@ -12,6 +12,7 @@ from quire.steps import StepBuilder
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.pool import Pool
 
+GROW = pb.GrowPhase(sequences=bytes(8), token_counts=b"\1" + bytes(3))  # of a sequence that nobody has
 TEXTS_MAX = 6
 PLACES = 256
 

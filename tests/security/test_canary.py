@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import pytest
 from quire import AllocatorClient, Client, QuireError, Tls, prompt_digests, root_digest
+from quire.columns import pack_uint32, pack_uint64
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire_worker.tokenizer import Tokenizer
@@ -182,9 +183,17 @@ def misuse_stream(stub: Any, metadata: Any, outcome: Outcome) -> None:
     outcome.refused(lambda: next(refused))
     for number, step in enumerate(
         (
-            pb.Step(commits=pb.CommitPhase(sequences=[1], token_counts=[4], digest_counts=[1], digests=digests[:33])),
-            pb.Step(grows=grow, commits=pb.CommitPhase(sequences=[1], digests=digests)),
-            pb.Step(grows=pb.GrowPhase(sequences=[1], token_counts=[4], digests=digests[:33], digest_counts=[9])),
+            pb.Step(
+                commits=pb.CommitPhase(
+                    sequences=pack_uint64([1]), token_counts=pack_uint32([4]), digest_counts=[1], digests=digests[:33]
+                )
+            ),
+            pb.Step(grows=grow, commits=pb.CommitPhase(sequences=pack_uint64([1]), digests=digests)),
+            pb.Step(
+                grows=pb.GrowPhase(
+                    sequences=pack_uint64([1]), token_counts=pack_uint32([4]), digests=digests[:33], digest_counts=[9]
+                )
+            ),
             None,
         )
     ):

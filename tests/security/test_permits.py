@@ -12,7 +12,8 @@ from quire.errors import QuireError, Reason
 from quire.owner import Phase, PoolOwner, Verdict
 from quire.steps import StepBuilder
 from quire.v1 import allocator_pb2 as pb
-from quire_allocator.core.directory import Directory, Refusal
+from quire_allocator.core.directory import Directory
+from quire_allocator.core.refusal import Refusal
 from quire_allocator.machine import SessionMachine, Sessions
 
 from tests.allocator.harness import Allocator, UnaryOwner, d, running_allocator

@@ -9,13 +9,14 @@ from unittest import mock
 from quire.steps import Result
 from quire_allocator import reports, steps
 from quire_allocator.core import rebuild as rebuild_module
-from quire_allocator.core.directory import Directory, StepLog
+from quire_allocator.core.directory import Directory
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.gates import Gates
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.rebuild import Rebuild
 from quire_allocator.core.rebuild_runs import RunBuilder
 from quire_allocator.core.rebuild_units import StateBuilder, UnitBuilder
+from quire_allocator.core.replay import StepLog
 from quire_allocator.machine import SessionMachine, Sessions
 
 from tests.simulation.planting import plant
@@ -120,7 +121,7 @@ def _answers_are_not_kept(original: Any, self: Any, step: Any, reply: Any) -> No
 @plant(StepLog, "record")
 def _a_number_is_not_consumed_by_a_step_that_did_nothing(original: Any, self: Any, step: Any, reply: Any) -> None:
     original(self, step, reply)
-    if not step.grows.sequences and not step.commits.sequences and not step.frees.sequences:
+    if not step.HasField("grows") and not step.HasField("commits") and not step.HasField("frees"):
         self.next_step -= 1
 
 
@@ -136,30 +137,29 @@ def _events_are_told_before_they_are_acknowledged(original: Any, self: Any, ackn
 
 
 @plant(steps, "apply_step")
-def _frees_come_before_commits(original: Any, pool: Any, step: Any, arrays: Any, now: float) -> Any:
-    results = {sequence_id: pool.free(sequence_id) for sequence_id in step.frees.sequences}
+def _frees_come_before_commits(original: Any, pool: Any, arrays: Any, now: float, reply: Any) -> None:
+    results = {sequence_id: pool.free(sequence_id) for sequence_id in arrays.frees}
     with mock.patch.object(pool, "free", results.get):
-        return original(pool, step, arrays, now)
+        original(pool, arrays, now, reply)
 
 
 @plant(steps, "apply_step")
-def _grows_come_before_frees(original: Any, pool: Any, step: Any, arrays: Any, now: float) -> Any:
+def _grows_come_before_frees(original: Any, pool: Any, arrays: Any, now: float, reply: Any) -> None:
     late: list[int] = []
     with mock.patch.object(pool, "free", lambda sequence_id: late.append(sequence_id) or Result.OK):
-        reply = original(pool, step, arrays, now)
+        original(pool, arrays, now, reply)
     reply.free_results.extend([int(pool.free(sequence_id)) for sequence_id in late])
-    return reply
 
 
 @plant(steps, "_grow")
-def _copies_are_not_told(original: Any, pool: Any, grows: Any, arrays: Any, reply: Any) -> None:
-    original(pool, grows, arrays, reply)
+def _copies_are_not_told(original: Any, pool: Any, arrays: Any, reply: Any) -> None:
+    original(pool, arrays, reply)
     del reply.copy_sources[:], reply.copy_destinations[:]
 
 
 @plant(steps, "_commit")
-def _swaps_are_not_told(original: Any, pool: Any, commits: Any, arrays: Any, reply: Any) -> None:
-    original(pool, commits, arrays, reply)
+def _swaps_are_not_told(original: Any, pool: Any, arrays: Any, reply: Any) -> None:
+    original(pool, arrays, reply)
     del reply.swap_operations[:], reply.swap_groups[:], reply.swap_indices[:], reply.swap_blocks[:]
 
 

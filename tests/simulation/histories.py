@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from quire.columns import unpack_uint32, unpack_uint64
 from quire.hashing import DIGEST_BYTES, block_digests
 from quire.ledger import Ledger
 from quire.steps import NULL_BLOCK, Result, StepBuilder, StepOutcome
@@ -139,7 +140,8 @@ class History:
         """Does what the answer allows: copies, then writes; with `fails` the device does not get to the writes."""
         for sequence_id in outcome.expired_holds:
             del self.texts[sequence_id]
-        commits = zip(step.commits.sequences, step.commits.token_counts, outcome.commits, strict=True)
+        committed = unpack_uint64(step.commits.sequences), unpack_uint32(step.commits.token_counts)
+        commits = zip(*committed, outcome.commits, strict=True)
         for row, (sequence_id, count, result) in enumerate(commits):
             assert result is Result.OK, f"commit of {sequence_id}: {result}"
             text = self.texts[sequence_id]
@@ -152,9 +154,9 @@ class History:
         self._take_forks(step.forks, outcome)
         for copy in outcome.copies:
             self.device.copy(copy.source, copy.destination)
-        for row, grown in enumerate(outcome.grows):
+        for token_count, grown in zip(unpack_uint32(step.grows.token_counts), outcome.grows, strict=True):
             if grown.result is Result.OK:
-                self._take_grow(grown.sequence_id, step.grows.token_counts[row], grown.matched_token_count, ledger)
+                self._take_grow(grown.sequence_id, token_count, grown.matched_token_count, ledger)
         for sequence_id, text in self.texts.items():
             if not text.is_hold and not fails:
                 self._write(text, ledger.sequences[sequence_id].tables)

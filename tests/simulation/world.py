@@ -16,7 +16,8 @@ from quire.errors import QuireError, Reason
 from quire.owner import Phase, PoolOwner, Verdict
 from quire.steps import StepBuilder
 from quire.v1 import allocator_pb2 as pb
-from quire_allocator.core.directory import Directory, Ownership, Refusal
+from quire_allocator.core.directory import Directory, Ownership
+from quire_allocator.core.refusal import Refusal
 from quire_allocator.machine import Phase as StreamPhase
 from quire_allocator.machine import SessionMachine, Sessions
 

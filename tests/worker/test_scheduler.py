@@ -13,7 +13,8 @@ import random
 
 import pytest
 from quire.steps import StepOutcome, read_reply
-from quire_allocator import steps
+from quire.v1 import allocator_pb2 as pb
+from quire_allocator import checks, steps
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec
 from quire_worker.request import FinishReason, Request, Sample
@@ -67,8 +68,8 @@ class PretendedWorker:
 
     def ask(self, plan: Plan) -> StepOutcome:
         """What the allocator's server does with a step."""
-        message = plan.step.message
-        reply = steps.apply_step(self.pool, message, steps.check_step(self.pool, message), 0.0)
+        message, reply = plan.step.message, pb.StepReply()
+        steps.apply_step(self.pool, checks.check_step(self.pool, message), 0.0, reply)
         self.pool.check_invariants()
         return read_reply(message, reply, 1)
 

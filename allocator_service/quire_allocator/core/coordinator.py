@@ -111,12 +111,15 @@ class Coordinator:
         copies: list[Copy] = []
         before, sequence.token_count = sequence.token_count, token_count
         sequence.limit += self.digest_tokens
+        if self.group_count == 1:
+            self.managers[0].grow(sequence.parts[0], before, token_count, blocks, copies)
+            return (blocks,)
         first = 0
         for manager, part in zip(self.managers, sequence.parts):
             end = first + len(manager.groups)
             manager.grow(part, before, token_count, blocks[first:end], copies)
             first = end
-        return (blocks,) if end == 1 else tuple([blocks[i : i + 1] for i in self._places])
+        return tuple([blocks[i : i + 1] for i in self._places])
 
     def shrink(self, sequence: SequenceState, until: int) -> None:
         """Gives back what is not needed to hold so many tokens."""

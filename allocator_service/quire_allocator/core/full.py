@@ -105,10 +105,8 @@ class FullAttentionManager(Manager):
             copies.extend(map(Copy, part.tail, blocks))
             self._leave_shared(part)
             part.tail = blocks
-        elif part.tail:
-            part.tail.extend(blocks)
         else:
-            part.tail = blocks
+            part.tail.extend(blocks)
         return (part.published + len(part.tail) // self.width) * self.block_size
 
     def let_go(self, part: RunPart, token_count: int) -> int:

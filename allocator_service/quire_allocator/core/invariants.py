@@ -69,6 +69,7 @@ def check(pool: Pool) -> None:
     for sequence_id, sequence in pool.sequences.items():
         _check_sequence(pool, sequence_id, sequence)
     _check_sharers(pool)
+    _check_batch(pool)
     _check_gates(pool)
     _check_pending(pool)
 
@@ -302,6 +303,12 @@ def _check_sequence(pool: Pool, sequence_id: int, sequence: SequenceState) -> No
     assert sequence.is_hold == (sequence_id in pool.holds), (
         f"sequence {sequence_id} is a hold without an end, or not one"
     )
+
+
+def _check_batch(pool: Pool) -> None:
+    """Who was looked up last is still who is there."""
+    for sequence_id, sequence in zip(pool._batch_ids, pool._batch, strict=True):
+        assert pool.sequences.get(sequence_id) is sequence, f"sequence {sequence_id} is remembered and gone"
 
 
 def _check_gates(pool: Pool) -> None:

@@ -84,8 +84,9 @@ class Manager(Evictor):
 
     @abstractmethod
     def grow(self, part: Any, token_count: int, until: int, blocks: array[int], copies: list[Copy]) -> int:
-        """Adds the `needed` blocks, just granted, which are the manager's to keep; the first ones may replace what is
-        not the sequence's alone. Returns the tokens up to which nothing has to be granted or copied from now on."""
+        """Adds the `needed` blocks, just granted; the first ones may replace what is not the sequence's alone, and only
+        then the array is the manager's to keep. Returns the tokens up to which nothing has to be granted or copied from
+        now on."""
 
     @abstractmethod
     def let_go(self, part: Any, token_count: int) -> int:

@@ -23,6 +23,7 @@ one pool are applied by one caller at a time. What differs between types of atte
 from __future__ import annotations
 
 from array import array
+from typing import Final
 
 from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.coordinator import Coordinator
@@ -40,9 +41,10 @@ from quire_allocator.core.spec import (
     Swap,
 )
 
-_OK = Result.OK
-_UNCHANGED = GrowResult(Result.OK)
-_COMMITTED = CommitResult(Result.OK)
+_OK: Final = Result.OK
+_UNCHANGED: Final = GrowResult(Result.OK)
+_COMMITTED: Final = CommitResult(Result.OK)
+_NOBODY: Final = array("Q")
 
 
 class Pool:
@@ -59,6 +61,8 @@ class Pool:
         self.gates = Gates(spec, self.blocks, self.managers, self.sequences)
         self.pending = PendingPrefixes()
         self.holds: dict[int, float] = {}  # sequence -> when it ends
+        self._batch_ids = _NOBODY  # whom `grow_many` found last, since when nobody was freed
+        self._batch: list[SequenceState | None] = []
         self.last_sequence_id = 0
         self.queried_token_count = 0
         self.matched_token_count = 0
@@ -157,6 +161,10 @@ class Pool:
         if token_count <= sequence.limit:
             sequence.token_count = max(sequence.token_count, token_count)
             return _UNCHANGED
+        return self._extend(sequence_id, sequence, token_count)
+
+    def _extend(self, sequence_id: int, sequence: SequenceState, token_count: int) -> GrowResult:
+        """Grows a sequence beyond its limit."""
         size = self.digest_tokens
         if (  # decoding's own path: one free block for every group, at a block edge, and nothing else to be looked at
             self.groups.in_step
@@ -176,7 +184,7 @@ class Pool:
         if refused is not None:
             is_short = refused.result is Result.NO_SPACE and self.groups.in_place
             if is_short and self.gates.give_up_checkpoints(sequence, refused.shortfall):
-                return self.grow(sequence_id, token_count)
+                return self._extend(sequence_id, sequence, token_count)
             return refused
         self.gates.note_change()
         copies: list[Copy] = []
@@ -189,14 +197,26 @@ class Pool:
             self.gates.enforce_cache_quota(sequence.namespace)
         return GrowResult(Result.OK, 0, 0, self.groups.added(sequence, granted) if needed else (), copies)
 
-    def grow_many(self, sequence_ids: list[int], token_counts: list[int]) -> list[tuple[int, GrowResult]]:
-        """Grows live sequences in order; returns number and result of those for which anything was to be done."""
-        sequences = self.sequences
+    def names_new(self, sequence_ids: array[int]) -> bool:
+        """Whether one of these ids is above every earlier one."""
+        return sequence_ids != self._batch_ids and max(sequence_ids, default=0) > self.last_sequence_id
+
+    def grow_many(self, sequence_ids: array[int], token_counts: list[int]) -> list[tuple[int, GrowResult]]:
+        """Grows live sequences in order; returns number and result of those for which anything was to be done.
+
+        An engine that decodes names the same sequences step after step: they are looked up when that changes.
+        """
+        batch = self._batch
+        if sequence_ids != self._batch_ids:
+            batch = [self.sequences.get(sequence_id) for sequence_id in sequence_ids]
+            if None not in batch:
+                self._batch, self._batch_ids = batch, sequence_ids[:]
         busy = []
-        for number, (sequence_id, token_count) in enumerate(zip(sequence_ids, token_counts)):
-            sequence = sequences.get(sequence_id)
-            if sequence is None or token_count > sequence.limit:
-                busy.append((number, self.grow(sequence_id, token_count)))
+        for number, (sequence, token_count) in enumerate(zip(batch, token_counts)):
+            if sequence is None:
+                busy.append((number, GrowResult(Result.NOT_FOUND)))
+            elif token_count > sequence.limit:
+                busy.append((number, self._extend(sequence_ids[number], sequence, token_count)))
             elif token_count > sequence.token_count:
                 sequence.token_count = token_count
         return busy
@@ -298,6 +318,7 @@ class Pool:
         sequence = self.sequences.pop(sequence_id, None)
         if sequence is None:
             return Result.NOT_FOUND
+        self._batch, self._batch_ids = [], _NOBODY
         self.gates.note_change()
         for manager, part in zip(self.managers, sequence.parts):
             manager.free(part)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
-from quire_allocator.core.directory import Refusal
+from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import NULL_BLOCK
 
 

@@ -977,16 +977,12 @@ class CommitPhase(_message.Message):
     DIGEST_COUNTS_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
     KEEP_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    sequences: _builtins.bytes
+    """One entry per operation: the sequence. uint64 little-endian, as a packed fixed64 would travel (docs/decisions/0013)."""
+    token_counts: _builtins.bytes
+    """Tokens of the sequence computed so far, not below the count committed before. uint32 little-endian."""
     digests: _builtins.bytes
     """The digests of those blocks, 32 bytes each, operation after operation."""
-    @_builtins.property
-    def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """One entry per operation: the sequence."""
-
-    @_builtins.property
-    def token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens of the sequence computed so far, not below the count committed before."""
-
     @_builtins.property
     def digest_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Blocks that each operation fills, that is full blocks between its old and its new count; another number, or two
@@ -1003,8 +999,8 @@ class CommitPhase(_message.Message):
     def __init__(
         self,
         *,
-        sequences: _abc.Iterable[_builtins.int] | None = ...,
-        token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        sequences: _builtins.bytes = ...,
+        token_counts: _builtins.bytes = ...,
         digest_counts: _abc.Iterable[_builtins.int] | None = ...,
         digests: _builtins.bytes = ...,
         keep_token_counts: _abc.Iterable[_builtins.int] | None = ...,
@@ -1096,19 +1092,15 @@ class GrowPhase(_message.Message):
     PROMPT_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     PRIORITIES_FIELD_NUMBER: _builtins.int
     DEFER_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    sequences: _builtins.bytes
+    """One entry per operation: the sequence. uint64 little-endian, as a packed fixed64 would travel (docs/decisions/0013)."""
+    token_counts: _builtins.bytes
+    """Tokens that the sequence must be able to hold afterwards. For a new one: the prompt's length, or the end of its
+    first chunk; it holds more where more of a longer prompt is shared. The shared prefix is always shorter than the
+    prompt, so that at least one token is computed. uint32 little-endian.
+    """
     digests: _builtins.bytes
     """The digests, 32 bytes each, operation after operation."""
-    @_builtins.property
-    def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """One entry per operation: the sequence."""
-
-    @_builtins.property
-    def token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens that the sequence must be able to hold afterwards. For a new one: the prompt's length, or the end of its
-        first chunk; it holds more where more of a longer prompt is shared. The shared prefix is always shorter than the
-        prompt, so that at least one token is computed.
-        """
-
     @_builtins.property
     def digest_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Digests to match per operation; only for new sequences. Empty when no operation has any."""
@@ -1138,8 +1130,8 @@ class GrowPhase(_message.Message):
     def __init__(
         self,
         *,
-        sequences: _abc.Iterable[_builtins.int] | None = ...,
-        token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        sequences: _builtins.bytes = ...,
+        token_counts: _builtins.bytes = ...,
         digest_counts: _abc.Iterable[_builtins.int] | None = ...,
         digests: _builtins.bytes = ...,
         namespace_indices: _abc.Iterable[_builtins.int] | None = ...,

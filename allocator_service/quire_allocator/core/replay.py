@@ -1,0 +1,88 @@
+"""What is kept of one session so that whatever it repeats is answered again and not done twice."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+from quire_allocator.core.refusal import Refusal
+
+ANSWERS_KEPT_MAX = 1024  # per unary session: how many request ids can be repeated
+ANSWER_BYTES_KEPT_MAX = 16 << 20  # per unary session
+
+
+class StepLog:
+    """Numbers and kept replies of one session: each step is applied once, in order, and can be answered again."""
+
+    def __init__(self, next_step: int, window: int) -> None:
+        self.next_step = next_step
+        self.window = window
+        self._kept: OrderedDict[int, tuple[object, object]] = OrderedDict()  # number -> (step, reply)
+
+    def replay(self, number: int, step: object) -> object | None:
+        """The kept reply to a repeated step, or None if `number` is the next one and has to be applied.
+
+        Raises:
+            Refusal: STEP_MISMATCH, the number was used for another step; STEP_GAP, any other number.
+        """
+        if number == self.next_step:
+            return None
+        if number not in self._kept:
+            raise Refusal("STEP_GAP", f"step {number} is neither the next ({self.next_step}) nor kept for replay")
+        earlier, reply = self._kept[number]
+        if earlier != step:
+            raise Refusal("STEP_MISMATCH", f"step {number} was applied with other content")
+        return reply
+
+    def record(self, step: object, reply: object) -> None:
+        """The next step was applied with this reply; at most `window` replies are kept."""
+        self._kept[self.next_step] = (step, reply)
+        self.next_step += 1
+        while len(self._kept) > self.window:
+            self._kept.popitem(last=False)
+
+    def forget(self, acknowledged: int) -> None:
+        """The owner has applied all replies up to `acknowledged`."""
+        while self._kept and next(iter(self._kept)) <= acknowledged:
+            self._kept.popitem(last=False)
+
+
+class KeptAnswer(NamedTuple):
+    """One answer, and the SHA-256 of the request that it belongs to."""
+
+    request_sha256: bytes
+    answer: Any
+    size: int
+
+
+class AnswerLog:
+    """Kept answers of one unary session, by request id: at most `ANSWERS_KEPT_MAX` and `ANSWER_BYTES_KEPT_MAX`.
+
+    Of a request only its SHA-256 is kept: prompts are large, and only equality matters.
+    """
+
+    def __init__(self) -> None:
+        self.kept_bytes = 0
+        self._kept: OrderedDict[str, KeptAnswer] = OrderedDict()
+
+    def replay(self, request_id: str, request_sha256: bytes) -> object | None:
+        """The kept answer to a repeated request, or None.
+
+        Raises:
+            Refusal: STEP_MISMATCH, the id was used for another request.
+        """
+        if request_id not in self._kept:
+            return None
+        kept = self._kept[request_id]
+        if kept.request_sha256 != request_sha256:
+            raise Refusal("STEP_MISMATCH", f"request id {request_id} was used with other content")
+        answer: object = kept.answer
+        return answer
+
+    def record(self, request_id: str, request_sha256: bytes, answer: object, *, size: int) -> None:
+        """Keeps a new answer of `size` bytes, and forgets the oldest beyond the limits."""
+        self._kept[request_id] = KeptAnswer(request_sha256, answer, size)
+        self.kept_bytes += size
+        while len(self._kept) > ANSWERS_KEPT_MAX or self.kept_bytes > ANSWER_BYTES_KEPT_MAX:
+            _, oldest = self._kept.popitem(last=False)
+            self.kept_bytes -= oldest.size

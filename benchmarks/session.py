@@ -5,9 +5,9 @@ share another. Steps are made beforehand, so that the wire and the server are me
 has building them and keeping the ledger, too. A step of 256 operations is an append for each of 256 sequences, 16 of
 which take a block.
 
-CPU is that of a whole process for each message. What the handler takes, from message to reply with the core in it, is
-what the allocator's own histogram of steps says meanwhile (`quire_allocator_step_seconds`): time, of which another
-process may have had some.
+CPU is that of a whole process for each message. The handler, from message to reply with the core in it, is measured
+twice: in this process, where nothing else runs in between; and in the server, by its own histogram of steps
+(`quire_allocator_step_seconds`), where gRPC's threads and the kernel have the CPU and its caches between two steps.
 The last rows are what a pool's owner waits while another owner floods the same allocator. `make bench` measures the
 compiled core.
 """
@@ -38,11 +38,13 @@ from quire.steps import Result, StepBuilder
 from quire.types import PoolSpec
 from report import Goal, add_output_arguments, core_build, publish
 from session_sides import echo
+from session_sides.handler import Handler
 from session_sides.streams import BLOCK_TOKENS, SESSION, Owner, Stream, check
 
 OPERATIONS = 256
 POOL_BLOCKS = 200_000
 PROMPT_BLOCKS = 2_048
+ECHO_SIZE = (32 << 10, 32 << 10)  # beside an admission, whose step has 64 kB of digests and whose reply has 8 kB
 STREAMS = (1, 8, 64)
 START_S = 30.0
 FLOOD_WINDOW = 8
@@ -111,6 +113,15 @@ def _cpu_clock(pid: int) -> int:
     return (~pid << 3) | 2
 
 
+async def handler_in_process(options: argparse.Namespace) -> float:
+    """CPU microseconds of the handler for a step of 256 appends: the median over the rounds."""
+    handler = Handler()
+    owner = Owner(handler, "in-process", POOL_BLOCKS, os.urandom(16))
+    await owner.open()
+    make = decoding(owner, options.steps)
+    return statistics.median([handler.cost_us(make()) for _ in range(options.repeat + 1)][1:])
+
+
 def handler_seconds(servers: Servers) -> float:
     """What all steps so far took in the handler."""
     url = f"http://{servers.allocator.metrics_address}/metrics"
@@ -145,22 +156,28 @@ async def connected(servers: Servers, count: int, name: str) -> AsyncIterator[tu
 
 
 async def compare(
-    servers: Servers, count: int, name: str, make: Callable[[Owner], Callable[[], list[bytes]]], repeat: int
+    servers: Servers,
+    count: int,
+    name: str,
+    make: Callable[[Owner], Callable[[], list[bytes]]],
+    repeat: int,
+    *,
+    size: tuple[int, int] | None = None,
 ) -> tuple[list[Turn], list[Turn]]:
-    """Turns of the echo and of the allocator; `make` gives what makes an owner's messages for one turn."""
+    """Turns of the echo and of the allocator; `make` gives what makes an owner's messages for one turn. The echo's
+    messages and answers are as long as these, or of the `size` that is given; each is its own memory, as a step is."""
     async with connected(servers, count, name) as (echoes, owners):
         makers = [make(owner) for owner in owners]
         first = makers[0]()
         answers = [await owners[0].stream.ask(message) for message in first]
         check(first[0], answers[0])
-        size = (len(first[-2]), round(statistics.mean(map(len, answers[1:-1]))))  # of an ordinary one
+        size = size or (len(first[-2]), round(statistics.mean(map(len, answers[1:-1]))))  # of an ordinary one
         turns: tuple[list[Turn], list[Turn]] = ([], [])
         for number in range(-1, repeat):  # the first is for warming up
             steps = [maker() for maker in makers]
             gc.collect()
-            plain = await take_turn(
-                echoes, [[echo.request_of(*size)] * len(each) for each in steps], servers.echo_clock
-            )
+            requests = [[echo.request_of(*size) for _ in each] for each in steps]
+            plain = await take_turn(echoes, requests, servers.echo_clock)
             before = handler_seconds(servers)
             done = await take_turn([owner.stream for owner in owners], steps, servers.allocator_clock)
             handler_us = (handler_seconds(servers) - before) * 1e6 / len(done.times)
@@ -244,7 +261,7 @@ async def victim(servers: Servers, options: argparse.Namespace) -> tuple[list[Tu
     address = servers.allocator.address
     async with Stream(address, SESSION) as stream, Stream(address, SESSION) as other:
         owner = Owner(stream, "victim", POOL_BLOCKS, os.urandom(16))
-        rival = Owner(other, "flood", FLOOD_BLOCKS, os.urandom(16))
+        rival = Owner(other, "flood", FLOOD_BLOCKS, os.urandom(16), FLOOD_WINDOW)
         await owner.open()
         await rival.open()
         make = decoding(owner, options.steps, VICTIM_OPERATIONS)
@@ -275,12 +292,14 @@ async def measure(options: argparse.Namespace, servers: Servers) -> tuple[list[d
         rows.append(row("echo of a step of 256 appends", count, sides[0]))
         rows.append(row("step of 256 appends", count, sides[1], over))
         if count == 1:
-            handler = statistics.median(turn.handler_us for turn in sides[1])
-            rows.append(
-                {**dict.fromkeys(rows[0], ""), "what": "of which in the handler", "server_cpu_us": round(handler, 1)}
-            )
+            in_server = statistics.median(turn.handler_us for turn in sides[1])
+            in_process = await handler_in_process(options)
+            for what, cost in (("of which in the handler", in_server), ("the handler, in process", in_process)):
+                rows.append(
+                    {**dict.fromkeys(rows[0], ""), "what": what, "core": BUILD, "server_cpu_us": round(cost, 1)}
+                )
             goals.append(Goal("step of 256 operations over its echo, round trip", over, 2.0, "lower"))
-            goals.append(Goal("handler with the core, us a step of 256 operations", handler, 40.0, "lower"))
+            goals.append(Goal("CPU of the handler, in process, us a step of 256 operations", in_process, 40.0, "lower"))
         if count == 8:
             appends = statistics.median(turn.rate for turn in sides[1]) * OPERATIONS
             goals.append(Goal("8 streams, steps a second over echoes a second", rate, 0.33, "higher"))
@@ -289,11 +308,10 @@ async def measure(options: argparse.Namespace, servers: Servers) -> tuple[list[d
     over = percentile(turns, 0.5) / float(str(rows[0]["p50_us"]))
     rows.append(row("step of 256 appends through PoolSession", 1, turns, over))
     sides = await compare(
-        servers, 1, "admit", lambda owner: admitting(owner, max(20, options.steps // 8)), options.repeat
+        servers, 1, "admit", lambda owner: admitting(owner, max(20, options.steps // 4)), options.repeat, size=ECHO_SIZE
     )
-    plain = await plain_echo(servers, 32 << 10, options)
-    rows.append(row("echo of 32 kB", 1, plain))
-    over = percentile(sides[1], 0.5) / percentile(plain, 0.5)
+    over = ratio(sides, lambda turn: statistics.median(turn.times))
+    rows.append(row("echo of 32 kB", 1, sides[0]))
     rows.append(row("admit 2,048 blocks and free as many", 1, sides[1], over))
     goals.append(Goal("admit and free 2,048 blocks over an echo of 32 kB, round trip", over, 1.6, "lower"))
     quiet, flooded = await victim(servers, options)
@@ -302,14 +320,6 @@ async def measure(options: argparse.Namespace, servers: Servers) -> tuple[list[d
     rows.append(row("the same while another pool floods", 1, flooded))
     goals.append(Goal("a victim's p99 over its quiet p99", over, 3.0, "lower"))
     return rows, goals
-
-
-async def plain_echo(servers: Servers, size: int, options: argparse.Namespace) -> list[Turn]:
-    """Turns of the echo alone."""
-    async with Stream(servers.echo_address, echo.METHOD) as stream:
-        requests = [echo.request_of(size, size)] * max(20, options.steps // 8)
-        turns = [await take_turn([stream], [requests], servers.echo_clock) for _ in range(options.repeat + 1)]
-    return turns[1:]
 
 
 def main() -> None:

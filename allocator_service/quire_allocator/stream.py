@@ -86,7 +86,7 @@ class SessionStream:
         started = time.perf_counter()
         machine = self._machine
         request = request or pb.SessionRequest()
-        if request.HasField("report_end"):
+        if machine.phase is Phase.REPORTING and request.HasField("report_end"):
             with _collection_paused():
                 replies = machine.receive(request, self._service.clock())
         else:

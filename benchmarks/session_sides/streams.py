@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from grpc import aio
 from quire.limits import MESSAGE_BYTES_MAX
@@ -66,11 +66,21 @@ class Stream:
         await reading
 
 
-class Owner:
-    """A pool on a stream, and the steps that are made for it."""
+class Asked(Protocol):
+    """What answers messages one by one."""
 
-    def __init__(self, stream: Stream, name: str, block_count: int, incarnation: bytes) -> None:
+    async def ask(self, request: bytes) -> bytes:
+        """Sends one message and waits for the answer."""
+        ...
+
+
+class Owner:
+    """A pool, and the steps that are made for it: each acknowledges what must have been answered when at most `window`
+    of them are outstanding, as `PoolSession` does."""
+
+    def __init__(self, stream: Asked, name: str, block_count: int, incarnation: bytes, window: int = 1) -> None:
         self.stream = stream
+        self._window = window
         group = pb.GroupSpec(kind=pb.GROUP_KIND_FULL_ATTENTION, block_size=BLOCK_TOKENS)
         self._attach = pb.Attach(version=1, pool=name, incarnation=incarnation, epoch=1, window=8)
         self._attach.spec.CopyFrom(pb.PoolSpec(block_count=block_count, groups=[group]))
@@ -91,7 +101,7 @@ class Owner:
         request = pb.SessionRequest()
         step.fill(request.step)
         request.step.session_id, request.step.number = self._session_id, self._number
-        request.step.ack = max(0, self._number - 8)
+        request.step.ack = max(0, self._number - self._window)
         return request.SerializeToString()
 
     def decoding(self, sequence_count: int) -> Decoding:

@@ -16,9 +16,9 @@ from tests.simulation.bugs import BUGS
 from tests.simulation.simulation import Outcome, Simulation
 
 
-def simulate(seed: int, steps: int) -> Outcome:
+def simulate(seed: int, steps: int, fault_rate: float | None = None) -> Outcome:
     """One pool."""
-    simulation = Simulation(seed)
+    simulation = Simulation(seed, fault_rate=fault_rate)
     outcome = simulation.run(steps)
     outcome.reports += simulation.worker.owner.report_count
     outcome.answers += simulation.worker.answered
@@ -31,6 +31,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=100_000, help="events in all (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the first pool (default: %(default)s)")
     parser.add_argument("--pools", type=int, default=0, help="pools to simulate (default: one for every 5,000 steps)")
+    parser.add_argument(
+        "--fault-rate", type=float, help="share of the events that are faults (default: each pool its own)"
+    )
     parser.add_argument("--bug", choices=sorted(BUGS), help="plant this bug first")
     options = parser.parse_args()
     pools = options.pools or max(1, options.steps // 5_000)
@@ -38,7 +41,7 @@ def main() -> int:
     started = time.perf_counter()
     with BUGS[options.bug]() if options.bug else contextlib.nullcontext():
         for seed in range(options.seed, options.seed + pools):
-            outcome = simulate(seed, options.steps // pools)
+            outcome = simulate(seed, options.steps // pools, options.fault_rate)
             for name in ("steps", "faults", "comparisons", "answers", "reports"):
                 totals[name] += getattr(outcome, name)
             faults += outcome.counts

@@ -62,9 +62,10 @@ class Outcome:
 class Simulation:
     """One pool, two allocators behind one name, one worker life after another, and rivals."""
 
-    def __init__(self, seed: int, *, kinds: str = "") -> None:
+    def __init__(self, seed: int, *, kinds: str = "", fault_rate: float | None = None) -> None:
         self.rng = rng = random.Random(seed)
-        self.fault_rate = rng.choice(FAULT_RATES)
+        usual_rate = rng.choice(FAULT_RATES)
+        self.fault_rate = usual_rate if fault_rate is None else fault_rate
         self.clock = Clock()
         self.outcome = Outcome(seed)
         kinds = kinds or rng.choice(list(GROUPS))

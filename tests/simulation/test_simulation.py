@@ -22,6 +22,16 @@ def test_nothing_is_violated(seed: int) -> None:
     assert outcome.answers > 50
 
 
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_nothing_is_violated_where_half_of_what_happens_are_faults(seed: int) -> None:
+    outcome = simulate(seed, 5_000, fault_rate=0.52)  # of twenty such pools: 100,000 steps with 50,000 faults
+    assert not outcome.violation, f"seed {seed}: {outcome.violation}"
+    assert outcome.steps == 5_000
+    assert outcome.faults > 2_500
+    assert outcome.comparisons > 5
+    assert outcome.answers > 10
+
+
 def test_every_fault_happens() -> None:
     counts = sum((simulate(seed, 1_500).counts for seed in (3, 5, 8)), Simulation(1).outcome.counts)
     assert set(FAULTS) | {"device failures", "refused as a rival"} <= set(counts)

@@ -16,12 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from quire_worker import warm_up
 from quire_worker.attention import TritonPagedAttention
 from quire_worker.batch import Chunk, build_batch
 from quire_worker.cache import KVCache
 from quire_worker.model import PagedModel, load_model
+from quire_worker.sampler import SamplingParams, new_generator, sample
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -65,6 +67,10 @@ def serve(model: PagedModel) -> None:
         model.forward(build_batch(chunks, block_size=model.cache_spec.block_size), cache)
         copies = dice.sample(range(cache.block_count), 2 * dice.choice([0, 1, 3, 20]))
         model.attention.copy_blocks(cache.layers, copies[::2], copies[1::2])
+        rows = dice.choice([1, 2, 3, 17])
+        params = [SamplingParams(temperature=dice.choice([0.0, 1.0]), top_k=dice.choice([0, 5])) for _ in range(rows)]
+        logits = torch.zeros(rows, model.vocab_size)
+        sample(logits, params, [new_generator(1, row) for row in range(rows)], model.attention.choose)
 
 
 def main() -> None:

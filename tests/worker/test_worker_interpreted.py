@@ -8,13 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from quire import Client
 from quire.local import LocalStack
+from quire_worker.sampler import SamplingParams, new_generator, sample
 
-from tests.worker.engine_harness import reference_text
+from tests.worker.engine_harness import reference_model, reference_text
 from tests.worker.tiny_models import write_tiny_llama, write_tiny_qwen3
 
 OUTPUT_TOKENS = 5
+DRAWN = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=3)
 
 
 def random_prompt(length: int) -> list[int]:
@@ -22,8 +25,18 @@ def random_prompt(length: int) -> list[int]:
     return [dice.randrange(1, 320) for _ in range(length)]
 
 
+def drawn_reference(folder: Path, prompt: list[int]) -> tuple[int, ...]:
+    """The logits of transformers, drawn from in plain torch."""
+    model, generator, tokens = reference_model(folder), new_generator(DRAWN.seed, 0), list(prompt)
+    for _ in range(OUTPUT_TOKENS):
+        with torch.inference_mode():
+            logits = model(torch.tensor([tokens])).logits[:, -1].float()
+        tokens += sample(logits, [DRAWN], [generator])
+    return tuple(tokens[len(prompt) :])
+
+
 @pytest.mark.parametrize("write", [write_tiny_llama, write_tiny_qwen3])
-def test_greedy_text_through_the_kernels_is_that_of_transformers(
+def test_text_through_the_kernels_is_that_of_transformers(
     write: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
@@ -38,8 +51,13 @@ def test_greedy_text_through_the_kernels_is_that_of_transformers(
         # The longest prompt comes in two chunks; the second time its prefix is found, and two samples share it.
         outputs = [client.generate(prompt, max_tokens=OUTPUT_TOKENS) for prompt in prompts]
         again = client.generate(prompts[3], max_tokens=OUTPUT_TOKENS, n=2)
+        drawn = client.generate(
+            prompts[2], max_tokens=OUTPUT_TOKENS, temperature=DRAWN.temperature, top_k=DRAWN.top_k, top_p=DRAWN.top_p,
+            seed=DRAWN.seed,
+        )  # fmt: skip
     for prompt, output in zip(prompts, outputs, strict=True):
         assert tuple(output.samples[0].token_ids) == reference_text(folder, tuple(prompt), OUTPUT_TOKENS)
+    assert tuple(drawn.samples[0].token_ids) == drawn_reference(folder, prompts[2])
     assert again.usage.cached_token_count == 32
     assert [sample.token_ids for sample in again.samples] == [outputs[3].samples[0].token_ids] * 2
     lines = [json.loads(line) for path in logs.iterdir() for line in path.read_text().splitlines() if "{" in line]

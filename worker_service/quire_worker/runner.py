@@ -198,7 +198,8 @@ class _Run:
         try:
             logits = torch.stack([self._logits[draw.parent] for draw in draws])
             params = [draw.sample.request.sampling for draw in draws]
-            tokens = sample(logits, params, [draw.sample.generator for draw in draws])
+            generators = [draw.sample.generator for draw in draws]
+            tokens = sample(logits, params, generators, self._model.attention.choose)
         except Exception as error:
             failure = self._judge(error, "sampling", len(draws))
         else:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -70,6 +71,10 @@ class SamplingParams:
             _check_integer("stop_token_ids", token, 0, INT32_MAX)
 
 
+# Of logits, parameters, and what draws a number in [0, 1) for each row that is not greedy: a token for each row.
+Choose: TypeAlias = Callable[[torch.Tensor, Sequence[SamplingParams], Callable[[], torch.Tensor]], list[int]]
+
+
 def new_generator(seed: int | None, sample_index: int) -> torch.Generator:
     """The stream of random numbers of one sample; on the CPU, wherever the model runs.
 
@@ -95,13 +100,19 @@ def finite_rows(logits: torch.Tensor) -> list[bool]:
     return rows
 
 
-def sample(logits: torch.Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator]) -> list[int]:
+def sample(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    generators: Sequence[torch.Generator],
+    choose: Choose | None = None,
+) -> list[int]:
     """One token per row. Random numbers are drawn last: if memory runs out, the generators have not moved.
 
     Args:
         logits: float32 `[rows, vocabulary]`, all of them `finite_rows`.
         params: per row, valid.
         generators: per row, from `new_generator`; greedy rows leave theirs untouched.
+        choose: the device's way (`PagedAttention.choose`); `choose_by_sorting` if not given.
 
     Raises:
         ValueError: `logits`, `params` and `generators` differ in length.
@@ -110,13 +121,24 @@ def sample(logits: torch.Tensor, params: Sequence[SamplingParams], generators: S
         raise ValueError(f"{logits.shape[0]} rows of logits, {len(params)} params and {len(generators)} generators")
     if logits.shape[0] == 0:
         return []
+
+    def draw() -> torch.Tensor:
+        drawn = [generator for generator, row in zip(generators, params, strict=True) if not row.is_greedy]
+        return torch.cat([torch.rand(1, dtype=torch.float64, generator=generator) for generator in drawn])
+
+    return (choose or choose_by_sorting)(logits, params, draw)
+
+
+def choose_by_sorting(
+    logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
+) -> list[int]:
+    """One token per row, in plain torch; see `PagedAttention.choose`."""
     tokens: list[int] = logits.argmax(dim=-1).tolist()
     rows = [row for row, row_params in enumerate(params) if not row_params.is_greedy]
     if rows:
         probabilities = probabilities_of(logits[rows], [params[row] for row in rows])
         cumulative = probabilities.to(torch.float64).cumsum(dim=-1)
-        uniforms = [torch.rand(1, dtype=torch.float64, generator=generators[row]) for row in rows]
-        threshold = torch.stack(uniforms).to(logits.device) * cumulative[:, -1:]  # [rows, 1]
+        threshold = draw().to(logits.device).unsqueeze(1) * cumulative[:, -1:]  # [rows, 1]
         drawn = torch.searchsorted(cumulative, threshold, right=True)  # never a token of probability 0
         for row, token in zip(rows, drawn.flatten().tolist(), strict=True):
             tokens[row] = token

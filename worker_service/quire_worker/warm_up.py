@@ -3,17 +3,20 @@
 Launches differ, to the compiler, in dtypes, head dims, strides and sizes of blocks, not in lengths or batch sizes. So
 the model itself is run on scratch pages, once for each kind of batch that kernels tell apart: one query per sequence
 (decode), and a ladder of queries per sequence, since `prefill_rows.prefill_tiling` chooses the block by their mean. One
-block is copied, as copy-on-write does.
+block is copied, as copy-on-write does; a token is chosen greedily, and one is drawn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from quire_worker.batch import Chunk, build_batch
 from quire_worker.cache import KVCache
 from quire_worker.kernels.warmup import CompilationCount, count_compilations
 from quire_worker.model import PagedModel
+from quire_worker.sampler import SamplingParams
 
 # Tokens of one sequence by itself: doubling, every mean is met whatever the number of query heads per KV head.
 LADDER = (2, 4, 8, 16, 32, 64, 128)
@@ -52,6 +55,9 @@ def warm_up(model: PagedModel, *, progress: Progress | None = None) -> Compilati
                 first = stop
             model.forward(build_batch(chunks, block_size=spec.block_size, device=model.device), cache).cpu()
         model.attention.copy_blocks(cache.layers, [0], [1])
+        logits = torch.zeros(1, model.vocab_size, device=model.device)
+        for params in (SamplingParams(), SamplingParams(temperature=1.0)):
+            model.attention.choose(logits, [params], lambda: torch.zeros(1, dtype=torch.float64))
     if progress is not None:
         progress(len(steps), len(steps), "done")
     return found

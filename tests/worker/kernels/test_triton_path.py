@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from quire_worker.attention import TorchPagedAttention, TritonPagedAttention
 from quire_worker.attention.triton_path import page_table
+from quire_worker.kernels import sampling as kernels_sampling
+from quire_worker.sampler import SamplingParams, new_generator, sample
 
 from tests.worker.test_attention import Scene
 
@@ -104,3 +107,76 @@ def test_blocks_are_copied_as_by_the_cpus_path(dtype: torch.dtype, device: torch
         TorchPagedAttention().copy_blocks(layers, sources, destinations)
         TritonPagedAttention(device, workspace_bytes=1 << 20).copy_blocks(copied, sources, destinations)
     assert all(torch.equal(ours.cpu(), pages) for ours, pages in zip(copied, layers, strict=True))
+
+
+# -- choosing tokens ---------------------------------------------------------------------------------------------------
+
+SETTINGS = (
+    SamplingParams(),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.6, top_p=0.9),
+    SamplingParams(temperature=1.7, top_k=5),
+    SamplingParams(temperature=0.9, top_k=40, top_p=0.5),
+    SamplingParams(temperature=1e-3),
+)
+
+
+def some_logits(rows: int, device: torch.device) -> torch.Tensor:
+    return (3 * torch.randn(rows, 320, generator=torch.Generator().manual_seed(rows))).to(device)
+
+
+def test_the_kernel_chooses_what_sorting_chooses(device: torch.device) -> None:
+    params = [SETTINGS[row % len(SETTINGS)] for row in range(60)]
+    logits = some_logits(len(params), device)
+    ours, theirs = ([new_generator(7, row) for row in range(len(params))] for _ in range(2))
+    backend = TritonPagedAttention(device, workspace_bytes=1 << 20)
+    for _ in range(3):
+        assert sample(logits, params, ours, backend.choose) == sample(logits.cpu(), params, theirs)
+    for one, other in zip(ours, theirs, strict=True):  # as far on
+        assert torch.equal(one.get_state(), other.get_state())
+
+
+def test_a_greedy_batch_draws_nothing(device: torch.device) -> None:
+    logits = some_logits(4, device)
+    chosen = TritonPagedAttention(device, workspace_bytes=1 << 20).choose(
+        logits, [SamplingParams()] * 4, lambda: pytest.fail("nobody asked for a number")
+    )
+    assert chosen == logits.argmax(1).tolist()
+
+
+def test_a_number_that_rounds_to_one_still_chooses_a_token_that_is_kept(device: torch.device) -> None:
+    logits = torch.full((1, 320), -math.inf, device=device)
+    logits[0, 7:9] = 0.0
+    almost_one = torch.tensor([1 - 1e-12], dtype=torch.float64)
+    backend = TritonPagedAttention(device, workspace_bytes=1 << 20)
+    assert backend.choose(logits, [SamplingParams(temperature=1.0)], lambda: almost_one) == [8]
+
+
+def test_choosing_that_runs_out_of_memory_leaves_the_generators_where_they_were(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_memory(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    logits, params = some_logits(3, device), [SamplingParams(temperature=1.0)] * 3
+    backend = TritonPagedAttention(device, workspace_bytes=1 << 20)
+    expected = sample(logits, params, [new_generator(5, row) for row in range(3)], backend.choose)
+    generators = [new_generator(5, row) for row in range(3)]
+    for allocation in ("empty", "tensor", "zeros"):
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, allocation, without_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                sample(logits, params, generators, backend.choose)
+    assert sample(logits, params, generators, backend.choose) == expected
+
+
+def test_tokens_go_where_they_are_asked_to_go(device: torch.device) -> None:
+    logits = some_logits(4, device)
+    out = torch.empty(4, dtype=torch.int32, device=device)
+    uniform = torch.zeros(4, device=device)
+    assert kernels_sampling.sample(logits, uniform, 0.0, out=out) is out
+    assert out.tolist() == logits.argmax(1).tolist()
+    with pytest.raises(ValueError, match=r"out must be torch\.int32"):
+        kernels_sampling.sample(logits, uniform, out=out.long())
+    with pytest.raises(ValueError, match="out must be contiguous"):
+        kernels_sampling.sample(logits, uniform, out=torch.empty(8, dtype=torch.int32, device=device)[::2])

@@ -9,13 +9,14 @@ one after another, `[tokens, heads, head_dim]`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from quire_worker.cache import CacheSpec
+from quire_worker.sampler import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +93,8 @@ class AttentionPlan(Protocol):
 
 
 class PagedAttention(Protocol):
-    """An implementation. Serves one forward pass at a time: a new plan ends the one before."""
+    """An implementation of all that a device does for a worker beside the model itself. Serves one forward pass at a
+    time: a new plan ends the one before."""
 
     def plan(self, batch: AttentionBatch, spec: CacheSpec) -> AttentionPlan:
         """Prepares what is the same in all layers of a forward pass.
@@ -116,5 +118,18 @@ class PagedAttention(Protocol):
 
         Raises:
             ValueError: the lengths differ, a destination comes twice, or an id is outside the pool.
+        """
+        ...
+
+    def choose(
+        self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
+    ) -> list[int]:
+        """One token per row, as `sampler` describes it: greedy, or temperature, top-k, top-p and a draw.
+
+        Args:
+            logits: float32 `[rows, vocabulary]`, at least one row, all of them `sampler.finite_rows`.
+            params: per row, valid.
+            draw: called once if a row is not greedy, when nothing can fail for want of memory any more: for those rows
+                numbers in [0, 1), float64 on the CPU, in the order of the rows.
         """
         ...

@@ -15,7 +15,7 @@ with them scores, softmax and result are computed one by one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from quire_worker.attention.interface import AttentionBatch
 from quire_worker.attention.torch_plan import QUERY_BLOCK, Unit, plan_units
 from quire_worker.attention.torch_tiles import DTYPES, Tiles, attend_tiles, key_rows, plan_tiles
 from quire_worker.cache import KEY_AND_VALUE, CacheSpec
+from quire_worker.sampler import SamplingParams, choose_by_sorting
 
 # Rows that the fused kernel takes at a time: 32, and more from 192 rows on. Between the two, one head's queries are
 # enough, and packing the heads of a KV head would only cost copies.
@@ -60,6 +61,12 @@ class TorchPagedAttention:
         write = torch.tensor(destinations, dtype=torch.int64)
         for pages in layers:
             pages.index_copy_(0, write, pages.index_select(0, read))
+
+    def choose(
+        self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
+    ) -> list[int]:
+        """See `PagedAttention.choose`."""
+        return choose_by_sorting(logits, params, draw)
 
 
 class _Work(NamedTuple):

@@ -8,7 +8,7 @@ prefill kernel, causal, which divides the queries.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,10 +18,13 @@ from quire_worker.attention.interface import AttentionBatch
 from quire_worker.cache import CacheSpec
 from quire_worker.kernels.append_slots import append_slots, check_slots
 from quire_worker.kernels.copy_blocks import copy_blocks
+from quire_worker.kernels.sampling import greedy, sample
 from quire_worker.kernels.wrappers import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+from quire_worker.sampler import SamplingParams
 
 # For partial results of split decodes: more than any batch needs whose query heads and head dims a GPU is built for.
 WORKSPACE_BYTES = 256 << 20
+BELOW_ONE = 1.0 - 2.0**-24  # the largest float32 below 1
 
 Wrapper = BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
 
@@ -49,6 +52,36 @@ class TritonPagedAttention:
     def copy_blocks(self, layers: Sequence[torch.Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
         """See `PagedAttention.copy_blocks`; one launch for all layers."""
         copy_blocks(layers, sources, destinations)
+
+    def choose(
+        self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
+    ) -> list[int]:
+        """See `PagedAttention.choose`; one launch, and the vocabulary is not sorted."""
+        if all(row.is_greedy for row in params):
+            return greedy(logits).tolist()
+        device = logits.device
+        uniform = torch.empty(len(params), dtype=torch.float32, device=device)
+        settings = SamplingSettings(
+            torch.tensor([row.temperature for row in params], dtype=torch.float32).to(device),
+            torch.tensor([row.top_k for row in params], dtype=torch.int32).to(device),
+            torch.tensor([row.top_p for row in params], dtype=torch.float32).to(device),
+            torch.zeros(len(params), dtype=torch.float32, device=device),
+        )
+        tokens = torch.empty(len(params), dtype=torch.int32, device=device)
+        is_drawn = torch.tensor([not row.is_greedy for row in params])
+        numbers = torch.zeros(len(params), dtype=torch.float32)
+        numbers[is_drawn] = draw().float().clamp_(max=BELOW_ONE)  # rounding may reach 1
+        uniform.copy_(numbers)
+        return sample(logits, uniform, *settings, check=False, out=tokens).tolist()
+
+
+class SamplingSettings(NamedTuple):
+    """Per row, on the device: `[rows]`."""
+
+    temperature: torch.Tensor  # float32
+    top_k: torch.Tensor  # int32
+    top_p: torch.Tensor  # float32
+    min_p: torch.Tensor  # float32
 
 
 class _Kind(NamedTuple):

@@ -190,6 +190,7 @@ def sample(
     min_p: torch.Tensor | float = 0.0,
     *,
     check: bool = True,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Draws one token per row.
 
@@ -202,9 +203,10 @@ def sample(
         min_p: a number, or fp32 `[batch]`, in [0, 1]: of the likeliest token's probability.
         check: whether the values of tensors are read and checked too, for which the host waits for the device; not
             inside a CUDA graph.
+        out: int32 `[batch]`, contiguous: where the tokens go.
 
     Returns:
-        int32 `[batch]`; -1 for a row that holds NaN or whose largest logit is not finite.
+        `out`, or a new int32 `[batch]`; -1 for a row that holds NaN or whose largest logit is not finite.
 
     Raises:
         ValueError: a shape, dtype, device or number is not as described; names the argument.
@@ -215,7 +217,9 @@ def sample(
     for name, value in given.items():
         _check_range(name, value, read=check)
         vectors[name] = _vector(name, value, torch.int32 if name == "top_k" else torch.float32, logits)
-    return _launch(logits, vectors)
+    if out is not None and not _vector("out", out, torch.int32, logits).is_set_to(out):
+        raise ValueError("out must be contiguous")
+    return _launch(logits, vectors, out)
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
@@ -231,7 +235,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
         ValueError: `logits` is not as described.
     """
     _check_logits(logits)
-    return _launch(logits, None)
+    return _launch(logits, None, None)
 
 
 def weights_reference(
@@ -263,9 +267,9 @@ def weights_reference(
     return weight / weight.sum()
 
 
-def _launch(logits: torch.Tensor, vectors: dict[str, torch.Tensor] | None) -> torch.Tensor:
+def _launch(logits: torch.Tensor, vectors: dict[str, torch.Tensor] | None, out: torch.Tensor | None) -> torch.Tensor:
     batch, vocabulary = logits.shape
-    token = torch.empty(batch, dtype=torch.int32, device=logits.device)
+    token = torch.empty(batch, dtype=torch.int32, device=logits.device) if out is None else out
     if batch == 0:
         return token
     with torch.cuda.device_of(logits):

@@ -166,6 +166,11 @@ def generate(deployment: Deployment, prompt: str) -> str:
     return deployment.execute("worker", "quire", "generate", prompt)
 
 
+def is_connected(deployment: Deployment) -> bool:
+    """Whether the worker has its session. That it is healthy may be what the engine found before the allocator left."""
+    return ", connected" in deployment.execute("worker", "quire", "status")
+
+
 def long_text(token_count: int) -> tuple[str, ...]:
     return ("quire", "generate", "The for statement", "--max-tokens", str(token_count), "--ignore-eos")
 
@@ -306,13 +311,14 @@ def test_a_killed_allocator_comes_back_and_a_text_that_was_under_way_goes_on(dep
     eventually(lambda: deployment.inspect("allocator")["RestartCount"] == 1, "the engine restarted the allocator")
     deployment.up()
     assert deployment.inspect("allocator")["RestartCount"] == 1
-    assert "connected" in deployment.execute("worker", "quire", "status")
+    eventually(lambda: is_connected(deployment), "the worker has a session again")
 
 
 def test_a_killed_worker_comes_back(deployment: Deployment) -> None:
     deployment.kill("worker")
     eventually(lambda: deployment.inspect("worker")["RestartCount"] == 1, "the engine restarted the worker")
     deployment.up()
+    eventually(lambda: is_connected(deployment), "the worker has a session")
     assert len(generate(deployment, "The for statement")) > 20
 
 
@@ -329,4 +335,5 @@ def test_a_stopped_service_leaves_cleanly_and_comes_back(deployment: Deployment,
     deployment.compose("stop", service)
     assert deployment.inspect(service)["State"]["ExitCode"] == 0
     deployment.up()
+    eventually(lambda: is_connected(deployment), "the worker has a session")
     assert len(generate(deployment, "The for statement")) > 20

@@ -211,10 +211,13 @@ class PoolSession:
         """One stream from attach to end; returns why it ended, if it says. A patient one begins when there is a
         connection: once it is known why there was none, a pause of our own would only add to the outage."""
         owner = self._owner
-        owner.attach()
         self._silence.heard()  # it has as long as any other answer
         call = self._call = self._stub.Session(metadata=self._metadata, wait_for_ready=patient)
         try:
+            if not await self._connection(call):
+                return None
+            self._silence.heard()
+            owner.attach()
             await self._flush()
             while owner.phase is not Phase.IDLE:
                 reply = await call.read()
@@ -237,6 +240,22 @@ class PoolSession:
         except (aio.AioRpcError, asyncio.InvalidStateError):
             return await _status(call)
         return None
+
+    async def _connection(self, call: Any) -> bool:
+        """Waits until there is one, or the call has failed; False if the call was given up meanwhile.
+
+        Nothing may be written before: gRPC never wakes who waits to write on a call that is cancelled while it has no
+        connection.
+        """
+        connecting = asyncio.create_task(call.wait_for_connection())
+        try:
+            while not connecting.done() and call is self._call:
+                await asyncio.wait([connecting], timeout=HEARTBEAT_S / TICKS_PER_HEARTBEAT)
+        finally:
+            if not connecting.cancel():  # it has ended; what it raised is what the call says, too
+                with contextlib.suppress(asyncio.CancelledError):
+                    connecting.exception()
+        return call is self._call
 
     def _take(self, reply: pb.SessionReply) -> None:
         """One message of the current stream."""

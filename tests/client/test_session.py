@@ -220,6 +220,22 @@ async def test_while_no_allocator_answers_the_step_waits_and_says_why() -> None:
         assert (await step).grows[0].result is Result.OK
 
 
+async def test_an_outage_that_is_longer_than_the_silence_of_a_stream_ends_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("quire.session.HEARTBEAT_S", 0.05)
+    monkeypatch.setattr("quire.session.SILENCE_S", 0.2)
+    async with setting() as scene:
+        await scene.stop_allocator()
+        step = asyncio.create_task(scene.session.step(allocate(1)))
+        async with asyncio.timeout(30):
+            while len(scene.waits) < 4:  # of calls that waited for a connection, and were given up
+                await asyncio.sleep(0.01)
+        await scene.start_allocator()
+        async with asyncio.timeout(30):
+            assert (await step).grows[0].result is Result.OK
+
+
 async def test_several_steps_are_under_way_at_a_time_and_answered_in_order() -> None:
     async with setting() as scene:
         answers = [await scene.session.submit(allocate(number)) for number in range(1, 5)]

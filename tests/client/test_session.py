@@ -230,7 +230,7 @@ async def test_an_outage_that_is_longer_than_the_silence_of_a_stream_ends_with_i
         step = asyncio.create_task(scene.session.step(allocate(1)))
         async with asyncio.timeout(30):
             while len(scene.waits) < 4:  # of calls that waited for a connection, and were given up
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0)
         await scene.start_allocator()
         async with asyncio.timeout(30):
             assert (await step).grows[0].result is Result.OK

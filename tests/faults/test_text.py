@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from quire import AsyncAllocatorClient, AsyncClient
+from quire.limits import SILENCE_S
 
 from tests.faults.conftest import WallClock
 from tests.faults.scene import LEASE_S, Name, attached, flood, metric, named, report
@@ -54,6 +55,18 @@ async def test_text_goes_on_however_often_the_allocator_is_killed(name: Name, te
                     report(f"{time.monotonic() - begun:.0f} s, kill -9, until both states are the same", seconds)
     report(f"kill -9, until both states are the same, {live} times with live sequences", seconds)
     assert live >= RUNS // 2
+
+
+async def test_text_goes_on_after_an_outage_that_is_longer_than_a_stream_may_be_silent(
+    name: Name, text: Worker
+) -> None:
+    async with text.streaming() as streams:
+        await name.ready()
+        await streams.more(5)
+        name.place.kill()
+        await asyncio.wait([asyncio.create_task(asyncio.Event().wait())], timeout=2 * SILENCE_S + 1)
+        await name.place.start()
+        assert await text.agree() > 0
 
 
 async def test_text_goes_on_when_answers_are_lost_with_or_without_their_allocator(name: Name, text: Worker) -> None:

@@ -24,7 +24,7 @@ class StepArrays:
         commit_*, keep_token_counts: of the commits; frees: of the frees; parents, children, hold_ms: of the forks;
             grow_* and the others: of the grows.
         commit_digest_data, grow_digest_data: concatenated, as they came.
-        size_max: bytes of the message, or somewhat more.
+        size_max: bytes of the message without fields that nobody knows, or somewhat more.
         commit_digests, grow_digests, grow_namespaces, digest_count, tokens, has_new: set by `checks.check_step`. The
             digests and namespaces dealt out to their operations; digests of all commits; tokens that all grows ask for,
             prompts included; whether a grow may create a sequence.

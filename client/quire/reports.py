@@ -10,11 +10,11 @@ only the later published one is reported, unless the earlier one is held: the ot
 from __future__ import annotations
 
 import hashlib
-import sys
 from array import array
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Final
 
+from quire.columns import pack_uint32
 from quire.hashing import DIGEST_BYTES
 from quire.ledger import Ledger, LedgerSequence
 from quire.pages import Pages, Scope, Stretch
@@ -84,14 +84,6 @@ def report_end(chunks: Sequence[pb.ReportChunk], *, last_step: int, last_sequenc
     )
 
 
-def pack(blocks: Iterable[int]) -> bytes:
-    """Block ids as uint32 little-endian."""
-    data = array("I", blocks)
-    if sys.byteorder == "big":
-        data.byteswap()
-    return data.tobytes()
-
-
 def _add_sequence(chunker: _Chunker, sequence_id: int, sequence: LedgerSequence, now: float) -> None:
     """In one chunk or, with long tables, in several."""
     done = [0] * len(sequence.tables)
@@ -112,7 +104,7 @@ def _add_sequence(chunker: _Chunker, sequence_id: int, sequence: LedgerSequence,
         chunker.heads += 1
         for group, table in enumerate(sequence.tables):
             part = table[done[group] : done[group] + max(0, TABLE_ENTRIES_MAX - chunker.table_entries)]
-            message.tables.add(blocks=pack(part))
+            message.tables.add(blocks=pack_uint32(part))
             done[group] += len(part)
             chunker.table_entries += len(part) + 1
         if all(count == len(table) for count, table in zip(done, sequence.tables, strict=True)):
@@ -159,7 +151,7 @@ def _add_freed(chunker: _Chunker, pages: Pages, others: Set[int]) -> None:
     while done < len(blocks):
         end = min(len(blocks), done + chunker.room())
         chunk = chunker.chunk
-        chunk.freed_blocks = pack(blocks[done:end])
+        chunk.freed_blocks = pack_uint32(blocks[done:end])
         chunk.freed_steps.extend(steps[done:end])
         chunk.freed_operations.extend(operations[done:end])
         chunk.freed_positions.extend(ranks[done:end])
@@ -177,7 +169,7 @@ def _add_stretch(chunker: _Chunker, stretch: Stretch) -> None:
             first_position=stretch.first_position + done,
             parent_digest=stretch.digest_at(done - 1) if done else stretch.parent,
             digests=bytes(stretch.digests[done * DIGEST_BYTES : end * DIGEST_BYTES]),
-            blocks=pack(stretch.blocks[done:end]),
+            blocks=pack_uint32(stretch.blocks[done:end]),
         )
         chunker.entries += end - done
         chunker.heads += 1

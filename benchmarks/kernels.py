@@ -1,7 +1,8 @@
 """How fast attention over pages is.
 
 On a CPU: the worker's path against gathering each sequence, padding the batch, and flex attention, all in one run
-(`kernel_sides/cpu.py`); the ratio is the best of them over the worker's, above 1 the worker is faster. With a CUDA GPU
+(`kernel_sides/cpu.py`); the ratio is the best of them over the worker's, above 1 the worker is faster. Flex attention
+packed by hand is shown beside them. With a CUDA GPU
 also the Triton kernels: bandwidth of decode and of latent attention as a share of a copy, operations of prefill as a
 share of a matrix product, both measured in the same run (`kernel_sides/gpu.py`). Without one it says so.
 """
@@ -19,7 +20,7 @@ from report import Goal, publish
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=9, help="rounds (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=9, help="rounds, at least (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of torch on the CPU (default: %(default)s)")
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32"], help="on the CPU")
     parser.add_argument("--without", nargs="*", default=[], choices=["cpu", "flex", "gpu"], help="parts to skip")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
+import sys
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from quire_worker.attention import PagedAttention, TorchPagedAttention, backend_for
+from quire_worker.attention import PagedAttention, TorchPagedAttention, backend_for, torch_tiles
 from quire_worker.attention.torch_plan import GATHER_BYTES_MAX, QUERY_BLOCK
-from quire_worker.attention.torch_tiles import TILE_TOKENS
+from quire_worker.attention.torch_tiles import GATHERED_BYTES_MAX, TILE_BYTES_MAX, TILE_TOKENS_MIN
 from quire_worker.batch import Chunk, build_batch
 from quire_worker.cache import CacheSpec, KVCache
 from torch.nn.functional import scaled_dot_product_attention
@@ -89,10 +93,25 @@ class Scene:
         return output
 
 
+def decoding(*, is_gathered: bool) -> contextlib.AbstractContextManager[object]:
+    """Decoding sequences' keys are gathered, or read where they lie, however many there are."""
+    return mock.patch.object(torch_tiles, "GATHERED_BYTES_MAX", sys.maxsize if is_gathered else 0)
+
+
+@pytest.fixture(params=[False, True], ids=["in place", "gathered"])
+def is_gathered(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Runs a test for both."""
+    with decoding(is_gathered=request.param):
+        yield request.param
+
+
 def assert_equals_reference(scene: Scene, **options: Any) -> None:
     tolerance = TOLERANCE[scene.query.dtype]
     expected = scene.reference(**options)
-    torch.testing.assert_close(scene.run(**options).double(), expected, rtol=tolerance, atol=tolerance)
+    for is_gathered in (False, True):
+        with decoding(is_gathered=is_gathered):
+            output = scene.run(**options).double()
+        torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 300])
@@ -173,20 +192,45 @@ def test_more_keys_than_one_gather_holds_are_taken_in_several() -> None:
     assert_equals_reference(scene)
 
 
-@pytest.mark.parametrize("count", [TILE_TOKENS - 1, TILE_TOKENS, TILE_TOKENS + 1, 3 * TILE_TOKENS + 5])
-@pytest.mark.parametrize("options", [{}, {"window_left": TILE_TOKENS + 3}, {"soft_cap": 1.0}], ids=str)
+LARGE: dict[str, Any] = {"heads": 16, "kv_heads": 8, "head_dim": 128}  # of whose keys a tile has the fewest
+LONGEST = TILE_BYTES_MAX // (4 * 2 * 32)  # tile of a `Scene` that says nothing else
+
+
+@pytest.mark.parametrize("count", [TILE_TOKENS_MIN - 1, TILE_TOKENS_MIN, TILE_TOKENS_MIN + 1, 3 * TILE_TOKENS_MIN + 5])
+@pytest.mark.parametrize("options", [{}, {"window_left": TILE_TOKENS_MIN + 3}, {"soft_cap": 1.0}], ids=str)
 def test_decoding_over_several_tiles_equals_the_reference(count: int, options: dict[str, Any]) -> None:
-    scene = Scene([(count - 1, 1), (3, 1), (count - 1, 1)], heads=6, kv_heads=2, head_dim=16)
-    assert_equals_reference(scene, **options)
-    assert_equals_reference(scene, **options, sinks=scene.sinks)
+    scene, scale = Scene([(count - 1, 1), (3, 1), (count - 1, 1)], **LARGE), 128**-0.5
+    assert_equals_reference(scene, scale=scale, **options)
+    assert_equals_reference(scene, scale=scale, **options, sinks=scene.sinks)
+
+
+def tiles_of(lengths: list[int], **shape: Any) -> tuple[int, list[int]]:
+    """Keys of a tile, and the sequence of each tile, where sequences of so many tokens decode."""
+    scene = Scene([(length - 1, 1) for length in lengths], **shape)
+    tiles = TorchPagedAttention().plan(scene.batch, scene.cache.spec).work().tiles
+    assert tiles is not None
+    return tiles.rows.shape[1], tiles.sequence_of_tile.tolist()
+
+
+def test_few_keys_are_gathered_and_more_are_read_where_they_lie() -> None:
+    few = GATHERED_BYTES_MAX // (4 * 2 * 32)
+    for lengths, are_few in (([few], True), ([few + 1], False), ([few // 2, 1], True), ([few // 2 + 1, 1], False)):
+        scene = Scene([(length - 1, 1) for length in lengths])
+        assert bool(units_of(scene)) == are_few
+        assert_equals_reference(scene)
 
 
 def test_tiles_are_few_and_even() -> None:
-    scene = Scene([(2 * TILE_TOKENS, 1), (3, 1), (100, 1)])
-    tiles = TorchPagedAttention().plan(scene.batch, scene.cache.spec).work().tiles
-    assert tiles is not None
-    assert tiles.rows.shape == (3 + 1 + 2, 86)
-    assert tiles.sequence_of_tile.tolist() == [0, 0, 0, 1, 2, 2]
+    assert tiles_of([2 * TILE_TOKENS_MIN + 1, 4, 101], **LARGE) == (86, [0, 0, 0, 1, 2, 2])
+    assert tiles_of([LONGEST, LONGEST - 7]) == (LONGEST, [0, 1])
+    assert tiles_of([LONGEST + 1]) == (LONGEST // 2 + 1, [0, 0])
+
+
+def test_tiles_are_shorter_where_much_would_be_padding() -> None:
+    tile, sequences = tiles_of([1000, *[10] * 31])
+    assert (tile, sequences[:9]) == (125, [*[0] * 8, 1])
+    tile, sequences = tiles_of([512, 512, 512, 250])
+    assert (tile, sequences) == (256, [0, 0, 1, 1, 2, 2, 3])
 
 
 def test_one_long_sequence_beside_many_short_ones_equals_the_reference() -> None:
@@ -231,6 +275,7 @@ def test_soft_cap_sinks_and_window_equal_the_reference(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.usefixtures("is_gathered")
 def test_options_equal_the_reference_in_every_dtype(dtype: torch.dtype) -> None:
     scene = Scene(LENGTHS, dtype=dtype, seed=3)
     for options in ({"window_left": 9}, {"soft_cap": 2.0}, {"sinks": scene.sinks}):
@@ -239,6 +284,7 @@ def test_options_equal_the_reference_in_every_dtype(dtype: torch.dtype) -> None:
         torch.testing.assert_close(scene.run(**options).double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.usefixtures("is_gathered")
 def test_what_lies_before_a_window_is_never_read() -> None:
     scene = Scene([(70, 1), (90, 1), (64, 4)])
     expected = scene.run(window_left=5)
@@ -248,7 +294,7 @@ def test_what_lies_before_a_window_is_never_read() -> None:
     assert torch.equal(scene.run(window_left=5), expected)
 
 
-def test_a_sequence_without_queries_gets_none() -> None:
+def test_a_sequence_without_queries_gets_none(is_gathered: bool) -> None:
     scene = Scene([(20, 1), (30, 2)])
     expected = scene.run()
     batch = scene.batch
@@ -259,10 +305,10 @@ def test_a_sequence_without_queries_gets_none() -> None:
         block_tables=batch.block_tables[[1, 0, 0, 1, 0]],
     )
     assert torch.equal(scene.run(), expected)
-    assert units_of(scene) == [[1, 2]]
+    assert units_of(scene) == ([[0], [1, 2]] if is_gathered else [[1, 2]])
     tiles = TorchPagedAttention().plan(scene.batch, scene.cache.spec).work().tiles
-    assert tiles is not None
-    assert tiles.tokens.tolist() == [0]
+    assert (tiles is None) == is_gathered
+    assert tiles is None or tiles.tokens.tolist() == [0]
 
 
 def test_nothing_but_the_slots_of_new_tokens_is_written() -> None:
@@ -275,6 +321,7 @@ def test_nothing_but_the_slots_of_new_tokens_is_written() -> None:
     assert torch.equal(changed.any(dim=(3, 4)), slots.view(-1, 1, 16).expand(-1, 2, 16))
 
 
+@pytest.mark.usefixtures("is_gathered")
 def test_the_workspace_grows_shrinks_and_changes_dtype_without_a_trace() -> None:
     attention = TorchPagedAttention()
     for scene in (Scene([(30, 1)]), Scene([(300, 1)]), Scene([(10, 2)], dtype=torch.float64), Scene([(30, 1)])):
@@ -282,6 +329,7 @@ def test_the_workspace_grows_shrinks_and_changes_dtype_without_a_trace() -> None
         torch.testing.assert_close(scene.run(attention).double(), scene.reference(), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.usefixtures("is_gathered")
 def test_a_workspace_first_used_in_inference_mode_can_be_used_outside() -> None:
     attention = TorchPagedAttention()
     with torch.inference_mode():
@@ -289,6 +337,7 @@ def test_a_workspace_first_used_in_inference_mode_can_be_used_outside() -> None:
     assert torch.equal(Scene([(30, 1)]).run(attention), first)
 
 
+@pytest.mark.usefixtures("is_gathered")
 def test_running_twice_gives_the_same_bits() -> None:
     lengths = [(0, 33), (100, 1), (31, 1)]
     assert torch.equal(Scene(lengths).run(), Scene(lengths).run())

@@ -1,7 +1,7 @@
 """Paged attention for CPUs, in plain torch.
 
 What a forward pass repeats in every layer is planned once. Decoding sequences in float32 are attended to where their
-keys lie (`torch_tiles`). All others are put into units (`torch_plan`); a unit costs a layer
+keys lie (`torch_tiles`), unless these are few. All others are put into units (`torch_plan`); a unit costs a layer
 
     gather   whole pages into a workspace, keys `[sequences, slots, kv_heads, head_dim]` and values; copies of a page's
              size run at the memory's speed, and the workspace is still in the processor's cache when it is read
@@ -86,14 +86,14 @@ class TorchAttentionPlan:
     workspace: _Workspace
     masks: _CausalMasks
     work_by_window: dict[int, _Work] = field(default_factory=dict)
+    places: dict[Unit, _Place] = field(default_factory=dict)
 
     def work(self, window_left: int = -1) -> _Work:
         """What is attended to together under a window."""
         work = self.work_by_window.get(window_left)
         if work is None:
-            has_tiles = self.spec.dtype in DTYPES
-            tiles = plan_tiles(self.batch, self.spec, window_left) if has_tiles else None
-            units = plan_units(self.batch, self.spec, window_left, query_length_min=2 if has_tiles else 1)
+            tiles = plan_tiles(self.batch, self.spec, window_left) if self.spec.dtype in DTYPES else None
+            units = plan_units(self.batch, self.spec, window_left, query_length_min=1 if tiles is None else 2)
             work = self.work_by_window[window_left] = _Work(tiles, units)
         return work
 
@@ -133,7 +133,10 @@ class TorchAttentionPlan:
         """Queries and result of a unit, `[sequences * queries, query_heads, head_dim]`."""
         kv_heads, head_dim = pages.shape[3:]
         sequences = unit.sequence_count
-        key, value = self.workspace.gather(pages, unit)
+        place = self.places.get(unit)
+        if place is None or place.buffer is not self.workspace.buffer:
+            place = self.places[unit] = self.workspace.place(pages, unit)
+        key, value = place.gather(pages, unit)
         if unit.query_length == 1:
             rows = query.reshape(sequences, kv_heads, -1, head_dim)
             return scores.attend(rows, key, value, unit.mask).reshape(query.shape)
@@ -152,8 +155,7 @@ class TorchAttentionPlan:
         return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).reshape(query.shape)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Scores:
+class _Scores(NamedTuple):
     """What is computed from queries and keys."""
 
     scale: float
@@ -244,6 +246,26 @@ class _CausalMasks:
         return mask[mask.shape[0] - queries * group :, mask.shape[1] - keys :]
 
 
+class _Place(NamedTuple):
+    """Where a unit's keys and values are gathered: views of the workspace, which are the same in every layer."""
+
+    buffer: torch.Tensor
+    key_pages: torch.Tensor  # [pages, elements of a page]
+    value_pages: torch.Tensor
+    slots: torch.Tensor  # [2, gathered slots, kv_heads * head_dim]
+    key: torch.Tensor  # [sequences, kv_heads, keys, head_dim]
+    value: torch.Tensor
+
+    def gather(self, pages: torch.Tensor, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a unit, each `[sequences, kv_heads, keys, head_dim]`, valid until the next call."""
+        halves = pages.view(-1, self.key_pages.shape[1])  # [pages * 2, ...]: keys, values, keys, ...
+        torch.index_select(halves, 0, unit.key_pages, out=self.key_pages)
+        torch.index_select(halves[1:], 0, unit.key_pages, out=self.value_pages)
+        if unit.unseen is not None:
+            self.slots.index_fill_(1, unit.unseen, 0)
+        return self.key, self.value
+
+
 class _Workspace:
     """Memory to gather keys and values into, kept between calls and grown to the largest.
 
@@ -251,24 +273,20 @@ class _Workspace:
     """
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0)
+        self.buffer = torch.empty(0)
 
-    def gather(self, pages: torch.Tensor, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a unit, each `[sequences, kv_heads, keys, head_dim]`, valid until the next call."""
+    def place(self, pages: torch.Tensor, unit: Unit) -> _Place:
+        """Where a unit goes; every unit begins where all others do."""
         _, _, page_size, kv_heads, head_dim = pages.shape
-        page_count = unit.key_pages.shape[0]
-        halves = pages.view(-1, page_size * kv_heads * head_dim)  # [pages * 2, ...]: keys, values, keys, ...
-        shape = (KEY_AND_VALUE, page_count, halves.shape[1])
+        shape = (KEY_AND_VALUE, unit.key_pages.shape[0], page_size * kv_heads * head_dim)
         element_count = shape[0] * shape[1] * shape[2]
-        if self._buffer.dtype != pages.dtype or self._buffer.numel() < element_count:
-            # An ordinary tensor even when first needed inside inference mode, so that it can be reused outside.
-            with torch.inference_mode(False):
-                self._buffer = torch.empty(element_count, dtype=pages.dtype)
-        gathered = self._buffer[:element_count].view(shape)
-        torch.index_select(halves, 0, unit.key_pages, out=gathered[0])
-        torch.index_select(halves[1:], 0, unit.key_pages, out=gathered[1])
-        if unit.unseen is not None:
-            gathered.view(KEY_AND_VALUE, -1, kv_heads * head_dim).index_fill_(1, unit.unseen, 0)
-        slots = gathered.view(KEY_AND_VALUE, unit.sequence_count, -1, kv_heads, head_dim)
-        key, value = slots[:, :, unit.keys].transpose(2, 3)
-        return key, value
+        # An ordinary tensor even when first needed inside inference mode, so that it can be reused outside.
+        with torch.inference_mode(False):
+            if self.buffer.dtype != pages.dtype or self.buffer.numel() < element_count:
+                self.buffer = torch.empty(element_count, dtype=pages.dtype)
+            gathered = self.buffer[:element_count].view(shape)
+            slots = gathered.view(KEY_AND_VALUE, unit.sequence_count, -1, kv_heads, head_dim)
+            key, value = slots[:, :, unit.keys].transpose(2, 3)
+            return _Place(
+                self.buffer, gathered[0], gathered[1], slots.view(KEY_AND_VALUE, -1, kv_heads * head_dim), key, value
+            )

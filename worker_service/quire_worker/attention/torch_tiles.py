@@ -4,9 +4,9 @@
              which names for every query head the rows of the keys that it sees
     result   embedding_bag: for every query head the sum of its values' rows, weighted
 
-Both read the rows where they lie. Keys are cut into tiles of at most `TILE_TOKENS`, and all heads of a tile come before
-the next tile: a token's heads lie side by side in its page, and while a tile is in the processor's cache, every query
-head that shares its keys finds them there. Each tile has a softmax of its own, merged over the tiles of a sequence; so
+Both read the rows where they lie. Keys are cut into tiles, and all heads of a tile come before the next tile: a token's
+heads lie side by side in its page, and while a tile is in the processor's cache, every query head that shares its keys
+finds them there. Each tile has a softmax of its own, merged over the tiles of a sequence; so
 sequences of any lengths are one batch. The last tile's padding names *its own last key* again and is masked: any other
 slot may hold NaN, and 0 * NaN is NaN.
 """
@@ -22,8 +22,13 @@ from torch.nn.functional import embedding_bag
 from quire_worker.attention.interface import AttentionBatch
 from quire_worker.cache import CacheSpec
 
-# Measured with 4/2 heads of 64 and 32/8 of 128: shorter tiles cost calls and merging, longer ones leave the cache.
-TILE_TOKENS = 128
+# Keys of a tile. Measured with 4/2 heads of 64 and 32/8 of 128: shorter tiles cost calls and merging, and longer ones
+# leave the cache, except that shorter ones than the least do not pay for themselves anyhow.
+TILE_BYTES_MAX = 512 << 10
+TILE_TOKENS_MIN = 128
+# Keys of a batch, every sequence as long as the longest, which gathering is quicker for: no sparse call is set up.
+GATHERED_BYTES_MAX = 256 << 10
+PADDING_MAX = 1 / 8  # of the keys that there are: longer tiles have more of it where lengths differ
 DTYPES = (torch.float32, torch.float64)  # that sampled_addmm has
 INT32_MAX = 2**31 - 1
 
@@ -78,7 +83,7 @@ class Pattern:
 
 
 def plan_tiles(batch: AttentionBatch, spec: CacheSpec, window_left: int) -> Tiles | None:
-    """The sequences of one query each; None if there is none.
+    """The sequences of one query each; None if there is none, or where gathering their few keys is quicker.
 
     Args:
         batch: of the forward pass.
@@ -91,8 +96,10 @@ def plan_tiles(batch: AttentionBatch, spec: CacheSpec, window_left: int) -> Tile
     lengths = batch.kv_lengths[sequences].to(torch.int64)
     firsts = (lengths - 1 - window_left).clamp_(min=0) if window_left >= 0 else torch.zeros_like(lengths)
     counts = lengths - firsts
-    longest = int(counts.max())
-    tile = -(-longest // -(-longest // TILE_TOKENS))  # as few tiles as possible, as even as possible
+    token_bytes = spec.kv_head_count * spec.head_dim * spec.dtype.itemsize
+    if int(counts.max()) * counts.shape[0] * token_bytes <= GATHERED_BYTES_MAX:
+        return None
+    tile = _tile_tokens(counts, token_bytes)
     tile_counts = (counts + tile - 1) // tile
     of_tile = torch.arange(sequences.shape[0]).repeat_interleave(tile_counts)
     number = torch.arange(of_tile.shape[0]) - (tile_counts.cumsum(0) - tile_counts)[of_tile]
@@ -108,6 +115,18 @@ def plan_tiles(batch: AttentionBatch, spec: CacheSpec, window_left: int) -> Tile
         rows=key_rows(slots, spec.block_size) * spec.kv_head_count,
         padding=padding[:, None] if bool(padding.any()) else None,
     )
+
+
+def _tile_tokens(counts: torch.Tensor, token_bytes: int) -> int:
+    """Keys of a tile: as few tiles as fit the cache, as even as possible, and shorter where much would be padding."""
+    longest, total = int(counts.max()), int(counts.sum())
+    most = max(TILE_TOKENS_MIN, TILE_BYTES_MAX // token_bytes)
+    while True:
+        tile = -(-longest // -(-longest // most))
+        padded = int(((counts + tile - 1) // tile).sum()) * tile
+        if most <= TILE_TOKENS_MIN or padded <= (1 + PADDING_MAX) * total:
+            return tile
+        most = max(TILE_TOKENS_MIN, most // 2)
 
 
 def attend_tiles(

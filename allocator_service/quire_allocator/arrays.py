@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
-from quire.columns import unpack_uint32, unpack_uint64
+from quire.columns import IS_LITTLE_ENDIAN
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator.core.refusal import Refusal
@@ -100,7 +100,7 @@ class StepArrays:
 
     def _read_commits(self, commits: pb.CommitPhase) -> None:
         self.commit_sequences, self.commit_token_counts = _rows(commits.sequences, commits.token_counts, "commits")
-        self.commit_digest_counts = commits.digest_counts
+        self.commit_digest_counts = commits.digest_counts[:]
         self.commit_digest_data = commits.digests
         self.keep_token_counts = commits.keep_token_counts
         entries = len(self.commit_digest_counts) + len(self.keep_token_counts)
@@ -110,7 +110,7 @@ class StepArrays:
     def _read_grows(self, grows: pb.GrowPhase) -> None:
         self.grow_sequences, token_counts = _rows(grows.sequences, grows.token_counts, "grows")
         self.grow_token_counts = token_counts.tolist()
-        self.grow_digest_counts = grows.digest_counts
+        self.grow_digest_counts = grows.digest_counts[:]
         self.grow_digest_data = grows.digests
         self.namespace_indices = grows.namespace_indices
         self.namespaces = grows.namespaces
@@ -128,4 +128,8 @@ def _rows(sequences: bytes, token_counts: bytes, phase: str) -> tuple[array[int]
     count = len(sequences) // 8
     if len(sequences) % 8 or len(token_counts) != 4 * count:
         raise Refusal("MALFORMED", f"{phase}: 8 bytes of sequences and 4 of token_counts for each operation")
-    return unpack_uint64(sequences), unpack_uint32(token_counts)
+    ids, counts = array("Q", sequences), array("I", token_counts)  # as `quire.columns` does, but compiled
+    if not IS_LITTLE_ENDIAN:
+        ids.byteswap()
+        counts.byteswap()
+    return ids, counts

@@ -89,6 +89,8 @@ def check_commit(pool: Pool, sequence: int, token_count: int, digest_count: int)
 
 
 def _check_sequence_count(pool: Pool, arrays: StepArrays) -> None:
+    if len(pool.sequences) + arrays.operation_count <= limits.SEQUENCES_MAX:
+        return
     new = len(arrays.children) + sum(sequence > pool.last_sequence_id for sequence in arrays.grow_sequences)
     freed = sum(sequence in pool.sequences for sequence in set(arrays.frees))
     require(len(pool.sequences) - freed + new <= limits.SEQUENCES_MAX, _TOO_MANY_SEQUENCES, "LIMIT")

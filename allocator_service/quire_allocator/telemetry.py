@@ -20,6 +20,7 @@ from quire_allocator.core.spec import Result
 
 STEP_SECONDS_BOUNDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0)
 
+_OK = int(Result.OK)
 METRIC_NAMES = frozenset(
     {
         "quire_allocator_blocks",
@@ -69,9 +70,9 @@ class PoolTelemetry:
     def _count_phase(self, operation: str, number: int, results: Sequence[int]) -> None:
         if results:
             for result in results:
-                self.count(operation, result)
+                self.operations[operation, result] += 1
         else:
-            self.count(operation, int(Result.OK), number)
+            self.operations[operation, _OK] += number
 
 
 class Telemetry:

@@ -78,7 +78,7 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
     require(len(spec.model_fingerprint) <= limits.FINGERPRINT_BYTES_MAX, "model_fingerprint is too long")
     require(spec.watermark_block_count <= spec.block_count, "watermark_block_count is above block_count")
     require(
-        spec.eviction_policy in ("", *POLICIES),
+        not spec.eviction_policy or spec.eviction_policy in POLICIES,
         lambda: f"eviction_policy is none of {', '.join(sorted(POLICIES))}",  # not what it is: it may be of any length
     )
     groups = tuple(map(_group_spec, spec.groups))

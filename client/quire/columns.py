@@ -8,8 +8,9 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable
+from typing import Final
 
-_IS_BIG_ENDIAN = sys.byteorder == "big"
+IS_LITTLE_ENDIAN: Final = sys.byteorder == "little"
 
 
 def pack_uint32(numbers: Iterable[int]) -> bytes:
@@ -35,17 +36,23 @@ def pack_uint64(numbers: Iterable[int]) -> bytes:
 def pack_uint32s(columns: Iterable[array[int]]) -> bytes:
     """Of arrays of uint32, one after the other."""
     data = b"".join(columns)
-    return _pack("I", array("I", data)) if _IS_BIG_ENDIAN else data
+    return data if IS_LITTLE_ENDIAN else _pack("I", array("I", data))
 
 
 def unpack_uint32(data: bytes) -> array[int]:
     """The numbers; ValueError if the length is no multiple of 4."""
-    return _unpack("I", data)
+    column = array("I", data)
+    if not IS_LITTLE_ENDIAN:
+        column.byteswap()
+    return column
 
 
 def unpack_uint64(data: bytes) -> array[int]:
     """The numbers; ValueError if the length is no multiple of 8."""
-    return _unpack("Q", data)
+    column = array("Q", data)
+    if not IS_LITTLE_ENDIAN:
+        column.byteswap()
+    return column
 
 
 def _pack(code: str, numbers: Iterable[int]) -> bytes:
@@ -53,13 +60,6 @@ def _pack(code: str, numbers: Iterable[int]) -> bytes:
         column = array(code, numbers)
     except OverflowError as error:
         raise ValueError(f"out of range: {error}") from None
-    if _IS_BIG_ENDIAN:
+    if not IS_LITTLE_ENDIAN:
         column.byteswap()
     return column.tobytes()
-
-
-def _unpack(code: str, data: bytes) -> array[int]:
-    column = array(code, data)
-    if _IS_BIG_ENDIAN:
-        column.byteswap()
-    return column

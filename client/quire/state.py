@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Final, TypeAlias
+
+from quire.columns import IS_LITTLE_ENDIAN
 
 STATE_DIGEST_STEPS: Final = 64  # every so many steps the reply carries one
 # It must not hold up anybody's step: of larger tables each digest covers the next part, until all have had their turn.
@@ -27,7 +28,6 @@ SEQUENCE_ENTRIES: Final = 128  # as many entries cost what a sequence costs by i
 _GOLDEN: Final = 0x9E3779B9  # of 2**32
 _SEQUENCE: Final = struct.Struct("<QIII").pack
 _LENGTH: Final = struct.Struct("<I").pack
-_IS_LITTLE_ENDIAN: Final = sys.byteorder == "little"
 
 
 # One live sequence, as both sides know it: id, granted tokens, committed tokens, namespace, tables. No class: making
@@ -58,7 +58,7 @@ def state_digest(sequences: Iterable[SequenceRow], entries_max: int | None = Non
         entry_count += SEQUENCE_ENTRIES
         for table in tables:
             data += _LENGTH(len(table))
-            data += table if _IS_LITTLE_ENDIAN else _swapped(table)
+            data += table if IS_LITTLE_ENDIAN else _swapped(table)
             entry_count += len(table)
         if entries_max is not None and entry_count >= entries_max:
             break

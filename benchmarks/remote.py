@@ -3,7 +3,8 @@
 Both sides are the worker's own engine on the demo model, with one thread of torch, in this process and in turn; they
 get the same prompts, new in every round. One has its blocks from an allocator process on another CPU, the other from
 the same state machines and the same core (`quire.owner`, `quire_allocator.machine`) by plain function calls. The
-smaller the model, the more the allocator weighs. The share of time spent waiting for the allocator is what the worker
+smaller the model, the more the allocator weighs. Rounds are short and many: what differs is less than a machine that
+others use changes its speed by in a few seconds. The share of time spent waiting for the allocator is what the worker
 counts in `quire_worker_allocator_wait_seconds_total`.
 """
 
@@ -56,8 +57,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default=str(MODEL), help="folder of the model (default: models/demo)")
     parser.add_argument("--requests", type=int, default=32, help="prompts of a round (default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="tokens of a prompt (default: %(default)s)")
-    parser.add_argument("--output-tokens", type=int, default=128, help="tokens to generate (default: %(default)s)")
-    parser.add_argument("--repeat", type=int, default=11, help="rounds, both sides in turn (default: %(default)s)")
+    parser.add_argument("--output-tokens", type=int, default=32, help="tokens to generate (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=61, help="rounds, both sides in turn (default: %(default)s)")
     add_output_arguments(parser)
     return parser.parse_args()
 

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from quire_worker.kernels.cascade import cascade_gains
-from quire_worker.kernels.mla_paged import mla_paged_reference
 from quire_worker.kernels.options import AttentionOptions
 from quire_worker.kernels.reference import attend, visible
-from quire_worker.kernels.wrappers import BatchMLAPagedAttentionWrapper, MultiLevelCascadeAttentionWrapper
+from quire_worker.kernels.wrappers import MultiLevelCascadeAttentionWrapper
 
 from .attention_scene import assert_close
 
@@ -108,37 +107,3 @@ def test_a_long_prefix_of_many_requests_gains_and_a_short_or_lonely_one_does_not
     assert not cascade_gains(4096, [100], group=4)
     assert not cascade_gains(16, [100] * 32, group=4)
     assert not cascade_gains(0, [], group=4)
-
-
-@pytest.mark.parametrize("new", [[1, 1, 1], [3, 1, 9]], ids=str)
-def test_the_wrapper_of_latent_attention_gives_the_softmax(new: list[int], device: torch.device) -> None:
-    lengths, page_size = [19, 5, 9], 8
-    indptr = torch.tensor([0, 3, 4, 6], dtype=torch.int32)
-    indices, last = torch.randperm(8)[:6].int(), torch.tensor([3, 5, 1], dtype=torch.int32)
-    pool = torch.randn(8, page_size, 80, device=device)
-    for request in range(3):
-        pool[indices[indptr[request + 1] - 1], int(last[request]) :] = torch.nan
-    ckv, kpe = pool[..., :64], pool[..., 64:]
-    q = torch.randn(sum(new), 6, 80, device=device)
-    qo_indptr = torch.tensor([0, *new]).cumsum(0).int()
-    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(64, dtype=torch.uint8, device=device))
-    dtypes = (torch.float32, torch.float32)
-    table, lengths_array = (qo_indptr, indptr, indices), torch.tensor(lengths, dtype=torch.int32)
-    wrapper.plan(*table, lengths_array, 6, 64, 16, page_size, True, 0.1, *dtypes)
-    actual = wrapper.run(q[..., :64], q[..., 64:], ckv, kpe, return_lse=True)
-    expected = mla_paged_reference(
-        q[..., :64], q[..., 64:], (ckv, kpe), qo_indptr.to(device),
-        (indptr.to(device), indices.to(device), last.to(device)), sm_scale=0.1, causal=True,
-    )  # fmt: skip
-    assert_close(actual, expected)
-    for message, changes in (
-        ("^kv_last_page_len must be in", torch.tensor([19, 9, 9], dtype=torch.int32)),
-        ("^kv_last_page_len must be in", torch.tensor([16, 5, 9], dtype=torch.int32)),
-        ("^kv_len_arr must be int32", torch.tensor(lengths)),
-    ):
-        with pytest.raises(ValueError, match=message):
-            wrapper.plan(*table, changes, 6, 64, 16, page_size, True, 0.1, *dtypes)
-    with pytest.raises(ValueError, match=r"^q_pe is"):
-        wrapper.run(q[..., :64], q[..., :64], ckv, kpe)
-    with pytest.raises(ValueError, match=r"^indices must be"):
-        wrapper.run(q[..., :64], q[..., 64:], ckv[:2], kpe[:2])

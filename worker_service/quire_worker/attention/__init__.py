@@ -22,13 +22,16 @@ from quire_worker.attention.torch_path import TorchPagedAttention
 if TYPE_CHECKING:
     from quire_worker.attention.triton_path import TritonPagedAttention
     from quire_worker.kernels.append_paged_kv_cache import append_paged_kv_cache
-    from quire_worker.kernels.cascade import MultiLevelCascadeAttentionWrapper
+    from quire_worker.kernels.cascade import MultiLevelCascadeAttentionWrapper, cascade_gains
+    from quire_worker.kernels.copy_blocks import copy_blocks
     from quire_worker.kernels.decode_wrapper import BatchDecodeWithPagedKVCacheWrapper
-    from quire_worker.kernels.merge_states import merge_state, merge_states
+    from quire_worker.kernels.merge_states import merge_state, merge_state_in_place, merge_states
     from quire_worker.kernels.mla_wrapper import BatchMLAPagedAttentionWrapper
     from quire_worker.kernels.pack_mask import packbits, segment_packbits
     from quire_worker.kernels.prefill_wrapper import BatchPrefillWithPagedKVCacheWrapper
     from quire_worker.kernels.ragged_wrapper import BatchPrefillWithRaggedKVCacheWrapper
+    from quire_worker.kernels.sampling import greedy, sample
+    from quire_worker.kernels.swap_blocks import gather_blocks, scatter_blocks
 
 __all__ = [
     "AttentionBatch",
@@ -43,9 +46,16 @@ __all__ = [
     "TritonPagedAttention",
     "append_paged_kv_cache",
     "backend_for",
+    "cascade_gains",
+    "copy_blocks",
+    "gather_blocks",
+    "greedy",
     "merge_state",
+    "merge_state_in_place",
     "merge_states",
     "packbits",
+    "sample",
+    "scatter_blocks",
     "segment_packbits",
 ]
 
@@ -58,9 +68,16 @@ _MODULES = {
     "MultiLevelCascadeAttentionWrapper": "quire_worker.kernels.cascade",
     "TritonPagedAttention": "quire_worker.attention.triton_path",
     "append_paged_kv_cache": "quire_worker.kernels.append_paged_kv_cache",
+    "cascade_gains": "quire_worker.kernels.cascade",
+    "copy_blocks": "quire_worker.kernels.copy_blocks",
+    "gather_blocks": "quire_worker.kernels.swap_blocks",
+    "greedy": "quire_worker.kernels.sampling",
     "merge_state": "quire_worker.kernels.merge_states",
+    "merge_state_in_place": "quire_worker.kernels.merge_states",
     "merge_states": "quire_worker.kernels.merge_states",
     "packbits": "quire_worker.kernels.pack_mask",
+    "sample": "quire_worker.kernels.sampling",
+    "scatter_blocks": "quire_worker.kernels.swap_blocks",
     "segment_packbits": "quire_worker.kernels.pack_mask",
 }
 

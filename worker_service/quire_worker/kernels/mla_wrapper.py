@@ -73,6 +73,7 @@ class BatchMLAPagedAttentionWrapper:
         given = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
         self._use_cuda_graph = use_cuda_graph
         self._tensors = fixed_tensors(float_workspace_buffer, use_cuda_graph, given)
+        self._batch = kv_len_arr.shape[0] if use_cuda_graph and kv_len_arr is not None else None
         self._planned: _Plan | None = None
 
     def plan(
@@ -124,15 +125,18 @@ class BatchMLAPagedAttentionWrapper:
         before = self._planned if self._use_cuda_graph else None
         if before is not None:
             check_planned("use_cuda_graph: plan", shape, before.shape)
-        given = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_len_arr": kv_len_arr}
+        if self._batch is not None and kv_len_arr.shape[0] != self._batch:
+            raise ValueError(f"kv_len_arr is of {kv_len_arr.shape[0]} requests, the graph of {self._batch}")
+        tokens = int(qo_indptr[-1])
+        if before is not None and tokens > before.division.token_count:
+            raise ValueError(f"qo_indptr has {tokens} tokens, the graph has room for {before.division.token_count}")
         used = kv_indices[: int(kv_indptr[-1])]
-        placed = {name: self._tensors.put(name, tensor) for name, tensor in {**given, "kv_indices": used}.items()}
+        # Only of the page indices may there be too many still: with them first, a plan that is refused writes nothing.
+        given = {"kv_indices": used, "qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_len_arr": kv_len_arr}
+        placed = {name: self._tensors.put(name, tensor) for name, tensor in given.items()}
         table = PlannedTable(
             placed["kv_indptr"], placed["kv_indices"], placed["kv_len_arr"], int(used.max()) if used.numel() else -1
         )
-        tokens = int(qo_indptr[-1])
-        if before is not None and tokens > before.division.token_count:
-            raise ValueError(f"qo_indptr has {tokens} tokens, the graph room for {before.division.token_count}")
         division = divide_mla(
             placed["qo_indptr"], table.last_page_len, split_keys=is_decode, heads=num_heads, ckv_dim=head_dim_ckv,
             token_count=tokens if before is None else before.division.token_count, element_bytes=dtype.itemsize,

@@ -1,0 +1,113 @@
+"""`BatchMLAPagedAttentionWrapper` against float64: FlashInfer's arguments, plans under a graph, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from quire_worker.kernels.mla_paged import mla_paged_reference
+from quire_worker.kernels.wrappers import BatchMLAPagedAttentionWrapper
+
+from .attention_scene import assert_close
+
+HEADS, CKV, KPE, PAGE_SIZE = 6, 64, 16, 8
+DTYPES = (torch.float32, torch.float32)
+
+
+class Scene:
+    """Requests of some lengths and new tokens, in scattered pages whose other slots are NaN."""
+
+    def __init__(self, lengths: list[int], new: list[int], device: torch.device) -> None:
+        counts = [-(-length // PAGE_SIZE) for length in lengths]
+        self.indptr = torch.tensor([0, *counts]).cumsum(0).int()
+        self.indices = torch.randperm(sum(counts) + 2)[: sum(counts)].int()
+        self.lengths = torch.tensor(lengths, dtype=torch.int32)
+        self.last = torch.tensor([(n - 1) % PAGE_SIZE + 1 for n in lengths], dtype=torch.int32)
+        self.pool = torch.randn(sum(counts) + 2, PAGE_SIZE, CKV + KPE, device=device)
+        for request, last in enumerate(self.last.tolist()):
+            self.pool[self.indices[self.indptr[request + 1] - 1], last:] = torch.nan
+        self.q = torch.randn(sum(new), HEADS, CKV + KPE, device=device)
+        self.qo_indptr = torch.tensor([0, *new]).cumsum(0).int()
+
+    def plan(self, wrapper: BatchMLAPagedAttentionWrapper, **changes: Any) -> None:
+        given = {"kv_len_arr": self.lengths, "causal": True, "page_size": PAGE_SIZE, **changes}
+        wrapper.plan(
+            self.qo_indptr, self.indptr, self.indices, given["kv_len_arr"], HEADS, CKV, KPE, given["page_size"],
+            given["causal"], 0.1, *DTYPES,
+        )  # fmt: skip
+
+    def run(self, wrapper: BatchMLAPagedAttentionWrapper, **options: Any) -> Any:
+        q, pool = self.q, self.pool
+        return wrapper.run(q[..., :CKV], q[..., CKV:], pool[..., :CKV], pool[..., CKV:], **options)
+
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
+        q, pool, device = self.q, self.pool, self.q.device
+        table = (self.indptr.to(device), self.indices.to(device), self.last.to(device))
+        caches = pool[..., :CKV], pool[..., CKV:]
+        qo_indptr = self.qo_indptr.to(device)
+        return mla_paged_reference(q[..., :CKV], q[..., CKV:], caches, qo_indptr, table, sm_scale=0.1, causal=True)
+
+
+@pytest.mark.parametrize("new", [[1, 1, 1], [3, 1, 9]], ids=str)
+def test_the_wrapper_gives_the_softmax(new: list[int], device: torch.device) -> None:
+    scene = Scene([19, 5, 9], new, device)
+    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(64, dtype=torch.uint8, device=device))
+    scene.plan(wrapper)
+    assert_close(scene.run(wrapper, return_lse=True), scene.expected())
+    for message, lengths in (
+        ("^kv_last_page_len must be in", torch.tensor([19, 9, 9], dtype=torch.int32)),
+        ("^kv_last_page_len must be in", torch.tensor([16, 5, 9], dtype=torch.int32)),
+        ("^kv_len_arr must be int32", torch.tensor([19, 5, 9])),
+    ):
+        with pytest.raises(ValueError, match=message):
+            scene.plan(wrapper, kv_len_arr=lengths)
+    q, ckv, kpe = scene.q, scene.pool[..., :CKV], scene.pool[..., CKV:]
+    with pytest.raises(ValueError, match=r"^q_pe is"):
+        wrapper.run(q[..., :CKV], q[..., :CKV], ckv, kpe)
+    with pytest.raises(ValueError, match=r"^indices must be"):
+        wrapper.run(q[..., :CKV], q[..., CKV:], ckv[:1], kpe[:1])
+
+
+def graph_wrapper(batch: int, device: torch.device) -> tuple[BatchMLAPagedAttentionWrapper, list[torch.Tensor]]:
+    """One that keeps its addresses, and its buffers."""
+    names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
+    buffers = [torch.zeros(n, dtype=torch.int32, device=device) for n in (batch + 1, batch + 1, 32, batch)]
+    workspace = torch.empty(64, dtype=torch.uint8, device=device)
+    given = dict(zip(names, buffers, strict=True))
+    return BatchMLAPagedAttentionWrapper(workspace, use_cuda_graph=True, **given), buffers
+
+
+@pytest.mark.parametrize("new", [[[1, 1], [1, 1]], [[9, 5], [2, 11]]], ids=["decode", "prefill"])
+def test_a_graph_sees_a_new_plan_where_the_old_one_was(new: list[list[int]], device: torch.device) -> None:
+    scenes = [Scene([90, 5], new[0], device), Scene([20, 33], new[1], device)]
+    wrapper, buffers = graph_wrapper(2, device)
+    for scene in (*scenes, scenes[0]):
+        scene.plan(wrapper)
+        assert_close(scene.run(wrapper, return_lse=True), scene.expected())
+        assert buffers[0].tolist() == scene.qo_indptr.tolist()
+
+
+@pytest.mark.parametrize("new", [[1, 1, 1], [9, 5, 4]], ids=["decode", "prefill"])
+def test_a_graph_refuses_another_batch_and_keeps_its_plan(new: list[int], device: torch.device) -> None:
+    scene = Scene([19, 5, 9], new, device)
+    wrapper, buffers = graph_wrapper(3, device)
+    scene.plan(wrapper)
+    kept = [buffer.clone() for buffer in buffers]
+    for message, other, changes in (
+        ("^kv_len_arr is of 2 requests, the graph of 3", Scene([19, 5], new[:2], device), {}),
+        ("^qo_indptr has 30 tokens, the graph has room for 18", Scene([19, 5, 40], [9, 5, 16], device), {}),
+        ("^use_cuda_graph: plan", scene, {"causal": False}),
+    ):
+        if new == [1, 1, 1] and "tokens" in message:
+            continue  # another shape: of more than one query each
+        with pytest.raises(ValueError, match=message):
+            other.plan(wrapper, **changes)
+    assert all(torch.equal(buffer, before) for buffer, before in zip(buffers, kept, strict=True))
+    assert_close(scene.run(wrapper, return_lse=True), scene.expected())
+
+
+def test_buffers_of_another_batch_than_the_first_plans_are_refused(device: torch.device) -> None:
+    wrapper, _ = graph_wrapper(3, device)
+    with pytest.raises(ValueError, match=r"^kv_len_arr is of 2 requests, the graph of 3"):
+        Scene([19, 5], [9, 5], device).plan(wrapper)

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
-from quire.columns import IS_LITTLE_ENDIAN
+from quire.columns import unpack_uint32, unpack_uint64
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator.core.refusal import Refusal
@@ -128,8 +128,4 @@ def _rows(sequences: bytes, token_counts: bytes, phase: str) -> tuple[array[int]
     count = len(sequences) // 8
     if len(sequences) % 8 or len(token_counts) != 4 * count:
         raise Refusal("MALFORMED", f"{phase}: 8 bytes of sequences and 4 of token_counts for each operation")
-    ids, counts = array("Q", sequences), array("I", token_counts)  # as `quire.columns` does, but compiled
-    if not IS_LITTLE_ENDIAN:
-        ids.byteswap()
-        counts.byteswap()
-    return ids, counts
+    return unpack_uint64(sequences), unpack_uint32(token_counts)

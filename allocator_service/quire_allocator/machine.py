@@ -190,7 +190,7 @@ class SessionMachine:
         self._directory = sessions.directory
         self._on_end = on_end
         self._grant = grant
-        self._is_restricted = not grant.namespaces.are_all
+        self._is_restricted = not grant.namespaces.are_all  # asked once a stream: every step would wait for it
         self._spec: PoolSpec | None = None
         self._report: StagedReport | None = None
         sessions.streams.add(self)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import cast
 
-from quire.columns import IS_LITTLE_ENDIAN, pack_uint32s
+from quire.columns import pack_uint32s
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import translate
@@ -88,7 +88,7 @@ def _grow(pool: Pool, arrays: StepArrays, reply: pb.StepReply) -> None:
     if changed:
         reply.granted_grows.extend(changed)
         reply.block_counts.extend(counts)
-        reply.blocks = b"".join(tables) if IS_LITTLE_ENDIAN else pack_uint32s(tables)
+        reply.blocks = pack_uint32s(tables)
     if not is_plain:
         _describe(len(arrays.grow_sequences), busy, reply)
 

@@ -6,9 +6,9 @@
 
 Both read the rows where they lie. Keys are cut into tiles, and all heads of a tile come before the next tile: a token's
 heads lie side by side in its page, and while a tile is in the processor's cache, every query head that shares its keys
-finds them there. Each tile has a softmax of its own, merged over the tiles of a sequence; so
-sequences of any lengths are one batch. The last tile's padding names *its own last key* again and is masked: any other
-slot may hold NaN, and 0 * NaN is NaN.
+finds them there. Each tile has a softmax of its own, merged over the tiles of a sequence; so sequences of any lengths
+are one batch. The last tile's padding names *its own last key* again and is masked: any other slot may hold NaN, and
+0 * NaN is NaN.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.nn.functional import embedding_bag
 from quire_worker.attention.interface import AttentionBatch
 from quire_worker.cache import CacheSpec
 
-# Keys of a tile. Measured with 4/2 heads of 64 and 32/8 of 128: shorter tiles cost calls and merging, and longer ones
-# leave the cache, except that shorter ones than the least do not pay for themselves anyhow.
+# Keys of a tile, of all heads. Measured with 4/2 heads of 64 and 32/8 of 128: shorter tiles cost calls and merging,
+# longer ones leave the cache.
 TILE_BYTES_MAX = 512 << 10
 TILE_TOKENS_MIN = 128
 # Keys of a batch, every sequence as long as the longest, which gathering is quicker for: no sparse call is set up.

@@ -68,12 +68,19 @@ class BatchMLAPagedAttentionWrapper:
             kv_len_arr: int32 `[batch]`.
 
         Raises:
-            ValueError: a buffer is missing or elsewhere, or the workspace is not uint8.
+            ValueError: a buffer is missing, elsewhere, or of another batch, or the workspace is not uint8.
         """
         given = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
         self._use_cuda_graph = use_cuda_graph
         self._tensors = fixed_tensors(float_workspace_buffer, use_cuda_graph, given)
-        self._batch = kv_len_arr.shape[0] if use_cuda_graph and kv_len_arr is not None else None
+        self._batch: int | None = None
+        if use_cuda_graph:
+            assert qo_indptr is not None  # `fixed_tensors` has looked
+            assert kv_indptr is not None
+            assert kv_len_arr is not None
+            self._batch = kv_len_arr.shape[0]
+            check_index_tensor("qo_indptr", qo_indptr, length=self._batch + 1)
+            check_index_tensor("kv_indptr", kv_indptr, length=self._batch + 1)
         self._planned: _Plan | None = None
 
     def plan(

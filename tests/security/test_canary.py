@@ -12,6 +12,7 @@ import queue
 import ssl
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -129,7 +130,8 @@ def misuse_worker(
         outcome.refused(lambda: client.generate([*tokens, 1 << 30], namespace=NAMESPACE))
         outcome.refused(lambda: client.generate(PROMPT, namespace=NAMESPACE, temperature=-1.0))
         outcome.refused(lambda: client.generate(PROMPT, namespace=NAMESPACE, request_id="r" * 100))
-        outcome.refused(lambda: client.generate(PROMPT, namespace=NAMESPACE, max_tokens=2000, timeout_s=0.2))
+        endless = partial(client.generate, PROMPT, namespace=NAMESPACE, max_tokens=4000, ignore_eos=True)
+        outcome.refused(lambda: endless(timeout_s=0.2))
 
 
 def secret_digests() -> bytes:

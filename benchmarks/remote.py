@@ -34,7 +34,8 @@ from quire.owner import PoolOwner
 from quire.steps import StepBuilder, StepOutcome
 from quire.types import PoolSpec
 from quire_allocator.core.directory import Directory, Ownership
-from quire_allocator.machine import SessionMachine, Sessions
+from quire_allocator.machine import SessionMachine
+from quire_allocator.sessions import Sessions
 from quire_worker.cache import KVCache
 from quire_worker.engine import Engine
 from quire_worker.model import PagedModel, load_model

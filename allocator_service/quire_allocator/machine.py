@@ -17,9 +17,7 @@ One caller at a time: no method may be interrupted by another one of any stream 
 from __future__ import annotations
 
 import enum
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol, TypeVar
 
 from quire._serving.permissions import EVERYTHING, Grant
 from quire.limits import PROTOCOL_VERSION
@@ -28,130 +26,13 @@ from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import checks, limits, permits, steps, translate
 from quire_allocator.arrays import StepArrays
-from quire_allocator.core.directory import Directory, Ownership
+from quire_allocator.core.directory import Ownership
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import PoolSpec
 from quire_allocator.reports import StagedReport
+from quire_allocator.sessions import Sessions
 from quire_allocator.translate import require
-
-AnswerT = TypeVar("AnswerT")
-
-
-class Observer(Protocol):
-    """Who is told what happens; nothing here depends on it."""
-
-    def opened(self, owner: Ownership) -> None:
-        """A pool has a new session."""
-
-    def resumed(self, owner: Ownership) -> None:
-        """A session goes on with a new stream."""
-
-    def dropped(self, owner: Ownership) -> None:
-        """A pool is gone: detached, closed, or its lease ended."""
-
-    def expired(self, owner: Ownership) -> None:
-        """It was dropped because nobody was heard for the length of a lease; comes before `dropped`."""
-
-    def published(self, owner: Ownership) -> None:
-        """There is news for who watches the pool."""
-
-    def quarantined(self, owner: Ownership, error: Exception) -> None:
-        """An invariant of the pool broke."""
-
-
-class Sessions:
-    """Every stream and every pool of one allocator."""
-
-    def __init__(
-        self,
-        directory: Directory,
-        observer: Observer,
-        *,
-        new_session_id: Callable[[], bytes],
-        check_invariants: bool = False,
-    ) -> None:
-        self.directory = directory
-        self.observer = observer
-        self.new_session_id = new_session_id
-        self.check_invariants = check_invariants
-        self.draining = False
-        self.streams: set[SessionMachine] = set()  # every one, attached or not yet
-        self.staging: set[SessionMachine] = set()  # those that are in the middle of a report
-        self._quarantines: defaultdict[str, deque[float]] = defaultdict(deque)
-
-    def drain(self) -> None:
-        """Takes no new session and ends every stream with UNAVAILABLE / DRAINING."""
-        self.draining = True
-        for stream in list(self.streams):
-            stream.end("DRAINING", "the allocator is shutting down")
-
-    def apply(self, owner: Ownership, operate: Callable[[], AnswerT], now: float) -> AnswerT:
-        """Changes a pool by a checked request. A defect of ours stops this pool, and the others go on.
-
-        Raises:
-            Refusal: POOL_QUARANTINED; any that `operate` raises before it changes something.
-        """
-        try:
-            answer = operate()
-            if self.check_invariants:
-                owner.pool.check_invariants()
-        except Refusal:
-            raise
-        except Exception as error:
-            self._quarantines[owner.name].append(now)
-            self.directory.quarantine(owner)
-            self.observer.quarantined(owner, error)
-            raise Refusal("POOL_QUARANTINED", "an invariant of this pool broke; attach again") from error
-        return answer
-
-    def check_quarantine(self, name: str, now: float) -> None:
-        """A pool that broke again and again is not built up once more.
-
-        Raises:
-            Refusal: POOL_QUARANTINED.
-        """
-        recent = self._recent_quarantines(name, now)
-        if len(recent) >= limits.QUARANTINES_MAX:
-            raise Refusal(
-                "POOL_QUARANTINED",
-                f"pool {name} broke {len(recent)} times in {limits.QUARANTINE_WINDOW_S:g} s and is refused for now",
-                retry_after_s=recent[-limits.QUARANTINES_MAX] + limits.QUARANTINE_WINDOW_S - now,
-            )
-
-    def refused_pool_count(self, now: float) -> int:
-        """Pools that broke so often that nobody may attach them for now."""
-        names = list(self._quarantines)  # a copy: metrics are read in another thread
-        return sum(len(self._recent_quarantines(name, now)) >= limits.QUARANTINES_MAX for name in names)
-
-    def _recent_quarantines(self, name: str, now: float) -> list[float]:
-        times = list(self._quarantines.get(name, ()))
-        return [time for time in times if time > now - limits.QUARANTINE_WINDOW_S]
-
-    def drop(self, owner: Ownership) -> None:
-        """The pool is gone: detached, closed, or its lease ended."""
-        self.directory.remove(owner)
-        self.observer.dropped(owner)
-
-    def publish(self, owner: Ownership, acknowledged: int = 0) -> None:
-        """Effects of steps up to this one may be told to watchers."""
-        if owner.pool.log.publish(acknowledged):
-            self.observer.published(owner)
-
-    def expire(self, now: float) -> None:
-        """Drops pools whose owner has been silent for the length of a lease, and holds of unary sessions whose time has
-        come. A stream's holds end with its next step, whose reply says so."""
-        for owner in self.directory.open_pools():
-            if owner.unary and owner.pool.expire_holds(now):
-                self.publish(owner)
-        for owner in self.directory.expire(now):
-            self.observer.expired(owner)
-            self.drop(owner)
-            if isinstance(owner.stream, SessionMachine):
-                owner.stream.end("IDLE", "no message for the length of the lease")
-        for name in list(self._quarantines):
-            if self._quarantines[name][-1] <= now - limits.QUARANTINE_WINDOW_S:
-                del self._quarantines[name]
 
 
 class Phase(enum.Enum):
@@ -193,6 +74,7 @@ class SessionMachine:
         self._is_restricted = not grant.namespaces.are_all  # asked once a stream: every step would wait for it
         self._spec: PoolSpec | None = None
         self._report: StagedReport | None = None
+        self._report_heard = 0.0
         sessions.streams.add(self)
 
     def receive(self, request: pb.SessionRequest, now: float) -> list[pb.SessionReply]:
@@ -245,6 +127,9 @@ class SessionMachine:
         if known is not None and known.name == name:
             permits.require_sequences(self._grant, known.pool)
         self._sessions.check_quarantine(name, now)
+        resumes = known is not None and known.name == name and known.incarnation == attach.incarnation
+        if attach.last_step and not resumes:  # else there is nothing to report, most likely
+            self._reserve_report(now)
         self.owner, resumed, older = self._directory.attach(
             name=name,
             spec=self._spec,
@@ -259,8 +144,6 @@ class SessionMachine:
             older.end("FENCED", "a newer stream of this owner took over")
         if not resumed:
             self.phase = Phase.REPORTING
-            if attach.last_step:  # else there is nothing to report, most likely
-                self._reserve_report()
             return pb.SessionReply(report_required=pb.ReportRequired())
         self.phase = Phase.OPEN
         self._sessions.observer.resumed(self.owner)
@@ -275,8 +158,14 @@ class SessionMachine:
 
     # -- report --------------------------------------------------------------------------------------------------------
 
-    def _reserve_report(self) -> None:
+    def check_report(self, now: float) -> None:
+        """Ends a stream that keeps one of the few places for reports and sends none: heartbeats do not count."""
+        if self.phase is Phase.REPORTING and self._report_heard + limits.REPORT_PAUSE_S <= now:
+            self.end("IDLE", f"no part of the report for {limits.REPORT_PAUSE_S:g} s")
+
+    def _reserve_report(self, now: float) -> None:
         """Few reports at a time. Who waits is told before it has put its report together."""
+        self._report_heard = now
         staging = self._sessions.staging
         if self not in staging:
             require(
@@ -290,8 +179,8 @@ class SessionMachine:
         owner, spec, sessions = self.owner, self._spec, self._sessions
         assert owner is not None
         assert spec is not None
-        self._directory.renew(owner, now)
         if request.HasField("heartbeat"):
+            self._directory.renew(owner, now)
             return []
         if self._report is None:
             self._directory.check_blocks(owner.name, spec)
@@ -299,11 +188,14 @@ class SessionMachine:
         report = self._report
         if request.HasField("report_chunk"):
             permits.require_report(self._grant, request.report_chunk)
-            self._reserve_report()
+            self._reserve_report(now)
             sessions.apply(owner, lambda: report.add(request.report_chunk, now), now)
+            self._directory.renew(owner, now)
             return []
         require(request.HasField("report_end"), "a report was asked for")
-        return [self._open(owner, spec, report, request.report_end, now)]
+        answer = self._open(owner, spec, report, request.report_end, now)
+        self._directory.renew(owner, now)
+        return [answer]
 
     def _open(
         self, owner: Ownership, spec: PoolSpec, staged: StagedReport, end: pb.ReportEnd, now: float
@@ -338,11 +230,13 @@ class SessionMachine:
     def _serve(self, request: pb.SessionRequest, now: float) -> list[pb.SessionReply]:
         owner = self.owner
         assert owner is not None
-        self._directory.renew(owner, now)
         kind = request.WhichOneof("message")
         if kind == "step":
-            return [self._step(owner, request.step, now)]
+            answer = self._step(owner, request.step, now)
+            self._directory.renew(owner, now)
+            return [answer]
         if kind == "heartbeat":
+            self._directory.renew(owner, now)
             self._sessions.publish(owner, min(request.heartbeat.ack, owner.steps.next_step - 1))
             return [pb.SessionReply(heartbeat=pb.Heartbeat())]
         require(kind == "detach", f"{kind or 'an empty message'} is not expected in an open session")
@@ -366,9 +260,13 @@ class SessionMachine:
         answer = pb.SessionReply()
         reply = answer.step_reply
         reply.session_id, reply.number = step.session_id, step.number
-        self._sessions.apply(owner, lambda: steps.apply_step(owner.pool, arrays, now, reply), now)
-        if not step.number % STATE_DIGEST_STEPS:
-            reply.state_digest = digest_after(owner.pool, step.number)
+
+        def operate() -> None:
+            steps.apply_step(owner.pool, arrays, now, reply)
+            if not reply.number % STATE_DIGEST_STEPS:
+                reply.state_digest = digest_after(owner.pool, reply.number)
+
+        self._sessions.apply(owner, operate, now)
         owner.steps.record(step, answer)
         owner.steps.forget(step.ack)
         self._sessions.publish(owner, step.ack)

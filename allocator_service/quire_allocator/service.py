@@ -28,7 +28,7 @@ from quire_allocator import budget, checks, limits, permits, steps, translate, v
 from quire_allocator.core.directory import Directory, Ownership
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import DIGEST_BYTES, CommitResult, GrowResult, Result
-from quire_allocator.machine import Sessions
+from quire_allocator.sessions import Sessions
 from quire_allocator.stream import SessionStream
 from quire_allocator.telemetry import Telemetry
 from quire_allocator.translate import require
@@ -63,7 +63,7 @@ def unary(
 
 
 class _Witness:
-    """Tells logs, metrics and watchers what happens to pools; see `machine.Observer`."""
+    """Tells logs, metrics and watchers what happens to pools; see `sessions.Observer`."""
 
     def __init__(self, telemetry: Telemetry, watching: Watching) -> None:
         self._telemetry = telemetry
@@ -165,7 +165,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
 
     @unary
     def KeepAlive(self, request: pb.KeepAliveRequest, grant: Grant) -> pb.KeepAliveResponse:
-        self._owner(request.session_id, grant)
+        self.directory.renew(self._owner(request.session_id, grant), self.clock())
         return pb.KeepAliveResponse(lease_ms=int(self.directory.lease_s * 1000))
 
     @unary
@@ -275,7 +275,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         permits.require_namespace(grant, namespace)
         found = []
         for owner in self._observable(grant):
-            matched = owner.pool.match(namespace, digests)
+            matched = owner.pool.match_acknowledged(namespace, digests)
             if matched:
                 found.append(pb.PrefixMatch(pool=owner.name, matched_token_count=matched))
         return pb.MatchPrefixResponse(matches=sorted(found, key=lambda m: (-m.matched_token_count, m.pool)))
@@ -325,15 +325,15 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         return [owner for owner in self.directory.open_pools() if grant.may_observe(owner.name)]
 
     def _owner(self, session_id: bytes, grant: Grant) -> Ownership:
-        """The unary session that a call names; the call renews its lease."""
+        """The unary session that a call names."""
         owner = self.directory.session(session_id)
         permits.require_owning(grant, owner.name)
         require(owner.unary, "this pool is owned over the Session stream", "FENCED")
-        self.directory.renew(owner, self.clock())
         return owner
 
     def _once(self, request: Any, grant: Grant, operation: str, operate: Callable[[Ownership], ResponseT]) -> ResponseT:
-        """Applies an operation, or returns the answer that its request id had before."""
+        """Applies an operation, or returns the answer that its request id had before. Only what is not refused renews
+        the session's lease."""
         owner = self._owner(request.session_id, grant)
         permits.require_operation(grant, owner.pool, request)
         request_id = translate.request_id(request.request_id)
@@ -342,8 +342,10 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         sha256 = hashlib.sha256(content).digest()
         kept = owner.answers.replay(request_id, sha256)
         if kept is not None:
+            self.directory.renew(owner, self.clock())
             return cast("ResponseT", kept)
         response = self.sessions.apply(owner, lambda: operate(owner), self.clock())
+        self.directory.renew(owner, self.clock())
         self.sessions.publish(owner)
         owner.answers.record(request_id, sha256, response, size=response.ByteSize())
         self.telemetry.of(owner.name).count(operation, response.result)  # type: ignore[attr-defined]

@@ -81,49 +81,6 @@ class Watching:
             if not self._watchers[name]:
                 del self._watchers[name]
 
-    async def _follow(self, name: str, session_id: bytes, cursor: int, news: asyncio.Event, context: Context) -> None:
-        while True:
-            news.clear()
-            require(not self._draining, "the allocator is shutting down", "DRAINING")
-            owner = self._directory.pool(name)
-            if owner.session_id != session_id or not owner.pool.log.can_resume(cursor):
-                session_id = owner.session_id
-                cursor = await self._snapshot(owner, context)
-            pool, log = owner.pool, owner.pool.log
-            while owner.session_id == session_id and owner.pool is pool and cursor < log.last_cursor:
-                cursor = await self._send(owner, cursor, log.last_cursor, context)
-            await news.wait()
-
-    async def _snapshot(self, owner: Ownership, context: Context) -> int:
-        """Sends everything that can be hit, and returns the cursor to follow from."""
-        session_id, pool = owner.session_id, owner.pool
-        cursor = pool.log.last_cursor
-
-        def message(**change: Any) -> pb.CacheEvent:
-            return pb.CacheEvent(cursor=cursor, pool=owner.name, session_id=session_id, **change)
-
-        await context.write(message(cleared=pb.IndexCleared()))
-        for stretch in index.walk(pool):
-            for piece in index.pieces(stretch):
-                await context.write(message(groups=piece.groups, stored=_stored(piece)))
-        until = pool.log.last_cursor
-        while cursor < until and owner.session_id == session_id:
-            cursor = await self._send(owner, cursor, until, context)
-        await context.write(message(snapshot_end=pb.SnapshotEnd()))
-        return cursor
-
-    async def _send(self, owner: Ownership, cursor: int, until: int, context: Context) -> int:
-        """Sends some of the events after `cursor`, and returns how far it came."""
-        log, session_id = owner.pool.log, owner.session_id
-        if not log.can_resume(cursor):
-            raise Refusal("WATCHER_SLOW", f"events after {cursor} are no longer kept; start over from a snapshot")
-        # Taken at once: the log moves on while a message waits for its caller.
-        for number, event in list(log.after(cursor, min(limits.EVENTS_PER_TURN_MAX, until - cursor))):
-            for message in _messages(owner.name, session_id, number, event):
-                await context.write(message)
-            cursor = number
-        return cursor
-
 
 class _Watcher:
     """One watch of one pool."""
@@ -154,7 +111,7 @@ class _Watcher:
             return pb.CacheEvent(cursor=cursor, pool=owner.name, session_id=session_id, **change)
 
         await self._context.write(message(cleared=pb.IndexCleared()))
-        for stretch in index.walk(pool):
+        for stretch in index.walk_acknowledged(pool):
             if self._grant.may_use(stretch.namespace):
                 for piece in index.pieces(stretch):
                     await self._context.write(message(groups=piece.groups, stored=_stored(piece)))

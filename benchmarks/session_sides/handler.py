@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.directory import Directory
-from quire_allocator.machine import SessionMachine, Sessions
+from quire_allocator.machine import SessionMachine
+from quire_allocator.sessions import Sessions
 
 
 class _Nobody:

@@ -93,6 +93,8 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "QUARANTINES_MAX": ("allocator/test_machine.py", "test_a_step_that_trips_an_invariant_stops_the_pool"),
     "QUARANTINE_WINDOW_S": ("allocator/test_service.py", "test_a_pool_that_breaks_a_third_time_is_opened_again_only"),
     "EVENTS_PER_TURN_MAX": ("allocator/test_watch.py", "test_a_watcher_far_behind_is_served_in_turns"),
+    "REPORT_PAUSE_S": ("allocator/test_session_guards.py", "test_who_sends_no_report_loses_its_place"),
+    "CHANGES_PER_CHECK": ("allocator/test_session_guards.py", "test_a_block_that_is_given_back_twice_is_noticed"),
     "ATTACH_TIMEOUT_S": ("allocator/test_session_stream.py", "test_a_stream_that_sends_no_attach_is_ended"),
     "LEASE_S": ("allocator/test_limits.py", "test_the_lease_is_what_is_documented_unless_it_is_set"),
     "LEASE_S_MAX": ("allocator/test_limits.py", "test_the_lease_is_what_is_documented_unless_it_is_set"),

@@ -13,7 +13,8 @@ from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
 from quire_allocator.core.directory import Directory
 from quire_allocator.core.refusal import Refusal
-from quire_allocator.machine import SessionMachine, Sessions
+from quire_allocator.machine import SessionMachine
+from quire_allocator.sessions import Sessions
 
 from tests.simulation.histories import pool_spec
 from tests.simulation.world import Quiet

@@ -179,6 +179,19 @@ async def test_the_number_of_live_sequences_is_limited(allocator: Allocator, mon
     assert (await owner.call("Fork", parent_id=2, child_id=3)).result == pb.RESULT_OK
 
 
+async def test_a_refused_call_renews_no_lease(allocator: Allocator) -> None:
+    owner = await UnaryOwner.open(allocator)
+    lease_end = allocator.service.directory.pool("a").lease_end
+    allocator.clock.now += 5.0
+    with refused(Reason.MALFORMED):
+        await owner.call("Allocate", sequence_id=1, token_count=1, digests=b"short")
+    with refused(Reason.MALFORMED):
+        await owner.call("Allocate", sequence_id=1, token_count=1, request_id="r" * 100)
+    assert allocator.service.directory.pool("a").lease_end == lease_end
+    await owner.call("Allocate", sequence_id=1, token_count=1)
+    assert allocator.service.directory.pool("a").lease_end == lease_end + 5.0
+
+
 async def test_a_defect_quarantines_the_one_pool_and_spares_the_others(allocator: Allocator) -> None:
     broken, sound = await UnaryOwner.open(allocator, "a"), await UnaryOwner.open(allocator, "b")
     await broken.call("Allocate", sequence_id=1, token_count=6)

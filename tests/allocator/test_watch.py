@@ -147,6 +147,24 @@ async def test_what_a_step_did_is_told_only_once_its_reply_is_acknowledged(alloc
     assert (event.stored.digests, event.step) == (d("a"), 2)
 
 
+async def test_nobody_is_told_what_hits_before_the_step_that_made_it_hit_is_acknowledged(allocator: Allocator) -> None:
+    owner = await StreamOwner.ready(allocator)
+    await owner.step(grows=grows((1, 12, b"")))
+    await owner.step(commits=commits((1, 4, d("a"))))
+    await owner.step(ack=2, commits=commits((1, 12, d("abc")[32:])))
+
+    async def matched() -> list[int]:
+        answer = await allocator.stub.MatchPrefix(pb.MatchPrefixRequest(digests=d("abcd")))
+        return [match.matched_token_count for match in answer.matches]
+
+    watch = Watch(allocator)
+    await watch.until("snapshot_end")
+    assert (await matched(), watch.stored) == ([4], {(0, "", 0, d("a"))})
+    await owner.exchange(pb.SessionRequest(heartbeat=pb.Heartbeat(ack=3)))
+    assert (await watch.next()).stored.digests == d("abc")[32:]
+    assert (await matched(), watch.stored) == ([12], hittable(allocator))
+
+
 async def test_a_watch_resumes_where_it_ended(allocator: Allocator) -> None:
     owner = await filled(allocator)
     watch = Watch(allocator)

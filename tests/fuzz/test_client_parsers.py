@@ -19,7 +19,8 @@ from quire.types import GroupKind, GroupSpec, PoolSpec
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import worker_pb2 as worker_pb
 from quire_allocator.core.directory import Directory
-from quire_allocator.machine import SessionMachine, Sessions
+from quire_allocator.machine import SessionMachine
+from quire_allocator.sessions import Sessions
 
 from tests.fuzz.messages import Malformer
 from tests.fuzz.requests import Plausible

@@ -14,7 +14,8 @@ from quire.steps import StepBuilder
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.directory import Directory
 from quire_allocator.core.refusal import Refusal
-from quire_allocator.machine import SessionMachine, Sessions
+from quire_allocator.machine import SessionMachine
+from quire_allocator.sessions import Sessions
 
 from tests.allocator.harness import Allocator, UnaryOwner, d, running_allocator
 from tests.allocator.test_machine import run

@@ -17,7 +17,8 @@ from quire_allocator.core.rebuild import Rebuild
 from quire_allocator.core.rebuild_runs import RunBuilder
 from quire_allocator.core.rebuild_units import StateBuilder, UnitBuilder
 from quire_allocator.core.replay import StepLog
-from quire_allocator.machine import SessionMachine, Sessions
+from quire_allocator.machine import SessionMachine
+from quire_allocator.sessions import Sessions
 
 from tests.simulation.planting import plant
 

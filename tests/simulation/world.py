@@ -19,7 +19,8 @@ from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.directory import Directory, Ownership
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.machine import Phase as StreamPhase
-from quire_allocator.machine import SessionMachine, Sessions
+from quire_allocator.machine import SessionMachine
+from quire_allocator.sessions import Sessions
 
 from tests.simulation.histories import History
 

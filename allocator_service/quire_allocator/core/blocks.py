@@ -193,6 +193,18 @@ class Blocks:
             self.evicted_count += evicted
             count -= evicted
 
+    def check_counts(self) -> None:
+        """Raises AssertionError unless every block counts as exactly one of empty, cached and held. What it costs does
+        not depend on the number of blocks: servers look at it again and again."""
+        held = cached = 0
+        for space in self.namespaces.values():
+            for scope in space.scopes:
+                held += scope.held
+                cached += scope.cached
+        assert cached == self.cached_count, f"{self.cached_count} blocks count as cached, namespaces have {cached}"
+        used = self._top - cached
+        assert held == used, f"{used} blocks count as held, namespaces have {held}"
+
     def check_invariants(self) -> None:
         """Raises AssertionError if a block is twice among the empty ones."""
         assert len(set(self.empty)) == self.empty_count, "a block is twice in the empty stack"

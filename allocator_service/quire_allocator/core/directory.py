@@ -35,6 +35,7 @@ class Ownership:
         pool: of no blocks while only claimed: memory is taken by `open`, never by an attach alone.
         session_id: 16 bytes; empty while only claimed, and after quarantine.
         steps, answers: replay of a stream's steps, of a unary session's requests.
+        change_count: steps and requests that were applied.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Ownership:
     session_id: bytes = b""
     steps: StepLog = field(default_factory=lambda: StepLog(1, 1))
     answers: AnswerLog = field(default_factory=AnswerLog)
+    change_count: int = 0
 
 
 class Directory:

@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from quire_allocator.core.spec import DIGEST_BYTES
+
 if TYPE_CHECKING:
     from quire_allocator.core.blocks import Scope
 
@@ -56,6 +58,14 @@ class Event(NamedTuple):
     def digests(self) -> bytes:
         """Concatenated."""
         return bytes(self.source[self.start : self.end])
+
+
+def digest_count_before(untold: set[bytes], digests: bytes) -> int:
+    """Leading digests of which none is in `untold`."""
+    for offset in range(0, len(digests), DIGEST_BYTES):
+        if digests[offset : offset + DIGEST_BYTES] in untold:
+            return offset // DIGEST_BYTES
+    return len(digests) // DIGEST_BYTES
 
 
 # Fields of an Event: making one costs as much as an append.
@@ -103,6 +113,15 @@ class EventLog:
             *_, start, end = self._kept.popleft()
             self._kept_bytes -= end - start
         return True
+
+    def untold(self, namespace: str) -> set[bytes]:
+        """Digests of a namespace that were stored by steps whose answers may have been lost: nobody may be told yet."""
+        return {
+            bytes(source[offset : offset + DIGEST_BYTES])
+            for _, change, scope, _, _, source, start, end in self._recorded
+            if change is _STORED and scope.namespace.name == namespace
+            for offset in range(start, end, DIGEST_BYTES)
+        }
 
     def can_resume(self, cursor: int) -> bool:
         """Whether every event after `cursor` is still kept."""

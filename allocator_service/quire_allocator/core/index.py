@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from quire_allocator.core.events import Event
+from quire_allocator.core.events import Event, digest_count_before
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.runs import Run, RunScope
 from quire_allocator.core.spec import DIGEST_BYTES
@@ -53,6 +53,19 @@ def walk(pool: Pool) -> Iterator[Stretch]:
                 for unit in list(scope.index.values()):
                     if unit.key is not None:
                         yield Stretch(space.name, groups, size, b"", unit.key[1], unit.key[0])
+
+
+def walk_acknowledged(pool: Pool) -> Iterator[Stretch]:
+    """The same for others than the owner: without what steps have stored that it has not acknowledged. The events of
+    these follow when it has."""
+    seen, untold = (-1, -1, ""), set[bytes]()
+    for stretch in walk(pool):
+        now = (pool.log.step, pool.log.last_cursor, stretch.namespace)
+        if seen != now:
+            seen, untold = now, pool.log.untold(stretch.namespace)
+        told = digest_count_before(untold, stretch.digests) if untold else len(stretch.digests)
+        if told:
+            yield stretch._replace(digests=stretch.digests[: told * DIGEST_BYTES])
 
 
 def stretch_of(event: Event) -> Stretch:

@@ -27,7 +27,7 @@ from typing import Final
 
 from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.coordinator import Coordinator
-from quire_allocator.core.events import EventLog
+from quire_allocator.core.events import EventLog, digest_count_before
 from quire_allocator.core.gates import Candidate, Gates
 from quire_allocator.core.pending import PendingPrefixes
 from quire_allocator.core.sequence import SequenceState
@@ -76,6 +76,15 @@ class Pool:
         """Leading tokens that every group can serve. A hint: changes nothing, not even the eviction order."""
         space = self.blocks.namespaces.get(namespace) or self.groups.new_namespace(namespace)
         return self.groups.find(space, digests, len(digests) // DIGEST_BYTES * self.digest_tokens)[1]
+
+    def match_acknowledged(self, namespace: str, digests: bytes) -> int:
+        """The same for others than the owner: without what steps have stored that it has not acknowledged."""
+        matched = self.match(namespace, digests)
+        untold = self.log.untold(namespace) if matched else None
+        if not untold:
+            return matched
+        told = digest_count_before(untold, digests)
+        return self.match(namespace, digests[: told * DIGEST_BYTES])
 
     # -- operations ----------------------------------------------------------------------------------------------------
 

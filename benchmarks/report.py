@@ -21,14 +21,16 @@ from rich.table import Table
 class Goal:
     """A figure that was promised; unmet ones are reported like any other."""
 
-    name: str
-    value: float
+    name: str  # with the reason, if there is no value
+    value: float | None
     goal: float
     better: str  # "higher" or "lower"
 
     @property
     def is_met(self) -> bool:
-        """Whether the value is on the right side of the goal."""
+        """Whether there is a value, on the right side of the goal."""
+        if self.value is None:
+            return False
         return self.value >= self.goal if self.better == "higher" else self.value <= self.goal
 
 
@@ -65,27 +67,51 @@ def machine() -> str:
     return f"{model}, {len(os.sched_getaffinity(0))} cores"
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of the same columns, with a table and a file of their own."""
+
+    title: str
+    rows: Sequence[dict[str, object]]
+    goals: Sequence[Goal]
+    csv_file: str | None
+
+
 def publish(
     title: str, rows: Sequence[dict[str, object]], goals: Sequence[Goal], *, as_json: bool, csv_file: str | None
 ) -> None:
     """Prints the rows as a table or as JSON, and appends them to a CSV file if one is named."""
-    origin = {"commit": commit(), "machine": machine(), "command": " ".join(["python", *sys.argv])}
-    if csv_file is not None:
-        _append(Path(csv_file), [{**origin, **row} for row in rows])
+    publish_parts([Part(title, rows, goals, csv_file)], as_json=as_json)
+
+
+def publish_parts(parts: Sequence[Part], *, as_json: bool, accelerator: str = "") -> None:
+    """Prints a table per part, or all of them as one JSON object, and appends each to its CSV file if it names one."""
+    where = f"{machine()}, {accelerator}" if accelerator else machine()
+    origin = {"commit": commit(), "machine": where, "command": " ".join(["python", *sys.argv])}
+    for part in parts:
+        if part.csv_file is not None:
+            _append(Path(part.csv_file), [{**origin, **row} for row in part.rows])
     if as_json:
-        described = [asdict(goal) for goal in goals]
-        print(json.dumps({"commit": origin["commit"], "machine": origin["machine"], "rows": rows, "goals": described}))
+        rows = [row for part in parts for row in part.rows]
+        described = [asdict(goal) for part in parts for goal in part.goals]
+        print(json.dumps({"commit": origin["commit"], "machine": where, "rows": rows, "goals": described}))
         return
-    table = Table(title=title, caption=f"{origin['machine']}; commit {origin['commit']}")
-    for column in rows[0]:
+    for part in parts:
+        _print_table(part, f"{where}; commit {origin['commit']}")
+
+
+def _print_table(part: Part, caption: str) -> None:
+    table = Table(title=part.title, caption=caption)
+    for column in part.rows[0]:
         table.add_column(column)
-    for row in rows:
+    for row in part.rows:
         table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
     console = Console(width=max(Console().width, 120))
     console.print(table)
-    for goal in goals:
+    for goal in part.goals:
         met = "met" if goal.is_met else "NOT met"
-        console.print(f"{goal.name}: {goal.value:.3g} ({goal.better} than {goal.goal:g} is better: {met})")
+        value = "no value" if goal.value is None else f"{goal.value:.3g}"
+        console.print(f"{goal.name}: {value} ({goal.better} than {goal.goal:g} is better: {met})")
 
 
 def _append(file: Path, rows: Sequence[dict[str, object]]) -> None:

@@ -18,27 +18,24 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from quire_worker.attention import TorchPagedAttention
 from quire_worker.batch import Chunk, build_batch
 from quire_worker.cache import CacheSpec
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
+
+from kernel_sides.flex import QUERY_BLOCK, Side, flex_side
 
 PAGE_SIZE = 16
 HEADS = {"4/2 heads of 64": (4, 2, 64), "32/8 heads of 128": (32, 8, 128)}
 BATCHES = (1, 16, 64)
 CONTEXTS = (128, 2048)
-QUERY_BLOCK = 128  # of flex attention
 CHUNK_TOKENS = 512  # of a forward pass, over all sequences
 ROUNDS_S = 0.5  # of a case, at least: the shortest take microseconds
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-
-Side = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,55 +141,11 @@ class Scene:
         return run
 
     def flex(self, *, packed: bool) -> Side:
-        """See the top of the file; compiled on its first call.
-
-        A value's page follows its key's, so both are the same numbers of blocks in two views of one tensor.
-        """
-        case, block = self.case, PAGE_SIZE
-        rows = self.pages.view(-1, self.kv_heads, self.head_dim)
-        key, value = (part.transpose(0, 1).unsqueeze(0) for part in (rows[:-block], rows[block:]))
-        query = self.query.view(case.batch, case.queries, self.query_heads, self.head_dim).transpose(1, 2)
-        if packed:
-            query = self.query.view(case.batch, self.kv_heads, self.group, self.head_dim)
-        place = torch.zeros(case.batch, key.shape[2] // block, dtype=torch.int64)
-        place.scatter_(1, self.table * 2, torch.arange(self.table.shape[1]).expand(case.batch, -1))
-        before = case.context - case.queries
-
-        def visible(b: Any, h: Any, q: Any, k: Any) -> Any:
-            return place[b, k // block] * block + k % block <= q + before
-
-        mask = self._block_mask(visible, query.shape[2], key.shape[2])
-        torch._dynamo.reset()
-        compiled = torch.compile(flex_attention, dynamic=False)
-
-        def run() -> torch.Tensor:
-            output = compiled(query, key, value, block_mask=mask, enable_gqa=not packed)
-            return (output if packed else output.transpose(1, 2)).reshape(self.query.shape)
-
-        return run
-
-    def _block_mask(self, visible: Any, query_length: int, key_length: int) -> BlockMask:
-        """Blocks of queries, each with the pages that all of it sees and those that a part of it sees."""
-        case = self.case
-        query_block = min(query_length, QUERY_BLOCK)
-        blocks = -(-query_length // query_block)
-        shape = (case.batch, 1, blocks, key_length // PAGE_SIZE)
-        parts = [torch.zeros(shape, dtype=torch.int32) for _ in range(2)]
-        counts = [torch.zeros(shape[:3], dtype=torch.int32) for _ in range(2)]
-        before = case.context - case.queries
-        for number in range(blocks):
-            first, last = before + number * query_block, before + min((number + 1) * query_block, case.queries)
-            whole, seen = (first + 1) // PAGE_SIZE, -(-last // PAGE_SIZE)
-            if case.queries == 1:
-                whole, seen = case.context // PAGE_SIZE, -(-case.context // PAGE_SIZE)
-            for part, count, pages in zip(parts, counts, (slice(whole, seen), slice(whole)), strict=True):
-                chosen = self.table[:, pages] * 2
-                part[:, 0, number, : chosen.shape[1]] = chosen
-                count[:, 0, number] = chosen.shape[1]
-        return BlockMask.from_kv_blocks(
-            counts[0], parts[0], counts[1], parts[1], BLOCK_SIZE=(query_block, PAGE_SIZE), mask_mod=visible,
-            seq_lengths=(query_length, key_length),
-        )  # fmt: skip
+        """See the top of the file."""
+        rows = self.group if packed else self.case.queries
+        return flex_side(
+            self.pages, self.table, self.query, self.case.context, packed=packed, query_block=min(rows, QUERY_BLOCK)
+        )
 
     def peers(self, *, with_flex: bool) -> Iterator[tuple[str, Side]]:
         """Name and side of all but the worker's."""

@@ -1,198 +1,237 @@
-"""The Triton kernels on a CUDA GPU, as a share of what the chip does in the same run.
+"""The Triton kernels on a CUDA GPU and their peers, as a share of what the chip does in the same run.
 
-    decode, MLA    bytes of keys and values that must be read, per second, over those of a copy (read + written)
-    prefill        products of the scores and of the result that a causal mask leaves, per second, over those of a
-                   matrix product of the same dtype
+Shares are of a copy of 4 GiB (bytes read and written), for the bytes that a launch must move at least, and of a matrix
+product of 8192 x 8192 in the same dtype, for the operations of the pairs that a causal mask leaves. Both are measured
+first. A batch's sides (`gpu_scenes.py`) are compared before anything is timed: Quire with plain float32 for a few
+tokens, every peer with Quire for all. Who differs is not timed, and the row says so. Then all are launched in turn, in
+random order, each after its caches were emptied; medians, and ratios round by round.
 
-Beside decode and prefill, on the same data: PyTorch's scaled_dot_product_attention on keys that lie one after another,
-and vLLM's `unified_attention` (a Triton kernel) on the same pages, where vLLM can be imported.
+What is left out, by rule, for lack of time or because it failed, is a row too and says why.
 """
 
 from __future__ import annotations
 
+import gc
+import random
 import statistics
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from quire_worker.attention import (
-    BatchDecodeWithPagedKVCacheWrapper,
-    BatchMLAPagedAttentionWrapper,
-    BatchPrefillWithPagedKVCacheWrapper,
-)
-from report import Goal
-from torch.nn.functional import scaled_dot_product_attention
 
-DTYPE = torch.bfloat16
-HEADS = {"Llama-8B": (32, 8, 128), "Qwen3 (GQA 5)": (40, 8, 128)}
-BATCHES = (1, 32, 256)
-CONTEXTS = (1024, 8192, 65536)
-PAGE_SIZES = (16, 64)
-PREFILL_TOKENS = 65536  # of a batch of prompts
-MEMORY_SHARE = 0.3  # of the GPU's, for one case's pages; the peers need as much again
-MLA = (128, 512, 64)  # heads, latent, positional part
-WORKSPACE_BYTES = 1 << 30
-DECODE_SHARE, PREFILL_SHARE = 0.9, 0.6  # goals
+from kernel_sides.flex import Side
+from kernel_sides.gpu_cases import Case, Latent, left_out, side_left_out
+from kernel_sides.gpu_goals import Row
+from kernel_sides.gpu_scenes import Scene, scene_of
 
-Run = Callable[[], Any]
+PEERS = ("vllm", "sdpa", "flex", "torch")
+ROUNDS_MIN, ROUNDS_MS = 3, 1500.0  # of a case, after one that is not counted
+FLUSH_BYTES, COPY_BYTES, MATRIX_SIZE = 2 << 30, 4 << 30, 8192
+COMPARED_TOKENS = 1 << 14  # at once, so that temporaries stay small
+# Largest difference in a row of a head, over that row's root mean square: roundings to bfloat16 differ by up to 2^-7 of
+# an element, and the largest of many rows has elements of 5 times that mean.
+TOLERANCE = {torch.bfloat16: 0.1, torch.float32: 1e-3}
+
+Timer = Callable[[Side], float]
 
 
-class Ceilings(NamedTuple):
-    """Of the chip, measured."""
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Where and how: `CudaBench` below for a GPU, or anything in a test."""
 
-    bytes_per_s: float
-    operations_per_s: float
+    device: torch.device
+    dtype: torch.dtype
+    timer: Timer  # milliseconds of a launch
+    synchronize: Callable[[], None]  # raises if the device is lost
+    memory_bytes: float
+    copy_bytes_per_s: float
+    matmul_operations_per_s: float
+    rounds: int
 
 
-def seconds(run: Run, repeat: int) -> float:
-    """Median of the launches' times on the device; the first ones compile."""
-    for _ in range(3):
-        run()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeat)]
-    for start, stop in events:
+class CudaTimer:
+    """Time on the device, with cold caches."""
+
+    def __init__(self) -> None:
+        self._other = torch.zeros(FLUSH_BYTES // 4, device="cuda")
+
+    def __call__(self, side: Side) -> float:
+        """Milliseconds."""
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # Reads, half a millisecond of them: what was cached is gone and nothing waits to be written back, and the host
+        # has issued the side before the device comes to it.
+        self._other.sum()
         start.record()
-        run()
+        side()
         stop.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(stop) for start, stop in events) / 1e3
+        stop.synchronize()
+        return start.elapsed_time(stop)
 
 
-def measure_ceilings(repeat: int) -> Ceilings:
-    """A copy of 4 GiB, and a product of matrices of 8192 x 8192."""
-    source = torch.empty(1 << 32, dtype=torch.uint8, device="cuda")
+def cuda_bench(rounds: int) -> Bench:
+    """This machine's first GPU, with its ceilings measured."""
+    memory_bytes = 0.95 * torch.cuda.mem_get_info()[0]
+    timer, dtype = CudaTimer(), torch.bfloat16
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    copy_s = seconds(lambda: target.copy_(source), repeat)
-    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=DTYPE)
-    return Ceilings(2 * source.numel() / copy_s, 2 * 8192**3 / seconds(lambda: a @ b, repeat))
+    a, b = torch.randn(2, MATRIX_SIZE, MATRIX_SIZE, device="cuda", dtype=dtype)
+    times = time_sides({"copy": lambda: target.copy_(source), "matmul": lambda: a @ b}, timer, 2 * rounds)
+    copy_s, matmul_s = (statistics.median(times[name]) / 1e3 for name in ("copy", "matmul"))
+    return Bench(
+        torch.device("cuda"), dtype, timer, torch.cuda.synchronize, memory_bytes, 2 * COPY_BYTES / copy_s,
+        2 * MATRIX_SIZE**3 / matmul_s, rounds,
+    )  # fmt: skip
 
 
-class Pool:
-    """Sequences of one length on scattered pages `[pages, *rest]`."""
+def difference(result: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest of all rows' differences, each over the expected row's root mean square; NaN if any is.
 
-    def __init__(self, batch: int, context: int, page_size: int, rest: tuple[int, ...]) -> None:
-        pages = -(-context // page_size)
-        self.pages = torch.randn(batch * pages, *rest, device="cuda", dtype=DTYPE)
-        self.indptr = torch.arange(batch + 1, dtype=torch.int32) * pages
-        self.indices = torch.randperm(batch * pages).to(torch.int32)
-        self.last_page_len = torch.full((batch,), (context - 1) % page_size + 1, dtype=torch.int32)
-
-
-def vllm_side(queries: torch.Tensor, pool: Pool, starts: torch.Tensor, context: int) -> Run | None:
-    """vLLM's Triton kernel on the same pages, with the buffers that its backend gives it; None without vLLM."""
-    try:
-        from vllm.v1.attention.ops.triton_unified_attention import unified_attention
-    except ImportError:
-        return None
-    key, value = pool.pages.unbind(1)
-    (_, heads, head_dim), batch, segments = queries.shape, starts.shape[0] - 1, 16
-    threshold = 128 // key.shape[2]  # sequences up to which it splits keys, as its backend has it
-    lse = torch.empty(2, threshold, heads, segments, device="cuda")
-    table = pool.indices.cuda().view(batch, -1)
-    arguments = {
-        "q": queries, "k": key, "v": value, "out": torch.empty_like(queries), "cu_seqlens_q": starts.cuda(),
-        "max_seqlen_q": queries.shape[0] // batch, "max_seqlen_k": context, "block_table": table,
-        "seqused_k": torch.full((batch,), context, dtype=torch.int32, device="cuda"), "softmax_scale": head_dim**-0.5,
-        "causal": True, "window_size": (-1, -1), "softcap": 0, "q_descale": None, "k_descale": None, "v_descale": None,
-        "seq_threshold_3D": threshold, "num_par_softmax_segments": segments, "softmax_segm_max": lse[0],
-        "softmax_segm_expsum": lse[1],
-        "softmax_segm_output": torch.empty(threshold, heads, segments, head_dim, device="cuda"),
-    }  # fmt: skip
-    return lambda: unified_attention(**arguments)
+    Args:
+        result: `[tokens, heads, dim]`.
+        expected: the same shape.
+    """
+    if result.shape != expected.shape:
+        raise ValueError(f"gives {tuple(result.shape)}, not {tuple(expected.shape)}")
+    worst = torch.zeros((), device=expected.device)
+    for ours, theirs in zip(result.split(COMPARED_TOKENS), expected.split(COMPARED_TOKENS), strict=True):
+        wanted = theirs.float()
+        size = wanted.square().mean(-1).sqrt().clamp_min(1e-30)
+        worst = torch.maximum(worst, ((ours.float() - wanted).abs().amax(-1) / size).amax())
+    return worst.item()
 
 
-class Case(NamedTuple):
-    """One batch, every sequence of one length."""
-
-    work: str  # "decode", "prefill" or "MLA decode"
-    heads: str
-    batch: int
-    context: int
-    page_size: int
-
-
-def attention_row(case: Case, ceilings: Ceilings, repeat: int) -> dict[str, object]:
-    """Decode, or a whole causal prompt."""
-    _, heads, batch, context, page_size = case
-    is_prefill = case.work == "prefill"
-    query_heads, kv_heads, head_dim = HEADS[heads]
-    length = context if is_prefill else 1
-    pool = Pool(batch, context, page_size, (2, page_size, kv_heads, head_dim))
-    queries = torch.randn(batch * length, query_heads, head_dim, device="cuda", dtype=DTYPE)
-    starts = torch.arange(batch + 1, dtype=torch.int32) * length
-    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
-    table, sizes = (pool.indptr, pool.indices, pool.last_page_len), (query_heads, kv_heads, head_dim, page_size)
-    wrapper: Any
-    if is_prefill:
-        wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace)
-        wrapper.plan(starts, *table, *sizes, causal=True, q_data_type=DTYPE)
-        ideal_s = 4 * batch * query_heads * head_dim * context * (context + 1) / 2 / ceilings.operations_per_s
-    else:
-        wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace)
-        wrapper.plan(*table, *sizes, q_data_type=DTYPE)
-        ideal_s = pool.pages.numel() * pool.pages.itemsize / ceilings.bytes_per_s
-    quire_s = seconds(lambda: wrapper.run(queries, pool.pages), repeat)
-    vllm = vllm_side(queries, pool, starts, context)
-    vllm_s = seconds(vllm, repeat) if vllm is not None else None
-    del vllm
-    key, value = torch.randn(2, batch, kv_heads, context, head_dim, device="cuda", dtype=DTYPE)
-    rows = queries.view(batch, length, query_heads, head_dim).transpose(1, 2)
-    sdpa_s = seconds(
-        lambda: scaled_dot_product_attention(rows, key, value, is_causal=is_prefill, enable_gqa=True), repeat
-    )
-    return _row(case, quire_s, ideal_s, vllm_s, sdpa_s)
+def time_sides(sides: dict[str, Side], timer: Timer, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each side, round by round; long ones have fewer rounds."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    order, shuffle, spent_ms = list(sides.items()), random.Random(0).shuffle, 0.0
+    for number in range(rounds + 1):
+        shuffle(order)
+        for name, side in order:
+            elapsed_ms = timer(side)
+            if number:
+                times[name].append(elapsed_ms)
+                spent_ms += elapsed_ms
+        if number >= ROUNDS_MIN and spent_ms > ROUNDS_MS:
+            break
+    return times
 
 
-def mla_row(case: Case, ceilings: Ceilings, repeat: int) -> dict[str, object]:
-    """Latent decode with absorbed queries."""
-    heads, latent, positional = MLA
-    pool = Pool(case.batch, case.context, case.page_size, (case.page_size, latent + positional))
-    ckv, kpe = pool.pages.split([latent, positional], dim=2)
-    q_nope, q_pe = (torch.randn(case.batch, heads, dim, device="cuda", dtype=DTYPE) for dim in (latent, positional))
-    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda"))
-    starts = torch.arange(case.batch + 1, dtype=torch.int32)
-    lengths = torch.full((case.batch,), case.context, dtype=torch.int32)
-    wrapper.plan(
-        starts, pool.indptr, pool.indices, lengths, heads, latent, positional, case.page_size, True, 0.07, DTYPE, DTYPE
-    )
-    quire_s = seconds(lambda: wrapper.run(q_nope, q_pe, ckv, kpe), repeat)
-    return _row(case, quire_s, pool.pages.numel() * pool.pages.itemsize / ceilings.bytes_per_s, None, None)
+@torch.inference_mode()
+def measure_case(case: Case, bench: Bench, *, without: Collection[str] = (), scene: Scene | None = None) -> Row:
+    """One row. A peer that fails or differs is noted; what Quire raises is raised.
+
+    Raises:
+        ValueError: Quire's result is not the reference's.
+    """
+    scene = scene or scene_of(case, bench.device, bench.dtype)
+    tolerance, quire = TOLERANCE[bench.dtype], scene.quire()
+    expected = quire()
+    numbers, reference = scene.reference()
+    error = difference(expected[numbers], reference)
+    if not error <= tolerance:
+        raise ValueError(f"Quire differs from the reference by {error:.2g} of a row")
+    sides, notes = {"quire": quire}, []
+    for name, build in scene.peers.items():
+        if name in without:
+            continue
+        why = side_left_out(case, name, memory_bytes=bench.memory_bytes)
+        if not why:
+            try:
+                sides[name] = build()
+                error = difference(sides[name](), expected)
+                why = "" if error <= tolerance else f"differs by {error:.2g} of a row"
+            except Exception as raised:  # a peer may not know this shape, or not be installed
+                why = _line(raised)
+                if lost := _lost(bench):
+                    raise RuntimeError(f"{name}: {lost}") from raised
+        if why:
+            sides.pop(name, None)
+            notes.append(f"{name}: {why}")
+    del expected
+    return _row(case, bench, "measured", "; ".join(notes), time_sides(sides, bench.timer, bench.rounds))
 
 
-def _row(case: Case, quire_s: float, ideal_s: float, vllm_s: float | None, sdpa_s: float | None) -> dict[str, object]:
-    peers = {"vllm_over_quire": vllm_s, "sdpa_over_quire": sdpa_s}
-    return {
-        **case._asdict(),
-        "quire_ms": round(1e3 * quire_s, 4),
-        "share": round(ideal_s / quire_s, 3),
-        **{name: "" if time_s is None else round(time_s / quire_s, 3) for name, time_s in peers.items()},
+def _row(case: Case, bench: Bench, status: str, note: str, times: dict[str, list[float]]) -> Row:
+    quire = times.get("quire", [])
+    quire_s = statistics.median(quire) / 1e3 if quire else 0.0
+    row: Row = {
+        "device": bench.device.type,
+        "work": "MLA decode" if isinstance(case.shape, Latent) else case.work,
+        "shape": case.shape.name,
+        "batch": case.batch,
+        "context": case.context,
+        "page_size": case.page_size,
+        "status": status,
+        "rounds": len(quire),
+        "copy_gb_per_s": round(bench.copy_bytes_per_s / 1e9, 1),
+        "matmul_tflop_per_s": round(bench.matmul_operations_per_s / 1e12, 1),
+        "gb_per_s": "",
+        "tflop_per_s": "",
+        "share_copy": "",
+        "share_matmul": "",
     }
+    if quire:
+        bytes_per_s, operations_per_s = case.moved_bytes / quire_s, case.operations / quire_s
+        row["gb_per_s"], row["tflop_per_s"] = round(bytes_per_s / 1e9, 1), round(operations_per_s / 1e12, 2)
+        row["share_copy"] = round(bytes_per_s / bench.copy_bytes_per_s, 3)
+        row["share_matmul"] = round(operations_per_s / bench.matmul_operations_per_s, 3)
+    for name in ("quire", *PEERS):
+        row[f"{name}_ms"] = round(statistics.median(times[name]), 4) if name in times else ""
+    for name in PEERS:
+        rounds = zip(times.get(name, []), quire, strict=False)
+        ratios = [theirs / ours for theirs, ours in rounds]
+        row[f"{name}_ratio"] = round(statistics.median(ratios), 3) if ratios else ""
+    row["note"] = note
+    return row
 
 
-def cases() -> Iterator[Case]:
-    """All that fit into `MEMORY_SHARE` of the GPU."""
-    memory = MEMORY_SHARE * torch.cuda.get_device_properties(0).total_memory
-    for context in CONTEXTS:
-        for batch in BATCHES:
-            for page_size in PAGE_SIZES:
-                for heads, (_, kv_heads, head_dim) in HEADS.items():
-                    if 4 * batch * context * kv_heads * head_dim <= memory:
-                        yield Case("decode", heads, batch, context, page_size)
-                yield Case("MLA decode", f"{MLA[0]} of {MLA[1]}+{MLA[2]}", batch, context, page_size)
-        for heads in HEADS:
-            yield Case("prefill", heads, max(1, PREFILL_TOKENS // context), context, 16)
-
-
-def measure(repeat: int) -> tuple[list[dict[str, object]], list[Goal]]:
-    """A row per case, and the goals: shares of the ceilings where there is enough work, and vLLM not faster."""
-    ceilings = measure_ceilings(repeat)
-    rows, goals = [], []
-    for case in cases():
-        row = (mla_row if case.work == "MLA decode" else attention_row)(case, ceilings, repeat)
+def measure_all(
+    cases: Iterable[Case], bench: Bench, *, operations_max: float, budget_s: float, without: Collection[str] = (),
+    progress: Callable[[str], None], clock: Callable[[], float] = time.monotonic,
+) -> list[Row]:  # fmt: skip
+    """A row per case, also of those that are left out or fail. No case starts after `budget_s`."""
+    started, rows, lost = clock(), [], ""
+    for case in cases:
+        status, note = "left out", left_out(case, memory_bytes=bench.memory_bytes, operations_max=operations_max)
+        if not note and clock() - started > budget_s:
+            note = f"no time: {budget_s:.0f} s are over"
+        if lost:
+            note = note or lost
+        if note:
+            row = _row(case, bench, status, note, {})
+        else:
+            try:
+                row = measure_case(case, bench, without=without)
+            except Exception as raised:  # the others' rows are worth having
+                row = _row(case, bench, "failed", _line(raised), {})
+                lost = _lost(bench)
+            if bench.device.type == "cuda" and not lost:
+                gc.collect()  # an exception's frames hold tensors
+                torch.cuda.empty_cache()
         rows.append(row)
-        title = f"{case.work}, {case.heads}, batch {case.batch}, context {case.context}, page {case.page_size}"
-        if case.context >= 4096 and (case.batch >= 32 or case.work == "prefill"):
-            goal = PREFILL_SHARE if case.work == "prefill" else DECODE_SHARE
-            goals.append(Goal(f"share, {title}", float(str(row["share"])), goal, "higher"))
-        if row["vllm_over_quire"] != "":
-            goals.append(Goal(f"vLLM over Quire, {title}", float(str(row["vllm_over_quire"])), 1.0, "higher"))
-    return rows, goals
+        progress(f"{clock() - started:5.0f} s  {case.title}: {_summary(row)}")
+    return rows
+
+
+def _lost(bench: Bench) -> str:
+    try:
+        bench.synchronize()
+    except Exception as raised:
+        return f"the device was lost: {_line(raised)}"
+    return ""
+
+
+def _summary(row: dict[str, Any]) -> str:
+    if row["status"] != "measured":
+        return f"{row['status']}, {row['note']}"
+    ratios = [f"{name} {row[f'{name}_ratio']}" for name in PEERS if row[f"{name}_ratio"] != ""]
+    shares = f"{row['share_copy']} of a copy, {row['share_matmul']} of a product"
+    return "; ".join([f"{row['quire_ms']} ms, {shares}", *ratios, *filter(None, [row["note"]])])
+
+
+def _line(error: BaseException) -> str:
+    """Its first line, with its kind."""
+    text = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {text[0]}"[:200]

@@ -132,6 +132,11 @@ def _the_answer_to_the_wrong_step_is_replayed(original: Any, self: Any, number: 
     return next(iter(self._kept.values()))[1] if kept is not None else None
 
 
+@plant(EventLog, "untold")
+def _others_are_told_what_hits_at_once(original: Any, self: Any, namespace: str) -> set[bytes]:
+    return set()
+
+
 @plant(EventLog, "publish")
 def _events_are_told_before_they_are_acknowledged(original: Any, self: Any, acknowledged_step: int) -> Any:
     return original(self, acknowledged_step + 1)

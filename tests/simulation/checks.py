@@ -9,6 +9,7 @@ from quire.ledger import Ledger
 from quire.owner import PoolOwner
 from quire.reports import report_chunks, report_end
 from quire_allocator import translate
+from quire_allocator.core import index
 from quire_allocator.core.directory import Ownership
 from quire_allocator.core.full import FullAttentionManager
 from quire_allocator.core.pool import Pool
@@ -187,6 +188,13 @@ def check_events(worker: Worker, allocator: Allocator) -> None:
     link = worker.link
     if link is None or link.machine.owner is None or link.machine.owner.session_id != worker.owner.session_id:
         return
-    kept = link.machine.owner.pool.log._kept
+    pool = link.machine.owner.pool
+    kept = pool.log._kept
     if kept:
         require(kept[-1][0] <= worker.owner.last_step, "watchers are told of a step that may still be undone")
+    if pool.log._recorded:
+        known = {(block.namespace, block.digest) for block in worker.owner.ledger.pages.carried().values()}
+        for stretch in index.walk_acknowledged(pool):
+            for offset in range(0, len(stretch.digests), DIGEST_BYTES):
+                digest = stretch.digests[offset : offset + DIGEST_BYTES]
+                require((stretch.namespace, digest) in known, "others are told what hits by a step that may be undone")

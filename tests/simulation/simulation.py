@@ -155,7 +155,7 @@ class Simulation:
         worker.steps_without_answer += 1
         if worker.steps_without_answer > STUCK_STEPS:
             raise ViolationError(f"nothing was answered for {STUCK_STEPS} steps")
-        if worker.is_quiet and worker.answered and self.rng.random() < 0.5:
+        if worker.is_quiet and worker.answered:
             assert worker.link is not None
             checks.compare(worker, worker.link.allocator)
             self.outcome.comparisons += 1

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
+from quire_worker.kernels import mla_paged as real
 from quire_worker.kernels.mla_paged import divide_mla, mla_paged, mla_paged_reference
 from quire_worker.kernels.paged_cache import kv_lengths
 
 from .attention_scene import assert_close
 
 
-def check(
+def latents_match(
+    module: ModuleType,
     device: torch.device,
     lengths: list[int],
     new: list[int] | None = None,
@@ -21,8 +26,15 @@ def check(
     kpe_dim: int = 16,
     dtype: torch.dtype = torch.float32,
     causal: bool = True,
+    apart: bool = False,
 ) -> None:
-    """Latents and their positional part lie in one pool, NaN wherever there is no token."""
+    """Latents and their positional part lie in one pool, or `apart`, NaN wherever there is no token.
+
+    Used on the real module and on faulty ones.
+
+    Raises:
+        AssertionError: the kernel differs from the reference.
+    """
     counts = [-(-length // page_size) for length in lengths]
     pool = torch.full((sum(counts) + 2, page_size, ckv_dim + kpe_dim), torch.nan)
     indices = torch.randperm(sum(counts) + 2)[: sum(counts)].int()
@@ -33,6 +45,8 @@ def check(
             pool[page, position % page_size] = torch.randn(ckv_dim + kpe_dim)
     pool = pool.to(dtype).to(device)
     ckv, kpe = pool[..., :ckv_dim], pool[..., ckv_dim:]
+    if apart:
+        ckv, kpe = ckv.contiguous(), kpe.contiguous()
     last = torch.tensor([(n - 1) % page_size + 1 if n else 0 for n in lengths], dtype=torch.int32)
     queries = new or [1] * len(lengths)
     q = torch.randn(sum(queries), heads, ckv_dim + kpe_dim).to(dtype).to(device)
@@ -40,15 +54,19 @@ def check(
     qo_indptr = torch.tensor([0, *queries]).cumsum(0).int().to(device)
     table = tuple(tensor.to(device) for tensor in (indptr, indices, last))
     tokens = kv_lengths(table[0], table[2], page_size)
-    division = divide_mla(
+    division = module.divide_mla(
         qo_indptr, tokens, token_count=sum(queries), split_keys=new is None, heads=heads, ckv_dim=ckv_dim,
         element_bytes=dtype.itemsize, page_size=page_size,
     )  # fmt: skip
-    actual = mla_paged(
+    actual = module.mla_paged(
         q_nope, q_pe, ckv, kpe, qo_indptr, table[0], table[1], tokens, division, sm_scale=0.1, causal=causal
     )
     expected = mla_paged_reference(q_nope, q_pe, (ckv, kpe), qo_indptr, table, sm_scale=0.1, causal=causal)
     assert_close(actual, expected)
+
+
+def check(device: torch.device, lengths: list[int], new: list[int] | None = None, **shape: Any) -> None:
+    latents_match(real, device, lengths, new, **shape)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -57,17 +75,37 @@ def test_decode_gives_the_softmax(page_size: int, dtype: torch.dtype, device: to
     check(device, [19, 0, 130], page_size=page_size, dtype=dtype)
 
 
-def test_latents_of_the_usual_size(device: torch.device) -> None:
-    check(device, [70, 3], heads=16, page_size=64, ckv_dim=512, kpe_dim=64)
+@pytest.mark.parametrize("new", [None, [9, 3]], ids=["decode", "prefill"])
+def test_latents_of_the_usual_size(new: list[int] | None, device: torch.device) -> None:
+    check(device, [70, 3], new, heads=16, page_size=64, ckv_dim=512, kpe_dim=64, dtype=torch.bfloat16)
+    check(device, [70, 3], new, heads=4, page_size=64, ckv_dim=512, kpe_dim=64)
 
 
-@pytest.mark.parametrize("heads", [1, 5, 16, 20, 128])
-def test_any_number_of_heads(heads: int, device: torch.device) -> None:
-    check(device, [33, 1], heads=heads)
+@pytest.mark.parametrize("new", [None, [2, 1]], ids=["decode", "prefill"])
+@pytest.mark.parametrize("heads", [1, 5, 7, 16, 20, 128])
+def test_any_number_of_heads(heads: int, new: list[int] | None, device: torch.device) -> None:
+    check(device, [33, 1], new, heads=heads)
+
+
+@pytest.mark.parametrize("new", [None, [9, 3, 1]], ids=["decode", "prefill"])
+def test_latents_and_positions_may_lie_in_pools_of_their_own(new: list[int] | None, device: torch.device) -> None:
+    check(device, [33, 0, 5], new, apart=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_any_page_size_and_dtype_in_prefill(page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    check(device, [19, 0, 70], [3, 2, 9], heads=2, page_size=page_size, dtype=dtype)
 
 
 def test_one_long_request_is_split(device: torch.device) -> None:
     check(device, [600, 2, 3, 0], heads=2)
+
+
+def test_one_long_request_beside_thirty_one_short_ones(device: torch.device) -> None:
+    lengths = [200, *(length % 9 for length in range(31))]
+    check(device, lengths, heads=1, dtype=torch.bfloat16)
+    check(device, lengths, [5, *[1] * 31], heads=1, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -34,6 +34,7 @@ class Scene:
     cache_dtype: torch.dtype | None = None
     layout: str = "NHD"
     query_lengths: list[int] | None = None  # None: one each (decode)
+    last_of_none: int = 0  # what `last_page_len` says of requests without pages: nobody looks at it
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
@@ -42,7 +43,9 @@ class Scene:
         ids = torch.randperm(self.page_count)[: sum(counts)]
         self.indptr = self.index([0, *counts]).cumsum(0, dtype=torch.int32)
         self.indices = ids.to(device=self.device, dtype=torch.int32)
-        self.last_page_len = self.index([(n - 1) % self.page_size + 1 if n else 0 for n in self.lengths])
+        self.last_page_len = self.index(
+            [(n - 1) % self.page_size + 1 if n else self.last_of_none for n in self.lengths]
+        )
         v_head_dim = self.v_head_dim or self.head_dim
         shape = (self.page_count, self.page_size, self.kv_heads)
         k, v = torch.full((*shape, self.head_dim), torch.nan), torch.full((*shape, v_head_dim), torch.nan)

@@ -87,6 +87,10 @@ def test_a_request_without_keys_gives_zeros_and_minus_infinity(device: torch.dev
     assert lse[1].isfinite().all()
 
 
+def test_of_a_request_without_pages_the_length_of_the_last_does_not_matter(device: torch.device) -> None:
+    Scene([0, 5, 0], last_of_none=16, device=device).check_decode()
+
+
 def test_a_batch_of_empty_requests_alone_gives_zeros(device: torch.device) -> None:
     Scene([0, 0], device=device).check_decode()
 

@@ -48,6 +48,23 @@ def pairs_match(module: ModuleType, device: torch.device) -> bool:
     return close(module.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1]), merge_states_reference(v, s))
 
 
+def in_place_matches(module: ModuleType, device: torch.device) -> bool:
+    """Into the first of two states, in all rows and in those of a mask: used on the real module and on faulty ones."""
+    v, s = make_states(device, states=2, heads=9)
+    expected = merge_states_reference(v, s)
+    v_all, s_all = v[:, 0].clone(), s[:, 0].clone()
+    module.merge_state_in_place(v_all, s_all, v[:, 1], s[:, 1])
+    v_some, s_some = v[:, 0].clone(), s[:, 0].clone()
+    mask = torch.tensor([False, True, False, True], device=device)
+    module.merge_state_in_place(v_some, s_some, v[:, 1], s[:, 1], mask)
+    return (
+        close((v_all, s_all), expected)
+        and close((v_some[1::2], s_some[1::2]), (expected[0][1::2], expected[1][1::2]))
+        and torch.equal(v_some[::2].nan_to_num(7.0), v[::2, 0].nan_to_num(7.0))
+        and torch.equal(s_some[::2], s[::2, 0])
+    )
+
+
 @DTYPES
 @pytest.mark.parametrize(("states", "heads", "dim"), [(1, 1, 64), (3, 5, 80), (7, 33, 96), (4, 8, 128), (2, 3, 256)])
 def test_any_number_of_states_heads_and_dims(
@@ -94,16 +111,7 @@ def test_lse_of_any_size_neither_overflow_nor_vanish(device: torch.device) -> No
 
 
 def test_merging_in_place_changes_only_the_rows_of_the_mask(device: torch.device) -> None:
-    v, s = make_states(device, states=2, heads=9)
-    expected = merge_states_reference(v, s)
-    v_all, s_all = v[:, 0].clone(), s[:, 0].clone()
-    merge_state_in_place(v_all, s_all, v[:, 1], s[:, 1])
-    assert close((v_all, s_all), expected)
-    v_some, s_some = v[:, 0].clone(), s[:, 0].clone()
-    merge_state_in_place(v_some, s_some, v[:, 1], s[:, 1], torch.tensor([False, True, False, True], device=device))
-    assert close((v_some[1::2], s_some[1::2]), (expected[0][1::2], expected[1][1::2]))
-    assert torch.equal(v_some[::2].nan_to_num(7.0), v[::2, 0].nan_to_num(7.0))
-    assert torch.equal(s_some[::2], s[::2, 0])
+    assert in_place_matches(real, device)
 
 
 def test_states_may_have_any_strides(device: torch.device) -> None:

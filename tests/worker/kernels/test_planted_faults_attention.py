@@ -37,6 +37,15 @@ def prefills(lengths: list[int], new: list[int], masking: Masking | None = None,
     return check
 
 
+def decodes_without_pages(device: torch.device) -> None:
+    Scene([0, 30], device=device, last_of_none=16).check_decode()
+
+
+def prefills_without_pages(device: torch.device) -> None:
+    scene = Scene([0, 30], query_lengths=[2, 9], device=device, page_size=4, last_of_none=9)
+    scene.check_prefill(Masking(causal=False))
+
+
 def prefills_under_bits(device: torch.device) -> None:
     scene = Scene([37, 11], query_lengths=[13, 3], device=device)
     lengths = kv_lengths(scene.indptr, scene.last_page_len, scene.page_size)
@@ -112,6 +121,39 @@ FAULTS: list[tuple[Fault, Check]] = [
          decodes([30], v_scale=2)),
         ("tile", "offsets in a page are forgotten", "((start + lane) % PAGE_SIZE).to(tl.int64)",
          "((start + lane) % 1).to(tl.int64)", decodes([30])),
+        ("paged_cache", "the last key of the last page is not seen", "(pages - 1) * page_size + last_page_len,",
+         "(pages - 1) * page_size + last_page_len - 1,", decodes([30])),
+        ("paged_cache", "the slot after the last key is read", "(pages - 1) * page_size + last_page_len,",
+         "(pages - 1) * page_size + last_page_len + 1,", decodes([30])),
+        ("paged_cache", "a request without pages has what its last page is said to hold",
+         "torch.where(pages > 0, (pages - 1) * page_size + last_page_len, 0)",
+         "((pages - 1).clamp(min=0) * page_size + last_page_len)", decodes_without_pages),
+        ("decode_paged", "the query stands one past the last key of the last page",
+         "length = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request)",
+         "length = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request) + 1", decodes([90], window_left=20)),
+        ("decode_paged", "a last page of one key is taken for full",
+         "length = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request)",
+         "length = page_count * PAGE_SIZE", decodes([81], window_left=20)),
+        ("prefill_paged", "prefill does not see the last key of the last page",
+         "kv_len = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request)",
+         "kv_len = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request) - 1", prefills([30], [9])),
+        ("prefill_paged", "prefill reads the slot after the last key",
+         "kv_len = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request)",
+         "kv_len = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request) + 1",
+         prefills([30], [9], Masking(causal=False))),
+        ("prefill_paged", "prefill takes the last page for full",
+         "kv_len = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request)",
+         "kv_len = page_count * PAGE_SIZE", prefills([30], [9])),
+        ("prefill_paged", "prefill without pages sees what the last page is said to hold",
+         "kv_len = tl.where(page_count > 0, kv_len, 0)", "kv_len = tl.maximum(kv_len, 0)", prefills_without_pages),
+        ("prefill_ragged", "the first key of the next request is read",
+         "kv_len = tl.load(kv_indptr + request + 1) - kv_begin",
+         "kv_len = tl.load(kv_indptr + request + 1) - kv_begin + 1", prefills_ragged),
+        ("prefill_ragged", "the last key of a request is not seen",
+         "kv_len = tl.load(kv_indptr + request + 1) - kv_begin",
+         "kv_len = tl.load(kv_indptr + request + 1) - kv_begin - 1", prefills_ragged),
+        ("tile", "a page is looked up one key late", "tl.load(page_ids + keys // PAGE_SIZE, mask=valid, other=0)",
+         "tl.load(page_ids + (keys + 1) // PAGE_SIZE, mask=valid & (keys + 1 < load_high), other=0)", decodes([30])),
         ("decode_paged", "the window is one too small", "length - 1 - window_left", "length - window_left",
          decodes([90], window_left=20)),
         ("decode_paged", "query heads are interleaved", "head = kv_head * GROUP + row",
@@ -177,8 +219,3 @@ def test_a_planted_fault_is_noticed(
     use(plant(fault, tmp_path), fault, monkeypatch)
     with pytest.raises(AssertionError):
         check(device)
-
-
-def test_there_are_enough_faults() -> None:
-    assert len(FAULTS) >= 18
-    assert len({fault.title for fault, _ in FAULTS} | {fault.after for fault, _ in FAULTS}) >= len(FAULTS)

@@ -78,7 +78,7 @@ FAULTS: list[tuple[Comparison, Fault]] = [
         "row_high = tl.minimum(row_high, kv_len - q_len + token + 1)", "row_high = tl.minimum(row_high, token + 1)")),
     (prefill, Fault("a block ends before the last latent that its last row sees", "mla_paged",
         "row_stop) - 1) // HEADS + 1)", "row_stop) - 1) // HEADS)")),
-    (prefill, Fault("latents before the window of a block are its first", "mla_paged", "        start = kv_len * 0",
+    (prefill, Fault("a block starts at the latent of its first row", "mla_paged", "        start = kv_len * 0",
         "        start = row_start // BLOCK_N * BLOCK_N")),
     (levels_match, Fault("what is shared is causal too", "cascade",
         "causal=causal and level == len(self._levels) - 1", "causal=causal")),

@@ -72,6 +72,12 @@ def test_requests_without_queries_or_keys_do_no_harm(causal: bool, device: torch
     assert lse[:3].eq(-torch.inf).all()
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_of_a_request_without_pages_the_length_of_the_last_does_not_matter(causal: bool, device: torch.device) -> None:
+    scene = Scene([0, 30, 0], query_lengths=[2, 9, 3], page_size=4, last_of_none=9, device=device)
+    scene.check_prefill(Masking(causal=causal))
+
+
 def test_queries_before_the_first_key_give_zeros(device: torch.device) -> None:
     scene = Scene([5], query_lengths=[9], device=device)
     scene.check_prefill()

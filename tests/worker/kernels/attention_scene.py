@@ -124,6 +124,21 @@ class Scene:
         assert_close(self.prefill(options, masking), expected)
 
 
+def spread(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """The same numbers, the last entry of a dimension 2^31 elements after the first.
+
+    On a CPU memory is backed only where it is written; the tensor should be float16, of which it is 4 GiB.
+    """
+    sizes = list(tensor.shape)
+    strides = [0] * tensor.dim()
+    step = 1
+    for axis in [axis for axis in reversed(range(tensor.dim())) if axis != dim]:
+        strides[axis], step = step, step * sizes[axis]
+    strides[dim] = 2**31 // (sizes[dim] - 1) + step
+    memory = torch.empty(strides[dim] * (sizes[dim] - 1) + step, dtype=tensor.dtype, device=tensor.device)
+    return memory.as_strided(sizes, strides).copy_(tensor)
+
+
 def assert_close(
     actual: tuple[torch.Tensor, torch.Tensor],
     expected: tuple[torch.Tensor, torch.Tensor],

@@ -47,7 +47,7 @@ class Tree:
             self.levels["indices"].append(self.index([page for node in pages for page in node]))
             self.levels["last"].append(self.index([(n - 1) % PAGE + 1 if n else 0 for n in nodes]))
         self.cache = self.cache.to(dtype)
-        self.q = torch.randn(sum(new), 4, 64, device=device)
+        self.q = torch.randn(sum(new), 4, 64, device=device).to(torch.float32 if dtype == E4M3 else dtype)
 
     def index(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
@@ -84,6 +84,22 @@ def test_levels_together_are_attention_over_all_keys(
 ) -> None:
     tree = Tree(lengths, new, device)
     assert_close(tree.plan().run(tree.q, tree.cache, return_lse=True), tree.reference(AttentionOptions(64**-0.5)))
+
+
+@pytest.mark.parametrize("new", [[1, 1, 1, 1], [1, 3, 2, 2]], ids=str)
+def test_queries_without_keys_on_any_level_give_zeros(new: list[int], device: torch.device) -> None:
+    tree = Tree([[0], [0, 2, 5, 0]], new, device)
+    out, lse = result = tree.plan().run(tree.q, tree.cache, return_lse=True)
+    assert_close(result, tree.reference(AttentionOptions(64**-0.5)))
+    assert out[0].eq(0).all()
+    assert lse[0].eq(-torch.inf).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_levels_in_half_precision(dtype: torch.dtype, device: torch.device) -> None:
+    tree = Tree([[20], [3, 4, 5, 6]], [1, 3, 2, 2], device, dtype)
+    actual = tree.plan(q_data_type=dtype).run(tree.q, tree.cache, return_lse=True)
+    assert_close(actual, tree.reference(AttentionOptions(64**-0.5)))
 
 
 def options_match(module: ModuleType, device: torch.device) -> None:

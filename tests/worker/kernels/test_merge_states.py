@@ -10,6 +10,8 @@ import torch
 from quire_worker.kernels import merge_states as real
 from quire_worker.kernels.merge_states import merge_state, merge_state_in_place, merge_states, merge_states_reference
 
+from .attention_scene import spread
+
 # The interpreter cuts bf16 off instead of rounding it.
 TOLERANCES = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -122,6 +124,12 @@ def test_states_may_have_any_strides(device: torch.device) -> None:
     assert close(merge_states(wide, strided), merge_states_reference(v, s))
     pair = (wide[:, 1], strided[:, 1], wide[:, 2], strided[:, 2])
     assert close(merge_state(*pair), merge_states_reference(v[:, 1:], s[:, 1:]))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, 3], ids=["row", "state", "head", "dim"])
+def test_strides_past_two_to_the_thirty_first_elements(dim: int, device: torch.device) -> None:
+    v, s = make_states(device, torch.float16)
+    assert close(merge_states(spread(v, dim), s), merge_states_reference(v, s))
 
 
 def test_no_rows_and_no_states_are_fine(device: torch.device) -> None:

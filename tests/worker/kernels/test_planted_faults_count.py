@@ -21,7 +21,7 @@ COUNT = {  # by module: whoever adds or drops one says so here
     "append_token": 7,
     "cascade": 13,
     "copy_blocks": 5,
-    "decode_paged": 5,
+    "decode_paged": 6,
     "e4m3": 4,
     "merge_splits": 3,
     "merge_states": 12,
@@ -30,17 +30,17 @@ COUNT = {  # by module: whoever adds or drops one says so here
     "paged_cache": 3,
     "prefill_paged": 4,
     "prefill_ragged": 3,
-    "prefill_rows": 7,
+    "prefill_rows": 8,
     "sampling": 10,
     "swap_blocks": 3,
-    "tile": 18,
+    "tile": 19,
     "work_units": 4,
 }
 
 
 def test_no_fault_is_dropped() -> None:
     assert Counter(fault.module for fault in FAULTS) == COUNT
-    assert sum(COUNT.values()) >= 138
+    assert sum(COUNT.values()) >= 141
 
 
 def test_every_fault_is_another() -> None:

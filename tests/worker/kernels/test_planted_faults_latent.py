@@ -29,7 +29,7 @@ def decode_split(module: ModuleType, device: torch.device) -> None:
 
 
 def decode_apart(module: ModuleType, device: torch.device) -> None:
-    latents_match(module, device, [33, 5], apart=True)
+    latents_match(module, device, [33, 5], arrange=torch.Tensor.contiguous)
 
 
 def prefill(module: ModuleType, device: torch.device) -> None:

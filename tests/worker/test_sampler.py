@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from quire_worker.attention import PagedAttention
 from quire_worker.sampler import SAMPLE_COUNT_MAX, SamplingParams, finite_rows, new_generator, probabilities_of, sample
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from tests.worker.attention_batches import device_of
 
 VOCABULARY = 211
 COMBINATIONS = [
@@ -147,6 +150,19 @@ def test_a_draw_of_exactly_zero_skips_tokens_of_no_probability(monkeypatch: pyte
     logits[:, :3] = -math.inf
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.zeros(1, dtype=torch.float64))
     assert sample(logits, [SamplingParams(temperature=1.0)], [new_generator(0, 0)]) == [3]
+
+
+def test_a_greedy_batch_draws_nothing(attention: PagedAttention) -> None:
+    logits = random_logits(4).to(device_of(attention))
+    chosen = attention.choose(logits, [SamplingParams()] * 4, lambda: pytest.fail("nobody asked for a number"))
+    assert chosen == logits.argmax(1).tolist()
+
+
+def test_a_number_that_rounds_to_one_still_chooses_a_token_that_is_kept(attention: PagedAttention) -> None:
+    logits = torch.full((1, VOCABULARY), -math.inf, device=device_of(attention))
+    logits[0, 7:9] = 0.0
+    almost_one = torch.tensor([1 - 1e-12], dtype=torch.float64)
+    assert attention.choose(logits, [SamplingParams(temperature=1.0)], lambda: almost_one) == [8]
 
 
 def test_no_rows_give_no_tokens_and_lists_of_other_length_are_refused() -> None:

@@ -97,3 +97,78 @@ def append_matches(module: ModuleType, device: torch.device, *, fp8: bool) -> bo
     scales = (torch.tensor([0.5, 2.0, 1.0, 0.001, 3.0], device=device), 0.25) if fp8 else ()
     cache = empty_cache(case, E4M3 if fp8 else torch.float32)
     return append_both_ways(module.append_paged_kv_cache, module.append_reference, case, cache, "NHD", *scales)
+
+
+def guarded_cache(case: AppendCase) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache of NaN between two pages that are nobody's, and all of it: a stray write changes them."""
+    whole = empty_cache(case, torch.float32)
+    return whole[1:-1], whole
+
+
+def unchecked_append_matches(module: ModuleType, device: torch.device) -> bool:
+    """Positions past a request's last page lose their token: used on the real module and on faulty ones."""
+    case = make_case(device, heads=1)
+    cache, expected = empty_cache(case, torch.float32), empty_cache(case, torch.float32)
+    positions = case.positions.clone()
+    positions[0] = 3 * case.page_size - 1  # a page too far for request 0: there request 2 has its first, not full
+    tokens = (case.key, case.value, case.batch_indices)
+    module.append_paged_kv_cache(*tokens, positions, cache, *case.table, check=False)
+    positions[0] = -1
+    module.append_reference(*tokens, positions, expected, *case.table[:2])
+    return torch.equal(bits(cache), bits(expected))
+
+
+def append_refuses(module: ModuleType, device: torch.device) -> bool:
+    """Positions just past a request's last token, and two tokens in one slot, are refused; the last is not."""
+    case = make_case(device, heads=1)
+
+    def is_refused(request: int, position: int) -> bool:
+        cache, positions = empty_cache(case, torch.float32), case.positions.clone()
+        batch_indices = case.batch_indices.clone()
+        batch_indices[0], positions[0] = request, position
+        try:
+            module.append_paged_kv_cache(case.key, case.value, batch_indices, positions, cache, *case.table)
+        except ValueError:
+            return True
+        return False
+
+    return not is_refused(0, 4) and all(is_refused(*token) for token in ((0, 5), (0, 3), (1, 0), (3, 0)))
+
+
+def slots_match(module: ModuleType, device: torch.device) -> bool:
+    """Slots at both ends of a pool, and outside it: used on the real module and on faulty ones."""
+    case = make_case(device, heads=5, head_dim=80)
+    (cache, whole), (expected, all_expected) = guarded_cache(case), guarded_cache(case)
+    slot_count = cache.shape[0] * case.page_size
+    slots = [slot_count, -1, 0, slot_count - 1, 17, -case.page_size, 6]
+    module.append_slots(case.key, case.value, torch.tensor(slots, device=device), cache, check=False)
+    inside = torch.tensor([slot if 0 <= slot < slot_count else -1 for slot in slots], device=device)
+    module.append_slots_reference(case.key, case.value, inside, expected)
+    return torch.equal(bits(whole), bits(all_expected))
+
+
+def slots_refuse(module: ModuleType, device: torch.device) -> bool:
+    """The first slot past the pool, and a slot that comes twice, are refused; the last slot and padding are not."""
+    case = make_case(device, heads=1)
+
+    def is_refused(*slots: int) -> bool:
+        mapping = torch.full_like(case.slot_mapping, -1)
+        mapping[: len(slots)] = torch.tensor(slots)
+        try:
+            module.append_slots(case.key, case.value, mapping, empty_cache(case, torch.float32))
+        except ValueError:
+            return True
+        return False
+
+    slot_count = PAGE_COUNT * case.page_size
+    return not is_refused(slot_count - 1, -1, 0) and is_refused(slot_count) and is_refused(5, 5)
+
+
+def slots_quantise(module: ModuleType, device: torch.device) -> bool:
+    """An fp8 cache with a scale per head: used on the real module and on faulty ones."""
+    case = make_case(device, heads=5, head_dim=80)
+    scales = (torch.tensor([0.5, 2.0, 1.0, 0.001, 3.0], device=device), 0.25)
+    cache, expected = empty_cache(case, E4M3, "HND"), empty_cache(case, E4M3, "HND")
+    module.append_slots(case.key, case.value, case.slot_mapping, cache, "HND", *scales)
+    module.append_slots_reference(case.key, case.value, case.slot_mapping, expected, "HND", *scales)
+    return torch.equal(bits(cache), bits(expected))

@@ -34,6 +34,7 @@ class Scene:
     cache_dtype: torch.dtype | None = None
     layout: str = "NHD"
     query_lengths: list[int] | None = None  # None: one each (decode)
+    last_of_none: int = 0  # what `last_page_len` says of requests without pages: nobody looks at it
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
@@ -42,7 +43,9 @@ class Scene:
         ids = torch.randperm(self.page_count)[: sum(counts)]
         self.indptr = self.index([0, *counts]).cumsum(0, dtype=torch.int32)
         self.indices = ids.to(device=self.device, dtype=torch.int32)
-        self.last_page_len = self.index([(n - 1) % self.page_size + 1 if n else 0 for n in self.lengths])
+        self.last_page_len = self.index(
+            [(n - 1) % self.page_size + 1 if n else self.last_of_none for n in self.lengths]
+        )
         v_head_dim = self.v_head_dim or self.head_dim
         shape = (self.page_count, self.page_size, self.kv_heads)
         k, v = torch.full((*shape, self.head_dim), torch.nan), torch.full((*shape, v_head_dim), torch.nan)
@@ -119,6 +122,21 @@ class Scene:
         options, masking = self.options(**changes), masking or Masking(causal=True)
         expected = prefill_paged_reference(self.q, self.unpacked, self.qo_indptr, *self.table, options, masking)
         assert_close(self.prefill(options, masking), expected)
+
+
+def spread(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """The same numbers, the last entry of a dimension 2^31 elements after the first.
+
+    On a CPU memory is backed only where it is written; the tensor should be float16, of which it is 4 GiB.
+    """
+    sizes = list(tensor.shape)
+    strides = [0] * tensor.dim()
+    step = 1
+    for axis in [axis for axis in reversed(range(tensor.dim())) if axis != dim]:
+        strides[axis], step = step, step * sizes[axis]
+    strides[dim] = 2**31 // (sizes[dim] - 1) + step
+    memory = torch.empty(strides[dim] * (sizes[dim] - 1) + step, dtype=tensor.dtype, device=tensor.device)
+    return memory.as_strided(sizes, strides).copy_(tensor)
 
 
 def assert_close(

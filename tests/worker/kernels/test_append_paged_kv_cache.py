@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from quire_worker.kernels import append_paged_kv_cache as real
 from quire_worker.kernels.append_paged_kv_cache import append_paged_kv_cache, append_reference
 from quire_worker.kernels.e4m3 import E4M3
 
@@ -11,9 +12,11 @@ from tests.worker.kernels.append_cases import (
     CACHE_DTYPES,
     AppendCase,
     append_both_ways,
+    append_refuses,
     bits,
     empty_cache,
     make_case,
+    unchecked_append_matches,
 )
 
 
@@ -114,6 +117,11 @@ def test_pages_further_than_an_int32_reaches_are_written(device: torch.device) -
     )
     assert torch.equal(bits(cache[1, 0, 3]), bits(case.key[0].to(E4M3)))
     assert torch.equal(bits(cache[1, 1, 3]), bits(case.value[0].to(E4M3)))
+
+
+def test_the_last_token_of_a_request_is_taken_and_the_next_one_refused(device: torch.device) -> None:
+    assert append_refuses(real, device)
+    assert unchecked_append_matches(real, device)
 
 
 def test_no_tokens_are_no_launch(device: torch.device) -> None:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+from quire_worker.kernels import append_slots as real
 from quire_worker.kernels.append_paged_kv_cache import append_paged_kv_cache
 from quire_worker.kernels.append_slots import append_slots, append_slots_reference
 from quire_worker.kernels.e4m3 import E4M3
 
-from tests.worker.kernels.append_cases import CACHE_DTYPES, bits, empty_cache, make_case
+from tests.worker.kernels.append_cases import (
+    CACHE_DTYPES,
+    bits,
+    empty_cache,
+    make_case,
+    slots_match,
+    slots_quantise,
+    slots_refuse,
+)
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
@@ -60,3 +69,22 @@ def test_slot_mappings_that_do_not_fit_are_refused(device: torch.device) -> None
         with pytest.raises(ValueError, match="slot_mapping"):
             append_slots(case.key, case.value, slots, cache)
     assert cache.isnan().all()
+
+
+def test_the_ends_of_the_pool_are_written_and_what_lies_around_it_is_not(device: torch.device) -> None:
+    assert slots_match(real, device)
+    assert slots_quantise(real, device)
+
+
+def test_the_last_slot_is_taken_and_the_next_one_refused(device: torch.device) -> None:
+    assert slots_refuse(real, device)
+
+
+def test_slots_further_than_an_int32_reaches_are_written(device: torch.device) -> None:
+    page_stride = 2**31 + 64
+    memory = torch.empty(page_stride + 4096, dtype=torch.uint8, device=device)  # on a CPU, backed once it is written
+    cache = memory.as_strided((2, 2, 4, 1, 64), (page_stride, 256, 64, 64, 1)).view(E4M3)
+    case = make_case(device, heads=1)
+    append_slots(case.key[:1], case.value[:1], torch.tensor([7], device=device), cache)
+    assert torch.equal(bits(cache[1, 0, 3]), bits(case.key[0].to(E4M3)))
+    assert torch.equal(bits(cache[1, 1, 3]), bits(case.value[0].to(E4M3)))

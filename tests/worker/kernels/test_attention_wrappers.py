@@ -10,6 +10,7 @@ from quire_worker.kernels.decode_paged import decode_paged_reference
 from quire_worker.kernels.decode_wrapper import BatchDecodeWithPagedKVCacheWrapper
 from quire_worker.kernels.e4m3 import E4M3
 from quire_worker.kernels.options import AttentionOptions
+from quire_worker.kernels.pack_mask import segment_packbits
 from quire_worker.kernels.prefill_paged import prefill_paged_reference
 from quire_worker.kernels.prefill_ragged import prefill_ragged_reference
 from quire_worker.kernels.prefill_rows import Masking
@@ -186,8 +187,6 @@ def test_prefill_with_defaults_is_the_softmax(causal: bool, device: torch.device
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_prefill_under_a_mask_forgets_causal(packed: bool, device: torch.device) -> None:
-    from quire_worker.kernels.pack_mask import segment_packbits
-
     scene = Scene([30, 7], query_lengths=[9, 3], device=device)
     mask = (torch.rand(9 * 30 + 3 * 7) < 0.5).to(device)
     indptr = torch.tensor([0, 270, 291], device=device)
@@ -267,3 +266,39 @@ def test_ragged_prefill_is_the_softmax(layout: str, device: torch.device) -> Non
         wrapper.run(q, k[:19].expand(19, 2, 192), v)
     with pytest.raises(ValueError, match=r"^v is"):
         wrapper.run(q, *given[:1], given[1].half())
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_ragged_prefill_under_a_mask_forgets_causal(packed: bool, device: torch.device) -> None:
+    q, k, v = (torch.randn(count, heads, 64, device=device) for count, heads in ((12, 4), (20, 2), (20, 2)))
+    qo_indptr, kv_indptr = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 9, 12], [0, 13, 20]))
+    mask = (torch.rand(9 * 13 + 3 * 7) < 0.5).to(device)  # 117 entries: the second request starts at a byte of its own
+    mask[26:39] = False  # a row that sees nothing
+    mask_indptr = torch.tensor([0, 117, 138], device=device)
+    given = {"packed_custom_mask": segment_packbits(mask, mask_indptr)[0]} if packed else {"custom_mask": mask}
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
+    wrapper.plan(qo_indptr, kv_indptr, 4, 2, 64, causal=True, q_data_type=torch.float32, **given)
+    out, lse = wrapper.run(q, k, v, return_lse=True)
+    masking = Masking(custom_mask=mask, mask_indptr=mask_indptr)
+    options = AttentionOptions(64**-0.5)
+    assert_close((out, lse), prefill_ragged_reference(q, k, v, qo_indptr, kv_indptr, options, masking))
+    assert out[2].eq(0).all()
+    assert lse[2].eq(-torch.inf).all()
+
+
+def test_ragged_prefill_with_all_options(device: torch.device) -> None:
+    q, k, v = (torch.randn(count, heads, 80, device=device) for count, heads in ((12, 10), (20, 2), (20, 2)))
+    qo_indptr, kv_indptr = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 9, 9, 12], [0, 13, 15, 20]))
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
+    wrapper.plan(
+        qo_indptr, kv_indptr, 10, 2, 80, causal=True, pos_encoding_mode="ALIBI", window_left=6, logits_soft_cap=4.0,
+        sm_scale=0.3, q_data_type=torch.float32, kv_data_type=E4M3,
+    )  # fmt: skip
+    sinks, v_scale = torch.randn(10, device=device), torch.tensor([0.5, 3.0], device=device)
+    k, v = k.to(E4M3), v.to(E4M3)
+    options = AttentionOptions(
+        0.3 * 2.0 * 0.5, logits_soft_cap=4.0, window_left=6, sinks=sinks, v_scale=v_scale,
+        alibi_slopes=standard_alibi_slopes(10, device),
+    )  # fmt: skip
+    actual = wrapper.run(q, k, v, q_scale=2.0, k_scale=0.5, v_scale=v_scale, sinks=sinks, return_lse=True)
+    assert_close(actual, prefill_ragged_reference(q, k, v, qo_indptr, kv_indptr, options, Masking(causal=True)))

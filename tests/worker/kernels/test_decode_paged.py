@@ -9,7 +9,7 @@ from quire_worker.kernels.e4m3 import E4M3
 from quire_worker.kernels.paged_cache import PagedCache
 from torch.nn.functional import scaled_dot_product_attention
 
-from .attention_scene import LAYOUTS, Scene, assert_close
+from .attention_scene import LAYOUTS, Scene, assert_close, spread
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -87,6 +87,10 @@ def test_a_request_without_keys_gives_zeros_and_minus_infinity(device: torch.dev
     assert lse[1].isfinite().all()
 
 
+def test_of_a_request_without_pages_the_length_of_the_last_does_not_matter(device: torch.device) -> None:
+    Scene([0, 5, 0], last_of_none=16, device=device).check_decode()
+
+
 def test_a_batch_of_empty_requests_alone_gives_zeros(device: torch.device) -> None:
     Scene([0, 0], device=device).check_decode()
 
@@ -153,6 +157,20 @@ def test_offsets_past_two_to_the_thirty_first_elements(device: torch.device) -> 
     far = torch.tensor([page_count - 1, page_count - 5], dtype=torch.int32, device=device)
     pages[far.long()] = scene.cache[scene.indices.long()]
     scene.cache, scene.indices = pages, far
+    scene.check_decode()
+
+
+@pytest.mark.parametrize("axis", ["page", "token", "head", "dim"])
+def test_strides_past_two_to_the_thirty_first_elements(axis: str, device: torch.device) -> None:
+    scene = Scene([20, 9], dtype=torch.float16, layout="NHD pair", device=device)
+    scene.cache = tuple(spread(part, ("page", "token", "head", "dim").index(axis)) for part in scene.cache)
+    scene.check_decode()
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2], ids=["token", "head", "dim"])
+def test_queries_past_two_to_the_thirty_first_elements(dim: int, device: torch.device) -> None:
+    scene = Scene([20, 9], dtype=torch.float16, device=device)
+    scene.q = spread(scene.q, dim)
     scene.check_decode()
 
 

@@ -7,7 +7,7 @@ import torch
 from quire_worker.kernels.merge_splits import merge_splits, merge_splits_reference
 from quire_worker.kernels.work_units import WorkUnits
 
-from .attention_scene import assert_close
+from .attention_scene import assert_close, spread
 
 
 def work_of(indptr: list[int], device: torch.device) -> WorkUnits:
@@ -25,6 +25,14 @@ def test_any_number_of_units_is_merged(count: int, v_head_dim: int, device: torc
     out, merged = torch.zeros(2, 2, v_head_dim, device=device), torch.zeros(2, 2, device=device)
     merge_splits(partial, lse, work_of(indptr, device), out, merged)
     assert_close((out, merged), merge_splits_reference(partial, lse, indptr))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2], ids=["request", "head", "dim"])
+def test_strides_past_two_to_the_thirty_first_elements(dim: int, device: torch.device) -> None:
+    partial, lse = torch.randn(6, 3, 64, device=device), torch.randn(6, 3, device=device)
+    out, merged = spread(torch.zeros(2, 3, 64, dtype=torch.float16, device=device), dim), torch.zeros(2, 3).to(device)
+    merge_splits(partial, lse, work_of([0, 2, 6], device), out, merged)
+    assert_close((out, merged), merge_splits_reference(partial, lse, [0, 2, 6]))
 
 
 def test_units_that_saw_nothing_merge_to_nothing(device: torch.device) -> None:

@@ -10,6 +10,8 @@ import torch
 from quire_worker.kernels import merge_states as real
 from quire_worker.kernels.merge_states import merge_state, merge_state_in_place, merge_states, merge_states_reference
 
+from .attention_scene import spread
+
 # The interpreter cuts bf16 off instead of rounding it.
 TOLERANCES = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -46,6 +48,23 @@ def pairs_match(module: ModuleType, device: torch.device) -> bool:
     """Two states: used on the real module and on faulty ones."""
     v, s = make_states(device, states=2)
     return close(module.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1]), merge_states_reference(v, s))
+
+
+def in_place_matches(module: ModuleType, device: torch.device) -> bool:
+    """Into the first of two states, in all rows and in those of a mask: used on the real module and on faulty ones."""
+    v, s = make_states(device, states=2, heads=9)
+    expected = merge_states_reference(v, s)
+    v_all, s_all = v[:, 0].clone(), s[:, 0].clone()
+    module.merge_state_in_place(v_all, s_all, v[:, 1], s[:, 1])
+    v_some, s_some = v[:, 0].clone(), s[:, 0].clone()
+    mask = torch.tensor([False, True, False, True], device=device)
+    module.merge_state_in_place(v_some, s_some, v[:, 1], s[:, 1], mask)
+    return (
+        close((v_all, s_all), expected)
+        and close((v_some[1::2], s_some[1::2]), (expected[0][1::2], expected[1][1::2]))
+        and torch.equal(v_some[::2].nan_to_num(7.0), v[::2, 0].nan_to_num(7.0))
+        and torch.equal(s_some[::2], s[::2, 0])
+    )
 
 
 @DTYPES
@@ -94,16 +113,7 @@ def test_lse_of_any_size_neither_overflow_nor_vanish(device: torch.device) -> No
 
 
 def test_merging_in_place_changes_only_the_rows_of_the_mask(device: torch.device) -> None:
-    v, s = make_states(device, states=2, heads=9)
-    expected = merge_states_reference(v, s)
-    v_all, s_all = v[:, 0].clone(), s[:, 0].clone()
-    merge_state_in_place(v_all, s_all, v[:, 1], s[:, 1])
-    assert close((v_all, s_all), expected)
-    v_some, s_some = v[:, 0].clone(), s[:, 0].clone()
-    merge_state_in_place(v_some, s_some, v[:, 1], s[:, 1], torch.tensor([False, True, False, True], device=device))
-    assert close((v_some[1::2], s_some[1::2]), (expected[0][1::2], expected[1][1::2]))
-    assert torch.equal(v_some[::2].nan_to_num(7.0), v[::2, 0].nan_to_num(7.0))
-    assert torch.equal(s_some[::2], s[::2, 0])
+    assert in_place_matches(real, device)
 
 
 def test_states_may_have_any_strides(device: torch.device) -> None:
@@ -114,6 +124,12 @@ def test_states_may_have_any_strides(device: torch.device) -> None:
     assert close(merge_states(wide, strided), merge_states_reference(v, s))
     pair = (wide[:, 1], strided[:, 1], wide[:, 2], strided[:, 2])
     assert close(merge_state(*pair), merge_states_reference(v[:, 1:], s[:, 1:]))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, 3], ids=["row", "state", "head", "dim"])
+def test_strides_past_two_to_the_thirty_first_elements(dim: int, device: torch.device) -> None:
+    v, s = make_states(device, torch.float16)
+    assert close(merge_states(spread(v, dim), s), merge_states_reference(v, s))
 
 
 def test_no_rows_and_no_states_are_fine(device: torch.device) -> None:

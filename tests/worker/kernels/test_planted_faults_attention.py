@@ -37,6 +37,15 @@ def prefills(lengths: list[int], new: list[int], masking: Masking | None = None,
     return check
 
 
+def decodes_without_pages(device: torch.device) -> None:
+    Scene([0, 30], device=device, last_of_none=16).check_decode()
+
+
+def prefills_without_pages(device: torch.device) -> None:
+    scene = Scene([0, 30], query_lengths=[2, 9], device=device, page_size=4, last_of_none=9)
+    scene.check_prefill(Masking(causal=False))
+
+
 def prefills_under_bits(device: torch.device) -> None:
     scene = Scene([37, 11], query_lengths=[13, 3], device=device)
     lengths = kv_lengths(scene.indptr, scene.last_page_len, scene.page_size)
@@ -84,6 +93,7 @@ FAULTS: list[tuple[Fault, Check]] = [
     for module, title, before, after, check in (
         ("tile", "the soft cap is forgotten", "soft_capped(s * scale, soft_cap) * LOG2_E", "s * scale * LOG2_E",
          decodes([30], logits_soft_cap=0.5)),
+        ("tile", "scores are taken in base 2", "s = s * (scale * LOG2_E)", "s = s * scale", decodes([30])),
         ("tile", "the soft cap comes before the scale", "soft_capped(s * scale, soft_cap)",
          "soft_capped(s, soft_cap) * scale", decodes([30], logits_soft_cap=0.5)),
         ("tile", "values of unused slots are read", "load_tile(v, offsets, key_valid,",
@@ -112,7 +122,42 @@ FAULTS: list[tuple[Fault, Check]] = [
          decodes([30], v_scale=2)),
         ("tile", "offsets in a page are forgotten", "((start + lane) % PAGE_SIZE).to(tl.int64)",
          "((start + lane) % 1).to(tl.int64)", decodes([30])),
+        ("paged_cache", "the last key of the last page is not seen", "(pages - 1) * page_size + last_page_len,",
+         "(pages - 1) * page_size + last_page_len - 1,", decodes([30])),
+        ("paged_cache", "the slot after the last key is read", "(pages - 1) * page_size + last_page_len,",
+         "(pages - 1) * page_size + last_page_len + 1,", decodes([30])),
+        ("paged_cache", "a request without pages has what its last page is said to hold",
+         "torch.where(pages > 0, (pages - 1) * page_size + last_page_len, 0)",
+         "((pages - 1).clamp(min=0) * page_size + last_page_len)", decodes_without_pages),
+        ("decode_paged", "the query stands one past the last key of the last page",
+         "length = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request)",
+         "length = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request) + 1", decodes([90], window_left=20)),
+        ("decode_paged", "a last page of one key is taken for full",
+         "length = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request)",
+         "length = page_count * PAGE_SIZE", decodes([81], window_left=20)),
+        ("prefill_paged", "prefill does not see the last key of the last page",
+         "kv_len = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request)",
+         "kv_len = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request) - 1", prefills([30], [9])),
+        ("prefill_paged", "prefill reads the slot after the last key",
+         "kv_len = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request)",
+         "kv_len = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request) + 1",
+         prefills([30], [9], Masking(causal=False))),
+        ("prefill_paged", "prefill takes the last page for full",
+         "kv_len = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request)",
+         "kv_len = page_count * PAGE_SIZE", prefills([30], [9])),
+        ("prefill_paged", "prefill without pages sees what the last page is said to hold",
+         "kv_len = tl.where(page_count > 0, kv_len, 0)", "kv_len = tl.maximum(kv_len, 0)", prefills_without_pages),
+        ("prefill_ragged", "the first key of the next request is read",
+         "kv_len = tl.load(kv_indptr + request + 1) - kv_begin",
+         "kv_len = tl.load(kv_indptr + request + 1) - kv_begin + 1", prefills_ragged),
+        ("prefill_ragged", "the last key of a request is not seen",
+         "kv_len = tl.load(kv_indptr + request + 1) - kv_begin",
+         "kv_len = tl.load(kv_indptr + request + 1) - kv_begin - 1", prefills_ragged),
+        ("tile", "a page is looked up one key late", "tl.load(page_ids + keys // PAGE_SIZE, mask=valid, other=0)",
+         "tl.load(page_ids + (keys + 1) // PAGE_SIZE, mask=valid & (keys + 1 < load_high), other=0)", decodes([30])),
         ("decode_paged", "the window is one too small", "length - 1 - window_left", "length - window_left",
+         decodes([90], window_left=20)),
+        ("decode_paged", "the window is one too large", "length - 1 - window_left", "length - 2 - window_left",
          decodes([90], window_left=20)),
         ("decode_paged", "query heads are interleaved", "head = kv_head * GROUP + row",
          "head = row * KV_HEADS + kv_head",
@@ -140,6 +185,8 @@ FAULTS: list[tuple[Fault, Check]] = [
          "tl.minimum(row_high, position)", prefills([30], [9])),
         ("prefill_rows", "the window is one too small", "tl.maximum(low, position - window_left)",
          "tl.maximum(low, position - window_left + 1)", prefills([90], [9], window_left=5)),
+        ("prefill_rows", "the window is one too large", "tl.maximum(low, position - window_left)",
+         "tl.maximum(low, position - window_left - 1)", prefills([90], [9], window_left=5)),
         ("prefill_rows", "tiles that only the last row sees are not masked", "tl.minimum(kv_len, first + 1)",
          "tl.minimum(kv_len, last + 1)", prefills([64], [64])),
         ("prefill_rows", "tiles that only the first row sees are not masked", "free_low = visible_from(last,",
@@ -177,8 +224,3 @@ def test_a_planted_fault_is_noticed(
     use(plant(fault, tmp_path), fault, monkeypatch)
     with pytest.raises(AssertionError):
         check(device)
-
-
-def test_there_are_enough_faults() -> None:
-    assert len(FAULTS) >= 18
-    assert len({fault.title for fault, _ in FAULTS} | {fault.after for fault, _ in FAULTS}) >= len(FAULTS)

@@ -11,12 +11,27 @@ from types import ModuleType
 
 import pytest
 import torch
-from quire_worker.kernels import append_paged_kv_cache, copy_blocks, merge_states, pack_mask, sampling, swap_blocks
+from quire_worker.kernels import (
+    append_paged_kv_cache,
+    append_slots,
+    copy_blocks,
+    merge_states,
+    pack_mask,
+    sampling,
+    swap_blocks,
+)
 
-from tests.worker.kernels.append_cases import append_matches
+from tests.worker.kernels.append_cases import (
+    append_matches,
+    append_refuses,
+    slots_match,
+    slots_quantise,
+    slots_refuse,
+    unchecked_append_matches,
+)
 from tests.worker.kernels.planting import Fault, plant
 from tests.worker.kernels.test_copy_blocks import PAIRS, copies_match
-from tests.worker.kernels.test_merge_states import pairs_match, states_match
+from tests.worker.kernels.test_merge_states import in_place_matches, pairs_match, states_match
 from tests.worker.kernels.test_pack_mask import packing_matches
 from tests.worker.kernels.test_sampling import greedy_matches, samples_match
 from tests.worker.kernels.test_swap_blocks import swap_matches
@@ -43,11 +58,17 @@ def copy_circle(module: ModuleType, device: torch.device) -> bool:
 REAL: dict[Comparison, ModuleType] = {
     append_to_floats: append_paged_kv_cache,
     append_to_fp8: append_paged_kv_cache,
+    unchecked_append_matches: append_paged_kv_cache,
+    append_refuses: append_paged_kv_cache,
+    slots_match: append_slots,
+    slots_refuse: append_slots,
+    slots_quantise: append_slots,
     copy_chain: copy_blocks,
     copy_circle: copy_blocks,
     swap_matches: swap_blocks,
     states_match: merge_states,
     pairs_match: merge_states,
+    in_place_matches: merge_states,
     packing_matches: pack_mask,
     samples_match: sampling,
     greedy_matches: sampling,
@@ -55,6 +76,7 @@ REAL: dict[Comparison, ModuleType] = {
 
 TOKEN = ("append_paged_kv_cache",)
 BYTE = ("append_token", "append_paged_kv_cache")
+SLOTS = ("append_slots",)
 # fmt: off
 FAULTS: list[tuple[Comparison, Fault]] = [
     (append_to_floats, Fault("every token goes to the first slot of its page", "append_paged_kv_cache",
@@ -83,6 +105,38 @@ FAULTS: list[tuple[Comparison, Fault]] = [
         "subnormal = shifted.to(tl.uint32, bitcast=True) - 0x46800000",
         "subnormal = magnitude * 0", BYTE)),
     (append_to_fp8, Fault("fp8 loses its sign", "e4m3", "(byte | sign)", "byte", BYTE)),
+    (unchecked_append_matches, Fault("the page after a request's last is its own", "append_paged_kv_cache",
+        "if entry < tl.load(kv_indptr_ptr + request + 1):", "if entry <= tl.load(kv_indptr_ptr + request + 1):")),
+    (append_refuses, Fault("the slot after the last token of a request may be written", "append_paged_kv_cache",
+        "position >= lengths[request]", "position > lengths[request]")),
+    (append_refuses, Fault("the last slot of a request may not be written", "append_paged_kv_cache",
+        "position >= lengths[request]", "position >= lengths[request] - 1")),
+    (append_refuses, Fault("two tokens may share a slot of a request", "append_paged_kv_cache",
+        "if len(set(slots)) != len(slots):", "if not slots:")),
+    (slots_match, Fault("every slot is the first of its page", "append_slots", "offset = slot % PAGE_SIZE",
+        "offset = slot % PAGE_SIZE * 0")),
+    (slots_match, Fault("slots lie one further in their page", "append_slots", "offset = slot % PAGE_SIZE",
+        "offset = (slot + 1) % PAGE_SIZE")),
+    (slots_match, Fault("every token goes to the slot of the first", "append_slots",
+        "tl.load(slot_mapping_ptr + token)", "tl.load(slot_mapping_ptr + token * 0 + 2)")),
+    (slots_match, Fault("a negative slot is no padding", "append_slots", "(slot >= 0) & (slot < slot_count)",
+        "slot < slot_count")),
+    (slots_match, Fault("the slot after the last page belongs to the pool", "append_slots",
+        "(slot >= 0) & (slot < slot_count)", "(slot >= 0) & (slot <= slot_count)")),
+    (slots_match, Fault("the last slot of the last page does not belong to the pool", "append_slots",
+        "(slot >= 0) & (slot < slot_count)", "(slot >= 0) & (slot < slot_count - 1)")),
+    (slots_match, Fault("values go where slots of keys are", "append_slots",
+        "key_ptr, value_ptr, k_ptr, v_ptr, k_scale", "key_ptr, value_ptr, k_ptr, k_ptr, k_scale")),
+    (slots_refuse, Fault("the slot after the last page is taken", "append_slots", "max(slots) >= slot_count",
+        "max(slots) > slot_count")),
+    (slots_refuse, Fault("the last slot of the last page is refused", "append_slots", "max(slots) >= slot_count",
+        "max(slots) >= slot_count - 1")),
+    (slots_refuse, Fault("two tokens may share a slot", "append_slots", "if len(set(slots)) != len(slots):",
+        "if not slot_count:")),
+    (slots_quantise, Fault("values at slots are quantised with the scale of the keys", "append_token",
+        "value_ptr, v_ptr, v_scale_ptr,", "value_ptr, v_ptr, k_scale_ptr,", SLOTS)),
+    (slots_quantise, Fault("all heads at a slot have the scale of the first", "append_token", "head * SCALE_STRIDE",
+        "head * 0", SLOTS)),
     (copy_chain, Fault("chains run backwards", "copy_blocks", "tuple(chain_steps)", "tuple(chain_steps[::-1])")),
     (copy_circle, Fault("a circle reads what it has overwritten", "copy_blocks",
         "(HELD if source == first else source, destination)", "(source, destination)")),
@@ -108,6 +162,16 @@ FAULTS: list[tuple[Comparison, Fault]] = [
         "v_a * weight_a[:, None] + v_b * weight_b[:, None]",
         "v_a * weight_b[:, None] + v_b * weight_a[:, None]")),
     (pairs_match, Fault("the weights do not add up to one", "merge_states", " / divisor[:, None]", "")),
+    (in_place_matches, Fault("rows outside the mask are merged", "merge_states", "(tl.load(mask_ptr + row) != 0)",
+        "(tl.load(mask_ptr + row) < 2)")),
+    (in_place_matches, Fault("the mask is turned round", "merge_states", "(tl.load(mask_ptr + row) != 0)",
+        "(tl.load(mask_ptr + row) == 0)")),
+    (in_place_matches, Fault("the mask is forgotten", "merge_states",
+        "_launch_pair(v, s, v_other.contiguous(), s_other.contiguous(), v, s, mask)",
+        "_launch_pair(v, s, v_other.contiguous(), s_other.contiguous(), v, s, None)")),
+    (in_place_matches, Fault("only the state that is merged counts", "merge_states",
+        "_launch_pair(v, s, v_other.contiguous(), s_other.contiguous(), v, s, mask)",
+        "_launch_pair(v_other.contiguous(), s_other.contiguous(), v_other, s_other, v, s, mask)")),
     (packing_matches, Fault("the highest bit comes first", "pack_mask",
         "place if IS_LITTLE else 7 - place", "7 - place")),
     (packing_matches, Fault("the next request fills the last byte up", "pack_mask", "mask=bit < bit_count",

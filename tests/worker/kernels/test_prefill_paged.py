@@ -11,7 +11,7 @@ from quire_worker.kernels.prefill_paged import prefill_paged, prefill_paged_refe
 from quire_worker.kernels.prefill_rows import Masking, divide_prefill, mask_indptr_of, prefill_tiling
 from torch.nn.functional import scaled_dot_product_attention
 
-from .attention_scene import LAYOUTS, Scene, assert_close
+from .attention_scene import LAYOUTS, Scene, assert_close, spread
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -70,6 +70,12 @@ def test_requests_without_queries_or_keys_do_no_harm(causal: bool, device: torch
     out, lse = scene.prefill(scene.options(), Masking(causal=causal))
     assert out[:3].eq(0).all()
     assert lse[:3].eq(-torch.inf).all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_of_a_request_without_pages_the_length_of_the_last_does_not_matter(causal: bool, device: torch.device) -> None:
+    scene = Scene([0, 30, 0], query_lengths=[2, 9, 3], page_size=4, last_of_none=9, device=device)
+    scene.check_prefill(Masking(causal=causal))
 
 
 def test_queries_before_the_first_key_give_zeros(device: torch.device) -> None:
@@ -172,6 +178,11 @@ def test_an_fp8_cache_is_scaled_by_head(dtype: torch.dtype, device: torch.device
     scene.check_prefill(k_scale=scene.numbers(2).abs() + 0.5, v_scale=scene.numbers(2).abs() + 0.5)
 
 
+def test_one_long_request_beside_thirty_one_short_ones(device: torch.device) -> None:
+    lengths = [300, *(1 + length % 9 for length in range(31))]
+    Scene(lengths, query_lengths=[20, *[1] * 31], heads=1, kv_heads=1, device=device).check_prefill()
+
+
 def test_prefill_of_one_query_is_decode(device: torch.device) -> None:
     scene = Scene([45, 0, 3, 200], device=device)
     decoded = scene.decode(scene.options(window_left=30))
@@ -199,6 +210,20 @@ def test_offsets_past_two_to_the_thirty_first_elements(device: torch.device) -> 
     far = torch.tensor([69_999, 69_995], dtype=torch.int32, device=device)
     pages[far.long()] = scene.cache[scene.indices.long()]
     scene.cache, scene.indices = pages, far
+    scene.check_prefill()
+
+
+@pytest.mark.parametrize("axis", ["page", "token", "head", "dim"])
+def test_strides_past_two_to_the_thirty_first_elements(axis: str, device: torch.device) -> None:
+    scene = Scene([20, 9], query_lengths=[3, 2], dtype=torch.float16, layout="NHD pair", device=device)
+    scene.cache = tuple(spread(part, ("page", "token", "head", "dim").index(axis)) for part in scene.cache)
+    scene.check_prefill()
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2], ids=["token", "head", "dim"])
+def test_queries_past_two_to_the_thirty_first_elements(dim: int, device: torch.device) -> None:
+    scene = Scene([20, 9], query_lengths=[3, 2], dtype=torch.float16, device=device)
+    scene.q = spread(scene.q, dim)
     scene.check_prefill()
 
 

@@ -6,10 +6,12 @@ import pytest
 import torch
 from quire_worker.kernels.e4m3 import E4M3
 from quire_worker.kernels.options import AttentionOptions
+from quire_worker.kernels.pack_mask import segment_packbits
 from quire_worker.kernels.prefill_ragged import prefill_ragged, prefill_ragged_reference
 from quire_worker.kernels.prefill_rows import Masking, divide_prefill, mask_indptr_of, prefill_tiling
+from torch.nn.functional import scaled_dot_product_attention
 
-from .attention_scene import assert_close
+from .attention_scene import assert_close, spread
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -65,6 +67,45 @@ def test_any_ratio_of_heads_gives_the_softmax(ratio: int, device: torch.device) 
     check(ragged(device, [5, 3], [20, 3], heads=2 * ratio), Masking(causal=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ratio", [5, 7, 16])
+def test_any_ratio_of_heads_in_half_precision(ratio: int, dtype: torch.dtype, device: torch.device) -> None:
+    check(ragged(device, [5, 3], [20, 3], heads=ratio, kv_heads=1, dtype=dtype), Masking(causal=True))
+
+
+@pytest.mark.parametrize("head_dim", [72, 80, 96, 256])
+def test_any_head_dim_in_half_precision(head_dim: int, device: torch.device) -> None:
+    check(ragged(device, [9, 3], [20, 3], head_dim=head_dim, dtype=torch.bfloat16), Masking(causal=True))
+
+
+def test_queries_before_the_first_key_give_zeros(device: torch.device) -> None:
+    check(ragged(device, [9, 2, 3], [5, 0, 3]), Masking(causal=True))
+    check(ragged(device, [2, 1], [0, 0]), Masking(causal=False))
+
+
+def test_one_long_request_beside_thirty_one_short_ones(device: torch.device) -> None:
+    lengths = [300, *(1 + length % 9 for length in range(31))]
+    check(ragged(device, [20, *[1] * 31], lengths, heads=1, kv_heads=1), Masking(causal=True))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2], ids=["token", "head", "dim"])
+def test_offsets_past_two_to_the_thirty_first_elements(dim: int, device: torch.device) -> None:
+    q, k, v, qo_indptr, kv_indptr = ragged(device, [3, 2], [9, 11], dtype=torch.float16)
+    check((q, spread(k, dim), spread(v, dim), qo_indptr, kv_indptr), Masking(causal=True))
+    check((spread(q, dim), k, v, qo_indptr, kv_indptr), Masking(causal=True))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_agrees_with_pytorchs_attention(causal: bool, device: torch.device) -> None:
+    q, k, v, _, kv_indptr = tensors = ragged(device, [33, 17], [33, 17])
+    division = divide_prefill(kv_indptr, token_count=50, group=2, tiling=prefill_tiling("sm_90", 50, 64, 64, 4))
+    out, _ = prefill_ragged(*tensors, AttentionOptions(0.125), Masking(causal=causal), division)
+    for start, stop in ((0, 33), (33, 50)):
+        parts = (part[start:stop].transpose(0, 1).unsqueeze(0) for part in (q, k, v))
+        expected = scaled_dot_product_attention(*parts, is_causal=causal, enable_gqa=True)[0].transpose(0, 1)
+        torch.testing.assert_close(out[start:stop], expected, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("window_left", [0, 7, 50])
 def test_a_window_is_inclusive(window_left: int, device: torch.device) -> None:
     options = AttentionOptions(0.125, window_left=window_left)
@@ -76,11 +117,28 @@ def test_a_query_sees_only_its_own_chunk(chunk_size: int, device: torch.device) 
     check(ragged(device, [40, 3], [80, 3]), Masking(causal=True, chunk_size=chunk_size))
 
 
-def test_a_custom_mask_says_who_sees_whom(device: torch.device) -> None:
-    tensors = ragged(device, [7, 3], [21, 5])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.4, 1.0])
+def test_a_custom_mask_says_who_sees_whom(share: float, packed: bool, device: torch.device) -> None:
+    tensors = ragged(device, [7, 3, 2], [21, 5, 0])
     indptr = mask_indptr_of(tensors[3], tensors[4].diff(), packed=False)
-    mask = (torch.rand(int(indptr[-1])) < 0.4).to(device)
+    mask = (torch.rand(int(indptr[-1])) < share).to(device)
+    if packed:
+        mask, indptr = segment_packbits(mask, indptr)[0], mask_indptr_of(tensors[3], tensors[4].diff(), packed=True)
     check(tensors, Masking(custom_mask=mask, mask_indptr=indptr))
+
+
+def test_a_row_that_its_mask_hides_from_all_keys_gives_zeros(device: torch.device) -> None:
+    tensors = ragged(device, [4], [20])
+    mask = torch.ones(80, dtype=torch.bool, device=device)
+    mask[20:40] = False
+    masking = Masking(custom_mask=mask, mask_indptr=torch.tensor([0, 80], device=device))
+    check(tensors, masking)
+    tiling = prefill_tiling("sm_90", 8, 64, 64, 4)
+    division = divide_prefill(tensors[3], token_count=4, group=2, tiling=tiling)
+    out, lse = prefill_ragged(*tensors, AttentionOptions(0.125), masking, division)
+    assert out[1].eq(0).all()
+    assert lse[1].eq(-torch.inf).all()
 
 
 def test_options_and_fp8(device: torch.device) -> None:

@@ -53,6 +53,31 @@ def test_a_gathered_block_may_come_twice_but_a_scattered_one_not(device: torch.d
         scatter_blocks(staging, buffers, [3, 3])
 
 
+def test_nan_of_any_kind_is_moved_bit_by_bit_and_nothing_else_is_touched(device: torch.device) -> None:
+    patterns = torch.arange(0x7F80_0001, 0x7F80_0001 + 6 * 40, device=device).view(6, 40).to(torch.int32)
+    buffer = patterns.view(torch.float32)
+    assert buffer.isnan().all()
+    staging = torch.full((3, 160), 7, dtype=torch.uint8, device=device)
+    gather_blocks([buffer], [4, 1], staging)
+    assert torch.equal(staging[:2].view(torch.int32), patterns[[4, 1]])
+    assert staging[2].eq(7).all()
+    target = buffer.clone()
+    scatter_blocks(staging, [target], [0, 5])
+    assert torch.equal(target.view(torch.int32), patterns[[4, 1, 2, 3, 4, 1]])
+
+
+def test_blocks_further_than_an_int32_reaches_go_out_and_come_back(device: torch.device) -> None:
+    stride = 2**31 + 64
+    memory = torch.empty(stride + 4096, dtype=torch.uint8, device=device)  # on a CPU, backed once it is written
+    buffer = memory.as_strided((2, 4096), (stride, 1))
+    buffer[1] = torch.arange(4096, device=device) % 251
+    staging = torch.zeros(1, 4096, dtype=torch.uint8, device=device)
+    gather_blocks([buffer], [1], staging)
+    assert torch.equal(staging[0], buffer[1])
+    scatter_blocks(255 - staging, [buffer], [1])
+    assert torch.equal(buffer[1], 255 - staging[0])
+
+
 def test_no_blocks_are_no_launch(device: torch.device) -> None:
     buffers = make_buffers(device)
     gather_blocks(buffers, [], make_staging(buffers, 0))

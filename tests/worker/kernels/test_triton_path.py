@@ -1,62 +1,17 @@
-"""The worker's Triton path, interpreted where there is no GPU, against the same reference as the CPU's path."""
+"""What the worker's Triton path has beside what `tests/worker/test_attention.py` asks of every implementation."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import random
-from typing import Any
 
 import pytest
 import torch
-from quire_worker.attention import TorchPagedAttention, TritonPagedAttention
+from quire_worker.attention import TritonPagedAttention
 from quire_worker.attention.triton_path import page_table
 from quire_worker.kernels import sampling as kernels_sampling
 from quire_worker.sampler import SamplingParams, new_generator, sample
 
-from tests.worker.test_attention import Scene
-
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-
-
-def assert_equals_reference(scene: Scene, device: torch.device, **options: Any) -> None:
-    expected = scene.reference(**options)
-    scene.pages = scene.pages.to(device)
-    scene.query = scene.query.to(device)
-    scene.keys, scene.values = ([part.to(device) for part in parts] for parts in (scene.keys, scene.values))
-    if options.get("sinks") is not None:
-        options["sinks"] = options["sinks"].to(device)
-    actual = scene.run(TritonPagedAttention(device, workspace_bytes=8 << 20), **options)
-    tolerance = TOLERANCE[scene.query.dtype]
-    torch.testing.assert_close(actual.double().cpu(), expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("lengths", [[(0, 1)], [(0, 17)], [(33, 1), (0, 1), (200, 1)], [(0, 9), (20, 1), (17, 4)]])
-@pytest.mark.parametrize(
-    "shape", [{}, {"page_size": 1}, {"page_size": 5}, {"heads": 5, "kv_heads": 1}, {"head_dim": 80}]
-)
-def test_decode_prefill_and_both_equal_the_reference(
-    lengths: list[tuple[int, int]], shape: dict[str, Any], device: torch.device
-) -> None:
-    assert_equals_reference(Scene(lengths, **shape), device)
-
-
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize("lengths", [[(33, 1), (50, 1)], [(0, 9), (20, 1)]], ids=["decode", "mixed"])
-def test_window_soft_cap_and_sinks_equal_the_reference(
-    lengths: list[tuple[int, int]], dtype: torch.dtype, device: torch.device
-) -> None:
-    scene = Scene(lengths, dtype=dtype)
-    assert_equals_reference(scene, device, window_left=20, soft_cap=1.5, sinks=scene.sinks)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_random_batches_equal_the_cpus_path(seed: int, device: torch.device) -> None:
-    choose = random.Random(seed)
-    lengths = [(choose.choice([0, 1, 15, 16, 40]), choose.choice([1, 1, 2, 16, 19])) for _ in range(5)]
-    scene = Scene(lengths, seed=seed, page_size=choose.choice([1, 5, 16]))
-    assert scene.run(TorchPagedAttention()).isfinite().all()
-    assert_equals_reference(scene, device)
+from tests.worker.attention_batches import Scene
 
 
 def test_a_page_table_leaves_out_padding_and_sequences_without_keys() -> None:
@@ -96,19 +51,6 @@ def test_a_slot_outside_the_pages_is_refused_before_anything_is_written(device: 
     assert pages.isnan().all()
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_blocks_are_copied_as_by_the_cpus_path(dtype: torch.dtype, device: torch.device) -> None:
-    dice = random.Random(1)
-    layers = [torch.randn(12, 2, 4, 2, 8).to(dtype) for _ in range(3)]
-    copied = [pages.to(device) for pages in layers]
-    for _ in range(5):
-        destinations = dice.sample(range(12), dice.randrange(13))
-        sources = [dice.randrange(12) for _ in destinations]
-        TorchPagedAttention().copy_blocks(layers, sources, destinations)
-        TritonPagedAttention(device, workspace_bytes=1 << 20).copy_blocks(copied, sources, destinations)
-    assert all(torch.equal(ours.cpu(), pages) for ours, pages in zip(copied, layers, strict=True))
-
-
 # -- choosing tokens ---------------------------------------------------------------------------------------------------
 
 SETTINGS = (
@@ -134,22 +76,6 @@ def test_the_kernel_chooses_what_sorting_chooses(device: torch.device) -> None:
         assert sample(logits, params, ours, backend.choose) == sample(logits.cpu(), params, theirs)
     for one, other in zip(ours, theirs, strict=True):  # as far on
         assert torch.equal(one.get_state(), other.get_state())
-
-
-def test_a_greedy_batch_draws_nothing(device: torch.device) -> None:
-    logits = some_logits(4, device)
-    chosen = TritonPagedAttention(device, workspace_bytes=1 << 20).choose(
-        logits, [SamplingParams()] * 4, lambda: pytest.fail("nobody asked for a number")
-    )
-    assert chosen == logits.argmax(1).tolist()
-
-
-def test_a_number_that_rounds_to_one_still_chooses_a_token_that_is_kept(device: torch.device) -> None:
-    logits = torch.full((1, 320), -math.inf, device=device)
-    logits[0, 7:9] = 0.0
-    almost_one = torch.tensor([1 - 1e-12], dtype=torch.float64)
-    backend = TritonPagedAttention(device, workspace_bytes=1 << 20)
-    assert backend.choose(logits, [SamplingParams(temperature=1.0)], lambda: almost_one) == [8]
 
 
 def test_choosing_that_runs_out_of_memory_leaves_the_generators_where_they_were(

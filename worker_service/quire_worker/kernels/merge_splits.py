@@ -69,7 +69,7 @@ def merge_splits_kernel(
         running_max = new_max
     nothing = running_sum == 0.0
     safe_sum = tl.where(nothing, 1.0, running_sum)
-    target = out + request * stride_out_token + head * stride_out_head + dims * stride_out_dim
+    target = out + request * stride_out_token + head.to(tl.int64) * stride_out_head + dims.to(tl.int64) * stride_out_dim
     tl.store(target, (acc / safe_sum).to(out.dtype.element_ty), mask=dims < V_DIM)
     if lse is not None:
         tl.store(lse + request * heads + head, tl.where(nothing, float("-inf"), running_max + tl.log2(safe_sum)))

@@ -48,8 +48,9 @@ def _merge_states_kernel(
     element = tl.arange(0, BLOCK_DIM)
     heads = head < HEADS
     mask = heads[:, None] & (element < DIM)[None, :]
-    v_row = v_ptr + row * v_row_stride + head[:, None] * v_head_stride + element[None, :] * v_element_stride
-    s_row = s_ptr + row * s_row_stride + head * s_head_stride
+    v_row = v_ptr + row * v_row_stride + head[:, None].to(tl.int64) * v_head_stride
+    v_row += element[None, :].to(tl.int64) * v_element_stride
+    s_row = s_ptr + row * s_row_stride + head.to(tl.int64) * s_head_stride
     largest = tl.full([BLOCK_HEADS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_HEADS], tl.float32)
     merged = tl.zeros([BLOCK_HEADS, BLOCK_DIM], tl.float32)

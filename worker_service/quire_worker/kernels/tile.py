@@ -50,7 +50,7 @@ def load_query_dims(
     """Dims `[DIM_START, DIM_STOP)` of query rows, `[M, BLOCK]`, zero outside."""
     dims = DIM_START + tl.arange(0, BLOCK)
     valid = row_valid[:, None] & (dims < DIM_STOP)[None, :]
-    return tl.load(q + row_offset[:, None] + dims[None, :] * stride_dim, mask=valid, other=0.0)
+    return tl.load(q + row_offset[:, None] + dims[None, :].to(tl.int64) * stride_dim, mask=valid, other=0.0)
 
 
 @triton.jit
@@ -152,7 +152,7 @@ def load_tile(
 ):
     """Dims `[DIM_START, DIM_STOP)` of a tile of keys or values, `[BLOCK_N, BLOCK]`, zero outside."""
     dims = DIM_START + tl.arange(0, BLOCK)
-    pointers = base + offsets[:, None] + dims[None, :] * stride_dim
+    pointers = base + offsets[:, None] + dims[None, :].to(tl.int64) * stride_dim
     if DIM_STOP - DIM_START == BLOCK:
         if EDGE:
             return tl.load(pointers, mask=key_valid[:, None], other=0.0)

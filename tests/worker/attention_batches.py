@@ -1,0 +1,125 @@
+"""Batches for the worker's attention, whatever implements it, and the plain softmax that each is compared with."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from quire_worker.attention import PagedAttention, TorchPagedAttention, torch_tiles
+from quire_worker.batch import Chunk, build_batch
+from quire_worker.cache import CacheSpec, KVCache
+
+# Largest error allowed, absolute and relative. The kernels round the weights to the dtype before the second product.
+TORCH_TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float64: 1e-12}
+TRITON_TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def implementation(name: str, device: torch.device) -> PagedAttention:
+    """ "torch", the CPU's, or "triton", the kernels on `device`; skips the test where there is no Triton."""
+    if name == "torch":
+        return TorchPagedAttention()
+    pytest.importorskip("triton")
+    from quire_worker.attention import TritonPagedAttention
+
+    return TritonPagedAttention(device, workspace_bytes=8 << 20)
+
+
+def decoding(*, is_gathered: bool) -> contextlib.AbstractContextManager[object]:
+    """On the CPU's path decoding sequences' keys are gathered, or read where they lie, however many there are."""
+    return mock.patch.object(torch_tiles, "GATHERED_BYTES_MAX", sys.maxsize if is_gathered else 0)
+
+
+def device_of(attention: PagedAttention) -> torch.device:
+    """Where an implementation wants its tensors."""
+    on_gpu = not isinstance(attention, TorchPagedAttention) and torch.cuda.is_available()
+    return torch.device("cuda" if on_gpu else "cpu")
+
+
+class Scene:
+    """Sequences whose earlier keys lie in scattered pages of a pool that is NaN everywhere else."""
+
+    def __init__(
+        self,
+        lengths: list[tuple[int, int]],  # per sequence: tokens before, new tokens
+        *,
+        page_size: int = 16,
+        heads: int = 4,
+        kv_heads: int = 2,
+        head_dim: int = 32,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        block_counts = [-(-(before + new) // page_size) for before, new in lengths]
+        block_ids = list(range(sum(block_counts) + 3))
+        random.Random(seed).shuffle(block_ids)
+        spec = CacheSpec(1, kv_heads, head_dim, page_size, dtype)
+        self.lengths = lengths
+        self.cache = KVCache(spec, len(block_ids))
+        self.pages = self.cache.layers[0].fill_(float("nan"))
+        self.keys, self.values, chunks = [], [], []
+        for (before, new), block_count in zip(lengths, block_counts, strict=True):
+            table = [block_ids.pop() for _ in range(block_count)]
+            key, value = torch.randn(2, before + new, kv_heads, head_dim, generator=generator).to(dtype)
+            for position in range(before):
+                page, offset = table[position // page_size], position % page_size
+                self.pages[page, 0, offset], self.pages[page, 1, offset] = key[position], value[position]
+            self.keys.append(key)
+            self.values.append(value)
+            chunks.append(Chunk([0] * new, before, table, needs_logits=True))
+        self.sinks = torch.randn(heads, generator=generator)
+        token_count = sum(new for _, new in lengths)
+        self.query = torch.randn(token_count, heads, head_dim, generator=generator).to(dtype)
+        self.batch = build_batch(chunks, block_size=page_size).attention
+
+    def new_tokens_of(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([tensor[before:] for (before, _), tensor in zip(self.lengths, tensors, strict=True)])
+
+    def run(self, attention: PagedAttention, *, scale: float = 0.2, **options: Any) -> torch.Tensor:
+        """Appends and attends, where the implementation has its memory; the output is on the host."""
+        device = device_of(attention)
+        self.pages = self.pages.to(device)
+        key, value = (self.new_tokens_of(tensors).to(device) for tensors in (self.keys, self.values))
+        if options.get("sinks") is not None:
+            options["sinks"] = options["sinks"].to(device)
+        plan = attention.plan(self.batch, self.cache.spec)
+        plan.append(key, value, self.pages)
+        return plan.attend(self.query.to(device), self.pages, scale=scale, **options).cpu()
+
+    def reference(
+        self,
+        *,
+        scale: float = 0.2,
+        window_left: int = -1,
+        soft_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Query by query, head by head, in float64."""
+        output = torch.empty(self.query.shape, dtype=torch.float64)
+        group = self.query.shape[1] // self.pages.shape[3]
+        token = 0
+        for (before, new), key, value in zip(self.lengths, self.keys, self.values, strict=True):
+            for seen in range(before + 1, before + new + 1):
+                first = max(0, seen - 1 - window_left) if window_left >= 0 else 0
+                for head in range(self.query.shape[1]):
+                    scores = key[first:seen, head // group].double() @ self.query[token, head].double() * scale
+                    if soft_cap:
+                        scores = soft_cap * torch.tanh(scores / soft_cap)
+                    weights = scores.exp()
+                    total = weights.sum() + (0 if sinks is None else sinks[head].double().exp())
+                    output[token, head] = weights / total @ value[first:seen, head // group].double()
+                token += 1
+        return output
+
+
+def assert_equals_reference(scene: Scene, attention: PagedAttention, **options: Any) -> None:
+    """Within the precision of the scene's dtype."""
+    is_torch = isinstance(attention, TorchPagedAttention)
+    tolerance = (TORCH_TOLERANCE if is_torch else TRITON_TOLERANCE)[scene.query.dtype]
+    expected = scene.reference(**options)
+    torch.testing.assert_close(scene.run(attention, **options).double(), expected, rtol=tolerance, atol=tolerance)

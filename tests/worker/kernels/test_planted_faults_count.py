@@ -1,0 +1,54 @@
+"""How many faults are planted in which module: one that is dropped, or a kernel that has none, is noticed here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import quire_worker.kernels
+
+from tests.worker.kernels import test_planted_faults_attention as attention
+from tests.worker.kernels import test_planted_faults_cache as cache
+from tests.worker.kernels import test_planted_faults_latent as latent
+
+FAULTS = [
+    *(fault for fault, _ in attention.FAULTS),
+    *(fault for _, fault in (*cache.FAULTS, *latent.FAULTS)),
+]
+COUNT = {  # by module: whoever adds or drops one says so here
+    "append_paged_kv_cache": 8,
+    "append_slots": 10,
+    "append_token": 7,
+    "cascade": 13,
+    "copy_blocks": 5,
+    "decode_paged": 6,
+    "e4m3": 4,
+    "merge_splits": 3,
+    "merge_states": 12,
+    "mla_paged": 16,
+    "pack_mask": 3,
+    "paged_cache": 3,
+    "prefill_paged": 4,
+    "prefill_ragged": 3,
+    "prefill_rows": 8,
+    "sampling": 10,
+    "swap_blocks": 3,
+    "tile": 19,
+    "work_units": 4,
+}
+
+
+def test_no_fault_is_dropped() -> None:
+    assert Counter(fault.module for fault in FAULTS) == COUNT
+    assert sum(COUNT.values()) >= 141
+
+
+def test_every_fault_is_another() -> None:
+    assert len({(fault.module, fault.title) for fault in FAULTS}) == len(FAULTS)
+    assert len({(fault.module, fault.before, fault.after, fault.through) for fault in FAULTS}) == len(FAULTS)
+
+
+def test_every_kernel_has_one() -> None:
+    (folder,) = quire_worker.kernels.__path__
+    kernels = {path.stem for path in Path(folder).glob("*.py") if "\n@triton.jit" in path.read_text(encoding="utf-8")}
+    assert kernels <= COUNT.keys() | {"block_buffers"}  # which only makes a pointer of a number

@@ -25,77 +25,79 @@ class Rule(NamedTuple):
 
 
 HINT = Rule(None)
-NOT_HERE = Rule((None, False, 0), "these kernels cannot do this")
-_ROTATED = "keys are stored rotated"
+NOT_HERE = Rule((None, False), "these kernels cannot do this")
+NOT_GENERATED = Rule((None, False), "kernels are not generated")
+NOT_QUANTISED = Rule((None, 1.0), "results are not quantised")
+ONE_QUERY = Rule((None, 1), "several queries per request are for BatchPrefillWithPagedKVCacheWrapper")
+NO_SKIPPING = Rule((None,), "every key that a query sees counts")
+NO_FP4 = Rule((None,), "caches of 4 bits are not read")
 
-_CONSTRUCTOR = {
+MLA_CONSTRUCTOR = {
     "backend": Rule(("auto", "fa2", "fa3"), "there is one implementation, and other backends take other page tables"),
-    "jit_args": Rule((None,), "kernels are not generated"),
-    "jit_kwargs": Rule((None,), "kernels are not generated"),
-    "variant_owns_mask": Rule((False,), "kernels are not generated"),
 }
-_SCORING = dict.fromkeys(
-    ("prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len", "max_item_len_ptr"),
-    Rule((None, 0), "multi-item scoring is not done; a custom_mask can say the same"),
-)
-# The page table has these already. Where rotation happens, which is not here, rope_* would say how.
-_PLAN_HINTS = dict.fromkeys(("non_blocking", "rope_scale", "rope_theta", "seq_lens", "block_tables"), HINT)
-_PREFILL_PLAN = {
-    **_PLAN_HINTS,
-    **_SCORING,
-    # Of prefill no request is ever split over its keys, so that both of these hold.
-    **dict.fromkeys(("fixed_split_size", "disable_split_kv"), HINT),
-    **dict.fromkeys(("seq_lens_q", "max_token_per_sequence", "max_sequence_kv", "uniform_q_len"), HINT),
-}
-_SKIP = {"skip_softmax_threshold_scale_factor": Rule((None,), "every key that a query sees counts")}
-_FP4 = {"kv_cache_sf": Rule((None,), "caches of 4 bits are not read")}
-_DENSE = dict.fromkeys(
-    ("metadata", "cum_seq_lens_q", "block_tables", "seq_lens", "max_q_len"),
-    Rule((None,), "give qo_indptr, kv_indptr, kv_indices and kv_len_arr"),
-)
-_MLA_SCALES = ("o_scale", "ckv_scale", "ckv_scale_arr", "kpe_scale", "bmm1_scale", "bmm2_scale")
-
-CONSTRUCTOR = {name: _CONSTRUCTOR[name] for name in ("backend", "jit_args")}
-PREFILL_CONSTRUCTOR = _CONSTRUCTOR
-MLA_CONSTRUCTOR = {"backend": _CONSTRUCTOR["backend"]}
+CONSTRUCTOR = {**MLA_CONSTRUCTOR, "jit_args": NOT_GENERATED}
+PREFILL_CONSTRUCTOR = {**CONSTRUCTOR, "jit_kwargs": NOT_GENERATED, "variant_owns_mask": NOT_GENERATED}
 
 DECODE_PLAN = {
-    **_PLAN_HINTS,
-    "fixed_split_size": Rule((None,), "the size of a split follows from the batch; disable_split_kv fixes the result"),
-    "q_len_per_req": Rule((1,), "several queries per request are BatchPrefillWithPagedKVCacheWrapper's"),
+    # What rope_* says is about rotation, which there is none of; the last two say again what the page table says.
+    **dict.fromkeys(("rope_scale", "rope_theta", "non_blocking", "seq_lens", "block_tables"), HINT),
+    "fixed_split_size": Rule((None,), "splits follow from the batch; disable_split_kv makes results independent of it"),
+    "q_len_per_req": ONE_QUERY,
     "window_right": Rule((0,), "no query sees a later key"),
     "is_causal": Rule((None, False), "one query per request sees all its keys"),
 }
-PREFILL_PLAN = _PREFILL_PLAN
+_BOTH_PREFILL_PLANS = {
+    **dict.fromkeys(("non_blocking", "seq_lens", "seq_lens_q", "max_token_per_sequence", "max_sequence_kv"), HINT),
+    # Of prefill no request is ever split over its keys: what these two ask for holds.
+    **dict.fromkeys(("fixed_split_size", "disable_split_kv", "uniform_q_len"), HINT),
+    **dict.fromkeys(
+        ("prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len", "max_item_len_ptr"),
+        Rule((None, 0), "items are not scored apart; a custom_mask can say the same"),
+    ),
+}
+PREFILL_PLAN = {**_BOTH_PREFILL_PLANS, "block_tables": HINT}
 RAGGED_PLAN = {
-    **{name: rule for name, rule in _PREFILL_PLAN.items() if name != "block_tables"},
+    **_BOTH_PREFILL_PLANS,
     **dict.fromkeys(("v_indptr", "o_indptr"), Rule((None,), "values lie as keys do, results as queries")),
 }
 MLA_PLAN = {
-    **_DENSE,
     **dict.fromkeys(("query_layout", "kv_cache_layout", "lse_mode", "enable_pdl"), HINT),
-    "output_scale": Rule(("none",), "results are not quantised"),
-    "scale_mode": Rule(("default",), "there are no scales"),
+    **dict.fromkeys(
+        ("metadata", "cum_seq_lens_q", "block_tables", "seq_lens", "max_q_len"),
+        Rule((None,), "the batch is given by qo_indptr, kv_indptr, kv_indices and kv_len_arr"),
+    ),
+    **dict.fromkeys(("output_scale", "scale_mode"), Rule(("none", "default"), "nothing is quantised")),
     **dict.fromkeys(("use_profiler", "skip_softmax", "use_sinks"), NOT_HERE),
 }
 
-DECODE_RUN = {"enable_pdl": HINT, **_SKIP, **_FP4, "q_len_per_req": Rule((None, 1), DECODE_PLAN["q_len_per_req"].why)}
-RAGGED_RUN = {
+DECODE_RUN = {
     "enable_pdl": HINT,
-    **_FP4,
-    "lse_layout": Rule(("NH",), "transpose lse"),
-    "o_scale": Rule((None, 1.0), "results are not quantised"),
+    "q_len_per_req": ONE_QUERY,
+    "skip_softmax_threshold_scale_factor": NO_SKIPPING,
+    "kv_cache_sf": NO_FP4,
 }
 PREFILL_RUN = {
-    **{name: rule for name, rule in RAGGED_RUN.items() if name != "o_scale"},
-    **_SKIP,
-    **dict.fromkeys(("use_fp16_softmax", "uses_spcompress"), HINT),  # FlashInfer, too, heeds them on one backend only
+    "lse_layout": Rule(("NH",), "transpose lse"),
+    "skip_softmax_threshold_scale_factor": NO_SKIPPING,
+    "kv_cache_sf": NO_FP4,
+    # FlashInfer, too, heeds the last two on one of its backends only.
+    **dict.fromkeys(("enable_pdl", "use_fp16_softmax", "uses_spcompress"), HINT),
+}
+RAGGED_RUN = {
+    "enable_pdl": HINT,
+    "lse_layout": PREFILL_RUN["lse_layout"],
+    "kv_cache_sf": NO_FP4,
+    "o_scale": NOT_QUANTISED,
 }
 MLA_RUN = {
-    **_SKIP,
-    **dict.fromkeys(_MLA_SCALES, Rule((None,), "latents of 8 bits are not read or written")),
+    "o_scale": NOT_QUANTISED,
+    **dict.fromkeys(
+        ("ckv_scale", "ckv_scale_arr", "kpe_scale", "bmm1_scale", "bmm2_scale"),
+        Rule((None,), "latents of 8 bits are not read"),
+    ),
+    "skip_softmax_threshold_scale_factor": NO_SKIPPING,
+    **dict.fromkeys(("kv_len", "page_table"), Rule((None,), "plan has been told")),
     **dict.fromkeys(("profiler_buffer", "sinks"), NOT_HERE),
-    **dict.fromkeys(("kv_len", "page_table"), Rule((None,), "plan has them")),
 }
 
 

@@ -180,5 +180,9 @@ CONFIGURATIONS = tuple(
         constexprs={"SIZE_MIN": size_min, "ALIGNMENT": alignment, "UNITS_MIN": units_min, "BLOCK": BLOCK},
         num_warps=4,
     )
-    for name, size_min, alignment, units_min in (("decode", 128, 64, 1), ("prefill", 128, 1, 0))
+    for name, size_min, alignment, units_min in (
+        ("decode", 128, 64, 1),
+        ("decode unsplit", ITEMS_MAX.value, 64, 1),
+        ("prefill", 128, 1, 0),
+    )
 )

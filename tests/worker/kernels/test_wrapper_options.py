@@ -99,6 +99,8 @@ def test_lse_is_given_in_the_base_that_is_asked_for(device: torch.device) -> Non
     assert natural[1] is given
     assert torch.equal(natural[0], out)
     torch.testing.assert_close(given, lse * math.log(2.0))
+    wrapper.run(scene.q, scene.cache, lse=given.zero_(), lse_base="ln")  # not given back, and written all the same
+    torch.testing.assert_close(given, lse * math.log(2.0))
     ragged = BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
     ragged.begin_forward(scene.index([0, 3]), scene.index([0, 5]), 4, 2, 64, q_data_type="float32")
     q, k, v = (torch.randn(length, heads, 64, device=device) for length, heads in ((3, 4), (5, 2), (5, 2)))

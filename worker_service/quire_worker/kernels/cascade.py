@@ -70,17 +70,16 @@ class MultiLevelCascadeAttentionWrapper:
         for name, array in buffers.items():
             if use_cuda_graph and (array is None or len(array) != num_levels):
                 raise ValueError(f"use_cuda_graph needs {num_levels} buffers in {name}, one per level")
-        self._levels = [
-            BatchPrefillWithPagedKVCacheWrapper(
-                float_workspace_buffer,
-                kv_layout,
-                use_cuda_graph,
-                **{name.removesuffix("_arr"): array[level] for name, array in buffers.items() if array is not None}
-                if use_cuda_graph
-                else {},
+        self._levels = []
+        for level in range(num_levels):
+            given = {
+                name.removesuffix("_arr"): array[level]
+                for name, array in buffers.items()
+                if use_cuda_graph and array is not None
+            }
+            self._levels.append(
+                BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph, **given)
             )
-            for level in range(num_levels)
-        ]
 
     def plan(
         self,

@@ -48,8 +48,9 @@ DECODE_PLAN = {
 }
 _BOTH_PREFILL_PLANS = {
     **dict.fromkeys(("non_blocking", "seq_lens", "seq_lens_q", "max_token_per_sequence", "max_sequence_kv"), HINT),
+    "uniform_q_len": HINT,
     # Of prefill no request is ever split over its keys: what these two ask for holds.
-    **dict.fromkeys(("fixed_split_size", "disable_split_kv", "uniform_q_len"), HINT),
+    **dict.fromkeys(("fixed_split_size", "disable_split_kv"), HINT),
     **dict.fromkeys(
         ("prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len", "max_item_len_ptr"),
         Rule((None, 0), "items are not scored apart; a custom_mask can say the same"),

@@ -294,9 +294,9 @@ def result_of(
     """
     if lse_base not in LSE_BASES:
         raise ValueError(f"lse_base must be one of {LSE_BASES}, not {lse_base!r}")
-    if not return_lse:
-        return out
-    return out, lse if lse_base == "log2" else lse.mul_(math.log(2.0))
+    if lse_base == "ln":
+        lse.mul_(math.log(2.0))
+    return (out, lse) if return_lse else out
 
 
 def check_planned(name: str, actual: object, planned: object) -> None:

@@ -130,14 +130,13 @@ class Episode:
     def _crowd(self) -> None:
         """More reports at a time, and more pools, than are let in."""
         self._state = self._look()
-        entries = {"freed_blocks": bytes(4), "freed_steps": [1], "freed_operations": [1], "freed_positions": [1]}
-        chunk = pb.SessionRequest(report_chunk=pb.ReportChunk(**entries))  # type: ignore[arg-type]
+        freed = pb.ReportChunk(freed_blocks=bytes(4), freed_steps=[1], freed_operations=[1], freed_positions=[1])
+        chunk = pb.SessionRequest(report_chunk=freed)
         crowd = [SessionMachine(self.sessions) for _ in range(limits.REPORTS_MAX + 4)]
         for place, machine in enumerate(crowd):
             attach = self._attach_message(f"crowd-{place}")
             attach.spec.block_count = 8
-            if place > limits.REPORTS_MAX:
-                attach.last_step = 0  # has nothing to report, and need not wait for a place
+            attach.last_step *= place <= limits.REPORTS_MAX  # who has nothing to report need not wait for a place
             if self._receive(machine, pb.SessionRequest(attach=attach), "Session: attach", attach.pool) is not None:
                 self._receive(machine, chunk, "Session: report", attach.pool)
         for machine in crowd:

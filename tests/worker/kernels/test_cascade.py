@@ -1,4 +1,4 @@
-"""Cascades over shared prefixes against one attention over all keys."""
+"""Cascades over shared prefixes against one attention over all keys, also under a graph."""
 
 from __future__ import annotations
 
@@ -52,11 +52,12 @@ class Tree:
     def index(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
-    def plan(self, module: Any = real, **changes: Any) -> MultiLevelCascadeAttentionWrapper:
+    def plan(
+        self, wrapper: MultiLevelCascadeAttentionWrapper | None = None, module: Any = real, **changes: Any
+    ) -> MultiLevelCascadeAttentionWrapper:
         workspace = torch.empty(64, dtype=torch.uint8, device=self.device)
-        wrapper: MultiLevelCascadeAttentionWrapper = module.MultiLevelCascadeAttentionWrapper(
-            len(self.lengths), workspace
-        )
+        wrapper = wrapper or module.MultiLevelCascadeAttentionWrapper(len(self.lengths), workspace)
+        assert wrapper is not None
         wrapper.plan(*self.levels.values(), 4, 2, 64, PAGE, **{"causal": True, "q_data_type": "float32", **changes})
         return wrapper
 
@@ -112,7 +113,7 @@ def options_match(module: ModuleType, device: torch.device) -> None:
     sinks = torch.randn(4, device=device)
     scales = {"k_scale": torch.tensor([0.5, 2.0], device=device), "v_scale": torch.tensor([3.0, 0.25], device=device)}
     options = AttentionOptions(0.3, logits_soft_cap=2.0, sinks=sinks, **scales)
-    wrapper = tree.plan(module, sm_scale=0.3, logits_soft_cap=2.0, kv_data_type=E4M3)
+    wrapper = tree.plan(module=module, sm_scale=0.3, logits_soft_cap=2.0, kv_data_type=E4M3)
     assert_close(wrapper.run(tree.q, tree.cache, return_lse=True, sinks=sinks, **scales), tree.reference(options))
 
 
@@ -123,24 +124,8 @@ def levels_match(module: ModuleType, device: torch.device) -> None:
         AssertionError: the levels together differ from one attention over all keys.
     """
     tree = Tree([[20], [7, 0], [3, 4, 5, 6]], [1, 3, 2, 2], device)
-    out = tree.plan(module).run(tree.q, tree.cache, return_lse=True)
+    out = tree.plan(module=module).run(tree.q, tree.cache, return_lse=True)
     assert_close(out, tree.reference(AttentionOptions(64**-0.5)))
-
-
-def gains_are_sensible(module: ModuleType, device: torch.device) -> None:
-    """Used on the real module and on faulty ones; `device` does not matter.
-
-    Raises:
-        AssertionError: levels are said to pay where they cannot, or not to where they do.
-    """
-    del device
-    gains = module.cascade_gains
-    assert gains(4096, [100] * 32, group=4)
-    assert not gains(4096, [100], group=4)  # lonely
-    assert not gains(16, [100] * 32, group=4)  # short
-    assert not gains(0, [], group=4)
-    assert gains(200, [100] * 2, group=4)
-    assert not gains(200, [100] * 2, group=64)  # whose results cost more than the prefix
 
 
 def test_options_hold_on_every_level_and_sinks_count_once(device: torch.device) -> None:
@@ -162,5 +147,74 @@ def test_cascades_refuse_what_would_be_wrong(device: torch.device) -> None:
         tree.plan()
 
 
-def test_a_long_prefix_of_many_requests_gains_and_a_short_or_lonely_one_does_not(device: torch.device) -> None:
-    gains_are_sensible(real, device)
+def test_a_position_has_no_meaning_on_a_level(device: torch.device) -> None:
+    tree = Tree([[20], [3, 4, 5, 6]], [1, 3, 2, 2], device)
+    for encoding in ("ALIBI", "ROPE_LLAMA"):
+        with pytest.raises(ValueError, match=r"^pos_encoding_mode must be"):
+            tree.plan(pos_encoding_mode=encoding)
+
+
+def graph_buffers(groups: list[int], device: torch.device) -> dict[str, list[torch.Tensor]]:
+    """Buffers of levels of so many groups, with room for twenty pages each."""
+
+    def each(*sizes: int) -> list[torch.Tensor]:
+        return [torch.zeros(size, dtype=torch.int32, device=device) for size in sizes]
+
+    bounds = [count + 1 for count in groups]
+    return {
+        "qo_indptr_buf_arr": each(*bounds),
+        "paged_kv_indptr_buf_arr": each(*bounds),
+        "paged_kv_indices_buf_arr": each(*[20] * len(groups)),
+        "paged_kv_last_page_len_buf_arr": each(*groups),
+    }
+
+
+def graph_wrapper(
+    buffers: dict[str, list[torch.Tensor]], device: torch.device, levels: int = 2
+) -> MultiLevelCascadeAttentionWrapper:
+    workspace = torch.empty(64, dtype=torch.uint8, device=device)
+    return MultiLevelCascadeAttentionWrapper(levels, workspace, "NHD", True, **buffers)
+
+
+def test_a_graph_of_levels_sees_a_new_plan_where_the_old_one_was(device: torch.device) -> None:
+    first, second = Tree([[20], [3, 4, 5, 6]], [2, 3, 2, 2], device), Tree([[31], [9, 2, 3, 8]], [1, 2, 2, 1], device)
+    buffers = graph_buffers([1, 4], device)
+    wrapper = graph_wrapper(buffers, device)
+    for tree in (first, second, first):
+        tree.plan(wrapper)
+        result = wrapper.run(tree.q, tree.cache, return_lse=True)
+        assert_close(result, tree.reference(AttentionOptions(64**-0.5)))
+        for level in (0, 1):
+            assert buffers["qo_indptr_buf_arr"][level].tolist() == tree.levels["qo"][level].tolist()
+            indices = tree.levels["indices"][level].tolist()
+            assert buffers["paged_kv_indices_buf_arr"][level][: len(indices)].tolist() == indices
+
+
+def test_a_graph_of_levels_that_refuses_a_plan_keeps_the_one_before(device: torch.device) -> None:
+    tree = Tree([[20], [3, 4, 5, 6]], [2, 3, 2, 2], device)
+    buffers = graph_buffers([1, 4], device)
+    wrapper = graph_wrapper(buffers, device)
+    tree.plan(wrapper)
+    kept = [buffer.clone() for array in buffers.values() for buffer in array]
+    for message, other, changes in (
+        ("^qo_indptr has 12 tokens, the graph room for 9", Tree([[9], [3, 4, 5, 6]], [3, 3, 3, 3], device), {}),
+        ("buf: the plan is of 2 requests, the graph of 4", Tree([[9], [3, 4]], [1, 2], device), {}),
+        ("^paged_kv_indices_buf is torch.int32 with room for 20", Tree([[9], [90, 4, 5, 6]], [1, 1, 1, 1], device), {}),
+        ("^use_cuda_graph: plan", Tree([[9], [3, 4, 5, 6]], [1, 1, 1, 1], device), {"causal": False}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            other.plan(wrapper, **changes)
+    assert all(
+        torch.equal(buffer, before)
+        for buffer, before in zip((b for array in buffers.values() for b in array), kept, strict=True)
+    )
+    assert_close(wrapper.run(tree.q, tree.cache, return_lse=True), tree.reference(AttentionOptions(64**-0.5)))
+
+
+def test_a_graph_of_levels_needs_buffers_for_each(device: torch.device) -> None:
+    buffers = graph_buffers([1, 4], device)
+    with pytest.raises(ValueError, match=r"^use_cuda_graph needs 3 buffers in qo_indptr_buf_arr"):
+        graph_wrapper(buffers, device, levels=3)
+    del buffers["paged_kv_indices_buf_arr"]
+    with pytest.raises(ValueError, match=r"^use_cuda_graph needs 2 buffers in paged_kv_indices_buf_arr"):
+        graph_wrapper(buffers, device)

@@ -66,9 +66,9 @@ def test_arguments_that_do_not_fit_are_refused_by_name(device: torch.device) -> 
         "bitorder": lambda: packbits(mask, "middle"),
         "x must": lambda: packbits(mask.reshape(1, -1)),
         "x must be": lambda: packbits(mask.float()),
-        "input_indptr must be": lambda: segment_packbits(mask, indptr.float()),
-        "input_indptr must end": lambda: segment_packbits(mask, indptr[:-1]),
-        "input_indptr must rise": lambda: segment_packbits(mask, indptr.flip(0)),
+        "indptr must be": lambda: segment_packbits(mask, indptr.float()),
+        "indptr must end": lambda: segment_packbits(mask, indptr[:-1]),
+        "indptr must rise": lambda: segment_packbits(mask, indptr.flip(0)),
     }.items():
         with pytest.raises(ValueError, match=name):
             call()

@@ -19,7 +19,7 @@ COUNT = {  # by module: whoever adds or drops one says so here
     "append_paged_kv_cache": 8,
     "append_slots": 10,
     "append_token": 7,
-    "cascade": 13,
+    "cascade": 10,
     "copy_blocks": 5,
     "decode_paged": 6,
     "e4m3": 4,
@@ -40,7 +40,7 @@ COUNT = {  # by module: whoever adds or drops one says so here
 
 def test_no_fault_is_dropped() -> None:
     assert Counter(fault.module for fault in FAULTS) == COUNT
-    assert sum(COUNT.values()) >= 141
+    assert sum(COUNT.values()) >= 138
 
 
 def test_every_fault_is_another() -> None:

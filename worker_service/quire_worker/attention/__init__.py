@@ -22,7 +22,8 @@ from quire_worker.attention.torch_path import TorchPagedAttention
 if TYPE_CHECKING:
     from quire_worker.attention.triton_path import TritonPagedAttention
     from quire_worker.kernels.append_paged_kv_cache import append_paged_kv_cache
-    from quire_worker.kernels.cascade import MultiLevelCascadeAttentionWrapper, cascade_gains
+    from quire_worker.kernels.cascade import MultiLevelCascadeAttentionWrapper
+    from quire_worker.kernels.cascade_gains import cascade_gains
     from quire_worker.kernels.copy_blocks import copy_blocks
     from quire_worker.kernels.decode_wrapper import BatchDecodeWithPagedKVCacheWrapper
     from quire_worker.kernels.merge_states import merge_state, merge_state_in_place, merge_states
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from quire_worker.kernels.ragged_wrapper import BatchPrefillWithRaggedKVCacheWrapper
     from quire_worker.kernels.sampling import greedy, sample
     from quire_worker.kernels.swap_blocks import gather_blocks, scatter_blocks
+    from quire_worker.kernels.token_positions import get_batch_indices_positions, get_seq_lens
 
 __all__ = [
     "AttentionBatch",
@@ -49,6 +51,8 @@ __all__ = [
     "cascade_gains",
     "copy_blocks",
     "gather_blocks",
+    "get_batch_indices_positions",
+    "get_seq_lens",
     "greedy",
     "merge_state",
     "merge_state_in_place",
@@ -68,9 +72,11 @@ _MODULES = {
     "MultiLevelCascadeAttentionWrapper": "quire_worker.kernels.cascade",
     "TritonPagedAttention": "quire_worker.attention.triton_path",
     "append_paged_kv_cache": "quire_worker.kernels.append_paged_kv_cache",
-    "cascade_gains": "quire_worker.kernels.cascade",
+    "cascade_gains": "quire_worker.kernels.cascade_gains",
     "copy_blocks": "quire_worker.kernels.copy_blocks",
     "gather_blocks": "quire_worker.kernels.swap_blocks",
+    "get_batch_indices_positions": "quire_worker.kernels.token_positions",
+    "get_seq_lens": "quire_worker.kernels.token_positions",
     "greedy": "quire_worker.kernels.sampling",
     "merge_state": "quire_worker.kernels.merge_states",
     "merge_state_in_place": "quire_worker.kernels.merge_states",

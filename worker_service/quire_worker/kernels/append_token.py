@@ -18,6 +18,7 @@ import triton.language as tl
 
 from quire_worker.kernels.configurations import KernelConfiguration
 from quire_worker.kernels.e4m3 import E4M3, e4m3_from_float, quantise_reference
+from quire_worker.kernels.launch import device_of
 from quire_worker.kernels.paged_cache import PagedCache, PagedKVCache, unpack_paged_cache
 
 # What a caller may give as scale: none, one for all heads, or fp32 `[num_kv_heads]` on the cache's device.
@@ -125,7 +126,7 @@ class Append:
         """Runs a kernel over all tokens; `places` are its arguments that say where each goes."""
         if self.token_count == 0:
             return
-        with torch.cuda.device_of(self.cache.k):
+        with device_of(kernel, paged_kv_cache=self.cache.k):
             kernel[(self.token_count, self.head_block_count)](
                 *self.views, *places, *self.strides, **self.sizes, num_warps=NUM_WARPS
             )

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from quire_worker.kernels.launch import device_of
 
 CHUNK_WORDS = 1024  # of one block of one buffer, moved by one program: 8 KiB of 8-byte words
 NUM_WARPS = 4
@@ -57,9 +60,13 @@ class BlockBuffers:
         """The largest word, of 1, 2, 4 or 8 bytes, that all addresses and sizes are multiples of, and `more`."""
         return math.gcd(8, *self.fields, *more)
 
-    def current(self) -> AbstractContextManager[object]:
-        """Makes the buffers' device the current one, where kernels are launched."""
-        return nullcontext() if self.device.type == "cpu" else torch.cuda.device(self.device)
+    def current(self, kernel: Any) -> AbstractContextManager[object]:
+        """Makes the buffers' device the current one, where `kernel` is then launched.
+
+        Raises:
+            ValueError: they are in the host's memory, and the kernel is compiled.
+        """
+        return device_of(kernel, buffers=self.device)
 
 
 # What a caller may give as buffers.

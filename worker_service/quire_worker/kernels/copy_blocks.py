@@ -116,7 +116,7 @@ def copy_blocks(buffers: Buffers, sources: Sequence[int], destinations: Sequence
         numbers.append(step_count)
     numbers += [block for chain in chains for step in chain.steps for block in step]
     word_bytes = table.word_bytes()
-    with table.current():
+    with table.current(_copy_blocks_kernel):
         _copy_blocks_kernel[(len(chains) * table.buffer_count * table.chunk_count(word_bytes),)](
             upload(numbers, table.device),
             len(chains),

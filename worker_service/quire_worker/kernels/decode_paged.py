@@ -26,6 +26,7 @@ from quire_worker.kernels.launch import (
     check_devices,
     check_queries,
     chip_of,
+    device_of,
     head_dim_blocks,
     is_interpreted,
     multiprocessor_count,
@@ -46,7 +47,7 @@ from quire_worker.kernels.tile import (
     start_softmax,
     store_rows,
 )
-from quire_worker.kernels.work_units import WorkUnits, divide_work
+from quire_worker.kernels.work_units import ITEMS_MAX, WorkUnits, divide_work
 
 WAVES = 4
 HEAD_BLOCK_MAX = 64  # query heads of one program
@@ -165,6 +166,7 @@ def divide_decode(
     v_head_dim: int,
     element_bytes: int,
     window_left: int = -1,
+    split_keys: bool = True,
     workspace: torch.Tensor | None = None,
     out: DecodeWork | None = None,
 ) -> DecodeWork:
@@ -180,6 +182,7 @@ def divide_decode(
         v_head_dim: of values.
         element_bytes: of the cache.
         window_left: see `AttentionOptions`.
+        split_keys: whether a request may be more than one unit.
         workspace: uint8, aligned to 16 bytes; holds the partial results instead of new tensors.
         out: written instead of new tensors.
 
@@ -199,7 +202,7 @@ def divide_decode(
         first,
         last,
         unit_target=capacity - batch,
-        size_min=max(2 * page_size, 2 * tiling.block_n),
+        size_min=max(2 * page_size, 2 * tiling.block_n) if split_keys else ITEMS_MAX.value,
         alignment=tiling.block_n,
         units_min=1,
         out=None if out is None else out.work,
@@ -267,7 +270,7 @@ def decode_paged(
     interpreted = is_interpreted(decode_paged_kernel)
     tiling = decode_tiling(chip_of(q.device), group, cache.head_dim, cache.v_head_dim, cache.dtype.itemsize)
     programs = division.work.capacity * kv_heads * triton.cdiv(group, tiling.block_m)
-    with torch.cuda.device_of(q):
+    with device_of(decode_paged_kernel, q=q):
         decode_paged_kernel[(programs,)](
             q, as_kernel_sees(cache.k, interpreted=interpreted), as_kernel_sees(cache.v, interpreted=interpreted),
             indptr, indices, last_page_len, division.work.units, division.work.indptr,

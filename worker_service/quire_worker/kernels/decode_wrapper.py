@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partialmethod
+from typing import Any
 
 import torch
 
 from quire_worker.kernels.decode_paged import DecodeWork, decode_paged, divide_decode
+from quire_worker.kernels.flashinfer_arguments import CONSTRUCTOR, DECODE_PLAN, DECODE_RUN, check_others
 from quire_worker.kernels.options import AttentionOptions, Scale
 from quire_worker.kernels.paged_cache import PagedKVCache, check_kv_layout, unpack_paged_cache
 from quire_worker.kernels.wrapper_common import (
     DType,
     PlannedTable,
     check_planned,
+    check_table,
     fixed_tensors,
-    plan_table,
     planned_dtypes,
     planned_options,
+    result_of,
     run_options,
+    workspace_bytes,
 )
 
 
@@ -45,10 +50,11 @@ class BatchDecodeWithPagedKVCacheWrapper:
         float_workspace_buffer: torch.Tensor,
         kv_layout: str = "NHD",
         use_cuda_graph: bool = False,
-        *,
+        use_tensor_cores: bool = False,
         paged_kv_indptr_buffer: torch.Tensor | None = None,
         paged_kv_indices_buffer: torch.Tensor | None = None,
         paged_kv_last_page_len_buffer: torch.Tensor | None = None,
+        **others: Any,
     ) -> None:
         """Takes the workspace; its device is where everything runs.
 
@@ -56,23 +62,27 @@ class BatchDecodeWithPagedKVCacheWrapper:
             float_workspace_buffer: uint8, one dimension; partial results of split requests.
             kv_layout: "NHD" or "HND".
             use_cuda_graph: keep addresses from plan to plan; then the three buffers are needed.
+            use_tensor_cores: a hint, without effect: they are always used.
             paged_kv_indptr_buffer: int32 `[batch + 1]`.
             paged_kv_indices_buffer: int32, room for the most pages there will be.
             paged_kv_last_page_len_buffer: int32 `[batch]`.
+            **others: see `flashinfer_arguments.CONSTRUCTOR`.
 
         Raises:
-            ValueError: unknown layout, a buffer is missing or elsewhere, or the workspace is not uint8.
+            ValueError: unknown layout, a buffer is missing or elsewhere, the workspace is not of bytes, or one of the
+                others cannot be honoured; names the argument.
         """
+        check_others(type(self).__name__, CONSTRUCTOR, others)
         check_kv_layout(kv_layout)
         given = {
             "paged_kv_indptr_buffer": paged_kv_indptr_buffer,
             "paged_kv_indices_buffer": paged_kv_indices_buffer,
             "paged_kv_last_page_len_buffer": paged_kv_last_page_len_buffer,
         }
-        self._workspace = float_workspace_buffer
+        self._workspace = workspace_bytes(float_workspace_buffer)
         self._kv_layout = kv_layout
         self._use_cuda_graph = use_cuda_graph
-        self._tensors = fixed_tensors(float_workspace_buffer, use_cuda_graph, given)
+        self._tensors = fixed_tensors(self._workspace, use_cuda_graph, given)
         self._planned: _Plan | None = None
 
     def plan(
@@ -87,11 +97,15 @@ class BatchDecodeWithPagedKVCacheWrapper:
         pos_encoding_mode: str = "NONE",
         window_left: int = -1,
         logits_soft_cap: float | None = None,
-        q_data_type: DType = "float16",
+        q_data_type: DType | None = None,
         kv_data_type: DType | None = None,
+        o_data_type: DType | None = None,
+        data_type: DType | None = None,
         sm_scale: float | None = None,
         *,
+        disable_split_kv: bool = False,
         alibi_slopes: torch.Tensor | None = None,
+        **others: Any,
     ) -> None:
         """Checks the batch and divides its work.
 
@@ -106,16 +120,23 @@ class BatchDecodeWithPagedKVCacheWrapper:
             pos_encoding_mode: "NONE" or "ALIBI".
             window_left: keys before its own position that a query sees, inclusive; -1: all.
             logits_soft_cap: cap * tanh(x / cap) of the scores; None or 0: none.
-            q_data_type: float16, bfloat16 or float32.
-            kv_data_type: that of q (None), or float8_e4m3fn.
+            q_data_type: float16, bfloat16 or float32; that of `data_type` (None), or else float16.
+            kv_data_type: that of `data_type` or of q (None), or float8_e4m3fn.
+            o_data_type: that of q.
+            data_type: FlashInfer's older name for both of the first two.
             sm_scale: 1 / sqrt(head_dim) if None.
+            disable_split_kv: keys of a request are added up in one order, whatever the batch; slow for long ones.
             alibi_slopes: float32 `[num_qo_heads]`; the paper's if None.
+            **others: see `flashinfer_arguments.DECODE_PLAN`.
 
         Raises:
-            ValueError: an argument is out of range or does not fit; names it.
+            ValueError: an argument is out of range, does not fit, or cannot be honoured; names it.
         """
+        check_others("plan", DECODE_PLAN, others)
         device = self._workspace.device
-        q_dtype, kv_dtype = planned_dtypes(q_data_type, kv_data_type)
+        q_dtype, kv_dtype = planned_dtypes(
+            q_data_type or data_type or "float16", kv_data_type or data_type, o_data_type
+        )
         options = planned_options(
             query_heads=num_qo_heads,
             kv_heads=num_kv_heads,
@@ -132,11 +153,12 @@ class BatchDecodeWithPagedKVCacheWrapper:
         if before is not None:
             was = (before.shape, before.page_size, before.kv_dtype, before.options.window_left)
             check_planned("use_cuda_graph: plan", (shape, page_size, kv_dtype, window_left), was)
-        table = plan_table(self._tensors, indptr, indices, last_page_len, page_size=page_size)
+        checked = check_table(indptr, indices, last_page_len, page_size=page_size)
+        table = checked.place(self._tensors.put(checked.tensors))
         division = divide_decode(
             table.indptr, table.last_page_len, page_size=page_size, query_heads=num_qo_heads, kv_heads=num_kv_heads,
             head_dim=head_dim, v_head_dim=head_dim, element_bytes=kv_dtype.itemsize, window_left=window_left,
-            workspace=self._workspace, out=None if before is None else before.division,
+            split_keys=not disable_split_kv, workspace=self._workspace, out=None if before is None else before.division,
         )  # fmt: skip
         self._planned = _Plan(table, division, options, shape, page_size, q_dtype, kv_dtype)
 
@@ -145,34 +167,39 @@ class BatchDecodeWithPagedKVCacheWrapper:
         q: torch.Tensor,
         paged_kv_cache: PagedKVCache,
         *,
-        q_scale: float | None = None,
+        q_scale: Scale | None = None,
         k_scale: Scale | None = None,
         v_scale: Scale | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
+        window_left: int | None = None,
         sinks: torch.Tensor | None = None,
+        **others: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attends one layer. Waits for nothing.
 
         Args:
             q: `[batch, num_qo_heads, head_dim]`, of q_data_type, any strides.
             paged_kv_cache: 5-D or a pair of 4-D tensors in the wrapper's layout, of kv_data_type, any strides.
-            q_scale: factor of q, a number.
+            q_scale: factor of q, a number or float32 of one entry.
             k_scale: factor of the cache's keys, a number or float32 `[num_kv_heads]`.
             v_scale: factor of the cache's values, the same.
             out: as the result, written in place; new if None.
             lse: as the result, written in place; new if None.
             return_lse: whether lse is given back.
+            window_left: None, or as planned.
             sinks: float32 `[num_qo_heads]`, natural logarithms, unscaled, counted once and in lse.
+            **others: see `flashinfer_arguments.DECODE_RUN`.
 
         Returns:
             `[batch, num_qo_heads, head_dim]` of q's dtype, and with `return_lse` float32 `[batch, num_qo_heads]`, in
             base 2. A request without keys gives zeros and -inf (or the lse of its sink).
 
         Raises:
-            ValueError: there is no plan, or an argument is not what was planned; names it.
+            ValueError: there is no plan, or an argument is not what was planned or cannot be honoured; names it.
         """
+        check_others("run", DECODE_RUN, others)
         plan = self._planned
         if plan is None:
             raise ValueError("run needs a plan")
@@ -185,6 +212,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
             (cache.page_size, cache.num_kv_heads, cache.head_dim, cache.v_head_dim),
             (plan.page_size, kv_heads, head_dim, head_dim),
         )
+        if window_left is not None:
+            check_planned("window_left", window_left, plan.options.window_left)
         plan.table.check_pool(cache.page_count)
         options = run_options(
             plan.options, kv_heads, q.device, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks
@@ -193,4 +222,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         result, result_lse = decode_paged(
             q, cache, table.indptr, table.indices, table.last_page_len, options, plan.division, out=out, lse=lse
         )
-        return (result, result_lse) if return_lse else result
+        return result_of(result, result_lse, return_lse=return_lse)
+
+    begin_forward = plan
+    run_return_lse = partialmethod(run, return_lse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,41 @@ def chip_of(device: torch.device) -> str:
 def is_interpreted(kernel: Any) -> bool:
     """Whether a kernel runs in Triton's interpreter, whose bf16 arithmetic is wrong: it then computes in float32."""
     return not isinstance(kernel, triton.runtime.JITFunction)
+
+
+def check_runnable(kernel: Any, **places: torch.Tensor | torch.device) -> None:
+    """Refuses tensors in the host's memory, which only an interpreted kernel can read.
+
+    Args:
+        kernel: that is to read them.
+        **places: tensors, or where they are, by the names of the caller's arguments.
+
+    Raises:
+        ValueError: one is there, and the kernel is compiled; names it.
+    """
+    for name, place in places.items():
+        device = place.device if isinstance(place, torch.Tensor) else place
+        if device.type == "cpu" and not is_interpreted(kernel):
+            raise ValueError(
+                f"{name} is on the CPU, where these kernels do not run: move it to a CUDA device, "
+                "or start Python with TRITON_INTERPRET=1"
+            )
+
+
+def device_of(kernel: Any, **place: torch.Tensor | torch.device) -> AbstractContextManager[object]:
+    """Makes a tensor's device the current one, where `kernel` is then launched: every launcher goes through here.
+
+    Args:
+        kernel: that is launched.
+        **place: a tensor, or where it is, by the name of the caller's argument.
+
+    Raises:
+        ValueError: see `check_runnable`.
+    """
+    check_runnable(kernel, **place)
+    (given,) = place.values()
+    device = given.device if isinstance(given, torch.Tensor) else given
+    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
 def multiprocessor_count(device: torch.device) -> int:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from quire_worker.kernels.configurations import KernelConfiguration
-from quire_worker.kernels.launch import check_devices
+from quire_worker.kernels.launch import check_devices, device_of
 from quire_worker.kernels.work_units import WorkUnits
 
 LOG2_E = 1.4426950408889634
@@ -109,7 +109,7 @@ def merge_splits(
     check_devices(out.device, partial_out=partial_out, partial_lse=partial_lse, lse=lse, units=work.units)
     if batch == 0:
         return
-    with torch.cuda.device_of(out):
+    with device_of(merge_splits_kernel, out=out):
         merge_splits_kernel[(batch * heads,)](
             partial_out, partial_lse, work.indptr, out, lse, heads, *out.stride(),
             V_DIM=v_head_dim, BLOCK_V=triton.next_power_of_2(v_head_dim), BLOCK_SPLITS=BLOCK_SPLITS,

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from quire_worker.kernels.configurations import KernelConfiguration
+from quire_worker.kernels.launch import check_runnable, device_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TILE_ELEMENTS_MAX = 2048  # of the heads that one program merges
@@ -199,7 +200,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     if merged.numel() == 0:
         return merged, lse
     sizes = _sizes(heads, dim)
-    with torch.cuda.device_of(v):
+    with device_of(_merge_states_kernel, v=v):
         _merge_states_kernel[(rows, triton.cdiv(heads, sizes["BLOCK_HEADS"]))](
             v, s, merged, lse, state_count, *v.stride(), *s.stride(), **sizes, num_warps=NUM_WARPS
         )
@@ -230,7 +231,7 @@ def _launch_pair(
     if v.numel() == 0:
         return
     sizes = _sizes(heads, dim)
-    with torch.cuda.device_of(v):
+    with device_of(_merge_state_kernel, v=v):
         _merge_state_kernel[(rows, triton.cdiv(heads, sizes["BLOCK_HEADS"]))](
             v_a, s_a, v_b, s_b, v, s, mask, **sizes, num_warps=NUM_WARPS
         )
@@ -245,6 +246,7 @@ def _check_state(v_name: str, v: torch.Tensor, s_name: str, s: torch.Tensor, *, 
         raise ValueError(f"{s_name} must be float32 {tuple(v.shape[:-1])}, not {s.dtype} {tuple(s.shape)}")
     if s.device != v.device:
         raise ValueError(f"{s_name} is on {s.device}, {v_name} on {v.device}")
+    check_runnable(_merge_state_kernel, **{v_name: v})
 
 
 def _check_alike(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:

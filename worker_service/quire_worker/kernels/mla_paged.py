@@ -23,6 +23,7 @@ from quire_worker.kernels.launch import (
     Tiling,
     check_devices,
     chip_of,
+    device_of,
     is_interpreted,
     multiprocessor_count,
     output_like,
@@ -281,7 +282,7 @@ def mla_paged(
     tiling, interpreted = division.tiling, is_interpreted(mla_paged_kernel)
     strides = [stride for tensor in parts.values() for stride in tensor.stride()[:2]]
     programs = division.work.capacity * (triton.cdiv(heads, tiling.block_m) if division.split_keys else 1)
-    with torch.cuda.device_of(q_nope):
+    with device_of(mla_paged_kernel, q_nope=q_nope):
         mla_paged_kernel[(programs,)](
             *parts.values(), *indices, division.work.units, division.work.indptr, out, lse,
             division.partial_out, division.partial_lse, sm_scale, batch, *strides,

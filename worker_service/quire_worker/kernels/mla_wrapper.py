@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from quire_worker.kernels.flashinfer_arguments import MLA_CONSTRUCTOR, MLA_PLAN, MLA_RUN, check_others
 from quire_worker.kernels.mla_paged import MlaWork, divide_mla, mla_paged
 from quire_worker.kernels.paged_cache import check_index_tensor, check_page_table
 from quire_worker.kernels.wrapper_common import (
     DType,
     PlannedTable,
+    as_dtype,
     check_planned,
     fixed_tensors,
     planned_dtypes,
+    result_of,
+    workspace_bytes,
 )
+
+# Latents and their positional part: in one tensor, one after the other in its last dimension, or in two.
+Parts = torch.Tensor | Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,7 @@ class BatchMLAPagedAttentionWrapper:
         kv_indptr: torch.Tensor | None = None,
         kv_indices: torch.Tensor | None = None,
         kv_len_arr: torch.Tensor | None = None,
+        **others: Any,
     ) -> None:
         """Takes the workspace, of which only the device matters here.
 
@@ -66,13 +76,16 @@ class BatchMLAPagedAttentionWrapper:
             kv_indptr: int32 `[batch + 1]`.
             kv_indices: int32, room for the most pages there will be.
             kv_len_arr: int32 `[batch]`.
+            **others: see `flashinfer_arguments.MLA_CONSTRUCTOR`.
 
         Raises:
-            ValueError: a buffer is missing, elsewhere, or of another batch, or the workspace is not uint8.
+            ValueError: a buffer is missing, elsewhere, or of another batch, the workspace is not of bytes, or one of
+                the others cannot be honoured; names the argument.
         """
+        check_others(type(self).__name__, MLA_CONSTRUCTOR, others)
         given = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
         self._use_cuda_graph = use_cuda_graph
-        self._tensors = fixed_tensors(float_workspace_buffer, use_cuda_graph, given)
+        self._tensors = fixed_tensors(workspace_bytes(float_workspace_buffer), use_cuda_graph, given)
         self._batch: int | None = None
         if use_cuda_graph:
             assert qo_indptr is not None  # `fixed_tensors` has looked
@@ -97,6 +110,9 @@ class BatchMLAPagedAttentionWrapper:
         sm_scale: float,
         q_data_type: DType,
         kv_data_type: DType,
+        *,
+        output_dtype: DType | None = None,
+        **others: Any,
     ) -> None:
         """Checks the batch and divides its work. The index tensors may be on any device.
 
@@ -113,12 +129,17 @@ class BatchMLAPagedAttentionWrapper:
             sm_scale: factor of the dot products: 1 / sqrt(of the head dim before absorption).
             q_data_type: float16, bfloat16 or float32.
             kv_data_type: the same.
+            output_dtype: the same.
+            **others: see `flashinfer_arguments.MLA_PLAN`.
 
         Raises:
-            ValueError: an argument is out of range or does not fit; names it.
+            ValueError: an argument is out of range, does not fit, or cannot be honoured; names it.
         """
+        check_others("plan", MLA_PLAN, others)
         dtype, kv_dtype = planned_dtypes(q_data_type, kv_data_type)
         check_planned("kv_data_type", kv_dtype, dtype)
+        if output_dtype is not None:
+            check_planned("output_dtype", as_dtype("output_dtype", output_dtype), dtype)
         check_index_tensor("kv_len_arr", kv_len_arr)
         check_index_tensor("qo_indptr", qo_indptr, length=kv_len_arr.shape[0] + 1)
         check_index_tensor("kv_indptr", kv_indptr, length=kv_len_arr.shape[0] + 1)
@@ -138,9 +159,9 @@ class BatchMLAPagedAttentionWrapper:
         if before is not None and tokens > before.division.token_count:
             raise ValueError(f"qo_indptr has {tokens} tokens, the graph has room for {before.division.token_count}")
         used = kv_indices[: int(kv_indptr[-1])]
-        # Only of the page indices may there be too many still: with them first, a plan that is refused writes nothing.
-        given = {"kv_indices": used, "qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_len_arr": kv_len_arr}
-        placed = {name: self._tensors.put(name, tensor) for name, tensor in given.items()}
+        placed = self._tensors.put(
+            {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": used, "kv_len_arr": kv_len_arr}
+        )
         table = PlannedTable(
             placed["kv_indptr"], placed["kv_indices"], placed["kv_len_arr"], int(used.max()) if used.numel() else -1
         )
@@ -153,13 +174,18 @@ class BatchMLAPagedAttentionWrapper:
 
     def run(
         self,
-        q_nope: torch.Tensor,
-        q_pe: torch.Tensor,
-        ckv_cache: torch.Tensor,
-        kpe_cache: torch.Tensor,
+        q_nope: torch.Tensor | None = None,
+        q_pe: torch.Tensor | None = None,
+        ckv_cache: torch.Tensor | None = None,
+        kpe_cache: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
+        *,
+        return_lse_base_on_e: bool = False,
+        query: Parts | None = None,
+        kv_cache: Parts | None = None,
+        **others: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attends one layer. Waits for nothing.
 
@@ -171,18 +197,26 @@ class BatchMLAPagedAttentionWrapper:
             out: as the result, written in place; new if None.
             lse: as the result, written in place; new if None.
             return_lse: whether lse is given back.
+            return_lse_base_on_e: in natural logarithms instead of base 2.
+            query: instead of the first two: both, or one tensor that has the second after the first in its last
+                dimension.
+            kv_cache: instead of the caches, the same.
+            **others: see `flashinfer_arguments.MLA_RUN`.
 
         Returns:
             `[tokens, num_heads, head_dim_ckv]`, and with `return_lse` float32 `[tokens, num_heads]`, in base 2. A query
             that sees no key gives zeros and -inf.
 
         Raises:
-            ValueError: there is no plan, or an argument is not what was planned; names it.
+            ValueError: there is no plan, or an argument is not what was planned or cannot be honoured; names it.
         """
+        check_others("run", MLA_RUN, others)
         plan = self._planned
         if plan is None:
             raise ValueError("run needs a plan")
         shape = plan.shape
+        q_nope, q_pe = _both("query", query, (q_nope, q_pe), shape.head_dim_ckv)
+        ckv_cache, kpe_cache = _both("kv_cache", kv_cache, (ckv_cache, kpe_cache), shape.head_dim_ckv)
         for name, tensor, dim in (("q_nope", q_nope, shape.head_dim_ckv), ("q_pe", q_pe, shape.head_dim_kpe)):
             check_planned(
                 name, (tuple(tensor.shape), tensor.dtype), ((plan.token_count, shape.heads, dim), shape.dtype)
@@ -197,4 +231,22 @@ class BatchMLAPagedAttentionWrapper:
             q_nope, q_pe, ckv_cache, kpe_cache, plan.qo_indptr, plan.table.indptr, plan.table.indices,
             plan.table.last_page_len, plan.division, sm_scale=plan.sm_scale, causal=shape.causal, out=out, lse=lse,
         )  # fmt: skip
-        return (result, result_lse) if return_lse else result
+        lse_base = "ln" if return_lse_base_on_e else "log2"
+        return result_of(result, result_lse, return_lse=return_lse, lse_base=lse_base)
+
+
+def _both(
+    name: str, together: Parts | None, apart: tuple[torch.Tensor | None, torch.Tensor | None], ckv_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latents and their positional part, however they were given."""
+    if together is not None:
+        if any(part is not None for part in apart):
+            raise ValueError(f"{name} is given, and so are its parts")
+        if isinstance(together, torch.Tensor):
+            return together[..., :ckv_dim], together[..., ckv_dim:]
+        if len(together) != 2:
+            raise ValueError(f"{name} must be a tensor or two, not {len(together)}")
+        return together[0], together[1]
+    if apart[0] is None or apart[1] is None:
+        raise ValueError(f"{name} is missing, or one of its parts")
+    return apart[0], apart[1]

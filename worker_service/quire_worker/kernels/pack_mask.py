@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from quire_worker.kernels.configurations import KernelConfiguration
+from quire_worker.kernels.launch import device_of
 
 BIT_ORDERS = ("little", "big")
 BLOCK_BYTES = 512  # packed, by one program
@@ -62,33 +63,31 @@ def packbits(x: torch.Tensor, bitorder: str = "little") -> torch.Tensor:
 
 
 def segment_packbits(
-    x: torch.Tensor, input_indptr: torch.Tensor, bitorder: str = "little"
+    x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "little"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packs each request for itself. Reads `input_indptr`, so on a GPU it waits: for `plan`, not for `run`.
+    """Packs each request for itself. Reads `indptr`, so on a GPU it waits: for `plan`, not for `run`.
 
     Args:
-        x: bool or uint8 `[input_indptr[batch]]`, the flat masks of all requests; everything but 0 is true.
-        input_indptr: int32 or int64 `[batch + 1]`, rising from 0.
+        x: bool or uint8 `[indptr[batch]]`, the flat masks of all requests; everything but 0 is true.
+        indptr: int32 or int64 `[batch + 1]`, rising from 0.
         bitorder: see `packbits`.
 
     Returns:
         packed uint8 `[output_indptr[batch]]`, and output_indptr `[batch + 1]` in bytes, of the dtype and device of
-        `input_indptr`: request i is `packed[output_indptr[i] : output_indptr[i + 1]]`.
+        `indptr`: request i is `packed[output_indptr[i] : output_indptr[i + 1]]`.
 
     Raises:
         ValueError: an argument is not as described.
     """
-    if input_indptr.dtype not in (torch.int32, torch.int64) or input_indptr.dim() != 1 or input_indptr.numel() == 0:
-        raise ValueError(
-            f"input_indptr must be int32 or int64 [batch + 1], not {input_indptr.dtype} {tuple(input_indptr.shape)}"
-        )
-    bounds = input_indptr.tolist()
+    if indptr.dtype not in (torch.int32, torch.int64) or indptr.dim() != 1 or indptr.numel() == 0:
+        raise ValueError(f"indptr must be int32 or int64 [batch + 1], not {indptr.dtype} {tuple(indptr.shape)}")
+    bounds = indptr.tolist()
     if bounds[0] != 0 or any(after < before for before, after in pairwise(bounds)):
-        raise ValueError("input_indptr must rise from 0")
+        raise ValueError("indptr must rise from 0")
     if bounds[-1] != x.numel():
-        raise ValueError(f"input_indptr must end at {x.numel()}, the elements of x, not {bounds[-1]}")
+        raise ValueError(f"indptr must end at {x.numel()}, the elements of x, not {bounds[-1]}")
     packed, output = _pack(x, bounds, bitorder)
-    return packed, torch.tensor(output, dtype=input_indptr.dtype, device=input_indptr.device)
+    return packed, torch.tensor(output, dtype=indptr.dtype, device=indptr.device)
 
 
 def segment_packbits_reference(x: torch.Tensor, bounds: list[int], bitorder: str = "little") -> torch.Tensor:
@@ -115,7 +114,7 @@ def _pack(x: torch.Tensor, bounds: list[int], bitorder: str) -> tuple[torch.Tens
     if not output[-1]:
         return packed, output
     indptr = torch.tensor([bounds, output], dtype=torch.int64, device=x.device)  # [2, batch + 1]
-    with torch.cuda.device_of(x):
+    with device_of(_segment_packbits_kernel, x=x):
         _segment_packbits_kernel[(triton.cdiv(max(sizes), BLOCK_BYTES), len(sizes))](
             x.contiguous().view(torch.uint8),
             packed,

@@ -16,7 +16,14 @@ import triton
 import triton.language as tl
 
 from quire_worker.kernels.configurations import ARCHITECTURES
-from quire_worker.kernels.launch import RUNTIME_STRIDES, as_kernel_sees, check_devices, is_interpreted, strides_of
+from quire_worker.kernels.launch import (
+    RUNTIME_STRIDES,
+    as_kernel_sees,
+    check_devices,
+    device_of,
+    is_interpreted,
+    strides_of,
+)
 from quire_worker.kernels.options import AttentionOptions
 from quire_worker.kernels.paged_cache import PagedCache, check_index_tensor
 from quire_worker.kernels.prefill_launch import prefill_configuration, prepare_prefill
@@ -124,7 +131,7 @@ def prefill_paged(
         out=out, lse=lse, interpreted=interpreted,
     )  # fmt: skip
     if not launch.is_empty:
-        with torch.cuda.device_of(q):
+        with device_of(prefill_paged_kernel, q=q):
             prefill_paged_kernel[launch.grid](
                 q, as_kernel_sees(cache.k, interpreted=interpreted), as_kernel_sees(cache.v, interpreted=interpreted),
                 qo_indptr, indptr, indices, last_page_len, division.work.units, division.work.indptr,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,7 +16,7 @@ from quire_worker.kernels.prefill_rows import (
     mask_indptr_of,
     prefill_tiling,
 )
-from quire_worker.kernels.wrapper_common import FixedTensors, check_planned
+from quire_worker.kernels.wrapper_common import check_planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,71 +65,85 @@ class PlannedQueries:
         )
 
 
-def plan_queries(
-    tensors: FixedTensors,
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckedQueries:
+    """A checked batch of ragged queries, wherever its tensors live."""
+
+    shape: PrefillShape
+    options: AttentionOptions
+    masking: Masking
+    token_count: int
+    tensors: dict[str, torch.Tensor]  # qo_indptr and the mask, by the names of their buffers
+    before: PlannedQueries | None
+
+    def place(self, placed: dict[str, torch.Tensor]) -> PlannedQueries:
+        """Divides the work, of what `FixedTensors.put` gave."""
+        masking, qo_indptr, before = self.masking, placed["qo_indptr_buf"], self.before
+        if masking.custom_mask is not None:
+            masking = replace(masking, custom_mask=placed["custom_mask_buf"], mask_indptr=placed["mask_indptr_buf"])
+        group = self.shape.heads // self.shape.kv_heads
+        if before is None:
+            tiling = prefill_tiling(
+                chip_of(qo_indptr.device),
+                self.token_count * group // max(1, qo_indptr.shape[0] - 1),
+                self.shape.head_dim_qk,
+                self.shape.head_dim_vo,
+                self.shape.q_dtype.itemsize,
+                masked=masking.kind > 0,
+            )
+            division = divide_prefill(qo_indptr, token_count=self.token_count, group=group, tiling=tiling)
+        else:
+            division = divide_prefill(
+                qo_indptr,
+                token_count=before.division.token_count,
+                group=group,
+                tiling=before.division.tiling,
+                out=before.division,
+            )
+        return PlannedQueries(self.shape, self.options, masking, qo_indptr, self.token_count, division)
+
+
+def check_plan(
     qo_indptr: torch.Tensor,
     kv_lengths: torch.Tensor,
     shape: PrefillShape,
     options: AttentionOptions,
     request: MaskRequest,
     before: PlannedQueries | None,
-) -> PlannedQueries:
-    """Checks queries and masks, takes them to the device and divides the work.
+) -> CheckedQueries:
+    """Checks queries and masks; writes nothing.
 
     Args:
-        tensors: places on the device.
         qo_indptr: int32 `[batch + 1]`, on any device.
         kv_lengths: int32 `[batch]`, on any device.
         shape: heads, dims, dtypes.
         options: of the scores.
         request: masks.
-        before: of the graph whose memory is written again, if there is one.
+        before: of the graph whose memory will be written again, if there is one.
 
     Raises:
         ValueError: an argument does not fit, or a graph's shape, masks or room changed; names the argument.
     """
-    batch = kv_lengths.shape[0]
-    check_indptr("qo_indptr", qo_indptr, batch=batch)
+    check_indptr("qo_indptr", qo_indptr, batch=kv_lengths.shape[0])
     token_count = int(qo_indptr[-1])
-    masking = plan_masking(tensors, qo_indptr, kv_lengths, request)
-    placed = tensors.put("qo_indptr_buf", qo_indptr)
-    if placed.shape[0] != batch + 1:
-        raise ValueError(f"qo_indptr is of {batch} requests, the graph of {placed.shape[0] - 1}")
-    group = shape.heads // shape.kv_heads
+    masking = requested_masking(qo_indptr, kv_lengths, request)
     if before is not None:
-        now = (shape, masking.causal, masking.chunk_size > 0, masking.kind, options.window_left >= 0)
         was = before.masking
         check_planned(
             "use_cuda_graph: plan",
-            now,
+            (shape, masking.causal, masking.chunk_size > 0, masking.kind, options.window_left >= 0),
             (before.shape, was.causal, was.chunk_size > 0, was.kind, before.options.window_left >= 0),
         )
         if token_count > before.division.token_count:
             raise ValueError(f"qo_indptr has {token_count} tokens, the graph room for {before.division.token_count}")
-        divide_prefill(
-            placed,
-            token_count=before.division.token_count,
-            group=group,
-            tiling=before.division.tiling,
-            out=before.division,
-        )
-        return PlannedQueries(shape, options, masking, placed, token_count, before.division)
-    tiling = prefill_tiling(
-        chip_of(placed.device),
-        token_count * group // max(1, batch),
-        shape.head_dim_qk,
-        shape.head_dim_vo,
-        shape.q_dtype.itemsize,
-        masked=masking.kind > 0,
-    )
-    division = divide_prefill(placed, token_count=token_count, group=group, tiling=tiling)
-    return PlannedQueries(shape, options, masking, placed, token_count, division)
+    tensors = {"qo_indptr_buf": qo_indptr}
+    if masking.custom_mask is not None and masking.mask_indptr is not None:
+        tensors |= {"custom_mask_buf": masking.custom_mask, "mask_indptr_buf": masking.mask_indptr}
+    return CheckedQueries(shape, options, masking, token_count, tensors, before)
 
 
-def plan_masking(
-    tensors: FixedTensors, qo_indptr: torch.Tensor, kv_lengths: torch.Tensor, request: MaskRequest
-) -> Masking:
-    """Checks the size of a custom mask and takes it to the device; as in FlashInfer it replaces causal.
+def requested_masking(qo_indptr: torch.Tensor, kv_lengths: torch.Tensor, request: MaskRequest) -> Masking:
+    """Checks the size of a custom mask; as in FlashInfer it replaces causal.
 
     Raises:
         ValueError: both masks are given, or one has another dtype or size; names the argument.
@@ -148,8 +162,4 @@ def plan_masking(
     mask_indptr = mask_indptr_of(qo_indptr, kv_lengths.to(qo_indptr.device), packed=packed)
     if mask.shape[0] != int(mask_indptr[-1]):
         raise ValueError(f"{name} must have {int(mask_indptr[-1])} entries, not {mask.shape[0]}")
-    return Masking(
-        chunk_size=request.chunk_size,
-        custom_mask=tensors.put("custom_mask_buf", mask),
-        mask_indptr=tensors.put("mask_indptr_buf", mask_indptr),
-    )
+    return Masking(chunk_size=request.chunk_size, custom_mask=mask.contiguous(), mask_indptr=mask_indptr)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from quire_worker.kernels.configurations import ARCHITECTURES
-from quire_worker.kernels.launch import as_kernel_sees, check_devices, is_interpreted
+from quire_worker.kernels.launch import as_kernel_sees, check_devices, device_of, is_interpreted
 from quire_worker.kernels.options import AttentionOptions
 from quire_worker.kernels.paged_cache import check_index_tensor
 from quire_worker.kernels.prefill_launch import prefill_configuration, prepare_prefill
@@ -127,7 +127,7 @@ def prefill_ragged(
         for axis, stride in zip(AXES, tensor.stride(), strict=True)
     }
     if not launch.is_empty:
-        with torch.cuda.device_of(q):
+        with device_of(prefill_ragged_kernel, q=q):
             prefill_ragged_kernel[launch.grid](
                 q, as_kernel_sees(k, interpreted=interpreted), as_kernel_sees(v, interpreted=interpreted),
                 qo_indptr, kv_indptr, division.work.units, division.work.indptr, launch.out, launch.lse,

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from quire_worker.kernels.configurations import KernelConfiguration
+from quire_worker.kernels.launch import device_of
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 BLOCK = 2048  # tokens of the vocabulary at a time
@@ -272,7 +273,7 @@ def _launch(logits: torch.Tensor, vectors: dict[str, torch.Tensor] | None, out: 
     token = torch.empty(batch, dtype=torch.int32, device=logits.device) if out is None else out
     if batch == 0:
         return token
-    with torch.cuda.device_of(logits):
+    with device_of(_sample_kernel, logits=logits):
         _sample_kernel[(batch,)](
             logits,
             *(vectors.values() if vectors else (None,) * 5),

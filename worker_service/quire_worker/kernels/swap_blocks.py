@@ -120,7 +120,7 @@ def _swap(table: BlockBuffers, blocks: Sequence[int], staging: torch.Tensor, *, 
         return
     offsets = [0, *accumulate(table.block_bytes[:-1])]
     word_bytes = table.word_bytes(staging.data_ptr(), row_bytes, *offsets)
-    with table.current():
+    with table.current(_swap_blocks_kernel):
         _swap_blocks_kernel[(len(blocks) * table.buffer_count * table.chunk_count(word_bytes),)](
             upload([staging.data_ptr(), *table.fields, *offsets, *blocks], table.device),
             row_bytes,

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from quire_worker.kernels.configurations import KernelConfiguration
+from quire_worker.kernels.launch import device_of
 from quire_worker.kernels.paged_cache import check_index_tensor
 
 REQUEST, START, STOP, SIBLINGS = range(4)  # columns of `units`
@@ -141,7 +142,7 @@ def divide_work(
     if out.capacity < capacity or out.batch != batch:
         raise ValueError(f"out has {out.capacity} units for {out.batch} requests, needed {capacity} for {batch}")
     if batch:
-        with torch.cuda.device_of(first):
+        with device_of(divide_work_kernel, first=first):
             divide_work_kernel[(batch,)](
                 first, last, out.units, out.indptr, batch,
                 NO_TARGET if unit_target is None else unit_target, out.capacity,
@@ -179,5 +180,9 @@ CONFIGURATIONS = tuple(
         constexprs={"SIZE_MIN": size_min, "ALIGNMENT": alignment, "UNITS_MIN": units_min, "BLOCK": BLOCK},
         num_warps=4,
     )
-    for name, size_min, alignment, units_min in (("decode", 128, 64, 1), ("prefill", 128, 1, 0))
+    for name, size_min, alignment, units_min in (
+        ("decode", 128, 64, 1),
+        ("decode unsplit", ITEMS_MAX.value, 64, 1),
+        ("prefill", 128, 1, 0),
+    )
 )

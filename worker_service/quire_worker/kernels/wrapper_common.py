@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from quire_worker.kernels.e4m3 import E4M3
-from quire_worker.kernels.launch import QUERY_DTYPES
+from quire_worker.kernels.launch import QUERY_DTYPES, check_runnable
 from quire_worker.kernels.options import AttentionOptions, Scale, scale_per_head
 from quire_worker.kernels.paged_cache import check_page_table
+from quire_worker.kernels.work_units import divide_work_kernel
 
-POSITION_ENCODINGS = ("NONE", "ALIBI")
+POSITION_ENCODINGS = ("NONE", "ALIBI")  # a rotation is not among them: keys are stored rotated
+LSE_BASES = ("log2", "ln")
 DType = torch.dtype | str
 
 
@@ -28,8 +30,10 @@ def as_dtype(name: str, dtype: DType) -> torch.dtype:
     return found
 
 
-def planned_dtypes(q_data_type: DType, kv_data_type: DType | None) -> tuple[torch.dtype, torch.dtype]:
-    """Those of queries and cache; the cache's is the queries' if None.
+def planned_dtypes(
+    q_data_type: DType, kv_data_type: DType | None, o_data_type: DType | None = None
+) -> tuple[torch.dtype, torch.dtype]:
+    """Those of queries and cache; the cache's is the queries' if None, and so is that of the results, always.
 
     Raises:
         ValueError: no such dtype, or one that kernels cannot take; names the argument.
@@ -40,6 +44,8 @@ def planned_dtypes(q_data_type: DType, kv_data_type: DType | None) -> tuple[torc
         raise ValueError(f"q_data_type must be one of {QUERY_DTYPES}, not {q_dtype}")
     if kv_dtype not in (q_dtype, E4M3):
         raise ValueError(f"kv_data_type must be {q_dtype} or {E4M3}, not {kv_dtype}")
+    if o_data_type is not None and as_dtype("o_data_type", o_data_type) != q_dtype:
+        raise ValueError(f"o_data_type must be that of q, {q_dtype}, not {o_data_type}")
     return q_dtype, kv_dtype
 
 
@@ -51,10 +57,15 @@ def standard_alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
     return torch.tensor(slopes, dtype=torch.float32, device=device)
 
 
-class FixedTensors:
-    """Tensors on the device by name: replaced at each plan, or, for CUDA graphs, copied to where the first one was.
+# Buffers of a graph that may be larger than what is planned. All others are of the batch, to the entry.
+ROOMY_BUFFERS = ("paged_kv_indices_buffer", "paged_kv_indices_buf", "kv_indices", "custom_mask_buf")
 
-    Lifecycle: 1. given or empty. 2. `put` copies into what is there if the place is fixed, and keeps it otherwise.
+
+class FixedTensors:
+    """Tensors on the device by name: new at each plan, or, for CUDA graphs, copied to where the first ones were.
+
+    Lifecycle: 1. given or empty. 2. `put`, once per plan, after everything else that may be refused: it checks all
+    tensors before it writes the first one, so that a plan that is refused leaves the one before it whole.
     """
 
     def __init__(self, device: torch.device, *, fixed: bool, given: dict[str, torch.Tensor | None]) -> None:
@@ -65,33 +76,54 @@ class FixedTensors:
         """
         self.device = device
         self.fixed = fixed
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._places: dict[str, torch.Tensor] = {}
         for name, tensor in given.items():
             if tensor is not None:
                 if tensor.device != device:
                     raise ValueError(f"{name} is on {tensor.device}, the workspace on {device}")
-                self._tensors[name] = tensor
+                self._places[name] = tensor
 
-    def put(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor's place on the device.
+    def check(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Refuses what `put` has no place for; writes nothing.
 
         Raises:
-            ValueError: the place is fixed and too small, or of another dtype; names it.
+            ValueError: a fixed place is of another dtype or batch, or too small; names it.
         """
-        place = self._tensors.get(name)
-        if not self.fixed or place is None:
-            self._tensors[name] = tensor.to(self.device).contiguous().clone()
-            return self._tensors[name]
-        if place.dtype != tensor.dtype or place.shape[0] < tensor.shape[0]:
-            raise ValueError(
-                f"{name} is {place.dtype} with room for {place.shape[0]}, needed {tensor.dtype}, {tensor.shape[0]}"
-            )
-        place[: tensor.shape[0]].copy_(tensor)
-        return place
+        if not self.fixed:
+            return
+        for name, tensor in tensors.items():
+            place = self._places.get(name)
+            if place is None:
+                continue
+            room, needed = place.shape[0], tensor.shape[0]
+            if place.dtype != tensor.dtype or room < needed:
+                raise ValueError(f"{name} is {place.dtype} with room for {room}, needed {tensor.dtype}, {needed}")
+            if room > needed and name not in ROOMY_BUFFERS:
+                bounds = int("indptr" in name)
+                raise ValueError(f"{name}: the plan is of {needed - bounds} requests, the graph of {room - bounds}")
+
+    def put(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors' places on the device, by the same names.
+
+        Raises:
+            ValueError: see `check`; then nothing was written.
+        """
+        self.check(tensors)
+        placed = {}
+        for name, tensor in tensors.items():
+            place = self._places.get(name) if self.fixed else None
+            if place is None:
+                place = tensor.to(self.device).contiguous().clone()
+                if self.fixed:
+                    self._places[name] = place
+            else:
+                place[: tensor.shape[0]].copy_(tensor)
+            placed[name] = place
+        return placed
 
 
 def fixed_tensors(
-    float_workspace_buffer: torch.Tensor,
+    workspace: torch.Tensor,
     use_cuda_graph: bool,
     needed: dict[str, torch.Tensor | None],
     optional: dict[str, torch.Tensor | None] | None = None,
@@ -99,20 +131,30 @@ def fixed_tensors(
     """The places of a wrapper, on the workspace's device.
 
     Args:
-        float_workspace_buffer: uint8, one dimension.
+        workspace: by `workspace_bytes`.
         use_cuda_graph: whether they keep their addresses.
         needed: the caller's buffers by name, all of which a CUDA graph needs.
         optional: those that it may do without.
 
     Raises:
-        ValueError: the workspace is no uint8 vector, or a buffer is missing or on another device; names it.
+        ValueError: a buffer is missing or on another device; names it.
     """
-    if float_workspace_buffer.dtype != torch.uint8 or float_workspace_buffer.dim() != 1:
-        raise ValueError(f"float_workspace_buffer must be a uint8 vector, not {float_workspace_buffer.dtype}")
     missing = [name for name, tensor in needed.items() if tensor is None]
     if use_cuda_graph and missing:
         raise ValueError(f"use_cuda_graph needs {missing}")
-    return FixedTensors(float_workspace_buffer.device, fixed=use_cuda_graph, given={**needed, **(optional or {})})
+    return FixedTensors(workspace.device, fixed=use_cuda_graph, given={**needed, **(optional or {})})
+
+
+def workspace_bytes(float_workspace_buffer: torch.Tensor) -> torch.Tensor:
+    """A wrapper's workspace as uint8 `[bytes]`; FlashInfer's users also make it of int8.
+
+    Raises:
+        ValueError: it is no vector of bytes, or where kernels cannot run.
+    """
+    if float_workspace_buffer.dtype not in (torch.uint8, torch.int8) or float_workspace_buffer.dim() != 1:
+        raise ValueError(f"float_workspace_buffer must be a uint8 vector, not {float_workspace_buffer.dtype}")
+    check_runnable(divide_work_kernel, float_workspace_buffer=float_workspace_buffer)  # every plan launches it
+    return float_workspace_buffer.view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,8 +176,20 @@ class PlannedTable:
             raise ValueError(f"indices must be in 0..{page_count - 1}, found {self.page_index_max}")
 
 
-def plan_table(
-    tensors: FixedTensors,
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckedTable:
+    """A checked page table, wherever it lives."""
+
+    tensors: dict[str, torch.Tensor]  # indptr, indices in use, last_page_len, by the names of their buffers
+    page_index_max: int
+
+    def place(self, placed: dict[str, torch.Tensor]) -> PlannedTable:
+        """The table on the device, of what `FixedTensors.put` gave."""
+        indptr, indices, last_page_len = (placed[name] for name in self.tensors)
+        return PlannedTable(indptr, indices, last_page_len, self.page_index_max)
+
+
+def check_table(
     indptr: torch.Tensor,
     indices: torch.Tensor,
     last_page_len: torch.Tensor,
@@ -143,11 +197,10 @@ def plan_table(
     page_size: int,
     prefix: str = "",
     buffer_suffix: str = "_buffer",
-) -> PlannedTable:
-    """Checks a page table, wherever it lives, and takes it to the device.
+) -> CheckedTable:
+    """Checks a page table, wherever it lives.
 
     Args:
-        tensors: their places.
         indptr: int32 `[batch + 1]`.
         indices: int32 `[indptr[batch]]` or longer.
         last_page_len: int32 `[batch]`.
@@ -156,18 +209,13 @@ def plan_table(
         buffer_suffix: what names a buffer, after "paged_kv_indptr".
 
     Raises:
-        ValueError: see `check_page_table`; or a fixed place is too small, or of another batch.
+        ValueError: see `check_page_table`.
     """
     check_page_table(indptr, indices, last_page_len, page_count=None, page_size=page_size, prefix=prefix)
     used = indices[: int(indptr[-1])]
-    page_index_max = int(used.max()) if used.numel() else -1
-    placed = [
-        tensors.put(f"paged_kv_{name}{buffer_suffix}", tensor)
-        for name, tensor in (("indptr", indptr), ("indices", used), ("last_page_len", last_page_len))
-    ]
-    if placed[0].shape[0] != indptr.shape[0] or placed[2].shape[0] != last_page_len.shape[0]:
-        raise ValueError(f"{prefix}indptr is of {indptr.shape[0] - 1} requests, the graph of {placed[0].shape[0] - 1}")
-    return PlannedTable(placed[0], placed[1], placed[2], page_index_max)
+    named = {"indptr": indptr, "indices": used, "last_page_len": last_page_len}
+    tensors = {f"paged_kv_{name}{buffer_suffix}": tensor for name, tensor in named.items()}
+    return CheckedTable(tensors, int(used.max()) if used.numel() else -1)
 
 
 def planned_options(
@@ -208,26 +256,47 @@ def run_options(
     kv_heads: int,
     device: torch.device,
     *,
-    q_scale: float | None,
+    q_scale: Scale | None,
     k_scale: Scale | None,
     v_scale: Scale | None,
     sinks: torch.Tensor | None,
+    window_left: int | None = None,
 ) -> AttentionOptions:
     """A plan's options with what is given per layer. Numbers go into `sm_scale`, tensors to the kernel.
 
     Raises:
         ValueError: what `AttentionOptions` and `scale_per_head` refuse.
     """
-    sm_scale = planned.sm_scale * (1.0 if q_scale is None else q_scale)
-    if k_scale is not None and not isinstance(k_scale, torch.Tensor):
-        sm_scale, k_scale = sm_scale * k_scale, None
+    sm_scale, key_scale = planned.sm_scale, None
+    for name, scale in (("q_scale", q_scale), ("k_scale", k_scale)):  # both are factors of the same product
+        if isinstance(scale, torch.Tensor):
+            per_head = scale_per_head(name, scale, kv_heads, device)
+            key_scale = per_head if key_scale is None or per_head is None else key_scale * per_head
+        elif scale is not None:
+            sm_scale *= scale
     return replace(
         planned,
         sm_scale=sm_scale,
+        window_left=planned.window_left if window_left is None else window_left,
         sinks=sinks,
-        k_scale=scale_per_head("k_scale", k_scale, kv_heads, device),
+        k_scale=key_scale,
         v_scale=scale_per_head("v_scale", v_scale, kv_heads, device),
     )
+
+
+def result_of(
+    out: torch.Tensor, lse: torch.Tensor, *, return_lse: bool, lse_base: str = "log2"
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """What `run` gives back; with `lse_base` "ln" lse, which kernels write in base 2, is converted in place.
+
+    Raises:
+        ValueError: an unknown base.
+    """
+    if lse_base not in LSE_BASES:
+        raise ValueError(f"lse_base must be one of {LSE_BASES}, not {lse_base!r}")
+    if lse_base == "ln":
+        lse.mul_(math.log(2.0))
+    return (out, lse) if return_lse else out
 
 
 def check_planned(name: str, actual: object, planned: object) -> None:

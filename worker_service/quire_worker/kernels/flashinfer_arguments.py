@@ -1,0 +1,129 @@
+"""What FlashInfer's calls take and these do not need: what of it is accepted, and what is refused by name.
+
+A program that comes from FlashInfer keeps its calls. An argument that means something here is a parameter of the
+wrapper; all others arrive as `**others` and are looked up in the table of the call. Names, order and defaults were read
+from FlashInfer 0.7.2 (`decode.py`, `prefill.py`, `cascade.py`, `mla/_batch_mla/_wrapper.py`).
+
+Two kinds. A hint says how FlashInfer should compute, or says again what the page table says: any value is accepted, and
+the result is the same. Anything else changes the result, or promises something: only the value that asks for nothing is
+accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Rule(NamedTuple):
+    """Which values of an argument are accepted."""
+
+    allowed: tuple[object, ...] | None  # None: all, it is a hint
+    why: str = ""
+
+
+HINT = Rule(None)
+NOT_HERE = Rule((None, False), "these kernels cannot do this")
+NOT_GENERATED = Rule((None, False), "kernels are not generated")
+NOT_QUANTISED = Rule((None, 1.0), "results are not quantised")
+ONE_QUERY = Rule((None, 1), "several queries per request are for BatchPrefillWithPagedKVCacheWrapper")
+NO_SKIPPING = Rule((None,), "every key that a query sees counts")
+NO_FP4 = Rule((None,), "caches of 4 bits are not read")
+
+MLA_CONSTRUCTOR = {
+    "backend": Rule(("auto", "fa2", "fa3"), "there is one implementation, and other backends take other page tables"),
+}
+CONSTRUCTOR = {**MLA_CONSTRUCTOR, "jit_args": NOT_GENERATED}
+PREFILL_CONSTRUCTOR = {**CONSTRUCTOR, "jit_kwargs": NOT_GENERATED, "variant_owns_mask": NOT_GENERATED}
+
+DECODE_PLAN = {
+    # What rope_* says is about rotation, which there is none of; the last two say again what the page table says.
+    **dict.fromkeys(("rope_scale", "rope_theta", "non_blocking", "seq_lens", "block_tables"), HINT),
+    "fixed_split_size": Rule((None,), "splits follow from the batch; disable_split_kv makes results independent of it"),
+    "q_len_per_req": ONE_QUERY,
+    "window_right": Rule((0,), "no query sees a later key"),
+    "is_causal": Rule((None, False), "one query per request sees all its keys"),
+}
+_BOTH_PREFILL_PLANS = {
+    **dict.fromkeys(("non_blocking", "seq_lens", "seq_lens_q", "max_token_per_sequence", "max_sequence_kv"), HINT),
+    "uniform_q_len": HINT,
+    # Of prefill no request is ever split over its keys: what these two ask for holds.
+    **dict.fromkeys(("fixed_split_size", "disable_split_kv"), HINT),
+    **dict.fromkeys(
+        ("prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len", "max_item_len_ptr"),
+        Rule((None, 0), "items are not scored apart; a custom_mask can say the same"),
+    ),
+}
+PREFILL_PLAN = {**_BOTH_PREFILL_PLANS, "block_tables": HINT}
+RAGGED_PLAN = {
+    **_BOTH_PREFILL_PLANS,
+    **dict.fromkeys(("v_indptr", "o_indptr"), Rule((None,), "values lie as keys do, results as queries")),
+}
+MLA_PLAN = {
+    **dict.fromkeys(("query_layout", "kv_cache_layout", "lse_mode", "enable_pdl"), HINT),
+    **dict.fromkeys(
+        ("metadata", "cum_seq_lens_q", "block_tables", "seq_lens", "max_q_len"),
+        Rule((None,), "the batch is given by qo_indptr, kv_indptr, kv_indices and kv_len_arr"),
+    ),
+    **dict.fromkeys(("output_scale", "scale_mode"), Rule(("none", "default"), "nothing is quantised")),
+    **dict.fromkeys(("use_profiler", "skip_softmax", "use_sinks"), NOT_HERE),
+}
+
+DECODE_RUN = {
+    "enable_pdl": HINT,
+    "q_len_per_req": ONE_QUERY,
+    "skip_softmax_threshold_scale_factor": NO_SKIPPING,
+    "kv_cache_sf": NO_FP4,
+}
+PREFILL_RUN = {
+    "lse_layout": Rule(("NH",), "transpose lse"),
+    "skip_softmax_threshold_scale_factor": NO_SKIPPING,
+    "kv_cache_sf": NO_FP4,
+    # FlashInfer, too, heeds the last two on one of its backends only.
+    **dict.fromkeys(("enable_pdl", "use_fp16_softmax", "uses_spcompress"), HINT),
+}
+RAGGED_RUN = {
+    "enable_pdl": HINT,
+    "lse_layout": PREFILL_RUN["lse_layout"],
+    "kv_cache_sf": NO_FP4,
+    "o_scale": NOT_QUANTISED,
+}
+MLA_RUN = {
+    "o_scale": NOT_QUANTISED,
+    **dict.fromkeys(
+        ("ckv_scale", "ckv_scale_arr", "kpe_scale", "bmm1_scale", "bmm2_scale"),
+        Rule((None,), "latents of 8 bits are not read"),
+    ),
+    "skip_softmax_threshold_scale_factor": NO_SKIPPING,
+    **dict.fromkeys(("kv_len", "page_table"), Rule((None,), "plan has been told")),
+    **dict.fromkeys(("profiler_buffer", "sinks"), NOT_HERE),
+}
+
+
+def check_others(call: str, rules: Mapping[str, Rule], others: Mapping[str, Any]) -> None:
+    """Refuses what a call cannot honour.
+
+    Args:
+        call: its name, for the message.
+        rules: one of the tables of this file.
+        others: what was given besides the parameters.
+
+    Raises:
+        TypeError: there is no such argument in FlashInfer either.
+        ValueError: an argument has a value that cannot be honoured; names it.
+    """
+    for name, value in others.items():
+        if name not in rules:
+            raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
+        allowed, why = rules[name]
+        if allowed is not None and not _is_one_of(value, allowed):
+            shown = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+            names = " or ".join(repr(one) for one in allowed)
+            raise ValueError(f"{name} must be {names}, not {shown}: {why}")
+
+
+def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:
+    """A tensor is none of them; it does not compare as other values do."""
+    return not isinstance(value, torch.Tensor) and value in allowed

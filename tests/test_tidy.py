@@ -35,6 +35,15 @@ def functions_in(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
             yield node
 
 
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function without its docstring: FlashInfer's calls have two dozen arguments, with a line each."""
+    lines = (function.end_lineno or function.lineno) - function.lineno + 1
+    if ast.get_docstring(function) is None:
+        return lines
+    docstring = function.body[0]
+    return lines - ((docstring.end_lineno or docstring.lineno) - docstring.lineno + 1)
+
+
 def public_definitions(body: list[ast.stmt], *, within: str = "") -> Iterator[tuple[str, Definition]]:
     """Public classes, functions and methods; those of a servicer are documented in the protos."""
     for node in body:
@@ -56,7 +65,7 @@ def test_there_is_something_to_check() -> None:
 def test_files_and_functions_are_short(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").count("\n")
     assert lines <= FILE_LINES_MAX, f"{lines} lines"
-    long = {f.name: f.end_lineno - f.lineno + 1 for f in functions_in(path) if f.end_lineno is not None}
+    long = {function.name: code_lines(function) for function in functions_in(path)}
     assert not {name: lines for name, lines in long.items() if lines > FUNCTION_LINES_MAX}
 
 

@@ -135,8 +135,7 @@ class Episode:
         crowd = [SessionMachine(self.sessions) for _ in range(limits.REPORTS_MAX + 4)]
         for place, machine in enumerate(crowd):
             attach = self._attach_message(f"crowd-{place}")
-            attach.spec.block_count = 8
-            attach.last_step *= place <= limits.REPORTS_MAX  # who has nothing to report need not wait for a place
+            attach.spec.block_count, attach.last_step = 8, int(place <= limits.REPORTS_MAX)  # others need not wait
             if self._receive(machine, pb.SessionRequest(attach=attach), "Session: attach", attach.pool) is not None:
                 self._receive(machine, chunk, "Session: report", attach.pool)
         for machine in crowd:

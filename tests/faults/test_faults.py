@@ -23,6 +23,7 @@ from tests.faults.conftest import WallClock
 from tests.faults.scene import LEASE_S, Name, attached, metric, named, report
 
 RUNS = int(os.environ.get("QUIRE_FAULT_RUNS", "2"))
+KILLS = max(5, RUNS)  # of each kind of pool; with those of `test_text.py` at least 20 in every run of all tests
 STEPS = "quire_allocator_steps_total"
 EXPIRATIONS = "quire_allocator_lease_expirations_total"
 SILENT_S = 5.0  # more than a stream may be
@@ -40,7 +41,7 @@ async def name(tmp_path_factory: pytest.TempPathFactory, wall_clock: WallClock) 
 async def test_an_allocator_killed_in_mid_step_is_replaced_and_live_sequences_go_on(name: Name, kinds: str) -> None:
     seconds = []
     async with attached(name, kinds=kinds) as owner:
-        for run in range(RUNS):
+        for run in range(KILLS):
             for _ in range(10):
                 await owner.step()
             await name.ready()

@@ -21,6 +21,7 @@ from tests.faults.text_scene import REQUESTS, Streams, Worker, is_ready, worker,
 
 STEPS = "quire_allocator_steps_total"
 RUNS = int(os.environ.get("QUIRE_FAULT_RUNS", "2"))
+KILLS = max(10, RUNS)
 
 pytestmark = [pytest.mark.timeout(200 + 20 * RUNS), pytest.mark.asyncio(loop_scope="module")]
 
@@ -39,10 +40,10 @@ async def text(name: Name, tmp_path_factory: pytest.TempPathFactory, wall_clock:
 
 async def test_text_goes_on_however_often_the_allocator_is_killed(name: Name, text: Worker) -> None:
     seconds, live, begun = list[float](), 0, time.monotonic()
-    while len(seconds) < RUNS:
+    while len(seconds) < KILLS:
         await name.ready()
         async with text.streaming() as streams:
-            while len(seconds) < RUNS and not streams.are_done:
+            while len(seconds) < KILLS and not streams.are_done:
                 await name.ready()
                 await streams.more(len(seconds) % 23)
                 if streams.are_done:
@@ -54,7 +55,7 @@ async def test_text_goes_on_however_often_the_allocator_is_killed(name: Name, te
                 if len(seconds) % 50 == 0:
                     report(f"{time.monotonic() - begun:.0f} s, kill -9, until both states are the same", seconds)
     report(f"kill -9, until both states are the same, {live} times with live sequences", seconds)
-    assert live >= RUNS // 2
+    assert live >= KILLS // 2
 
 
 async def test_text_goes_on_after_an_outage_that_is_longer_than_a_stream_may_be_silent(

@@ -19,10 +19,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from quire.steps import StepBuilder
+from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.eviction import DEFAULT_POLICY, POLICIES
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec, Result
 from report import Goal, add_output_arguments, publish
+from session_sides.in_process import InProcess
 
 Request = Sequence[int]
 
@@ -40,6 +43,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, required=True, help="file of requests, a line of JSON each")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="BLOCKS", help="(default: %(default)s)")
     parser.add_argument("--split", type=int, default=1, help="divide each block into so many (default: %(default)s)")
+    parser.add_argument(
+        "--restarts", type=int, nargs="*", default=(), metavar="N",
+        help="also replace the allocator so many times during the trace, the pool being rebuilt of its owner's report",
+    )  # fmt: skip
     add_output_arguments(parser)
     return parser.parse_args()
 
@@ -252,11 +259,43 @@ OURS = {f"quire {name}": through_pool(name) for name in sorted(POLICIES, key=lam
 DEFAULT = f"quire {DEFAULT_POLICY}"
 
 
-def ratios(workload: str, requests: Sequence[Request], capacity: int) -> dict[str, object]:
+def through_session(policy: str, restarts: int) -> Callable[[Sequence[Request], int], int]:
+    """The same over the session protocol, with the allocator replaced so many times, at equal distances; each time the
+    pool is rebuilt of its owner's report."""
+
+    def run(requests: Sequence[Request], capacity: int) -> int:
+        group = pb.GroupSpec(kind=pb.GROUP_KIND_FULL_ATTENTION, block_size=BLOCK_TOKENS)
+        pool = InProcess(pb.PoolSpec(block_count=capacity + 1, groups=[group], eviction_policy=policy))
+        replaced = {len(requests) * number // (restarts + 1) for number in range(1, restarts + 1)}
+        hits = 0
+        for number, request in enumerate(requests, 1):
+            if len(request) <= capacity:
+                digests, token_count = b"".join(block.to_bytes(32) for block in request), len(request) * BLOCK_TOKENS
+                step = StepBuilder()
+                step.allocate(number, token_count + 1, digests)
+                matched = pool.step(step).grows[0].matched_token_count // BLOCK_TOKENS
+                hits += matched
+                step = StepBuilder()
+                step.commit(number, token_count, digests[32 * matched :])
+                pool.step(step)
+                step = StepBuilder()
+                step.free(number)
+                pool.step(step)
+            if number in replaced:
+                pool.replace_allocator()
+        return hits
+
+    return run
+
+
+def ratios(
+    workload: str, requests: Sequence[Request], capacity: int, restarts: Sequence[int] = ()
+) -> dict[str, object]:
     """A row: the share of references that hit under each policy."""
     references = sum(map(len, requests))
     row: dict[str, object] = {"workload": workload, "blocks": capacity}
-    for name, policy in {**PAPERS, OPTIMUM: optimum, **OURS}.items():
+    restarted = {f"{DEFAULT}, {count} restarts": through_session(DEFAULT_POLICY, count) for count in restarts}
+    for name, policy in {**PAPERS, OPTIMUM: optimum, **OURS, **restarted}.items():
         print(f"{workload}, {capacity} blocks: {name}", file=sys.stderr, flush=True)
         row[name] = round(policy(requests, capacity) / references, 4)
     return row
@@ -285,7 +324,7 @@ def main() -> None:
     """Measures and reports."""
     options = arguments()
     requests = read_trace(options.trace, options.split)
-    trace = [ratios(options.trace.stem, requests, size) for size in options.sizes]
+    trace = [ratios(options.trace.stem, requests, size, options.restarts) for size in options.sizes]
     capacity = CHATS_IN_POOL * CHAT_BLOCKS
     chats = [ratios(f"{count} chats in turn", chats_in_turn(count), capacity) for count in CHATS]
     publish(

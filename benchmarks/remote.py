@@ -30,12 +30,8 @@ import torch
 from quire import AsyncAllocatorClient, QuireError
 from quire._messages import pool_spec_message
 from quire.local import ServerProcess
-from quire.owner import PoolOwner
 from quire.steps import StepBuilder, StepOutcome
 from quire.types import PoolSpec
-from quire_allocator.core.directory import Directory, Ownership
-from quire_allocator.machine import SessionMachine
-from quire_allocator.sessions import Sessions
 from quire_worker.cache import KVCache
 from quire_worker.engine import Engine
 from quire_worker.model import PagedModel, load_model
@@ -45,6 +41,7 @@ from quire_worker.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
 from quire_worker.tokenizer import Tokenizer
 from report import Goal, add_output_arguments, core_build, publish
+from session_sides.in_process import InProcess
 
 MODEL = Path(__file__).parent.parent / "models" / "demo"
 BLOCK_SIZE = 16
@@ -69,34 +66,13 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class Nobody:
-    """Whom the machine in process tells nothing."""
-
-    def opened(self, owner: Ownership) -> None: ...
-
-    def resumed(self, owner: Ownership) -> None: ...
-
-    def dropped(self, owner: Ownership) -> None: ...
-
-    def expired(self, owner: Ownership) -> None: ...
-
-    def published(self, owner: Ownership) -> None: ...
-
-    def quarantined(self, owner: Ownership, error: Exception) -> None: ...
-
-
 class DirectSession:
     """What `PoolSession` is to an engine, with the allocator's machine at the other end of a function call."""
 
     connected = True
 
     def __init__(self, spec: PoolSpec) -> None:
-        directory = Directory(lease_s=3600, pools_max=1)
-        sessions = Sessions(directory, Nobody(), new_session_id=lambda: os.urandom(16))
-        self._machine = SessionMachine(sessions)
-        self._owner = PoolOwner("direct", pool_spec_message(spec), incarnation=os.urandom(16), window=4)
-        self._owner.attach()
-        self._exchange()
+        self._pool = InProcess(pool_spec_message(spec))
 
     async def step(self, operations: StepBuilder) -> StepOutcome:
         """Applies a step."""
@@ -105,22 +81,11 @@ class DirectSession:
     async def submit(self, operations: StepBuilder) -> asyncio.Future[StepOutcome]:
         """Applies a step; the future is done."""
         answer = asyncio.get_running_loop().create_future()
-        self._owner.submit(operations)
-        answer.set_result(self._exchange())
+        answer.set_result(self._pool.step(operations))
         return answer
 
     async def close(self) -> None:
         """Nothing is left behind."""
-
-    def _exchange(self) -> Any:
-        """Messages to and fro until nobody has anything to say; returns what the last step did."""
-        outcome = None
-        while self._owner.outbox:
-            now = time.monotonic()
-            for reply in self._machine.receive(self._owner.outbox.popleft(), now):
-                answer = self._owner.receive(reply, now)
-                outcome = answer.outcome if answer is not None else outcome
-        return outcome
 
 
 class Round(NamedTuple):

@@ -9,7 +9,7 @@
 Only a new pool is written to, and the caller puts it in force when it is whole: a refused report changes nothing.
 
 Not reported, so not as before: prompts that sequences are still computing are not announced (a second one is computed
-beside the first), policies have learned nothing yet, counters begin at 0.
+beside the first), policies have learned nothing yet but that what parts was shared, counters begin at 0.
 """
 
 from __future__ import annotations
@@ -171,8 +171,10 @@ def _open(pool: Pool, space: Namespace, builders: list[Builder], reported: Repor
 def _queue(pool: Pool, cached: list[tuple[int, int, Scoped]]) -> None:
     """Candidates for eviction, and for every sequence what the next grow or commit has to look at."""
     for _, _, entry in sorted(cached, key=lambda item: (item[0], -item[1])):
+        children = getattr(entry, "children", ())
+        entry.hits = max(0, len(children) - 1)  # at least: each way on but the first was a prompt that shared it
         pool.blocks.policy.released(entry)
-        if not getattr(entry, "children", None):
+        if not children:
             pool.blocks.push(entry)
     for sequence in pool.sequences.values():
         pool.groups.note_limit(sequence)

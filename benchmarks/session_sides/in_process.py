@@ -1,0 +1,62 @@
+"""A pool's owner and its allocator in one process: the product's state machines, by plain function calls."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from quire.owner import PoolOwner
+from quire.steps import StepBuilder, StepOutcome
+from quire.v1 import allocator_pb2 as pb
+from quire_allocator.core.directory import Directory, Ownership
+from quire_allocator.machine import SessionMachine
+from quire_allocator.sessions import Sessions
+
+
+class _Nobody:
+    """Whom the machine tells nothing."""
+
+    def opened(self, owner: Ownership) -> None: ...
+
+    def resumed(self, owner: Ownership) -> None: ...
+
+    def dropped(self, owner: Ownership) -> None: ...
+
+    def expired(self, owner: Ownership) -> None: ...
+
+    def published(self, owner: Ownership) -> None: ...
+
+    def quarantined(self, owner: Ownership, error: Exception) -> None: ...
+
+
+class InProcess:
+    """An owner that has attached to an allocator of its own."""
+
+    def __init__(self, spec: pb.PoolSpec) -> None:
+        self._owner = PoolOwner("in-process", spec, incarnation=os.urandom(16), window=4)
+        self.replace_allocator()
+
+    def replace_allocator(self) -> None:
+        """The allocator is gone, and another one, which knows nothing, is told by a report."""
+        directory = Directory(lease_s=3600, pools_max=1)
+        self._machine = SessionMachine(Sessions(directory, _Nobody(), new_session_id=lambda: os.urandom(16)))
+        self._owner.lose()
+        self._owner.attach()
+        self._exchange()
+
+    def step(self, operations: StepBuilder) -> StepOutcome:
+        """Applies a step."""
+        self._owner.submit(operations)
+        outcome = self._exchange()
+        assert outcome is not None, "a step has an answer"
+        return outcome
+
+    def _exchange(self) -> StepOutcome | None:
+        """Messages to and fro until nobody has anything to say; returns what the last step did."""
+        outcome = None
+        while self._owner.outbox:
+            now = time.monotonic()
+            for reply in self._machine.receive(self._owner.outbox.popleft(), now):
+                answer = self._owner.receive(reply, now)
+                outcome = answer.outcome if answer is not None else outcome
+        return outcome

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from quire.errors import QuireError, Reason
 from quire.steps import StepOutcome
+from quire_worker.plan import Plan
 from quire_worker.request import FinishReason
-from quire_worker.scheduler import Plan
 
 from tests.worker.engine_harness import BLOCK_SIZE, reference_text, running
 from tests.worker.tiny_models import write_tiny_llama, write_tiny_qwen3
@@ -153,21 +153,27 @@ async def test_decoding_finds_its_blocks_granted_and_waits_for_nothing(folders: 
         assert len(asked) == 2, "the prompt, and the blocks given back at the end"
 
 
-async def test_decoding_goes_on_without_an_allocator_as_far_as_blocks_were_granted(folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("ahead_tokens", [20, 64])
+async def test_decoding_goes_on_without_an_allocator_for_all_tokens_that_were_granted_ahead(
+    folders: dict[str, Path], ahead_tokens: int
+) -> None:
     tokens = prompt(50, seed=9)
-    async with running(folders["llama"]) as harness:
-        request = harness.submit(tokens, max_tokens=40, ignore_eos=True)
+    async with running(folders["llama"], ahead_tokens=ahead_tokens) as harness:
+        request = harness.submit(tokens, max_tokens=150, ignore_eos=True)
         task = asyncio.create_task(harness.collect(request))
-        while request.usage.output_token_count < 3:
+        while request.usage.output_token_count < 25:
             await asyncio.sleep(0)
         await harness.allocator.stop()
-        while request.usage.output_token_count < 10:  # up to 64 tokens there is room
+        before = request.usage.output_token_count
+        while request.usage.output_token_count < before + ahead_tokens:
             await asyncio.sleep(0)
         assert not harness.engine.session.connected
         await harness.allocator.start()
         output = await task
         assert await harness.free_block_count() == 512
-    expected = reference_text(folders["llama"], tuple(tokens), 40)
+    assert len(output.tokens[0]) == 150
+    assert output.request.usage.granted_block_count == -(-199 // BLOCK_SIZE)
+    expected = reference_text(folders["llama"], tuple(tokens), 150)
     assert output.tokens[0][: len(expected)] == expected
 
 

@@ -21,10 +21,11 @@ from quire.steps import StepOutcome
 from quire_worker.cache import KVCache
 from quire_worker.failures import TOKENIZER, DeviceLostError, Failure
 from quire_worker.model import PagedModel
+from quire_worker.plan import Batch, Plan
 from quire_worker.request import Delivery, FinishReason, Request, Sample
 from quire_worker.runner import Computed, Draw, compute
 from quire_worker.sampler import SamplingParams, new_generator
-from quire_worker.scheduler import Batch, Plan, Scheduler
+from quire_worker.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
 from quire_worker.tokenizer import Tokenizer, TokenizerError
 

@@ -49,8 +49,8 @@ class PretendedWorker:
         ahead_tokens: as the scheduler's; None: every turn asks, and nothing is asked for while a batch is computed.
 
     Attributes:
-        is_silent: what was asked for ahead is applied, and not answered before it is waited for.
-        waited_count: turns that had to wait for an answer.
+        is_silent: what is asked for is applied, and not answered as long as anybody can go on without.
+        waited_count: turns in which nobody could.
         asks: of each step that went out while a batch was computed, room for how many tokens it asked for whom.
     """
 
@@ -75,7 +75,7 @@ class PretendedWorker:
         self._asks_ahead = ahead_tokens is not None
         self.is_silent = False
         self.waited_count = 0
-        self._ahead: tuple[Plan, StepOutcome] | None = None
+        self._asked: tuple[Plan, StepOutcome] | None = None
         self.pages: dict[tuple[int, int], int] = {}  # (block, offset) -> token
         self.prefilled_token_count = 0
         self.turn_count = 0
@@ -101,35 +101,43 @@ class PretendedWorker:
         self.turn_count += 1
         if not self.is_silent:
             self.settle()
-        plan, outcome = self._plan_without_asking(), NOTHING_ASKED
-        if plan is None:
-            self.waited_count += 1
-            self.settle()
-            plan = self._plan_without_asking()
-        if plan is None:
-            plan = self.scheduler.plan()
-            outcome = self.ask(plan)
+        plan, outcome = self._plan()
         if cancel_meanwhile is not None:
             self.scheduler.cancel(cancel_meanwhile)
         batch = self.scheduler.schedule(plan, outcome)
         self.scheduler.check_invariants()
-        if self._ahead is None:
+        if self._asked is None:
             self._check_pool()
-        if self._asks_ahead and self._ahead is None:
+        if self._asks_ahead and self._asked is None:
             plan = self.scheduler.plan_ahead(batch.work)
             self.asks.append(plan.grows)
-            self._ahead = plan, self.ask(plan)
+            self._asked = plan, self.ask(plan)
         self._compute(batch)
 
     def settle(self) -> None:
-        """Takes in the answer to what was asked ahead."""
-        if self._ahead is not None:
-            self.scheduler.settle_ahead(*self._ahead)
+        """Takes in the answer to what was asked."""
+        if self._asked is not None:
+            self.scheduler.settle(*self._asked)
             self.scheduler.check_invariants()
-            self._ahead = None
+            self._asked = None
 
-    def _plan_without_asking(self) -> Plan | None:
-        return self.scheduler.plan_without_asking() if self._asks_ahead else None
+    def _plan(self) -> tuple[Plan, StepOutcome]:
+        """As the engine does it."""
+        ready = self.scheduler.plan_without_asking() if self._asks_ahead else Plan(is_whole=False)
+        if ready.is_whole and not self.scheduler.waiting:
+            return ready, NOTHING_ASKED
+        goes_on = self.is_silent and bool(ready.wanted)
+        if self._asked is None:
+            plan = self.scheduler.plan()
+            outcome = self.ask(plan)
+            if not goes_on:
+                return plan, outcome
+            self._asked = plan, outcome
+        if goes_on:
+            return ready, NOTHING_ASKED
+        self.waited_count += 1
+        self.settle()
+        return self._plan()
 
     def _check_pool(self) -> None:
         """The allocator knows of who runs what the scheduler does."""

@@ -95,6 +95,41 @@ def test_decoding_goes_on_for_all_tokens_ahead_while_the_allocator_is_silent() -
         assert worker.pool.blocks.free_count == 64
 
 
+def test_decoding_goes_on_while_a_prompt_waits_for_an_answer() -> None:
+    prompts = lasting_prompts(2, output_tokens=30)
+    worker = worker_of(64, ahead_tokens=16)
+    older = decoding(worker, prompts[0], max_tokens=30)
+    worker.is_silent = True
+    newer = worker.submit(prompts[1], max_tokens=30)
+    for _ in range(16):
+        worker.turn()
+    assert older.usage.output_token_count == 1 + 16
+    assert worker.waited_count == 0
+    assert worker.scheduler.waiting == newer.samples
+    worker.is_silent = False
+    worker.turn()
+    assert newer.usage.output_token_count == 1
+    worker.run()
+    for request in (older, newer):
+        worker.check_text(request)
+
+
+def test_decoding_goes_on_while_others_have_no_room_yet() -> None:
+    prompts = lasting_prompts(2, output_tokens=30)
+    worker = worker_of(64, ahead_tokens=16)
+    older = decoding(worker, prompts[0], max_tokens=30)
+    newer = worker.submit(prompts[1], max_tokens=30)
+    worker.turn()
+    worker.is_silent = True  # while the newer one asks for its second token's block
+    for _ in range(14):
+        worker.turn()
+    assert (older.usage.output_token_count, newer.usage.output_token_count) == (2 + 14, 1)
+    assert worker.waited_count == 0
+    worker.run()
+    for request in (older, newer):
+        worker.check_text(request)
+
+
 def test_a_sample_that_runs_takes_a_block_that_another_holds_ahead_before_anybody_is_preempted() -> None:
     first, second = lasting_prompts(2, output_tokens=13)
     worker = worker_of(16, ahead_tokens=12)

@@ -39,6 +39,7 @@ class Plan:
         forks: parent and child of each fork of the step.
         grows: who each grow of the step is for, and how many tokens it asks room for.
         admitted: those of them that waited.
+        is_whole: nobody who runs is left out of it for want of room.
     """
 
     step: StepBuilder = field(default_factory=StepBuilder)
@@ -46,3 +47,4 @@ class Plan:
     forks: list[tuple[Sample, Sample]] = field(default_factory=list)
     grows: list[tuple[Sample, int]] = field(default_factory=list)
     admitted: set[Sample] = field(default_factory=set)
+    is_whole: bool = True

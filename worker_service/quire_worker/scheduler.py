@@ -7,7 +7,8 @@ Pure: no torch, grpc, clock or randomness. One turn of the engine:
     2. schedule  the allocator's answer: whoever got its blocks is in the batch; if a running sample did not, the
                  newest one is preempted, and its blocks are there for the next turn
                  what the next turns will need is asked for ahead, while the batch is computed (`plan_ahead`), so that
-                 decoding finds it granted and plans without asking (`plan_without_asking`)
+                 decoding finds it granted and plans without asking (`plan_without_asking`). So do others while the
+                 answer to a plan is late: it is taken in later (`settle`)
     3. advance   the batch has been computed
     4. extend    one more token was sampled; finish says why a sample ends
 
@@ -63,7 +64,7 @@ class Scheduler:
         self._to_free: list[int] = []  # sequences of samples that live on without them
         self._last_sequence_id = 0
         self._free_block_count: int | None = None
-        self._copies_ahead: list[Copy] = []  # to run before the next batch
+        self._copies: list[Copy] = []  # to run before the next batch
 
     @property
     def has_work(self) -> bool:
@@ -91,16 +92,17 @@ class Scheduler:
         self._commit(plan, filled, ahead.give_back(self.running + self._leaving, missing, self.block_size))
         return plan
 
-    def plan_without_asking(self) -> Plan | None:
-        """A turn for which everything is granted already; None if the allocator has to be asked."""
-        if self.waiting or not self.running:
-            return None
-        plan, budget = Plan(), self.batch_tokens_max
+    def plan_without_asking(self) -> Plan:
+        """A turn of those for whom everything is granted already. It is not whole if the allocator has to be asked for
+        others that run, or nobody runs. Parents wait for their forks, which share all that they have committed."""
+        plan, budget = Plan(is_whole=bool(self.running)), self.batch_tokens_max
+        parents = {sample.fork_of for sample in self.running}
         for sample in self.running:
             token_count = min(len(sample.tokens) - sample.computed, budget)
-            if sample.fork_of is not None or sample.computed + token_count > sample.granted:
-                return None
-            if token_count:
+            is_forking = sample.fork_of is not None or sample in parents
+            if is_forking or sample.computed + token_count > sample.granted:
+                plan.is_whole = False
+            elif token_count:
                 budget -= token_count
                 plan.wanted.append((sample, token_count))
         return plan
@@ -121,29 +123,13 @@ class Scheduler:
             self._grow(plan, sample, token_count)
         return plan
 
-    def settle_ahead(self, plan: Plan, outcome: StepOutcome) -> None:
-        """Takes in the answer to `plan_ahead`. Who got no room asks again when it needs it; copies wait for the next
-        batch."""
-        self._take_commits(plan, outcome)
-        for (sample, token_count), grown in zip(plan.grows, outcome.grows, strict=True):
-            if sample.sequence_id == grown.sequence_id:
-                self._take(sample, token_count, grown, is_new=False)
-        self._copies_ahead += outcome.copies
-
     def schedule(self, plan: Plan, outcome: StepOutcome) -> Batch:
         """Takes in the allocator's answer and says what to run.
 
         Raises:
             AssertionError: the allocator and this scheduler disagree about which sequences live.
         """
-        self._take_commits(plan, outcome)
-        for parent, child in plan.forks:
-            child.table = parent.table[: -(-child.computed // self.block_size)]
-        denied = {
-            sample
-            for (sample, token_count), grown in zip(plan.grows, outcome.grows, strict=True)
-            if not self._take(sample, token_count, grown, is_new=sample in plan.admitted)
-        }
+        denied = self.settle(plan, outcome)
         if any(sample not in plan.admitted and not sample.has_ended for sample in denied):
             denied.add(self._preempt_newest())
         work = [
@@ -151,10 +137,27 @@ class Scheduler:
             for sample, token_count in plan.wanted
             if sample not in denied and not sample.has_ended
         ]
-        copies, self._copies_ahead = [*self._copies_ahead, *outcome.copies], []
-        if not work:
-            copies, self._copies_ahead = [], copies  # nothing runs: they wait for a batch
+        if not work:  # the copies wait for a batch
+            return Batch([], [])
+        copies, self._copies = self._copies, []
         return Batch(copies, work)
+
+    def settle(self, plan: Plan, outcome: StepOutcome) -> set[Sample]:
+        """Takes in the answer to any plan; copies wait for the next batch. Returns who got no room: it asks again when
+        it needs it.
+
+        Raises:
+            AssertionError: the allocator and this scheduler disagree about which sequences live.
+        """
+        self._take_commits(plan, outcome)
+        for parent, child in plan.forks:
+            child.table, child.fork_of = parent.table[: -(-child.computed // self.block_size)], None
+        self._copies += outcome.copies
+        return {
+            sample
+            for (sample, token_count), grown in zip(plan.grows, outcome.grows, strict=True)
+            if not self._take(sample, token_count, grown, is_new=sample in plan.admitted)
+        }
 
     def advance(self, work: Iterable[Work]) -> None:
         """The batch has been computed; what was not must never be committed."""
@@ -212,7 +215,7 @@ class Scheduler:
         self._leaving.clear()
         self._to_free.clear()
         self._free_block_count = None
-        self._copies_ahead.clear()
+        self._copies.clear()
 
     def start_over(self, plan: Plan) -> None:
         """The allocator refused the step of a plan: all that it still holds for us is freed with the next one."""
@@ -250,7 +253,6 @@ class Scheduler:
                 sample.sequence_id = self._new_sequence_id()
                 plan.step.fork(sample.fork_of.sequence_id, sample.sequence_id)
                 plan.forks.append((sample.fork_of, sample))
-                sample.fork_of = None
 
     def _free(self, plan: Plan) -> int:
         """Frees who left; a parent of this step's forks stays one step longer, since frees come before forks. Returns

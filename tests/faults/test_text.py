@@ -20,6 +20,7 @@ from tests.faults.scene import LEASE_S, Name, attached, flood, metric, named, re
 from tests.faults.text_scene import REQUESTS, Streams, Worker, is_ready, worker, worker_process
 
 STEPS = "quire_allocator_steps_total"
+AHEAD, BLOCK_SIZE = 64, 16  # a worker's defaults
 RUNS = int(os.environ.get("QUIRE_FAULT_RUNS", "2"))
 KILLS = max(10, RUNS)
 
@@ -127,6 +128,28 @@ async def test_text_goes_on_when_the_allocator_stands_still_for_longer_than_its_
         await asyncio.wait([asyncio.create_task(asyncio.Event().wait())], timeout=LEASE_S + 1)
         name.place.send(signal.SIGCONT)
     assert (await text.client.status()).report_count == before, "the session was resumed"
+
+
+async def test_decoding_goes_on_with_what_was_granted_ahead_while_the_allocator_stands_still(
+    name: Name, text: Worker
+) -> None:
+    """And while a request waits that came meanwhile. Of the tokens ahead a block may have been asked for, and not
+    granted yet."""
+    (prompt, sampling), (late_prompt, late_sampling) = REQUESTS[0], REQUESTS[2]
+    async with text.client.stream(prompt, ignore_eos=True, timeout_s=300, **sampling) as chunks:
+        output = [(await anext(chunks)).text for _ in range(20)]
+        before = (await text.client.status()).output_token_count
+        name.place.send(signal.SIGSTOP)
+        try:
+            late = asyncio.create_task(text.client.generate(late_prompt, ignore_eos=True, **late_sampling))
+            assert await text.generates(before + AHEAD - BLOCK_SIZE)
+            assert not late.done()
+        finally:
+            name.place.send(signal.SIGCONT)
+        output += [chunk.text async for chunk in chunks]
+    assert "".join(output) == text.undisturbed[0][0]
+    assert (await late).text == text.undisturbed[2][0]
+    await text.idle()
 
 
 async def test_text_goes_on_when_the_wall_clock_jumps_by_an_hour(

@@ -18,7 +18,7 @@ from tests.faults.scene import Name, pool_of, rows_of
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 BLOCKS = 400
-FREED_S = 30.0
+SOON_S = 30.0
 # A long greedy text, samples that are forked from a half-filled block and append to it side by side, a long prompt.
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("The import statement", {"max_tokens": 200}),
@@ -106,10 +106,17 @@ class Worker:
     async def idle(self) -> None:
         """Both say that nothing is held, at once or soon: what ended is freed with the worker's next step, which a
         caller that has its text may be ahead of."""
-        deadline = time.monotonic() + FREED_S
+        deadline = time.monotonic() + SOON_S
         while (held := await self.agree()) and time.monotonic() < deadline:
             pass
         assert held == 0, "what ended is still held"
+
+    async def generates(self, token_count: int) -> bool:
+        """Whether so many tokens come from it, counted from its start, at once or soon."""
+        deadline = time.monotonic() + SOON_S
+        while (await self.client.status()).output_token_count < token_count and time.monotonic() < deadline:
+            pass
+        return time.monotonic() < deadline
 
     async def agree(self) -> int:
         """Returns when worker and allocator say that the same sequences are on the same blocks, and that is all.

@@ -140,7 +140,13 @@ class Harness:
 
 @asynccontextmanager
 async def running(
-    folder: Path, *, blocks: int = 512, batch_tokens: int = 64, running_max: int = 64, waiting_max: int = 1024
+    folder: Path,
+    *,
+    blocks: int = 512,
+    batch_tokens: int = 64,
+    running_max: int = 64,
+    waiting_max: int = 1024,
+    ahead_tokens: int = 64,
 ) -> AsyncIterator[Harness]:
     """Allocator, session and engine for the length of a test."""
     torch.set_num_threads(1)
@@ -163,6 +169,7 @@ async def running(
                 sequence_tokens_max=min(model.max_position, blocks * BLOCK_SIZE),
                 batch_tokens_max=batch_tokens,
                 running_max=running_max,
+                ahead_tokens=ahead_tokens,
             ),
             telemetry=WorkerTelemetry(),
             waiting_max=waiting_max,

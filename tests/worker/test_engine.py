@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 from quire.errors import QuireError, Reason
-from quire.steps import StepOutcome
+from quire_worker.plan import Plan
 from quire_worker.request import FinishReason
-from quire_worker.scheduler import Plan
 
 from tests.worker.engine_harness import BLOCK_SIZE, reference_text, running
 from tests.worker.tiny_models import write_tiny_llama, write_tiny_qwen3
@@ -140,34 +139,43 @@ async def test_the_text_goes_on_when_the_allocator_is_replaced_by_an_empty_one(f
 async def test_decoding_finds_its_blocks_granted_and_waits_for_nothing(folders: dict[str, Path]) -> None:
     async with running(folders["llama"]) as harness:
         asked = []
-        ask = harness.engine._ask
+        plan = harness.engine.scheduler.plan
 
-        async def count(plan: Plan) -> StepOutcome | None:
-            asked.append(plan)
-            return await ask(plan)
+        def count() -> Plan:
+            asked.append(plan())
+            return asked[-1]
 
-        harness.engine._ask = count  # type: ignore[method-assign]
+        harness.engine.scheduler.plan = count  # type: ignore[method-assign]
         output = await harness.generate(prompt(50, seed=9), max_tokens=100, ignore_eos=True)
         assert await harness.free_block_count() == 512
         assert len(output.tokens[0]) == 100
         assert len(asked) == 2, "the prompt, and the blocks given back at the end"
 
 
-async def test_decoding_goes_on_without_an_allocator_as_far_as_blocks_were_granted(folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize(("ahead_tokens", "others"), [(20, 0), (64, 0), (64, 1)])
+async def test_decoding_goes_on_without_an_allocator_for_all_tokens_that_were_granted_ahead(
+    folders: dict[str, Path], ahead_tokens: int, others: int
+) -> None:
     tokens = prompt(50, seed=9)
-    async with running(folders["llama"]) as harness:
-        request = harness.submit(tokens, max_tokens=40, ignore_eos=True)
+    async with running(folders["llama"], ahead_tokens=ahead_tokens, running_max=1) as harness:
+        request = harness.submit(tokens, max_tokens=150, ignore_eos=True)
+        waiting = [asyncio.create_task(harness.generate(prompt(9), max_tokens=3)) for _ in range(others)]
         task = asyncio.create_task(harness.collect(request))
-        while request.usage.output_token_count < 3:
+        while request.usage.output_token_count < 25:
             await asyncio.sleep(0)
         await harness.allocator.stop()
-        while request.usage.output_token_count < 10:  # up to 64 tokens there is room
+        before = request.usage.output_token_count
+        while request.usage.output_token_count < before + ahead_tokens:
             await asyncio.sleep(0)
         assert not harness.engine.session.connected
+        assert len(harness.engine.scheduler.waiting) == others
         await harness.allocator.start()
         output = await task
+        await asyncio.gather(*waiting)
         assert await harness.free_block_count() == 512
-    expected = reference_text(folders["llama"], tuple(tokens), 40)
+    assert len(output.tokens[0]) == 150
+    assert output.request.usage.granted_block_count == -(-199 // BLOCK_SIZE)
+    expected = reference_text(folders["llama"], tuple(tokens), 150)
     assert output.tokens[0][: len(expected)] == expected
 
 

@@ -140,7 +140,7 @@ async def test_pages_full_of_nan_do_no_harm_to_whoever_gets_them_next(poisoned: 
             bad = harness.submit([POISON, *prompt(100, seed=turn)], max_tokens=5, namespace=str(turn))
             await fails(harness, bad, Reason.MODEL_FAILED)
             pages = harness.engine.cache.layers[1]
-            assert pages.isnan().flatten(1).any(1).sum() > 4
+            assert pages.isnan().flatten(1).any(1).sum() >= 4, "those of its first chunk"
             company = Company(harness, poisoned, 2, length=20)
             await company.check()
         assert await harness.free_block_count() == 8

@@ -24,7 +24,7 @@ class Room(NamedTuple):
     Attributes:
         tokens: of the forward pass.
         samples: that may run at a time, less those that do.
-        blocks: free ones at the allocator, as far as known; None where it has not said.
+        blocks: free ones at the allocator, and those that are held ahead; None where it has not said.
         digest_bytes: of the step.
     """
 
@@ -35,10 +35,12 @@ class Room(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """One sample to let in: how many tokens to compute first, and the digests to match."""
+    """One sample to let in: how many tokens to compute first, how many free blocks it takes at most, and the digests to
+    match."""
 
     sample: Sample
     token_count: int
+    block_count: int
     digests: list[bytes]
 
 
@@ -62,7 +64,7 @@ def admit(waiting: Sequence[Sample], running: Sequence[Sample], room: Room, *, b
             break
         token_count = min(len(sample.tokens) - shared * block_size, tokens)
         sent = digests[: digest_bytes // DIGEST_BYTES]  # fewer only shorten what can be found
-        admitted.append(Admission(sample, token_count, sent))
+        admitted.append(Admission(sample, token_count, needed, sent))
         being_computed.update(digests[shared:])
         tokens -= token_count
         samples -= _places(sample)

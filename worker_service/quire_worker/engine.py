@@ -21,23 +21,26 @@ from quire.steps import StepOutcome
 from quire_worker.cache import KVCache
 from quire_worker.failures import TOKENIZER, DeviceLostError, Failure
 from quire_worker.model import PagedModel
+from quire_worker.plan import Batch, Plan
 from quire_worker.request import Delivery, FinishReason, Request, Sample
 from quire_worker.runner import Computed, Draw, compute
 from quire_worker.sampler import SamplingParams, new_generator
-from quire_worker.scheduler import Batch, Plan, Scheduler
+from quire_worker.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
 from quire_worker.tokenizer import Tokenizer, TokenizerError
 
 log = structlog.get_logger()
 
 NOTHING_ASKED = StepOutcome([], [], [], [], [], [], 0)
+PATIENCE_S = 0.02  # after which who has room goes on without those who wait for an answer; it is usually there in 1 ms
 
 
-class Ahead(NamedTuple):
-    """A step for the turns to come, and its answer."""
+class Asked(NamedTuple):
+    """A plan whose step was sent, its answer, and when that was."""
 
     plan: Plan
     answer: asyncio.Task[StepOutcome]
+    sent_s: float
 
 
 class Engine:
@@ -69,7 +72,7 @@ class Engine:
         self._changed = asyncio.Event()  # a request was ended
         self._request_count = 0
         self._stopping = False
-        self._ahead: Ahead | None = None
+        self._asked: Asked | None = None
 
     async def run(self) -> None:
         """Takes turns as long as there is work, and waits for some otherwise, until `stop`.
@@ -161,19 +164,72 @@ class Engine:
 
     # -- parts of a turn -----------------------------------------------------------------------------------------------
 
-    async def _ask(self, plan: Plan) -> StepOutcome | None:
-        """The allocator's answer; None if everything that ran has to start again.
+    async def _plan(self) -> tuple[Plan, StepOutcome] | None:
+        """What to run, and the allocator's answer if it had to be asked; None if everything has to start again.
+
+        One step is under way at a time. Its answer is waited for only by those who need it: while the allocator is
+        slow, or gone, whoever has room goes on.
+        """
+        if self._asked is not None and self._asked.answer.done() and not await self._settle():
+            return None
+        ready = self.scheduler.plan_without_asking()
+        if self._asked is not None and not ready.is_whole and await self._is_answered(ready):
+            if not await self._settle():
+                return None
+            ready = self.scheduler.plan_without_asking()
+        if self._asked is not None or (ready.is_whole and not self.scheduler.waiting):
+            return ready, NOTHING_ASKED
+        plan = self.scheduler.plan()
+        if not plan.step:
+            return plan, NOTHING_ASKED
+        self._send(plan)
+        if not await self._is_answered(ready):
+            return ready, NOTHING_ASKED
+        outcome = await self._answer()
+        return None if outcome is None else (plan, outcome)
+
+    def _ask_ahead(self, batch: Batch) -> None:
+        """Sends what the next turns need, unless the last step has no answer yet."""
+        if self._asked is None:
+            plan = self.scheduler.plan_ahead(batch.work)
+            if plan.step:
+                self._send(plan)
+
+    def _send(self, plan: Plan) -> None:
+        self._asked = Asked(plan, asyncio.create_task(self.session.step(plan.step)), self._clock())
+
+    async def _is_answered(self, ready: Plan) -> bool:
+        """Waits for the answer: for a moment if somebody is ready to go on without it, else as long as it takes."""
+        assert self._asked is not None
+        started = self._clock()
+        left_s = max(0.0, self._asked.sent_s + PATIENCE_S - started) if ready.wanted else None
+        await asyncio.wait((self._asked.answer,), timeout=left_s)
+        self.telemetry.allocator_wait_s += self._clock() - started
+        return self._asked.answer.done()
+
+    async def _settle(self) -> bool:
+        """Takes in an answer that came late; False if everything that ran has to start again."""
+        assert self._asked is not None
+        plan = self._asked.plan
+        outcome = await self._answer()
+        if outcome is None:
+            return False
+        self.scheduler.settle(plan, outcome)
+        self.telemetry.observe_blocks(outcome, self.scheduler.running, self.cache.block_count)
+        return True
+
+    async def _answer(self) -> StepOutcome | None:
+        """The answer that has come; None if everything that ran has to start again.
 
         A step that is refused is blamed on the requests that it would have let in.
 
         Raises:
             QuireError: a step that lets nobody in was refused, or the allocator broke the protocol.
         """
-        if not plan.step:
-            return NOTHING_ASKED
-        started = self._clock()
+        assert self._asked is not None
+        (plan, answer, _), self._asked = self._asked, None
         try:
-            return await self.session.step(plan.step)
+            return await answer
         except SessionLostError:
             log.warning("the allocator lost this pool; computing again", running=len(self.scheduler.running))
             self.scheduler.forget_blocks()
@@ -186,55 +242,6 @@ class Engine:
                 self._fail(drawn.request, error)
             self.scheduler.start_over(plan)
             return None
-        finally:
-            self.telemetry.allocator_wait_s += self._clock() - started
-
-    async def _plan(self) -> tuple[Plan, StepOutcome] | None:
-        """What to run, and the allocator's answer if it had to be asked; None if everything has to start again.
-
-        An answer to what was asked ahead is waited for only when a turn needs it: decoding goes on as far as blocks
-        were granted while the allocator is slow, or gone.
-        """
-        if self._ahead is not None and self._ahead.answer.done() and not await self._settle():
-            return None
-        plan = self.scheduler.plan_without_asking()
-        if plan is None and self._ahead is not None:
-            if not await self._settle():
-                return None
-            plan = self.scheduler.plan_without_asking()
-        if plan is not None:
-            return plan, NOTHING_ASKED
-        plan = self.scheduler.plan()
-        outcome = await self._ask(plan)
-        return None if outcome is None else (plan, outcome)
-
-    def _ask_ahead(self, batch: Batch) -> None:
-        """Sends what the next turn needs, unless the last such step has no answer yet."""
-        if self._ahead is None:
-            plan = self.scheduler.plan_ahead(batch.work)
-            if plan.step:
-                self._ahead = Ahead(plan, asyncio.create_task(self.session.step(plan.step)))
-
-    async def _settle(self) -> bool:
-        """Takes in what was asked for ahead; False if everything that ran has to start again.
-
-        Raises:
-            QuireError: the step was refused, or the allocator broke the protocol.
-        """
-        assert self._ahead is not None
-        (plan, answer), self._ahead = self._ahead, None
-        started = self._clock()
-        try:
-            outcome = await answer
-        except SessionLostError:
-            log.warning("the allocator lost this pool; computing again", running=len(self.scheduler.running))
-            self.scheduler.forget_blocks()
-            return False
-        finally:
-            self.telemetry.allocator_wait_s += self._clock() - started
-        self.scheduler.settle_ahead(plan, outcome)
-        self.telemetry.observe_blocks(outcome, self.scheduler.running, self.cache.block_count)
-        return True
 
     async def _compute(self, batch: Batch) -> Computed:
         """Runs copies, forward pass and sampling on the model's thread.

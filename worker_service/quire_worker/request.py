@@ -148,3 +148,14 @@ class Sample:
         self.fork_of = parent
         self._digests = list(parent._digests)
         self._chain = parent._chain.copy() if parent._chain is not None else None
+
+    def check_invariants(self, block_size: int) -> None:
+        """Of a running sample: counters are in order, and its table holds what was granted.
+
+        Raises:
+            AssertionError: naming what is broken.
+        """
+        assert self.committed <= self.computed <= len(self.tokens), f"counters of {self.age} are out of order"
+        if self.fork_of is None:
+            assert self.computed <= self.granted, f"{self.age} wrote past its blocks"
+            assert len(self.table) == -(-self.granted // block_size), f"{self.age} has another table than was granted"

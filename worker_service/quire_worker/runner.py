@@ -25,9 +25,9 @@ from quire_worker.batch import Chunk, build_batch
 from quire_worker.cache import KVCache
 from quire_worker.failures import NOT_FINITE, DeviceLostError, Failure, FailureKind, failure_of
 from quire_worker.model import PagedModel
+from quire_worker.plan import Batch, Work
 from quire_worker.request import Request, Sample
 from quire_worker.sampler import finite_rows, sample
-from quire_worker.scheduler import Batch, Work
 
 log = structlog.get_logger()
 ItemT = TypeVar("ItemT")

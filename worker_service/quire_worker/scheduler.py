@@ -6,64 +6,27 @@ Pure: no torch, grpc, clock or randomness. One turn of the engine:
                  then waiting ones as far as the token budget goes (prompts are cut into chunks by it)
     2. schedule  the allocator's answer: whoever got its blocks is in the batch; if a running sample did not, the
                  newest one is preempted, and its blocks are there for the next turn
-                 what the next turn will need is asked for ahead, while the batch is computed (`plan_ahead`), so that
-                 decoding finds it granted and plans without asking (`plan_without_asking`)
+                 what the next turns will need is asked for ahead, while the batch is computed (`plan_ahead`), so that
+                 decoding finds it granted and plans without asking (`plan_without_asking`). So do others while the
+                 answer to a plan is late: it is taken in later (`settle`)
     3. advance   the batch has been computed
     4. extend    one more token was sampled; finish says why a sample ends
 
 Order is by age, always: the oldest sample is asked for first and preempted last, so it always gets on. Who is let in is
-decided in `admission.py`.
+decided in `admission.py`, and how many blocks are asked for ahead in `ahead.py`.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from quire.steps import Copy, GrowOutcome, Result, StepBuilder, StepOutcome
+from quire.steps import Copy, GrowOutcome, Result, StepOutcome
 
+from quire_worker import ahead
 from quire_worker.admission import Room, admit
+from quire_worker.plan import Batch, Plan, Work
 from quire_worker.request import FinishReason, Request, Sample
-
-
-class Work(NamedTuple):
-    """Tokens `[sample.computed, sample.computed + token_count)` of one sample."""
-
-    sample: Sample
-    token_count: int
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the next token can be sampled after it."""
-        return self.sample.computed + self.token_count == len(self.sample.tokens)
-
-
-class Batch(NamedTuple):
-    """What to run: the copies first, then one forward pass."""
-
-    copies: list[Copy]
-    work: list[Work]
-
-
-@dataclass(slots=True)
-class Plan:
-    """One turn before the allocator has answered.
-
-    Attributes:
-        step: what to ask for; nothing may be needed.
-        wanted: how many tokens of whom, if granted, in the order of age.
-        forks: parent and child of each fork of the step.
-        grows: who each grow of the step is for, and how many tokens it asks room for.
-        admitted: those of them that waited.
-    """
-
-    step: StepBuilder = field(default_factory=StepBuilder)
-    wanted: list[tuple[Sample, int]] = field(default_factory=list)
-    forks: list[tuple[Sample, Sample]] = field(default_factory=list)
-    grows: list[tuple[Sample, int]] = field(default_factory=list)
-    admitted: set[Sample] = field(default_factory=set)
 
 
 class Scheduler:
@@ -74,6 +37,7 @@ class Scheduler:
         sequence_tokens_max: longest sequence that the model and the pool can hold.
         batch_tokens_max: tokens per forward pass.
         running_max: samples that run at a time.
+        ahead_tokens: for which a sample that decodes asks for room beyond its next token.
         digest_bytes_max: of the digests that one step may carry for new sequences.
     """
 
@@ -84,12 +48,14 @@ class Scheduler:
         sequence_tokens_max: int,
         batch_tokens_max: int,
         running_max: int,
+        ahead_tokens: int = 0,
         digest_bytes_max: int = 512 << 10,
     ) -> None:
         self.block_size = block_size
         self.sequence_tokens_max = sequence_tokens_max
         self.batch_tokens_max = batch_tokens_max
         self.running_max = running_max
+        self.ahead_tokens = ahead_tokens
         self.digest_bytes_max = digest_bytes_max
         self.waiting: list[Sample] = []  # oldest first
         self.running: list[Sample] = []  # oldest first
@@ -98,7 +64,7 @@ class Scheduler:
         self._to_free: list[int] = []  # sequences of samples that live on without them
         self._last_sequence_id = 0
         self._free_block_count: int | None = None
-        self._copies_ahead: list[Copy] = []  # to run before the next batch
+        self._copies: list[Copy] = []  # to run before the next batch
 
     @property
     def has_work(self) -> bool:
@@ -110,9 +76,9 @@ class Scheduler:
     def plan(self) -> Plan:
         """Decides what to ask for."""
         plan = Plan()
-        self._commit(plan, self.running + self._leaving)
+        filled = self._take_filled()
         self._fork(plan)
-        self._free(plan)
+        freed_ahead = self._free(plan)
         budget = self.batch_tokens_max
         for sample in self.running:
             token_count = min(len(sample.tokens) - sample.computed, budget)
@@ -122,45 +88,40 @@ class Scheduler:
             plan.wanted.append((sample, token_count))
             if sample.computed + token_count > sample.granted:
                 self._grow(plan, sample, self._round_up(sample.computed + token_count))
-        self._admit(plan, budget)
+        missing = self._admit(plan, budget, freed_ahead)
+        self._commit(plan, filled, ahead.give_back(self.running + self._leaving, missing, self.block_size))
         return plan
 
-    def plan_without_asking(self) -> Plan | None:
-        """A turn for which everything is granted already; None if the allocator has to be asked."""
-        if self.waiting or not self.running:
-            return None
-        plan, budget = Plan(), self.batch_tokens_max
+    def plan_without_asking(self) -> Plan:
+        """A turn of those for whom everything is granted already. It is not whole if the allocator has to be asked for
+        others that run, or nobody runs. Parents wait for their forks, which share all that they have committed."""
+        plan, budget = Plan(is_whole=bool(self.running)), self.batch_tokens_max
+        parents = {sample.fork_of for sample in self.running}
         for sample in self.running:
             token_count = min(len(sample.tokens) - sample.computed, budget)
-            if sample.fork_of is not None or sample.computed + token_count > sample.granted:
-                return None
-            if token_count:
+            is_forking = sample.fork_of is not None or sample in parents
+            if is_forking or sample.computed + token_count > sample.granted:
+                plan.is_whole = False
+            elif token_count:
                 budget -= token_count
                 plan.wanted.append((sample, token_count))
         return plan
 
     def plan_ahead(self, work: Iterable[Work]) -> Plan:
-        """What to ask for while `work` is computed: commits of earlier passes, frees, and room for each sample's next
-        token, but for those that this pass completes."""
+        """What to ask for while `work` is computed: commits of earlier passes, frees, and room for the tokens to come
+        of each sample that goes on after this pass."""
         plan = Plan()
-        self._commit(plan, self.running + self._leaving)
+        self._commit(plan, self._take_filled(), {})
         self._free(plan)
-        for sample, token_count in work:
-            end = sample.computed + token_count
-            goes_on = sample.output_token_count + 1 < sample.request.sampling.max_tokens
-            is_complete = end == len(sample.tokens) and end + 1 < self.sequence_tokens_max
-            if is_complete and goes_on and end + 1 > sample.granted and sample.sequence_id:
-                self._grow(plan, sample, self._round_up(end + 1))
+        for sample, token_count in ahead.needs_of(
+            work,
+            self._free_block_count or 0,
+            ahead_tokens=self.ahead_tokens,
+            block_size=self.block_size,
+            sequence_tokens_max=self.sequence_tokens_max,
+        ):
+            self._grow(plan, sample, token_count)
         return plan
-
-    def settle_ahead(self, plan: Plan, outcome: StepOutcome) -> None:
-        """Takes in the answer to `plan_ahead`. Who got no room asks again when it needs it; copies wait for the next
-        batch."""
-        self._take_commits(plan, outcome)
-        for (sample, token_count), grown in zip(plan.grows, outcome.grows, strict=True):
-            if sample.sequence_id == grown.sequence_id:
-                self._take(sample, token_count, grown, is_new=False)
-        self._copies_ahead += outcome.copies
 
     def schedule(self, plan: Plan, outcome: StepOutcome) -> Batch:
         """Takes in the allocator's answer and says what to run.
@@ -168,14 +129,7 @@ class Scheduler:
         Raises:
             AssertionError: the allocator and this scheduler disagree about which sequences live.
         """
-        self._take_commits(plan, outcome)
-        for parent, child in plan.forks:
-            child.table = parent.table[: -(-child.computed // self.block_size)]
-        denied = {
-            sample
-            for (sample, token_count), grown in zip(plan.grows, outcome.grows, strict=True)
-            if not self._take(sample, token_count, grown, is_new=sample in plan.admitted)
-        }
+        denied = self.settle(plan, outcome)
         if any(sample not in plan.admitted and not sample.has_ended for sample in denied):
             denied.add(self._preempt_newest())
         work = [
@@ -183,10 +137,27 @@ class Scheduler:
             for sample, token_count in plan.wanted
             if sample not in denied and not sample.has_ended
         ]
-        copies, self._copies_ahead = [*self._copies_ahead, *outcome.copies], []
-        if not work:
-            copies, self._copies_ahead = [], copies  # nothing runs: they wait for a batch
+        if not work:  # the copies wait for a batch
+            return Batch([], [])
+        copies, self._copies = self._copies, []
         return Batch(copies, work)
+
+    def settle(self, plan: Plan, outcome: StepOutcome) -> set[Sample]:
+        """Takes in the answer to any plan; copies wait for the next batch. Returns who got no room: it asks again when
+        it needs it.
+
+        Raises:
+            AssertionError: the allocator and this scheduler disagree about which sequences live.
+        """
+        self._take_commits(plan, outcome)
+        for parent, child in plan.forks:
+            child.table, child.fork_of = parent.table[: -(-child.computed // self.block_size)], None
+        self._copies += outcome.copies
+        return {
+            sample
+            for (sample, token_count), grown in zip(plan.grows, outcome.grows, strict=True)
+            if not self._take(sample, token_count, grown, is_new=sample in plan.admitted)
+        }
 
     def advance(self, work: Iterable[Work]) -> None:
         """The batch has been computed; what was not must never be committed."""
@@ -221,6 +192,7 @@ class Scheduler:
         sample.has_ended = True
         sample.finish_reason = reason
         sample.request.usage.unshared_block_count += -(-sample.computed // self.block_size)
+        self._uncount_ahead(sample)
         if sample in self.running:
             self.running.remove(sample)
             if sample.sequence_id:
@@ -237,12 +209,13 @@ class Scheduler:
         """The allocator's state is gone: everything that ran waits to be computed again."""
         self.waiting = sorted(self.waiting + self.running, key=_age)
         for sample in self.waiting:
+            self._uncount_ahead(sample)
             sample.forget_blocks()
         self.running.clear()
         self._leaving.clear()
         self._to_free.clear()
         self._free_block_count = None
-        self._copies_ahead.clear()
+        self._copies.clear()
 
     def start_over(self, plan: Plan) -> None:
         """The allocator refused the step of a plan: all that it still holds for us is freed with the next one."""
@@ -253,14 +226,26 @@ class Scheduler:
 
     # -- parts of a plan -----------------------------------------------------------------------------------------------
 
-    def _commit(self, plan: Plan, samples: list[Sample]) -> None:
-        """Commits whoever filled a block, and parents of forks, which share only what is committed."""
+    def _take_filled(self) -> dict[Sample, list[bytes]]:
+        """Who filled blocks since the last commit, and their digests. Also parents of forks, which share only what is
+        committed. From now on it all counts as committed."""
         parents = {sample.fork_of for sample in self.running}
-        for sample in samples:
+        filled = {}
+        for sample in self.running + self._leaving:
             first, end = sample.committed // self.block_size, sample.computed // self.block_size
             if sample.sequence_id and (end > first or (sample in parents and sample.computed > sample.committed)):
-                plan.step.commit(sample.sequence_id, sample.computed, sample.digests(self.block_size, first, end))
+                filled[sample] = sample.digests(self.block_size, first, end)
                 sample.committed = sample.computed
+        return filled
+
+    def _commit(self, plan: Plan, filled: dict[Sample, list[bytes]], kept: dict[Sample, int]) -> None:
+        """Commits whoever filled a block or gives some back, keeping room for so many tokens."""
+        for sample in {**filled, **kept}:
+            plan.step.commit(sample.sequence_id, sample.computed, filled.get(sample, ()), kept.get(sample, 0))
+        for sample, token_count in kept.items():
+            sample.request.usage.granted_block_count -= (sample.granted - token_count) // self.block_size
+            del sample.table[token_count // self.block_size :]
+            sample.committed, sample.granted = sample.computed, token_count
 
     def _fork(self, plan: Plan) -> None:
         for sample in self.running:
@@ -268,37 +253,46 @@ class Scheduler:
                 sample.sequence_id = self._new_sequence_id()
                 plan.step.fork(sample.fork_of.sequence_id, sample.sequence_id)
                 plan.forks.append((sample.fork_of, sample))
-                sample.fork_of = None
 
-    def _free(self, plan: Plan) -> None:
-        """Frees who left; a parent of this step's forks stays one step longer, since frees come before forks."""
+    def _free(self, plan: Plan) -> int:
+        """Frees who left; a parent of this step's forks stays one step longer, since frees come before forks. Returns
+        how many blocks they held ahead, which are free at once: nobody shares them."""
         parents = {parent for parent, _ in plan.forks}
+        freed_ahead = 0
         for sample in self._leaving:
             if sample not in parents:
                 plan.step.free(sample.sequence_id)
+                freed_ahead += ahead.block_count_of(sample, self.block_size)
         self._leaving = [sample for sample in self._leaving if sample in parents]
         for sequence_id in self._to_free:
             plan.step.free(sequence_id)
         self._to_free.clear()
+        return freed_ahead
 
     def _grow(self, plan: Plan, sample: Sample, token_count: int) -> None:
         plan.step.grow(sample.sequence_id, token_count)
         plan.grows.append((sample, token_count))
 
-    def _admit(self, plan: Plan, budget: int) -> None:
+    def _admit(self, plan: Plan, budget: int, freed_ahead: int) -> int:
+        """Lets in who fits, as if nobody held blocks ahead; returns how many of these have to be given back for that,
+        and for what the step grows."""
         free = self._free_block_count
+        held_ahead = sum(ahead.block_count_of(sample, self.block_size) for sample in self.running + self._leaving)
+        missing = len(plan.grows) - (free or 0) - freed_ahead
         room = Room(
             tokens=budget,
             samples=self.running_max - len(self.running),
-            blocks=None if free is None else free - len(plan.grows),
+            blocks=None if free is None else held_ahead - missing,
             digest_bytes=self.digest_bytes_max,
         )
-        for sample, token_count, digests in admit(self.waiting, self.running, room, block_size=self.block_size):
-            sample.sequence_id, capacity = self._new_sequence_id(), self._round_up(len(sample.tokens))
-            plan.step.allocate(sample.sequence_id, capacity, digests, sample.request.namespace)
+        for admission in admit(self.waiting, self.running, room, block_size=self.block_size):
+            sample, capacity = admission.sample, self._round_up(len(admission.sample.tokens))
+            plan.step.allocate(self._new_sequence_id(), capacity, admission.digests, sample.request.namespace)
             plan.grows.append((sample, capacity))
-            plan.wanted.append((sample, token_count))
+            plan.wanted.append((sample, admission.token_count))
             plan.admitted.add(sample)
+            missing += admission.block_count
+        return missing
 
     # -- parts of an answer --------------------------------------------------------------------------------------------
 
@@ -315,17 +309,18 @@ class Scheduler:
     def _take(self, sample: Sample, token_count: int, grown: GrowOutcome, *, is_new: bool) -> bool:
         """Notes what the allocator granted; False if it had no space."""
         if grown.result is Result.NO_SPACE:
-            if is_new:
-                sample.sequence_id = 0
             return False
         assert grown.result is Result.OK, f"the allocator answered {grown.result.name} to a grow"
+        if is_new:
+            sample.sequence_id = grown.sequence_id
         if is_new and sample.has_ended:  # cancelled while the allocator was being asked
             self._leaving.append(sample)
             return False
         (blocks,) = grown.blocks
         usage = sample.request.usage
         matched_block_count = grown.matched_token_count // self.block_size
-        usage.granted_block_count += len(blocks) - matched_block_count
+        if not sample.has_ended:  # else it has no use for them
+            usage.granted_block_count += len(blocks) - matched_block_count
         if is_new:
             self.waiting.remove(sample)
             insort(self.running, sample, key=_age)
@@ -344,9 +339,14 @@ class Scheduler:
         self.preemption_count += 1
         victim.request.usage.preemption_count += 1
         self._to_free.append(victim.sequence_id)
+        self._uncount_ahead(victim)
         victim.forget_blocks()
         insort(self.waiting, victim, key=_age)
         return victim
+
+    def _uncount_ahead(self, sample: Sample) -> None:
+        """It loses its blocks: those that it held ahead and never used are not counted as its request's."""
+        sample.request.usage.granted_block_count -= ahead.block_count_of(sample, self.block_size)
 
     def _round_up(self, token_count: int) -> int:
         return -(-token_count // self.block_size) * self.block_size
@@ -365,13 +365,7 @@ class Scheduler:
         assert self.running == sorted(self.running, key=_age), "running is out of order"
         assert not set(self.waiting) & set(self.running), "a sample waits and runs"
         for sample in self.running:
-            assert sample.committed <= sample.computed <= len(sample.tokens), (
-                f"counters of {sample.age} are out of order"
-            )
-            assert sample.fork_of is not None or sample.computed <= sample.granted, (
-                f"{sample.age} wrote past its blocks"
-            )
-            assert sample.fork_of is not None or len(sample.table) * self.block_size >= sample.granted
+            sample.check_invariants(self.block_size)
         for sample in self.waiting:
             assert not sample.sequence_id, f"{sample.age} waits with blocks"
             assert not sample.table, f"{sample.age} waits with blocks"

@@ -86,6 +86,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--max-waiting", type=int, default=1024, help="requests queued before more are refused (default: %(default)s)"
     )
     parser.add_argument(
+        "--grant-ahead-tokens",
+        type=int,
+        default=64,
+        help="tokens that each sample has room for beyond its next one, where blocks are free: so many it decodes while"
+        " the allocator is away; 0: none (default: %(default)s)",
+    )
+    parser.add_argument(
         "--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: float32 on a CPU"
     )
     parser.add_argument(
@@ -100,6 +107,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         value = getattr(options, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if options.grant_ahead_tokens < 0:
+        parser.error("--grant-ahead-tokens must be at least 0")
     if options.max_batch_tokens > BLOCKS_PER_STEP_MAX * options.block_size:
         parser.error(f"--max-batch-tokens must be at most {BLOCKS_PER_STEP_MAX} blocks")
     if options.max_running > RUNNING_MAX:
@@ -192,6 +201,7 @@ def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSessi
         sequence_tokens_max=min(model.max_position, cache.block_count * cache.spec.block_size),
         batch_tokens_max=options.max_batch_tokens,
         running_max=options.max_running,
+        ahead_tokens=options.grant_ahead_tokens,
     )
     return Engine(
         model=model,

@@ -1,0 +1,230 @@
+"""Room that is granted ahead: how much, when it is asked for, and that nobody pays for it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from quire_worker.request import FinishReason, Request
+
+from tests.worker.pretended_worker import PretendedWorker, expected_output, lasting_prompts, numbers
+
+SIZE = 4
+
+
+def worker_of(block_count: int, *, ahead_tokens: int, running_max: int = 8) -> PretendedWorker:
+    return PretendedWorker(
+        block_count=block_count,
+        block_size=SIZE,
+        batch_tokens=1_000,
+        running_max=running_max,
+        ahead_tokens=ahead_tokens,
+    )
+
+
+def decoding(worker: PretendedWorker, prompt: list[int], **sampling: int) -> Request:
+    """A request whose prompt has been computed, and that has the answer to what it asked for meanwhile."""
+    request = worker.submit(prompt, **sampling)
+    worker.turn()
+    worker.settle()
+    return request
+
+
+@pytest.mark.parametrize(("ahead_tokens", "block_count"), [(0, 6), (1, 6), (3, 6), (4, 7), (5, 7), (16, 10), (19, 10)])
+def test_a_sample_that_decodes_has_room_for_so_many_tokens_and_asks_once_per_block(
+    ahead_tokens: int, block_count: int
+) -> None:
+    worker = worker_of(64, ahead_tokens=ahead_tokens)
+    (prompt,) = lasting_prompts(1, output_tokens=41)
+    request = decoding(worker, prompt, max_tokens=41)
+    (sample,) = request.samples
+    assert len(sample.table) == block_count  # 20 tokens of the prompt, the next one, and those ahead
+    for _ in range(20):
+        worker.turn()
+        worker.settle()
+        assert sample.granted >= len(sample.tokens) + ahead_tokens
+        assert sample.granted < len(sample.tokens) + ahead_tokens + SIZE
+    assert sum(map(len, worker.asks)) == 1 + 20 // SIZE
+    worker.run()
+    worker.check_text(request)
+
+
+def test_nothing_is_asked_for_beyond_what_a_request_may_generate() -> None:
+    (prompt,) = lasting_prompts(1, output_tokens=10)
+    worker = worker_of(64, ahead_tokens=64)
+    request = decoding(worker, prompt, max_tokens=9)  # the last of 29 tokens is never computed
+    assert len(request.samples[0].table) == 7
+    worker.run()
+    assert request.usage.granted_block_count == 7
+    assert sum(map(len, worker.asks)) == 1
+
+
+def test_nothing_is_asked_for_beyond_the_longest_sequence() -> None:
+    (prompt,) = lasting_prompts(1, output_tokens=20)
+    worker = worker_of(64, ahead_tokens=64)
+    worker.scheduler.sequence_tokens_max = 30
+    request = decoding(worker, prompt, max_tokens=2**31 - 1)
+    assert len(request.samples[0].table) == 8
+    worker.run()
+    assert len(request.samples[0].tokens) == 30
+    assert request.samples[0].finish_reason is FinishReason.LENGTH
+
+
+def test_a_prompt_of_which_a_chunk_is_left_asks_for_nothing() -> None:
+    worker = PretendedWorker(block_count=64, block_size=SIZE, batch_tokens=10, ahead_tokens=16)
+    worker.submit(numbers(25), max_tokens=20)
+    for _ in range(3):
+        worker.turn()
+    assert [len(asked) for asked in worker.asks] == [0, 0, 1]
+
+
+def test_decoding_goes_on_for_all_tokens_ahead_while_the_allocator_is_silent() -> None:
+    for turns_before in range(2 * SIZE):
+        worker = worker_of(64, ahead_tokens=16)
+        (prompt,) = lasting_prompts(1, output_tokens=41)
+        request = decoding(worker, prompt, max_tokens=41)
+        for _ in range(turns_before):
+            worker.turn()
+            worker.settle()
+        worker.is_silent, waited_count, before = True, worker.waited_count, request.usage.output_token_count
+        while worker.waited_count == waited_count:
+            worker.turn()
+        assert request.usage.output_token_count - 1 - before >= 16, "the last turn had waited"
+        worker.run()
+        worker.check_text(request)
+        assert worker.pool.blocks.free_count == 64
+
+
+def test_decoding_goes_on_while_a_prompt_waits_for_an_answer() -> None:
+    prompts = lasting_prompts(2, output_tokens=30)
+    worker = worker_of(64, ahead_tokens=16)
+    older = decoding(worker, prompts[0], max_tokens=30)
+    worker.is_silent = True
+    newer = worker.submit(prompts[1], max_tokens=30)
+    for _ in range(16):
+        worker.turn()
+    assert older.usage.output_token_count == 1 + 16
+    assert worker.waited_count == 0
+    assert worker.scheduler.waiting == newer.samples
+    worker.is_silent = False
+    worker.turn()
+    assert newer.usage.output_token_count == 1
+    worker.run()
+    for request in (older, newer):
+        worker.check_text(request)
+
+
+def test_decoding_goes_on_while_others_have_no_room_yet() -> None:
+    prompts = lasting_prompts(2, output_tokens=30)
+    worker = worker_of(64, ahead_tokens=16)
+    older = decoding(worker, prompts[0], max_tokens=30)
+    newer = worker.submit(prompts[1], max_tokens=30)
+    worker.turn()
+    worker.is_silent = True  # while the newer one asks for its second token's block
+    for _ in range(14):
+        worker.turn()
+    assert (older.usage.output_token_count, newer.usage.output_token_count) == (2 + 14, 1)
+    assert worker.waited_count == 0
+    worker.run()
+    for request in (older, newer):
+        worker.check_text(request)
+
+
+def test_a_sample_that_runs_takes_a_block_that_another_holds_ahead_before_anybody_is_preempted() -> None:
+    first, second = lasting_prompts(2, output_tokens=13)
+    worker = worker_of(16, ahead_tokens=12)
+    older, newer = (worker.submit(prompt, max_tokens=13) for prompt in (first, second))
+    worker.turn()
+    worker.settle()
+    assert [len(request.samples[0].table) for request in (older, newer)] == [8, 8]
+    assert worker.pool.blocks.free_count == 0
+    worker.run()
+    assert worker.scheduler.preemption_count == 0
+
+    worker = worker_of(13, ahead_tokens=12)
+    older, newer = (worker.submit(prompt, max_tokens=9) for prompt in (first, second))
+    worker.turn()
+    worker.settle()
+    assert [len(request.samples[0].table) for request in (older, newer)] == [7, 6]
+    worker.run()
+    assert worker.scheduler.preemption_count == 1, "the two need 14"
+
+
+def test_a_prompt_is_let_in_on_blocks_that_are_held_ahead_in_one_step() -> None:
+    prompts = lasting_prompts(3, output_tokens=30)
+    worker = worker_of(20, ahead_tokens=64)
+    older = decoding(worker, prompts[0], max_tokens=30)
+    assert worker.pool.blocks.free_count == 20 - 13  # 49 tokens
+    newer = worker.submit(prompts[1] + numbers(12), max_tokens=2)
+    worker.turn()
+    assert newer.samples[0] in worker.scheduler.running
+    assert len(newer.samples[0].table) == 8
+    assert len(older.samples[0].table) == 12, "no more was given back than was missing"
+    assert worker.pool.blocks.free_count == 0
+    worker.run()
+    assert worker.scheduler.preemption_count == 0
+    worker.check_text(older)
+
+
+def test_who_would_not_fit_either_way_takes_nothing() -> None:
+    prompts = lasting_prompts(2, output_tokens=30)
+    worker = worker_of(20, ahead_tokens=64)
+    older = decoding(worker, prompts[0], max_tokens=30)
+    large = worker.submit(numbers(60, seed=5), max_tokens=2)
+    worker.turn()
+    worker.settle()
+    assert worker.scheduler.waiting == large.samples
+    assert len(older.samples[0].table) == 13
+
+
+def test_blocks_that_were_held_ahead_and_never_used_are_not_counted() -> None:
+    prompt = next(
+        p for p in (numbers(20, seed=seed) for seed in range(999)) if len(expected_output(p, 0, 99, 999)[0]) == 6
+    )
+    worker = worker_of(64, ahead_tokens=40)
+    stopped = decoding(worker, prompt, max_tokens=99)
+    assert len(stopped.samples[0].table) == 16
+    worker.run()
+    assert stopped.usage.granted_block_count == stopped.usage.unshared_block_count == 7
+    assert worker.pool.granted_block_count >= 16
+    assert worker.pool.blocks.free_count == 64
+
+
+def test_samples_that_share_a_half_filled_block_copy_it_though_more_was_granted_ahead() -> None:
+    prompt = next(
+        p
+        for p in (numbers(22, seed=seed) for seed in range(999))
+        if all(len(expected_output(p, index, 20, 999)[0]) == 20 for index in range(3))
+    )
+    worker = worker_of(64, ahead_tokens=8)
+    request = decoding(worker, prompt, max_tokens=20, n=3)
+    assert len(request.samples[0].table) == 8, "before anybody was forked"
+    worker.run()
+    worker.check_text(request)
+    assert worker.pool.copy_count == 2
+    assert request.usage.granted_block_count == 11 + 2 * 6  # 41 tokens each, five blocks of them shared
+    assert worker.pool.blocks.free_count == 64
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_room_ahead_costs_nobody_a_place(seed: int) -> None:
+    """Who runs, turn by turn, is the same with it and without, in pools that are too small for everybody."""
+    histories = []
+    for ahead_tokens in (0, 40):
+        dice = random.Random(seed)
+        worker = worker_of(dice.randint(12, 40), ahead_tokens=ahead_tokens, running_max=dice.randint(1, 6))
+        history, requests = [], []
+        for turn in range(120):
+            if dice.random() < 0.15:
+                prompt = numbers(dice.randint(1, 30), seed=turn + 1_000 * seed)
+                requests.append(worker.submit(prompt, max_tokens=dice.randint(1, 16), n=dice.choice([1, 1, 2])))
+            worker.turn()
+            history.append([(sample.age, sample.output_token_count) for sample in worker.scheduler.running])
+        worker.run()
+        for request in requests:
+            worker.check_text(request)
+        histories.append((history, worker.scheduler.preemption_count, worker.pool.granted_block_count))
+    (without, preemption_count, granted), (with_it, as_many, granted_ahead) = histories
+    assert with_it == without
+    assert as_many == preemption_count
+    assert granted_ahead >= granted

@@ -12,11 +12,10 @@ import torch
 from quire_worker.attention import TorchPagedAttention, TritonPagedAttention
 from quire_worker.attention.triton_path import page_table
 from quire_worker.kernels import sampling as kernels_sampling
+from quire_worker.kernels.reference import TOLERANCE
 from quire_worker.sampler import SamplingParams, new_generator, sample
 
 from tests.worker.test_attention import Scene
-
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 def assert_equals_reference(scene: Scene, device: torch.device, **options: Any) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from quire_worker.kernels.e4m3 import E4M3
 from quire_worker.kernels.launch import chip_of
 from quire_worker.kernels.options import AttentionOptions
 from quire_worker.kernels.paged_cache import check_indptr
@@ -121,6 +122,7 @@ def plan_queries(
         shape.head_dim_vo,
         shape.q_dtype.itemsize,
         masked=masking.kind > 0,
+        is_fp8=shape.kv_dtype == E4M3,
     )
     division = divide_prefill(placed, token_count=token_count, group=group, tiling=tiling)
     return PlannedQueries(shape, options, masking, placed, token_count, division)

@@ -1,6 +1,6 @@
 """Run by `test_warm_up.py` in a process of its own: what Triton would compile for sm_90, found without a GPU.
 
-    python -m tests.worker.specialisations FOLDER [LADDER]
+    python -m tests.worker.specialisations FOLDER DTYPE [LADDER]
 
 Every launch is noted by the key that Triton compiles it under (dtypes, alignments, compile-time values, options), and
 left out: results are whatever the memory holds, which nothing on the host depends on. Prints as JSON what warming up
@@ -78,10 +78,12 @@ def serve(model: PagedModel) -> None:
 def main() -> None:
     """See the top of the file."""
     assert isinstance(triton.language.sum, JITFunction), "must not be interpreted"
-    folder, *ladder = sys.argv[1:]
+    folder, dtype, *ladder = sys.argv[1:]
     if ladder:
         warm_up.LADDER = tuple(json.loads(ladder[0]))
-    model = replace(load_model(Path(folder)), attention=TritonPagedAttention("cpu", workspace_bytes=64 << 20))
+    model = replace(
+        load_model(Path(folder), dtype=dtype), attention=TritonPagedAttention("cpu", workspace_bytes=64 << 20)
+    )
     launches = Launches()
     launches.install()
     warm_up.warm_up(model)

@@ -20,9 +20,9 @@ from tests.worker.tiny_models import write_tiny_llama, write_tiny_qwen3
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def launches(folder: Path, *arguments: str) -> dict[str, list[str]]:
-    """What `tests.worker.specialisations` finds; Triton is not interpreted there."""
-    command = [sys.executable, "-m", "tests.worker.specialisations", str(folder), *arguments]
+def launches(module: str, *arguments: str) -> dict[str, list[str]]:
+    """What a module prints, run in a process in which Triton is not interpreted."""
+    command = [sys.executable, "-m", module, *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join(entry for entry in sys.path if entry)
     done = subprocess.run(
@@ -34,18 +34,26 @@ def launches(folder: Path, *arguments: str) -> dict[str, list[str]]:
     return found
 
 
+def launches_of(folder: Path, *arguments: str) -> dict[str, list[str]]:
+    """What `tests.worker.specialisations` finds."""
+    return launches("tests.worker.specialisations", str(folder), *arguments)
+
+
 @pytest.mark.parametrize(
-    ("write", "shape"),
+    ("write", "shape", "dtype"),
     [
-        (write_tiny_llama, {}),
-        (write_tiny_qwen3, {"heads": 7, "kv_heads": 1}),
-        (write_tiny_llama, {"heads": 32, "kv_heads": 1, "head_dim": 24}),
+        (write_tiny_llama, {}, "float32"),
+        (write_tiny_llama, {}, "bfloat16"),
+        (write_tiny_qwen3, {"heads": 7, "kv_heads": 1}, "bfloat16"),
+        (write_tiny_llama, {"heads": 32, "kv_heads": 1, "head_dim": 24}, "float32"),
     ],
-    ids=["4/2 heads of 16", "7/1 heads of 16", "32/1 heads of 24"],
+    ids=["4/2 heads of 16", "4/2 heads of 16, bfloat16", "7/1 heads of 16, bfloat16", "32/1 heads of 24"],
 )
-def test_nothing_is_compiled_in_the_middle_of_serving(write: Any, shape: dict[str, int], tmp_path: Path) -> None:
+def test_nothing_is_compiled_in_the_middle_of_serving(
+    write: Any, shape: dict[str, int], dtype: str, tmp_path: Path
+) -> None:
     pytest.importorskip("triton")
-    found = launches(write(tmp_path / "model", **shape))
+    found = launches_of(write(tmp_path / "model", **shape), dtype)
     kernels = {key.split()[0] for key in found["warmed"]}
     assert {"decode_paged_kernel", "prefill_paged_kernel", "_append_slots_kernel", "divide_work_kernel"} <= kernels
     assert {"_copy_blocks_kernel", "_sample_kernel"} <= kernels
@@ -54,7 +62,7 @@ def test_nothing_is_compiled_in_the_middle_of_serving(write: Any, shape: dict[st
 
 def test_a_warm_up_that_leaves_something_out_would_be_noticed(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    found = launches(write_tiny_llama(tmp_path / "model"), "[2]")
+    found = launches_of(write_tiny_llama(tmp_path / "model"), "bfloat16", "[2]")
     assert {key.split()[0] for key in found["later"]} >= {"prefill_paged_kernel"}
 
 

@@ -11,12 +11,8 @@ from quire_worker.kernels.options import AttentionOptions
 from quire_worker.kernels.paged_cache import PagedCache, unpack_paged_cache
 from quire_worker.kernels.prefill_paged import prefill_paged, prefill_paged_reference
 from quire_worker.kernels.prefill_rows import Masking, divide_prefill, prefill_tiling
+from quire_worker.kernels.reference import LSE_TOLERANCE, TOLERANCE
 
-# Largest error allowed, absolute and relative, by the type of the queries; results are means of normal numbers, so of
-# size 1 at most a few. float16 and bfloat16 round results, and weights before the second product; fp8 caches are
-# compared after quantisation, so their tolerance is that of the queries.
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-LSE_TOLERANCE = 1e-4
 LAYOUTS = ("NHD", "HND", "NHD pair", "HND pair", "strided")
 
 
@@ -102,7 +98,8 @@ class Scene:
             kv_heads=self.kv_heads,
             head_dim=cache.head_dim,
             v_head_dim=cache.v_head_dim,
-            element_bytes=cache.dtype.itemsize,
+            element_bytes=self.dtype.itemsize,
+            is_fp8=cache.dtype == E4M3,
             window_left=options.window_left,
         )
         return decode_paged(self.q, cache, *self.table, options, division)

@@ -7,6 +7,7 @@ import torch
 from quire_worker.kernels.decode_paged import decode_paged, decode_paged_reference, divide_decode
 from quire_worker.kernels.e4m3 import E4M3
 from quire_worker.kernels.paged_cache import PagedCache
+from quire_worker.kernels.reference import TOLERANCE
 from torch.nn.functional import scaled_dot_product_attention
 
 from .attention_scene import LAYOUTS, Scene, assert_close, spread
@@ -179,7 +180,7 @@ def test_agrees_with_pytorchs_attention(device: torch.device) -> None:
     out, _ = scene.decode(scene.options())
     k, v = (part[scene.indices.long()].view(2, 64, 2, 64).transpose(1, 2) for part in scene.cache.unbind(1))
     expected = scaled_dot_product_attention(scene.q.unsqueeze(2), k, v, enable_gqa=True).squeeze(2)
-    torch.testing.assert_close(out, expected, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(out, expected, rtol=TOLERANCE[torch.float32], atol=TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("seed", range(12))

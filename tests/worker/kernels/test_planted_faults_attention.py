@@ -20,10 +20,13 @@ from .planting import Fault, plant
 
 Check = Callable[[torch.device], None]
 
+# Two pages a tile of float32, as usual pages are in half precision.
+SMALL_PAGES = {"page_size": 8}
+
 
 def decodes(lengths: list[int], shape: dict[str, Any] | None = None, **options: object) -> Check:
     def check(device: torch.device) -> None:
-        scene = Scene(lengths, device=device, **(shape or {}))
+        scene = Scene(lengths, device=device, **(SMALL_PAGES | (shape or {})))
         given = {name: scene.numbers(count) for name, count in options.items() if name in VECTORS}
         scene.check_decode(**{**options, **given})
 
@@ -32,7 +35,7 @@ def decodes(lengths: list[int], shape: dict[str, Any] | None = None, **options: 
 
 def prefills(lengths: list[int], new: list[int], masking: Masking | None = None, **options: object) -> Check:
     def check(device: torch.device) -> None:
-        Scene(lengths, query_lengths=new, device=device).check_prefill(masking, **options)
+        Scene(lengths, query_lengths=new, device=device, **SMALL_PAGES).check_prefill(masking, **options)
 
     return check
 
@@ -164,10 +167,10 @@ FAULTS: list[tuple[Fault, Check]] = [
          decodes([30])),
         ("decode_paged", "every unit starts at the first key", "start = tl.load(units + unit * 4 + 1)",
          "start = tl.load(units + unit * 4 + 1) * 0", decodes([700])),
-        ("work_units", "units are not aligned", "(size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT, ",
+        ("work_units", "units are not aligned", "(size + alignment - 1) // alignment * alignment, ",
          "size, ", divides),
         ("work_units", "nobody writes the zeros of an empty request",
-         "count = tl.maximum((stop - start + size - 1) // size, UNITS_MIN)",
+         "count = tl.maximum((stop - start + size - 1) // size, units_min)",
          "count = tl.maximum((stop - start + size - 1) // size, 0)", divides),
         ("work_units", "the last unit goes too far", "tl.minimum(unit_start + size, stop)",
          "unit_start + size", divides),

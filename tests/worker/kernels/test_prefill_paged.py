@@ -9,10 +9,12 @@ from quire_worker.kernels.pack_mask import segment_packbits
 from quire_worker.kernels.paged_cache import kv_lengths
 from quire_worker.kernels.prefill_paged import prefill_paged, prefill_paged_reference
 from quire_worker.kernels.prefill_rows import Masking, divide_prefill, mask_indptr_of, prefill_tiling
+from quire_worker.kernels.reference import TOLERANCE
 from torch.nn.functional import scaled_dot_product_attention
 
 from .attention_scene import LAYOUTS, Scene, assert_close, spread
 
+ROUNDING = TOLERANCE[torch.float32]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -187,7 +189,7 @@ def test_prefill_of_one_query_is_decode(device: torch.device) -> None:
     scene = Scene([45, 0, 3, 200], device=device)
     decoded = scene.decode(scene.options(window_left=30))
     prefilled = scene.prefill(scene.options(window_left=30), Masking(causal=True))
-    torch.testing.assert_close(prefilled, decoded, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(prefilled, decoded, rtol=ROUNDING, atol=ROUNDING)
 
 
 def test_a_chunked_prompt_gives_what_the_whole_prompt_gives(device: torch.device) -> None:
@@ -201,7 +203,7 @@ def test_a_chunked_prompt_gives_what_the_whole_prompt_gives(device: torch.device
         part.cache, part.q = scene.cache, scene.q
         part.indices, part.page_count = scene.indices[:pages], scene.page_count
         chunk, _ = part.prefill(part.options(), Masking(causal=True))
-        torch.testing.assert_close(chunk, whole[start:stop], rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(chunk, whole[start:stop], rtol=ROUNDING, atol=ROUNDING)
 
 
 def test_offsets_past_two_to_the_thirty_first_elements(device: torch.device) -> None:
@@ -233,7 +235,7 @@ def test_agrees_with_pytorchs_attention(device: torch.device) -> None:
     k, v = (part[scene.indices.long()].view(2, 64, 2, 64).transpose(1, 2) for part in scene.cache.unbind(1))
     q = scene.q.view(2, 64, 4, 64).transpose(1, 2)
     expected = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(0, 1)
-    torch.testing.assert_close(out, expected, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(out, expected, rtol=ROUNDING, atol=ROUNDING)
 
 
 @pytest.mark.parametrize("seed", range(10))

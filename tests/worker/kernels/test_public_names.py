@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import quire_worker.attention
 import torch
+from quire_worker.kernels.reference import LSE_TOLERANCE, TOLERANCE
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "attention.md"
 
@@ -27,7 +28,7 @@ def test_every_public_name_of_the_kernels_is_documented() -> None:
 
 
 def test_the_example_of_the_documentation_gives_the_softmax(device: torch.device) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    example = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)[0]
     scope: dict[str, torch.Tensor] = {}
     exec(example.replace('device = "cuda"', f'device = "{device.type}"'), scope)
     for request, pages in enumerate([[5, 1], [4]]):
@@ -36,9 +37,24 @@ def test_the_example_of_the_documentation_gives_the_softmax(device: torch.device
         for head in range(8):
             scores = keys[:, head // 4] @ scope["query"][request, head].double() / 8
             expected = scores.softmax(0) @ values[:, head // 4]
-            torch.testing.assert_close(scope["output"][request, head].double(), expected, rtol=4e-3, atol=4e-3)
-            log2 = scores.logsumexp(0) / torch.log(torch.tensor(2.0))
-            torch.testing.assert_close(scope["lse"][request, head].double(), log2.double(), rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(
+                scope["output"][request, head].double(),
+                expected,
+                rtol=TOLERANCE[torch.float16],
+                atol=TOLERANCE[torch.float16],
+            )
+            log2 = scores.logsumexp(0) / torch.log(torch.tensor(2.0, dtype=torch.float64))
+            torch.testing.assert_close(
+                scope["lse"][request, head].double(), log2.double(), rtol=LSE_TOLERANCE, atol=LSE_TOLERANCE
+            )
+
+
+def test_the_example_of_warming_up_runs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire_worker.kernels.warmup.WORKSPACE_BYTES", 8 << 20)
+    example = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)[1]
+    seen: list[tuple[int, int, str]] = []
+    exec(example, {"device": device, "torch": torch, "print": lambda *step: seen.append(step)})
+    assert seen[-1] == (7, 7, "done")
 
 
 def test_the_names_for_the_worker_need_no_triton() -> None:

@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 from quire_worker.kernels import sampling as real
+from quire_worker.kernels.reference import SAMPLE_TOLERANCE
 from quire_worker.kernels.sampling import greedy, sample, weights_reference
 
 # Temperature, top_k, top_p, min_p.
@@ -27,7 +28,6 @@ CHAINS = {
     "everything": (0.9, 40, 0.9, 0.02),
 }
 UNIFORMS = (0.0, 0.37, 1 - 2**-24)
-ROUNDING = 1e-5  # of the kernel's sums, in probability
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def is_drawn_token(weights: torch.Tensor, token: int, uniform: float) -> bool:
     """Whether a token is kept and its share of `[0, 1)`, in the order of the vocabulary, holds the number."""
     end = float(weights[: token + 1].sum())
     begin = end - float(weights[token])
-    return bool(weights[token] > 0) and begin - ROUNDING <= uniform <= end + ROUNDING
+    return bool(weights[token] > 0) and begin - SAMPLE_TOLERANCE <= uniform <= end + SAMPLE_TOLERANCE
 
 
 def samples_match(module: ModuleType, device: torch.device) -> bool:

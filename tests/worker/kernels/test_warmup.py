@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 import triton
+from quire_worker.kernels.configurations import collect
 from quire_worker.kernels.e4m3 import E4M3
 from quire_worker.kernels.launch import is_interpreted
 from quire_worker.kernels.tile import attend_keys
-from quire_worker.kernels.warmup import AttentionKind, count_compilations, warmup
+from quire_worker.kernels.warmup import count_compilations, warmup
+from quire_worker.kernels.warmup_kinds import AttentionKind
 
+from tests.worker.test_warm_up import launches
+
+# The worker's own way to append, which its own warming up launches; and what `warmup` says that it leaves out.
+NOT_COVERED = {"append_slots_kernel", "merge_states_kernel"}
 KINDS = [
     AttentionKind(4, 2, 64, 16, torch.float32),
     AttentionKind(4, 2, 64, 16, torch.float16, E4M3, window_left=7, has_sinks=True, has_scales=True, kv_layout="HND"),
@@ -24,14 +33,24 @@ def _small_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_progress_counts_the_steps(device: torch.device) -> None:
     seen: list[tuple[int, int, str]] = []
     warmup([*KINDS, KINDS[0]], device, progress=lambda *step: seen.append(step))
-    assert [done for done, _, _ in seen] == list(range(9))
-    assert {total for _, total, _ in seen} == {8}
-    assert seen[-1] == (8, 8, "done")
+    assert [done for done, _, _ in seen] == list(range(11))
+    assert {total for _, total, _ in seen} == {10}
+    assert seen[-1] == (10, 10, "done")
 
 
-def test_a_second_time_compiles_nothing(device: torch.device) -> None:
-    warmup(KINDS, device)
-    assert warmup(KINDS, device).count == 0
+def test_users_of_the_wrappers_compile_nothing_after_warming_up() -> None:
+    found = launches("tests.worker.kernels.wrapper_launches")
+    kernels = {key.split()[0].strip("_") for key in found["warmed"]}
+    assert kernels == {configuration.kernel.__name__.strip("_") for configuration in collect()} - NOT_COVERED
+    assert found["later"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kernel"), [(["[8, 40]"], "prefill_paged_kernel"), (["", "append"], "_append_kernel")]
+)
+def test_what_warming_up_leaves_out_would_be_noticed(arguments: list[str], kernel: str) -> None:
+    found = launches("tests.worker.kernels.wrapper_launches", *arguments)
+    assert kernel in {key.split()[0] for key in found["later"]}
 
 
 def test_compilations_are_counted_by_triton_and_other_hooks_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +66,21 @@ def test_compilations_are_counted_by_triton_and_other_hooks_go_on(monkeypatch: p
 def test_a_kind_that_makes_no_sense_is_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match=r"^num_qo_heads"):
         warmup([AttentionKind(5, 2, 64, 16, torch.float32)], device)
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("calls", {"calls": ("decode", "encode")}),
+        ("custom_mask", {"custom_mask": "bits"}),
+        ("window_left", {"calls": ("cascade",), "window_left": 3}),
+    ],
+)
+def test_a_kind_that_cannot_be_called_is_refused_by_name(
+    argument: str, change: dict[str, Any], device: torch.device
+) -> None:
+    with pytest.raises(ValueError, match=rf"^{argument}"):
+        warmup([replace(KINDS[0], **change)], device)
 
 
 def test_these_tests_run_interpreted_where_there_is_no_gpu(device: torch.device) -> None:

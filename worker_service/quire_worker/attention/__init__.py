@@ -34,14 +34,18 @@ if TYPE_CHECKING:
     from quire_worker.kernels.sampling import greedy, sample
     from quire_worker.kernels.swap_blocks import gather_blocks, scatter_blocks
     from quire_worker.kernels.token_positions import get_batch_indices_positions, get_seq_lens
+    from quire_worker.kernels.warmup import count_compilations, warmup
+    from quire_worker.kernels.warmup_kinds import AttentionKind, LatentKind
 
 __all__ = [
     "AttentionBatch",
+    "AttentionKind",
     "AttentionPlan",
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchMLAPagedAttentionWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "LatentKind",
     "MultiLevelCascadeAttentionWrapper",
     "PagedAttention",
     "TorchPagedAttention",
@@ -50,6 +54,7 @@ __all__ = [
     "backend_for",
     "cascade_gains",
     "copy_blocks",
+    "count_compilations",
     "gather_blocks",
     "get_batch_indices_positions",
     "get_seq_lens",
@@ -61,19 +66,23 @@ __all__ = [
     "sample",
     "scatter_blocks",
     "segment_packbits",
+    "warmup",
 ]
 
 # Where each name lives that needs Triton.
 _MODULES = {
+    "AttentionKind": "quire_worker.kernels.warmup_kinds",
     "BatchDecodeWithPagedKVCacheWrapper": "quire_worker.kernels.decode_wrapper",
     "BatchMLAPagedAttentionWrapper": "quire_worker.kernels.mla_wrapper",
     "BatchPrefillWithPagedKVCacheWrapper": "quire_worker.kernels.prefill_wrapper",
     "BatchPrefillWithRaggedKVCacheWrapper": "quire_worker.kernels.ragged_wrapper",
+    "LatentKind": "quire_worker.kernels.warmup_kinds",
     "MultiLevelCascadeAttentionWrapper": "quire_worker.kernels.cascade",
     "TritonPagedAttention": "quire_worker.attention.triton_path",
     "append_paged_kv_cache": "quire_worker.kernels.append_paged_kv_cache",
     "cascade_gains": "quire_worker.kernels.cascade_gains",
     "copy_blocks": "quire_worker.kernels.copy_blocks",
+    "count_compilations": "quire_worker.kernels.warmup",
     "gather_blocks": "quire_worker.kernels.swap_blocks",
     "get_batch_indices_positions": "quire_worker.kernels.token_positions",
     "get_seq_lens": "quire_worker.kernels.token_positions",
@@ -85,6 +94,7 @@ _MODULES = {
     "sample": "quire_worker.kernels.sampling",
     "scatter_blocks": "quire_worker.kernels.swap_blocks",
     "segment_packbits": "quire_worker.kernels.pack_mask",
+    "warmup": "quire_worker.kernels.warmup",
 }
 
 

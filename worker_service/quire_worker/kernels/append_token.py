@@ -213,8 +213,9 @@ def configurations(kernel: Any, index_types: dict[str, str]) -> tuple[KernelConf
         ("i16", "i16"): dims,
         ("bf16", "u8"): dims,
         ("fp16", "u8"): (128,),
+        ("fp32", "u8"): (128,),
         ("u8", "u8"): (128,),
-        ("i32", "i32"): (64,),
+        ("i32", "i32"): (64, 128, 256),
     }
     return tuple(
         _configuration(kernel, index_types, element, cache_element, head_dim)

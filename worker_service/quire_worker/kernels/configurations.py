@@ -1,20 +1,28 @@
 """The specialisations that ship: which kernels exist, for which dtypes and sizes, with how many warps and stages.
 
 Each kernel's file declares its own, a tuple `CONFIGURATIONS` beside the launcher that uses the same numbers. Here they
-are described and collected, for the compile check (`scripts/compile_kernels.py`) and for warming up at start.
+are described and collected, for the compile check (`scripts/compile_kernels.py`).
+
+A kernel can be launched for any ratio of heads, page size and head dim, so nobody can compile all of it. What is
+declared is
+
+- every dtype that a launcher takes (float32 too: it is multiplied without tensor cores, and slower);
+- every size of tile that a launcher can choose, with all options at once, at the largest head dims that get it;
+- head dims 64 to 256, 5, 7 and other query heads per KV head, and pages of 1, 16 and 64, each once without options.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 # Shared memory that one program may use, in bytes.
 SHARED_MEMORY_MAX = {"sm_80": 166_912, "sm_90": 232_448, "gfx942": 65_536}
 ARCHITECTURES = tuple(SHARED_MEMORY_MAX)
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1, "u8": 1}  # by Triton's names; u8 is e4m3 as bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +54,11 @@ class KernelConfiguration:
     def title(self) -> str:
         """Kernel and name, unique among all."""
         return f"{self.kernel.__name__.strip('_')} {self.name}"
+
+
+def unique(configurations: Iterable[KernelConfiguration]) -> tuple[KernelConfiguration, ...]:
+    """Each title once: several choices may lead to one specialisation."""
+    return tuple({configuration.title: configuration for configuration in configurations}.values())
 
 
 def collect() -> list[KernelConfiguration]:

@@ -11,13 +11,15 @@ stay on the device under a grid of fixed size: a CUDA graph can be replayed afte
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from quire_worker.kernels.configurations import ARCHITECTURES, KernelConfiguration
+from quire_worker.kernels.configurations import ARCHITECTURES, ELEMENT_BYTES, KernelConfiguration, unique
 from quire_worker.kernels.launch import (
     DOT_MIN,
     RUNTIME_STRIDES,
@@ -56,7 +58,9 @@ HEAD_BLOCK_MAX = 64  # query heads of one program
 # fmt: off
 @triton.jit(
     do_not_specialize=["batch", "window_left"],
-    do_not_specialize_on_alignment=["page_indptr", "page_indices", "last_page_len", "units", "unit_indptr", "lse"],
+    do_not_specialize_on_alignment=[
+        "page_indptr", "page_indices", "last_page_len", "units", "unit_indptr", "lse", "partial_lse",
+    ],
 )
 def decode_paged_kernel(
     q,  # [batch, heads, HEAD_DIM]
@@ -125,33 +129,41 @@ class DecodeWork:
     """How a batch is divided; the tensors keep their addresses when it is divided again into them."""
 
     work: WorkUnits
+    tiling: Tiling
     partial_out: torch.Tensor  # float32 [capacity, heads, v_head_dim]
     partial_lse: torch.Tensor  # float32 [capacity, heads]
     window_left: int  # that the division is for
 
 
-def decode_tiling(chip: str, group: int, head_dim: int, v_head_dim: int, element_bytes: int) -> Tiling:
-    """Sizes for `group` query heads per KV head, and elements of a cache of `element_bytes`.
+def decode_tiling(
+    chip: str, group: int, head_dim: int, v_head_dim: int, element_bytes: int, *, is_fp8: bool = False
+) -> Tiling:
+    """Sizes for `group` query heads per KV head, such that nothing spills.
 
     The tiles in flight are what hides the latency of memory: two or three of them, each about 32 KiB.
+
+    Args:
+        chip: of `launch.chip_of`.
+        group: query heads per KV head; a block holds all of them, or `HEAD_BLOCK_MAX`.
+        head_dim: of keys.
+        v_head_dim: of values.
+        element_bytes: of the queries. Those of 4 bytes are multiplied without tensor cores, which takes registers.
+        is_fp8: whether the cache is, which takes registers to convert.
     """
-    widest = max(head_dim, v_head_dim)
-    block_m = head_block(group)
     if element_bytes == 4:
-        return Tiling(block_m, 16 if widest > 128 else 32, num_warps=4, num_stages=2)
+        return Tiling(DOT_MIN, 16, num_warps=8, num_stages=1) if is_fp8 else Tiling(DOT_MIN, 16, 4, 2)
+    is_wide = max(head_dim, v_head_dim) > 128
+    block_m = min(HEAD_BLOCK_MAX, max(DOT_MIN, triton.next_power_of_2(group)))
+    block_n = 32 if is_wide else 64
     if chip == "gfx942":
-        return Tiling(block_m, 32 if widest > 128 else 64, num_warps=4, num_stages=2)
-    return Tiling(block_m, 32, 4, 3) if widest > 128 else Tiling(block_m, 64, 4, 4)
+        return Tiling(block_m, block_n, num_warps=4, num_stages=2)
+    num_warps = 8 if is_fp8 and (chip == "sm_80" or not is_wide) else 4
+    return Tiling(block_m, block_n, num_warps, num_stages=3 if is_wide else 4)
 
 
-def head_block(group: int) -> int:
-    """Rows of a block that holds `group` query heads, or a part of them."""
-    return min(HEAD_BLOCK_MAX, max(DOT_MIN, triton.next_power_of_2(group)))
-
-
-def decode_capacity(batch: int, kv_heads: int, group: int, device: torch.device) -> int:
-    """Units that a batch is cut into at most; programs are as many, times the KV heads."""
-    blocks = kv_heads * triton.cdiv(group, head_block(group))
+def decode_capacity(batch: int, kv_heads: int, group: int, tiling: Tiling, device: torch.device) -> int:
+    """Units that a batch is cut into at most; programs are as many, times the KV heads and blocks of query heads."""
+    blocks = kv_heads * triton.cdiv(group, tiling.block_m)
     return max(1, triton.cdiv(WAVES * multiprocessor_count(device), blocks)) + batch
 
 
@@ -165,6 +177,7 @@ def divide_decode(
     head_dim: int,
     v_head_dim: int,
     element_bytes: int,
+    is_fp8: bool = False,
     window_left: int = -1,
     split_keys: bool = True,
     workspace: torch.Tensor | None = None,
@@ -180,7 +193,8 @@ def divide_decode(
         kv_heads: KV heads.
         head_dim: of keys.
         v_head_dim: of values.
-        element_bytes: of the cache.
+        element_bytes: of the queries.
+        is_fp8: whether the cache is.
         window_left: see `AttentionOptions`.
         split_keys: whether a request may be more than one unit.
         workspace: uint8, aligned to 16 bytes; holds the partial results instead of new tensors.
@@ -192,12 +206,13 @@ def divide_decode(
     check_index_tensor("indptr", indptr)
     batch = indptr.shape[0] - 1
     check_index_tensor("last_page_len", last_page_len, length=batch)
-    tiling = decode_tiling(chip_of(indptr.device), query_heads // kv_heads, head_dim, v_head_dim, element_bytes)
+    group = query_heads // kv_heads
+    tiling = decode_tiling(chip_of(indptr.device), group, head_dim, v_head_dim, element_bytes, is_fp8=is_fp8)
     last = kv_lengths(indptr, last_page_len, page_size)
     first = torch.zeros_like(last)
     if window_left >= 0:
         first = (last - 1 - window_left).clamp_(min=0) // tiling.block_n * tiling.block_n
-    capacity = decode_capacity(batch, kv_heads, query_heads // kv_heads, indptr.device)
+    capacity = decode_capacity(batch, kv_heads, group, tiling, indptr.device)
     work = divide_work(
         first,
         last,
@@ -217,7 +232,7 @@ def divide_decode(
     floats = workspace[: 4 * (out_size + lse_size)].view(torch.float32)
     partial_out = floats[:out_size].view(capacity, query_heads, v_head_dim)
     partial_lse = floats[out_size:].view(capacity, query_heads)
-    return DecodeWork(work, partial_out, partial_lse, window_left)
+    return DecodeWork(work, tiling, partial_out, partial_lse, window_left)
 
 
 def decode_paged(
@@ -267,8 +282,7 @@ def decode_paged(
     lse = output_like("lse", lse, (batch, heads), torch.float32, q.device)
     if batch == 0:
         return out, lse
-    interpreted = is_interpreted(decode_paged_kernel)
-    tiling = decode_tiling(chip_of(q.device), group, cache.head_dim, cache.v_head_dim, cache.dtype.itemsize)
+    tiling, interpreted = division.tiling, is_interpreted(decode_paged_kernel)
     programs = division.work.capacity * kv_heads * triton.cdiv(group, tiling.block_m)
     with device_of(decode_paged_kernel, q=q):
         decode_paged_kernel[(programs,)](
@@ -306,7 +320,8 @@ def decode_paged_reference(
 def _configuration(
     chip: str, dtype: str, cache_dtype: str, dims: tuple[int, int], group: int, page_size: int, options: bool
 ) -> KernelConfiguration:
-    tiling = decode_tiling(chip, group, *dims, 1 if cache_dtype in ("u8", "fp8e4nv") else 2)
+    is_fp8 = ELEMENT_BYTES[cache_dtype] == 1
+    tiling = decode_tiling(chip, group, *dims, ELEMENT_BYTES[dtype], is_fp8=is_fp8)
     signature = {
         **dict.fromkeys(("q", "out"), f"*{dtype}"),
         **dict.fromkeys(("k", "v"), f"*{cache_dtype}"),
@@ -317,7 +332,7 @@ def _configuration(
         **dict.fromkeys(RUNTIME_STRIDES, "i32"),
     }
     optional = ("sinks", "slopes", "k_scale", "v_scale")
-    scales = ("k_scale", "v_scale") if "8" in cache_dtype else ()
+    scales = ("k_scale", "v_scale") if is_fp8 else ()
     present = optional if options else scales
     title = (f"D{dims[0]}", f"V{dims[1]}", f"G{group}", f"P{page_size}")
     return KernelConfiguration(
@@ -337,23 +352,35 @@ def _configuration(
             "UPCAST": False,
             **head_dim_blocks(*dims),
         },
-        aligned=frozenset({"q", "k", "v", "out", "partial_out", "partial_lse", *RUNTIME_STRIDES}),
+        aligned=frozenset({"q", "k", "v", "out", "partial_out", *RUNTIME_STRIDES}),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         architectures=(chip,),
     )
 
 
-CONFIGURATIONS = tuple(
-    _configuration(chip, *variant)
-    for chip in ARCHITECTURES
-    for variant in (
-        *(("bf16", "bf16", (dim, dim), 4, 16, False) for dim in (64, 80, 96, 128, 256)),
-        *(("bf16", "bf16", (128, 128), group, 16, False) for group in (1, 8, 64)),
-        *(("bf16", "bf16", (128, 128), 4, page_size, False) for page_size in (1, 64)),
-        ("bf16", "fp8e4nv" if chip == "sm_90" else "u8", (128, 128), 8, 16, False),
-        ("bf16", "bf16", (192, 128), 8, 16, False),
-        ("bf16", "bf16", (256, 256), 4, 16, True),
-        ("fp16", "fp16", (128, 128), 4, 16, True),
-    )
-)
+def _variants(chip: str) -> Iterator[KernelConfiguration]:
+    """Head dims, ratios of heads, page sizes and dtypes as models have them; and each tiling with all options."""
+    fp8 = "fp8e4nv" if chip == "sm_90" else "u8"
+    usual, narrow, wide, latent = (128, 128), (64, 64), (256, 256), (192, 128)
+    for dims in (narrow, (80, 80), (96, 96), usual, wide, latent):
+        yield _configuration(chip, "bf16", "bf16", dims, 4, 16, False)
+    for group in (1, 5, 7, 8, 16, 32, 64):
+        yield _configuration(chip, "bf16", "bf16", usual, group, 16, False)
+    for page_size in (1, 64):
+        yield _configuration(chip, "bf16", "bf16", usual, 4, page_size, False)
+    yield _configuration(chip, "bf16", fp8, usual, 8, 16, False)
+    for dtype in ("fp16", "fp32"):
+        yield _configuration(chip, dtype, dtype, usual, 4, 16, False)
+        yield _configuration(chip, dtype, dtype, usual, 4, 16, True)
+    tilings = set()
+    for dtype in ("bf16", "fp32"):
+        for cache, dims, group in itertools.product((dtype, fp8), (wide, latent, usual), (4, 32, 64)):
+            found = _configuration(chip, dtype, cache, dims, group, 16, True)
+            tiling = (dtype, cache, found.constexprs["BLOCK_M"], found.constexprs["BLOCK_N"], found.num_warps)
+            if tiling not in tilings:
+                tilings.add(tiling)
+                yield found
+
+
+CONFIGURATIONS = unique(itertools.chain.from_iterable(_variants(chip) for chip in ARCHITECTURES))

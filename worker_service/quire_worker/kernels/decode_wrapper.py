@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from quire_worker.kernels.decode_paged import DecodeWork, decode_paged, divide_decode
+from quire_worker.kernels.e4m3 import E4M3
 from quire_worker.kernels.flashinfer_arguments import CONSTRUCTOR, DECODE_PLAN, DECODE_RUN, check_others
 from quire_worker.kernels.options import AttentionOptions, Scale
 from quire_worker.kernels.paged_cache import PagedKVCache, check_kv_layout, unpack_paged_cache
@@ -151,14 +152,15 @@ class BatchDecodeWithPagedKVCacheWrapper:
         shape = (num_qo_heads, num_kv_heads, head_dim)
         before = self._planned if self._use_cuda_graph else None
         if before is not None:
-            was = (before.shape, before.page_size, before.kv_dtype, before.options.window_left)
-            check_planned("use_cuda_graph: plan", (shape, page_size, kv_dtype, window_left), was)
+            was = (before.shape, before.page_size, before.q_dtype, before.kv_dtype, before.options.window_left)
+            check_planned("use_cuda_graph: plan", (shape, page_size, q_dtype, kv_dtype, window_left), was)
         checked = check_table(indptr, indices, last_page_len, page_size=page_size)
         table = checked.place(self._tensors.put(checked.tensors))
         division = divide_decode(
             table.indptr, table.last_page_len, page_size=page_size, query_heads=num_qo_heads, kv_heads=num_kv_heads,
-            head_dim=head_dim, v_head_dim=head_dim, element_bytes=kv_dtype.itemsize, window_left=window_left,
-            split_keys=not disable_split_kv, workspace=self._workspace, out=None if before is None else before.division,
+            head_dim=head_dim, v_head_dim=head_dim, element_bytes=q_dtype.itemsize, is_fp8=kv_dtype == E4M3,
+            window_left=window_left, split_keys=not disable_split_kv, workspace=self._workspace,
+            out=None if before is None else before.division,
         )  # fmt: skip
         self._planned = _Plan(table, division, options, shape, page_size, q_dtype, kv_dtype)
 

@@ -180,8 +180,8 @@ def option_arguments(options: AttentionOptions) -> dict[str, Any]:
         "slopes": options.alibi_slopes,
         "k_scale": options.k_scale,
         "v_scale": options.v_scale,
-        "sm_scale": options.sm_scale,
-        "soft_cap": options.logits_soft_cap,
+        "sm_scale": float(options.sm_scale),  # an integer would be another type to the compiler
+        "soft_cap": float(options.logits_soft_cap),
         "SOFT_CAP": options.logits_soft_cap > 0,
     }
 

@@ -24,7 +24,7 @@ BLOCK_SPLITS = 16
 NUM_WARPS = 4
 
 
-@triton.jit(do_not_specialize=["heads"], do_not_specialize_on_alignment=["unit_indptr", "lse"])
+@triton.jit(do_not_specialize=["heads"], do_not_specialize_on_alignment=["partial_lse", "unit_indptr", "lse"])
 def merge_splits_kernel(
     partial_out,  # float32 [capacity, heads, V_DIM], contiguous
     partial_lse,  # float32 [capacity, heads], contiguous
@@ -147,9 +147,9 @@ CONFIGURATIONS = tuple(
             "BLOCK_V": triton.next_power_of_2(v_head_dim),
             "BLOCK_SPLITS": BLOCK_SPLITS,
         },
-        aligned=frozenset({"partial_out", "partial_lse", "out", "stride_out_token", "stride_out_head"}),
+        aligned=frozenset({"partial_out", "out", "stride_out_token", "stride_out_head"}),
         num_warps=NUM_WARPS,
     )
-    for dtype in ("bf16", "fp16")
+    for dtype in ("bf16", "fp16", "fp32")
     for v_head_dim in (64, 96, 128, 256, 512)
 )

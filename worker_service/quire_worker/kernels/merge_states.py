@@ -290,7 +290,7 @@ def _configuration(kernel: Any, dtype: str, dim: int, *, masked: bool = False) -
 CONFIGURATIONS = (
     *(
         _configuration(_merge_states_kernel, dtype, dim)
-        for dtype, dims in (("bf16", (64, 80, 96, 128, 256, 512)), ("fp16", (128,)), ("fp32", (64, 128, 512)))
+        for dtype, dims in (("bf16", (64, 80, 96, 128, 256, 512)), ("fp16", (128, 512)), ("fp32", (64, 128, 256, 512)))
         for dim in dims
     ),
     *(_configuration(_merge_state_kernel, dtype, dim) for dtype in ("bf16", "fp32") for dim in (64, 128, 256, 512)),

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire_worker.kernels.configurations import ARCHITECTURES, KernelConfiguration
+from quire_worker.kernels.configurations import ARCHITECTURES, ELEMENT_BYTES, KernelConfiguration
 from quire_worker.kernels.launch import (
     Tiling,
     check_devices,
@@ -54,7 +54,9 @@ STRIDES = tuple(f"stride_{name}_{axis}" for name, axes in AXES.items() for axis 
 # fmt: off
 @triton.jit(
     do_not_specialize=["batch"],
-    do_not_specialize_on_alignment=["qo_indptr", "page_indptr", "page_indices", "kv_lengths", "units", "unit_indptr"],
+    do_not_specialize_on_alignment=[
+        "qo_indptr", "page_indptr", "page_indices", "kv_lengths", "units", "unit_indptr", "lse", "partial_lse",
+    ],
 )
 def mla_paged_kernel(
     q_nope, q_pe,  # [tokens, HEADS, CKV_DIM] and [tokens, HEADS, KPE_DIM]
@@ -97,7 +99,7 @@ def mla_paged_kernel(
     token = row // HEADS
     head = (row % HEADS).to(tl.int64)
     row_high = tl.where(valid, stop, 0)
-    if CAUSAL and not SPLIT_KEYS:  # one query sees all keys anyway
+    if CAUSAL:  # never with SPLIT_KEYS: one query sees all keys anyway
         row_high = tl.minimum(row_high, kv_len - q_len + token + 1)
         stop = tl.minimum(stop, kv_len - q_len + (tl.minimum(row_start + BLOCK_M, row_stop) - 1) // HEADS + 1)
     q_row = (q_begin + token).to(tl.int64)
@@ -163,11 +165,13 @@ class MlaWork:
 
 
 def mla_tiling(chip: str, heads: int, element_bytes: int) -> Tiling:
-    """Sizes for latents of 512 + 64: the accumulator of a row has 512 entries."""
-    if element_bytes == 4 or chip == "gfx942":
+    """Sizes for latents of 512 + 64, such that nothing spills: the accumulator of a row has 512 entries."""
+    if chip == "gfx942":
         return Tiling(16, 16, num_warps=4, num_stages=1)
+    if element_bytes == 4:
+        return Tiling(16, 16, num_warps=8, num_stages=1)
     if heads <= 16 or chip == "sm_80":
-        return Tiling(16, 32, num_warps=4, num_stages=3)
+        return Tiling(16, 32, num_warps=8 if chip == "sm_80" else 4, num_stages=3)
     return Tiling(64, 32, num_warps=8, num_stages=3)
 
 
@@ -285,10 +289,11 @@ def mla_paged(
     with device_of(mla_paged_kernel, q_nope=q_nope):
         mla_paged_kernel[(programs,)](
             *parts.values(), *indices, division.work.units, division.work.indptr, out, lse,
-            division.partial_out, division.partial_lse, sm_scale, batch, *strides,
+            division.partial_out, division.partial_lse, float(sm_scale), batch, *strides,
             HEADS=heads, PAGE_SIZE=ckv_cache.shape[1], CKV_DIM=ckv_dim, KPE_DIM=q_pe.shape[2],
-            BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, CAUSAL=causal, SPLIT_KEYS=division.split_keys,
-            UPCAST=interpreted, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+            BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, CAUSAL=causal and not division.split_keys,
+            SPLIT_KEYS=division.split_keys, UPCAST=interpreted, num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
         )  # fmt: skip
     if division.partial_out is not None and division.partial_lse is not None:
         merge_splits(division.partial_out, division.partial_lse, division.work, out, lse)
@@ -341,8 +346,8 @@ def mla_paged_reference(
     return torch.cat(outs), torch.cat(lses)
 
 
-def _configuration(chip: str, dtype: str, heads: int, *, split_keys: bool) -> KernelConfiguration:
-    tiling = mla_tiling(chip, heads, 2)
+def _configuration(chip: str, dtype: str, heads: int, page_size: int, *, split_keys: bool) -> KernelConfiguration:
+    tiling = mla_tiling(chip, heads, ELEMENT_BYTES[dtype])
     partial = ("partial_out", "partial_lse")
     signature = {
         **dict.fromkeys(("q_nope", "q_pe", "ckv", "kpe", "out"), f"*{dtype}"),
@@ -357,12 +362,12 @@ def _configuration(chip: str, dtype: str, heads: int, *, split_keys: bool) -> Ke
     }
     return KernelConfiguration(
         kernel=mla_paged_kernel,
-        name=f"{chip} {dtype} H{heads} {'decode' if split_keys else 'prefill'}",
+        name=f"{chip} {dtype} H{heads} P{page_size} {'decode' if split_keys else 'prefill'}",
         signature=signature,
         constexprs={
             **({} if split_keys else dict.fromkeys(partial)),
             "HEADS": heads,
-            "PAGE_SIZE": 64,
+            "PAGE_SIZE": page_size,
             "CKV_DIM": 512,
             "KPE_DIM": 64,
             "BLOCK_M": tiling.block_m,
@@ -379,8 +384,11 @@ def _configuration(chip: str, dtype: str, heads: int, *, split_keys: bool) -> Ke
 
 
 CONFIGURATIONS = tuple(
-    _configuration(chip, "bf16", heads, split_keys=split_keys)
+    _configuration(chip, dtype, heads, page_size, split_keys=split_keys)
     for chip in ARCHITECTURES
-    for heads in (16, 128)
+    for dtype, heads, page_size in (
+        *(("bf16", heads, page_size) for heads in (16, 128) for page_size in (1, 16, 64)),
+        *((dtype, heads, 16) for dtype in ("fp16", "fp32") for heads in (16, 128)),
+    )
     for split_keys in (True, False)
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from quire_worker.kernels.configurations import KernelConfiguration
+from quire_worker.kernels.configurations import ELEMENT_BYTES, KernelConfiguration
 from quire_worker.kernels.launch import (
     check_devices,
     check_queries,
@@ -108,13 +110,14 @@ def prefill_configuration(
         indices: its int32 arguments.
         strides: its run-time strides.
         chip: that it is for.
-        variant: dtype, cache, dims, group, page_size, rows, options, mask; see the declarations.
+        variant: dtype, cache, dims, group, page_size, rows, options, mask, causal; see the declarations.
     """
     dtype, cache, dims = variant["dtype"], variant.get("cache", variant["dtype"]), variant["dims"]
     rows, options, mask = variant.get("rows", 1024), variant.get("options", False), variant.get("mask", 0)
-    tiling = prefill_tiling(chip, rows, dims[0], dims[1], 2, masked=mask > 0)
+    is_fp8 = ELEMENT_BYTES[cache] == 1
+    tiling = prefill_tiling(chip, rows, dims[0], dims[1], ELEMENT_BYTES[dtype], masked=mask > 0, is_fp8=is_fp8)
     optional = ("sinks", "slopes", "k_scale", "v_scale")
-    present = optional if options else ("k_scale", "v_scale") if "8" in cache else ()
+    present = optional if options else ("k_scale", "v_scale") if is_fp8 else ()
     sizes = {"KV_HEADS": 8, "GROUP": variant.get("group", 4), **head_dim_blocks(*dims)}
     if "PAGE_SIZE" in kernel.arg_names:
         sizes["PAGE_SIZE"] = variant.get("page_size", 16)
@@ -129,9 +132,11 @@ def prefill_configuration(
     }
     title = [chip, dtype, f"cache {cache}", f"D{dims[0]} V{dims[1]}", f"G{sizes['GROUP']}", f"M{tiling.block_m}"]
     title += [f"P{sizes['PAGE_SIZE']}"] if "PAGE_SIZE" in sizes else []
+    title += ["options"] if options else []
+    title += [f"mask {mask}"] if mask else [] if variant.get("causal", True) else ["not causal"]
     return KernelConfiguration(
         kernel=kernel,
-        name=" ".join([*title, *(["options"] if options else []), *([f"mask {mask}"] if mask else [])]),
+        name=" ".join(title),
         signature=signature,
         constexprs={
             **{name: None for name in (*optional, "mask", "mask_indptr") if name not in signature},
@@ -139,8 +144,8 @@ def prefill_configuration(
             **sizes,
             "BLOCK_M": tiling.block_m,
             "BLOCK_N": tiling.block_n,
-            "CAUSAL": not mask,
-            "CHUNKED": False,
+            "CAUSAL": variant.get("causal", not mask),
+            "CHUNKED": options,
             "MASK_KIND": mask,
             "WINDOW": options,
             "SOFT_CAP": options,
@@ -151,3 +156,15 @@ def prefill_configuration(
         num_stages=tiling.num_stages,
         architectures=(chip,),
     )
+
+
+def tiling_variants(chip: str, fp8: str) -> Iterator[dict[str, Any]]:
+    """Each tiling that `prefill_tiling` gives for a chip, at the largest head dims that get it and with all options."""
+    seen = set()
+    for dtype, mask in itertools.product(("bf16", "fp32"), (0, 2)):
+        for cache, dims, rows in itertools.product((dtype, fp8), ((256, 256), (192, 128), (128, 128)), (16, 64, 128)):
+            is_fp8 = cache == fp8
+            tiling = prefill_tiling(chip, rows, *dims, ELEMENT_BYTES[dtype], masked=mask > 0, is_fp8=is_fp8)
+            if (dtype, mask, cache, tiling) not in seen:
+                seen.add((dtype, mask, cache, tiling))
+                yield {"dtype": dtype, "cache": cache, "dims": dims, "rows": rows, "mask": mask, "options": True}

@@ -9,13 +9,14 @@ fill the gaps at the end.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from quire_worker.kernels.configurations import ARCHITECTURES
+from quire_worker.kernels.configurations import ARCHITECTURES, unique
 from quire_worker.kernels.launch import (
     RUNTIME_STRIDES,
     as_kernel_sees,
@@ -26,7 +27,7 @@ from quire_worker.kernels.launch import (
 )
 from quire_worker.kernels.options import AttentionOptions
 from quire_worker.kernels.paged_cache import PagedCache, check_index_tensor
-from quire_worker.kernels.prefill_launch import prefill_configuration, prepare_prefill
+from quire_worker.kernels.prefill_launch import prefill_configuration, prepare_prefill, tiling_variants
 from quire_worker.kernels.prefill_rows import Masking, PrefillWork, attend_requests, attend_rows
 from quire_worker.kernels.reference import gather
 
@@ -161,20 +162,21 @@ def prefill_paged_reference(
     )
 
 
-def _variants(chip: str) -> tuple[dict[str, Any], ...]:
-    return (
-        *({"dtype": "bf16", "dims": (dim, dim)} for dim in (64, 80, 96, 128, 256)),
-        *({"dtype": "bf16", "dims": (128, 128), "rows": rows} for rows in (16, 64)),
-        *({"dtype": "bf16", "dims": (128, 128), "page_size": page_size} for page_size in (1, 64)),
-        *({"dtype": "bf16", "dims": (128, 128), "mask": mask} for mask in (1, 2)),
-        {"dtype": "bf16", "dims": (128, 128), "cache": "fp8e4nv" if chip == "sm_90" else "u8"},
-        {"dtype": "bf16", "dims": (192, 128)},
-        {"dtype": "bf16", "dims": (256, 256), "options": True},
-        {"dtype": "fp16", "dims": (128, 128), "options": True},
-    )
+def _variants(chip: str) -> Iterator[dict[str, Any]]:
+    """Head dims, ratios of heads, page sizes and dtypes as models have them; and each tiling with all options."""
+    usual: dict[str, Any] = {"dtype": "bf16", "dims": (128, 128)}
+    fp8 = "fp8e4nv" if chip == "sm_90" else "u8"
+    yield from (usual | {"dims": dims} for dims in ((64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128)))
+    yield from (usual | {"group": group} for group in (1, 5, 7, 8))
+    yield from (usual | {"rows": rows} for rows in (16, 64))
+    yield from (usual | {"page_size": page_size} for page_size in (1, 64))
+    yield from (usual | change for change in ({"mask": 1}, {"mask": 2}, {"causal": False}, {"cache": fp8}))
+    for dtype in ("fp16", "fp32"):
+        yield from (usual | {"dtype": dtype, "options": options} for options in (False, True))
+    yield from tiling_variants(chip, fp8)
 
 
-_DECLARED = (
+CONFIGURATIONS = unique(
     prefill_configuration(
         prefill_paged_kernel,
         ("qo_indptr", "page_indptr", "page_indices", "last_page_len"),
@@ -185,5 +187,3 @@ _DECLARED = (
     for chip in ARCHITECTURES
     for variant in _variants(chip)
 )
-# Several numbers of rows may get the same size of block.
-CONFIGURATIONS = tuple({configuration.title: configuration for configuration in _DECLARED}.values())

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from quire_worker.kernels.e4m3 import E4M3
 from quire_worker.kernels.launch import chip_of
 from quire_worker.kernels.options import AttentionOptions
 from quire_worker.kernels.paged_cache import check_indptr
@@ -90,6 +91,7 @@ class CheckedQueries:
                 self.shape.head_dim_vo,
                 self.shape.q_dtype.itemsize,
                 masked=masking.kind > 0,
+                is_fp8=self.shape.kv_dtype == E4M3,
             )
             division = divide_prefill(qo_indptr, token_count=self.token_count, group=group, tiling=tiling)
         else:

@@ -8,13 +8,14 @@ of keys and values may differ: 192 and 128 for the prefill of multi-head latent 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from quire_worker.kernels.configurations import ARCHITECTURES
+from quire_worker.kernels.configurations import ARCHITECTURES, unique
 from quire_worker.kernels.launch import as_kernel_sees, check_devices, device_of, is_interpreted
 from quire_worker.kernels.options import AttentionOptions
 from quire_worker.kernels.paged_cache import check_index_tensor
@@ -158,16 +159,21 @@ def prefill_ragged_reference(
     )
 
 
-def _variants(chip: str) -> tuple[dict[str, Any], ...]:
-    return (
-        *({"dtype": "bf16", "dims": (dim, dim)} for dim in (64, 80, 96, 128, 256)),
-        {"dtype": "bf16", "dims": (192, 128), "group": 1},
-        {"dtype": "bf16", "dims": (128, 128), "mask": 2},
-        {"dtype": "fp16", "dims": (128, 128), "options": True},
-    )
+def _variants(chip: str) -> Iterator[dict[str, Any]]:
+    """Fewer than of `prefill_paged`, whose inner loop this shares: keys without pages take fewer registers."""
+    usual: dict[str, Any] = {"dtype": "bf16", "dims": (128, 128)}
+    fp8 = "fp8e4nv" if chip == "sm_90" else "u8"
+    yield from (usual | {"dims": dims} for dims in ((64, 64), (80, 80), (96, 96), (128, 128), (256, 256)))
+    yield usual | {"dims": (192, 128), "group": 1}
+    yield from (usual | {"group": group} for group in (5, 7))
+    yield from (usual | {"rows": rows} for rows in (16, 64))
+    yield from (usual | change for change in ({"mask": 1}, {"mask": 2}, {"causal": False}, {"cache": fp8}))
+    for dtype in ("fp16", "fp32"):
+        yield from (usual | {"dtype": dtype, "options": options} for options in (False, True))
+    yield usual | {"dims": (256, 256), "options": True}
 
 
-CONFIGURATIONS = tuple(
+CONFIGURATIONS = unique(
     prefill_configuration(
         prefill_ragged_kernel,
         ("qo_indptr", "kv_indptr"),

@@ -188,7 +188,14 @@ def mask_indptr_of(qo_indptr: torch.Tensor, kv_lengths: torch.Tensor, *, packed:
 
 
 def prefill_tiling(
-    chip: str, rows_per_request: int, head_dim: int, v_head_dim: int, element_bytes: int, *, masked: bool = False
+    chip: str,
+    rows_per_request: int,
+    head_dim: int,
+    v_head_dim: int,
+    element_bytes: int,
+    *,
+    masked: bool = False,
+    is_fp8: bool = False,
 ) -> Tiling:
     """Sizes for blocks of query rows, such that nothing spills.
 
@@ -197,20 +204,27 @@ def prefill_tiling(
         rows_per_request: a mean, so that it is known without the lengths.
         head_dim: of keys.
         v_head_dim: of values.
-        element_bytes: of the queries.
+        element_bytes: of the queries. Those of 4 bytes are multiplied without tensor cores, which takes registers.
         masked: with a custom mask, whose addresses take registers.
+        is_fp8: whether the keys are, which takes registers to convert.
     """
     block_m = 16 if rows_per_request <= 16 else 64 if rows_per_request <= 64 else 128
     widest = max(head_dim, v_head_dim)
     if element_bytes == 4:
-        return Tiling(min(block_m, 32), 16 if widest > 128 else 32, num_warps=4, num_stages=2)
+        num_stages = 1 if is_fp8 and chip != "gfx942" else 2
+        return Tiling(min(block_m, 16 if widest > 192 else 32), 16, num_warps=8, num_stages=num_stages)
     if chip == "gfx942":
         return Tiling(min(block_m, 32 if widest > 192 else 64), 32, num_warps=4, num_stages=2)
     if widest > 192:
-        return Tiling(min(block_m, 64), 32, num_warps=8 if block_m > 16 else 4, num_stages=3)
-    if chip == "sm_80" and block_m > 16:
-        return Tiling(64, 32, num_warps=8, num_stages=2 if widest > 128 else 3)
-    return Tiling(block_m, 32 if masked else 64, num_warps=8 if block_m == 128 else 4, num_stages=3)
+        block_m = min(block_m, 32 if is_fp8 or (masked and chip == "sm_80") else 64)
+        num_warps = 8 if is_fp8 or block_m > 16 else 4
+        return Tiling(block_m, 16 if is_fp8 and masked else 32, num_warps, num_stages=3)
+    if chip == "sm_80" and (is_fp8 or block_m > 16):
+        return Tiling(min(block_m, 64), 32, num_warps=8, num_stages=2 if widest > 128 else 3)
+    if is_fp8 and masked:
+        return Tiling(min(block_m, 64), 32, num_warps=8 if block_m > 16 else 4, num_stages=2 if widest > 128 else 3)
+    num_warps = 8 if block_m == 128 or (block_m == 64 and widest > 128) else 4
+    return Tiling(block_m, 32 if masked else 64, num_warps, num_stages=3)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

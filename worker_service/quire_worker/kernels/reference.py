@@ -9,6 +9,16 @@ from quire_worker.kernels.paged_cache import PagedCache
 
 LOG2_E = 1.4426950408889634
 
+# Largest error that tests allow, absolute and relative, by the type of the queries; results are means of normal
+# numbers, so of size 1 at most a few. Half precision rounds results, and on a GPU weights before the second product;
+# fp8 caches are compared with what they hold, so their tolerance is that of the queries. What is measured:
+# `docs/attention.md`.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+LSE_TOLERANCE = 1e-4
+# Merging rounds once, or, in the interpreter, cuts bfloat16 off.
+MERGE_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+SAMPLE_TOLERANCE = 1e-5  # of sums, in probability
+
 
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, options: AttentionOptions

@@ -1,14 +1,14 @@
 """Compiles what a model needs before the first request does, and counts compilations.
 
 A kernel is compiled once per combination of dtypes, compile-time values (head dims, ratio of heads, page size, which
-options there are) and divisibility of strides. Lengths, batch sizes and window sizes are none of these. `warmup` runs
-every combination of a model once on a tiny batch; after it `count_compilations` should count nothing.
+options there are) and divisibility of strides. Lengths, batch sizes and window sizes are none of these; how many query
+rows a request has chooses among three sizes of block. `warmup` runs every combination of a model once on a tiny batch;
+after it `count_compilations` should count nothing.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,30 +16,12 @@ from typing import Any
 import torch
 import triton
 
-from quire_worker.kernels.wrappers import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+from quire_worker.kernels.sampling import greedy, sample
+from quire_worker.kernels.warmup_kinds import AttentionKind, LatentKind, Step, steps_of
 
 WORKSPACE_BYTES = 256 << 20
-PROMPT_ROWS = (8, 40, 200)  # query rows of a request, one for each size of block
 
 Progress = Callable[[int, int, str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionKind:
-    """One kind of a model's attention layers."""
-
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    page_size: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype | None = None  # that of q if None
-    window_left: int = -1
-    logits_soft_cap: float = 0.0
-    chunk_size: int = 0
-    has_sinks: bool = False
-    has_scales: bool = False  # of the cache, per head
-    kv_layout: str = "NHD"
 
 
 @dataclass(slots=True)
@@ -76,13 +58,23 @@ def count_compilations() -> Iterator[CompilationCount]:
 
 
 def warmup(
-    kinds: list[AttentionKind], device: torch.device | str, *, progress: Progress | None = None
+    kinds: Sequence[AttentionKind | LatentKind],
+    device: torch.device | str,
+    *,
+    logits_dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
 ) -> CompilationCount:
-    """Runs decode and prefill of every kind of layer, and of every size of block, once.
+    """Runs everything that is called for every kind of layer, in every size of block, once.
+
+    Holds for contiguous queries, keys and values, and for views of them whose strides are multiples of 16 (or, with
+    head dims that are none, are no multiples either) and whose addresses are aligned to 16 bytes. A model that
+    plans a layer in several ways (with and without a mask, causal and not) has a kind for each.
+    Not covered: `merge_states`, `packbits` in big bit order, and pairs of 4-D caches.
 
     Args:
         kinds: of the model's layers, each once.
         device: where they will run.
+        logits_dtype: what `sample` and `greedy` will take; None: they are not called.
         progress: called before each step with the steps done, all steps, and what comes next; and at the end.
 
     Returns:
@@ -93,18 +85,9 @@ def warmup(
     """
     device = torch.device(device)
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    steps: list[tuple[str, Callable[[], None]]] = []
-    for kind in dict.fromkeys(kinds):
-        title = f"{kind.num_qo_heads}/{kind.num_kv_heads} heads of {kind.head_dim}"
-        steps.append((f"decode, {title}", lambda kind=kind: _decode(kind, workspace)))  # type: ignore[misc]
-        for rows in PROMPT_ROWS:
-            length = math.ceil(rows * kind.num_kv_heads / kind.num_qo_heads)
-            steps.append(
-                (
-                    f"prefill in blocks for {rows} rows, {title}",
-                    lambda kind=kind, length=length: _prefill(kind, workspace, length),  # type: ignore[misc]
-                )
-            )
+    steps: list[Step] = [step for kind in dict.fromkeys(kinds) for step in steps_of(kind, workspace)]
+    if logits_dtype is not None:
+        steps.append(("sampling", lambda: _sample(torch.zeros(1, 64, dtype=logits_dtype, device=device))))
     with count_compilations() as found:
         for done, (title, step) in enumerate(steps):
             if progress is not None:
@@ -117,47 +100,6 @@ def warmup(
     return found
 
 
-def _decode(kind: AttentionKind, workspace: torch.Tensor) -> None:
-    """One request of one unit; merging is launched all the same."""
-    device, kv_dtype = workspace.device, kind.kv_dtype or kind.dtype
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, kind.kv_layout)
-    index = torch.tensor([0, 1], dtype=torch.int32)
-    wrapper.plan(
-        index, index[:1], index[1:], kind.num_qo_heads, kind.num_kv_heads, kind.head_dim, kind.page_size,
-        window_left=kind.window_left, logits_soft_cap=kind.logits_soft_cap, q_data_type=kind.dtype,
-        kv_data_type=kv_dtype,
-    )  # fmt: skip
-    q = torch.zeros(1, kind.num_qo_heads, kind.head_dim, dtype=kind.dtype, device=device)
-    wrapper.run(q, _cache(kind, 1, device), **_per_layer(kind, device))
-
-
-def _prefill(kind: AttentionKind, workspace: torch.Tensor, length: int) -> None:
-    """One prompt of some tokens."""
-    device, kv_dtype = workspace.device, kind.kv_dtype or kind.dtype
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, kind.kv_layout)
-    pages = -(-length // kind.page_size)
-    indices = torch.arange(pages, dtype=torch.int32)
-    ends = [torch.tensor([0, end], dtype=torch.int32) for end in (length, pages)]
-    last = torch.tensor([(length - 1) % kind.page_size + 1], dtype=torch.int32)
-    wrapper.plan(
-        ends[0], ends[1], indices, last, kind.num_qo_heads, kind.num_kv_heads, kind.head_dim, kind.page_size,
-        causal=True, window_left=kind.window_left, logits_soft_cap=kind.logits_soft_cap, q_data_type=kind.dtype,
-        kv_data_type=kv_dtype, chunk_size=kind.chunk_size,
-    )  # fmt: skip
-    q = torch.zeros(length, kind.num_qo_heads, kind.head_dim, dtype=kind.dtype, device=device)
-    wrapper.run(q, _cache(kind, pages, device), **_per_layer(kind, device))
-
-
-def _cache(kind: AttentionKind, pages: int, device: torch.device) -> torch.Tensor:
-    inner = (kind.page_size, kind.num_kv_heads) if kind.kv_layout == "NHD" else (kind.num_kv_heads, kind.page_size)
-    return torch.zeros(pages, 2, *inner, kind.head_dim, device=device).to(kind.kv_dtype or kind.dtype)
-
-
-def _per_layer(kind: AttentionKind, device: torch.device) -> dict[str, Any]:
-    given: dict[str, Any] = {}
-    if kind.has_sinks:
-        given["sinks"] = torch.zeros(kind.num_qo_heads, device=device)
-    if kind.has_scales:
-        scale = torch.ones(kind.num_kv_heads, device=device)
-        given.update(k_scale=scale, v_scale=scale)
-    return given
+def _sample(logits: torch.Tensor) -> None:
+    greedy(logits)
+    sample(logits, torch.zeros(1, device=logits.device))

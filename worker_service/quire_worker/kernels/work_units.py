@@ -51,7 +51,8 @@ class WorkUnits:
 
 
 @triton.jit(
-    do_not_specialize=["batch", "unit_target", "capacity"], do_not_specialize_on_alignment=["first", "last", "units"]
+    do_not_specialize=["batch", "unit_target", "capacity", "size_min", "alignment", "units_min"],
+    do_not_specialize_on_alignment=["first", "last", "units", "indptr"],
 )
 def divide_work_kernel(
     first,  # int32 [batch]
@@ -61,9 +62,9 @@ def divide_work_kernel(
     batch,
     unit_target,
     capacity,
-    SIZE_MIN: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    UNITS_MIN: tl.constexpr,
+    size_min,
+    alignment,
+    units_min,
     BLOCK: tl.constexpr,
 ):
     """Program i counts the units of all requests before i, then writes those of i."""
@@ -74,17 +75,17 @@ def divide_work_kernel(
         valid = block + lane < batch
         items = tl.load(last + block + lane, mask=valid, other=0) - tl.load(first + block + lane, mask=valid, other=0)
         total += tl.sum(items.to(tl.int64))
-    size = tl.maximum((total + unit_target - 1) // unit_target, SIZE_MIN)
-    size = tl.minimum((size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT, ITEMS_MAX).to(tl.int32)
+    size = tl.maximum((total + unit_target - 1) // unit_target, size_min)
+    size = tl.minimum((size + alignment - 1) // alignment * alignment, ITEMS_MAX).to(tl.int32)
     before = tl.zeros((), dtype=tl.int32)
     for block in range(0, request, BLOCK):
         valid = block + lane < request
         items = tl.load(last + block + lane, mask=valid, other=0) - tl.load(first + block + lane, mask=valid, other=0)
-        count = tl.maximum((items + size - 1) // size, UNITS_MIN)
+        count = tl.maximum((items + size - 1) // size, units_min)
         before += tl.sum(tl.where(valid, count, 0))
     start = tl.load(first + request)
     stop = tl.load(last + request)
-    count = tl.maximum((stop - start + size - 1) // size, UNITS_MIN)
+    count = tl.maximum((stop - start + size - 1) // size, units_min)
     tl.store(indptr + request, before)
     if request == batch - 1:
         tl.store(indptr + batch, before + count)
@@ -146,7 +147,7 @@ def divide_work(
             divide_work_kernel[(batch,)](
                 first, last, out.units, out.indptr, batch,
                 NO_TARGET if unit_target is None else unit_target, out.capacity,
-                SIZE_MIN=size_min, ALIGNMENT=alignment, UNITS_MIN=units_min, BLOCK=BLOCK, num_warps=4,
+                size_min, alignment, units_min, BLOCK=BLOCK, num_warps=4,
             )  # fmt: skip
     return out
 
@@ -169,20 +170,15 @@ def divide_work_reference(
     return rows, indptr
 
 
-CONFIGURATIONS = tuple(
+CONFIGURATIONS = (
     KernelConfiguration(
         kernel=divide_work_kernel,
-        name=name,
+        name="of any batch",
         signature={
             **dict.fromkeys(("first", "last", "units", "indptr"), "*i32"),
-            **dict.fromkeys(("batch", "unit_target", "capacity"), "i32"),
+            **dict.fromkeys(("batch", "unit_target", "capacity", "size_min", "alignment", "units_min"), "i32"),
         },
-        constexprs={"SIZE_MIN": size_min, "ALIGNMENT": alignment, "UNITS_MIN": units_min, "BLOCK": BLOCK},
+        constexprs={"BLOCK": BLOCK},
         num_warps=4,
-    )
-    for name, size_min, alignment, units_min in (
-        ("decode", 128, 64, 1),
-        ("decode unsplit", ITEMS_MAX.value, 64, 1),
-        ("prefill", 128, 1, 0),
-    )
+    ),
 )

@@ -1,0 +1,273 @@
+"""How far the Triton kernels are from float64, by dtype.
+
+On a GPU where there is one, else in Triton's interpreter on the CPU. The interpreter multiplies half precision as
+float32, and cuts bfloat16 off where a GPU rounds; a GPU also rounds the weights of the second product. So a GPU's
+errors may differ both ways.
+
+    attention     of normal numbers against float64 on the same, rounded, queries and cache: what the kernel adds
+    fp8 cache     the same against the bytes that are in the cache, and against what was quantised: what fp8 costs
+    append        what an fp8 cache holds times its scale, against what was appended
+    sample        how far the number that drew a token lies outside the token's share of the probability; 0: inside
+
+`max_abs` is the largest error, `relative_rms` the root mean square of errors over that of the right results, lse is in
+base 2. Tests allow an error of `tolerance` times 1 + |right result| (`quire_worker/kernels/reference.py`), of which
+`of_tolerance` is the largest share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if DEVICE.type == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # before the first kernel is imported
+
+from quire_worker.attention import (  # noqa: E402
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchMLAPagedAttentionWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+    append_paged_kv_cache,
+    merge_states,
+    sample,
+)
+from quire_worker.kernels.decode_paged import decode_paged_reference  # noqa: E402
+from quire_worker.kernels.e4m3 import E4M3  # noqa: E402
+from quire_worker.kernels.merge_states import merge_states_reference  # noqa: E402
+from quire_worker.kernels.mla_paged import mla_paged_reference  # noqa: E402
+from quire_worker.kernels.options import AttentionOptions  # noqa: E402
+from quire_worker.kernels.paged_cache import unpack_paged_cache  # noqa: E402
+from quire_worker.kernels.prefill_paged import prefill_paged_reference  # noqa: E402
+from quire_worker.kernels.prefill_ragged import prefill_ragged_reference  # noqa: E402
+from quire_worker.kernels.prefill_rows import Masking  # noqa: E402
+from quire_worker.kernels.reference import LSE_TOLERANCE, MERGE_TOLERANCE, SAMPLE_TOLERANCE, TOLERANCE  # noqa: E402
+from quire_worker.kernels.sampling import weights_reference  # noqa: E402
+from report import add_output_arguments, publish  # noqa: E402
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LENGTHS = (1, 17, 400)
+NEW = (1, 17, 24)  # queries of each in prefill
+HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 8, 2, 128, 16
+MLA_HEADS, CKV_DIM, KPE_DIM = 4, 512, 64
+VOCABULARY = 5000
+
+Result = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Of one operation; see the top of the file."""
+
+    operation: str
+    dtype: str
+    against: str
+    max_abs: float
+    relative_rms: float | None
+    lse_max_abs: float | None = None
+    tolerance: float | None = None
+    of_tolerance: float | None = None
+
+    def row(self) -> dict[str, object]:
+        """As it is published: rounded, where the next run may differ."""
+        numbers = {
+            name: "" if value is None else float(f"{value:.2g}")
+            for name in ("max_abs", "relative_rms", "lse_max_abs", "tolerance", "of_tolerance")
+            for value in [getattr(self, name)]
+        }
+        where = "interpreter" if DEVICE.type == "cpu" else torch.cuda.get_device_name()
+        return {"operation": self.operation, "dtype": self.dtype, "against": self.against, **numbers, "on": where}
+
+
+def errors(
+    operation: str,
+    dtype: str,
+    actual: Result,
+    expected: Result,
+    *,
+    against: str = "float64",
+    tolerance: float | None = None,
+) -> Errors:
+    """Of outputs, and of lse."""
+    error, lse = (actual[0].double() - expected[0]).abs(), (actual[1].double() - expected[1]).abs()
+    rms = float(error.square().mean().sqrt() / expected[0].square().mean().sqrt())
+    share = None if tolerance is None else float((error / (1 + expected[0].abs())).max()) / tolerance
+    return Errors(operation, dtype, against, float(error.max()), rms, float(lse.max()), tolerance, share)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(eq=False)
+class Scene:
+    """Requests of `LENGTHS`, their pages in a random order."""
+
+    dtype: torch.dtype
+    table: list[torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        counts = [-(-length // PAGE_SIZE) for length in LENGTHS]
+        last = [(length - 1) % PAGE_SIZE + 1 for length in LENGTHS]
+        self.table = [starts(counts), torch.randperm(sum(counts)).to(DEVICE, torch.int32), index(last)]
+        self.pages = torch.randn(sum(counts), 2, PAGE_SIZE, KV_HEADS, HEAD_DIM, device=DEVICE).to(self.dtype)
+        self.workspace = torch.empty(64 << 20, dtype=torch.uint8, device=DEVICE)
+
+    def queries(self, tokens: int) -> torch.Tensor:
+        """Normal numbers."""
+        return torch.randn(tokens, HEADS, HEAD_DIM, device=DEVICE).to(self.dtype)
+
+    def decode(self, q: torch.Tensor, cache: torch.Tensor, **scales: Any) -> Result:
+        """By the wrapper."""
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(self.workspace)
+        dtypes = {"q_data_type": q.dtype, "kv_data_type": cache.dtype}
+        wrapper.plan(*self.table, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, **dtypes)
+        return pair(wrapper.run(q, cache, return_lse=True, **scales))
+
+    def prefill(self, q: torch.Tensor, cache: torch.Tensor, **scales: Any) -> Result:
+        """By the wrapper, causal."""
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(self.workspace)
+        dtypes = {"q_data_type": q.dtype, "kv_data_type": cache.dtype}
+        wrapper.plan(starts(NEW), *self.table, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, causal=True, **dtypes)
+        return pair(wrapper.run(q, cache, return_lse=True, **scales))
+
+    def decode_reference(self, q: torch.Tensor, cache: torch.Tensor, options: AttentionOptions) -> Result:
+        """In float64."""
+        return decode_paged_reference(q, unpack_paged_cache(cache), *self.table, options)
+
+    def prefill_reference(self, q: torch.Tensor, cache: torch.Tensor, options: AttentionOptions) -> Result:
+        """In float64."""
+        masking = Masking(causal=True)
+        return prefill_paged_reference(q, unpack_paged_cache(cache), starts(NEW), *self.table, options, masking)
+
+
+def index(values: Any) -> torch.Tensor:
+    """int32, on the device."""
+    return torch.tensor(list(values), dtype=torch.int32, device=DEVICE)
+
+
+def starts(counts: Any) -> torch.Tensor:
+    """int32 `[counts + 1]`, from 0."""
+    return index([0, *counts]).cumsum(0, dtype=torch.int32)
+
+
+def pair(result: Any) -> Result:
+    """What `run` gives with `return_lse`."""
+    assert isinstance(result, tuple)
+    return result
+
+
+def paged(dtype: torch.dtype) -> Iterator[Errors]:
+    """Decode and prefill, on a cache of the queries' dtype and on one of fp8."""
+    scene, options = Scene(dtype), AttentionOptions(HEAD_DIM**-0.5)
+    tolerance = TOLERANCE[dtype]
+    # A scale that puts the largest number of a normal distribution near the largest of e4m3.
+    scale = torch.full((KV_HEADS,), 4.5 / 448, device=DEVICE)
+    fp8 = (scene.pages.float() / scale[0]).clamp(-448, 448).to(E4M3)
+    scaled = AttentionOptions(HEAD_DIM**-0.5, k_scale=scale, v_scale=scale)
+    for title, run, reference, tokens in (
+        ("decode", scene.decode, scene.decode_reference, len(LENGTHS)),
+        ("prefill", scene.prefill, scene.prefill_reference, sum(NEW)),
+    ):
+        q = scene.queries(tokens)
+        right = reference(q, scene.pages, options)
+        yield errors(title, name_of(dtype), run(q, scene.pages), right, tolerance=tolerance)
+        actual = run(q, fp8, k_scale=scale, v_scale=scale)
+        dtypes, held = f"{name_of(dtype)}, fp8 cache", "float64 on the fp8 cache"
+        yield errors(title, dtypes, actual, reference(q, fp8, scaled), against=held, tolerance=tolerance)
+        yield errors(title, dtypes, actual, right, against="float64 before quantising")
+
+
+def ragged(dtype: torch.dtype) -> Errors:
+    """Keys one after another, of 192 dims, values of 128."""
+    q, k, v = (
+        torch.randn(sum(counts), KV_HEADS, dim, device=DEVICE).to(dtype)
+        for counts, dim in ((NEW, 192), (LENGTHS, 192), (LENGTHS, 128))
+    )
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(torch.empty(8, dtype=torch.uint8, device=DEVICE))
+    wrapper.plan(starts(NEW), starts(LENGTHS), KV_HEADS, KV_HEADS, 192, 128, causal=True, q_data_type=dtype)
+    actual = pair(wrapper.run(q, k, v, return_lse=True))
+    options = AttentionOptions(192**-0.5)
+    expected = prefill_ragged_reference(q, k, v, starts(NEW), starts(LENGTHS), options, Masking(causal=True))
+    return errors("ragged prefill", name_of(dtype), actual, expected, tolerance=TOLERANCE[dtype])
+
+
+def latent(dtype: torch.dtype, new: tuple[int, ...], title: str) -> Errors:
+    """Latent attention over pages."""
+    scene = Scene(dtype)
+    pages, scale = scene.pages.shape[0], (CKV_DIM + KPE_DIM) ** -0.5
+    ckv, kpe = (torch.randn(pages, PAGE_SIZE, dim, device=DEVICE).to(dtype) for dim in (CKV_DIM, KPE_DIM))
+    q_nope, q_pe = (torch.randn(sum(new), MLA_HEADS, dim, device=DEVICE).to(dtype) for dim in (CKV_DIM, KPE_DIM))
+    wrapper = BatchMLAPagedAttentionWrapper(scene.workspace)
+    sizes = (MLA_HEADS, CKV_DIM, KPE_DIM, PAGE_SIZE)
+    wrapper.plan(starts(new), *scene.table[:2], index(LENGTHS), *sizes, True, scale, dtype, dtype)
+    actual = pair(wrapper.run(q_nope, q_pe, ckv, kpe, return_lse=True))
+    table = (scene.table[0], scene.table[1], scene.table[2])
+    expected = mla_paged_reference(q_nope, q_pe, (ckv, kpe), starts(new), table, sm_scale=scale, causal=True)
+    return errors(title, name_of(dtype), actual, expected, tolerance=TOLERANCE[dtype])
+
+
+def merged(dtype: torch.dtype) -> Errors:
+    """Five states."""
+    v = torch.randn(64, 5, HEADS, HEAD_DIM, device=DEVICE).to(dtype)
+    s = 5 * torch.randn(64, 5, HEADS, device=DEVICE)
+    right, lse = merge_states_reference(v.double(), s)
+    expected = (right, lse.double())
+    return errors("merge_states", name_of(dtype), merge_states(v, s), expected, tolerance=MERGE_TOLERANCE[dtype])
+
+
+def quantised(dtype: torch.dtype) -> Errors:
+    """What is read back, times the scale."""
+    tokens = torch.randn(2, 64, KV_HEADS, HEAD_DIM, device=DEVICE).to(dtype)
+    cache = torch.zeros(4, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM, device=DEVICE).to(E4M3)
+    scale = torch.full((KV_HEADS,), 4.5 / 448, device=DEVICE)
+    table = (index(range(4)), starts([4]), index([PAGE_SIZE]))
+    requests, positions = index([0] * 64), index(range(64))
+    append_paged_kv_cache(*tokens, requests, positions, cache, *table, "NHD", scale, scale)
+    held = cache.float().double().movedim(1, 0).flatten(1, 2) * scale.double()[:, None]
+    nothing = torch.zeros(1, device=DEVICE)
+    found = errors("append, fp8 cache", name_of(dtype), (held, nothing), (tokens.double(), nothing.double()))
+    return Errors(found.operation, found.dtype, "what was appended", found.max_abs, found.relative_rms)
+
+
+def drawn(dtype: torch.dtype) -> Errors:
+    """How far the numbers that drew tokens lie outside the tokens' shares of [0, 1)."""
+    rows = 4
+    logits = (3 * torch.randn(rows, VOCABULARY, device=DEVICE)).to(dtype)
+    uniform = torch.rand(rows, device=DEVICE)
+    tokens = sample(logits, uniform, 0.8, 1000, 0.95, 0.001).tolist()
+    outside = 0.0
+    for row, token in enumerate(tokens):
+        weights = weights_reference(logits[row], 0.8, 1000, 0.95, 0.001)
+        end, number = float(weights[: token + 1].sum()), float(uniform[row])
+        begin = end - float(weights[token])
+        outside = max(outside, begin - number, number - end)
+    share = outside / SAMPLE_TOLERANCE
+    return Errors("sample, probability", name_of(dtype), "float64", outside, None, None, SAMPLE_TOLERANCE, share)
+
+
+def main() -> None:
+    """Measures and reports."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_output_arguments(parser)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    found: list[Errors] = []
+    for dtype in DTYPES:
+        found += paged(dtype)
+        found.append(ragged(dtype))
+        found.append(latent(dtype, (1,) * len(LENGTHS), "latent decode"))
+        found.append(latent(dtype, NEW, "latent prefill"))
+        found += [merged(dtype), quantised(dtype), drawn(dtype)]
+    rows = [error.row() | {"lse_tolerance": "" if error.lse_max_abs is None else LSE_TOLERANCE} for error in found]
+    publish("Errors of the kernels", rows, [], as_json=options.json, csv_file=options.csv)
+
+
+if __name__ == "__main__":
+    main()

@@ -131,23 +131,30 @@ def test_decoding_goes_on_while_others_have_no_room_yet() -> None:
 
 
 def test_a_sample_that_runs_takes_a_block_that_another_holds_ahead_before_anybody_is_preempted() -> None:
+    worker = worker_of(13, ahead_tokens=12)
     first, second = lasting_prompts(2, output_tokens=13)
-    worker = worker_of(16, ahead_tokens=12)
-    older, newer = (worker.submit(prompt, max_tokens=13) for prompt in (first, second))
-    worker.turn()
-    worker.settle()
-    assert [len(request.samples[0].table) for request in (older, newer)] == [8, 8]
-    assert worker.pool.blocks.free_count == 0
+    older, newer = worker.submit(first, max_tokens=13), worker.submit(second + numbers(3, seed=5), max_tokens=4)
+    tables = []
+    while not newer.is_done:
+        worker.turn()
+        tables.append([len(request.samples[0].table) for request in (older, newer)])
+    assert tables == [[5, 6], [7, 6], [6, 7], [6, 7]]
     worker.run()
     assert worker.scheduler.preemption_count == 0
+    worker.check_text(older)
+    worker.check_text(newer)
 
-    worker = worker_of(13, ahead_tokens=12)
-    older, newer = (worker.submit(prompt, max_tokens=9) for prompt in (first, second))
+
+def test_the_newest_gives_back_first() -> None:
+    prompts = lasting_prompts(3, output_tokens=13)
+    worker = worker_of(20, ahead_tokens=12)
+    older, newer = (worker.submit(prompt, max_tokens=13) for prompt in prompts[:2])
     worker.turn()
     worker.settle()
-    assert [len(request.samples[0].table) for request in (older, newer)] == [7, 6]
-    worker.run()
-    assert worker.scheduler.preemption_count == 1, "the two need 14"
+    newest = worker.submit(prompts[2], max_tokens=1)
+    worker.turn()
+    assert newest.is_done
+    assert [len(request.samples[0].table) for request in (older, newer)] == [8, 7]
 
 
 def test_a_prompt_is_let_in_on_blocks_that_are_held_ahead_in_one_step() -> None:
@@ -178,15 +185,15 @@ def test_who_would_not_fit_either_way_takes_nothing() -> None:
 
 
 def test_blocks_that_were_held_ahead_and_never_used_are_not_counted() -> None:
-    prompt = next(
-        p for p in (numbers(20, seed=seed) for seed in range(999)) if len(expected_output(p, 0, 99, 999)[0]) == 6
-    )
+    prompts = (numbers(20, seed=seed) for seed in range(999))
+    prompt = next(p for p in prompts if len(expected_output(p, 0, 99, 999)[0]) == SIZE)
     worker = worker_of(64, ahead_tokens=40)
     stopped = decoding(worker, prompt, max_tokens=99)
     assert len(stopped.samples[0].table) == 16
     worker.run()
-    assert stopped.usage.granted_block_count == stopped.usage.unshared_block_count == 7
-    assert worker.pool.granted_block_count >= 16
+    assert worker.asks[SIZE] == [(stopped.samples[0], 17 * SIZE)], "another one while its last token was computed"
+    assert worker.pool.granted_block_count == 17
+    assert stopped.usage.granted_block_count == stopped.usage.unshared_block_count == 6
     assert worker.pool.blocks.free_count == 64
 
 

@@ -16,6 +16,7 @@ import hashlib
 from array import array
 
 from quire.columns import unpack_uint32
+from quire.limits import REPORT_CHUNK_BYTES_MAX, REPORT_CHUNK_ENTRIES_MAX
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits, translate
@@ -61,8 +62,8 @@ class StagedReport:
         self._bytes += len(data)
         require(chunk.number == self._chunk_count, f"chunk {chunk.number} of a report comes after {self._chunk_count}")
         require(
-            len(data) <= limits.REPORT_CHUNK_BYTES_MAX,
-            f"a chunk has at most {limits.REPORT_CHUNK_BYTES_MAX} bytes",
+            len(data) <= REPORT_CHUNK_BYTES_MAX,
+            f"a chunk has at most {REPORT_CHUNK_BYTES_MAX} bytes",
             "TOO_LARGE",
         )
         require(
@@ -77,8 +78,8 @@ class StagedReport:
             "a chunk has at least one entry",
         )
         require(
-            len(chunk.sequences) + published + len(freed) <= limits.REPORT_CHUNK_ENTRIES_MAX,
-            f"a chunk has at most {limits.REPORT_CHUNK_ENTRIES_MAX} entries",
+            len(chunk.sequences) + published + len(freed) <= REPORT_CHUNK_ENTRIES_MAX,
+            f"a chunk has at most {REPORT_CHUNK_ENTRIES_MAX} entries",
             "TOO_LARGE",
         )
         self._chunk_count += 1

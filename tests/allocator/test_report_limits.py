@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import NamedTuple
 
 import pytest
 from grpc import aio
@@ -23,9 +24,20 @@ LARGEST = 0xFFFFFFFF
 FULL = pb.GroupSpec(kind=pb.GROUP_KIND_FULL_ATTENTION, block_size=1)
 
 
-def ledger_at_its_worst(block_count: int, sequence_count: int, group_count: int, *, freed: bool) -> Ledger:
-    """Every sequence, and every block in a prefix of its own, is the only one of its namespace, and all numbers take the
-    most bytes. Blocks were freed, or the sequences hold them."""
+class Worst(NamedTuple):
+    """Every sequence, and every block in a prefix of its own, is the only one of its namespace, and all numbers take
+    the most bytes. Blocks were freed, or the sequences hold them. `share` of what is allowed is needed at least."""
+
+    block_count: int
+    sequence_count: int
+    group_count: int
+    freed: bool
+    share: float
+
+
+def ledger_of(worst: Worst) -> Ledger:
+    """What its owner knows."""
+    block_count, sequence_count, group_count, freed, _ = worst
     ledger = Ledger(pb.PoolSpec(block_count=block_count, groups=[FULL] * group_count))
     held = array("I", () if freed else range(block_count))
     for number in range(sequence_count):
@@ -47,25 +59,23 @@ def ledger_at_its_worst(block_count: int, sequence_count: int, group_count: int,
 
 
 @pytest.mark.parametrize(
-    ("block_count", "sequence_count", "group_count", "freed", "share"),
+    "worst",
     [
-        (5_000, 1, 1, True, 0.75),
-        (5_000, 1, 1, False, 0.7),
-        (1, 1, 1, True, 0.7),
-        (1, 5_000, 1, True, 0.6),
-        (5_000, 100, limits.GROUPS_MAX, True, 0.3),
-        (60_000, 1, limits.GROUPS_MAX, False, 0.7),
+        Worst(5_000, 1, 1, freed=True, share=0.75),
+        Worst(5_000, 1, 1, freed=False, share=0.7),
+        Worst(1, 1, 1, freed=True, share=0.7),
+        Worst(1, 5_000, 1, freed=True, share=0.6),
+        Worst(5_000, 100, limits.GROUPS_MAX, freed=True, share=0.3),
+        Worst(60_000, 1, limits.GROUPS_MAX, freed=False, share=0.7),
     ],
 )
-def test_no_report_of_a_pool_is_larger_than_it_may_be(
-    block_count: int, sequence_count: int, group_count: int, freed: bool, share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "SEQUENCES_MAX", sequence_count)
+def test_no_report_of_a_pool_is_larger_than_it_may_be(worst: Worst, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SEQUENCES_MAX", worst.sequence_count)
     monkeypatch.setattr(limits, "REPORT_SHARED_ENTRIES_MAX", 0)
-    ledger = ledger_at_its_worst(block_count, sequence_count, group_count, freed=freed)
-    taken = sum(chunk.ByteSize() for chunk in report_chunks(ledger, 0.0))
-    allowed = report_bytes_max(PoolSpec(block_count, (GroupSpec(GroupKind.FULL_ATTENTION, 1),) * group_count))
-    assert share * allowed < taken <= allowed
+    taken = sum(chunk.ByteSize() for chunk in report_chunks(ledger_of(worst), 0.0))
+    groups = (GroupSpec(GroupKind.FULL_ATTENTION, 1),) * worst.group_count
+    allowed = report_bytes_max(PoolSpec(worst.block_count, groups))
+    assert worst.share * allowed < taken <= allowed
 
 
 @pytest.mark.parametrize("block_count", [1, 100_000, limits.BLOCKS_MAX])

@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 
 from quire.errors import InternalError, QuireError, Reason
 from quire.ledger import Ledger
-from quire.limits import PROTOCOL_VERSION
+from quire.limits import MESSAGE_BYTES_MAX, PROTOCOL_VERSION
 from quire.reports import report_chunks, report_end
 from quire.steps import StepBuilder, StepOutcome, read_reply
 from quire.v1 import allocator_pb2 as pb
@@ -60,6 +60,7 @@ class Verdict(enum.Enum):
     FINAL = enum.auto()  # nothing that we could send would help
 
 
+_SENT_WITH_BYTES: Final = (2 + 16) + (1 + 10)  # session and acknowledgement, which a step gets when it is sent
 _AGAIN: Final = frozenset(
     {Reason.FENCED, Reason.SESSION_UNKNOWN, Reason.IDLE, Reason.DRAINING, Reason.POOL_QUARANTINED}
 )
@@ -188,16 +189,26 @@ class PoolOwner:
         """The next step; returns its number. There must be room in the window.
 
         Raises:
+            ResourceExhaustedError: TOO_LARGE, the allocator takes fewer operations or bytes; nothing was submitted.
             ValueError: a number does not fit the message; nothing was submitted.
         """
         assert self.has_room, "the window is full"
         request = pb.SessionRequest()
         operations.fill(request.step)
         request.step.number = self.last_step + len(self._unanswered) + 1
+        self._check_size("operations", operations.operation_count, self.limits.operations_per_step_max)
+        byte_count = request.step.ByteSize() + _SENT_WITH_BYTES
+        self._check_size("bytes", byte_count, self.limits.step_bytes_max or MESSAGE_BYTES_MAX)
         self._unanswered.append(request)
         if self.phase is Phase.OPEN:
             self._send_step(request)
         return int(request.step.number)
+
+    @staticmethod
+    def _check_size(what: str, count: int, most: int) -> None:
+        """`most` is 0 where no allocator has said it yet."""
+        if 0 < most < count:
+            raise QuireError.of(Reason.TOO_LARGE, f"the step has {count} {what}, and at most {most} are taken")
 
     def heartbeat(self) -> None:
         """Keeps the lease, and lets watchers see what the last steps did."""

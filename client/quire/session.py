@@ -22,7 +22,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -31,6 +30,7 @@ from typing import Any, Final
 import grpc
 from grpc import aio
 
+from quire.backoff import Backoff
 from quire.errors import InternalError, QuireError, UnavailableError, from_rpc_error, jittered_s
 from quire.ledger import Ledger
 from quire.limits import HEARTBEAT_S, SILENCE_S
@@ -40,7 +40,7 @@ from quire.steps import StepBuilder, StepOutcome
 from quire.v1 import allocator_pb2 as pb
 
 TICKS_PER_HEARTBEAT: Final = 4  # how often silence is looked at
-BACKOFF_S: Final = (0.05, 0.2)
+BACKOFF_S: Final = (0.01, 0.2)  # between streams; what came of none of them makes it longer
 WINDOW: Final = 4
 
 log = logging.getLogger(__name__)
@@ -92,6 +92,7 @@ class PoolSession:
         self._closing = False
         self._silence = Silence(HEARTBEAT_S / TICKS_PER_HEARTBEAT, time.monotonic())
         self._fell_silent = False  # the last stream
+        self._has_served = False  # the current stream: answered anything after it was up
         self._refusal: QuireError | None = None
         self._answers: dict[int, asyncio.Future[StepOutcome]] = {}
         self._changed = asyncio.Event()  # an answer came, the stream went up or was refused
@@ -156,6 +157,7 @@ class PoolSession:
         Raises (here, or from the future):
             SessionLostError: none of it is in force, and nothing of what was there before.
             QuireError: the allocator refused the step; nothing of it, nor of those submitted after it, was applied.
+                TOO_LARGE, raised here: it is above `limits`; nothing was sent, and what was submitted before goes on.
             ValueError: a number does not fit the message; nothing was sent.
         """
         while not self._owner.has_room and not self._closing:
@@ -185,27 +187,23 @@ class PoolSession:
 
     async def _keep_up(self) -> None:
         """Attaches, serves, and attaches again until the session is closed."""
-        delay, patient = BACKOFF_S[0], False
+        backoff, patient = Backoff(*BACKOFF_S), False
         while not self._closing:
+            self._has_served = False
             error = await self._serve_once(patient=patient)
             if self._closing:
                 return
             if self._fell_silent and self._reconnect is not None:
                 self._fell_silent, self._stub = False, await self._reconnect()
+            patient = not self._connected
             waited_for = error or UnavailableError("the allocator does not answer")
-            is_stream_refused = self._owner.judge(error) is not Verdict.STEP_REFUSED
-            asked_s = jittered_s(waited_for.retry_after_s) if is_stream_refused else 0.0
-            was_up = self._connected
-            self._end_stream(error)
-            if was_up:
-                delay, patient = BACKOFF_S[0], False
-                if not asked_s:
-                    continue
-            else:
-                patient = True
-            self._on_wait(waited_for)
-            await asyncio.sleep(max(delay * random.uniform(0.5, 1.0), asked_s))
-            delay = min(2 * delay, BACKOFF_S[1])
+            is_step_refused = self._end_stream(error) is Verdict.STEP_REFUSED
+            asked_s = 0.0 if is_step_refused else jittered_s(waited_for.retry_after_s)
+            if self._has_served or is_step_refused:
+                backoff.reset()
+            if asked_s or not (self._has_served or is_step_refused):
+                self._on_wait(waited_for)
+            await asyncio.sleep(max(backoff.next_s(), asked_s))
 
     async def _serve_once(self, *, patient: bool) -> QuireError | None:
         """One stream from attach to end; returns why it ended, if it says. A patient one begins when there is a
@@ -261,6 +259,7 @@ class PoolSession:
         """One message of the current stream."""
         owner = self._owner
         self._silence.heard()
+        self._has_served = self._connected
         answer = owner.receive(reply, time.monotonic())
         if answer is not None:
             future = self._answers.pop(answer.number, None)
@@ -284,7 +283,7 @@ class PoolSession:
         self._flushes.add(flush)  # the loop itself keeps no task alive
         flush.add_done_callback(self._flushes.discard)
 
-    def _end_stream(self, error: QuireError | None) -> None:
+    def _end_stream(self, error: QuireError | None) -> Verdict:
         """The current stream is over: the owner says what that means, and whose steps it takes along."""
         verdict, numbers = self._owner.ended(error)
         self._drop()
@@ -301,6 +300,7 @@ class PoolSession:
             self._refusal = error
             self._fail(self._owner.give_up_steps(), error)
         self._changed.set()
+        return verdict
 
     def _fail(self, numbers: list[int], error: Exception) -> None:
         for number in numbers:

@@ -35,6 +35,7 @@ LAYOUT_BYTES_MAX: Final = 256
 FINGERPRINT_BYTES_MAX: Final = 64
 ATTACH_TIMEOUT_S: Final = 5.0
 LEASE_S: Final = 10.0
+LEASE_S_MIN: Final = 0.1  # three heartbeats of an owner, and a network between them
 LEASE_S_MAX: Final = 86_400.0
 STATES_PER_ANSWER_MAX: Final = 1 << 20  # blocks in one GetPool answer, a byte each
 SEQUENCE_BYTES_PER_ANSWER_MAX: Final = 512 << 10  # of sequences and tables beside them

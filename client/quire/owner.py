@@ -19,6 +19,7 @@ stream, and none of an older one, to `receive`.
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from typing import Final, NamedTuple
 
@@ -57,7 +58,8 @@ class Verdict(enum.Enum):
     LATER = enum.auto()  # attach again after a while: a lease will end, a place be free
     LOST = enum.auto()  # the allocator will not have our pool: it begins anew, empty
     STEP_REFUSED = enum.auto()  # the oldest unanswered step was wrong; it and those after it were not applied
-    FINAL = enum.auto()  # nothing that we could send would help
+    REFUSED = enum.auto()  # as LATER: this allocator will not have us, which held this pool before; the next one may
+    FINAL = enum.auto()  # nothing that we could send would help, and there is nothing to lose
 
 
 _SENT_WITH_BYTES: Final = (2 + 16) + (1 + 10)  # session and acknowledgement, which a step gets when it is sent
@@ -83,6 +85,7 @@ class PoolOwner:
         outbox: what to send on the current stream, in order; whoever sends it takes it out.
         session_id: of the session that the ledger belongs to; empty before the first, and where it must not go on.
         last_step: number of the last step whose answer was taken in.
+        lease_s: of silence, after which the allocator drops the pool; infinite until it is known.
         report_count, disagreement_count: reports that were asked for; times that both sides' states differed.
     """
 
@@ -95,11 +98,13 @@ class PoolOwner:
         self.ledger = Ledger(spec)
         self.outbox: deque[pb.SessionRequest] = deque()
         self.limits = pb.Limits()
+        self.lease_s = math.inf
         self.epoch = 0
         self.session_id = b""
         self.last_step = 0
         self.report_count = 0
         self.disagreement_count = 0
+        self._was_open = False
         self._unanswered: deque[pb.SessionRequest] = deque()
 
     @property
@@ -168,7 +173,7 @@ class PoolOwner:
             return Verdict.LATER
         if self.phase is Phase.REPORTING and error.reason in _UNREPORTABLE:
             return Verdict.LOST
-        return Verdict.FINAL
+        return Verdict.REFUSED if self._was_open else Verdict.FINAL
 
     def ended(self, error: QuireError | None) -> tuple[Verdict, list[int]]:
         """The allocator ended the stream; returns what that means, and the numbers of steps that it takes along."""
@@ -260,8 +265,7 @@ class PoolOwner:
         steps_applied = resumed.next_step - 1 - self.last_step
         if resumed.session_id != self.session_id or not 0 <= steps_applied <= len(self._unanswered):
             raise InternalError("the allocator resumed another session than ours")
-        self.phase = Phase.OPEN
-        self.limits = resumed.limits
+        self._enter(resumed)
         for request in self._unanswered:
             if request.step.session_id:
                 self.outbox.append(request)  # the same bytes
@@ -282,11 +286,15 @@ class PoolOwner:
             raise InternalError(f"the allocator expects step {ready.next_step} after our {self.last_step}")
         if ready.state_digest and ready.state_digest != self.ledger.digest():
             raise InternalError("the allocator made another state of our report")
-        self.phase = Phase.OPEN
         self.session_id = ready.session_id
-        self.limits = ready.limits
+        self._enter(ready)
         for request in list(self._unanswered):
             self._send_step(request)
+
+    def _enter(self, opened: pb.Resumed | pb.Ready) -> None:
+        self.phase, self._was_open = Phase.OPEN, True
+        self.limits = opened.limits
+        self.lease_s = opened.lease_ms / 1000 or math.inf
 
     def _send_step(self, request: pb.SessionRequest) -> None:
         request.step.session_id, request.step.ack = self.session_id, self.last_step

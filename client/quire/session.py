@@ -8,7 +8,9 @@ Lifecycle:
                   allocator still has the session, unanswered steps are sent again byte for byte. If not (it was
                   restarted, replaced by another one, or the lease ended), it is told what the pages hold, and goes on
                   with the same sequences on the same blocks: callers notice nothing but the time it takes
-    4. close      detach: the allocator drops the pool at once
+    4. refused    another allocator behind the name will not have us (token, version, specification): as lost, until it
+                  or the next one does; only a session that was never open is refused for good
+    5. close      detach: the allocator drops the pool at once
 
 All rules are in `owner.py`, what is known of the pool in `ledger.py`; here are the stream, the clock and the waiting.
 
@@ -31,7 +33,7 @@ import grpc
 from grpc import aio
 
 from quire.backoff import Backoff
-from quire.errors import InternalError, QuireError, UnavailableError, from_rpc_error, jittered_s
+from quire.errors import InternalError, QuireError, Reason, UnavailableError, from_rpc_error, jittered_s
 from quire.ledger import Ledger
 from quire.limits import HEARTBEAT_S, SILENCE_S
 from quire.owner import LedgerLostError, Phase, PoolOwner, Verdict
@@ -40,6 +42,7 @@ from quire.steps import StepBuilder, StepOutcome
 from quire.v1 import allocator_pb2 as pb
 
 TICKS_PER_HEARTBEAT: Final = 4  # how often silence is looked at
+HEARTBEATS_PER_LEASE: Final = 3  # at least: one may be late, and one more
 BACKOFF_S: Final = (0.01, 0.2)  # between streams; what came of none of them makes it longer
 WINDOW: Final = 4
 
@@ -94,6 +97,7 @@ class PoolSession:
         self._fell_silent = False  # the last stream
         self._has_served = False  # the current stream: answered anything after it was up
         self._refusal: QuireError | None = None
+        self._refused_for: Reason | None = None  # since it was open last
         self._answers: dict[int, asyncio.Future[StepOutcome]] = {}
         self._changed = asyncio.Event()  # an answer came, the stream went up or was refused
         self._sending = asyncio.Lock()
@@ -267,7 +271,7 @@ class PoolSession:
                 future.set_result(answer.outcome)
             self._changed.set()
         elif not self._connected and owner.phase is Phase.OPEN:
-            self._refusal = None
+            self._refusal = self._refused_for = None
             self._set_connected(True)
 
     async def _flush(self) -> None:
@@ -294,6 +298,11 @@ class PoolSession:
         elif verdict is Verdict.STEP_REFUSED:
             assert error is not None
             self._fail(numbers, error)
+        elif verdict is Verdict.REFUSED:
+            assert error is not None
+            if error.reason is not self._refused_for:
+                log.warning("the allocator refuses this pool, which goes on as far as it was granted: %s", error)
+            self._refused_for = error.reason
         elif verdict is Verdict.FINAL:
             assert error is not None
             log.warning("the allocator refuses this pool: %s", error)
@@ -327,9 +336,9 @@ class PoolSession:
 
         The acknowledgement lets watchers of the pool see what the last step of a quiet owner did.
         """
-        tick_s = HEARTBEAT_S / TICKS_PER_HEARTBEAT
         for tick in itertools.count(1):
-            await asyncio.sleep(tick_s)
+            interval_s = min(HEARTBEAT_S, self._owner.lease_s / HEARTBEATS_PER_LEASE)
+            await asyncio.sleep(interval_s / TICKS_PER_HEARTBEAT)
             if self._silence.tick(time.monotonic()) >= SILENCE_S and self._call is not None:
                 self._fell_silent = True
                 self._drop()

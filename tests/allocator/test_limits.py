@@ -98,6 +98,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "EVENTS_PER_TURN_MAX": ("allocator/test_watch.py", "test_a_watcher_far_behind_is_served_in_turns"),
     "ATTACH_TIMEOUT_S": ("allocator/test_session_stream.py", "test_a_stream_that_sends_no_attach_is_ended"),
     "LEASE_S": ("allocator/test_limits.py", "test_the_lease_is_what_is_documented_unless_it_is_set"),
+    "LEASE_S_MIN": ("allocator/test_limits.py", "test_the_lease_is_what_is_documented_unless_it_is_set"),
     "LEASE_S_MAX": ("allocator/test_limits.py", "test_the_lease_is_what_is_documented_unless_it_is_set"),
     "STATES_PER_ANSWER_MAX": ("allocator/test_answers.py", "test_tables_of_several_groups_and_block_states_are_put"),
     "SEQUENCE_BYTES_PER_ANSWER_MAX": ("allocator/test_answers.py", "test_tables_of_several_groups_and_block_states"),
@@ -159,6 +160,7 @@ async def test_every_limit_is_kept_to_the_number(edge: Edge, monkeypatch: pytest
 
 def test_the_lease_is_what_is_documented_unless_it_is_set() -> None:
     assert server.parse_arguments([]).lease == limits.LEASE_S == 10.0
-    assert server.parse_arguments(["--lease", str(limits.LEASE_S_MAX)]).lease == limits.LEASE_S_MAX
-    with pytest.raises(SystemExit), contextlib.redirect_stderr(None):
-        server.parse_arguments(["--lease", str(math.nextafter(limits.LEASE_S_MAX, math.inf))])
+    for edge, beyond in ((limits.LEASE_S_MIN, -math.inf), (limits.LEASE_S_MAX, math.inf)):
+        assert server.parse_arguments(["--lease", str(edge)]).lease == edge
+        with pytest.raises(SystemExit), contextlib.redirect_stderr(None):
+            server.parse_arguments(["--lease", str(math.nextafter(edge, beyond))])

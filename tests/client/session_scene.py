@@ -63,12 +63,13 @@ class Setting:
     session: PoolSession
     client: AsyncAllocatorClient
     port: int = 0
+    lease_s: float = 10.0
     waits: list[QuireError] = field(default_factory=list)
     service: LossyService | None = None
     server: aio.Server | None = None
 
     async def start_allocator(self, *options: tuple[str, int]) -> None:
-        self.service = LossyService(Directory(lease_s=10, pools_max=4), Telemetry(), check_invariants=True)
+        self.service = LossyService(Directory(lease_s=self.lease_s, pools_max=4), Telemetry(), check_invariants=True)
         self.server = aio.server(options=[("grpc.so_reuseport", 0), *options])
         pb_grpc.add_AllocatorServiceServicer_to_server(self.service, self.server)
         self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
@@ -91,9 +92,9 @@ class Setting:
 
 
 @asynccontextmanager
-async def setting() -> AsyncIterator[Setting]:
+async def setting(*, lease_s: float = 10.0) -> AsyncIterator[Setting]:
     scene = Setting.__new__(Setting)
-    scene.port, scene.waits = 0, []
+    scene.port, scene.waits, scene.lease_s = 0, [], lease_s
     await scene.start_allocator()
     async with AsyncAllocatorClient(f"127.0.0.1:{scene.port}") as scene.client:
         scene.session = scene.client.session("test", SPEC, on_wait=scene.waits.append)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from itertools import pairwise
 
 import pytest
 from grpc import StatusCode
 from quire import Reason, ResourceExhaustedError
+from quire.owner import PoolOwner
 from quire.session import BACKOFF_S
 from quire.steps import Result, StepBuilder
+from quire_allocator.core.refusal import Refusal
+from quire_allocator.machine import SessionMachine
 
 from tests.client.session_scene import allocate, setting
 
@@ -70,3 +74,48 @@ async def test_a_step_that_never_gets_through_is_tried_again_with_pauses() -> No
         assert scene.waits[-1].reason is None
         assert not waiting.done()
         waiting.cancel()
+
+
+async def test_a_session_that_was_open_and_is_refused_goes_on_when_it_is_let_in_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reasons = [Reason.TOKEN, Reason.VERSION, Reason.LAYOUT, Reason.POOL_FORBIDDEN, Reason.MALFORMED, Reason.TOKEN]
+    current = reasons[0]
+
+    def refuse(*_: object) -> None:
+        raise Refusal(current, "not this one")
+
+    async with setting() as scene:
+        before = (await scene.session.step(allocate(1))).grows[0].blocks[0]
+        await scene.stop_allocator()
+        await scene.start_allocator()
+        with monkeypatch.context() as patch:
+            patch.setattr(SessionMachine, "_attach", refuse)
+            step = asyncio.create_task(scene.session.step(allocate(2)))
+            for current in reasons:
+                first = len(scene.waits)
+                async with asyncio.timeout(30):
+                    while [error.reason for error in scene.waits[first:]].count(current) < 3:
+                        await asyncio.sleep(0)
+                assert not scene.session.connected
+                assert not step.done()
+        assert (await step).grows[0].result is Result.OK
+        assert sorted(scene.pool.sequences) == [1, 2]
+        assert scene.pool.tables(scene.pool.sequences[1])[0] == before
+    said = [record.getMessage() for record in caplog.records if "refuses this pool" in record.getMessage()]
+    assert [next(reason for reason in reasons if f"/ {reason}:" in line) for line in said] == reasons
+
+
+async def test_an_owner_says_that_it_lives_three_times_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    beats = list[float]()
+    original = PoolOwner.heartbeat
+
+    def heartbeat(owner: PoolOwner) -> None:
+        beats.append(time.monotonic())
+        original(owner)
+
+    monkeypatch.setattr(PoolOwner, "heartbeat", heartbeat)
+    async with setting(lease_s=0.3), asyncio.timeout(10):  # 16 of them, one a second, would take longer
+        while len(beats) < 16:
+            await asyncio.sleep(0)
+    assert min(later - earlier for earlier, later in pairwise(beats)) > 0.09

@@ -16,6 +16,7 @@ import hashlib
 from array import array
 
 from quire.columns import unpack_uint32
+from quire.limits import REPORT_CHUNK_BYTES_MAX, REPORT_CHUNK_ENTRIES_MAX
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits, translate
@@ -34,6 +35,17 @@ _SUPERSEDED = (
 )
 
 
+def report_bytes_max(spec: PoolSpec) -> int:
+    """Bytes that the report of such a pool may take: each of its blocks and as many sequences as there may be at their
+    worst, and table entries that share blocks."""
+    sequence_bytes = limits.REPORT_SEQUENCE_BYTES_MAX + limits.REPORT_TABLE_BYTES_MAX * len(spec.groups)
+    return (
+        limits.REPORT_BLOCK_BYTES_MAX * spec.block_count
+        + sequence_bytes * limits.SEQUENCES_MAX
+        + 4 * limits.REPORT_SHARED_ENTRIES_MAX
+    )
+
+
 class StagedReport:
     """Chunks of one report, of a pool of that specification."""
 
@@ -41,7 +53,8 @@ class StagedReport:
         self._spec = spec
         self._sha256 = hashlib.sha256()
         self._chunk_count = 0
-        self._bytes = 0
+        self._bytes_left = report_bytes_max(spec)
+        self._table_entries_left = spec.block_count + limits.REPORT_SHARED_ENTRIES_MAX
         self._sequences: list[ReportedSequence] = []
         self._rebuild: Rebuild | None = None
         self._freed = _Freed()
@@ -58,15 +71,17 @@ class StagedReport:
             Refusal: MALFORMED, TOO_LARGE or NOT_SUPPORTED; the report is void.
         """
         data = chunk.SerializeToString(deterministic=True)
-        self._bytes += len(data)
+        self._bytes_left -= len(data)
         require(chunk.number == self._chunk_count, f"chunk {chunk.number} of a report comes after {self._chunk_count}")
         require(
-            len(data) <= limits.REPORT_CHUNK_BYTES_MAX,
-            f"a chunk has at most {limits.REPORT_CHUNK_BYTES_MAX} bytes",
+            len(data) <= REPORT_CHUNK_BYTES_MAX,
+            f"a chunk has at most {REPORT_CHUNK_BYTES_MAX} bytes",
             "TOO_LARGE",
         )
         require(
-            self._bytes <= limits.REPORT_BYTES_MAX, f"a report has at most {limits.REPORT_BYTES_MAX} bytes", "TOO_LARGE"
+            self._bytes_left >= 0,
+            lambda: f"a report of such a pool has at most {report_bytes_max(self._spec)} bytes",
+            "TOO_LARGE",
         )
         for name in _SUPERSEDED:
             require(not getattr(chunk, name), f"{name} is superseded by prefixes", "NOT_SUPPORTED")
@@ -77,8 +92,8 @@ class StagedReport:
             "a chunk has at least one entry",
         )
         require(
-            len(chunk.sequences) + published + len(freed) <= limits.REPORT_CHUNK_ENTRIES_MAX,
-            f"a chunk has at most {limits.REPORT_CHUNK_ENTRIES_MAX} entries",
+            len(chunk.sequences) + published + len(freed) <= REPORT_CHUNK_ENTRIES_MAX,
+            f"a chunk has at most {REPORT_CHUNK_ENTRIES_MAX} entries",
             "TOO_LARGE",
         )
         self._chunk_count += 1
@@ -92,6 +107,7 @@ class StagedReport:
             self._rebuild.read(_prefix(prefix, names))
         counts = {len(freed), len(chunk.freed_steps), len(chunk.freed_operations), len(chunk.freed_positions)}
         require(len(counts) == 1, "one step, operation and position for each freed block")
+        require(self._freed.count + len(freed) <= self._spec.block_count, "more blocks are freed than there are")
         self._freed.add(chunk.freed_steps[:], chunk.freed_operations[:], chunk.freed_positions[:], freed)
 
     def finish(self, end: pb.ReportEnd) -> Pool:
@@ -116,6 +132,12 @@ class StagedReport:
         require(message.hold_remaining_ms <= limits.HOLD_MS_MAX, f"a hold lasts at most {limits.HOLD_MS_MAX} ms")
         require(len(message.tables) == groups, f"a sequence has one table for each of the {groups} groups")
         tables = [unpack_uint32(_words(table.blocks, "blocks")) for table in message.tables]
+        self._table_entries_left -= sum(map(len, tables))
+        require(
+            self._table_entries_left >= 0,
+            f"the tables of a report have at most {limits.REPORT_SHARED_ENTRIES_MAX} entries beyond one for each block",
+            "TOO_LARGE",
+        )
         sequence = ReportedSequence(
             message.sequence_id,
             _name(names, message.namespace),
@@ -149,6 +171,11 @@ class _Freed:
         self._columns = (array("Q"), array("I"), array("I"), array("I"))
         self._last = (-1, 0, 0, 0)
         self._is_sorted = True
+
+    @property
+    def count(self) -> int:
+        """Of blocks."""
+        return len(self._columns[-1])
 
     def add(self, steps: list[int], operations: list[int], ranks: list[int], blocks: array[int]) -> None:
         """One chunk's."""

@@ -44,8 +44,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--check-invariants", action="store_true", help="check every pool after every step; slow, for debugging"
     )
     options = parser.parse_args(arguments)
-    if not 0 < options.lease <= limits.LEASE_S_MAX:
-        parser.error(f"--lease must be above 0 and at most {limits.LEASE_S_MAX:g} seconds")
+    if not limits.LEASE_S_MIN <= options.lease <= limits.LEASE_S_MAX:
+        parser.error(f"--lease must be {limits.LEASE_S_MIN:g} to {limits.LEASE_S_MAX:g} seconds")
     return options
 
 

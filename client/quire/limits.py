@@ -7,6 +7,8 @@ from typing import Final
 PROTOCOL_VERSION: Final = 1
 MESSAGE_BYTES_MAX: Final = 2 << 20  # either way
 NAMESPACE_BYTES_MAX: Final = 128
+REPORT_CHUNK_BYTES_MAX: Final = 256 << 10
+REPORT_CHUNK_ENTRIES_MAX: Final = 4096  # sequences, published and freed blocks together
 REQUEST_ID_CHARACTERS_MAX: Final = 64
 HEARTBEAT_S: Final = 1.0  # both ways
 SILENCE_S: Final = 3.0  # after which an owner leaves its stream

@@ -19,12 +19,13 @@ stream, and none of an older one, to `receive`.
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from typing import Final, NamedTuple
 
 from quire.errors import InternalError, QuireError, Reason
 from quire.ledger import Ledger
-from quire.limits import PROTOCOL_VERSION
+from quire.limits import MESSAGE_BYTES_MAX, PROTOCOL_VERSION
 from quire.reports import report_chunks, report_end
 from quire.steps import StepBuilder, StepOutcome, read_reply
 from quire.v1 import allocator_pb2 as pb
@@ -57,9 +58,11 @@ class Verdict(enum.Enum):
     LATER = enum.auto()  # attach again after a while: a lease will end, a place be free
     LOST = enum.auto()  # the allocator will not have our pool: it begins anew, empty
     STEP_REFUSED = enum.auto()  # the oldest unanswered step was wrong; it and those after it were not applied
-    FINAL = enum.auto()  # nothing that we could send would help
+    REFUSED = enum.auto()  # as LATER: this allocator will not have us, which held this pool before; the next one may
+    FINAL = enum.auto()  # nothing that we could send would help, and there is nothing to lose
 
 
+_SENT_WITH_BYTES: Final = (2 + 16) + (1 + 10)  # session and acknowledgement, which a step gets when it is sent
 _AGAIN: Final = frozenset(
     {Reason.FENCED, Reason.SESSION_UNKNOWN, Reason.IDLE, Reason.DRAINING, Reason.POOL_QUARANTINED}
 )
@@ -82,6 +85,7 @@ class PoolOwner:
         outbox: what to send on the current stream, in order; whoever sends it takes it out.
         session_id: of the session that the ledger belongs to; empty before the first, and where it must not go on.
         last_step: number of the last step whose answer was taken in.
+        lease_s: of silence, after which the allocator drops the pool; infinite until it is known.
         report_count, disagreement_count: reports that were asked for; times that both sides' states differed.
     """
 
@@ -94,11 +98,13 @@ class PoolOwner:
         self.ledger = Ledger(spec)
         self.outbox: deque[pb.SessionRequest] = deque()
         self.limits = pb.Limits()
+        self.lease_s = math.inf
         self.epoch = 0
         self.session_id = b""
         self.last_step = 0
         self.report_count = 0
         self.disagreement_count = 0
+        self._was_open = False
         self._unanswered: deque[pb.SessionRequest] = deque()
 
     @property
@@ -167,7 +173,7 @@ class PoolOwner:
             return Verdict.LATER
         if self.phase is Phase.REPORTING and error.reason in _UNREPORTABLE:
             return Verdict.LOST
-        return Verdict.FINAL
+        return Verdict.REFUSED if self._was_open else Verdict.FINAL
 
     def ended(self, error: QuireError | None) -> tuple[Verdict, list[int]]:
         """The allocator ended the stream; returns what that means, and the numbers of steps that it takes along."""
@@ -188,16 +194,26 @@ class PoolOwner:
         """The next step; returns its number. There must be room in the window.
 
         Raises:
+            ResourceExhaustedError: TOO_LARGE, the allocator takes fewer operations or bytes; nothing was submitted.
             ValueError: a number does not fit the message; nothing was submitted.
         """
         assert self.has_room, "the window is full"
         request = pb.SessionRequest()
         operations.fill(request.step)
         request.step.number = self.last_step + len(self._unanswered) + 1
+        self._check_size("operations", operations.operation_count, self.limits.operations_per_step_max)
+        byte_count = request.step.ByteSize() + _SENT_WITH_BYTES
+        self._check_size("bytes", byte_count, self.limits.step_bytes_max or MESSAGE_BYTES_MAX)
         self._unanswered.append(request)
         if self.phase is Phase.OPEN:
             self._send_step(request)
         return int(request.step.number)
+
+    @staticmethod
+    def _check_size(what: str, count: int, most: int) -> None:
+        """`most` is 0 where no allocator has said it yet."""
+        if 0 < most < count:
+            raise QuireError.of(Reason.TOO_LARGE, f"the step has {count} {what}, and at most {most} are taken")
 
     def heartbeat(self) -> None:
         """Keeps the lease, and lets watchers see what the last steps did."""
@@ -249,8 +265,7 @@ class PoolOwner:
         steps_applied = resumed.next_step - 1 - self.last_step
         if resumed.session_id != self.session_id or not 0 <= steps_applied <= len(self._unanswered):
             raise InternalError("the allocator resumed another session than ours")
-        self.phase = Phase.OPEN
-        self.limits = resumed.limits
+        self._enter(resumed)
         for request in self._unanswered:
             if request.step.session_id:
                 self.outbox.append(request)  # the same bytes
@@ -271,11 +286,15 @@ class PoolOwner:
             raise InternalError(f"the allocator expects step {ready.next_step} after our {self.last_step}")
         if ready.state_digest and ready.state_digest != self.ledger.digest():
             raise InternalError("the allocator made another state of our report")
-        self.phase = Phase.OPEN
         self.session_id = ready.session_id
-        self.limits = ready.limits
+        self._enter(ready)
         for request in list(self._unanswered):
             self._send_step(request)
+
+    def _enter(self, opened: pb.Resumed | pb.Ready) -> None:
+        self.phase, self._was_open = Phase.OPEN, True
+        self.limits = opened.limits
+        self.lease_s = opened.lease_ms / 1000 or math.inf
 
     def _send_step(self, request: pb.SessionRequest) -> None:
         request.step.session_id, request.step.ack = self.session_id, self.last_step

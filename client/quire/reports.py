@@ -17,17 +17,34 @@ from typing import Final
 from quire.columns import pack_uint32
 from quire.hashing import DIGEST_BYTES
 from quire.ledger import Ledger, LedgerSequence
+from quire.limits import REPORT_CHUNK_BYTES_MAX, REPORT_CHUNK_ENTRIES_MAX
 from quire.pages import Pages, Scope, Stretch
 from quire.v1 import allocator_pb2 as pb
 
-ENTRIES_MAX: Final = 4096  # of one chunk: sequences, published blocks, freed blocks
-TABLE_ENTRIES_MAX: Final = 16_384  # of all tables in one chunk: 64 KiB
-HEADS_MAX: Final = 512  # sequences and stretches of one chunk, with what they have beside their entries
+# Sequences and stretches of one chunk. One costs an allocator as much as many blocks do, and between two chunks it
+# serves others.
+HEADS_MAX: Final = 512
+
+# What a part of a chunk takes at most, in bytes: tags are one byte, lengths three, for no chunk reaches 2 MiB.
+FRAME_BYTES: Final = 1 + 3  # of a message, a string, or an array of numbers
+NUMBER_BYTES: Final = 1 + 5  # a uint32 of its own
+SEQUENCE_BYTES: Final = FRAME_BYTES + 9 + 7 * NUMBER_BYTES  # its id, and seven numbers
+TABLE_BYTES: Final = 2 * FRAME_BYTES  # a message around an array
+TABLE_ENTRY_BYTES: Final = 4
+STRETCH_BYTES: Final = FRAME_BYTES + 3 * NUMBER_BYTES + (2 + DIGEST_BYTES) + 2 * FRAME_BYTES
+STRETCH_ENTRY_BYTES: Final = DIGEST_BYTES + 4
+FREED_BYTES: Final = 4 * FRAME_BYTES  # once in a chunk
+FREED_ENTRY_BYTES: Final = 4 + 8 + 4 + 4  # block, step, operation, rank
 _MILLISECONDS: Final = 1000
 
 
 class _Chunker:
-    """Fills chunks one after the other."""
+    """Fills chunks one after the other.
+
+    Attributes:
+        chunk: the current one.
+        entries_left, bytes_left, heads_left: what may still be added to it.
+    """
 
     def __init__(self) -> None:
         self.done: list[pb.ReportChunk] = []
@@ -35,25 +52,32 @@ class _Chunker:
 
     def _start(self) -> None:
         self.chunk = pb.ReportChunk(number=len(self.done))
-        self.entries = self.table_entries = self.heads = 0
+        self.entries_left, self.heads_left = REPORT_CHUNK_ENTRIES_MAX, HEADS_MAX
+        self.bytes_left = REPORT_CHUNK_BYTES_MAX - NUMBER_BYTES
         self._names: dict[str, int] = {}
 
-    def room(self) -> int:
-        """Entries that fit the current chunk; a new one is begun where none does."""
-        if self.entries >= ENTRIES_MAX or self.table_entries >= TABLE_ENTRIES_MAX or self.heads >= HEADS_MAX:
+    def make_room(self, size: int) -> None:
+        """Begins a new chunk unless one more entry fits the current one, and so many bytes."""
+        if not self.entries_left or not self.heads_left or size > self.bytes_left:
             self.finish()
-        return ENTRIES_MAX - self.entries
+
+    def add_head(self, namespace: str, size: int, entry_size: int) -> int:
+        """Counts what a sequence or stretch of `size` bytes has beside its entries, where one of these fits, too;
+        returns the index of its namespace."""
+        self.make_room(self._name_bytes(namespace) + size + entry_size)
+        self.bytes_left -= self._name_bytes(namespace) + size
+        self.heads_left -= 1
+        return self._names.setdefault(namespace, len(self._names))
 
     def finish(self) -> None:
         """Ends the current chunk, if there is anything in it."""
-        if self.entries:
+        if self.entries_left < REPORT_CHUNK_ENTRIES_MAX:
             self.chunk.namespaces.extend(self._names)
             self.done.append(self.chunk)
             self._start()
 
-    def name(self, namespace: str) -> int:
-        """Index of a namespace in the current chunk."""
-        return self._names.setdefault(namespace, len(self._names))
+    def _name_bytes(self, namespace: str) -> int:
+        return 0 if namespace in self._names else FRAME_BYTES + len(namespace.encode())
 
 
 def report_chunks(ledger: Ledger, now: float) -> list[pb.ReportChunk]:
@@ -87,11 +111,12 @@ def report_end(chunks: Sequence[pb.ReportChunk], *, last_step: int, last_sequenc
 def _add_sequence(chunker: _Chunker, sequence_id: int, sequence: LedgerSequence, now: float) -> None:
     """In one chunk or, with long tables, in several."""
     done = [0] * len(sequence.tables)
+    size = SEQUENCE_BYTES + TABLE_BYTES * len(sequence.tables)
     while True:
-        chunker.room()
+        namespace = chunker.add_head(sequence.namespace, size, TABLE_ENTRY_BYTES)
         message = chunker.chunk.sequences.add(
             sequence_id=sequence_id,
-            namespace=chunker.name(sequence.namespace),
+            namespace=namespace,
             token_count=sequence.token_count,
             committed_token_count=sequence.committed_token_count,
             priority=sequence.priority,
@@ -100,13 +125,12 @@ def _add_sequence(chunker: _Chunker, sequence_id: int, sequence: LedgerSequence,
         )
         if sequence.hold_until is not None:
             message.hold_remaining_ms = max(0, int((sequence.hold_until - now) * _MILLISECONDS))
-        chunker.entries += 1
-        chunker.heads += 1
+        chunker.entries_left -= 1
         for group, table in enumerate(sequence.tables):
-            part = table[done[group] : done[group] + max(0, TABLE_ENTRIES_MAX - chunker.table_entries)]
+            part = table[done[group] : done[group] + chunker.bytes_left // TABLE_ENTRY_BYTES]
             message.tables.add(blocks=pack_uint32(part))
             done[group] += len(part)
-            chunker.table_entries += len(part) + 1
+            chunker.bytes_left -= TABLE_ENTRY_BYTES * len(part)
         if all(count == len(table) for count, table in zip(done, sequence.tables, strict=True)):
             return
 
@@ -149,28 +173,32 @@ def _add_freed(chunker: _Chunker, pages: Pages, others: Set[int]) -> None:
         ranks += range(release.rank, release.rank + len(own))
     done = 0
     while done < len(blocks):
-        end = min(len(blocks), done + chunker.room())
+        chunker.make_room(FREED_BYTES + FREED_ENTRY_BYTES)
+        chunker.bytes_left -= FREED_BYTES
+        end = min(len(blocks), done + min(chunker.entries_left, chunker.bytes_left // FREED_ENTRY_BYTES))
         chunk = chunker.chunk
-        chunk.freed_blocks = pack_uint32(blocks[done:end])
+        chunk.freed_blocks += pack_uint32(blocks[done:end])
         chunk.freed_steps.extend(steps[done:end])
         chunk.freed_operations.extend(operations[done:end])
         chunk.freed_positions.extend(ranks[done:end])
-        chunker.entries += end - done
+        chunker.entries_left -= end - done
+        chunker.bytes_left -= FREED_ENTRY_BYTES * (end - done)
         done = end
 
 
 def _add_stretch(chunker: _Chunker, stretch: Stretch) -> None:
     done, count = 0, len(stretch.blocks)
     while done < count:
-        end = min(count, done + chunker.room())
+        namespace = chunker.add_head(stretch.scope.namespace, STRETCH_BYTES, STRETCH_ENTRY_BYTES)
+        end = min(count, done + min(chunker.entries_left, chunker.bytes_left // STRETCH_ENTRY_BYTES))
         chunker.chunk.prefixes.add(
-            namespace=chunker.name(stretch.scope.namespace),
+            namespace=namespace,
             group=stretch.scope.group,
             first_position=stretch.first_position + done,
             parent_digest=stretch.digest_at(done - 1) if done else stretch.parent,
             digests=bytes(stretch.digests[done * DIGEST_BYTES : end * DIGEST_BYTES]),
             blocks=pack_uint32(stretch.blocks[done:end]),
         )
-        chunker.entries += end - done
-        chunker.heads += 1
+        chunker.entries_left -= end - done
+        chunker.bytes_left -= STRETCH_ENTRY_BYTES * (end - done)
         done = end

@@ -8,7 +8,9 @@ Lifecycle:
                   allocator still has the session, unanswered steps are sent again byte for byte. If not (it was
                   restarted, replaced by another one, or the lease ended), it is told what the pages hold, and goes on
                   with the same sequences on the same blocks: callers notice nothing but the time it takes
-    4. close      detach: the allocator drops the pool at once
+    4. refused    another allocator behind the name will not have us (token, version, specification): as lost, until it
+                  or the next one does; only a session that was never open is refused for good
+    5. close      detach: the allocator drops the pool at once
 
 All rules are in `owner.py`, what is known of the pool in `ledger.py`; here are the stream, the clock and the waiting.
 
@@ -22,7 +24,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -31,7 +32,8 @@ from typing import Any, Final
 import grpc
 from grpc import aio
 
-from quire.errors import InternalError, QuireError, UnavailableError, from_rpc_error, jittered_s
+from quire.backoff import Backoff
+from quire.errors import InternalError, QuireError, Reason, UnavailableError, from_rpc_error, jittered_s
 from quire.ledger import Ledger
 from quire.limits import HEARTBEAT_S, SILENCE_S
 from quire.owner import LedgerLostError, Phase, PoolOwner, Verdict
@@ -40,7 +42,8 @@ from quire.steps import StepBuilder, StepOutcome
 from quire.v1 import allocator_pb2 as pb
 
 TICKS_PER_HEARTBEAT: Final = 4  # how often silence is looked at
-BACKOFF_S: Final = (0.05, 0.2)
+HEARTBEATS_PER_LEASE: Final = 3  # at least: one may be late, and one more
+BACKOFF_S: Final = (0.01, 0.2)  # between streams; what came of none of them makes it longer
 WINDOW: Final = 4
 
 log = logging.getLogger(__name__)
@@ -92,7 +95,9 @@ class PoolSession:
         self._closing = False
         self._silence = Silence(HEARTBEAT_S / TICKS_PER_HEARTBEAT, time.monotonic())
         self._fell_silent = False  # the last stream
+        self._has_served = False  # the current stream: answered anything after it was up
         self._refusal: QuireError | None = None
+        self._refused_for: Reason | None = None  # since it was open last
         self._answers: dict[int, asyncio.Future[StepOutcome]] = {}
         self._changed = asyncio.Event()  # an answer came, the stream went up or was refused
         self._sending = asyncio.Lock()
@@ -156,6 +161,7 @@ class PoolSession:
         Raises (here, or from the future):
             SessionLostError: none of it is in force, and nothing of what was there before.
             QuireError: the allocator refused the step; nothing of it, nor of those submitted after it, was applied.
+                TOO_LARGE, raised here: it is above `limits`; nothing was sent, and what was submitted before goes on.
             ValueError: a number does not fit the message; nothing was sent.
         """
         while not self._owner.has_room and not self._closing:
@@ -185,27 +191,23 @@ class PoolSession:
 
     async def _keep_up(self) -> None:
         """Attaches, serves, and attaches again until the session is closed."""
-        delay, patient = BACKOFF_S[0], False
+        backoff, patient = Backoff(*BACKOFF_S), False
         while not self._closing:
+            self._has_served = False
             error = await self._serve_once(patient=patient)
             if self._closing:
                 return
             if self._fell_silent and self._reconnect is not None:
                 self._fell_silent, self._stub = False, await self._reconnect()
+            patient = not self._connected
             waited_for = error or UnavailableError("the allocator does not answer")
-            is_stream_refused = self._owner.judge(error) is not Verdict.STEP_REFUSED
-            asked_s = jittered_s(waited_for.retry_after_s) if is_stream_refused else 0.0
-            was_up = self._connected
-            self._end_stream(error)
-            if was_up:
-                delay, patient = BACKOFF_S[0], False
-                if not asked_s:
-                    continue
-            else:
-                patient = True
-            self._on_wait(waited_for)
-            await asyncio.sleep(max(delay * random.uniform(0.5, 1.0), asked_s))
-            delay = min(2 * delay, BACKOFF_S[1])
+            is_step_refused = self._end_stream(error) is Verdict.STEP_REFUSED
+            asked_s = 0.0 if is_step_refused else jittered_s(waited_for.retry_after_s)
+            if self._has_served or is_step_refused:
+                backoff.reset()
+            if asked_s or not (self._has_served or is_step_refused):
+                self._on_wait(waited_for)
+            await asyncio.sleep(max(backoff.next_s(), asked_s))
 
     async def _serve_once(self, *, patient: bool) -> QuireError | None:
         """One stream from attach to end; returns why it ended, if it says. A patient one begins when there is a
@@ -261,6 +263,7 @@ class PoolSession:
         """One message of the current stream."""
         owner = self._owner
         self._silence.heard()
+        self._has_served = self._connected
         answer = owner.receive(reply, time.monotonic())
         if answer is not None:
             future = self._answers.pop(answer.number, None)
@@ -268,7 +271,7 @@ class PoolSession:
                 future.set_result(answer.outcome)
             self._changed.set()
         elif not self._connected and owner.phase is Phase.OPEN:
-            self._refusal = None
+            self._refusal = self._refused_for = None
             self._set_connected(True)
 
     async def _flush(self) -> None:
@@ -284,7 +287,7 @@ class PoolSession:
         self._flushes.add(flush)  # the loop itself keeps no task alive
         flush.add_done_callback(self._flushes.discard)
 
-    def _end_stream(self, error: QuireError | None) -> None:
+    def _end_stream(self, error: QuireError | None) -> Verdict:
         """The current stream is over: the owner says what that means, and whose steps it takes along."""
         verdict, numbers = self._owner.ended(error)
         self._drop()
@@ -295,12 +298,18 @@ class PoolSession:
         elif verdict is Verdict.STEP_REFUSED:
             assert error is not None
             self._fail(numbers, error)
+        elif verdict is Verdict.REFUSED:
+            assert error is not None
+            if error.reason is not self._refused_for:
+                log.warning("the allocator refuses this pool, which goes on as far as it was granted: %s", error)
+            self._refused_for = error.reason
         elif verdict is Verdict.FINAL:
             assert error is not None
             log.warning("the allocator refuses this pool: %s", error)
             self._refusal = error
             self._fail(self._owner.give_up_steps(), error)
         self._changed.set()
+        return verdict
 
     def _fail(self, numbers: list[int], error: Exception) -> None:
         for number in numbers:
@@ -327,9 +336,9 @@ class PoolSession:
 
         The acknowledgement lets watchers of the pool see what the last step of a quiet owner did.
         """
-        tick_s = HEARTBEAT_S / TICKS_PER_HEARTBEAT
         for tick in itertools.count(1):
-            await asyncio.sleep(tick_s)
+            interval_s = min(HEARTBEAT_S, self._owner.lease_s / HEARTBEATS_PER_LEASE)
+            await asyncio.sleep(interval_s / TICKS_PER_HEARTBEAT)
             if self._silence.tick(time.monotonic()) >= SILENCE_S and self._call is not None:
                 self._fell_silent = True
                 self._drop()

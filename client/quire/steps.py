@@ -129,6 +129,11 @@ class StepBuilder:
     def __bool__(self) -> bool:
         return bool(self._commits or self._frees or self._parents or self._grows)
 
+    @property
+    def operation_count(self) -> int:
+        """Of all phases together."""
+        return len(self._commits) + len(self._frees) + len(self._parents) + len(self._grows)
+
     def commit(
         self, sequence_id: int, token_count: int, digests: bytes | Sequence[bytes] = b"", keep_token_count: int = 0
     ) -> None:

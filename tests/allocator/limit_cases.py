@@ -139,10 +139,10 @@ def reported(number: int, **fields: Any) -> pb.ReportedSequence:
     return pb.ReportedSequence(sequence_id=number, token_count=1, tables=[table], **fields)
 
 
-async def report_chunks(allocator: Allocator, *chunks: pb.ReportChunk) -> None:
+async def report_chunks(allocator: Allocator, *chunks: pb.ReportChunk, block_count: int = 8192) -> None:
     """Reports them as the whole of a pool."""
     owner = StreamOwner(allocator)
-    await owner.attach(spec=spec(block_count=8192, block_size=1))
+    await owner.attach(spec=spec(block_count=block_count, block_size=1))
     sha256 = hashlib.sha256()
     last()
     for number, chunk in enumerate(chunks):
@@ -184,6 +184,23 @@ async def report_of_bytes(allocator: Allocator, number: int) -> None:
     second = pb.ReportChunk(number=1, namespaces=[""], sequences=[reported(2)])
     fill(second.namespaces, second.ByteSize, number - number // 2)
     await report_chunks(allocator, first, second)
+
+
+async def reported_shared_entries(allocator: Allocator, number: int) -> None:
+    block_count = 16
+    prefix = range((block_count + number) // 2)
+    published = pb.ReportedPrefix(
+        digests=b"".join(block.to_bytes(32, "little") for block in prefix), blocks=pack_uint32(prefix)
+    )
+    table, count = pb.BlockTable(blocks=published.blocks), len(prefix)
+    sequences = [
+        pb.ReportedSequence(sequence_id=i, token_count=count, committed_token_count=count, tables=[table])
+        for i in (1, 2)
+    ]
+    chunk = pb.ReportChunk(namespaces=[""], sequences=sequences, prefixes=[published])
+    if number % 2:
+        chunk.sequences.append(reported(block_count))
+    await report_chunks(allocator, chunk, block_count=block_count)
 
 
 async def reported_sequences(allocator: Allocator, number: int) -> None:

@@ -59,7 +59,7 @@ EDGES: list[Edge] = [
     Edge("WINDOW_MAX", cases.window),
     Edge("REPORT_CHUNK_BYTES_MAX", cases.chunk_of_bytes, "TOO_LARGE"),
     Edge("REPORT_CHUNK_ENTRIES_MAX", cases.chunk_of_entries, "TOO_LARGE"),
-    Edge("REPORT_BYTES_MAX", cases.report_of_bytes, "TOO_LARGE", small=5000),
+    Edge("REPORT_SHARED_ENTRIES_MAX", cases.reported_shared_entries, "TOO_LARGE", small=8),
     Edge("REPORTS_MAX", cases.reports_at_a_time, "REPORT_ADMISSION"),
     Edge("STREAMS_MAX", cases.streams, "LIMIT"),
     Edge("POOLS_MAX", cases.pools, "LIMIT"),
@@ -90,6 +90,9 @@ EDGES: list[Edge] = [
 
 # Limits that are no count of something asked for, and the test that holds each.
 ELSEWHERE: dict[str, tuple[str, str]] = {
+    "REPORT_BLOCK_BYTES_MAX": ("allocator/test_report_limits.py", "test_no_report_of_a_pool_is_larger_than_it_may_be"),
+    "REPORT_SEQUENCE_BYTES_MAX": ("allocator/test_report_limits.py", "test_no_report_of_a_pool_is_larger_than_it_may"),
+    "REPORT_TABLE_BYTES_MAX": ("allocator/test_report_limits.py", "test_no_report_of_a_pool_is_larger_than_it_may_be"),
     "QUARANTINES_MAX": ("allocator/test_machine.py", "test_a_step_that_trips_an_invariant_stops_the_pool"),
     "QUARANTINE_WINDOW_S": ("allocator/test_service.py", "test_a_pool_that_breaks_a_third_time_is_opened_again_only"),
     "EVENTS_PER_TURN_MAX": ("allocator/test_watch.py", "test_a_watcher_far_behind_is_served_in_turns"),
@@ -97,6 +100,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "CHANGES_PER_CHECK": ("allocator/test_session_guards.py", "test_a_block_that_is_given_back_twice_is_noticed"),
     "ATTACH_TIMEOUT_S": ("allocator/test_session_stream.py", "test_a_stream_that_sends_no_attach_is_ended"),
     "LEASE_S": ("allocator/test_limits.py", "test_the_lease_is_what_is_documented_unless_it_is_set"),
+    "LEASE_S_MIN": ("allocator/test_limits.py", "test_the_lease_is_what_is_documented_unless_it_is_set"),
     "LEASE_S_MAX": ("allocator/test_limits.py", "test_the_lease_is_what_is_documented_unless_it_is_set"),
     "STATES_PER_ANSWER_MAX": ("allocator/test_answers.py", "test_tables_of_several_groups_and_block_states_are_put"),
     "SEQUENCE_BYTES_PER_ANSWER_MAX": ("allocator/test_answers.py", "test_tables_of_several_groups_and_block_states"),
@@ -158,6 +162,7 @@ async def test_every_limit_is_kept_to_the_number(edge: Edge, monkeypatch: pytest
 
 def test_the_lease_is_what_is_documented_unless_it_is_set() -> None:
     assert server.parse_arguments([]).lease == limits.LEASE_S == 10.0
-    assert server.parse_arguments(["--lease", str(limits.LEASE_S_MAX)]).lease == limits.LEASE_S_MAX
-    with pytest.raises(SystemExit), contextlib.redirect_stderr(None):
-        server.parse_arguments(["--lease", str(math.nextafter(limits.LEASE_S_MAX, math.inf))])
+    for edge, beyond in ((limits.LEASE_S_MIN, -math.inf), (limits.LEASE_S_MAX, math.inf)):
+        assert server.parse_arguments(["--lease", str(edge)]).lease == edge
+        with pytest.raises(SystemExit), contextlib.redirect_stderr(None):
+            server.parse_arguments(["--lease", str(math.nextafter(edge, beyond))])

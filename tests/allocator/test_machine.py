@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+from quire.limits import REPORT_CHUNK_ENTRIES_MAX
 from quire.owner import Answer, Phase, PoolOwner
 from quire.state import STATE_DIGEST_STEPS
 from quire.steps import Result, StepBuilder
@@ -178,7 +179,7 @@ WRONG_CHUNKS: list[tuple[pb.ReportChunk, str]] = [
     (pb.ReportChunk(), "MALFORMED"),
     (pb.ReportChunk(freed_blocks=bytes(3)), "MALFORMED"),
     (pb.ReportChunk(freed_blocks=bytes(4)), "MALFORMED"),
-    (pb.ReportChunk(freed_blocks=bytes(4 * limits.REPORT_CHUNK_ENTRIES_MAX + 4)), "TOO_LARGE"),
+    (pb.ReportChunk(freed_blocks=bytes(4 * REPORT_CHUNK_ENTRIES_MAX + 4)), "TOO_LARGE"),
     (pb.ReportChunk(namespaces=["x" * 300_000], freed_blocks=bytes(4)), "TOO_LARGE"),
     (pb.ReportChunk(namespaces=["x" * 129], freed_blocks=bytes(4)), "MALFORMED"),
     (pb.ReportChunk(sequences=[pb.ReportedSequence(sequence_id=1)]), "MALFORMED"),

@@ -150,12 +150,13 @@ def test_a_port_in_use_is_said_so() -> None:
             assert (code, message in printed, "Traceback" in printed) == (2, True, False), printed
 
 
-@pytest.mark.parametrize("lease", ["0", "-1", "nan", "inf", "86401", "soon"])
+@pytest.mark.parametrize("lease", ["0", "-1", "0.099", "nan", "inf", "86401", "soon"])
 def test_a_lease_that_makes_no_sense_is_refused(lease: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse_arguments([f"--lease={lease}"])
     assert caught.value.code == 2
-    assert "--lease" in capsys.readouterr().err
+    said = "--lease must be 0.1 to 86400 seconds" if lease != "soon" else "argument --lease: invalid float value"
+    assert said in capsys.readouterr().err
 
 
 def test_an_allocator_serves_on_a_unix_socket(tmp_path: Path) -> None:

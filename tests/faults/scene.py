@@ -163,14 +163,18 @@ class Place:
         self._count = 0
         self.address = "127.0.0.1:0"
 
-    async def start(self) -> None:
-        """A new process, which is empty; returns when it serves."""
+    async def start(self, *arguments: str) -> None:
+        """A new process, which is empty; returns when it serves. The arguments are for this one alone."""
         self._count += 1
         folder = self._folder / str(self._count)
         folder.mkdir(parents=True)
-        arguments = ["--listen", self.address, "--metrics", "127.0.0.1:0", "--check-invariants", *self._arguments]
+        common = ["--listen", self.address, "--metrics", "127.0.0.1:0", "--check-invariants", *self._arguments]
         self.server = ServerProcess(
-            "quire_allocator", arguments, folder=folder, log=folder / "log", environment=self._environment
+            "quire_allocator",
+            [*common, *arguments],
+            folder=folder,
+            log=folder / "log",
+            environment=self._environment,
         )
         await asyncio.to_thread(self.server.wait_ready, deadline=time.monotonic() + 60)
         self.address = self.server.address

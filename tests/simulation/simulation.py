@@ -23,6 +23,11 @@ from tests.simulation.histories import GROUPS, pool_spec
 from tests.simulation.world import LEASE_S, Allocator, Clock, Link, ViolationError, Worker
 
 FAULT_RATES = (0.05, 0.2, 0.6)  # of all events
+SMALL_CHUNKS = {
+    "REPORT_CHUNK_ENTRIES_MAX": 5,
+    "REPORT_CHUNK_BYTES_MAX": 160,
+    "HEADS_MAX": 4,
+}  # so that all is cut in two
 STUCK_STEPS = 2000  # without an answer, although the owner goes on trying
 FAULTS = {
     "stream lost": 6,
@@ -80,7 +85,7 @@ class Simulation:
     def run(self, steps: int) -> Outcome:
         """So many events, or as many as it takes to find a violation."""
         outcome = self.outcome
-        with mock.patch.multiple(reports, ENTRIES_MAX=5, TABLE_ENTRIES_MAX=6, HEADS_MAX=4):  # so that all is cut in two
+        with mock.patch.multiple(reports, **SMALL_CHUNKS):
             for number in range(steps):
                 outcome.steps = number + 1
                 try:

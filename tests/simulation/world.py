@@ -238,7 +238,7 @@ class Worker:
         self.link = None
         if error is not None and error.reason is Reason.FENCED:
             raise ViolationError(f"our newest stream was fenced: {error}")
-        if verdict in (Verdict.LOST, Verdict.STEP_REFUSED, Verdict.FINAL):
+        if verdict in (Verdict.LOST, Verdict.STEP_REFUSED, Verdict.REFUSED, Verdict.FINAL):
             raise ViolationError(f"the allocator refused us: {error}")
         if self.owner.disagreement_count:
             raise ViolationError(f"the allocator does not know our steps: {error}")

@@ -1,0 +1,110 @@
+"""A session, and an allocator in this process whose streams break when they are told to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpc import aio
+from quire import AsyncAllocatorClient, PoolSpec, QuireError
+from quire.session import PoolSession
+from quire.steps import StepBuilder
+from quire.v1 import allocator_pb2 as pb
+from quire.v1 import allocator_pb2_grpc as pb_grpc
+from quire_allocator.core.directory import Directory
+from quire_allocator.core.pool import Pool
+from quire_allocator.machine import SessionMachine
+from quire_allocator.service import AllocatorService
+from quire_allocator.stream import SessionStream
+from quire_allocator.telemetry import Telemetry
+
+SPEC = PoolSpec.full_attention(block_count=16, block_size=4)
+
+
+class BrokenError(Exception):
+    """What the test's server breaks a stream with."""
+
+
+class LossyStream(SessionStream):
+    """Applies steps, and loses the stream instead of answering as often as its service says."""
+
+    async def _write(self, reply: pb.SessionReply) -> None:
+        service = self._service
+        assert isinstance(service, LossyService)
+        if reply.HasField("step_reply") and service.replies_to_lose:
+            service.replies_to_lose -= 1
+            raise BrokenError
+        await super()._write(reply)
+
+
+class LossyService(AllocatorService):
+    """Counts attaches."""
+
+    replies_to_lose = 0
+    attach_count = 0
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.attached_at: list[float] = []
+
+    async def Session(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        self.attach_count += 1
+        self.attached_at.append(time.monotonic())
+        await LossyStream(self, context, self.authorize(context)).run()
+
+
+@dataclass
+class Setting:
+    """A session and the allocator behind it."""
+
+    session: PoolSession
+    client: AsyncAllocatorClient
+    port: int = 0
+    lease_s: float = 10.0
+    waits: list[QuireError] = field(default_factory=list)
+    service: LossyService | None = None
+    server: aio.Server | None = None
+
+    async def start_allocator(self, *options: tuple[str, int]) -> None:
+        self.service = LossyService(Directory(lease_s=self.lease_s, pools_max=4), Telemetry(), check_invariants=True)
+        self.server = aio.server(options=[("grpc.so_reuseport", 0), *options])
+        pb_grpc.add_AllocatorServiceServicer_to_server(self.service, self.server)
+        self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self.server.start()
+
+    async def stop_allocator(self) -> None:
+        assert self.server is not None
+        await self.server.stop(grace=None)
+
+    @property
+    def pool(self) -> Pool:
+        assert self.service is not None
+        return self.service.directory.pool("test").pool
+
+    def break_stream(self) -> None:
+        assert self.service is not None
+        stream = self.service.directory.pool("test").stream
+        assert isinstance(stream, SessionMachine)
+        stream.end("IDLE", "broken on purpose")
+
+
+@asynccontextmanager
+async def setting(*, lease_s: float = 10.0) -> AsyncIterator[Setting]:
+    scene = Setting.__new__(Setting)
+    scene.port, scene.waits, scene.lease_s = 0, [], lease_s
+    await scene.start_allocator()
+    async with AsyncAllocatorClient(f"127.0.0.1:{scene.port}") as scene.client:
+        scene.session = scene.client.session("test", SPEC, on_wait=scene.waits.append)
+        await scene.session.open()
+        yield scene
+        await scene.session.close()
+    await scene.stop_allocator()
+
+
+def allocate(sequence_id: int, token_count: int = 6) -> StepBuilder:
+    step = StepBuilder()
+    step.allocate(sequence_id, token_count, [])
+    return step

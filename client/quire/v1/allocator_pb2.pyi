@@ -569,8 +569,10 @@ Global___ReportRequired: _TypeAlias = ReportRequired  # noqa: Y015
 @_typing.final
 class ReportChunk(_message.Message):
     """ReportChunk: part of the owner's account of its pool: at most 4,096 entries (sequences, published blocks and freed
-    blocks together) and 256 KiB. Chunks are staged and swapped in whole by ReportEnd. At most 256 MiB in all, and few reports
-    at a time: RESOURCE_EXHAUSTED / REPORT_ADMISSION.
+    blocks together) and 256 KiB. Chunks are staged and swapped in whole by ReportEnd. In all at most what the pool can need:
+    256 bytes for each of its blocks, 256 and 8 a group for each sequence that it may have, and table entries of sequences
+    that share blocks, 67,108,864 of them; beyond: RESOURCE_EXHAUSTED / TOO_LARGE. Few reports at a time:
+    RESOURCE_EXHAUSTED / REPORT_ADMISSION.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

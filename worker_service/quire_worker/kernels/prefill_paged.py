@@ -167,7 +167,7 @@ def _variants(chip: str) -> Iterator[dict[str, Any]]:
     usual: dict[str, Any] = {"dtype": "bf16", "dims": (128, 128)}
     fp8 = "fp8e4nv" if chip == "sm_90" else "u8"
     yield from (usual | {"dims": dims} for dims in ((64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128)))
-    yield from (usual | {"group": group} for group in (1, 5, 7, 8))
+    yield from (usual | {"group": group} for group in (5, 7))
     yield from (usual | {"rows": rows} for rows in (16, 64))
     yield from (usual | {"page_size": page_size} for page_size in (1, 64))
     yield from (usual | change for change in ({"mask": 1}, {"mask": 2}, {"causal": False}, {"cache": fp8}))

@@ -166,8 +166,7 @@ def _variants(chip: str) -> Iterator[dict[str, Any]]:
     yield from (usual | {"dims": dims} for dims in ((64, 64), (80, 80), (96, 96), (128, 128), (256, 256)))
     yield usual | {"dims": (192, 128), "group": 1}
     yield from (usual | {"group": group} for group in (5, 7))
-    yield from (usual | {"rows": rows} for rows in (16, 64))
-    yield from (usual | change for change in ({"mask": 1}, {"mask": 2}, {"causal": False}, {"cache": fp8}))
+    yield from (usual | change for change in ({"mask": 2}, {"causal": False}, {"cache": fp8}))
     for dtype in ("fp16", "fp32"):
         yield from (usual | {"dtype": dtype, "options": options} for options in (False, True))
     yield usual | {"dims": (256, 256), "options": True}

@@ -223,7 +223,7 @@ def prefill_tiling(
         return Tiling(min(block_m, 64), 32, num_warps=8, num_stages=2 if widest > 128 else 3)
     if is_fp8 and masked:
         return Tiling(min(block_m, 64), 32, num_warps=8 if block_m > 16 else 4, num_stages=2 if widest > 128 else 3)
-    num_warps = 8 if block_m == 128 or (block_m == 64 and widest > 128) else 4
+    num_warps = 8 if block_m == 128 or (block_m == 64 and (masked or widest > 128)) else 4
     return Tiling(block_m, 32 if masked else 64, num_warps, num_stages=3)
 
 

@@ -1,0 +1,55 @@
+"""The errors that the documentation states are those that were measured, and within what the tests allow."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import torch
+from quire_worker.kernels.reference import LSE_TOLERANCE, MERGE_TOLERANCE, TOLERANCE
+
+ROOT = Path(__file__).resolve().parents[3]
+DTYPES = ("float32", "float16", "bfloat16")
+FP8 = ", fp8 cache"
+
+
+def measured() -> dict[tuple[str, str, str], dict[str, str]]:
+    with (ROOT / "benchmarks" / "results" / "kernel_errors.csv").open(newline="", encoding="utf-8") as file:
+        return {(row["operation"], row["dtype"], row["against"]): row for row in csv.DictReader(file)}
+
+
+def lines() -> list[str]:
+    """The table of `docs/attention.md`."""
+    rows, found = measured(), []
+    for operation, against in dict.fromkeys((operation, against) for operation, _, against in rows):
+        is_fp8 = (operation, "float32", against) not in rows
+        cells = [rows[operation, dtype + (FP8 if is_fp8 else ""), against] for dtype in DTYPES]
+        title = f"{operation}{FP8 if is_fp8 else ''}"
+        numbers = [" / ".join(filter(None, (cell["max_abs"], cell["relative_rms"]))) for cell in cells]
+        found.append(f"| {title} | {against} | {' | '.join(numbers)} |")
+    return found
+
+
+def test_the_documentation_states_what_was_measured() -> None:
+    text = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")
+    assert len(lines()) >= 10
+    assert [line for line in lines() if line not in text] == []
+
+
+def test_the_documentation_states_what_tests_allow() -> None:
+    text = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")
+    for title, allowed in (("attention", TOLERANCE), ("`merge_states`", MERGE_TOLERANCE)):
+        numbers = " | ".join(f"{allowed[getattr(torch, dtype)]:.2g}" for dtype in DTYPES)
+        assert f"| tests allow, {title} | 1 + the result | {numbers} |" in text
+    assert f"of lse {LSE_TOLERANCE:g}" in text
+
+
+def test_what_was_measured_is_within_what_tests_allow() -> None:
+    shares = [float(row["of_tolerance"]) for row in measured().values() if row["of_tolerance"]]
+    assert len(shares) >= 20
+    assert max(shares) <= 1
+    assert all(float(row["lse_max_abs"]) <= LSE_TOLERANCE for row in measured().values() if row["tolerance"])
+
+
+if __name__ == "__main__":
+    print("\n".join(lines()))

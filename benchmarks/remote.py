@@ -141,6 +141,7 @@ async def side(model: PagedModel, session: Any, tokenizer: Tokenizer) -> AsyncIt
         sequence_tokens_max=min(model.max_position, BLOCKS * BLOCK_SIZE),
         batch_tokens_max=512,
         running_max=64,
+        ahead_tokens=64,
     )
     engine = Engine(
         model=model,

@@ -6,6 +6,7 @@ import random
 
 import pytest
 from quire_worker.request import FinishReason, Request
+from quire_worker.server import parse_arguments
 
 from tests.worker.pretended_worker import PretendedWorker, expected_output, lasting_prompts, numbers
 
@@ -68,6 +69,13 @@ def test_nothing_is_asked_for_beyond_the_longest_sequence() -> None:
     worker.run()
     assert len(request.samples[0].tokens) == 30
     assert request.samples[0].finish_reason is FinishReason.LENGTH
+
+
+def test_a_worker_takes_no_negative_number_of_tokens_ahead(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_arguments(["--model", "m", "--grant-ahead-tokens", "0"]).grant_ahead_tokens == 0
+    with pytest.raises(SystemExit):
+        parse_arguments(["--model", "m", "--grant-ahead-tokens=-1"])
+    assert "--grant-ahead-tokens must be at least 0" in capsys.readouterr().err
 
 
 def test_a_prompt_of_which_a_chunk_is_left_asks_for_nothing() -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from pathlib import Path
 
 import pytest
 from quire.errors import QuireError, Reason
-from quire_worker.plan import Plan
+from quire_worker import engine, runner
+from quire_worker.cache import KVCache
+from quire_worker.model import PagedModel
+from quire_worker.plan import Batch, Plan, Work
 from quire_worker.request import FinishReason
+from quire_worker.runner import Computed
 
 from tests.worker.engine_harness import BLOCK_SIZE, reference_text, running
 from tests.worker.tiny_models import write_tiny_llama, write_tiny_qwen3
@@ -150,6 +155,30 @@ async def test_decoding_finds_its_blocks_granted_and_waits_for_nothing(folders: 
         assert await harness.free_block_count() == 512
         assert len(output.tokens[0]) == 100
         assert len(asked) == 2, "the prompt, and the blocks given back at the end"
+
+
+async def test_blocks_are_hashed_and_asked_for_while_the_model_runs(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = threading.Event()
+
+    def compute(model: PagedModel, cache: KVCache, batch: Batch) -> Computed:
+        began.set()
+        return runner.compute(model, cache, batch)
+
+    monkeypatch.setattr(engine, "compute", compute)
+    async with running(folders["llama"]) as harness:
+        plan_ahead, waited = harness.engine.scheduler.plan_ahead, []
+
+        def wait_and_plan(work: list[Work]) -> Plan:
+            waited.append(began.wait(60))
+            began.clear()
+            return plan_ahead(work)
+
+        harness.engine.scheduler.plan_ahead = wait_and_plan  # type: ignore[assignment, method-assign]
+        await harness.generate(prompt(20), max_tokens=3, ignore_eos=True)
+    assert len(waited) >= 2
+    assert all(waited)
 
 
 @pytest.mark.parametrize(("ahead_tokens", "others"), [(20, 0), (64, 0), (64, 1)])

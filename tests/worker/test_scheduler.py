@@ -6,6 +6,7 @@ import os
 import random
 
 import pytest
+from quire.hashing import DigestChain
 from quire_allocator.core.pool import Pool
 from quire_worker.request import Request
 
@@ -20,6 +21,22 @@ def test_a_prompt_is_computed_in_chunks_of_the_token_budget() -> None:
         assert request.samples[0].computed == computed
     worker.turn()
     assert request.samples[0].has_ended
+
+
+def test_a_prompt_is_hashed_when_it_comes_and_not_when_it_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = PretendedWorker(block_count=16, block_size=4, batch_tokens=64)
+    hashed, extend = list[int](), DigestChain.extend
+
+    def count(chain: DigestChain, tokens: list[int]) -> list[bytes]:
+        hashed.append(len(tokens))
+        return extend(chain, tokens)
+
+    monkeypatch.setattr(DigestChain, "extend", count)
+    request = worker.submit(numbers(25), max_tokens=1)
+    assert hashed == [24]
+    worker.turn()
+    assert request.is_done
+    assert hashed == [24]
 
 
 def test_identical_prompts_at_once_are_prefilled_once() -> None:

@@ -104,7 +104,6 @@ class Engine:
         batch = self.scheduler.schedule(plan, outcome)
         self.telemetry.observe_blocks(outcome, self.scheduler.running, self.cache.block_count)
         if batch.work:
-            self._ask_ahead(batch)
             computed = await self._compute(batch)
             self._end_failed(computed)
             self.scheduler.advance(computed.work)
@@ -244,15 +243,17 @@ class Engine:
             return None
 
     async def _compute(self, batch: Batch) -> Computed:
-        """Runs copies, forward pass and sampling on the model's thread.
+        """Runs copies, forward pass and sampling on the model's thread. Meanwhile blocks that are full are hashed, and
+        what comes next is asked for.
 
         Raises:
             DeviceLostError: nothing can be computed any more.
         """
         started = self._clock()
+        computing = asyncio.get_running_loop().run_in_executor(self._thread, compute, self.model, self.cache, batch)
+        self._ask_ahead(batch)
         try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, compute, self.model, self.cache, batch)
+            return await computing
         finally:
             self.telemetry.forward_s += self._clock() - started
 

@@ -178,7 +178,9 @@ class Scheduler:
     # -- coming and going ----------------------------------------------------------------------------------------------
 
     def add(self, sample: Sample) -> None:
-        """A new sample waits for its turn."""
+        """A new sample waits for its turn. Its prompt is hashed here, where a forward pass may be running, and not
+        between two of them when it is let in."""
+        sample.digests(self.block_size, 0, (len(sample.tokens) - 1) // self.block_size)
         insort(self.waiting, sample, key=_age)
 
     def add_fork(self, child: Sample) -> None:

@@ -226,7 +226,9 @@ class Usage(_message.Message):
     output_token_count: _builtins.int
     """Tokens generated, all samples together."""
     granted_block_count: _builtins.int
-    """Blocks newly granted to it (copies included, recomputation after a preemption too)."""
+    """Blocks newly granted to it (copies included, recomputation after a preemption too), less those granted ahead of its
+    tokens that it never used.
+    """
     unshared_block_count: _builtins.int
     """Blocks that its samples would have taken in caches of their own."""
     preemption_count: _builtins.int

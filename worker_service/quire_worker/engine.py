@@ -172,7 +172,8 @@ class Engine:
         if self._asked is not None and self._asked.answer.done() and not await self._settle():
             return None
         ready = self.scheduler.plan_without_asking()
-        if self._asked is not None and not ready.is_whole and await self._is_answered(ready):
+        is_wanted = not ready.is_whole or bool(self.scheduler.waiting)
+        if self._asked is not None and is_wanted and await self._is_answered(ready):
             if not await self._settle():
                 return None
             ready = self.scheduler.plan_without_asking()

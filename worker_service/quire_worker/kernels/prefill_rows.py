@@ -220,7 +220,8 @@ def prefill_tiling(
         num_warps = 8 if is_fp8 or block_m > 16 else 4
         return Tiling(block_m, 16 if is_fp8 and masked else 32, num_warps, num_stages=3)
     if chip == "sm_80" and (is_fp8 or block_m > 16):
-        return Tiling(min(block_m, 64), 32, num_warps=8, num_stages=2 if widest > 128 else 3)
+        num_stages = 2 if widest > 128 or (is_fp8 and masked) else 3
+        return Tiling(min(block_m, 64), 32, num_warps=8, num_stages=num_stages)
     if is_fp8 and masked:
         return Tiling(min(block_m, 64), 32, num_warps=8 if block_m > 16 else 4, num_stages=2 if widest > 128 else 3)
     num_warps = 8 if block_m == 128 or (block_m == 64 and (masked or widest > 128)) else 4

@@ -83,21 +83,24 @@ class SessionStream:
             self._service.telemetry.count_rpc("Session", code)
 
     async def _answer(self, request: pb.SessionRequest | None) -> None:
-        started = time.perf_counter()
         machine = self._machine
         request = request or pb.SessionRequest()
+        started = time.perf_counter()
         if machine.phase is Phase.REPORTING and request.HasField("report_end"):
             with _collection_paused():
                 replies = machine.receive(request, self._service.clock())
         else:
             replies = machine.receive(request, self._service.clock())
-        if machine.applied is not None and machine.owner is not None:
-            numbers = self._service.telemetry.of(machine.owner.name)
-            numbers.observe_step(machine.applied, replies[0].step_reply, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
         if machine.phase is not Phase.REPORTING and self._beating is not None:
             await self._stop_beating()
-        for reply in replies:
-            await self._write(reply)
+        try:
+            for reply in replies:
+                await self._context.write(reply)
+        finally:  # counted even if nobody hears the answer, and not while its owner waits for it
+            if machine.applied is not None and machine.owner is not None:
+                numbers = self._service.telemetry.of(machine.owner.name)
+                numbers.observe_step(machine.applied, replies[0].step_reply, seconds)
         if self._beating is None and machine.phase is Phase.REPORTING:
             self._beating = asyncio.create_task(self._beat())
 
@@ -133,9 +136,6 @@ class SessionStream:
         if self._reading:
             self._task.cancel()
 
-    async def _write(self, reply: pb.SessionReply) -> None:
-        await self._context.write(reply)
-
     async def _beat(self) -> None:
         """Says every second that the report is being taken in: nothing else is written until it is in force."""
         while not self._reported.is_set():
@@ -144,7 +144,7 @@ class SessionStream:
                     await self._reported.wait()
             except TimeoutError:
                 with contextlib.suppress(aio.BaseError):  # the owner is gone, which whoever reads will notice
-                    await self._write(HEARTBEAT)
+                    await self._context.write(HEARTBEAT)
 
     async def _stop_beating(self) -> None:
         """Lets a heartbeat that is being written out: gRPC takes one message at a time."""

@@ -4,9 +4,10 @@ Both sides are the worker's own engine on the demo model, with one thread of tor
 get the same prompts, new in every round. One has its blocks from an allocator process on another CPU, the other from
 the same state machines and the same core (`quire.owner`, `quire_allocator.machine`) by plain function calls. The
 smaller the model, the more the allocator weighs. Rounds are short and many: what differs is less than a machine that
-others use changes its speed by in a few seconds. The share of time spent waiting for the allocator is what the worker
-counts in `quire_worker_allocator_wait_seconds_total`, of longer rounds: all requests of a round come at once, when
-there is nothing to compute meanwhile.
+others use changes its speed by in a few seconds. Both sides are made anew several times, in turn: which memory an
+engine happens to get moves its speed by two in a hundred, whoever it is. The share of time spent waiting for the
+allocator is what the worker counts in `quire_worker_allocator_wait_seconds_total`, of longer rounds: all requests of a
+round come at once, when there is nothing to compute meanwhile.
 """
 
 from __future__ import annotations
@@ -46,7 +47,6 @@ from session_sides.in_process import InProcess
 MODEL = Path(__file__).parent.parent / "models" / "demo"
 BLOCK_SIZE = 16
 BLOCKS = 4_096
-LONG_ROUNDS = 7
 START_S = 30.0
 BUILD = core_build()
 
@@ -61,7 +61,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--long-tokens", type=int, default=128, help="tokens to generate in a long round (default: %(default)s)"
     )
-    parser.add_argument("--repeat", type=int, default=61, help="rounds, both sides in turn (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=12, help="rounds, both sides in turn (default: %(default)s)")
+    parser.add_argument("--makings", type=int, default=8, help="times both sides are made anew (default: %(default)s)")
     add_output_arguments(parser)
     return parser.parse_args()
 
@@ -162,38 +163,52 @@ async def side(model: PagedModel, session: Any, tokenizer: Tokenizer) -> AsyncIt
         engine.close()
 
 
-async def measure(options: argparse.Namespace, address: str) -> tuple[dict[str, list[Round]], dict[str, list[Round]]]:
-    """Rounds of both sides in turn, the short ones and the long ones; who begins changes."""
+Rounds = dict[str, list[Round]]  # by side
+
+
+async def measure(options: argparse.Namespace, address: str) -> tuple[Rounds, Rounds]:
+    """The short rounds and the long ones of both sides, in turn; who is made first and who begins changes."""
     torch.set_num_threads(1)
     model = load_model(options.model, block_size=BLOCK_SIZE)
     tokenizer = Tokenizer(options.model)
-    spec = PoolSpec.full_attention(block_count=BLOCKS, block_size=BLOCK_SIZE)
     dice = random.Random(1)
-    async with contextlib.AsyncExitStack() as stack:
-        client = await stack.enter_async_context(AsyncAllocatorClient(address))
+    short: Rounds = {"another process": [], "in process": []}
+    long: Rounds = {name: [] for name in short}
+
+    async def take_turns(sides: dict[str, Side], count: int, output_tokens: int, rounds: Rounds) -> None:
+        for number in range(count):
+            prompts = [
+                [dice.randrange(1, model.vocab_size) for _ in range(options.prompt_tokens)]
+                for _ in range(options.requests)
+            ]
+            for name in sorted(sides, reverse=bool(number % 2)):
+                rounds[name].append(await sides[name].measure(prompts, output_tokens))
+
+    for making in range(options.makings):
+        async with made(model, tokenizer, address, is_remote_first=bool(making % 2)) as sides:
+            gc.collect()
+            gc.freeze()
+            await take_turns(sides, 1, options.output_tokens, {name: [] for name in sides})  # for warming up
+            await take_turns(sides, options.repeat, options.output_tokens, short)
+            await take_turns(sides, 1, options.long_tokens, long)
+            gc.unfreeze()
+    return short, long
+
+
+@asynccontextmanager
+async def made(
+    model: PagedModel, tokenizer: Tokenizer, address: str, *, is_remote_first: bool
+) -> AsyncIterator[dict[str, Side]]:
+    """Both sides, with caches of their own."""
+    spec = PoolSpec.full_attention(block_count=BLOCKS, block_size=BLOCK_SIZE)
+    async with AsyncAllocatorClient(address) as client, contextlib.AsyncExitStack() as stack:
         session = client.session("remote", spec)
         await session.open()
-        sides = {
-            "another process": await stack.enter_async_context(side(model, session, tokenizer)),
-            "in process": await stack.enter_async_context(side(model, DirectSession(spec), tokenizer)),
-        }
-        gc.collect()
-        gc.freeze()
-
-        async def take_turns(count: int, output_tokens: int) -> dict[str, list[Round]]:
-            rounds: dict[str, list[Round]] = {name: [] for name in sides}
-            for number in range(count):
-                prompts = [
-                    [dice.randrange(1, model.vocab_size) for _ in range(options.prompt_tokens)]
-                    for _ in range(options.requests)
-                ]
-                for name in sorted(sides, reverse=bool(number % 2)):
-                    rounds[name].append(await sides[name].measure(prompts, output_tokens))
-            return rounds
-
-        await take_turns(1, options.output_tokens)  # for warming up
-        short = await take_turns(options.repeat, options.output_tokens)
-        return short, await take_turns(LONG_ROUNDS, options.long_tokens)
+        sessions = [("another process", session), ("in process", DirectSession(spec))]
+        sides = {}
+        for name, each in sessions if is_remote_first else reversed(sessions):
+            sides[name] = await stack.enter_async_context(side(model, each, tokenizer))
+        yield sides
 
 
 def main() -> None:

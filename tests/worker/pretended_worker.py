@@ -50,7 +50,9 @@ class PretendedWorker:
 
     Attributes:
         is_silent: what is asked for is applied, and not answered as long as anybody can go on without.
+        may_wait: commits and frees go along with the next step that somebody waits for.
         waited_count: turns in which nobody could.
+        plan_count: steps that went out before a batch, which had to wait for the answer.
         asks: of each step that went out while a batch was computed, room for how many tokens it asked for whom.
     """
 
@@ -74,7 +76,9 @@ class PretendedWorker:
         self.asks: list[list[tuple[Sample, int]]] = []
         self._asks_ahead = ahead_tokens is not None
         self.is_silent = False
+        self.may_wait = False
         self.waited_count = 0
+        self.plan_count = 0
         self._asked: tuple[Plan, StepOutcome] | None = None
         self.pages: dict[tuple[int, int], int] = {}  # (block, offset) -> token
         self.prefilled_token_count = 0
@@ -109,7 +113,7 @@ class PretendedWorker:
         if self._asked is None:
             self._check_pool()
         if self._asks_ahead and self._asked is None:
-            plan = self.scheduler.plan_ahead(batch.work)
+            plan = self.scheduler.plan_ahead(batch.work, may_wait=self.may_wait)
             self.asks.append(plan.grows)
             self._asked = plan, self.ask(plan)
         self._compute(batch)
@@ -124,10 +128,11 @@ class PretendedWorker:
     def _plan(self) -> tuple[Plan, StepOutcome]:
         """As the engine does it."""
         ready = self.scheduler.plan_without_asking() if self._asks_ahead else Plan(is_whole=False)
-        if ready.is_whole and not self.scheduler.waiting:
+        if not self.scheduler.has_to_ask(ready):
             return ready, NOTHING_ASKED
         goes_on = self.is_silent and bool(ready.wanted)
         if self._asked is None:
+            self.plan_count += 1
             plan = self.scheduler.plan()
             outcome = self.ask(plan)
             if not goes_on:

@@ -31,21 +31,21 @@ def decoding(worker: PretendedWorker, prompt: list[int], **sampling: int) -> Req
     return request
 
 
-@pytest.mark.parametrize(("ahead_tokens", "block_count"), [(0, 6), (1, 6), (3, 6), (4, 7), (5, 7), (16, 10), (19, 10)])
-def test_a_sample_that_decodes_has_room_for_so_many_tokens_and_asks_once_per_block(
+@pytest.mark.parametrize(("ahead_tokens", "block_count"), [(0, 6), (1, 7), (3, 7), (4, 8), (5, 8), (16, 11), (19, 11)])
+def test_a_sample_that_decodes_has_room_for_so_many_tokens_and_asks_at_times(
     ahead_tokens: int, block_count: int
 ) -> None:
     worker = worker_of(64, ahead_tokens=ahead_tokens)
     (prompt,) = lasting_prompts(1, output_tokens=41)
     request = decoding(worker, prompt, max_tokens=41)
     (sample,) = request.samples
-    assert len(sample.table) == block_count  # 20 tokens of the prompt, the next one, and those ahead
+    assert len(sample.table) == block_count  # 20 tokens of the prompt, the next one, those ahead, and one block
     for _ in range(20):
         worker.turn()
         worker.settle()
         assert sample.granted >= len(sample.tokens) + ahead_tokens
-        assert sample.granted < len(sample.tokens) + ahead_tokens + SIZE
-    assert sum(map(len, worker.asks)) == 1 + 20 // SIZE
+        assert sample.granted < len(sample.tokens) + ahead_tokens + 2 * SIZE
+    assert sum(map(len, worker.asks)) == 1 + 20 // (2 * SIZE if ahead_tokens else SIZE)
     worker.run()
     worker.check_text(request)
 
@@ -194,14 +194,14 @@ def test_who_would_not_fit_either_way_takes_nothing() -> None:
 
 def test_blocks_that_were_held_ahead_and_never_used_are_not_counted() -> None:
     prompts = (numbers(20, seed=seed) for seed in range(999))
-    prompt = next(p for p in prompts if len(expected_output(p, 0, 99, 999)[0]) == SIZE)
+    prompt = next(p for p in prompts if len(expected_output(p, 0, 99, 999)[0]) == 2 * SIZE)
     worker = worker_of(64, ahead_tokens=40)
     stopped = decoding(worker, prompt, max_tokens=99)
-    assert len(stopped.samples[0].table) == 16
+    assert len(stopped.samples[0].table) == 17
     worker.run()
-    assert worker.asks[SIZE] == [(stopped.samples[0], 17 * SIZE)], "another one while its last token was computed"
-    assert worker.pool.granted_block_count == 17
-    assert stopped.usage.granted_block_count == stopped.usage.unshared_block_count == 6
+    assert worker.asks[2 * SIZE] == [(stopped.samples[0], 19 * SIZE)], "two more while its last token was computed"
+    assert worker.pool.granted_block_count == 19
+    assert stopped.usage.granted_block_count == stopped.usage.unshared_block_count == 7
     assert worker.pool.blocks.free_count == 64
 
 
@@ -213,12 +213,95 @@ def test_samples_that_share_a_half_filled_block_copy_it_though_more_was_granted_
     )
     worker = worker_of(64, ahead_tokens=8)
     request = decoding(worker, prompt, max_tokens=20, n=3)
-    assert len(request.samples[0].table) == 8, "before anybody was forked"
+    assert len(request.samples[0].table) == 9, "before anybody was forked"
     worker.run()
     worker.check_text(request)
     assert worker.pool.copy_count == 2
     assert request.usage.granted_block_count == 11 + 2 * 6  # 41 tokens each, five blocks of them shared
     assert worker.pool.blocks.free_count == 64
+
+
+def test_samples_ask_for_room_ahead_together() -> None:
+    worker = worker_of(200, ahead_tokens=16)
+    requests = [
+        worker.submit(prompt + numbers(extra), max_tokens=30)
+        for extra, prompt in enumerate(lasting_prompts(4, output_tokens=20))
+    ]
+    worker.run()
+    asked = [len(asked) for asked in worker.asks if asked]
+    assert asked[:2] == [4, 4], "though each of them begins a block in another turn"
+    assert len(asked) == 3
+    for request in requests:
+        worker.check_text(request)
+
+
+def test_commits_and_frees_go_along_with_what_somebody_waits_for() -> None:
+    worker = worker_of(64, ahead_tokens=16)
+    prompts = lasting_prompts(2, output_tokens=30)
+    older, newer = (worker.submit(prompt, max_tokens=count) for prompt, count in zip(prompts, (30, 2), strict=True))
+    worker.may_wait = True
+    for _ in range(3):
+        worker.turn()
+    assert newer.is_done
+    worker.settle()
+    assert worker.asks[1:] == [[], []]
+    assert len(worker.pool.sequences) == 2, "it is still to be freed"
+    worker.may_wait = False
+    worker.turn()
+    assert len(worker.pool.sequences) == 1
+    worker.run()
+    worker.check_text(older)
+    assert worker.pool.blocks.free_count == 64
+
+
+def test_who_waits_is_let_in_while_others_are_computed() -> None:
+    worker = PretendedWorker(block_count=99, block_size=SIZE, batch_tokens=21, ahead_tokens=16)
+    worker.may_wait = True
+    requests = [worker.submit(prompt, max_tokens=12) for prompt in lasting_prompts(6, output_tokens=12)]
+    for count in range(1, 7):
+        worker.turn()
+        assert [request.usage.output_token_count > 0 for request in requests].count(True) <= count
+    assert worker.plan_count == 1, "only the first had to be waited for"
+    worker.run()
+    for request in requests:
+        worker.check_text(request)
+
+
+def test_who_could_share_what_is_being_computed_waits_for_it() -> None:
+    (prompt,) = lasting_prompts(1, output_tokens=9)
+    worker = worker_of(64, ahead_tokens=16)
+    first = worker.submit(prompt, max_tokens=9)
+    worker.turn()
+    worker.settle()
+    second = worker.submit(prompt, max_tokens=9)
+    worker.turn()
+    assert second.usage.cached_token_count == 16
+    worker.run()
+    assert first.usage.granted_block_count > second.usage.granted_block_count
+    worker.check_text(second)
+
+
+def test_a_worker_that_is_full_asks_for_nobody() -> None:
+    worker = worker_of(99, ahead_tokens=16, running_max=2)
+    requests = [worker.submit(prompt, max_tokens=30) for prompt in lasting_prompts(3, output_tokens=30)]
+    worker.may_wait = True
+    for _ in range(30):
+        worker.turn()
+    assert worker.plan_count == 1
+    assert worker.scheduler.waiting == requests[2].samples
+    worker.run()
+    for request in requests:
+        worker.check_text(request)
+
+
+def test_nobody_is_let_in_ahead_on_blocks_that_the_running_will_need() -> None:
+    for block_count in range(12, 30):
+        worker = PretendedWorker(block_count=block_count, block_size=SIZE, batch_tokens=21, ahead_tokens=8)
+        requests = [worker.submit(prompt, max_tokens=3) for prompt in lasting_prompts(3, output_tokens=3)]
+        worker.run()
+        assert worker.scheduler.preemption_count == 0
+        for request in requests:
+            worker.check_text(request)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -234,6 +317,7 @@ def test_room_ahead_costs_nobody_a_place(seed: int) -> None:
                 prompt = numbers(dice.randint(1, 30), seed=turn + 1_000 * seed)
                 requests.append(worker.submit(prompt, max_tokens=dice.randint(1, 16), n=dice.choice([1, 1, 2])))
             worker.turn()
+            worker.may_wait = dice.random() < 0.5
             history.append([(sample.age, sample.output_token_count) for sample in worker.scheduler.running])
         worker.run()
         for request in requests:

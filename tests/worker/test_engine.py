@@ -170,10 +170,10 @@ async def test_blocks_are_hashed_and_asked_for_while_the_model_runs(
     async with running(folders["llama"]) as harness:
         plan_ahead, waited = harness.engine.scheduler.plan_ahead, []
 
-        def wait_and_plan(work: list[Work]) -> Plan:
+        def wait_and_plan(work: list[Work], *, may_wait: bool) -> Plan:
             waited.append(began.wait(60))
             began.clear()
-            return plan_ahead(work)
+            return plan_ahead(work, may_wait=may_wait)
 
         harness.engine.scheduler.plan_ahead = wait_and_plan  # type: ignore[assignment, method-assign]
         await harness.generate(prompt(20), max_tokens=3, ignore_eos=True)

@@ -6,7 +6,8 @@ those that it can ever compute:
     [0, length)                                needed
     [length, min(length + ahead, last))        granted ahead, rounded up to whole blocks
 
-It asks whenever a block of this is missing, so once per block. Nobody pays for it: only free blocks that no sample
+Whoever misses some of this asks for one block more than it misses, and so does everybody who has not got that much:
+all are asked for together, about once per block's length of turns. Nobody pays for it: only free blocks that no sample
 needs are taken ahead, for the oldest first; where a sample to be let in or one that runs needs them, the newest give
 them back in the same step. For admission they are as good as free.
 """
@@ -14,33 +15,62 @@ them back in the same step. For admission they are as good as free.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from quire_worker.plan import Work
 from quire_worker.request import Sample
 
 
-def needs_of(
-    work: Iterable[Work], free_block_count: int, *, ahead_tokens: int, block_size: int, sequence_tokens_max: int
-) -> list[tuple[Sample, int]]:
-    """Who asks for room while `work` is computed, and for how many tokens: whole blocks.
+class GoesOn(NamedTuple):
+    """A sample that decodes on after a pass: its tokens then, and those that it can ever compute."""
 
-    A sample whose next token has no room asks for it in any case; the rest is within `free_block_count`. Prompts of
-    which a chunk is left, and samples that this pass completes, ask for nothing.
-    """
-    lengths = [(item.sample, len(item.sample.tokens) + 1) for item in work if item.is_complete]
-    going_on = [
-        (sample, length, last) for sample, length in lengths if length <= (last := _last(sample, sequence_tokens_max))
+    sample: Sample
+    length: int
+    last: int
+
+    @property
+    def lacks_block(self) -> bool:
+        """Whether its next token has no room: a block is needed, whatever is asked for ahead."""
+        return self.length > self.sample.granted
+
+
+def going_on(work: Iterable[Work], sequence_tokens_max: int) -> list[GoesOn]:
+    """Whom this pass neither leaves with a chunk of its prompt, nor completes, if nobody stops."""
+    return [
+        GoesOn(sample, len(sample.tokens) + 1, last)
+        for sample, last in [
+            (item.sample, _last(item.sample, sequence_tokens_max)) for item in work if item.is_complete
+        ]
+        if len(sample.tokens) < last
     ]
-    spare = free_block_count - sum(length > sample.granted for sample, length, _ in going_on)
+
+
+def needs_of(
+    samples: Sequence[GoesOn], free_block_count: int, *, ahead_tokens: int, block_size: int
+) -> list[tuple[Sample, int]]:
+    """Who asks for room while they are computed, and for how many tokens: whole blocks.
+
+    A sample whose next token has no room asks for it in any case; the rest is within `free_block_count`.
+    """
+    if all(sample.granted >= min(length + ahead_tokens, last) for sample, length, last in samples):
+        return []
+    more = ahead_tokens + block_size if ahead_tokens else 0
+    spare = free_block_count - sum(each.lacks_block for each in samples)
     asks = []
-    for sample, length, last in going_on:
-        granted = sample.granted + block_size * (length > sample.granted)
-        missing = -(-min(length + ahead_tokens, last) // block_size) - granted // block_size
+    for each in samples:
+        granted = each.sample.granted + block_size * each.lacks_block
+        missing = -(-min(each.length + more, each.last) // block_size) - granted // block_size
         count = max(0, min(missing, spare))
         spare -= count
-        if granted + count * block_size > sample.granted:
-            asks.append((sample, granted + count * block_size))
+        if granted + count * block_size > each.sample.granted:
+            asks.append((each.sample, granted + count * block_size))
     return asks
+
+
+def tokens_after(running: Iterable[Sample], work: Iterable[Work], samples: Sequence[GoesOn]) -> int:
+    """Tokens of the pass after this one, of those who run."""
+    counts = dict(work)
+    return len(samples) + sum(len(sample.tokens) - sample.computed - counts.get(sample, 0) for sample in running)
 
 
 def block_count_of(sample: Sample, block_size: int) -> int:

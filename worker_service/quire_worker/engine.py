@@ -32,6 +32,7 @@ from quire_worker.tokenizer import Tokenizer, TokenizerError
 log = structlog.get_logger()
 
 NOTHING_ASKED = StepOutcome([], [], [], [], [], [], 0)
+QUIET_S = 0.1  # for which commits and frees wait for others to go along with
 PATIENCE_S = 0.02  # after which who has room goes on without those who wait for an answer; it is usually there in 1 ms
 
 
@@ -73,6 +74,7 @@ class Engine:
         self._request_count = 0
         self._stopping = False
         self._asked: Asked | None = None
+        self._sent_s = 0.0
 
     async def run(self) -> None:
         """Takes turns as long as there is work, and waits for some otherwise, until `stop`.
@@ -172,12 +174,11 @@ class Engine:
         if self._asked is not None and self._asked.answer.done() and not await self._settle():
             return None
         ready = self.scheduler.plan_without_asking()
-        is_wanted = not ready.is_whole or bool(self.scheduler.waiting)
-        if self._asked is not None and is_wanted and await self._is_answered(ready):
+        if self._asked is not None and self.scheduler.has_to_ask(ready) and await self._is_answered(ready):
             if not await self._settle():
                 return None
             ready = self.scheduler.plan_without_asking()
-        if self._asked is not None or (ready.is_whole and not self.scheduler.waiting):
+        if self._asked is not None or not self.scheduler.has_to_ask(ready):
             return ready, NOTHING_ASKED
         plan = self.scheduler.plan()
         if not plan.step:
@@ -189,14 +190,16 @@ class Engine:
         return None if outcome is None else (plan, outcome)
 
     def _ask_ahead(self, batch: Batch) -> None:
-        """Sends what the next turns need, unless the last step has no answer yet."""
+        """Sends what the next turns need, unless the last step has no answer yet. Commits and frees, for which nobody
+        waits, go along with the rest or after a while: one step for many costs a small model's worker less."""
         if self._asked is None:
-            plan = self.scheduler.plan_ahead(batch.work)
+            plan = self.scheduler.plan_ahead(batch.work, may_wait=self._clock() - self._sent_s < QUIET_S)
             if plan.step:
                 self._send(plan)
 
     def _send(self, plan: Plan) -> None:
-        self._asked = Asked(plan, asyncio.create_task(self.session.step(plan.step)), self._clock())
+        self._sent_s = self._clock()
+        self._asked = Asked(plan, asyncio.create_task(self.session.step(plan.step)), self._sent_s)
 
     async def _is_answered(self, ready: Plan) -> bool:
         """Waits for the answer: for a moment if somebody is ready to go on without it, else as long as it takes."""

@@ -40,6 +40,7 @@ class Plan:
         grows: who each grow of the step is for, and how many tokens it asks room for.
         admitted: those of them that waited.
         is_whole: nobody who runs is left out of it for want of room.
+        tokens_left: in the turn's forward pass.
     """
 
     step: StepBuilder = field(default_factory=StepBuilder)
@@ -48,3 +49,4 @@ class Plan:
     grows: list[tuple[Sample, int]] = field(default_factory=list)
     admitted: set[Sample] = field(default_factory=set)
     is_whole: bool = True
+    tokens_left: int = 0

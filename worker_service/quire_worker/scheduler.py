@@ -6,9 +6,10 @@ Pure: no torch, grpc, clock or randomness. One turn of the engine:
                  then waiting ones as far as the token budget goes (prompts are cut into chunks by it)
     2. schedule  the allocator's answer: whoever got its blocks is in the batch; if a running sample did not, the
                  newest one is preempted, and its blocks are there for the next turn
-                 what the next turns will need is asked for ahead, while the batch is computed (`plan_ahead`), so that
-                 decoding finds it granted and plans without asking (`plan_without_asking`). So do others while the
-                 answer to a plan is late: it is taken in later (`settle`)
+                 what the next turns will need, and who is let in then, is asked for ahead, while the batch is
+                 computed (`plan_ahead`), so that a turn finds it granted and plans without asking
+                 (`plan_without_asking`). So do others while the answer to a plan is late: it is taken in later
+                 (`settle`)
     3. advance   the batch has been computed
     4. extend    one more token was sampled; finish says why a sample ends
 
@@ -19,12 +20,12 @@ decided in `admission.py`, and how many blocks are asked for ahead in `ahead.py`
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from quire.steps import Copy, GrowOutcome, Result, StepOutcome
 
 from quire_worker import ahead
-from quire_worker.admission import Room, admit
+from quire_worker.admission import Admission, Room, admit
 from quire_worker.plan import Batch, Plan, Work
 from quire_worker.request import FinishReason, Request, Sample
 
@@ -88,7 +89,10 @@ class Scheduler:
             plan.wanted.append((sample, token_count))
             if sample.computed + token_count > sample.granted:
                 self._grow(plan, sample, self._round_up(sample.computed + token_count))
-        missing = self._admit(plan, budget, freed_ahead)
+        missing = len(plan.grows) - (self._free_block_count or 0) - freed_ahead
+        held_ahead = sum(ahead.block_count_of(sample, self.block_size) for sample in self.running + self._leaving)
+        admissions = self._choose(budget, None if self._free_block_count is None else held_ahead - missing)
+        missing += self._let_in(plan, admissions)
         self._commit(plan, filled, ahead.give_back(self.running + self._leaving, missing, self.block_size))
         return plan
 
@@ -105,22 +109,35 @@ class Scheduler:
             elif token_count:
                 budget -= token_count
                 plan.wanted.append((sample, token_count))
+        plan.tokens_left = budget
         return plan
 
-    def plan_ahead(self, work: Iterable[Work]) -> Plan:
-        """What to ask for while `work` is computed: commits of earlier passes, frees, and room for the tokens to come
-        of each sample that goes on after this pass."""
+    def has_to_ask(self, ready: Plan) -> bool:
+        """Whether a turn of those who are `ready` leaves out somebody who runs, or could be let in."""
+        return not ready.is_whole or self._can_admit(ready.tokens_left)
+
+    def plan_ahead(self, work: Sequence[Work], *, may_wait: bool = False) -> Plan:
+        """What to ask for while `work` is computed: commits of earlier passes, frees, room for the tokens to come of
+        each sample that goes on after this pass, and who is let in then, as far as that is certain: without blocks that
+        others would have to give back, and nobody who could share what is being computed.
+
+        Args:
+            work: of this pass.
+            may_wait: ask for nothing at all if there are only commits and frees.
+        """
         plan = Plan()
-        self._commit(plan, self._take_filled(), {})
-        self._free(plan)
-        for sample, token_count in ahead.needs_of(
-            work,
-            self._free_block_count or 0,
-            ahead_tokens=self.ahead_tokens,
-            block_size=self.block_size,
-            sequence_tokens_max=self.sequence_tokens_max,
-        ):
+        samples = ahead.going_on(work, self.sequence_tokens_max)
+        budget = self.batch_tokens_max - ahead.tokens_after(self.running, work, samples)
+        needs = self._needs_of(samples, self._free_block_count or 0)
+        if may_wait and not needs and not self._can_admit(budget):
+            return plan
+        filled = self._take_filled()
+        self._commit(plan, filled, {})
+        free = (self._free_block_count or 0) + self._free(plan)
+        admissions = self._choose(budget, free - sum(each.lacks_block for each in samples))
+        for sample, token_count in self._needs_of(samples, free - sum(each.block_count for each in admissions)):
             self._grow(plan, sample, token_count)
+        self._let_in(plan, admissions)
         return plan
 
     def schedule(self, plan: Plan, outcome: StepOutcome) -> Batch:
@@ -275,26 +292,32 @@ class Scheduler:
         plan.step.grow(sample.sequence_id, token_count)
         plan.grows.append((sample, token_count))
 
-    def _admit(self, plan: Plan, budget: int, freed_ahead: int) -> int:
-        """Lets in who fits, as if nobody held blocks ahead; returns how many of these have to be given back for that,
-        and for what the step grows."""
-        free = self._free_block_count
-        held_ahead = sum(ahead.block_count_of(sample, self.block_size) for sample in self.running + self._leaving)
-        missing = len(plan.grows) - (free or 0) - freed_ahead
+    def _can_admit(self, budget: int) -> bool:
+        return bool(self.waiting) and budget > 0 and len(self.running) < self.running_max
+
+    def _needs_of(self, samples: Sequence[ahead.GoesOn], free_block_count: int) -> list[tuple[Sample, int]]:
+        return ahead.needs_of(samples, free_block_count, ahead_tokens=self.ahead_tokens, block_size=self.block_size)
+
+    def _choose(self, budget: int, free_block_count: int | None) -> list[Admission]:
         room = Room(
             tokens=budget,
             samples=self.running_max - len(self.running),
-            blocks=None if free is None else held_ahead - missing,
+            blocks=free_block_count,
             digest_bytes=self.digest_bytes_max,
         )
-        for admission in admit(self.waiting, self.running, room, block_size=self.block_size):
-            sample, capacity = admission.sample, self._round_up(len(admission.sample.tokens))
-            plan.step.allocate(self._new_sequence_id(), capacity, admission.digests, sample.request.namespace)
+        return admit(self.waiting, self.running, room, block_size=self.block_size)
+
+    def _let_in(self, plan: Plan, admissions: Iterable[Admission]) -> int:
+        """Returns how many blocks they take at most."""
+        block_count = 0
+        for sample, token_count, needed, digests in admissions:
+            capacity = self._round_up(len(sample.tokens))
+            plan.step.allocate(self._new_sequence_id(), capacity, digests, sample.request.namespace)
             plan.grows.append((sample, capacity))
-            plan.wanted.append((sample, admission.token_count))
+            plan.wanted.append((sample, token_count))
             plan.admitted.add(sample)
-            missing += admission.block_count
-        return missing
+            block_count += needed
+        return block_count
 
     # -- parts of an answer --------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dev demo test test-compiled simulate fuzz faults model check format proto bench kernels-compile up down test-compose clean
+.PHONY: help dev demo test test-compiled simulate fuzz fuzz-coverage faults model check format proto bench kernels-compile up down test-compose clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -49,6 +49,10 @@ simulate: $(READY) ## simulate the session protocol under faults: STEPS=1000000 
 
 fuzz: $(READY) ## send malformed messages to the allocator: COUNT=1000000 SEED=7
 	$(BIN)/python -m tests.fuzz --count $(or $(COUNT),100000) --seed $(or $(SEED),1)
+
+fuzz-coverage: $(READY) ## the same, led by what is reached in the allocator's code: FOR=600 seconds
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt atheris
+	$(BIN)/python -m tests.fuzz.coverage_guided build/fuzz -max_total_time=$(or $(FOR),60)
 
 faults: $(READY) ## real processes under faults, each repeated: RUNS=1000
 	QUIRE_FAULT_RUNS=$(or $(RUNS),20) $(BIN)/python -m pytest -s tests/faults

@@ -101,6 +101,7 @@ class SessionStream:
             if machine.applied is not None and machine.owner is not None:
                 numbers = self._service.telemetry.of(machine.owner.name)
                 numbers.observe_step(machine.applied, replies[0].step_reply, seconds)
+                machine.applied = None  # its memory is given back here, and not while the next step is waited for
         if self._beating is None and machine.phase is Phase.REPORTING:
             self._beating = asyncio.create_task(self._beat())
 

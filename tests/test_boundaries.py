@@ -8,6 +8,7 @@ import json
 import pkgutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,31 @@ def test_no_heavy_library_is_a_base_dependency() -> None:
         requirement.split(">")[0].split("<")[0].strip() for requirement in requirements if "extra" not in requirement
     }
     assert not base & (HEAVY | EXTRAS_OF_SERVERS_AND_CLI)
+
+
+def compiled_modules() -> dict[str, Path]:
+    """What `pyproject.toml` lets be compiled, by module name."""
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    hook = config["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["mypyc"]
+    included = {path for pattern in hook["include"] for path in ROOT.glob(pattern)}
+    paths = included - {ROOT / excluded for excluded in hook["exclude"]}
+    folder = ROOT / "allocator_service"
+    return {".".join(path.relative_to(folder).with_suffix("").parts): path for path in sorted(paths)}
+
+
+def test_no_compiled_class_derives_from_one_that_is_not() -> None:
+    """Asking such an object for what it has not got is a SystemError in some releases of Python, such as 3.11.2."""
+    paths = compiled_modules()
+    harmless = {"ABC", "Enum", "IntEnum", "NamedTuple", "Protocol"}  # and what is compiled itself
+    found = 0
+    for module, path in paths.items():
+        tree = ast.parse(path.read_text())
+        local = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+        imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module in paths)
+        local |= {alias.name for node in imports for alias in node.names}
+        for node in ast.walk(tree):
+            bases = [ast.unparse(base).partition("[")[0] for base in getattr(node, "bases", ())]
+            foreign = [base for base in bases if base.split(".")[-1] not in local | harmless]
+            assert not foreign, f"{module}: {getattr(node, 'name', '')} derives from {foreign}"
+            found += len(bases)
+    assert found > 20

@@ -19,10 +19,11 @@ from quire._serving.server import Server, add_arguments
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 
 from quire_allocator import limits
+from quire_allocator.collector import AllocatorCollector
 from quire_allocator.core.directory import Directory
 from quire_allocator.leases import LeaseWatch
 from quire_allocator.service import AllocatorService
-from quire_allocator.telemetry import AllocatorCollector, Telemetry
+from quire_allocator.telemetry import Telemetry
 
 log = structlog.get_logger()
 

@@ -27,9 +27,9 @@ from quire.errors import Reason, from_rpc_error
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire.v1 import errors_pb2
+from quire_allocator.collector import METRIC_NAMES
 from quire_allocator.core.pool import Result
 from quire_allocator.server import parse_arguments
-from quire_allocator.telemetry import METRIC_NAMES
 
 from tests.allocator.harness import d, spec
 

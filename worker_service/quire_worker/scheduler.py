@@ -14,7 +14,7 @@ Pure: no torch, grpc, clock or randomness. One turn of the engine:
     4. extend    one more token was sampled; finish says why a sample ends
 
 Order is by age, always: the oldest sample is asked for first and preempted last, so it always gets on. Who is let in is
-decided in `admission.py`, and how many blocks are asked for ahead in `ahead.py`.
+decided in `admission.py`, how many blocks are asked for ahead in `ahead.py`; who is where is kept in `roster.py`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from quire.steps import Copy, GrowOutcome, Result, StepOutcome
 from quire_worker import ahead
 from quire_worker.admission import Admission, Room, admit
 from quire_worker.plan import Batch, Plan, Work
-from quire_worker.request import FinishReason, Request, Sample
+from quire_worker.request import FinishReason, Sample
+from quire_worker.roster import Roster, age_of
 
 
-class Scheduler:
-    """Samples of one worker, waiting and running.
+class Scheduler(Roster):
+    """Decides about the samples of one worker.
 
     Args:
         block_size: tokens per block.
@@ -52,25 +53,15 @@ class Scheduler:
         ahead_tokens: int = 0,
         digest_bytes_max: int = 512 << 10,
     ) -> None:
-        self.block_size = block_size
+        super().__init__(block_size)
         self.sequence_tokens_max = sequence_tokens_max
         self.batch_tokens_max = batch_tokens_max
         self.running_max = running_max
         self.ahead_tokens = ahead_tokens
         self.digest_bytes_max = digest_bytes_max
-        self.waiting: list[Sample] = []  # oldest first
-        self.running: list[Sample] = []  # oldest first
-        self.preemption_count = 0
-        self._leaving: list[Sample] = []  # ended; committed once more and freed with the next step
-        self._to_free: list[int] = []  # sequences of samples that live on without them
         self._last_sequence_id = 0
         self._free_block_count: int | None = None
         self._copies: list[Copy] = []  # to run before the next batch
-
-    @property
-    def has_work(self) -> bool:
-        """Whether another turn has anything to do."""
-        return bool(self.waiting or self.running or self._leaving or self._to_free)
 
     # -- one turn ------------------------------------------------------------------------------------------------------
 
@@ -90,10 +81,10 @@ class Scheduler:
             if sample.computed + token_count > sample.granted:
                 self._grow(plan, sample, self._round_up(sample.computed + token_count))
         missing = len(plan.grows) - (self._free_block_count or 0) - freed_ahead
-        held_ahead = sum(ahead.block_count_of(sample, self.block_size) for sample in self.running + self._leaving)
+        held_ahead = sum(ahead.block_count_of(sample, self.block_size) for sample in self.running + self.leaving)
         admissions = self._choose(budget, None if self._free_block_count is None else held_ahead - missing)
         missing += self._let_in(plan, admissions)
-        self._commit(plan, filled, ahead.give_back(self.running + self._leaving, missing, self.block_size))
+        self._commit(plan, filled, ahead.give_back(self.running + self.leaving, missing, self.block_size))
         return plan
 
     def plan_without_asking(self) -> Plan:
@@ -148,7 +139,7 @@ class Scheduler:
         """
         denied = self.settle(plan, outcome)
         if any(sample not in plan.admitted and not sample.has_ended for sample in denied):
-            denied.add(self._preempt_newest())
+            denied.add(self.preempt_newest())
         work = [
             Work(sample, min(token_count, len(sample.tokens) - sample.computed))
             for sample, token_count in plan.wanted
@@ -192,56 +183,20 @@ class Scheduler:
         if longest or sample.output_token_count >= sample.request.sampling.max_tokens:
             self.finish(sample, FinishReason.LENGTH)
 
-    # -- coming and going ----------------------------------------------------------------------------------------------
-
-    def add(self, sample: Sample) -> None:
-        """A new sample waits for its turn. Its prompt is hashed here, where a forward pass may be running, and not
-        between two of them when it is let in."""
-        sample.digests(self.block_size, 0, (len(sample.tokens) - 1) // self.block_size)
-        insort(self.waiting, sample, key=_age)
-
-    def add_fork(self, child: Sample) -> None:
-        """A sample that shares its parent's blocks with the next step."""
-        insort(self.running, child, key=_age)
-
-    def finish(self, sample: Sample, reason: FinishReason | None) -> None:
-        """The sample ends; its blocks are freed with the next step."""
-        if sample.has_ended:
-            return
-        sample.has_ended = True
-        sample.finish_reason = reason
-        sample.request.usage.unshared_block_count += -(-sample.computed // self.block_size)
-        self._uncount_ahead(sample)
-        if sample in self.running:
-            self.running.remove(sample)
-            if sample.sequence_id:
-                self._leaving.append(sample)
-        elif sample in self.waiting:
-            self.waiting.remove(sample)
-
-    def cancel(self, request: Request) -> None:
-        """Every sample of the request ends."""
-        for sample in request.samples:
-            self.finish(sample, None)
+    # -- the allocator's state is gone ---------------------------------------------------------------------------------
 
     def forget_blocks(self) -> None:
-        """The allocator's state is gone: everything that ran waits to be computed again."""
-        self.waiting = sorted(self.waiting + self.running, key=_age)
-        for sample in self.waiting:
-            self._uncount_ahead(sample)
-            sample.forget_blocks()
-        self.running.clear()
-        self._leaving.clear()
-        self._to_free.clear()
+        """Everything that ran waits to be computed again."""
+        super().forget_blocks()
         self._free_block_count = None
         self._copies.clear()
 
     def start_over(self, plan: Plan) -> None:
         """The allocator refused the step of a plan: all that it still holds for us is freed with the next one."""
-        held = [sample.sequence_id for sample in (*self.running, *self._leaving) if sample.sequence_id]
+        held = [sample.sequence_id for sample in (*self.running, *self.leaving) if sample.sequence_id]
         unfreed = list(plan.step.message.frees.sequences)
         self.forget_blocks()
-        self._to_free = sorted({*held, *unfreed})
+        self.to_free = sorted({*held, *unfreed})
 
     # -- parts of a plan -----------------------------------------------------------------------------------------------
 
@@ -250,7 +205,7 @@ class Scheduler:
         committed. From now on it all counts as committed."""
         parents = {sample.fork_of for sample in self.running}
         filled = {}
-        for sample in self.running + self._leaving:
+        for sample in self.running + self.leaving:
             first, end = sample.committed // self.block_size, sample.computed // self.block_size
             if sample.sequence_id and (end > first or (sample in parents and sample.computed > sample.committed)):
                 filled[sample] = sample.digests(self.block_size, first, end)
@@ -278,14 +233,14 @@ class Scheduler:
         how many blocks they held ahead, which are free at once: nobody shares them."""
         parents = {parent for parent, _ in plan.forks}
         freed_ahead = 0
-        for sample in self._leaving:
+        for sample in self.leaving:
             if sample not in parents:
                 plan.step.free(sample.sequence_id)
                 freed_ahead += ahead.block_count_of(sample, self.block_size)
-        self._leaving = [sample for sample in self._leaving if sample in parents]
-        for sequence_id in self._to_free:
+        self.leaving = [sample for sample in self.leaving if sample in parents]
+        for sequence_id in self.to_free:
             plan.step.free(sequence_id)
-        self._to_free.clear()
+        self.to_free.clear()
         return freed_ahead
 
     def _grow(self, plan: Plan, sample: Sample, token_count: int) -> None:
@@ -326,7 +281,7 @@ class Scheduler:
         if plan.step:
             self._free_block_count = outcome.free_block_count
         if outcome.swaps:
-            by_id = {sample.sequence_id: sample for sample in (*self.running, *self._leaving)}
+            by_id = {sample.sequence_id: sample for sample in (*self.running, *self.leaving)}
             for swap in outcome.swaps:  # of a sample that was freed with this step nobody asks any more
                 if swap.sequence_id in by_id:
                     by_id[swap.sequence_id].table[swap.position] = swap.block
@@ -339,7 +294,7 @@ class Scheduler:
         if is_new:
             sample.sequence_id = grown.sequence_id
         if is_new and sample.has_ended:  # cancelled while the allocator was being asked
-            self._leaving.append(sample)
+            self.leaving.append(sample)
             return False
         (blocks,) = grown.blocks
         usage = sample.request.usage
@@ -348,7 +303,7 @@ class Scheduler:
             usage.granted_block_count += len(blocks) - matched_block_count
         if is_new:
             self.waiting.remove(sample)
-            insort(self.running, sample, key=_age)
+            insort(self.running, sample, key=age_of)
             sample.table = list(blocks)
             sample.computed = sample.committed = grown.matched_token_count
             if not sample.request.admitted:
@@ -359,42 +314,9 @@ class Scheduler:
         sample.granted = token_count
         return True
 
-    def _preempt_newest(self) -> Sample:
-        victim = self.running.pop()
-        self.preemption_count += 1
-        victim.request.usage.preemption_count += 1
-        self._to_free.append(victim.sequence_id)
-        self._uncount_ahead(victim)
-        victim.forget_blocks()
-        insort(self.waiting, victim, key=_age)
-        return victim
-
-    def _uncount_ahead(self, sample: Sample) -> None:
-        """It loses its blocks: those that it held ahead and never used are not counted as its request's."""
-        sample.request.usage.granted_block_count -= ahead.block_count_of(sample, self.block_size)
-
     def _round_up(self, token_count: int) -> int:
         return -(-token_count // self.block_size) * self.block_size
 
     def _new_sequence_id(self) -> int:
         self._last_sequence_id += 1
         return self._last_sequence_id
-
-    def check_invariants(self) -> None:
-        """Counters of every sample are in order, nobody is in two places, tables hold what was granted.
-
-        Raises:
-            AssertionError: naming what is broken.
-        """
-        assert self.waiting == sorted(self.waiting, key=_age), "waiting is out of order"
-        assert self.running == sorted(self.running, key=_age), "running is out of order"
-        assert not set(self.waiting) & set(self.running), "a sample waits and runs"
-        for sample in self.running:
-            sample.check_invariants(self.block_size)
-        for sample in self.waiting:
-            assert not sample.sequence_id, f"{sample.age} waits with blocks"
-            assert not sample.table, f"{sample.age} waits with blocks"
-
-
-def _age(sample: Sample) -> tuple[int, int]:
-    return sample.age

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import io
 import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -164,5 +165,5 @@ def test_the_lease_is_what_is_documented_unless_it_is_set() -> None:
     assert server.parse_arguments([]).lease == limits.LEASE_S == 10.0
     for edge, beyond in ((limits.LEASE_S_MIN, -math.inf), (limits.LEASE_S_MAX, math.inf)):
         assert server.parse_arguments(["--lease", str(edge)]).lease == edge
-        with pytest.raises(SystemExit), contextlib.redirect_stderr(None):
+        with pytest.raises(SystemExit), contextlib.redirect_stderr(io.StringIO()):
             server.parse_arguments(["--lease", str(math.nextafter(edge, beyond))])

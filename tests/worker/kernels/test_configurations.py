@@ -14,7 +14,7 @@ from quire_worker.kernels.configurations import (
     KernelConfiguration,
     collect,
 )
-from quire_worker.kernels.decode_paged import decode_tiling
+from quire_worker.kernels.decode_work import decode_tiling
 from quire_worker.kernels.launch import Tiling
 from quire_worker.kernels.mla_paged import mla_tiling
 from quire_worker.kernels.prefill_rows import prefill_tiling

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quire_worker.kernels.decode_paged import decode_paged, decode_paged_reference, divide_decode
+from quire_worker.kernels.decode_paged import decode_paged, decode_paged_reference
+from quire_worker.kernels.decode_work import divide_decode
 from quire_worker.kernels.e4m3 import E4M3
 from quire_worker.kernels.paged_cache import PagedCache
 from quire_worker.kernels.reference import TOLERANCE

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from quire_worker.kernels.decode_paged import DecodeWork, decode_paged, divide_decode
+from quire_worker.kernels.decode_paged import decode_paged
+from quire_worker.kernels.decode_work import DecodeWork, divide_decode
 from quire_worker.kernels.e4m3 import E4M3
 from quire_worker.kernels.flashinfer_arguments import CONSTRUCTOR, DECODE_PLAN, DECODE_RUN, check_others
 from quire_worker.kernels.options import AttentionOptions, Scale

@@ -16,7 +16,7 @@ from quire_worker.kernels.configurations import (
 )
 from quire_worker.kernels.decode_work import decode_tiling
 from quire_worker.kernels.launch import Tiling
-from quire_worker.kernels.mla_paged import mla_tiling
+from quire_worker.kernels.mla_work import mla_tiling
 from quire_worker.kernels.prefill_rows import prefill_tiling
 
 ROOT = Path(__file__).resolve().parents[3]

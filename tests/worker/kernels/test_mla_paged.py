@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from quire_worker.kernels import mla_paged as real
-from quire_worker.kernels.mla_paged import divide_mla, mla_paged, mla_paged_reference
+from quire_worker.kernels.mla_paged import mla_paged, mla_paged_reference
+from quire_worker.kernels.mla_work import divide_mla
 from quire_worker.kernels.paged_cache import kv_lengths
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -58,7 +59,7 @@ def latents_match(
     qo_indptr = torch.tensor([0, *queries]).cumsum(0).int().to(device)
     table = tuple(tensor.to(device) for tensor in (indptr, indices, last))
     tokens = kv_lengths(table[0], table[2], page_size)
-    division = module.divide_mla(
+    division = divide_mla(
         qo_indptr, tokens, token_count=sum(queries), split_keys=new is None, heads=heads, ckv_dim=ckv_dim,
         element_bytes=dtype.itemsize, page_size=page_size,
     )  # fmt: skip

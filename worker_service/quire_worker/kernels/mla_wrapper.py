@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from quire_worker.kernels.flashinfer_arguments import MLA_CONSTRUCTOR, MLA_PLAN, MLA_RUN, check_others
-from quire_worker.kernels.mla_paged import MlaWork, divide_mla, mla_paged
+from quire_worker.kernels.mla_paged import mla_paged
+from quire_worker.kernels.mla_work import MlaWork, divide_mla
 from quire_worker.kernels.paged_cache import check_index_tensor, check_page_table
 from quire_worker.kernels.wrapper_common import (
     DType,

@@ -13,10 +13,7 @@ import torch
 from quire_worker.attention import PagedAttention, TorchPagedAttention, torch_tiles
 from quire_worker.batch import Chunk, build_batch
 from quire_worker.cache import CacheSpec, KVCache
-
-# Largest error allowed, absolute and relative. The kernels round the weights to the dtype before the second product.
-TORCH_TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float64: 1e-12}
-TRITON_TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+from quire_worker.kernels.reference import CPU_TOLERANCE, TOLERANCE
 
 
 def implementation(name: str, device: torch.device) -> PagedAttention:
@@ -117,9 +114,13 @@ class Scene:
         return output
 
 
+def tolerance_of(attention: PagedAttention, dtype: torch.dtype) -> float:
+    """Largest error of an implementation, absolute and relative."""
+    return (CPU_TOLERANCE if isinstance(attention, TorchPagedAttention) else TOLERANCE)[dtype]
+
+
 def assert_equals_reference(scene: Scene, attention: PagedAttention, **options: Any) -> None:
     """Within the precision of the scene's dtype."""
-    is_torch = isinstance(attention, TorchPagedAttention)
-    tolerance = (TORCH_TOLERANCE if is_torch else TRITON_TOLERANCE)[scene.query.dtype]
+    tolerance = tolerance_of(attention, scene.query.dtype)
     expected = scene.reference(**options)
     torch.testing.assert_close(scene.run(attention, **options).double(), expected, rtol=tolerance, atol=tolerance)

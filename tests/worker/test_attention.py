@@ -17,7 +17,14 @@ import torch
 from quire_worker.attention import PagedAttention, TorchPagedAttention, backend_for
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.worker.attention_batches import Scene, assert_equals_reference, decoding, device_of, implementation
+from tests.worker.attention_batches import (
+    Scene,
+    assert_equals_reference,
+    decoding,
+    device_of,
+    implementation,
+    tolerance_of,
+)
 
 
 @pytest.fixture(params=["torch, in place", "torch, gathered", "triton"])
@@ -91,7 +98,7 @@ def test_one_long_sequence_beside_many_short_ones_equals_the_reference(attention
 
 def test_a_batch_equals_pytorchs_own_attention_sequence_by_sequence(attention: PagedAttention) -> None:
     scene = Scene([(0, 33), (0, 1), (0, 17)])
-    start, tolerance = 0, 2e-6 if isinstance(attention, TorchPagedAttention) else 2e-5
+    start, tolerance = 0, tolerance_of(attention, torch.float32)
     output = scene.run(attention, scale=0.3)
     for (_, new), keys, values in zip(scene.lengths, scene.keys, scene.values, strict=True):
         query = scene.query[start : start + new].transpose(0, 1)
@@ -202,7 +209,9 @@ def test_queries_keys_and_values_may_have_any_strides(attention: PagedAttention)
     )
     plan = attention.plan(scene.batch, scene.cache.spec)
     plan.append(key, value, scene.pages)
-    torch.testing.assert_close(plan.attend(query, scene.pages, scale=0.2).cpu(), expected, rtol=2e-6, atol=2e-6)
+    tolerance = tolerance_of(attention, torch.float32)
+    output = plan.attend(query, scene.pages, scale=0.2).cpu()
+    torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_a_device_without_an_implementation_is_refused_by_name() -> None:

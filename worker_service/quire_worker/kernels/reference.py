@@ -15,6 +15,9 @@ LOG2_E = 1.4426950408889634
 # `docs/attention.md`.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 LSE_TOLERANCE = 1e-4
+# The same of the worker's path on a CPU, which is PyTorch's own arithmetic: it rounds bfloat16 where the interpreter
+# cuts it off, and there is no GPU to leave room for.
+CPU_TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float64: 1e-12}
 # Merging rounds once, or, in the interpreter, cuts bfloat16 off.
 MERGE_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 SAMPLE_TOLERANCE = 1e-5  # of sums, in probability

@@ -1,12 +1,13 @@
-"""How far the Triton kernels are from float64, by dtype.
+"""How far attention is from float64, by dtype: the Triton kernels, and the worker's path on a CPU.
 
-On a GPU where there is one, else in Triton's interpreter on the CPU. The interpreter multiplies half precision as
-float32, and cuts bfloat16 off where a GPU rounds; a GPU also rounds the weights of the second product. So a GPU's
-errors may differ both ways.
+Kernels run on a GPU where there is one, else in Triton's interpreter on the CPU. The interpreter multiplies half
+precision as float32, and cuts bfloat16 off where a GPU rounds; a GPU also rounds the weights of the second product. So
+a GPU's errors may differ both ways.
 
     attention     of normal numbers against float64 on the same, rounded, queries and cache: what the kernel adds
     fp8 cache     the same against the bytes that are in the cache, and against what was quantised: what fp8 costs
     append        what an fp8 cache holds times its scale, against what was appended
+    on the CPU    the worker's path there, where there is no GPU; it gives no lse
     sample        how far the number that drew a token lies outside the token's share of the probability; 0: inside
 
 `max_abs` is the largest error, `relative_rms` the root mean square of errors over that of the right results, lse is in
@@ -19,7 +20,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,10 +34,13 @@ from quire_worker.attention import (  # noqa: E402
     BatchMLAPagedAttentionWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
+    TorchPagedAttention,
     append_paged_kv_cache,
     merge_states,
     sample,
 )
+from quire_worker.batch import Chunk, build_batch  # noqa: E402
+from quire_worker.cache import CacheSpec  # noqa: E402
 from quire_worker.kernels.decode_paged import decode_paged_reference  # noqa: E402
 from quire_worker.kernels.e4m3 import E4M3  # noqa: E402
 from quire_worker.kernels.merge_states import merge_states_reference  # noqa: E402
@@ -46,7 +50,13 @@ from quire_worker.kernels.paged_cache import unpack_paged_cache  # noqa: E402
 from quire_worker.kernels.prefill_paged import prefill_paged_reference  # noqa: E402
 from quire_worker.kernels.prefill_ragged import prefill_ragged_reference  # noqa: E402
 from quire_worker.kernels.prefill_rows import Masking  # noqa: E402
-from quire_worker.kernels.reference import LSE_TOLERANCE, MERGE_TOLERANCE, SAMPLE_TOLERANCE, TOLERANCE  # noqa: E402
+from quire_worker.kernels.reference import (  # noqa: E402
+    CPU_TOLERANCE,
+    LSE_TOLERANCE,
+    MERGE_TOLERANCE,
+    SAMPLE_TOLERANCE,
+    TOLERANCE,
+)
 from quire_worker.kernels.sampling import weights_reference  # noqa: E402
 from report import add_output_arguments, publish  # noqa: E402
 
@@ -56,6 +66,7 @@ NEW = (1, 17, 24)  # queries of each in prefill
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 8, 2, 128, 16
 MLA_HEADS, CKV_DIM, KPE_DIM = 4, 512, 64
 VOCABULARY = 5000
+ON_CPU = ", on the CPU"
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
@@ -81,6 +92,7 @@ class Errors:
             for value in [getattr(self, name)]
         }
         where = "interpreter" if DEVICE.type == "cpu" else torch.cuda.get_device_name()
+        where = "CPU" if self.operation.endswith(ON_CPU) else where
         return {"operation": self.operation, "dtype": self.dtype, "against": self.against, **numbers, "on": where}
 
 
@@ -184,6 +196,27 @@ def paged(dtype: torch.dtype) -> Iterator[Errors]:
         yield errors(title, dtypes, actual, right, against="float64 before quantising")
 
 
+def on_cpu(dtype: torch.dtype) -> Iterator[Errors]:
+    """The worker's path: decode, and chunks of prompts."""
+    scene, scale = Scene(dtype), HEAD_DIM**-0.5
+    tables = [pages.tolist() for pages in scene.table[1].split(scene.table[0].diff().tolist())]
+    spec = CacheSpec(1, KV_HEADS, HEAD_DIM, PAGE_SIZE, dtype)
+    for title, new, reference in (
+        ("decode", (1,) * len(LENGTHS), scene.decode_reference),
+        ("prefill", NEW, scene.prefill_reference),
+    ):
+        q = scene.queries(sum(new))
+        chunks = [
+            Chunk([0] * count, length - count, table, needs_logits=True)
+            for count, length, table in zip(new, LENGTHS, tables, strict=True)
+        ]
+        plan = TorchPagedAttention().plan(build_batch(chunks, block_size=PAGE_SIZE).attention, spec)
+        expected = reference(q, scene.pages, AttentionOptions(scale))
+        actual = (plan.attend(q, scene.pages, scale=scale), expected[1])
+        found = errors(title + ON_CPU, name_of(dtype), actual, expected, tolerance=CPU_TOLERANCE[dtype])
+        yield replace(found, lse_max_abs=None)
+
+
 def ragged(dtype: torch.dtype) -> Errors:
     """Keys one after another, of 192 dims, values of 128."""
     q, k, v = (
@@ -265,8 +298,11 @@ def main() -> None:
         found.append(latent(dtype, (1,) * len(LENGTHS), "latent decode"))
         found.append(latent(dtype, NEW, "latent prefill"))
         found += [merged(dtype), quantised(dtype), drawn(dtype)]
+    if DEVICE.type == "cpu":
+        for dtype in DTYPES:
+            found += on_cpu(dtype)
     rows = [error.row() | {"lse_tolerance": "" if error.lse_max_abs is None else LSE_TOLERANCE} for error in found]
-    publish("Errors of the kernels", rows, [], as_json=options.json, csv_file=options.csv)
+    publish("Errors of attention", rows, [], as_json=options.json, csv_file=options.csv)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from quire_worker.kernels import mla_paged as real
 from quire_worker.kernels.mla_paged import mla_paged, mla_paged_reference
 from quire_worker.kernels.mla_work import divide_mla
 from quire_worker.kernels.paged_cache import kv_lengths
+from quire_worker.kernels.reference import TOLERANCE
 from torch.nn.functional import scaled_dot_product_attention
 
 from .attention_scene import assert_close, spread
@@ -146,7 +147,7 @@ def test_agrees_with_pytorchs_attention(device: torch.device) -> None:
     expected = scaled_dot_product_attention(query, key, key[..., :64], is_causal=True, scale=0.1, enable_gqa=True)[
         0
     ].transpose(0, 1)
-    torch.testing.assert_close(out, expected, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(out, expected, rtol=TOLERANCE[torch.float32], atol=TOLERANCE[torch.float32])
 
 
 def test_queries_before_the_first_key_give_zeros(device: torch.device) -> None:

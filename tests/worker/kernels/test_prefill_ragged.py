@@ -9,6 +9,7 @@ from quire_worker.kernels.options import AttentionOptions
 from quire_worker.kernels.pack_mask import segment_packbits
 from quire_worker.kernels.prefill_ragged import prefill_ragged, prefill_ragged_reference
 from quire_worker.kernels.prefill_rows import Masking, divide_prefill, mask_indptr_of, prefill_tiling
+from quire_worker.kernels.reference import TOLERANCE
 from torch.nn.functional import scaled_dot_product_attention
 
 from .attention_scene import assert_close, spread
@@ -103,7 +104,9 @@ def test_agrees_with_pytorchs_attention(causal: bool, device: torch.device) -> N
     for start, stop in ((0, 33), (33, 50)):
         parts = (part[start:stop].transpose(0, 1).unsqueeze(0) for part in (q, k, v))
         expected = scaled_dot_product_attention(*parts, is_causal=causal, enable_gqa=True)[0].transpose(0, 1)
-        torch.testing.assert_close(out[start:stop], expected, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(
+            out[start:stop], expected, rtol=TOLERANCE[torch.float32], atol=TOLERANCE[torch.float32]
+        )
 
 
 @pytest.mark.parametrize("window_left", [0, 7, 50])

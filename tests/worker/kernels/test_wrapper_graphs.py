@@ -9,6 +9,7 @@ import torch
 from quire_worker.kernels.options import AttentionOptions
 from quire_worker.kernels.prefill_ragged import prefill_ragged_reference
 from quire_worker.kernels.prefill_rows import Masking
+from quire_worker.kernels.reference import TOLERANCE
 from quire_worker.kernels.wrappers import (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
@@ -112,7 +113,7 @@ def test_a_replay_of_ragged_prefill_attends_to_what_was_planned_last(device: tor
     options, masking = AttentionOptions(64**-0.5), Masking(causal=True)
     indptrs = (second.qo_indptr, second.kv_indptr)
     expected, _ = prefill_ragged_reference(second.q, second.k, second.v, *indptrs, options, masking)
-    torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[torch.float32], atol=TOLERANCE[torch.float32])
 
 
 def test_a_graph_of_ragged_prefill_may_have_masks_of_other_sizes(device: torch.device) -> None:

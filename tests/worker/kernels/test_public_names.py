@@ -22,6 +22,10 @@ def test_every_public_name_is_there() -> None:
         quire_worker.attention.BatchNothing  # noqa: B018
 
 
+def test_whoever_lists_the_module_sees_the_names_that_are_loaded_when_asked_for() -> None:
+    assert set(quire_worker.attention.__all__) <= set(dir(quire_worker.attention))
+
+
 def test_every_public_name_of_the_kernels_is_documented() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     assert [name for name in quire_worker.attention._MODULES if f"`{name}`" not in text] == []
@@ -53,7 +57,8 @@ def test_the_example_of_warming_up_runs(device: torch.device, monkeypatch: pytes
     monkeypatch.setattr("quire_worker.kernels.warmup.WORKSPACE_BYTES", 8 << 20)
     example = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)[1]
     seen: list[tuple[int, int, str]] = []
-    exec(example, {"device": device, "torch": torch, "print": lambda *step: seen.append(step)})
+    on_device = example.replace('device = "cuda"', f'device = "{device.type}"')
+    exec(on_device, {"print": lambda *step: seen.append(step)})  # and nothing of the other example
     assert seen[-1] == (7, 7, "done")
 
 

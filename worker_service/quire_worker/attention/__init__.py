@@ -104,6 +104,10 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_MODULES[name]), name)
 
 
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | _MODULES)
+
+
 def backend_for(device: torch.device | str) -> PagedAttention:
     """A new implementation for a device, with a workspace of its own: the only place that chooses.
 

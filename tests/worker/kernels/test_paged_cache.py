@@ -78,6 +78,12 @@ def test_invalid_page_tables_are_refused_by_name(changes: dict[str, object], mes
         check_page_table(**{**table, **changes}, page_count=7, prefix="kv_")  # type: ignore[arg-type]
 
 
+def test_a_negative_page_is_refused_while_the_pool_is_not_known() -> None:
+    check_page_table(int32(0, 1), int32(99), int32(4), page_count=None, page_size=4)
+    with pytest.raises(ValueError, match=r"^indices must be at least 0, found -1"):
+        check_page_table(int32(0, 2), int32(99, -1), int32(4), page_count=None, page_size=4)
+
+
 def test_what_is_not_used_is_not_looked_at() -> None:
     table = int32(0, 0, 1), int32(3, 99, -5), int32(77, 2)
     check_page_table(*table, page_count=4, page_size=4)

@@ -197,8 +197,8 @@ def check_page_table(
     if used:
         low, high = (int(bound) for bound in torch.aminmax(indices[:used]))
         if low < 0 or (page_count is not None and high >= page_count):
-            bounds = "" if page_count is None else f"..{page_count - 1}"
-            raise ValueError(f"{prefix}indices must be in 0{bounds}, found {low if low < 0 else high}")
+            bounds = "at least 0" if page_count is None else f"in 0..{page_count - 1}"
+            raise ValueError(f"{prefix}indices must be {bounds}, found {low if low < 0 else high}")
     for request, (length, pages) in enumerate(zip(last_page_len.tolist(), indptr.diff().tolist(), strict=True)):
         if pages and not 1 <= length <= page_size:
             raise ValueError(f"{prefix}last_page_len must be in 1..{page_size}, that of request {request} is {length}")

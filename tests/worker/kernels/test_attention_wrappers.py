@@ -157,6 +157,16 @@ def test_a_run_must_fit_its_plan(device: torch.device) -> None:
             wrapper.run(q, cache)
 
 
+def test_a_page_outside_the_cache_is_refused_under_the_name_that_a_prefill_plan_has_for_it(
+    device: torch.device,
+) -> None:
+    scene = Scene([5, 40], query_lengths=[2, 3], device=device)
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    wrapper.plan(scene.qo_indptr, *scene.table, 4, 2, 64, 16, q_data_type=torch.float32)
+    with pytest.raises(ValueError, match=r"^paged_kv_indices must be in 0..0"):
+        wrapper.run(scene.q, scene.cache[:1])
+
+
 def test_wrappers_refuse_what_they_cannot_work_with(device: torch.device) -> None:
     scene = Scene([5], device=device)
     for wrapper in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -55,18 +56,29 @@ def test_the_wrapper_gives_the_softmax(new: list[int], device: torch.device) -> 
     wrapper = BatchMLAPagedAttentionWrapper(torch.empty(64, dtype=torch.uint8, device=device))
     scene.plan(wrapper)
     assert_close(scene.run(wrapper, return_lse=True), scene.expected())
-    for message, lengths in (
-        ("^kv_last_page_len must be in", torch.tensor([19, 9, 9], dtype=torch.int32)),
-        ("^kv_last_page_len must be in", torch.tensor([16, 5, 9], dtype=torch.int32)),
-        ("^kv_len_arr must be int32", torch.tensor([19, 5, 9])),
-    ):
-        with pytest.raises(ValueError, match=message):
-            scene.plan(wrapper, kv_len_arr=lengths)
     q, ckv, kpe = scene.q, scene.pool[..., :CKV], scene.pool[..., CKV:]
     with pytest.raises(ValueError, match=r"^q_pe is"):
         wrapper.run(q[..., :CKV], q[..., :CKV], ckv, kpe)
-    with pytest.raises(ValueError, match=r"^indices must be"):
+    with pytest.raises(ValueError, match=r"^kv_indices must be in 0..0"):
         wrapper.run(q[..., :CKV], q[..., CKV:], ckv[:1], kpe[:1])
+
+
+def test_lengths_that_do_not_fit_the_pages_are_refused_by_name(device: torch.device) -> None:
+    scene = Scene([19, 5, 0], [1, 1, 1], device)  # of three pages, one and none
+    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(64, dtype=torch.uint8, device=device))
+    scene.plan(wrapper)
+    for message, lengths in (
+        ("kv_len_arr must be in 17..24, that of request 0 is 25", [25, 5, 0]),
+        ("kv_len_arr must be in 17..24, that of request 0 is 16", [16, 5, 0]),
+        ("kv_len_arr must be in 1..8, that of request 1 is 9", [19, 9, 0]),
+        ("kv_len_arr must be in 1..8, that of request 1 is -3", [24, -3, 0]),
+        ("kv_len_arr must be in 0..0, that of request 2 is 1", [17, 8, 1]),
+        ("kv_len_arr must be in 0..0, that of request 2 is -1", [17, 1, -1]),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            scene.plan(wrapper, kv_len_arr=torch.tensor(lengths, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"^kv_len_arr must be int32"):
+        scene.plan(wrapper, kv_len_arr=torch.tensor([19, 5, 0]))
 
 
 def graph_wrapper(

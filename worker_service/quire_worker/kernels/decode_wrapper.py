@@ -217,7 +217,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         )
         if window_left is not None:
             check_planned("window_left", window_left, plan.options.window_left)
-        plan.table.check_pool(cache.page_count)
+        plan.table.check_pool("indices", cache.page_count)
         options = run_options(
             plan.options, kv_heads, q.device, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks
         )

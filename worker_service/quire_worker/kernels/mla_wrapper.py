@@ -121,7 +121,7 @@ class BatchMLAPagedAttentionWrapper:
             qo_indptr: int32 `[batch + 1]`, query tokens of each request.
             kv_indptr: int32 `[batch + 1]`, pages of each request.
             kv_indices: int32 `[kv_indptr[batch]]` or longer.
-            kv_len_arr: int32 `[batch]`, tokens of each request, all in its last page or before.
+            kv_len_arr: int32 `[batch]`, tokens of each request, the last of them in its last page.
             num_heads: query heads.
             head_dim_ckv: of latents, a power of two, such as 512.
             head_dim_kpe: of their positional part, a power of two, such as 64.
@@ -144,11 +144,9 @@ class BatchMLAPagedAttentionWrapper:
         check_index_tensor("kv_len_arr", kv_len_arr)
         check_index_tensor("qo_indptr", qo_indptr, length=kv_len_arr.shape[0] + 1)
         check_index_tensor("kv_indptr", kv_indptr, length=kv_len_arr.shape[0] + 1)
-        last = kv_len_arr.to(kv_indptr.device) - (kv_indptr.diff() - 1) * page_size
-        last = torch.where(kv_indptr.diff() > 0, last, 1)
-        if bool((kv_len_arr.to(kv_indptr.device)[kv_indptr.diff() == 0] != 0).any()):
-            raise ValueError("kv_len_arr must be 0 for a request without pages")
-        check_page_table(kv_indptr, kv_indices, last.int(), page_count=None, page_size=page_size, prefix="kv_")
+        whole = torch.full_like(kv_len_arr, page_size)  # lengths are checked under the name that they have here
+        check_page_table(kv_indptr, kv_indices, whole, page_count=None, page_size=page_size, prefix="kv_")
+        _check_lengths(kv_len_arr.tolist(), kv_indptr.diff().tolist(), page_size)
         is_decode = bool((qo_indptr.diff() == 1).all())
         shape = _Shape(num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, dtype, is_decode)
         before = self._planned if self._use_cuda_graph else None
@@ -227,7 +225,7 @@ class BatchMLAPagedAttentionWrapper:
             ("kpe_cache", kpe_cache, shape.head_dim_kpe),
         ):
             check_planned(name, (tuple(tensor.shape[1:]), tensor.dtype), ((shape.page_size, dim), shape.dtype))
-        plan.table.check_pool(ckv_cache.shape[0])
+        plan.table.check_pool("kv_indices", ckv_cache.shape[0])
         result, result_lse = mla_paged(
             q_nope, q_pe, ckv_cache, kpe_cache, plan.qo_indptr, plan.table.indptr, plan.table.indices,
             plan.table.last_page_len, plan.division, sm_scale=plan.sm_scale, causal=shape.causal, out=out, lse=lse,
@@ -251,3 +249,15 @@ def _both(
     if apart[0] is None or apart[1] is None:
         raise ValueError(f"{name} is missing, or one of its parts")
     return apart[0], apart[1]
+
+
+def _check_lengths(lengths: list[int], page_counts: list[int], page_size: int) -> None:
+    """Refuses a request whose last token is not in its last page.
+
+    Raises:
+        ValueError: there is one; names `kv_len_arr`.
+    """
+    for request, (length, pages) in enumerate(zip(lengths, page_counts, strict=True)):
+        low, high = max(0, (pages - 1) * page_size + 1), pages * page_size
+        if not low <= length <= high:
+            raise ValueError(f"kv_len_arr must be in {low}..{high}, that of request {request} is {length}")

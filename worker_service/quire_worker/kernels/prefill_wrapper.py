@@ -254,7 +254,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
             (cache.dtype, cache.page_size, cache.num_kv_heads, cache.head_dim, cache.v_head_dim),
             (shape.kv_dtype, shape.page_size, shape.kv_heads, shape.head_dim_qk, shape.head_dim_vo),
         )
-        table.check_pool(cache.page_count)
+        table.check_pool("paged_kv_indices", cache.page_count)
         options = run_options(
             queries.options, shape.kv_heads, q.device, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks,
             window_left=window_left,

@@ -166,14 +166,18 @@ class PlannedTable:
     last_page_len: torch.Tensor  # int32 [batch]
     page_index_max: int  # -1 without pages
 
-    def check_pool(self, page_count: int) -> None:
+    def check_pool(self, name: str, page_count: int) -> None:
         """Refuses a cache that is smaller than what was planned.
+
+        Args:
+            name: of the plan's argument that has the pages.
+            page_count: of the cache.
 
         Raises:
             ValueError: a page index is outside the cache.
         """
         if self.page_index_max >= page_count:
-            raise ValueError(f"indices must be in 0..{page_count - 1}, found {self.page_index_max}")
+            raise ValueError(f"{name} must be in 0..{page_count - 1}, found {self.page_index_max}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from quire_worker.attention import TorchPagedAttention
-from quire_worker.attention.torch_plan import GATHER_BYTES_MAX, QUERY_BLOCK
+from quire_worker.attention.torch_path import LONE_BYTES_MAX
+from quire_worker.attention.torch_plan import GATHER_BYTES_MAX, QUERY_BLOCK, QUERY_BLOCK_HALF
 from quire_worker.attention.torch_tiles import GATHERED_BYTES_MAX, TILE_BYTES_MAX, TILE_TOKENS_MIN
 from quire_worker.kernels.reference import CPU_TOLERANCE
 
@@ -121,6 +122,24 @@ def test_one_long_sequence_beside_many_short_ones_equals_the_reference() -> None
 def test_a_chunk_of_several_blocks_of_queries_equals_the_reference(before: int, new: int) -> None:
     assert_equals_reference(Scene([(before, new), (before, new)], heads=2, kv_heads=1, head_dim=16))
     assert_equals_reference(Scene([(before, new)], heads=2, kv_heads=1, head_dim=16), window_left=70)
+
+
+@pytest.mark.parametrize("heads", [2, 4, 6, 8])
+def test_decoding_in_bfloat16_equals_the_reference_with_any_ratio_of_heads(heads: int) -> None:
+    shape: dict[str, Any] = {"heads": heads, "kv_heads": 2, "head_dim": 128, "dtype": torch.bfloat16}
+    cached = LONE_BYTES_MAX // (2 * 2 * 2 * 128)  # tokens whose keys and values are that many bytes
+    for lengths in ([40, 33, 35], [cached - 1], [cached]):
+        assert_equals_reference(Scene([(length, 1) for length in lengths], **shape), scale=128**-0.5)
+
+
+@pytest.mark.parametrize(
+    "new", [QUERY_BLOCK_HALF - 1, QUERY_BLOCK_HALF, QUERY_BLOCK_HALF + 1, 2 * QUERY_BLOCK_HALF + 3]
+)
+@pytest.mark.parametrize("heads", [2, 4])
+def test_a_chunk_of_several_blocks_in_bfloat16_equals_the_reference(heads: int, new: int) -> None:
+    scene = Scene([(50, new)], heads=heads, kv_heads=1, head_dim=16, dtype=torch.bfloat16)
+    assert_equals_reference(scene)
+    assert_equals_reference(scene, window_left=70)
 
 
 LENGTHS = [(0, 20), (40, 1), (33, 1), (64, 1), (13, 6), (13, 6), (0, 1), (90, 17)]

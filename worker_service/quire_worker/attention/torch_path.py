@@ -23,7 +23,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from quire_worker.attention.interface import AttentionBatch
-from quire_worker.attention.torch_plan import QUERY_BLOCK, Unit, plan_units
+from quire_worker.attention.torch_plan import Unit, plan_units, query_block
 from quire_worker.attention.torch_tiles import DTYPES, Tiles, attend_tiles, key_rows, plan_tiles
 from quire_worker.cache import KEY_AND_VALUE, CacheSpec
 from quire_worker.sampler import SamplingParams, choose_by_sorting
@@ -31,6 +31,10 @@ from quire_worker.sampler import SamplingParams, choose_by_sorting
 # Rows that the fused kernel takes at a time: 32, and more from 192 rows on. Between the two, one head's queries are
 # enough, and packing the heads of a KV head would only cost copies.
 ROWS_SMALL, ROWS_LARGE = 32, 192
+# In bfloat16 it takes a single row without rearranging keys. So up to three query heads of a KV head are faster one by
+# one: in decode as long as the keys and values of a sequence, which are then read for each, stay in the processor's
+# cache, and in blocks.
+LONE_HEADS_MAX, LONE_BYTES_MAX = 3, 2 << 20
 
 
 class TorchPagedAttention:
@@ -137,18 +141,22 @@ class TorchAttentionPlan:
         if place is None or place.buffer is not self.workspace.buffer:
             place = self.places[unit] = self.workspace.place(pages, unit)
         key, value = place.gather(pages, unit)
+        group = query.shape[1] // kv_heads
+        is_lone = key.dtype == torch.bfloat16 and group <= LONE_HEADS_MAX
         if unit.query_length == 1:
+            if is_lone and scores.are_plain and KEY_AND_VALUE * key.nbytes <= LONE_BYTES_MAX * sequences:
+                rows = query.reshape(sequences, 1, -1, head_dim)
+                return scores.attend_by_head(rows, key, value, unit.mask).reshape(query.shape)
             rows = query.reshape(sequences, kv_heads, -1, head_dim)
             return scores.attend(rows, key, value, unit.mask).reshape(query.shape)
         queries = query.reshape(sequences, unit.query_length, -1, head_dim)
         if unit.is_prompt and scores.are_plain:
             return scores.attend_by_head(queries, key, value, None, is_causal=True).reshape(query.shape)
-        group = queries.shape[2] // kv_heads
         parts = []
         for start, stop, key_start, key_stop in unit.blocks:
             count = stop - start
             seen_key, seen_value = key[:, :, key_start:key_stop], value[:, :, key_start:key_stop]
-            is_packed = not (scores.are_plain and count >= ROWS_SMALL and count * group < ROWS_LARGE)
+            is_packed = not (scores.are_plain and count >= ROWS_SMALL and (is_lone or count * group < ROWS_LARGE))
             mask = self.masks.of(count, key_stop - key_start, group if is_packed else 1, scores.window_left, key.dtype)
             attend = scores.attend_packed if is_packed else scores.attend_by_head
             parts.append(attend(queries[:, start:stop], seen_key, seen_value, mask))
@@ -236,7 +244,7 @@ class _CausalMasks:
         mask = self._masks.get(place)
         if mask is None or mask.shape[1] < keys:
             with torch.inference_mode(False):
-                query = torch.arange(QUERY_BLOCK - 1, -1, -1).repeat_interleave(group)[:, None]
+                query = torch.arange(query_block(dtype) - 1, -1, -1).repeat_interleave(group)[:, None]
                 key = torch.arange((1 << (keys - 1).bit_length()) - 1, -1, -1)  # to a power of two: a prompt grows
                 is_hidden = key < query
                 if window_left >= 0:

@@ -24,8 +24,9 @@ from quire_worker.cache import KEY_AND_VALUE, CacheSpec
 GATHER_BYTES_MAX = 8 << 20
 # Padding of a sequence that costs less than a call of its own.
 PADDING_BYTES_MAX = 128 << 10
-# Queries of a chunk that are attended to at a time: the keys that none of them sees are skipped.
-QUERY_BLOCK = 128
+# Queries of a chunk that are attended to at a time: the keys that none of them sees are skipped. More in half
+# precision, of which the fused kernel rearranges all keys in every call.
+QUERY_BLOCK, QUERY_BLOCK_HALF = 128, 256
 
 
 class QueryBlock(NamedTuple):
@@ -138,7 +139,7 @@ def _plan_unit(batch: AttentionBatch, spec: CacheSpec, parts: Sequence[_Part], w
         keys=keys,
         unseen=unseen,
         mask=mask,
-        blocks=_query_blocks(query_length, key_count, window_left),
+        blocks=_query_blocks(query_length, key_count, window_left, query_block(spec.dtype)),
         is_prompt=window_left < 0 and 1 < query_length == key_count,
     )
 
@@ -151,14 +152,19 @@ def _tokens(parts: Sequence[_Part]) -> slice | torch.Tensor:
     return (torch.tensor([part.first_token for part in parts])[:, None] + torch.arange(query_length)).flatten()
 
 
-def _query_blocks(query_length: int, key_count: int, window_left: int) -> tuple[QueryBlock, ...]:
+def query_block(dtype: torch.dtype) -> int:
+    """Queries of a block, at most."""
+    return QUERY_BLOCK_HALF if dtype.itemsize == 2 else QUERY_BLOCK
+
+
+def _query_blocks(query_length: int, key_count: int, window_left: int, block: int) -> tuple[QueryBlock, ...]:
     """Queries in blocks, each with the keys that at least one of it sees; the last query stands at the last key."""
     if query_length == 1:
         return (QueryBlock(0, 1, 0, key_count),)
     before = key_count - query_length
     blocks = []
-    for start in range(0, query_length, QUERY_BLOCK):
-        stop = min(start + QUERY_BLOCK, query_length)
+    for start in range(0, query_length, block):
+        stop = min(start + block, query_length)
         key_start = max(0, before + start - window_left) if window_left >= 0 else 0
         blocks.append(QueryBlock(start, stop, key_start, before + stop))
     return tuple(blocks)

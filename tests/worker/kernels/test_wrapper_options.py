@@ -10,6 +10,7 @@ import torch
 from quire_worker.kernels.decode_paged import decode_paged_reference
 from quire_worker.kernels.prefill_paged import prefill_paged_reference
 from quire_worker.kernels.prefill_rows import Masking
+from quire_worker.kernels.reference import gather
 from quire_worker.kernels.wrappers import (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
@@ -132,6 +133,23 @@ def test_data_type_is_that_of_queries_and_cache_where_they_are_not_given(device:
     assert_close(wrapper.run(scene.q, scene.cache, return_lse=True), expected)
     with pytest.raises(ValueError, match=r"^kv_data_type must be"):
         decode_wrapper(scene, q_data_type="float16", data_type="bfloat16")
+
+
+@pytest.mark.parametrize("new", [[40, 9], [1, 1]], ids=["prompts", "decode"])
+def test_a_query_sees_its_own_chunk_through_both_prefill_wrappers(new: list[int], device: torch.device) -> None:
+    lengths = [90, 30]
+    scene, indptr = Scene(lengths, query_lengths=new, device=device), [0, 90, 120]
+    masking = Masking(causal=True, chunk_size=32)
+    options = scene.options()
+    expected = prefill_paged_reference(scene.q, scene.unpacked, scene.qo_indptr, *scene.table, options, masking)
+    paged = prefill_wrapper(scene, causal=True, chunk_size=32)
+    assert_close(paged.run(scene.q, scene.cache, return_lse=True), expected)
+    ragged = BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
+    heads = (scene.heads, scene.kv_heads, scene.head_dim)
+    ragged.plan(scene.qo_indptr, scene.index(indptr), *heads, causal=True, chunk_size=32, q_data_type=scene.dtype)
+    keys = [gather(scene.unpacked, *scene.table, request) for request in range(len(lengths))]
+    k, v = (torch.cat(parts) for parts in zip(*keys, strict=True))
+    assert_close(ragged.run(scene.q, k, v, return_lse=True), expected)
 
 
 def test_without_splits_a_request_has_the_same_bits_in_every_batch(device: torch.device) -> None:

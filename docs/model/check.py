@@ -22,7 +22,7 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 MODEL = HERE / "session.pml"
 BUILD = HERE.parents[1] / "build" / "model"
-MEMORY_MB = 2_500  # of one search; two of them run at a time on two cores
+MEMORY_MB = 4_000  # of one search; two of them run at a time on two cores
 CPU_S_MAX = 900  # of one search
 
 LOSS, CRASH, EXPIRY, RESTART, RIVAL, DEFECT, DEVICE = (1 << bit for bit in range(7))

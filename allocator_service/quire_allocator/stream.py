@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -96,7 +96,7 @@ class SessionStream:
             await self._stop_beating()
         try:
             for reply in replies:
-                await self._context.write(reply)
+                await self._write(reply)
         finally:  # counted even if nobody hears the answer, and not while its owner waits for it
             if machine.applied is not None and machine.owner is not None:
                 numbers = self._service.telemetry.of(machine.owner.name)
@@ -137,6 +137,9 @@ class SessionStream:
         if self._reading:
             self._task.cancel()
 
+    def _write(self, reply: pb.SessionReply) -> Awaitable[None]:
+        return self._context.write(reply)
+
     async def _beat(self) -> None:
         """Says every second that the report is being taken in: nothing else is written until it is in force."""
         while not self._reported.is_set():
@@ -145,7 +148,7 @@ class SessionStream:
                     await self._reported.wait()
             except TimeoutError:
                 with contextlib.suppress(aio.BaseError):  # the owner is gone, which whoever reads will notice
-                    await self._context.write(HEARTBEAT)
+                    await self._write(HEARTBEAT)
 
     async def _stop_beating(self) -> None:
         """Lets a heartbeat that is being written out: gRPC takes one message at a time."""

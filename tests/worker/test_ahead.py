@@ -294,6 +294,20 @@ def test_a_worker_that_is_full_asks_for_nobody() -> None:
         worker.check_text(request)
 
 
+def test_a_worker_whose_pool_is_full_asks_for_nobody() -> None:
+    prompts = lasting_prompts(2, output_tokens=12)
+    worker = worker_of(12, ahead_tokens=0)
+    older = decoding(worker, prompts[0], max_tokens=12)
+    newer = worker.submit(prompts[1], max_tokens=12)
+    while not older.is_done:
+        assert worker.scheduler.waiting == newer.samples
+        worker.turn()
+    assert worker.plan_count == 1, "only the first had to be waited for"
+    worker.run()
+    for request in (older, newer):
+        worker.check_text(request)
+
+
 def test_nobody_is_let_in_ahead_on_blocks_that_the_running_will_need() -> None:
     for block_count in range(12, 30):
         worker = PretendedWorker(block_count=block_count, block_size=SIZE, batch_tokens=21, ahead_tokens=8)

@@ -48,7 +48,7 @@ def admit(waiting: Sequence[Sample], running: Sequence[Sample], room: Room, *, b
     """Chooses from `waiting`, which is sorted by age. Changes nothing but caches of digests."""
     if not waiting:
         return []
-    being_computed, held = _digests_of(running, block_size)
+    being_computed = _being_computed(running, block_size)
     tokens, samples, blocks, digest_bytes = room
     admitted: list[Admission] = []
     for sample in waiting:
@@ -57,7 +57,7 @@ def admit(waiting: Sequence[Sample], running: Sequence[Sample], room: Room, *, b
         digests = sample.digests(block_size, 0, (len(sample.tokens) - 1) // block_size)
         if not being_computed.isdisjoint(digests):
             continue
-        shared = _leading(digests, held)
+        shared = _held_count(digests, running, block_size)
         needed = -(-len(sample.tokens) // block_size) - shared
         alone = not running and not admitted
         if not alone and (samples < _places(sample) or (blocks is not None and needed + len(running) + 1 > blocks)):
@@ -74,23 +74,26 @@ def admit(waiting: Sequence[Sample], running: Sequence[Sample], room: Room, *, b
     return admitted
 
 
-def _digests_of(running: Sequence[Sample], block_size: int) -> tuple[set[bytes], set[bytes]]:
-    """Digests of prompt blocks that are being computed, and of blocks that are published and held."""
-    being_computed, held = set[bytes](), set[bytes]()
+def _being_computed(running: Sequence[Sample], block_size: int) -> set[bytes]:
+    """Digests of prompt blocks that are not computed yet. What is computed is published, at the latest with the step
+    that lets somebody in."""
+    digests = set[bytes]()
     for sample in running:
-        committed, end = sample.committed // block_size, (len(sample.tokens) - 1) // block_size
-        held.update(sample.digests(block_size, 0, committed))
-        if end > committed:
-            being_computed.update(sample.digests(block_size, committed, end))
-    return being_computed, held
+        computed, end = sample.computed // block_size, (len(sample.tokens) - 1) // block_size
+        if end > computed:
+            digests.update(sample.digests(block_size, computed, end))
+    return digests
 
 
-def _leading(digests: Sequence[bytes], held: set[bytes]) -> int:
+def _held_count(digests: Sequence[bytes], running: Sequence[Sample], block_size: int) -> int:
+    """Leading blocks that somebody who runs holds. Whoever has the same digest at one place has it at all before."""
     count = 0
-    for digest in digests:
-        if digest not in held:
-            break
-        count += 1
+    for sample in running:
+        end = min(len(digests), sample.computed // block_size)
+        for digest in sample.digests(block_size, count, end):
+            if digest != digests[count]:
+                break
+            count += 1
     return count
 
 

@@ -80,9 +80,9 @@ class Scheduler(Roster):
             plan.wanted.append((sample, token_count))
             if sample.computed + token_count > sample.granted:
                 self._grow(plan, sample, self._round_up(sample.computed + token_count))
+        room = self._room()
         missing = len(plan.grows) - (self._free_block_count or 0) - freed_ahead
-        held_ahead = sum(ahead.block_count_of(sample, self.block_size) for sample in self.running + self.leaving)
-        admissions = self._choose(budget, None if self._free_block_count is None else held_ahead - missing)
+        admissions = self._choose(budget, None if room is None else room + freed_ahead - len(plan.grows))
         missing += self._let_in(plan, admissions)
         self._commit(plan, filled, ahead.give_back(self.running + self.leaving, missing, self.block_size))
         return plan
@@ -104,8 +104,11 @@ class Scheduler(Roster):
         return plan
 
     def has_to_ask(self, ready: Plan) -> bool:
-        """Whether a turn of those who are `ready` leaves out somebody who runs, or could be let in."""
-        return not ready.is_whole or self._can_admit(ready.tokens_left)
+        """Whether a turn of those who are `ready` leaves out somebody who runs, or could be let in. Changes nothing but
+        caches of digests."""
+        if not ready.is_whole:
+            return True
+        return self._can_admit(ready.tokens_left) and bool(self._choose(ready.tokens_left, self._room()))
 
     def plan_ahead(self, work: Sequence[Work], *, may_wait: bool = False) -> Plan:
         """What to ask for while `work` is computed: commits of earlier passes, frees, room for the tokens to come of
@@ -249,6 +252,13 @@ class Scheduler(Roster):
 
     def _can_admit(self, budget: int) -> bool:
         return bool(self.waiting) and budget > 0 and len(self.running) < self.running_max
+
+    def _room(self) -> int | None:
+        """Blocks that are free, or held ahead, which is as good; None where the allocator has not said."""
+        if self._free_block_count is None:
+            return None
+        held = sum(ahead.block_count_of(sample, self.block_size) for sample in self.running + self.leaving)
+        return self._free_block_count + held
 
     def _needs_of(self, samples: Sequence[ahead.GoesOn], free_block_count: int) -> list[tuple[Sample, int]]:
         return ahead.needs_of(samples, free_block_count, ahead_tokens=self.ahead_tokens, block_size=self.block_size)

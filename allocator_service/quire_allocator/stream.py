@@ -91,17 +91,14 @@ class SessionStream:
                 replies = machine.receive(request, self._service.clock())
         else:
             replies = machine.receive(request, self._service.clock())
-        seconds = time.perf_counter() - started
+        if machine.applied is not None and machine.owner is not None:
+            numbers = self._service.telemetry.of(machine.owner.name)
+            numbers.observe_step(machine.applied, replies[0].step_reply, time.perf_counter() - started)
         if machine.phase is not Phase.REPORTING and self._beating is not None:
             await self._stop_beating()
-        try:
-            for reply in replies:
-                await self._write(reply)
-        finally:  # counted even if nobody hears the answer, and not while its owner waits for it
-            if machine.applied is not None and machine.owner is not None:
-                numbers = self._service.telemetry.of(machine.owner.name)
-                numbers.observe_step(machine.applied, replies[0].step_reply, seconds)
-                machine.applied = None  # its memory is given back here, and not while the next step is waited for
+        for reply in replies:
+            await self._write(reply)
+        machine.applied = None  # its memory is given back here, and not while the next step is waited for
         if self._beating is None and machine.phase is Phase.REPORTING:
             self._beating = asyncio.create_task(self._beat())
 

@@ -266,7 +266,7 @@ async def victim(servers: Servers, options: argparse.Namespace) -> tuple[list[Tu
         await owner.open()
         await rival.open()
         make = decoding(owner, options.steps, VICTIM_OPERATIONS)
-        make_flood = decoding(rival, 2 * options.steps, FLOOD_OPERATIONS)
+        make_flood = decoding(rival, 3 * options.steps, FLOOD_OPERATIONS)
         await stream.round_trips(make())
         quiet, flooded = [], []
         for _ in range(options.repeat):

@@ -209,9 +209,9 @@ def test_queries_keys_and_values_may_have_any_strides(attention: PagedAttention)
     )
     plan = attention.plan(scene.batch, scene.cache.spec)
     plan.append(key, value, scene.pages)
-    tolerance = tolerance_of(attention, torch.float32)
     output = plan.attend(query, scene.pages, scale=0.2).cpu()
-    torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
+    # Of the same numbers by the same implementation: far closer than either has to be to the reference.
+    torch.testing.assert_close(output, expected, rtol=2e-6, atol=2e-6)
 
 
 def test_a_device_without_an_implementation_is_refused_by_name() -> None:

@@ -7,9 +7,9 @@ those that it can ever compute:
     [length, min(length + ahead, last))        granted ahead, rounded up to whole blocks
 
 Whoever misses some of this asks for one block more than it misses, and so does everybody who has not got that much:
-all are asked for together, about once per block's length of turns. Nobody pays for it: only free blocks that no sample
-needs are taken ahead, for the oldest first; where a sample to be let in or one that runs needs them, the newest give
-them back in the same step. For admission they are as good as free.
+all are asked for together, once in two blocks' length of turns as long as nobody joins. Nobody pays for it: only free
+blocks that no sample needs are taken ahead, for the oldest first; where a sample to be let in or one that runs needs
+them, the newest give them back in the same step. For admission they are as good as free.
 """
 
 from __future__ import annotations

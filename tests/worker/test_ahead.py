@@ -308,6 +308,21 @@ def test_a_worker_whose_pool_is_full_asks_for_nobody() -> None:
         worker.check_text(request)
 
 
+def test_nobody_is_let_in_ahead_while_the_prompt_of_another_takes_all_tokens() -> None:
+    worker = PretendedWorker(block_count=99, block_size=SIZE, batch_tokens=10, ahead_tokens=8)
+    first, second = worker.submit(numbers(45), max_tokens=3), worker.submit(numbers(9, seed=5), max_tokens=3)
+    for _ in range(3):  # 15 tokens are left of the first, more than a turn has
+        worker.turn()
+        worker.settle()
+        assert worker.scheduler.waiting == second.samples
+    worker.turn()
+    worker.settle()
+    assert not worker.scheduler.waiting, "in the last turn of the first five tokens are left"
+    worker.run()
+    for request in (first, second):
+        worker.check_text(request)
+
+
 def test_nobody_is_let_in_ahead_on_blocks_that_the_running_will_need() -> None:
     for block_count in range(12, 30):
         worker = PretendedWorker(block_count=block_count, block_size=SIZE, batch_tokens=21, ahead_tokens=8)

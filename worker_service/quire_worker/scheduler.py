@@ -121,7 +121,7 @@ class Scheduler(Roster):
         """
         plan = Plan()
         samples = ahead.going_on(work, self.sequence_tokens_max)
-        budget = self.batch_tokens_max - ahead.tokens_after(self.running, work, samples)
+        budget = max(0, self.batch_tokens_max - ahead.tokens_after(self.running, work, samples))
         needs = self._needs_of(samples, self._free_block_count or 0)
         if may_wait and not needs and not self._can_admit(budget):
             return plan

@@ -12,9 +12,8 @@ from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.refusal import Refusal
 
 _NONE: Final = array("Q")
-_ROW_BYTES: Final = 8 + 4  # of a sequence and its token count
-_NUMBER_BYTES: Final = 8  # of an entry of any other column, at most
 _FRAME_BYTES: Final = 256  # of everything in a step but its columns, at most
+_NAME_FRAME_BYTES: Final = 8  # of one namespace, beside its characters of up to 4 bytes
 
 
 class StepArrays:
@@ -28,6 +27,7 @@ class StepArrays:
         commit_digests, grow_digests, grow_namespaces, digest_count, tokens, has_new: set by `checks.check_step`. The
             digests and namespaces dealt out to their operations; digests of all commits; tokens that all grows ask for,
             prompts included; whether a grow may create a sequence.
+        has_refused: set by `steps.apply_step`, some result is not OK.
     """
 
     __slots__ = (
@@ -47,6 +47,7 @@ class StepArrays:
         "grow_sequences",
         "grow_token_counts",
         "has_new",
+        "has_refused",
         "hold_ms",
         "keep_token_counts",
         "namespace_indices",
@@ -61,35 +62,27 @@ class StepArrays:
     def __init__(self, step: pb.Step) -> None:
         """Raises Refusal (MALFORMED) where sequences and token counts do not go together."""
         self.size_max = _FRAME_BYTES
-        self.commit_sequences = self.commit_token_counts = self.grow_sequences = _NONE
+        self.commit_sequences = self.commit_token_counts = self.commit_digest_counts = self.keep_token_counts = _NONE
+        self.frees = self.parents = self.children = self.hold_ms = _NONE
+        self.grow_sequences = self.grow_digest_counts = self.namespace_indices = _NONE
+        self.prompt_token_counts = self.priorities = self.defer_token_counts = _NONE
         self.grow_token_counts: list[int] = []
-        self.commit_digest_counts: Sequence[int] = ()
-        self.keep_token_counts: Sequence[int] = ()
-        self.frees: Sequence[int] = ()
-        self.parents: Sequence[int] = ()
-        self.children: Sequence[int] = ()
-        self.hold_ms: Sequence[int] = ()
-        self.grow_digest_counts: Sequence[int] = ()
-        self.namespace_indices: Sequence[int] = ()
         self.namespaces: Sequence[str] = ()
-        self.prompt_token_counts: Sequence[int] = ()
-        self.priorities: Sequence[int] = ()
-        self.defer_token_counts: Sequence[int] = ()
         self.commit_digest_data = self.grow_digest_data = b""
         self.commit_digests: Sequence[bytes] = ()
         self.grow_digests: Sequence[bytes] = ()
         self.grow_namespaces: Sequence[str] = ()
         self.digest_count = self.tokens = 0
-        self.has_new = False
+        self.has_new = self.has_refused = False
         if step.HasField("commits"):
             self._read_commits(step.commits)
         if step.HasField("frees"):
-            self.frees = step.frees.sequences[:]
-            self.size_max += _NUMBER_BYTES * len(self.frees)
+            self.frees = self._uint64(step.frees.sequences, "frees: sequences")
         if step.HasField("forks"):
             forks = step.forks
-            self.parents, self.children, self.hold_ms = forks.parents[:], forks.children[:], forks.hold_ms[:]
-            self.size_max += _NUMBER_BYTES * (len(self.parents) + len(self.children) + len(self.hold_ms))
+            self.parents = self._uint64(forks.parents, "forks: parents")
+            self.children = self._uint64(forks.children, "forks: children")
+            self.hold_ms = self._uint32(forks.hold_ms, "forks: hold_ms")
         if step.HasField("grows"):
             self._read_grows(step.grows)
 
@@ -99,33 +92,45 @@ class StepArrays:
         return len(self.commit_sequences) + len(self.frees) + len(self.parents) + len(self.grow_sequences)
 
     def _read_commits(self, commits: pb.CommitPhase) -> None:
-        self.commit_sequences, self.commit_token_counts = _rows(commits.sequences, commits.token_counts, "commits")
-        self.commit_digest_counts = commits.digest_counts[:]
+        self.commit_sequences, self.commit_token_counts = self._rows(commits.sequences, commits.token_counts, "commits")
+        self.commit_digest_counts = self._uint32(commits.digest_counts, "commits: digest_counts")
         self.commit_digest_data = commits.digests
-        self.keep_token_counts = commits.keep_token_counts
-        entries = len(self.commit_digest_counts) + len(self.keep_token_counts)
-        self.size_max += _ROW_BYTES * len(self.commit_sequences) + _NUMBER_BYTES * entries
+        self.keep_token_counts = self._uint32(commits.keep_token_counts, "commits: keep_token_counts")
         self.size_max += len(self.commit_digest_data)
 
     def _read_grows(self, grows: pb.GrowPhase) -> None:
-        self.grow_sequences, token_counts = _rows(grows.sequences, grows.token_counts, "grows")
+        self.grow_sequences, token_counts = self._rows(grows.sequences, grows.token_counts, "grows")
         self.grow_token_counts = token_counts.tolist()
-        self.grow_digest_counts = grows.digest_counts[:]
+        self.grow_digest_counts = self._uint32(grows.digest_counts, "grows: digest_counts")
         self.grow_digest_data = grows.digests
-        self.namespace_indices = grows.namespace_indices
-        self.namespaces = grows.namespaces
-        self.prompt_token_counts = grows.prompt_token_counts
-        self.priorities = grows.priorities
-        self.defer_token_counts = grows.defer_token_counts
-        entries = len(self.grow_digest_counts) + len(self.namespace_indices) + len(self.prompt_token_counts)
-        entries += len(self.priorities) + len(self.defer_token_counts) + len(self.namespaces)
-        self.size_max += _ROW_BYTES * len(self.grow_sequences) + _NUMBER_BYTES * entries + len(self.grow_digest_data)
-        if self.namespaces:
-            self.size_max += 4 * sum([len(name) for name in self.namespaces])
+        self.namespace_indices = self._uint32(grows.namespace_indices, "grows: namespace_indices")
+        self.prompt_token_counts = self._uint32(grows.prompt_token_counts, "grows: prompt_token_counts")
+        self.priorities = self._uint32(grows.priorities, "grows: priorities")
+        self.defer_token_counts = self._uint32(grows.defer_token_counts, "grows: defer_token_counts")
+        self.size_max += len(self.grow_digest_data)
+        namespaces = grows.namespaces
+        if namespaces:
+            self.namespaces = namespaces
+            self.size_max += sum([_NAME_FRAME_BYTES + 4 * len(name) for name in namespaces])
 
+    def _rows(self, sequences: bytes, token_counts: bytes, phase: str) -> tuple[array[int], array[int]]:
+        if 2 * len(token_counts) != len(sequences):
+            raise Refusal("MALFORMED", f"{phase}: 8 bytes of sequences and 4 of token_counts for each operation")
+        return self._uint64(sequences, phase), self._uint32(token_counts, phase)
 
-def _rows(sequences: bytes, token_counts: bytes, phase: str) -> tuple[array[int], array[int]]:
-    count = len(sequences) // 8
-    if len(sequences) % 8 or len(token_counts) != 4 * count:
-        raise Refusal("MALFORMED", f"{phase}: 8 bytes of sequences and 4 of token_counts for each operation")
-    return unpack_uint64(sequences), unpack_uint32(token_counts)
+    def _uint64(self, data: bytes, column: str) -> array[int]:
+        """Most columns of most steps are empty."""
+        if not data:
+            return _NONE
+        self.size_max += len(data)
+        if len(data) % 8:
+            raise Refusal("MALFORMED", f"{column}: 8 bytes for each operation")
+        return unpack_uint64(data)
+
+    def _uint32(self, data: bytes, column: str) -> array[int]:
+        if not data:
+            return _NONE
+        self.size_max += len(data)
+        if len(data) % 4:
+            raise Refusal("MALFORMED", f"{column}: 4 bytes for each operation")
+        return unpack_uint32(data)

@@ -105,9 +105,11 @@ def _deal(counts: Sequence[int], operations: int, data: bytes, phase: str) -> Se
     """Deals concatenated digests out to operations, each its own; empty where nobody gets any."""
     if not counts and not data:
         return ()
-    require(len(counts) in (0, operations), f"{phase}: one digest_count per sequence, or none at all")
+    if len(counts) not in (0, operations):
+        raise Refusal("MALFORMED", f"{phase}: one digest_count per sequence, or none at all")
     translate.digests(data)
-    require(len(data) == DIGEST_BYTES * sum(counts), f"{phase}: digest_counts and digests disagree")
+    if len(data) != DIGEST_BYTES * sum(counts):
+        raise Refusal("MALFORMED", f"{phase}: digest_counts and digests disagree")
     if not data:
         return ()
     if len(counts) == 1:

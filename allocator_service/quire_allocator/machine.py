@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Iterator
+from typing import cast
 
 from quire._serving.permissions import EVERYTHING, Grant
 from quire.limits import PROTOCOL_VERSION
@@ -245,31 +246,28 @@ class SessionMachine:
         return []
 
     def _step(self, owner: Ownership, step: pb.Step, now: float) -> pb.SessionReply:
-        require(
-            bool(owner.session_id) and step.session_id == owner.session_id,
-            "not this stream's session",
-            "SESSION_UNKNOWN",
-        )
-        require(step.ack < step.number, "ack must be below the step's own number")
-        kept = owner.steps.replay(step.number, step)
-        if isinstance(kept, pb.SessionReply):
-            return kept
+        session_id, number, ack = step.session_id, step.number, step.ack  # each look at a field costs
+        require(bool(session_id) and session_id == owner.session_id, "not this stream's session", "SESSION_UNKNOWN")
+        require(ack < number, "ack must be below the step's own number")
+        kept = owner.steps.replay(number, step)
+        if kept is not None:
+            return cast("pb.SessionReply", kept)
         arrays = checks.check_step(owner.pool, step)
         if self._is_restricted:
             permits.require_step(self._grant, owner.pool, arrays)
         answer = pb.SessionReply()
         reply = answer.step_reply
-        reply.session_id, reply.number = step.session_id, step.number
+        reply.session_id, reply.number = session_id, number
 
         def operate() -> None:
             steps.apply_step(owner.pool, arrays, now, reply)
-            if not reply.number % STATE_DIGEST_STEPS:
-                reply.state_digest = digest_after(owner.pool, reply.number)
+            if not number % STATE_DIGEST_STEPS:
+                reply.state_digest = digest_after(owner.pool, number)
 
         self._sessions.apply(owner, operate, now)
         owner.steps.record(step, answer)
-        owner.steps.forget(step.ack)
-        self._sessions.publish(owner, step.ack)
+        owner.steps.forget(ack)
+        self._sessions.publish(owner, ack)
         self.applied = arrays
         return answer
 

@@ -6,8 +6,7 @@ its `Result`.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from typing import cast
 
@@ -17,7 +16,7 @@ from quire.v1 import allocator_pb2 as pb
 from quire_allocator import translate
 from quire_allocator.arrays import StepArrays
 from quire_allocator.core.pool import Pool
-from quire_allocator.core.spec import GrowResult, Result
+from quire_allocator.core.spec import Grants, GrowResult, Result
 
 
 def apply_step(pool: Pool, arrays: StepArrays, now: float, reply: pb.StepReply) -> None:
@@ -29,7 +28,7 @@ def apply_step(pool: Pool, arrays: StepArrays, now: float, reply: pb.StepReply) 
     if arrays.commit_sequences:
         _commit(pool, arrays, reply)
     if arrays.frees:
-        reply.free_results.extend(_omit_ok([pool.free(sequence) for sequence in arrays.frees]))
+        _free(pool, arrays, reply)
     if arrays.parents:
         _fork(pool, arrays, reply, now)
     if arrays.grow_sequences:
@@ -38,26 +37,36 @@ def apply_step(pool: Pool, arrays: StepArrays, now: float, reply: pb.StepReply) 
 
 
 def _commit(pool: Pool, arrays: StepArrays, reply: pb.StepReply) -> None:
-    results = []
+    results = list[pb.Result.ValueType]()
     digests = arrays.commit_digests or repeat(b"")
     kept = arrays.keep_token_counts or repeat(0)
     rows = zip(arrays.commit_sequences, arrays.commit_token_counts, digests, kept)
     for operation, (sequence, token_count, dealt, keep) in enumerate(rows):
         result, swaps = pool.commit(sequence, token_count, dealt, keep)
-        results.append(result)
+        results.append(_wire(result))
         for swap in swaps:
             reply.swap_operations.append(operation)
             reply.swap_groups.append(swap.group)
             reply.swap_indices.append(swap.position)
             reply.swap_blocks.append(swap.block)
-    reply.commit_results.extend(_omit_ok(results))
+    if _any_refused(results):
+        reply.commit_results.extend(results)
+        arrays.has_refused = True
+
+
+def _free(pool: Pool, arrays: StepArrays, reply: pb.StepReply) -> None:
+    results = [_wire(pool.free(sequence)) for sequence in arrays.frees]
+    if _any_refused(results):
+        reply.free_results.extend(results)
+        arrays.has_refused = True
 
 
 def _fork(pool: Pool, arrays: StepArrays, reply: pb.StepReply, now: float) -> None:
     rows = zip(arrays.parents, arrays.children, arrays.hold_ms or repeat(0))
-    reply.fork_results.extend(
-        _omit_ok([pool.fork(parent, child, hold_until=hold_until(hold, now)) for parent, child, hold in rows])
-    )
+    results = [_wire(pool.fork(parent, child, hold_until=hold_until(hold, now))) for parent, child, hold in rows]
+    if _any_refused(results):
+        reply.fork_results.extend(results)
+        arrays.has_refused = True
 
 
 def hold_until(hold_ms: int, now: float) -> float | None:
@@ -68,74 +77,74 @@ def hold_until(hold_ms: int, now: float) -> float | None:
 def _grow(pool: Pool, arrays: StepArrays, reply: pb.StepReply) -> None:
     """Live sequences that have room already are the most; only the others leave anything in the reply."""
     if arrays.has_new:
-        busy = list(_grow_each(pool, arrays))
+        grants, others = _grow_each(pool, arrays)
     else:
-        busy = pool.grow_many(arrays.grow_sequences, arrays.grow_token_counts)
-    changed, counts = list[int](), list[int]()
-    tables: list[array[int]] = []
+        grants, others = pool.grow_many(arrays.grow_sequences, arrays.grow_token_counts)
+    if grants.rows:
+        reply.granted_grows.extend(grants.rows)
+        reply.block_counts.extend(grants.counts)
+        reply.blocks = pack_uint32s(grants.blocks)
     is_plain = True
-    for number, grown in busy:
-        if grown.blocks:
-            changed.append(number)
-            for table in grown.blocks:
-                counts.append(len(table))
-                tables.append(table)
-            if grown.copies:
-                reply.copy_sources.extend([copy.source for copy in grown.copies])
-                reply.copy_destinations.extend([copy.destination for copy in grown.copies])
+    for _, grown in others:
+        if grown.copies:
+            reply.copy_sources.extend([copy.source for copy in grown.copies])
+            reply.copy_destinations.extend([copy.destination for copy in grown.copies])
         if grown.result or grown.matched_token_count or grown.pending_token_count:
             is_plain = False
-    if changed:
-        reply.granted_grows.extend(changed)
-        reply.block_counts.extend(counts)
-        reply.blocks = pack_uint32s(tables)
     if not is_plain:
-        _describe(len(arrays.grow_sequences), busy, reply)
+        _describe(arrays, others, reply)
 
 
-def _grow_each(pool: Pool, arrays: StepArrays) -> Iterator[tuple[int, GrowResult]]:
-    """In order, new sequences among live ones."""
-    rows = zip(arrays.grow_sequences, arrays.grow_token_counts)
-    for number, (sequence, token_count) in enumerate(rows):
+def _grow_each(pool: Pool, arrays: StepArrays) -> tuple[Grants, list[tuple[int, GrowResult]]]:
+    """As `Pool.grow_many`, new sequences among live ones."""
+    grants, others = Grants(), []
+    for number, (sequence, token_count) in enumerate(zip(arrays.grow_sequences, arrays.grow_token_counts)):
         if sequence > pool.last_sequence_id:
-            yield (
-                number,
-                pool.allocate(
-                    sequence,
-                    token_count,
-                    arrays.grow_digests[number] if arrays.grow_digests else b"",
-                    arrays.grow_namespaces[number] if arrays.grow_namespaces else "",
-                    prompt_token_count=arrays.prompt_token_counts[number] if arrays.prompt_token_counts else 0,
-                    priority=arrays.priorities[number] if arrays.priorities else 0,
-                    defer_token_count=arrays.defer_token_counts[number] if arrays.defer_token_counts else 0,
-                ),
+            grown = pool.allocate(
+                sequence,
+                token_count,
+                arrays.grow_digests[number] if arrays.grow_digests else b"",
+                arrays.grow_namespaces[number] if arrays.grow_namespaces else "",
+                prompt_token_count=arrays.prompt_token_counts[number] if arrays.prompt_token_counts else 0,
+                priority=arrays.priorities[number] if arrays.priorities else 0,
+                defer_token_count=arrays.defer_token_counts[number] if arrays.defer_token_counts else 0,
             )
         else:
-            yield number, pool.grow(sequence, token_count)
+            grown = pool.grow(sequence, token_count)
+        if grown.blocks:
+            grants.add(number, grown.blocks)
+        others.append((number, grown))
+    return grants, others
 
 
-def _describe(count: int, busy: Sequence[tuple[int, GrowResult]], reply: pb.StepReply) -> None:
+def _describe(arrays: StepArrays, others: Sequence[tuple[int, GrowResult]], reply: pb.StepReply) -> None:
     """The arrays with one number per grow, each left empty where all are 0."""
-    if any(grown.result for _, grown in busy):
-        results = [Result.OK] * count
+    count = len(arrays.grow_sequences)
+    if any(grown.result for _, grown in others):
+        arrays.has_refused = True
+        results = [_wire(Result.OK)] * count
         shortfalls, victims, lost = [0] * count, [0] * count, [0] * count
-        for number, grown in busy:
-            results[number], shortfalls[number] = grown.result, grown.shortfall
+        for number, grown in others:
+            results[number], shortfalls[number] = _wire(grown.result), grown.shortfall
             if grown.victim is not None:
                 victims[number], lost[number] = grown.victim
-        reply.grow_results.extend(_omit_ok(results))
+        reply.grow_results.extend(results)
         reply.grow_shortfalls.extend(translate.omit_zeros(shortfalls))
         reply.victim_sequences.extend(translate.omit_zeros(victims))
         reply.victim_token_counts.extend(translate.omit_zeros(lost))
-    if any(grown.matched_token_count or grown.pending_token_count for _, grown in busy):
+    if any(grown.matched_token_count or grown.pending_token_count for _, grown in others):
         matched, pending = [0] * count, [0] * count
-        for number, grown in busy:
+        for number, grown in others:
             matched[number], pending[number] = grown.matched_token_count, grown.pending_token_count
         reply.matched_token_counts.extend(translate.omit_zeros(matched))
         reply.pending_token_counts.extend(translate.omit_zeros(pending))
 
 
-def _omit_ok(results: Sequence[Result]) -> list[pb.Result.ValueType]:
-    if not any(results):
-        return []
-    return cast("list[pb.Result.ValueType]", results)
+def _any_refused(results: Sequence[int]) -> bool:
+    """Results that are all OK are not sent: even an empty column costs."""
+    return any(result for result in results)  # compiled to a loop
+
+
+def _wire(result: Result) -> pb.Result.ValueType:
+    """The same number."""
+    return cast("pb.Result.ValueType", result)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from quire._serving.metrics import Histogram
 from quire.v1 import allocator_pb2 as pb
@@ -17,40 +18,51 @@ from quire_allocator.core.spec import Result
 
 STEP_SECONDS_BOUNDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0)
 
-_OK = int(Result.OK)
+_COMMITTED: Final = ("commit", int(Result.OK))
+_FREED: Final = ("free", int(Result.OK))
+_FORKED: Final = ("fork", int(Result.OK))
+_GROWN: Final = ("grow", int(Result.OK))
 
 
 class PoolTelemetry:
     """What happened in one pool."""
 
     def __init__(self) -> None:
-        self.operations: Counter[tuple[str, int]] = Counter()  # (operation, result)
+        self.operations: dict[tuple[str, int], int] = {}  # (operation, result)
         self.step_count = 0
         self.step_seconds = Histogram(STEP_SECONDS_BOUNDS)
 
     def count(self, operation: str, result: int, number: int = 1) -> None:
         """Counts operations of one kind and result."""
-        self.operations[operation, result] += number
+        self._add((operation, result), number)
 
     def observe_step(self, step: StepArrays, reply: pb.StepReply, seconds: float) -> None:
         """Counts a step that was applied: one update per phase unless something was refused."""
         self.step_count += 1
         self.step_seconds.observe(seconds)
+        if step.has_refused:
+            self._count_phase(_COMMITTED, len(step.commit_sequences), reply.commit_results)
+            self._count_phase(_FREED, len(step.frees), reply.free_results)
+            self._count_phase(_FORKED, len(step.parents), reply.fork_results)
+            self._count_phase(_GROWN, len(step.grow_sequences), reply.grow_results)
+            return
         if step.commit_sequences:
-            self._count_phase("commit", len(step.commit_sequences), reply.commit_results)
+            self._add(_COMMITTED, len(step.commit_sequences))
         if step.frees:
-            self._count_phase("free", len(step.frees), reply.free_results)
+            self._add(_FREED, len(step.frees))
         if step.parents:
-            self._count_phase("fork", len(step.parents), reply.fork_results)
+            self._add(_FORKED, len(step.parents))
         if step.grow_sequences:
-            self._count_phase("grow", len(step.grow_sequences), reply.grow_results)
+            self._add(_GROWN, len(step.grow_sequences))
 
-    def _count_phase(self, operation: str, number: int, results: Sequence[int]) -> None:
-        if results:
-            for result in results:
-                self.operations[operation, result] += 1
-        else:
-            self.operations[operation, _OK] += number
+    def _count_phase(self, done: tuple[str, int], number: int, results: Sequence[int]) -> None:
+        for result in results:
+            self._add((done[0], result), 1)
+        if number and not results:
+            self._add(done, number)
+
+    def _add(self, key: tuple[str, int], number: int) -> None:
+        self.operations[key] = self.operations.get(key, 0) + number
 
 
 class Telemetry:

@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from quire.columns import pack_uint32
-from quire.hashing import DIGEST_BYTES
 from quire.limits import MESSAGE_BYTES_MAX, NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits
 from quire_allocator.core.eviction import POLICIES
 from quire_allocator.core.refusal import Refusal
-from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec, Quota, Victim
+from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, GroupSpec, PoolSpec, Quota, Victim
 
 _NAME = re.compile(rf"[A-Za-z0-9._/-]{{1,{limits.NAME_CHARACTERS_MAX}}}")
 
@@ -62,7 +61,8 @@ def request_id(text: str) -> str:
 
 def digests(data: bytes) -> bytes:
     """Concatenated digests, checked."""
-    require(len(data) % DIGEST_BYTES == 0, f"digests must be a multiple of {DIGEST_BYTES} bytes")
+    if len(data) % DIGEST_BYTES:
+        raise Refusal("MALFORMED", f"digests must be a multiple of {DIGEST_BYTES} bytes")
     return data
 
 

@@ -55,6 +55,11 @@ def unpack_uint64(data: bytes) -> array[int]:
     return column
 
 
+def entry_uint32(data: bytes, row: int) -> int:
+    """One number of a column; 0 in one that is empty because all are."""
+    return int.from_bytes(data[4 * row : 4 * row + 4], "little")
+
+
 def _pack(code: str, numbers: Iterable[int]) -> bytes:
     try:
         column = array(code, numbers)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Final
 
-from quire.columns import unpack_uint32, unpack_uint64
+from quire.columns import entry_uint32, unpack_uint32, unpack_uint64
 from quire.hashing import DIGEST_BYTES
 from quire.pages import Pages, Scope
 from quire.state import STATE_DIGEST_ENTRIES_MAX, SequenceRow, in_turn, state_digest
@@ -82,17 +82,12 @@ class Ledger:
             self._next_operation()
             self._free(self.sequences.pop(sequence_id))
         self._apply_commits(step.commits, outcome)
-        for sequence_id, result in zip(step.frees.sequences, outcome.frees, strict=True):
+        for sequence_id, result in zip(unpack_uint64(step.frees.sequences), outcome.frees, strict=True):
             self._next_operation()
             if result is Result.OK:
                 self._free(self.sequences.pop(sequence_id))
-        rows = zip(
-            step.forks.parents, step.forks.children, step.forks.hold_ms or repeat(0), outcome.forks, strict=False
-        )
-        for parent, child, hold_ms, result in rows:
-            self._next_operation()
-            if result is Result.OK:
-                self._fork(self.sequences[parent], child, now + hold_ms / 1000 if hold_ms else None)
+        if outcome.forks:
+            self._apply_forks(step.forks, outcome, now)
         if outcome.grows:
             self._apply_grows(step.grows, outcome)
 
@@ -122,6 +117,14 @@ class Ledger:
         held.discard(NULL_BLOCK)
         return held
 
+    def _apply_forks(self, forks: pb.ForkPhase, outcome: StepOutcome, now: float) -> None:
+        parents, children = unpack_uint64(forks.parents), unpack_uint64(forks.children)
+        held = unpack_uint32(forks.hold_ms) or repeat(0)
+        for parent, child, hold_ms, result in zip(parents, children, held, outcome.forks, strict=False):
+            self._next_operation()
+            if result is Result.OK:
+                self._fork(self.sequences[parent], child, now + hold_ms / 1000 if hold_ms else None)
+
     # -- commits -------------------------------------------------------------------------------------------------------
 
     def _apply_commits(self, commits: pb.CommitPhase, outcome: StepOutcome) -> None:
@@ -130,8 +133,8 @@ class Ledger:
         swaps: dict[int, list[Swap]] = {}
         for swap in outcome.swaps:
             swaps.setdefault(swap.sequence_id, []).append(swap)
-        counts, digests, first = commits.digest_counts or repeat(0), commits.digests, 0
-        kept = commits.keep_token_counts or repeat(0)
+        counts, digests, first = unpack_uint32(commits.digest_counts) or repeat(0), commits.digests, 0
+        kept = unpack_uint32(commits.keep_token_counts) or repeat(0)
         ids, token_counts = unpack_uint64(commits.sequences), unpack_uint32(commits.token_counts)
         rows = zip(ids, token_counts, counts, kept, outcome.commits, strict=False)
         for sequence_id, token_count, count, keep, result in rows:
@@ -252,12 +255,11 @@ class Ledger:
         matched = grown.matched_token_count
         namespace = ""
         if grows.namespaces:
-            namespace = grows.namespaces[grows.namespace_indices[row] if grows.namespace_indices else 0]
-        priority = grows.priorities[row] if grows.priorities else 0
+            namespace = grows.namespaces[entry_uint32(grows.namespace_indices, row)]
+        priority = entry_uint32(grows.priorities, row)
         sequence = LedgerSequence(namespace, max(chunk, matched), matched, priority)
         sequence.chunk_token_count = chunk
-        prompt = grows.prompt_token_counts[row] if grows.prompt_token_counts else 0
-        sequence.prompt_token_count = max(chunk, prompt)
+        sequence.prompt_token_count = max(chunk, entry_uint32(grows.prompt_token_counts, row))
         sequence.tables = [array("I", table) for table in grown.blocks]
         self.sequences[grown.sequence_id] = sequence
         self.last_sequence_id = grown.sequence_id

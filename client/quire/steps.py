@@ -215,15 +215,14 @@ class StepBuilder:
             commits.sequences = pack_uint64(self._commits)
             commits.token_counts = pack_uint32(self._commit_token_counts)
             commits.digests = b"".join(self._commit_digests)
-            commits.keep_token_counts.extend(_unless_zero(self._keep_token_counts))
-            if commits.digests:
-                commits.digest_counts.extend([len(data) // DIGEST_BYTES for data in self._commit_digests])
+            commits.keep_token_counts = _pack_unless_zero(self._keep_token_counts)
+            commits.digest_counts = _pack_unless_zero([len(data) // DIGEST_BYTES for data in self._commit_digests])
         if self._frees:
-            step.frees.sequences.extend(self._frees)
+            step.frees.sequences = pack_uint64(self._frees)
         if self._parents:
-            step.forks.parents.extend(self._parents)
-            step.forks.children.extend(self._children)
-            step.forks.hold_ms.extend(_unless_zero(self._hold_ms))
+            step.forks.parents = pack_uint64(self._parents)
+            step.forks.children = pack_uint64(self._children)
+            step.forks.hold_ms = _pack_unless_zero(self._hold_ms)
         if self._grows:
             step.grows.sequences = pack_uint64(self._grows)
             step.grows.token_counts = pack_uint32(self._grow_token_counts)
@@ -232,20 +231,21 @@ class StepBuilder:
 
     def _fill_new(self, grows: pb.GrowPhase) -> None:
         """The columns that only new sequences have, in a phase that has the others."""
-        rows = [new.row for new in self._new]
-        for field, name in (
-            (grows.digest_counts, "digest_count"),
-            (grows.namespace_indices, "namespace"),
-            (grows.prompt_token_counts, "prompt_token_count"),
-            (grows.priorities, "priority"),
-            (grows.defer_token_counts, "defer_token_count"),
-        ):
+
+        def column(name: str) -> bytes:
             values = [getattr(new, name) for new in self._new]
-            if any(values):
-                column = [0] * len(self._grows)
-                for row, value in zip(rows, values, strict=True):
-                    column[row] = value
-                field.extend(column)
+            if not any(values):
+                return b""
+            rows = [0] * len(self._grows)
+            for new, value in zip(self._new, values, strict=True):
+                rows[new.row] = value
+            return pack_uint32(rows)
+
+        grows.digest_counts = column("digest_count")
+        grows.namespace_indices = column("namespace")
+        grows.prompt_token_counts = column("prompt_token_count")
+        grows.priorities = column("priority")
+        grows.defer_token_counts = column("defer_token_count")
         grows.digests = b"".join(self._new_digests)
         if any(self._namespaces):  # without any, all are in the one that has no name
             grows.namespaces.extend(self._namespaces)
@@ -268,8 +268,8 @@ def read_reply(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutc
     swap_rows = zip(reply.swap_operations, reply.swap_groups, reply.swap_indices, reply.swap_blocks, strict=True)
     return StepOutcome(
         commits=_results(reply.commit_results, len(commits)),
-        frees=_results(reply.free_results, len(step.frees.sequences)),
-        forks=_results(reply.fork_results, len(step.forks.parents)),
+        frees=_results(reply.free_results, len(step.frees.sequences) // 8),
+        forks=_results(reply.fork_results, len(step.forks.parents) // 8),
         grows=_grows(step, reply, group_count),
         swaps=[Swap(commits[operation], *rest) for operation, *rest in swap_rows],
         copies=[Copy(*pair) for pair in zip(reply.copy_sources, reply.copy_destinations, strict=True)],
@@ -278,9 +278,9 @@ def read_reply(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutc
     )
 
 
-def _unless_zero(values: list[int]) -> Sequence[int]:
-    """An array of zeros is sent empty."""
-    return values if any(values) else ()
+def _pack_unless_zero(values: list[int]) -> bytes:
+    """A column of zeros is sent empty."""
+    return pack_uint32(values) if any(values) else b""
 
 
 def _results(values: Sequence[int], count: int) -> list[Result]:

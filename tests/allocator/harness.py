@@ -217,7 +217,7 @@ def grows(*operations: tuple[int, int, bytes]) -> pb.GrowPhase:
     return pb.GrowPhase(
         sequences=pack_uint64([sequence for sequence, _, _ in operations]),
         token_counts=pack_uint32([count for _, count, _ in operations]),
-        digest_counts=[len(digests) // 32 for _, _, digests in operations],
+        digest_counts=pack_uint32([len(digests) // 32 for _, _, digests in operations]),
         digests=b"".join(digests for _, _, digests in operations),
     )
 
@@ -227,7 +227,7 @@ def commits(*operations: tuple[int, int, bytes]) -> pb.CommitPhase:
     return pb.CommitPhase(
         sequences=pack_uint64([sequence for sequence, _, _ in operations]),
         token_counts=pack_uint32([count for _, count, _ in operations]),
-        digest_counts=[len(digests) // 32 for _, _, digests in operations],
+        digest_counts=pack_uint32([len(digests) // 32 for _, _, digests in operations]),
         digests=b"".join(digests for _, _, digests in operations),
     )
 

@@ -69,7 +69,7 @@ def fill(names: Any, size: Callable[[], int], number: int) -> None:
 async def step_of_operations(allocator: Allocator, number: int) -> None:
     owner = await StreamOwner.ready(allocator)
     last()
-    await owner.step(frees=pb.FreePhase(sequences=[1] * (number - 1)), grows=grows((1, 1, b"")))
+    await owner.step(frees=pb.FreePhase(sequences=pack_uint64([1] * (number - 1))), grows=grows((1, 1, b"")))
 
 
 async def sequences_of_a_stream(allocator: Allocator, number: int) -> None:
@@ -86,7 +86,9 @@ async def hold_of_a_step(allocator: Allocator, number: int) -> None:
     owner = await StreamOwner.ready(allocator)
     await owner.step(grows=grows((1, 1, b"")))
     last()
-    reply = await owner.step(forks=pb.ForkPhase(parents=[1], children=[2], hold_ms=[number]))
+    reply = await owner.step(
+        forks=pb.ForkPhase(parents=pack_uint64([1]), children=pack_uint64([2]), hold_ms=pack_uint32([number]))
+    )
     assert not reply.fork_results
 
 

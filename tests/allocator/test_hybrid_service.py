@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
+from quire.columns import pack_uint32, pack_uint64
 from quire.errors import Reason
 from quire.v1 import allocator_pb2 as pb
 
@@ -100,7 +101,7 @@ async def test_a_prompt_whose_prefix_is_being_computed_is_told_and_may_wait(allo
     owner = await StreamOwner.ready(allocator)
     await owner.step(grows=grows((1, 8, d("a"))))
     both = grows((2, 9, d("ab")), (2, 8, d("a")))
-    both.defer_token_counts.extend([4, 8])
+    both.defer_token_counts = pack_uint32([4, 8])
     reply = await owner.step(grows=both)
     assert list(reply.grow_results) == [pb.RESULT_PENDING, pb.RESULT_OK]
     assert list(reply.pending_token_counts) == [4, 4]
@@ -113,7 +114,7 @@ async def test_lookahead_that_was_not_used_is_given_back_by_the_commit(allocator
     owner = await StreamOwner.ready(allocator)
     await owner.step(grows=grows((1, 20, b"")))
     kept = commits((1, 6, d("a")))
-    kept.keep_token_counts.append(8)
+    kept.keep_token_counts = pack_uint32([8])
     assert (await owner.step(commits=kept)).free_block_count == 6
     assert blocks_in((await owner.step(grows=grows((1, 9, b"")))).blocks) == [2]
 
@@ -131,8 +132,11 @@ async def test_no_space_names_the_cheapest_victim(allocator: Allocator) -> None:
 async def test_a_hold_ends_with_the_first_step_after_its_time(allocator: Allocator) -> None:
     owner = await StreamOwner.ready(allocator)
     await owner.step(grows=grows((1, 8, b"")))
-    await owner.step(commits=commits((1, 8, d("ab"))), forks=pb.ForkPhase(parents=[1], children=[2], hold_ms=[1500]))
-    await owner.step(frees=pb.FreePhase(sequences=[1]))
+    await owner.step(
+        commits=commits((1, 8, d("ab"))),
+        forks=pb.ForkPhase(parents=pack_uint64([1]), children=pack_uint64([2]), hold_ms=pack_uint32([1500])),
+    )
+    await owner.step(frees=pb.FreePhase(sequences=pack_uint64([1])))
     assert (await summary(allocator)).held_block_count == 2
     allocator.clock.now += 1.4
     assert not (await owner.step()).expired_holds
@@ -184,14 +188,33 @@ async def test_usage_tells_where_the_memory_goes(allocator: Allocator) -> None:
     assert (usage.run_count, usage.run_block_count, usage.free_block_count, usage.free_stretch_count) == (1, 2, 12, 1)
 
 
-@pytest.mark.parametrize("phase", ["keep_token_counts", "hold_ms", "priorities"])
-async def test_an_array_of_another_length_makes_the_step_malformed(allocator: Allocator, phase: str) -> None:
+@pytest.mark.parametrize("column", [pack_uint32([1, 1, 1]), pack_uint32([1])[:3]], ids=["three for one", "three bytes"])
+@pytest.mark.parametrize(
+    ("phase", "complaint"),
+    [
+        ("keep_token_counts", "keep_token_counts"),
+        ("digest_counts", "digest_count"),
+        ("children", "child"),
+        ("hold_ms", "hold_ms"),
+        ("namespace_indices", "namespace_ind"),
+        ("prompt_token_counts", "prompt_token_counts"),
+        ("priorities", "priorities"),
+        ("defer_token_counts", "defer_token_counts"),
+    ],
+)
+async def test_a_column_of_another_length_makes_the_step_malformed(
+    allocator: Allocator, phase: str, complaint: str, column: bytes
+) -> None:
     owner = await StreamOwner.ready(allocator)
-    committed, forks, grown = commits((1, 1, b"")), pb.ForkPhase(parents=[1], children=[2]), grows((3, 1, b""))
+    committed, forks, grown = (
+        commits((1, 1, b"")),
+        pb.ForkPhase(parents=pack_uint64([1]), children=pack_uint64([2])),
+        grows((3, 1, b"")),
+    )
     for message in (committed, forks, grown):
         if hasattr(message, phase):
-            getattr(message, phase).extend([1, 1])
-    with refused(Reason.MALFORMED, phase):
+            setattr(message, phase, column)
+    with refused(Reason.MALFORMED, complaint):
         await owner.step(commits=committed, forks=forks, grows=grown)
 
 

@@ -321,9 +321,10 @@ def test_many_grow_at_once_and_only_those_that_need_something_are_answered() -> 
     pool = make_pool(3)
     for sequence_id in (1, 2):
         pool.allocate(sequence_id, 3)
-    assert pool.grow_many(array("Q", [1, 2, 7]), [4, 4, 4]) == [(2, GrowResult(Result.NOT_FOUND))]
-    (first, one), (second, two) = pool.grow_many(array("Q", [1, 2]), [5, 5])
-    assert (first, one.result, one.blocks[0].tolist()) == (0, Result.OK, [2])
+    grants, others = pool.grow_many(array("Q", [1, 2, 7]), [4, 4, 4])
+    assert (grants.rows, others) == ([], [(2, GrowResult(Result.NOT_FOUND))])
+    grants, ((second, two),) = pool.grow_many(array("Q", [1, 2]), [5, 5])
+    assert (grants.rows, grants.counts, grants.blocks) == ([0], [1], [array("I", [2])])
     assert (second, two.result, two.shortfall) == (1, Result.NO_SPACE, 1)
 
 

@@ -116,7 +116,7 @@ def test_many_refusals_look_for_their_victim_once_and_again_after_each_change(mo
     monkeypatch.setattr(pool.gates, "_two_cheapest", counted)
     for sequence_id in range(1, 9):
         computed(pool, sequence_id, "abcdefgh"[sequence_id - 1])
-    refused = pool.grow_many(array("Q", range(1, 9)) * 100, [5] * 800)
+    _, refused = pool.grow_many(array("Q", range(1, 9)) * 100, [5] * 800)
     assert {grown.victim for _, grown in refused} == {Victim(8, 4), Victim(7, 4)}  # the eighth is not its own
     assert searches == 1
     pool.free(8)

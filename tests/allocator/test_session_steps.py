@@ -41,8 +41,8 @@ async def test_phases_are_applied_in_the_order_commit_free_fork_grow(allocator: 
     assert first.free_block_count == 0
     reply = await owner.step(
         commits=commits((1, 6, d("a"))),  # published before the new sequence looks for it
-        frees=pb.FreePhase(sequences=[2]),  # makes the room that the grows need
-        forks=pb.ForkPhase(parents=[1], children=[3]),  # shares what the commit made visible
+        frees=pb.FreePhase(sequences=pack_uint64([2])),  # makes the room that the grows need
+        forks=pb.ForkPhase(parents=pack_uint64([1]), children=pack_uint64([3])),  # shares what the commit made visible
         grows=grows((3, 7, b""), (4, 5, d("a"))),
     )
     assert [list(results) for results in (reply.commit_results, reply.fork_results, reply.grow_results)] == [[]] * 3
@@ -57,8 +57,8 @@ async def test_results_that_are_not_all_ok_are_listed_per_operation(allocator: A
     await owner.step(grows=grows((1, 24, b"")))
     reply = await owner.step(
         commits=commits((9, 1, b""), (1, 25, b"")),
-        frees=pb.FreePhase(sequences=[9]),
-        forks=pb.ForkPhase(parents=[9, 1, 1], children=[2, 2, 1]),
+        frees=pb.FreePhase(sequences=pack_uint64([9])),
+        forks=pb.ForkPhase(parents=pack_uint64([9, 1, 1]), children=pack_uint64([2, 2, 1])),
         grows=grows((5, 12, b""), (6, 33, b""), (1, 25, b"")),
     )
     assert list(reply.commit_results) == [pb.RESULT_NOT_FOUND, pb.RESULT_TOO_LONG]
@@ -82,12 +82,12 @@ async def test_namespaces_are_named_once_per_step(allocator: Allocator) -> None:
     owner = await StreamOwner.ready(allocator, block_count=16)
     phase = grows((1, 4, b""), (2, 4, b""))
     phase.namespaces.extend(["red", "blue"])
-    phase.namespace_indices.extend([0, 1])
+    phase.namespace_indices = pack_uint32([0, 1])
     await owner.step(grows=phase)
     await owner.step(commits=commits((2, 4, d("a"))))
     hits = grows((3, 5, d("a")), (4, 5, d("a")))
     hits.namespaces.extend(["red", "blue"])
-    hits.namespace_indices.extend([1, 0])
+    hits.namespace_indices = pack_uint32([1, 0])
     assert list((await owner.step(grows=hits)).matched_token_counts) == [4, 0]
 
 
@@ -145,35 +145,46 @@ MALFORMED_STEPS: list[dict[str, Any]] = [
     {"commits": commits((1, 3, b""))},
     {"commits": commits((1, 8, b""))},
     {"commits": commits((1, 5, d("a")))},
-    {"commits": pb.CommitPhase(sequences=pack_uint64([1]), token_counts=pack_uint32([8]), digest_counts=[1])},
     {
         "commits": pb.CommitPhase(
-            sequences=pack_uint64([1]), token_counts=pack_uint32([8]), digest_counts=[1], digests=b"short"
+            sequences=pack_uint64([1]), token_counts=pack_uint32([8]), digest_counts=pack_uint32([1])
+        )
+    },
+    {
+        "commits": pb.CommitPhase(
+            sequences=pack_uint64([1]), token_counts=pack_uint32([8]), digest_counts=pack_uint32([1]), digests=b"short"
         )
     },
     {"commits": pb.CommitPhase(sequences=pack_uint64([1]), token_counts=pack_uint32([8]), digests=d("a"))},
     {
         "commits": pb.CommitPhase(
-            sequences=pack_uint64([1]), token_counts=pack_uint32([8]), digest_counts=[1, 0], digests=d("a")
+            sequences=pack_uint64([1]), token_counts=pack_uint32([8]), digest_counts=pack_uint32([1, 0]), digests=d("a")
         )
     },
-    {"forks": pb.ForkPhase(parents=[1])},
-    {"forks": pb.ForkPhase(children=[2])},
+    {"forks": pb.ForkPhase(parents=pack_uint64([1]))},
+    {"forks": pb.ForkPhase(children=pack_uint64([2]))},
     {"grows": pb.GrowPhase(sequences=pack_uint64([2]))},
     {"grows": pb.GrowPhase(sequences=pack_uint64([2])[:7], token_counts=pack_uint32([1]))},
     {"grows": pb.GrowPhase(sequences=pack_uint64([2]), token_counts=pack_uint32([1])[:3])},
     {"grows": pb.GrowPhase(sequences=pack_uint64([2]), token_counts=pack_uint32([0]))},
     {"grows": pb.GrowPhase(sequences=pack_uint64([2]), token_counts=pack_uint32([1, 2]))},
-    {"grows": pb.GrowPhase(sequences=pack_uint64([2]), token_counts=pack_uint32([1]), namespace_indices=[1])},
     {
         "grows": pb.GrowPhase(
-            sequences=pack_uint64([2]), token_counts=pack_uint32([1]), namespaces=["a"], namespace_indices=[0, 0]
+            sequences=pack_uint64([2]), token_counts=pack_uint32([1]), namespace_indices=pack_uint32([1])
+        )
+    },
+    {
+        "grows": pb.GrowPhase(
+            sequences=pack_uint64([2]),
+            token_counts=pack_uint32([1]),
+            namespaces=["a"],
+            namespace_indices=pack_uint32([0, 0]),
         )
     },
     {"grows": pb.GrowPhase(sequences=pack_uint64([2]), token_counts=pack_uint32([1]), namespaces=["é" * 65])},
     {
         "grows": pb.GrowPhase(
-            sequences=pack_uint64([2]), token_counts=pack_uint32([1]), digest_counts=[2], digests=d("a")
+            sequences=pack_uint64([2]), token_counts=pack_uint32([1]), digest_counts=pack_uint32([2]), digests=d("a")
         )
     },
     {"ack": 3},
@@ -190,7 +201,7 @@ async def test_a_malformed_step_is_refused_whole_and_its_number_is_not_consumed(
     await owner.step(commits=commits((1, 4, d("x"))))
     before = await state(allocator)
     with refused(Reason.MALFORMED):
-        await owner.step(frees=pb.FreePhase(sequences=[1]), **phases)
+        await owner.step(frees=pb.FreePhase(sequences=pack_uint64([1])), **phases)
     assert await state(allocator) == before
     again = StreamOwner(allocator)
     assert (await again.attach(epoch=2, resume_session=owner.session_id)).resumed.next_step == 3
@@ -210,7 +221,7 @@ async def test_steps_are_limited_in_bytes_and_operations(allocator: Allocator) -
         await owner.step(grows=pb.GrowPhase(digests=bytes(limits.STEP_BYTES_MAX)))
     owner = await StreamOwner.ready(allocator, "b")
     with refused(Reason.TOO_LARGE, "operations"):
-        await owner.step(frees=pb.FreePhase(sequences=[1] * (limits.OPERATIONS_PER_STEP_MAX + 1)))
+        await owner.step(frees=pb.FreePhase(sequences=pack_uint64([1] * (limits.OPERATIONS_PER_STEP_MAX + 1))))
 
 
 @pytest.mark.skipif(IS_COMPILED, reason="constants of extension modules cannot be replaced")
@@ -218,7 +229,10 @@ async def test_children_count_as_live_sequences(allocator: Allocator, monkeypatc
     monkeypatch.setattr(limits, "SEQUENCES_MAX", 2)
     owner = await StreamOwner.ready(allocator)
     with refused(Reason.LIMIT, "live sequences"):
-        await owner.step(grows=grows((1, 1, b""), (2, 1, b"")), forks=pb.ForkPhase(parents=[1], children=[3]))
+        await owner.step(
+            grows=grows((1, 1, b""), (2, 1, b"")),
+            forks=pb.ForkPhase(parents=pack_uint64([1]), children=pack_uint64([3])),
+        )
 
 
 async def test_a_defect_quarantines_the_pool_until_it_is_reported_anew(allocator: Allocator) -> None:
@@ -238,7 +252,7 @@ async def test_a_defect_quarantines_the_pool_until_it_is_reported_anew(allocator
 
 async def test_steps_are_counted_by_operation_and_result(allocator: Allocator) -> None:
     owner = await StreamOwner.ready(allocator)
-    await owner.step(grows=grows((1, 4, b""), (2, 4, b"")), frees=pb.FreePhase(sequences=[9]))
+    await owner.step(grows=grows((1, 4, b""), (2, 4, b"")), frees=pb.FreePhase(sequences=pack_uint64([9])))
     numbers = allocator.service.telemetry.of("a")
     assert numbers.step_count == 1
     assert dict(numbers.operations) == {("grow", pb.RESULT_OK): 2, ("free", pb.RESULT_NOT_FOUND): 1}
@@ -274,10 +288,10 @@ async def test_a_stream_and_a_unary_session_give_equal_results(allocator: Alloca
     await grow(2, 6, "a")
     await commit(1, 6, "a")
     await commit(2, 5, "a")  # swaps
-    await stream.step(forks=pb.ForkPhase(parents=[1], children=[3]))
+    await stream.step(forks=pb.ForkPhase(parents=pack_uint64([1]), children=pack_uint64([3])))
     await unary.call("Fork", parent_id=1, child_id=3)
     await grow(3, 9)  # copies
-    await stream.step(frees=pb.FreePhase(sequences=[1]))
+    await stream.step(frees=pb.FreePhase(sequences=pack_uint64([1])))
     await unary.call("Free", sequence_id=1)
     await grow(4, 8, "ab")  # hits
     await grow(5, 24, "x")  # does not fit

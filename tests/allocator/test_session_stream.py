@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from grpc import aio
+from quire.columns import pack_uint64
 from quire.errors import Reason
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
@@ -207,7 +208,7 @@ async def test_a_killed_stream_leaves_its_state_for_a_resume(allocator: Allocato
     assert (reply.resumed.session_id, reply.resumed.next_step) == (killed.session_id, 2)
     assert reply.resumed.lease_ms == 10_000
     assert await state(allocator) == before
-    assert (await resumed.step(frees=pb.FreePhase(sequences=[1]))).free_block_count == 8
+    assert (await resumed.step(frees=pb.FreePhase(sequences=pack_uint64([1])))).free_block_count == 8
 
 
 async def test_after_a_resume_unanswered_steps_are_answered_again_byte_for_byte(allocator: Allocator) -> None:

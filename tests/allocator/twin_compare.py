@@ -7,6 +7,7 @@ import random
 from array import array
 from collections import Counter, deque
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from quire_allocator.core import invariants
@@ -100,10 +101,23 @@ class Comparison:
         """As `do("grow", ...)` one by one, by the pool's `grow_many`."""
         if not self.is_lru:
             return [self.do("grow", *grow) for grow in zip(sequence_ids, token_counts, strict=True)]
-        busy = dict(self.pool.grow_many(array("Q", sequence_ids), token_counts))
+        grants, others = self.pool.grow_many(array("Q", sequence_ids), token_counts)
+        busy = dict(others)
+        assert grants.rows == sorted(set(grants.rows)), "what was granted comes in order"
+        granted, width, first = {}, self.twin.group_count, 0
+        blocks = array("I", chain.from_iterable(grants.blocks))
+        for entry, row in enumerate(grants.rows):
+            tables = []
+            for count in grants.counts[entry * width : (entry + 1) * width]:
+                tables.append(blocks[first : first + count])
+                first += count
+            granted[row] = tuple(tables)
+        assert first == len(blocks)
         answers = []
         for number, grow in enumerate(zip(sequence_ids, token_counts, strict=True)):
-            ours = plain(busy.get(number, GrowResult(Result.OK)), self.twin.group_count)
+            grown = busy.get(number, GrowResult(Result.OK, 0, 0, granted.get(number, ())))
+            assert grown.blocks == granted.get(number, ())
+            ours = plain(grown, width)
             theirs = self.twin.grow(*grow)
             self.trace.append(f"{self.now}: grow_many({grow}) -> {ours}")
             self.seen[f"grow {theirs[0]}"] += 1

@@ -37,16 +37,19 @@ def test_operations_become_parallel_arrays_in_the_order_in_which_they_were_added
     assert step
     assert step.message == pb.Step(
         commits=pb.CommitPhase(
-            sequences=pack_uint64([1, 2]), token_counts=pack_uint32([8, 5]), digest_counts=[2, 0], digests=ONE + TWO
+            sequences=pack_uint64([1, 2]),
+            token_counts=pack_uint32([8, 5]),
+            digest_counts=pack_uint32([2, 0]),
+            digests=ONE + TWO,
         ),
-        frees=pb.FreePhase(sequences=[3]),
-        forks=pb.ForkPhase(parents=[1], children=[10]),
+        frees=pb.FreePhase(sequences=pack_uint64([3])),
+        forks=pb.ForkPhase(parents=pack_uint64([1]), children=pack_uint64([10])),
         grows=pb.GrowPhase(
             sequences=pack_uint64([1, 11, 12]),
             token_counts=pack_uint32([9, 20, 4]),
-            digest_counts=[0, 2, 0],
+            digest_counts=pack_uint32([0, 2, 0]),
             digests=ONE + TWO,
-            namespace_indices=[0, 0, 1],
+            namespace_indices=pack_uint32([0, 0, 1]),
             namespaces=["tenant", ""],
         ),
     )
@@ -85,11 +88,11 @@ def test_what_only_one_operation_asks_for_is_sent_for_all_of_its_phase() -> None
     step.allocate(5, 6, prompt_token_count=60, priority=2, defer_token_count=16)
     step.allocate(6, 7)
     message = step.message
-    assert list(message.commits.keep_token_counts) == [9, 0]
-    assert list(message.forks.hold_ms) == [0, 500]
-    assert list(message.grows.prompt_token_counts) == [0, 60, 0]
-    assert list(message.grows.priorities) == [0, 2, 0]
-    assert list(message.grows.defer_token_counts) == [0, 16, 0]
+    assert message.commits.keep_token_counts == pack_uint32([9, 0])
+    assert message.forks.hold_ms == pack_uint32([0, 500])
+    assert message.grows.prompt_token_counts == pack_uint32([0, 60, 0])
+    assert message.grows.priorities == pack_uint32([0, 2, 0])
+    assert message.grows.defer_token_counts == pack_uint32([0, 16, 0])
 
 
 def test_a_message_is_made_anew_each_time_and_goes_on_growing() -> None:
@@ -98,8 +101,8 @@ def test_a_message_is_made_anew_each_time_and_goes_on_growing() -> None:
     first = step.message
     first.number = 7
     step.free(2)
-    assert list(step.message.frees.sequences) == [1, 2]
-    assert (list(first.frees.sequences), step.message.number) == ([1], 0)
+    assert step.message.frees.sequences == pack_uint64([1, 2])
+    assert (first.frees.sequences, step.message.number) == (pack_uint64([1]), 0)
 
 
 @pytest.mark.parametrize("token_count", [-1, 1 << 32])

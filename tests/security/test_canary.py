@@ -187,13 +187,19 @@ def misuse_stream(stub: Any, metadata: Any, outcome: Outcome) -> None:
         (
             pb.Step(
                 commits=pb.CommitPhase(
-                    sequences=pack_uint64([1]), token_counts=pack_uint32([4]), digest_counts=[1], digests=digests[:33]
+                    sequences=pack_uint64([1]),
+                    token_counts=pack_uint32([4]),
+                    digest_counts=pack_uint32([1]),
+                    digests=digests[:33],
                 )
             ),
             pb.Step(grows=grow, commits=pb.CommitPhase(sequences=pack_uint64([1]), digests=digests)),
             pb.Step(
                 grows=pb.GrowPhase(
-                    sequences=pack_uint64([1]), token_counts=pack_uint32([4]), digests=digests[:33], digest_counts=[9]
+                    sequences=pack_uint64([1]),
+                    token_counts=pack_uint32([4]),
+                    digests=digests[:33],
+                    digest_counts=pack_uint32([9]),
                 )
             ),
             None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from quire.columns import unpack_uint32, unpack_uint64
+from quire.columns import entry_uint32, unpack_uint32, unpack_uint64
 from quire.hashing import DIGEST_BYTES, block_digests
 from quire.ledger import Ledger
 from quire.steps import NULL_BLOCK, Result, StepBuilder, StepOutcome
@@ -146,9 +146,9 @@ class History:
             assert result is Result.OK, f"commit of {sequence_id}: {result}"
             text = self.texts[sequence_id]
             text.committed = count
-            keep = step.commits.keep_token_counts[row] if step.commits.keep_token_counts else 0
+            keep = entry_uint32(step.commits.keep_token_counts, row)
             text.granted = min(text.granted, max(keep or text.granted, count))
-        for sequence_id, result in zip(step.frees.sequences, outcome.frees, strict=True):
+        for sequence_id, result in zip(unpack_uint64(step.frees.sequences), outcome.frees, strict=True):
             if result is Result.OK:
                 del self.texts[sequence_id]
         self._take_forks(step.forks, outcome)
@@ -163,12 +163,12 @@ class History:
 
     def _take_forks(self, forks: pb.ForkPhase, outcome: StepOutcome) -> None:
         for row, (parent_id, child_id, result) in enumerate(
-            zip(forks.parents, forks.children, outcome.forks, strict=True)
+            zip(unpack_uint64(forks.parents), unpack_uint64(forks.children), outcome.forks, strict=True)
         ):
             if result is Result.OK:
                 parent = self.texts[parent_id]
                 length = parent.committed
-                is_hold = bool(forks.hold_ms) and forks.hold_ms[row] > 0
+                is_hold = entry_uint32(forks.hold_ms, row) > 0
                 tokens = parent.tokens[:length]
                 self.texts[child_id] = Text(tokens, parent.namespace, length, length, length, length, is_hold)
 

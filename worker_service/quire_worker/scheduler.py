@@ -22,6 +22,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable, Sequence
 
+from quire.columns import unpack_uint64
 from quire.steps import Copy, GrowOutcome, Result, StepOutcome
 
 from quire_worker import ahead
@@ -197,7 +198,7 @@ class Scheduler(Roster):
     def start_over(self, plan: Plan) -> None:
         """The allocator refused the step of a plan: all that it still holds for us is freed with the next one."""
         held = [sample.sequence_id for sample in (*self.running, *self.leaving) if sample.sequence_id]
-        unfreed = list(plan.step.message.frees.sequences)
+        unfreed = unpack_uint64(plan.step.message.frees.sequences)
         self.forget_blocks()
         self.to_free = sorted({*held, *unfreed})
 

@@ -128,6 +128,15 @@ class Blocks:
         self._top = top + count
         return self._stack[top : top + count]
 
+    def take_one(self) -> int:
+        """The same for a single block."""
+        top = self._top
+        if top == self.block_count:
+            self._evict(1)
+            top = self._top
+        self._top = top + 1
+        return self._stack[top]
+
     def give_back(self, blocks: array[int]) -> None:
         """Blocks that nobody could hit become empty; they are granted next, in the same order."""
         top = self._top - len(blocks)

@@ -40,13 +40,18 @@ class Coordinator:
         self._places = [order.index(group) for group in range(len(order))]  # of a group among blocks granted at once
         self._blocks = blocks
         self._quotas = {quota.namespace: quota for quota in spec.quotas}
+        self._unnamed: Namespace | None = None  # as good as new whenever it is not among the pool's
 
     def new_namespace(self, name: str) -> Namespace:
         """A namespace that has nothing yet; the caller files it."""
+        if not name and self._unnamed is not None and "" not in self._blocks.namespaces:
+            return self._unnamed  # comes and goes with the last sequence of a pool that has no other
         quota = self._quotas.get(name) or self._quotas.get(OTHERS)
         limits_cache = quota is not None and quota.cached_block_count_max is not None
         space = Namespace(name, quota, Candidates(self._blocks.policy) if limits_cache else None)
         space.scopes = tuple([manager.new_scope(space) for manager in self.managers])
+        if not name and quota is None:
+            self._unnamed = space
         return space
 
     def find(self, space: Namespace, digests: bytes, token_limit: int) -> tuple[list[Hit], int]:
@@ -74,8 +79,9 @@ class Coordinator:
         self, space: Namespace, hits: Sequence[Hit], token_count: int, prompt_token_count: int, priority: int
     ) -> SequenceState:
         """A new sequence that holds its hits, which have `token_count` tokens in common, and nothing more yet."""
-        opening = zip(self.managers, space.scopes, hits)
-        parts = tuple([m.open(scope, hit, prompt_token_count) for m, scope, hit in opening])
+        parts = tuple(
+            [m.open(scope, hit, prompt_token_count) for m, scope, hit in zip(self.managers, space.scopes, hits)]
+        )
         sequence = SequenceState(space, token_count, priority, parts)
         self.settle(sequence)
         return sequence
@@ -121,6 +127,14 @@ class Coordinator:
             first = end
         return tuple([blocks[i : i + 1] for i in self._places])
 
+    def append_one(self, sequence: SequenceState, token_count: int) -> int:
+        """The same for the only group of a pool."""
+        block = self._blocks.take_one()
+        sequence.token_count = token_count
+        sequence.limit += self.digest_tokens
+        self.managers[0].append(sequence.parts[0], block)
+        return block
+
     def shrink(self, sequence: SequenceState, until: int) -> None:
         """Gives back what is not needed to hold so many tokens."""
         for manager, part in zip(self.managers, sequence.parts):
@@ -149,8 +163,9 @@ class Coordinator:
 
     def added(self, sequence: SequenceState, granted: Sequence[array[int]]) -> tuple[array[int], ...]:
         """Per group the last entries of its table, where `granted` was just handed out."""
-        parts = zip(self.managers, sequence.parts, granted)
-        return self._by_group([manager.added(part, blocks) for manager, part, blocks in parts])
+        return self._by_group(
+            [m.added(part, blocks) for m, part, blocks in zip(self.managers, sequence.parts, granted)]
+        )
 
     def _by_group(self, by_manager: Sequence[Sequence[array[int]]]) -> tuple[array[int], ...]:
         if len(by_manager) == 1:

@@ -109,6 +109,11 @@ class FullAttentionManager(Manager):
             part.tail.extend(blocks)
         return (part.published + len(part.tail) // self.width) * self.block_size
 
+    def append(self, part: RunPart, block: int) -> None:
+        """One block at a block edge."""
+        part.scope.held += 1
+        part.tail.append(block)
+
     def let_go(self, part: RunPart, token_count: int) -> int:
         """A block that it alone still borrows."""
         return self.width if part.borrowed is not None and part.borrowed.live == 1 else 0

@@ -88,6 +88,10 @@ class Manager(Evictor):
         then the array is the manager's to keep. Returns the tokens up to which nothing has to be granted or copied from
         now on."""
 
+    def append(self, part: Any, block: int) -> None:
+        """The same of one block at a block edge, where nothing is shared, for a manager of one group."""
+        self.grow(part, 0, 0, array("I", [block]), [])
+
     @abstractmethod
     def let_go(self, part: Any, token_count: int) -> int:
         """Blocks that the next grow replaces by copies and that nobody else holds."""

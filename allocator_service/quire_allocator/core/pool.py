@@ -35,6 +35,7 @@ from quire_allocator.core.spec import (
     DIGEST_BYTES,
     CommitResult,
     Copy,
+    Grants,
     GrowResult,
     PoolSpec,
     Result,
@@ -174,15 +175,7 @@ class Pool:
 
     def _extend(self, sequence_id: int, sequence: SequenceState, token_count: int) -> GrowResult:
         """Grows a sequence beyond its limit."""
-        size = self.digest_tokens
-        if (  # decoding's own path: one free block for every group, at a block edge, and nothing else to be looked at
-            self.groups.in_step
-            and not sequence.limit % size
-            and token_count - sequence.limit <= size
-            and not sequence.promised
-            and sequence.namespace.quota is None
-            and self.blocks.free_count >= self.groups.group_count
-        ):
+        if self._takes_next_blocks(sequence, token_count):
             self.gates.note_change()
             self.granted_block_count += self.groups.group_count
             return GrowResult(_OK, 0, 0, self.groups.append(sequence, token_count), ())
@@ -206,29 +199,59 @@ class Pool:
             self.gates.enforce_cache_quota(sequence.namespace)
         return GrowResult(Result.OK, 0, 0, self.groups.added(sequence, granted) if needed else (), copies)
 
+    def _takes_next_blocks(self, sequence: SequenceState, token_count: int) -> bool:
+        """Decoding's own path: one free block for every group, at a block edge, and nothing else to be looked at."""
+        size, groups = self.digest_tokens, self.groups
+        return (
+            groups.in_step
+            and not sequence.limit % size
+            and token_count - sequence.limit <= size
+            and not sequence.promised
+            and sequence.namespace.quota is None
+            and self.blocks.free_count >= groups.group_count
+        )
+
     def names_new(self, sequence_ids: array[int]) -> bool:
         """Whether one of these ids is above every earlier one."""
-        return sequence_ids != self._batch_ids and max(sequence_ids, default=0) > self.last_sequence_id
+        if sequence_ids != self._batch_ids:
+            last = self.last_sequence_id
+            for sequence_id in sequence_ids:
+                if sequence_id > last:
+                    return True
+        return False
 
-    def grow_many(self, sequence_ids: array[int], token_counts: list[int]) -> list[tuple[int, GrowResult]]:
-        """Grows live sequences in order; returns number and result of those for which anything was to be done.
+    def grow_many(
+        self, sequence_ids: array[int], token_counts: list[int]
+    ) -> tuple[Grants, list[tuple[int, GrowResult]]]:
+        """Grows live sequences in order.
 
         An engine that decodes names the same sequences step after step: they are looked up when that changes.
+
+        Returns:
+            What was granted; number and result of those that need more than room there is or the next block.
         """
         batch = self._batch
         if sequence_ids != self._batch_ids:
             batch = [self.sequences.get(sequence_id) for sequence_id in sequence_ids]
             if None not in batch:
                 self._batch, self._batch_ids = batch, sequence_ids[:]
-        busy = []
+        grants, others, takes_one = Grants(), [], self.groups.group_count == 1
         for number, (sequence, token_count) in enumerate(zip(batch, token_counts)):
             if sequence is None:
-                busy.append((number, GrowResult(Result.NOT_FOUND)))
+                others.append((number, GrowResult(Result.NOT_FOUND)))
             elif token_count > sequence.limit:
-                busy.append((number, self._extend(sequence_ids[number], sequence, token_count)))
+                if takes_one and self._takes_next_blocks(sequence, token_count):
+                    self.gates.note_change()
+                    self.granted_block_count += 1
+                    grants.add_one(number, self.groups.append_one(sequence, token_count))
+                else:
+                    grown = self._extend(sequence_ids[number], sequence, token_count)
+                    if grown.blocks:
+                        grants.add(number, grown.blocks)
+                    others.append((number, grown))
             elif token_count > sequence.token_count:
                 sequence.token_count = token_count
-        return busy
+        return grants, others
 
     def commit(
         self, sequence_id: int, token_count: int, digests: bytes = b"", keep_token_count: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Any, NamedTuple
 
 from quire_allocator.core.refusal import Refusal
@@ -17,7 +17,7 @@ class StepLog:
     def __init__(self, next_step: int, window: int) -> None:
         self.next_step = next_step
         self.window = window
-        self._kept: OrderedDict[int, tuple[object, object]] = OrderedDict()  # number -> (step, reply)
+        self._kept: deque[tuple[object, object]] = deque()  # (step, reply), of the last steps in order
 
     def replay(self, number: int, step: object) -> object | None:
         """The kept reply to a repeated step, or None if `number` is the next one and has to be applied.
@@ -27,24 +27,29 @@ class StepLog:
         """
         if number == self.next_step:
             return None
-        if number not in self._kept:
+        place = number - self._first
+        if not 0 <= place < len(self._kept):
             raise Refusal("STEP_GAP", f"step {number} is neither the next ({self.next_step}) nor kept for replay")
-        earlier, reply = self._kept[number]
+        earlier, reply = self._kept[place]
         if earlier != step:
             raise Refusal("STEP_MISMATCH", f"step {number} was applied with other content")
         return reply
 
     def record(self, step: object, reply: object) -> None:
         """The next step was applied with this reply; at most `window` replies are kept."""
-        self._kept[self.next_step] = (step, reply)
+        self._kept.append((step, reply))
         self.next_step += 1
         while len(self._kept) > self.window:
-            self._kept.popitem(last=False)
+            self._kept.popleft()
 
     def forget(self, acknowledged: int) -> None:
         """The owner has applied all replies up to `acknowledged`."""
-        while self._kept and next(iter(self._kept)) <= acknowledged:
-            self._kept.popitem(last=False)
+        while self._kept and self._first <= acknowledged:
+            self._kept.popleft()
+
+    @property
+    def _first(self) -> int:
+        return self.next_step - len(self._kept)
 
 
 class KeptAnswer(NamedTuple):

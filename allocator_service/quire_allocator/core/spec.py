@@ -125,6 +125,41 @@ class Victim(NamedTuple):
     token_count: int
 
 
+class Grants:
+    """Blocks that a batch of grows was granted, by columns.
+
+    Attributes:
+        rows: the grows that were granted any, rising.
+        counts: for each of them, per group (group fastest), how many.
+        blocks: all of them, one array after the other.
+    """
+
+    __slots__ = ("_singles", "blocks", "counts", "rows")
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.counts: list[int] = []
+        self.blocks: list[array[int]] = []
+        self._singles: array[int] | None = None  # the last of `blocks`, where it is ours
+
+    def add(self, row: int, tables: tuple[array[int], ...]) -> None:
+        """What one grow was granted, per group."""
+        self.rows.append(row)
+        for table in tables:
+            self.counts.append(len(table))
+            self.blocks.append(table)
+        self._singles = None
+
+    def add_one(self, row: int, block: int) -> None:
+        """The same of one block: what most grows of a decoding batch are granted, if anything."""
+        self.rows.append(row)
+        self.counts.append(1)
+        if self._singles is None:
+            self._singles = array("I")
+            self.blocks.append(self._singles)
+        self._singles.append(block)
+
+
 class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
     """Answer to allocate and grow. No tuple: making one of those costs as much as an append.
 

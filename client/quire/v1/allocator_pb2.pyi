@@ -916,6 +916,9 @@ class Step(_message.Message):
     FAILED_PRECONDITION / STEP_MISMATCH; another number: OUT_OF_RANGE / STEP_GAP. A malformed step is refused whole and its
     number is not consumed; so is one whose reply might exceed `Limits.message_bytes_max`: RESOURCE_EXHAUSTED /
     TOO_LARGE.
+
+    Columns of operations are `bytes` of little-endian integers, of the width that stands with each: on the wire what a
+    packed fixed32 or fixed64 would be (docs/decisions/0013).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -980,32 +983,28 @@ class CommitPhase(_message.Message):
     DIGESTS_FIELD_NUMBER: _builtins.int
     KEEP_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     sequences: _builtins.bytes
-    """One entry per operation: the sequence. uint64 little-endian, as a packed fixed64 would travel (docs/decisions/0013)."""
+    """One entry per operation: the sequence. uint64."""
     token_counts: _builtins.bytes
-    """Tokens of the sequence computed so far, not below the count committed before. uint32 little-endian."""
+    """Tokens of the sequence computed so far, not below the count committed before. uint32."""
+    digest_counts: _builtins.bytes
+    """Blocks that each operation fills, that is full blocks between its old and its new count; another number, or two
+    operations on one sequence, make the step malformed. Empty when no operation fills any. uint32.
+    """
     digests: _builtins.bytes
     """The digests of those blocks, 32 bytes each, operation after operation."""
-    @_builtins.property
-    def digest_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Blocks that each operation fills, that is full blocks between its old and its new count; another number, or two
-        operations on one sequence, make the step malformed. Empty when no operation fills any.
-        """
-
-    @_builtins.property
-    def keep_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Per operation, tokens that the sequence shall be able to hold from now on: blocks beyond are given back, such as
-        those granted ahead for draft tokens that were not accepted. 0, or below the committed tokens: keep what those need.
-        Empty: nothing is given back.
-        """
-
+    keep_token_counts: _builtins.bytes
+    """Per operation, tokens that the sequence shall be able to hold from now on: blocks beyond are given back, such as
+    those granted ahead for draft tokens that were not accepted. 0, or below the committed tokens: keep what those need.
+    Empty: nothing is given back. uint32.
+    """
     def __init__(
         self,
         *,
         sequences: _builtins.bytes = ...,
         token_counts: _builtins.bytes = ...,
-        digest_counts: _abc.Iterable[_builtins.int] | None = ...,
+        digest_counts: _builtins.bytes = ...,
         digests: _builtins.bytes = ...,
-        keep_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        keep_token_counts: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1024,14 +1023,12 @@ class FreePhase(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """One entry per operation: the sequence."""
-
+    sequences: _builtins.bytes
+    """One entry per operation: the sequence. uint64."""
     def __init__(
         self,
         *,
-        sequences: _abc.Iterable[_builtins.int] | None = ...,
+        sequences: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1050,26 +1047,20 @@ class ForkPhase(_message.Message):
     PARENTS_FIELD_NUMBER: _builtins.int
     CHILDREN_FIELD_NUMBER: _builtins.int
     HOLD_MS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """One entry per operation: the sequence to share from."""
-
-    @_builtins.property
-    def children(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Id of the new sequence, higher than every earlier id."""
-
-    @_builtins.property
-    def hold_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Per operation, milliseconds after which the child is freed by itself: a hold, which nobody writes to (a pin, or the
-        source of a transfer). 0, or empty: an ordinary sequence. At most 86,400,000.
-        """
-
+    parents: _builtins.bytes
+    """One entry per operation: the sequence to share from. uint64."""
+    children: _builtins.bytes
+    """Id of the new sequence, higher than every earlier id. uint64."""
+    hold_ms: _builtins.bytes
+    """Per operation, milliseconds after which the child is freed by itself: a hold, which nobody writes to (a pin, or the
+    source of a transfer). 0, or empty: an ordinary sequence. At most 86,400,000. uint32.
+    """
     def __init__(
         self,
         *,
-        parents: _abc.Iterable[_builtins.int] | None = ...,
-        children: _abc.Iterable[_builtins.int] | None = ...,
-        hold_ms: _abc.Iterable[_builtins.int] | None = ...,
+        parents: _builtins.bytes = ...,
+        children: _builtins.bytes = ...,
+        hold_ms: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1095,52 +1086,44 @@ class GrowPhase(_message.Message):
     PRIORITIES_FIELD_NUMBER: _builtins.int
     DEFER_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     sequences: _builtins.bytes
-    """One entry per operation: the sequence. uint64 little-endian, as a packed fixed64 would travel (docs/decisions/0013)."""
+    """One entry per operation: the sequence. uint64."""
     token_counts: _builtins.bytes
     """Tokens that the sequence must be able to hold afterwards. For a new one: the prompt's length, or the end of its
     first chunk; it holds more where more of a longer prompt is shared. The shared prefix is always shorter than the
-    prompt, so that at least one token is computed. uint32 little-endian.
+    prompt, so that at least one token is computed. uint32.
     """
+    digest_counts: _builtins.bytes
+    """Digests to match per operation; only for new sequences. Empty when no operation has any. uint32."""
     digests: _builtins.bytes
     """The digests, 32 bytes each, operation after operation."""
-    @_builtins.property
-    def digest_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Digests to match per operation; only for new sequences. Empty when no operation has any."""
-
-    @_builtins.property
-    def namespace_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Per operation, index into `namespaces`; empty when all are 0. Ignored for live sequences."""
-
+    namespace_indices: _builtins.bytes
+    """Per operation, index into `namespaces`; empty when all are 0. Ignored for live sequences. uint32."""
+    prompt_token_counts: _builtins.bytes
+    """For new sequences, each array empty when all are 0. Length of the whole prompt, where `token_counts` is only its
+    first chunk: it is let in only if all of it would fit, and the rest is kept free from later admissions. uint32.
+    """
+    priorities: _builtins.bytes
+    """Importance: for a sequence of one priority none of a higher one is ever named as a victim. uint32."""
+    defer_token_counts: _builtins.bytes
+    """Answer RESULT_PENDING instead of granting if others are computing at least so many tokens of its prefix. 0: never.
+    uint32.
+    """
     @_builtins.property
     def namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Namespaces named by this step, each at most 128 bytes. Empty means the one namespace ""."""
-
-    @_builtins.property
-    def prompt_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """For new sequences, each array empty when all are 0. Length of the whole prompt, where `token_counts` is only its
-        first chunk: it is let in only if all of it would fit, and the rest is kept free from later admissions.
-        """
-
-    @_builtins.property
-    def priorities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Importance: for a sequence of one priority none of a higher one is ever named as a victim."""
-
-    @_builtins.property
-    def defer_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Answer RESULT_PENDING instead of granting if others are computing at least so many tokens of its prefix. 0: never."""
 
     def __init__(
         self,
         *,
         sequences: _builtins.bytes = ...,
         token_counts: _builtins.bytes = ...,
-        digest_counts: _abc.Iterable[_builtins.int] | None = ...,
+        digest_counts: _builtins.bytes = ...,
         digests: _builtins.bytes = ...,
-        namespace_indices: _abc.Iterable[_builtins.int] | None = ...,
+        namespace_indices: _builtins.bytes = ...,
         namespaces: _abc.Iterable[_builtins.str] | None = ...,
-        prompt_token_counts: _abc.Iterable[_builtins.int] | None = ...,
-        priorities: _abc.Iterable[_builtins.int] | None = ...,
-        defer_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        prompt_token_counts: _builtins.bytes = ...,
+        priorities: _builtins.bytes = ...,
+        defer_token_counts: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -10,7 +10,7 @@ from itertools import repeat
 from quire_allocator import limits
 from quire_allocator.arrays import StepArrays
 from quire_allocator.core.pool import Pool
-from quire_allocator.translate import require
+from quire_allocator.core.refusal import Refusal
 
 NUMBER_BYTES = 4  # a block id, or an entry of a packed array
 COPY_BYTES = 3 * NUMBER_BYTES  # source, destination, and the destination among the blocks
@@ -25,13 +25,11 @@ def check(answer_bytes: int) -> None:
     Raises:
         Refusal: TOO_LARGE.
     """
-    require(
-        answer_bytes <= limits.ANSWER_BYTES_MAX,
-        lambda: (
-            f"the answer could take {answer_bytes} bytes, more than {limits.ANSWER_BYTES_MAX}; ask for less at once"
-        ),
-        "TOO_LARGE",
-    )
+    if answer_bytes > limits.ANSWER_BYTES_MAX:
+        raise Refusal(
+            "TOO_LARGE",
+            f"the answer could take {answer_bytes} bytes, more than {limits.ANSWER_BYTES_MAX}; ask for less at once",
+        )
 
 
 def grow_answer_bytes_max(pool: Pool, sequence_id: int, token_count: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import repeat
 from typing import cast
 
-from quire.columns import pack_uint32s
+from quire.columns import pack_uint32, pack_uint32s
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import translate
@@ -81,8 +81,8 @@ def _grow(pool: Pool, arrays: StepArrays, reply: pb.StepReply) -> None:
     else:
         grants, others = pool.grow_many(arrays.grow_sequences, arrays.grow_token_counts)
     if grants.rows:
-        reply.granted_grows.extend(grants.rows)
-        reply.block_counts.extend(grants.counts)
+        reply.granted_grows = pack_uint32(grants.rows)
+        reply.block_counts = pack_uint32(grants.counts)
         reply.blocks = pack_uint32s(grants.blocks)
     is_plain = True
     for _, grown in others:

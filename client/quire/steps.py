@@ -321,13 +321,13 @@ def _grows(step: pb.Step, reply: pb.StepReply, group_count: int) -> list[GrowOut
 def _tables(reply: pb.StepReply, count: int, group_count: int) -> list[tuple[Sequence[int], ...]]:
     """Per grow and group the table's last entries; empty where the reply does not name the grow."""
     tables: list[tuple[Sequence[int], ...]] = [((),) * group_count] * count
-    blocks, sizes = unpack_uint32(reply.blocks), reply.block_counts
-    if len(sizes) != len(reply.granted_grows) * group_count or sum(sizes) != len(blocks):
+    rows, sizes, blocks = map(unpack_uint32, (reply.granted_grows, reply.block_counts, reply.blocks))
+    if len(sizes) != len(rows) * group_count or sum(sizes) != len(blocks):
         raise ValueError("the granted grows, their block counts and blocks do not fit together")
-    if reply.granted_grows and max(reply.granted_grows) >= count:
+    if rows and max(rows) >= count:
         raise ValueError("a grant to a grow that the step does not have")
     first, entry = 0, 0
-    for row in reply.granted_grows:
+    for row in rows:
         own = []
         for size in sizes[entry : entry + group_count]:
             own.append(blocks[first : first + size])

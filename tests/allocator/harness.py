@@ -92,14 +92,14 @@ def d(letters: str) -> bytes:
     return b"".join(hashlib.sha256(letters[: i + 1].encode()).digest() for i in range(len(letters)))
 
 
-def blocks_in(data: bytes) -> list[int]:
-    """Block ids out of their bytes."""
-    return [block for (block,) in struct.iter_unpack("<I", data)]
+def numbers_in(data: bytes) -> list[int]:
+    """A column of uint32 out of its bytes."""
+    return [number for (number,) in struct.iter_unpack("<I", data)]
 
 
 def tables_in(tables: Sequence[pb.BlockTable]) -> list[list[int]]:
     """Tables out of their bytes."""
-    return [blocks_in(table.blocks) for table in tables]
+    return [numbers_in(table.blocks) for table in tables]
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from quire import (
     Reason,
     SnapshotEnd,
 )
+from quire.columns import pack_uint32
 from quire.errors import retry_after_s_of
 from quire.session import SessionLostError
 from quire.steps import Result, StepBuilder
@@ -238,7 +239,7 @@ async def test_an_answer_that_does_not_fit_the_step_is_an_internal_error(monkeyp
         assert scene.service is not None
 
         def apply_step(_pool: Pool, _arrays: Any, _now: float, reply: pb.StepReply) -> None:
-            reply.granted_grows.append(7)
+            reply.granted_grows = pack_uint32([7])
 
         with monkeypatch.context() as patch:
             patch.setattr("quire_allocator.steps.apply_step", apply_step)

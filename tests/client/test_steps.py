@@ -129,7 +129,9 @@ def test_an_empty_reply_says_that_everything_was_done_and_nothing_changed() -> N
 
 
 def test_only_grows_that_changed_a_table_have_blocks_and_others_none() -> None:
-    reply = pb.StepReply(granted_grows=[0, 2], block_counts=[1, 2, 3, 0], blocks=packed(7, 8, NULL_BLOCK, 1, 2, 3))
+    reply = pb.StepReply(
+        granted_grows=packed(0, 2), block_counts=packed(1, 2, 3, 0), blocks=packed(7, 8, NULL_BLOCK, 1, 2, 3)
+    )
     outcome = read_reply(three_grows(), reply, 2)
     tables = [[list(table) for table in grown.blocks] for grown in outcome.grows]
     assert tables == [[[7], [8, NULL_BLOCK]], [[], []], [[1, 2, 3], []]]
@@ -181,10 +183,10 @@ def test_swaps_name_the_sequence_of_their_commit() -> None:
         pb.StepReply(pending_token_counts=[1, 2]),
         pb.StepReply(grow_shortfalls=[1] * 4),
         pb.StepReply(victim_sequences=[1]),
-        pb.StepReply(granted_grows=[0], block_counts=[1]),
-        pb.StepReply(granted_grows=[0], block_counts=[1, 1], blocks=packed(1, 2)),
-        pb.StepReply(granted_grows=[3], block_counts=[1], blocks=packed(1)),
-        pb.StepReply(granted_grows=[0], block_counts=[1], blocks=packed(1)[:3]),
+        pb.StepReply(granted_grows=packed(0), block_counts=packed(1)),
+        pb.StepReply(granted_grows=packed(0), block_counts=packed(1, 1), blocks=packed(1, 2)),
+        pb.StepReply(granted_grows=packed(3), block_counts=packed(1), blocks=packed(1)),
+        pb.StepReply(granted_grows=packed(0), block_counts=packed(1), blocks=packed(1)[:3]),
         pb.StepReply(blocks=packed(1)),
         pb.StepReply(swap_operations=[0], swap_groups=[0], swap_indices=[0], swap_blocks=[0]),
         pb.StepReply(copy_sources=[1]),

@@ -18,7 +18,7 @@ from quire_allocator.core.blocks import Blocks, Namespace, Scoped
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.manager import Manager
 from quire_allocator.core.runs import Run, RunHit, RunScope, RunTree, common_positions
-from quire_allocator.core.spec import DIGEST_BYTES, NEVER, Copy, GroupSpec, PoolSpec, Swap
+from quire_allocator.core.spec import DIGEST_BYTES, NEVER, NO_BLOCKS, Copy, GroupSpec, PoolSpec, Swap
 from quire_allocator.core.usage import BlockStates, holders_of_runs
 
 
@@ -76,7 +76,7 @@ class FullAttentionManager(Manager):
         for shared in runs:
             self._blocks.policy.hit(shared)
         self.tree.hold(run)
-        return RunPart(scope, run, hit.token_count // self.block_size, array("I"))
+        return RunPart(scope, run, hit.token_count // self.block_size, NO_BLOCKS[:])
 
     def needed(self, part: RunPart, token_count: int, until: int) -> int:
         """Blocks to grant so that a sequence of `token_count` tokens can hold `until`."""
@@ -157,7 +157,7 @@ class FullAttentionManager(Manager):
 
     def fork(self, part: RunPart, committed: int) -> RunPart:
         """Shares what is committed."""
-        child = RunPart(part.scope, part.run, part.published, array("I"))
+        child = RunPart(part.scope, part.run, part.published, NO_BLOCKS[:])
         self.tree.hold(part.run)
         if committed > part.published * self.block_size:
             child.tail = part.tail[: self.width]

@@ -13,6 +13,7 @@ DIGEST_BYTES: Final = 32
 NULL_BLOCK: Final = 0xFFFFFFFF  # a table entry whose block was given back
 CHECKPOINTS_MAX_DEFAULT: Final = 16
 NEVER: Final = 1 << 62  # tokens: more than any sequence has
+NO_BLOCKS: Final = array("I")  # to be copied: half of what it costs to make an empty array by its type's letter
 
 
 class Result(enum.IntEnum):
@@ -155,7 +156,7 @@ class Grants:
         self.rows.append(row)
         self.counts.append(1)
         if self._singles is None:
-            self._singles = array("I")
+            self._singles = NO_BLOCKS[:]
             self.blocks.append(self._singles)
         self._singles.append(block)
 

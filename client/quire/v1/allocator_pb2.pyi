@@ -1166,8 +1166,15 @@ class StepReply(_message.Message):
     """The session, 16 bytes."""
     number: _builtins.int
     """The step answered."""
+    granted_grows: _builtins.bytes
+    """Indices of the grows that changed a table, rising. For each of them, per group (group fastest), how many ids in
+    `blocks` are its own: the *last* entries of the sequence's table, replacing what stood there; of a new sequence, the
+    whole table.
+    These three are uint32 little-endian, as the columns of a Step are.
+    """
+    block_counts: _builtins.bytes
     blocks: _builtins.bytes
-    """Block ids, uint32 little-endian, in that order; 0xFFFFFFFF for an entry without a block."""
+    """Block ids in that order; 0xFFFFFFFF for an entry without a block."""
     free_block_count: _builtins.int
     """Blocks that can be granted after this step (empty and cached)."""
     state_digest: _builtins.bytes
@@ -1200,15 +1207,6 @@ class StepReply(_message.Message):
     def matched_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Per grow: leading tokens that are shared with published blocks and need not be computed."""
 
-    @_builtins.property
-    def granted_grows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Indices of the grows that changed a table, rising. For each of them, per group (group fastest), how many ids in
-        `blocks` are its own: the *last* entries of the sequence's table, replacing what stood there; of a new sequence, the
-        whole table.
-        """
-
-    @_builtins.property
-    def block_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def copy_sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Copies to run before any write of this step: the whole page, in every buffer that holds a part of it."""
@@ -1251,8 +1249,8 @@ class StepReply(_message.Message):
         swap_indices: _abc.Iterable[_builtins.int] | None = ...,
         swap_blocks: _abc.Iterable[_builtins.int] | None = ...,
         matched_token_counts: _abc.Iterable[_builtins.int] | None = ...,
-        granted_grows: _abc.Iterable[_builtins.int] | None = ...,
-        block_counts: _abc.Iterable[_builtins.int] | None = ...,
+        granted_grows: _builtins.bytes = ...,
+        block_counts: _builtins.bytes = ...,
         blocks: _builtins.bytes = ...,
         copy_sources: _abc.Iterable[_builtins.int] | None = ...,
         copy_destinations: _abc.Iterable[_builtins.int] | None = ...,

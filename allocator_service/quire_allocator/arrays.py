@@ -12,6 +12,8 @@ from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.refusal import Refusal
 
 _NONE: Final = array("Q")
+_ID_BYTES: Final = 8  # of a sequence
+_NUMBER_BYTES: Final = 4  # of an entry of any other column
 _FRAME_BYTES: Final = 256  # of everything in a step but its columns, at most
 _NAME_FRAME_BYTES: Final = 8  # of one namespace, beside its characters of up to 4 bytes
 
@@ -60,7 +62,11 @@ class StepArrays:
     )
 
     def __init__(self, step: pb.Step) -> None:
-        """Raises Refusal (MALFORMED) where sequences and token counts do not go together."""
+        """Reads them.
+
+        Raises:
+            Refusal: MALFORMED, half an entry in a column, or sequences and token counts that do not go together.
+        """
         self.size_max = _FRAME_BYTES
         self.commit_sequences = self.commit_token_counts = self.commit_digest_counts = self.keep_token_counts = _NONE
         self.frees = self.parents = self.children = self.hold_ms = _NONE
@@ -77,12 +83,12 @@ class StepArrays:
         if step.HasField("commits"):
             self._read_commits(step.commits)
         if step.HasField("frees"):
-            self.frees = self._uint64(step.frees.sequences, "frees: sequences")
+            self.frees = self._column(step.frees.sequences, _ID_BYTES, "frees: sequences")
         if step.HasField("forks"):
             forks = step.forks
-            self.parents = self._uint64(forks.parents, "forks: parents")
-            self.children = self._uint64(forks.children, "forks: children")
-            self.hold_ms = self._uint32(forks.hold_ms, "forks: hold_ms")
+            self.parents = self._column(forks.parents, _ID_BYTES, "forks: parents")
+            self.children = self._column(forks.children, _ID_BYTES, "forks: children")
+            self.hold_ms = self._column(forks.hold_ms, _NUMBER_BYTES, "forks: hold_ms")
         if step.HasField("grows"):
             self._read_grows(step.grows)
 
@@ -93,20 +99,20 @@ class StepArrays:
 
     def _read_commits(self, commits: pb.CommitPhase) -> None:
         self.commit_sequences, self.commit_token_counts = self._rows(commits.sequences, commits.token_counts, "commits")
-        self.commit_digest_counts = self._uint32(commits.digest_counts, "commits: digest_counts")
+        self.commit_digest_counts = self._column(commits.digest_counts, _NUMBER_BYTES, "commits: digest_counts")
         self.commit_digest_data = commits.digests
-        self.keep_token_counts = self._uint32(commits.keep_token_counts, "commits: keep_token_counts")
+        self.keep_token_counts = self._column(commits.keep_token_counts, _NUMBER_BYTES, "commits: keep_token_counts")
         self.size_max += len(self.commit_digest_data)
 
     def _read_grows(self, grows: pb.GrowPhase) -> None:
         self.grow_sequences, token_counts = self._rows(grows.sequences, grows.token_counts, "grows")
         self.grow_token_counts = token_counts.tolist()
-        self.grow_digest_counts = self._uint32(grows.digest_counts, "grows: digest_counts")
+        self.grow_digest_counts = self._column(grows.digest_counts, _NUMBER_BYTES, "grows: digest_counts")
         self.grow_digest_data = grows.digests
-        self.namespace_indices = self._uint32(grows.namespace_indices, "grows: namespace_indices")
-        self.prompt_token_counts = self._uint32(grows.prompt_token_counts, "grows: prompt_token_counts")
-        self.priorities = self._uint32(grows.priorities, "grows: priorities")
-        self.defer_token_counts = self._uint32(grows.defer_token_counts, "grows: defer_token_counts")
+        self.namespace_indices = self._column(grows.namespace_indices, _NUMBER_BYTES, "grows: namespace_indices")
+        self.prompt_token_counts = self._column(grows.prompt_token_counts, _NUMBER_BYTES, "grows: prompt_token_counts")
+        self.priorities = self._column(grows.priorities, _NUMBER_BYTES, "grows: priorities")
+        self.defer_token_counts = self._column(grows.defer_token_counts, _NUMBER_BYTES, "grows: defer_token_counts")
         self.size_max += len(self.grow_digest_data)
         namespaces = grows.namespaces
         if namespaces:
@@ -116,21 +122,13 @@ class StepArrays:
     def _rows(self, sequences: bytes, token_counts: bytes, phase: str) -> tuple[array[int], array[int]]:
         if 2 * len(token_counts) != len(sequences):
             raise Refusal("MALFORMED", f"{phase}: 8 bytes of sequences and 4 of token_counts for each operation")
-        return self._uint64(sequences, phase), self._uint32(token_counts, phase)
+        return self._column(sequences, _ID_BYTES, phase), self._column(token_counts, _NUMBER_BYTES, phase)
 
-    def _uint64(self, data: bytes, column: str) -> array[int]:
-        """Most columns of most steps are empty."""
+    def _column(self, data: bytes, width: int, name: str) -> array[int]:
+        """Numbers of 4 or 8 bytes. Most columns of most steps are empty."""
         if not data:
             return _NONE
         self.size_max += len(data)
-        if len(data) % 8:
-            raise Refusal("MALFORMED", f"{column}: 8 bytes for each operation")
-        return unpack_uint64(data)
-
-    def _uint32(self, data: bytes, column: str) -> array[int]:
-        if not data:
-            return _NONE
-        self.size_max += len(data)
-        if len(data) % 4:
-            raise Refusal("MALFORMED", f"{column}: 4 bytes for each operation")
-        return unpack_uint32(data)
+        if len(data) % width:
+            raise Refusal("MALFORMED", f"{name}: {width} bytes for each operation")
+        return unpack_uint64(data) if width == _ID_BYTES else unpack_uint32(data)

@@ -107,13 +107,10 @@ def _deal(counts: Sequence[int], operations: int, data: bytes, phase: str) -> Se
     """Deals concatenated digests out to operations, each its own; empty where nobody gets any."""
     if not counts and not data:
         return ()
-    total = 0
-    for count in counts:
-        total += count
     if counts and len(counts) != operations:
         raise Refusal("MALFORMED", f"{phase}: one digest_count per sequence, or none at all")
     translate.digests(data)
-    if len(data) != DIGEST_BYTES * total:
+    if len(data) != DIGEST_BYTES * sum(counts):
         raise Refusal("MALFORMED", f"{phase}: digest_counts and digests disagree")
     if not data:
         return ()

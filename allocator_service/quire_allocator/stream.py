@@ -24,7 +24,6 @@ from quire.limits import HEARTBEAT_S
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits
-from quire_allocator.arrays import StepArrays
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.machine import Phase, SessionMachine
 from quire_allocator.translate import require
@@ -93,21 +92,20 @@ class SessionStream:
         else:
             replies = machine.receive(request, self._service.clock())
         seconds = time.perf_counter() - started
+        applied, numbers = machine.applied, None
+        if applied is not None and machine.owner is not None:  # here: once the answer is out the pool may be gone
+            numbers = self._service.telemetry.of(machine.owner.name)
         if self._beating is not None and machine.phase is not Phase.REPORTING:
             await self._stop_beating()
         try:
             for reply in replies:
                 await self._write(reply)
         finally:  # even if nobody hears the answer; its owner need not wait for it
-            if machine.applied is not None:
-                self._count(machine.applied, replies[0].step_reply, seconds)
+            if applied is not None and numbers is not None:
+                numbers.observe_step(applied, replies[0].step_reply, seconds)
                 machine.applied = None
         if self._beating is None and machine.phase is Phase.REPORTING:
             self._beating = asyncio.create_task(self._beat())
-
-    def _count(self, step: StepArrays, reply: pb.StepReply, seconds: float) -> None:
-        assert self._machine.owner is not None, "it has applied a step"
-        self._service.telemetry.of(self._machine.owner.name).observe_step(step, reply, seconds)
 
     async def _read_first(self) -> pb.SessionRequest | None:
         try:

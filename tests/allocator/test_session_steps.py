@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ from quire.columns import pack_uint32, pack_uint64
 from quire.errors import Reason
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
+from quire_allocator.stream import SessionStream
 
 from tests.allocator.compiled import IS_COMPILED
 from tests.allocator.harness import (
@@ -257,6 +258,23 @@ async def test_steps_are_counted_by_operation_and_result(allocator: Allocator) -
     numbers = allocator.service.telemetry.of("a")
     assert numbers.step_count == 1
     assert dict(numbers.operations) == {("grow", pb.RESULT_OK): 2, ("free", pb.RESULT_NOT_FOUND): 1}
+
+
+async def test_a_pool_that_is_dropped_while_an_answer_is_sent_leaves_no_counters(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = SessionStream._write
+
+    def drop_and_write(stream: SessionStream, reply: pb.SessionReply) -> Awaitable[None]:
+        if reply.HasField("step_reply"):
+            allocator.service.sessions.drop(allocator.service.directory.pool("a"))  # its lease has ended
+        return write(stream, reply)
+
+    owner = await StreamOwner.ready(allocator)
+    monkeypatch.setattr(SessionStream, "_write", drop_and_write)
+    await owner.step(grows=grows((1, 4, b"")))
+    await owner.hang_up()
+    assert "a" not in allocator.service.telemetry._pools
 
 
 # -- stream and unary --------------------------------------------------------------------------------------------------

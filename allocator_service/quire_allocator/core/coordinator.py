@@ -113,13 +113,12 @@ class Coordinator:
         Returns:
             Per group its block.
         """
+        if self.group_count == 1:
+            return (array("I", [self.append_one(sequence, token_count)]),)
         blocks = self._blocks.take(self.group_count)
         copies: list[Copy] = []
         before, sequence.token_count = sequence.token_count, token_count
         sequence.limit += self.digest_tokens
-        if self.group_count == 1:
-            self.managers[0].grow(sequence.parts[0], before, token_count, blocks, copies)
-            return (blocks,)
         first = 0
         for manager, part in zip(self.managers, sequence.parts):
             end = first + len(manager.groups)

@@ -1,9 +1,9 @@
 """What the session stream costs over an echo: the same messages' sizes, the same server flavour, the same CPU, in turn.
 
-The allocator and the echo (grpc.aio on uvloop, an answer as long as is asked for) are processes on one CPU, the clients
-share another. Steps are made beforehand, so that the wire and the server are measured; the row "through PoolSession"
-has building them and keeping the ledger, too. A step of 256 operations is an append for each of 256 sequences, 16 of
-which take a block.
+The allocator and the echo (grpc.aio on uvloop, an answer as long as is asked for) are processes with one CPU (`--cpu`),
+the clients have another. Steps are made beforehand, so that the wire and the server are measured; the row "through
+PoolSession" has building them and keeping the ledger, too. A step of 256 operations is an append for each of 256
+sequences, 16 of which take a block.
 
 CPU is that of a whole process for each message. The handler, from message to reply with the core in it, is measured
 twice: in this process, where nothing else runs in between; and in the server, by its own histogram of steps
@@ -33,6 +33,7 @@ from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 from quire import AsyncAllocatorClient
+from quire._serving.process import take_cpu
 from quire.local import ServerProcess
 from quire.steps import Result, StepBuilder
 from quire.types import PoolSpec
@@ -327,7 +328,7 @@ def main() -> None:
     """Measures and reports."""
     options = arguments()
     cpus = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, set(cpus[1:]) or set(cpus))
+    take_cpu(cpus[-1])
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:
         servers = Servers(Path(folder), cpus[0])
         try:

@@ -2,8 +2,8 @@
 
     python benchmarks/session_sides/echo.py --cpu 0
 
-The same flavour as the allocator: grpc.aio on uvloop, one process, the same options. Its first line of output is its
-port. The first four bytes of a message are the length of the answer, little-endian.
+The same flavour as the allocator: grpc.aio on uvloop, one process, the same engine and options. Its first line of
+output is its port. The first four bytes of a message are the length of the answer, little-endian.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ import gc
 import os
 from typing import Any
 
+import quire  # noqa: F401  # before grpc, whose engine it chooses
+
+# isort: split
 import grpc
 import uvloop
 from grpc import aio
+from quire._serving.process import take_cpu
 from quire.limits import MESSAGE_BYTES_MAX
 
 METHOD = "/benchmark.Echo/Stream"
@@ -48,10 +52,10 @@ async def _serve() -> None:
 def main() -> None:
     """Serves until standard input ends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", type=int, help="pin the process to this CPU")
+    parser.add_argument("--cpu", type=int, help="have this CPU for itself")
     cpu = parser.parse_args().cpu
     if cpu is not None:
-        os.sched_setaffinity(0, {cpu})
+        take_cpu(cpu)
     uvloop.run(_serve())
 
 

@@ -13,6 +13,7 @@ router keeps of a pool, `quire.local` starts both servers on this machine.
 
 from importlib.metadata import PackageNotFoundError, version
 
+import quire._engine  # noqa: F401  # before anything else imports grpc
 from quire._serving.process import UsageError
 from quire._streams import AsyncChunkStream, AsyncEventStream, ChunkStream, EventStream
 from quire.aio import AsyncAllocatorClient, AsyncClient, AsyncUnarySession

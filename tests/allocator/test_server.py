@@ -159,6 +159,25 @@ def test_a_lease_that_makes_no_sense_is_refused(lease: str, capsys: pytest.Captu
     assert said in capsys.readouterr().err
 
 
+def test_a_cpu_of_its_own_is_where_all_its_threads_run_without_interrupting_each_other(tmp_path: Path) -> None:
+    cpu = max(os.sched_getaffinity(0))
+    with started(tmp_path, "--cpu", str(cpu)) as running:
+        pid = running.process.pid
+        threads = {int(task.name): (task / "comm").read_text() for task in Path(f"/proc/{pid}/task").iterdir()}
+        own = [thread for thread, name in threads.items() if name == threads[pid]]  # not those of gRPC's library
+        assert len(own) >= 3  # the event loop, who completes calls, who serves metrics
+        assert {os.sched_getscheduler(thread) for thread in own} == {os.SCHED_BATCH}
+        assert {frozenset(os.sched_getaffinity(thread)) for thread in own} == {frozenset({cpu})}
+
+
+@pytest.mark.parametrize("cpu", ["-1", "1000000", "99999999999999999999"])
+def test_a_cpu_that_is_not_to_be_had_is_refused(cpu: str) -> None:
+    code, error = exit_of("--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", "--cpu", cpu)
+    assert code == 2
+    assert f"CPU {cpu} is not to be had" in error
+    assert "Traceback" not in error
+
+
 def test_an_allocator_serves_on_a_unix_socket(tmp_path: Path) -> None:
     address = f"unix://{tmp_path}/s"
     with started(tmp_path, "--listen", address, "--log-format", "json") as running:

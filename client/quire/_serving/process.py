@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -48,6 +49,24 @@ def read_token(path: str | None) -> str | None:
     if len(token) < TOKEN_CHARACTERS_MIN or not token.isprintable() or " " in token:
         raise UsageError(f"token file {path}: a token has at least {TOKEN_CHARACTERS_MIN} printable ASCII characters")
     return token
+
+
+def take_cpu(number: int) -> None:
+    """Runs on that CPU alone, which this process should have for itself. To be called before any thread is started.
+
+    As a batch process, too, where the system lets it: a message that arrives wakes gRPC's thread, and that would
+    interrupt the event loop, only to wait for the interpreter's lock. Where nobody interrupts, each of the two finishes
+    what there is to do: under load an order of magnitude fewer context switches, and half the CPU for each message.
+
+    Raises:
+        UsageError: there is no such CPU, or this process may not use it.
+    """
+    try:
+        os.sched_setaffinity(0, {number})
+    except (OSError, ValueError, OverflowError) as error:
+        raise UsageError(f"CPU {number} is not to be had: {error}") from None
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def write_ready_file(path: str | None, **values: object) -> None:

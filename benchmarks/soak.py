@@ -3,8 +3,8 @@
     python benchmarks/soak.py --minutes 5 --json
 
 The allocator is a process of its own. Its resident memory is read before and after each phase: bytes per cancelled
-stream after the first 2,000, which fill what is kept anyway; bytes per hour while sequences come and go, after a fifth
-of that phase. At the end every block must be free.
+stream, a watch or an owner's in turn, after the first 2,000, which fill what is kept anyway; bytes per hour while
+sequences come and go, after a fifth of that phase. At the end every block must be free.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from grpc import aio
 from quire import AsyncAllocatorClient, PoolSpec
 from quire.local import ServerProcess
 from quire.steps import StepBuilder
+from quire.v1 import allocator_pb2 as pb
+from quire.v1 import allocator_pb2_grpc as pb_grpc
 from report import Goal, add_output_arguments, core_build, publish
 
 BLOCKS = 4096
@@ -30,13 +32,36 @@ WARM_STREAMS = 2_000
 DIGESTS = [number.to_bytes(32, "big") for number in range(20_000)]
 
 
-async def cancel_streams(client: AsyncAllocatorClient, count: int) -> None:
-    """Opens watches, waits until each is served, and leaves it."""
-    for _ in range(count):
-        events = client.watch_events("soak")
+class Streams:
+    """Opens streams of both kinds, waits until each is served, and leaves it."""
+
+    def __init__(self, client: AsyncAllocatorClient, channel: aio.Channel) -> None:
+        self._client = client
+        self._sessions = pb_grpc.AllocatorServiceStub(channel)
+        group = pb.GroupSpec(kind=pb.GROUP_KIND_FULL_ATTENTION, block_size=16)
+        self._attach = pb.Attach(version=1, pool="hung-up", incarnation=bytes(range(16)), window=8)
+        self._attach.spec.CopyFrom(pb.PoolSpec(block_count=BLOCKS, groups=[group]))
+
+    async def cancel(self, count: int) -> None:
+        """So many, a watch and an owner's in turn."""
+        for _ in range(count // 2):
+            await self._watch()
+            await self._own()
+
+    async def _watch(self) -> None:
+        events = self._client.watch_events("soak")
         with contextlib.suppress(aio.AioRpcError):
             await anext(events)
         await events.aclose()
+
+    async def _own(self) -> None:
+        call = self._sessions.Session()
+        self._attach.epoch += 1
+        await call.write(pb.SessionRequest(attach=self._attach))
+        reply = await call.read()
+        assert isinstance(reply, pb.SessionReply), "the stream has ended"
+        assert reply.HasField("report_required")
+        call.cancel()
 
 
 async def churn(client: AsyncAllocatorClient, seconds: float) -> int:
@@ -75,13 +100,14 @@ async def measure(minutes: float) -> dict[str, float]:
         await asyncio.to_thread(server.wait_ready, deadline=time.monotonic() + 60)
         memory = psutil.Process(server.process.pid).memory_info
         try:
-            async with AsyncAllocatorClient(server.address) as client:
+            async with AsyncAllocatorClient(server.address) as client, aio.insecure_channel(server.address) as channel:
                 session = client.session("soak", PoolSpec.full_attention(block_count=64, block_size=16))
                 await session.open()
-                await cancel_streams(client, WARM_STREAMS)
+                hang_up = Streams(client, channel)
+                await hang_up.cancel(WARM_STREAMS)
                 before, started, streams = memory().rss, time.monotonic(), 0
                 while time.monotonic() < started + minutes * 30:
-                    await cancel_streams(client, 100)
+                    await hang_up.cancel(100)
                     streams += 100
                 per_stream = (memory().rss - before) / streams
                 await churn(client, minutes * 6)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 _VARIABLE: Final = "GRPC_EXPERIMENTS"
@@ -25,8 +25,11 @@ LAST_WITH_BOTH: Final = (1, 85)  # that is known
 
 
 def _has_both() -> bool:
-    major, minor, *_ = version("grpcio").split(".")
-    return (int(major), int(minor)) <= LAST_WITH_BOTH
+    try:
+        major, minor, *_ = version("grpcio").split(".")
+        return (int(major), int(minor)) <= LAST_WITH_BOTH
+    except (PackageNotFoundError, ValueError):  # built into something else, or of a form that nobody has seen yet
+        return False
 
 
 if "grpc" not in sys.modules and _VARIABLE not in os.environ and _has_both():

@@ -29,11 +29,11 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
-import grpc
 from grpc import aio
 
+from quire._ending import Ending
 from quire.backoff import Backoff
-from quire.errors import InternalError, QuireError, Reason, UnavailableError, from_rpc_error, jittered_s
+from quire.errors import InternalError, QuireError, Reason, UnavailableError, jittered_s
 from quire.ledger import Ledger
 from quire.limits import HEARTBEAT_S, SILENCE_S
 from quire.owner import LedgerLostError, Phase, PoolOwner, Verdict
@@ -215,6 +215,7 @@ class PoolSession:
         owner = self._owner
         self._silence.heard()  # it has as long as any other answer
         call = self._call = self._stub.Session(metadata=self._metadata, wait_for_ready=patient)
+        ending = Ending(call)
         try:
             if not await self._connection(call):
                 return None
@@ -224,7 +225,7 @@ class PoolSession:
             while owner.phase is not Phase.IDLE:
                 reply = await call.read()
                 if reply is aio.EOF:  # type: ignore[attr-defined]
-                    return await _status(call)
+                    return await ending.error()
                 self._take(reply)
                 if owner.outbox:
                     self._flush_soon()  # a report takes long to send, and the allocator is to be heard meanwhile
@@ -238,9 +239,9 @@ class PoolSession:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            return await _status(call)
+            return await ending.error()
         except (aio.AioRpcError, asyncio.InvalidStateError):
-            return await _status(call)
+            return await ending.error()
         return None
 
     async def _connection(self, call: Any) -> bool:
@@ -370,16 +371,3 @@ class PoolSession:
         for future in self._answers.values():
             future.cancel()
         self._answers.clear()
-
-
-async def _status(call: Any) -> QuireError | None:
-    """Why a call ended; None if it ended well, was cancelled here, or does not say."""
-    try:
-        async with asyncio.timeout(SILENCE_S):
-            code = await call.code()
-    except TimeoutError:
-        return None
-    if code in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED):
-        return None
-    details = await call.details()
-    return from_rpc_error(aio.AioRpcError(code, aio.Metadata(), await call.trailing_metadata(), details, details))

@@ -11,8 +11,10 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 import pytest
 from grpc import aio
+from quire._ending import Ending
 from quire._serving.reading import ReadingInterceptor
 from quire.columns import pack_uint32, pack_uint64
 from quire.errors import Reason, code_of, from_rpc_error
@@ -138,6 +140,7 @@ class StreamOwner:
 
     def __init__(self, allocator: Allocator) -> None:
         self.call = allocator.stub.Session()
+        self._ending = Ending(self.call)
         self.session_id = b""
         self.next_step = 1
 
@@ -156,11 +159,12 @@ class StreamOwner:
 
     async def receive(self) -> pb.SessionReply:
         """The next message; an error of the stream is raised here."""
-        reply = await self.call.read()
-        if reply is aio.EOF:
-            await self.end()
-            raise AssertionError("the server ended the stream without an error")
-        return reply
+        with contextlib.suppress(aio.AioRpcError):
+            reply = await self.call.read()
+            if reply is not aio.EOF:
+                return reply
+        await self.end()
+        raise AssertionError("the server ended the stream without an error")
 
     async def exchange(self, message: pb.SessionRequest) -> pb.SessionReply:
         """One message there, one back."""
@@ -202,14 +206,9 @@ class StreamOwner:
 
     async def end(self) -> None:
         """How the stream ended: nothing, or the error raised."""
-        code = await self.call.code()
-        if code.value[0] != 0:
-            raise aio.AioRpcError(
-                code,
-                await self.call.initial_metadata(),
-                await self.call.trailing_metadata(),
-                details=await self.call.details(),
-            )
+        status = await self._ending.status()
+        if status.code() is not grpc.StatusCode.OK:
+            raise status
 
 
 def grows(*operations: tuple[int, int, bytes]) -> pb.GrowPhase:

@@ -1,9 +1,9 @@
 """What the session stream costs over an echo: the same messages' sizes, the same server flavour, the same CPU, in turn.
 
 The allocator and the echo (grpc.aio on uvloop, an answer as long as is asked for) are processes with one CPU (`--cpu`),
-the clients have another. Steps are made beforehand, so that the wire and the server are measured; the row "through
-PoolSession" has building them and keeping the ledger, too. A step of 256 operations is an append for each of 256
-sequences, 16 of which take a block.
+the clients have another; between them is a Unix socket, or TCP (`--transport tcp`). Steps are made beforehand, so that
+the wire and the server are measured; the row "through PoolSession" has building them and keeping the ledger, too. A
+step of 256 operations is an append for each of 256 sequences, 16 of which take a block.
 
 CPU is that of a whole process for each message. The handler, from message to reply with the core in it, is measured
 twice: in this process, where nothing else runs in between; and in the server, by its own histogram of steps
@@ -60,6 +60,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=11, help="rounds, both sides in turn (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=400, help="messages of a side's turn (default: %(default)s)")
+    parser.add_argument(
+        "--transport", choices=("unix", "tcp"), default="unix", help="sockets of both sides (default: %(default)s)"
+    )
     add_output_arguments(parser)
     return parser.parse_args()
 
@@ -89,14 +92,17 @@ class Turn(NamedTuple):
 class Servers:
     """The allocator and the echo, on one CPU."""
 
-    def __init__(self, folder: Path, cpu: int) -> None:
-        command = {"--listen": "127.0.0.1:0", "--metrics": "127.0.0.1:0", "--cpu": str(cpu), "--lease": "3600"}
+    def __init__(self, folder: Path, cpu: int, transport: str) -> None:
+        listen = dict.fromkeys(("allocator", "echo"), "127.0.0.1:0")
+        if transport == "unix":
+            listen = {side: f"unix://{folder}/{side}" for side in listen}
+        command = {"--listen": listen["allocator"], "--metrics": "127.0.0.1:0", "--cpu": str(cpu), "--lease": "3600"}
         arguments = list(chain.from_iterable(command.items()))
         self.allocator = ServerProcess("quire_allocator", arguments, folder=folder, log=folder / "log")
-        script = [sys.executable, str(Path(echo.__file__)), "--cpu", str(cpu)]
+        script = [sys.executable, str(Path(echo.__file__)), "--cpu", str(cpu), "--listen", listen["echo"]]
         self._echo = subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._echo.stdout is not None
-        self.echo_address = f"127.0.0.1:{self._echo.stdout.readline().strip()}"
+        self.echo_address = self._echo.stdout.readline().strip()
         self.allocator.wait_ready(deadline=time.monotonic() + START_S)
         self.echo_clock = _cpu_clock(self._echo.pid)
         self.allocator_clock = _cpu_clock(self.allocator.process.pid)
@@ -330,7 +336,7 @@ def main() -> None:
     cpus = sorted(os.sched_getaffinity(0))
     take_cpu(cpus[-1])
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:
-        servers = Servers(Path(folder), cpus[0])
+        servers = Servers(Path(folder), cpus[0], options.transport)
         try:
             rows, goals = asyncio.run(measure(options, servers))
         finally:

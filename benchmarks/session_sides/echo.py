@@ -3,7 +3,7 @@
     python benchmarks/session_sides/echo.py --cpu 0
 
 The same flavour as the allocator: grpc.aio on uvloop, one process, the same engine and options. Its first line of
-output is its port. The first four bytes of a message are the length of the answer, little-endian.
+output is its address. The first four bytes of a message are the length of the answer, little-endian.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ async def _echo(_requests: Any, context: aio.ServicerContext[Any, Any]) -> None:
         await context.write(_ANSWER[: int.from_bytes(request[:4], "little")])
 
 
-async def _serve() -> None:
+async def _serve(listen: str) -> None:
     server = aio.server(options=[("grpc.max_receive_message_length", MESSAGE_BYTES_MAX), ("grpc.so_reuseport", 0)])
     service, _, method = METHOD[1:].partition("/")
     handler = grpc.stream_stream_rpc_method_handler(_echo)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(listen)
     await server.start()
     gc.freeze()
-    print(port, flush=True)
+    print(listen if listen.startswith("unix:") else f"127.0.0.1:{port}", flush=True)
     await asyncio.get_running_loop().run_in_executor(None, os.read, 0, 1)  # until whoever started it is gone
 
 
@@ -53,10 +53,11 @@ def main() -> None:
     """Serves until standard input ends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", type=int, help="have this CPU for itself")
-    cpu = parser.parse_args().cpu
-    if cpu is not None:
-        take_cpu(cpu)
-    uvloop.run(_serve())
+    parser.add_argument("--listen", default="127.0.0.1:0", help="address (default: %(default)s)")
+    options = parser.parse_args()
+    if options.cpu is not None:
+        take_cpu(options.cpu)
+    uvloop.run(_serve(options.listen))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,19 @@
 """What it costs a worker that its allocator is another process: tokens a second against the same core in process.
 
-Both sides are the worker's own engine on the demo model, with one thread of torch, in this process and in turn; they
-get the same prompts, new in every round. One has its blocks from an allocator process on another CPU, the other from
-the same state machines and the same core (`quire.owner`, `quire_allocator.machine`) by plain function calls. The
-smaller the model, the more the allocator weighs. Rounds are short and many: what differs is less than a machine that
-others use changes its speed by in a few seconds. Both sides are made anew several times, in turn: which memory an
-engine happens to get moves its speed by two in a hundred, whoever it is. The share of time spent waiting for the
-allocator is what the worker counts in `quire_worker_allocator_wait_seconds_total`, of longer rounds: all requests of a
-round come at once, when there is nothing to compute meanwhile.
+Both sides are the worker's own engine on the demo model, with one thread of torch, in this process; they get the same
+prompts, new in every round. One has its blocks from an allocator process on another CPU, the other from the same state
+machines and the same core (`quire.owner`, `quire_allocator.machine`) by plain function calls. The smaller the model,
+the more the allocator weighs.
+
+The sides take turns of their engines, one each, some 20 ms: a machine that others use changes its speed by 6 % from one
+moment to the next, however long the moments are, so only their number helps. Nothing of a side happens in the time of
+the other: a turn has ended when what it asked the allocator for is answered, also where the engine would not have
+waited. Both compute on one thread: of two, with heaps of their own, one may be faster by 7 %, whoever has it. Both
+sides are made anew several times.
+
+The share of time spent waiting for the allocator is what the worker counts in
+`quire_worker_allocator_wait_seconds_total`, of longer rounds of one side alone, that ends a turn when the engine does:
+all requests of a round come at once, when there is nothing to compute meanwhile.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from itertools import chain
 from pathlib import Path
@@ -61,7 +68,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--long-tokens", type=int, default=128, help="tokens to generate in a long round (default: %(default)s)"
     )
-    parser.add_argument("--repeat", type=int, default=12, help="rounds, both sides in turn (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=8, help="rounds, both sides together (default: %(default)s)")
     parser.add_argument("--makings", type=int, default=8, help="times both sides are made anew (default: %(default)s)")
     add_output_arguments(parser)
     return parser.parse_args()
@@ -89,6 +96,29 @@ class DirectSession:
         """Nothing is left behind."""
 
 
+class Answers:
+    """A session, and whether all that it was asked is answered."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self.complete = asyncio.Event()
+        self.complete.set()
+
+    @property
+    def connected(self) -> bool:
+        """Whether the session is."""
+        return bool(self._session.connected)
+
+    async def step(self, operations: StepBuilder) -> StepOutcome:
+        """Applies a step."""
+        self.complete.clear()
+        try:
+            outcome: StepOutcome = await self._session.step(operations)
+        finally:
+            self.complete.set()
+        return outcome
+
+
 class Round(NamedTuple):
     """One side's round: tokens a second, and the share of its turns spent waiting for the allocator."""
 
@@ -97,68 +127,81 @@ class Round(NamedTuple):
 
 
 class Side:
-    """An engine that runs, and the prompts it gets."""
+    """An engine whose turns are taken one at a time."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, answers: Answers) -> None:
         self._engine = engine
+        self._answers = answers
+        self._requests: list[Request] = []
+        self._left = self._tokens = 0
+        self._taken_s = self._waited_s = self._turns_s = 0.0
 
-    async def measure(self, prompts: list[list[int]], output_tokens: int) -> Round:
-        """All prompts at once."""
-        telemetry = self._engine.telemetry
-        waited, turns = telemetry.allocator_wait_s, telemetry.step_seconds.sum
+    @property
+    def is_done(self) -> bool:
+        """Whether every token of the round is there."""
+        return not self._left
+
+    def begin(self, prompts: list[list[int]], output_tokens: int) -> None:
+        """A round of these prompts, all at once."""
         sampling = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
-        started = time.perf_counter()
-        requests = [
+        telemetry = self._engine.telemetry
+        self._taken_s, self._waited_s, self._turns_s = 0.0, telemetry.allocator_wait_s, telemetry.step_seconds.sum
+        self._requests = [
             self._engine.submit(request_id="", prompt=prompt, sampling=sampling, namespace="") for prompt in prompts
         ]
-        counts = await asyncio.gather(*map(_collect, requests))
-        taken = time.perf_counter() - started
-        assert set(counts) == {output_tokens}
-        for request in requests:
+        self._left = self._tokens = len(prompts) * output_tokens
+
+    async def turn(self, *, until_answered: bool) -> None:
+        """One turn of the engine."""
+        started = time.perf_counter()
+        await self._engine.step()
+        if until_answered:
+            await self._answers.complete.wait()
+        self._taken_s += time.perf_counter() - started
+        for request in self._requests:
+            while not request.deliveries.empty():
+                delivery = request.deliveries.get_nowait()
+                if isinstance(delivery, QuireError):
+                    raise delivery
+                self._left -= len(delivery.token_ids)
+
+    async def end(self) -> Round:
+        """Frees everything; what the round was."""
+        telemetry = self._engine.telemetry
+        waiting = (telemetry.allocator_wait_s - self._waited_s) / (telemetry.step_seconds.sum - self._turns_s)
+        for request in self._requests:
             self._engine.cancel(request)
-        await self._engine.drained()
-        waiting = (telemetry.allocator_wait_s - waited) / (telemetry.step_seconds.sum - turns)
-        return Round(sum(counts) / taken, waiting)
-
-
-async def _collect(request: Request) -> int:
-    """Tokens until the last one."""
-    count = 0
-    while True:
-        delivery = await request.deliveries.get()
-        if isinstance(delivery, QuireError):
-            raise delivery
-        count += len(delivery.token_ids)
-        if delivery.is_last:
-            return count
+        while self._engine.scheduler.has_work:
+            await self._engine.step()
+        await self._answers.complete.wait()
+        return Round(self._tokens / self._taken_s, waiting)
 
 
 @asynccontextmanager
-async def side(model: PagedModel, session: Any, tokenizer: Tokenizer) -> AsyncIterator[Side]:
-    """A running engine on that session."""
-    cache = KVCache(model.cache_spec, BLOCKS)
-    scheduler = Scheduler(
-        block_size=BLOCK_SIZE,
-        sequence_tokens_max=min(model.max_position, BLOCKS * BLOCK_SIZE),
-        batch_tokens_max=512,
-        running_max=64,
-        ahead_tokens=64,
-    )
+async def side(
+    model: PagedModel, session: Any, tokenizer: Tokenizer, thread: ThreadPoolExecutor
+) -> AsyncIterator[Side]:
+    """An engine on that session and that thread."""
+    answers: Any = Answers(session)
     engine = Engine(
         model=model,
-        cache=cache,
+        cache=KVCache(model.cache_spec, BLOCKS),
         tokenizer=tokenizer,
-        session=session,
-        scheduler=scheduler,
+        session=answers,
+        scheduler=Scheduler(
+            block_size=BLOCK_SIZE,
+            sequence_tokens_max=min(model.max_position, BLOCKS * BLOCK_SIZE),
+            batch_tokens_max=512,
+            running_max=64,
+            ahead_tokens=64,
+        ),
         telemetry=WorkerTelemetry(),
         waiting_max=1024,
+        thread=thread,
     )
-    task = asyncio.create_task(engine.run())
     try:
-        yield Side(engine)
+        yield Side(engine, answers)
     finally:
-        engine.stop()
-        await task
         await session.close()
         engine.close()
 
@@ -166,8 +209,29 @@ async def side(model: PagedModel, session: Any, tokenizer: Tokenizer) -> AsyncIt
 Rounds = dict[str, list[Round]]  # by side
 
 
+async def together(sides: dict[str, Side], prompts: list[list[int]], output_tokens: int) -> dict[str, Round]:
+    """A round of both sides, that take turns; who is first changes from turn to turn."""
+    for each in sides.values():
+        each.begin(prompts, output_tokens)
+    order = list(sides.values())
+    while not all(each.is_done for each in order):
+        for each in order:
+            if not each.is_done:
+                await each.turn(until_answered=True)
+        order.reverse()
+    return {name: await each.end() for name, each in sides.items()}
+
+
+async def alone(each: Side, prompts: list[list[int]], output_tokens: int) -> Round:
+    """A round of one side."""
+    each.begin(prompts, output_tokens)
+    while not each.is_done:
+        await each.turn(until_answered=False)
+    return await each.end()
+
+
 async def measure(options: argparse.Namespace, address: str) -> tuple[Rounds, Rounds]:
-    """The short rounds and the long ones of both sides, in turn; who is made first and who begins changes."""
+    """The rounds of both sides together and the long ones of each alone; who is made first and who begins changes."""
     torch.set_num_threads(1)
     model = load_model(options.model, block_size=BLOCK_SIZE)
     tokenizer = Tokenizer(options.model)
@@ -175,22 +239,21 @@ async def measure(options: argparse.Namespace, address: str) -> tuple[Rounds, Ro
     short: Rounds = {"another process": [], "in process": []}
     long: Rounds = {name: [] for name in short}
 
-    async def take_turns(sides: dict[str, Side], count: int, output_tokens: int, rounds: Rounds) -> None:
-        for number in range(count):
-            prompts = [
-                [dice.randrange(1, model.vocab_size) for _ in range(options.prompt_tokens)]
-                for _ in range(options.requests)
-            ]
-            for name in sorted(sides, reverse=bool(number % 2)):
-                rounds[name].append(await sides[name].measure(prompts, output_tokens))
+    def prompts() -> list[list[int]]:
+        return [
+            [dice.randrange(1, model.vocab_size) for _ in range(options.prompt_tokens)] for _ in range(options.requests)
+        ]
 
     for making in range(options.makings):
         async with made(model, tokenizer, address, is_remote_first=bool(making % 2)) as sides:
             gc.collect()
             gc.freeze()
-            await take_turns(sides, 1, options.output_tokens, {name: [] for name in sides})  # for warming up
-            await take_turns(sides, options.repeat, options.output_tokens, short)
-            await take_turns(sides, 1, options.long_tokens, long)
+            await together(sides, prompts(), options.output_tokens)  # for warming up
+            for _ in range(options.repeat):
+                for name, its in (await together(sides, prompts(), options.output_tokens)).items():
+                    short[name].append(its)
+            for name, each in sides.items():
+                long[name].append(await alone(each, prompts(), options.long_tokens))
             gc.unfreeze()
     return short, long
 
@@ -199,15 +262,16 @@ async def measure(options: argparse.Namespace, address: str) -> tuple[Rounds, Ro
 async def made(
     model: PagedModel, tokenizer: Tokenizer, address: str, *, is_remote_first: bool
 ) -> AsyncIterator[dict[str, Side]]:
-    """Both sides, with caches of their own."""
+    """Both sides, with caches of their own, and one thread for both."""
     spec = PoolSpec.full_attention(block_count=BLOCKS, block_size=BLOCK_SIZE)
+    thread = ThreadPoolExecutor(1)
     async with AsyncAllocatorClient(address) as client, contextlib.AsyncExitStack() as stack:
         session = client.session("remote", spec)
         await session.open()
         sessions = [("another process", session), ("in process", DirectSession(spec))]
         sides = {}
         for name, each in sessions if is_remote_first else reversed(sessions):
-            sides[name] = await stack.enter_async_context(side(model, each, tokenizer))
+            sides[name] = await stack.enter_async_context(side(model, each, tokenizer, thread))
         yield sides
 
 

@@ -45,7 +45,10 @@ class Asked(NamedTuple):
 
 
 class Engine:
-    """Runs requests. `submit`, `cancel` and `step` are for the event loop that `run` is on."""
+    """Runs requests. `submit`, `cancel` and `step` are for the event loop that `run` is on.
+
+    The model runs on `thread`, an executor with one thread that engines may share and that `close` shuts down.
+    """
 
     def __init__(
         self,
@@ -57,6 +60,7 @@ class Engine:
         scheduler: Scheduler,
         telemetry: WorkerTelemetry,
         waiting_max: int,
+        thread: ThreadPoolExecutor | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model = model
@@ -67,7 +71,7 @@ class Engine:
         self.telemetry = telemetry
         self.waiting_max = waiting_max
         self._clock = clock
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="model")
         self._wake = asyncio.Event()
         self._open: set[Request] = set()
         self._changed = asyncio.Event()  # a request was ended

@@ -6,10 +6,10 @@ machines and the same core (`quire.owner`, `quire_allocator.machine`) by plain f
 the more the allocator weighs.
 
 The sides take turns of their engines, one each, some 20 ms: a machine that others use changes its speed by 6 % from one
-moment to the next, however long the moments are, so only their number helps. Nothing of a side happens in the time of
-the other: a turn has ended when what it asked the allocator for is answered, also where the engine would not have
-waited. Both compute on one thread: of two, with heaps of their own, one may be faster by 7 %, whoever has it. Both
-sides are made anew several times.
+moment to the next, however long the moments are, so only their number helps. Of a side only heartbeats happen in the
+time of the other: a turn has ended when what it asked the allocator for is answered, also where the engine would not
+have waited. Both compute on one thread: of two, with heaps of their own, one may be faster by 7 %, whoever has it. Both
+sides are made anew several times. The ratio that is printed is the median over rounds.
 
 The share of time spent waiting for the allocator is what the worker counts in
 `quire_worker_allocator_wait_seconds_total`, of longer rounds of one side alone, that ends a turn when the engine does:

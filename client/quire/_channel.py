@@ -25,7 +25,7 @@ from grpc import aio
 
 from quire._serving.address import is_local, is_unix
 from quire._serving.process import UsageError, read_token
-from quire.errors import QuireError, UnavailableError, from_rpc_error, jittered_s
+from quire.errors import InternalError, QuireError, UnavailableError, from_rpc_error, jittered_s
 from quire.limits import MESSAGE_BYTES_MAX
 from quire.tls import Tls, resolve_tls
 
@@ -95,6 +95,17 @@ def resolve_token(token: str | None) -> str | None:
 def resolve_address(address: str | None, variable: str, default: str) -> str:
     """The given address, or the environment variable's, or the default."""
     return address or os.environ.get(variable) or default
+
+
+def readable(message: ItemT | None) -> ItemT:
+    """The message. grpc.aio gives None for bytes that are none, where the other flavour fails the call.
+
+    Raises:
+        InternalError: it is None.
+    """
+    if message is None:
+        raise InternalError("what answers sends no messages of this protocol, or they arrive spoiled")
+    return message
 
 
 def _is_here(address: str) -> bool:
@@ -258,7 +269,7 @@ class AsyncLink(Link):
             QuireError: the call failed.
         """
         try:
-            return await method(request, timeout=self.deadline(timeout_s), metadata=self.metadata)
+            return readable(await method(request, timeout=self.deadline(timeout_s), metadata=self.metadata))
         except grpc.RpcError as error:
             raise self.translate(error, getattr(request, "request_id", None)) from None
 

@@ -16,7 +16,7 @@ import grpc
 from grpc import aio
 
 from quire import types
-from quire._channel import AsyncLink, Attempts, SyncLink
+from quire._channel import AsyncLink, Attempts, SyncLink, readable
 from quire._watch import Watch
 from quire.events import CacheEvent
 
@@ -107,7 +107,7 @@ class _AsyncStream(AsyncIterator[ItemT]):
             else:
                 if message is aio.EOF:  # type: ignore[attr-defined]
                     break
-                item = self._attempts.read(message)
+                item = self._attempts.read(readable(message))
                 if item is not None:
                     return item
         raise StopAsyncIteration

@@ -26,7 +26,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
 from grpc import aio
@@ -139,8 +139,11 @@ class PoolSession:
 
         Raises:
             QuireError: the allocator refuses for good (specification, version, token).
+            UnavailableError: the session was closed.
         """
-        self._tasks = [asyncio.create_task(self._keep_up()), asyncio.create_task(self._beat())]
+        if self._closing:
+            raise UnavailableError("the session is closed")
+        self._tasks = [asyncio.create_task(self._guarded(each())) for each in (self._keep_up, self._beat)]
         while not self._connected:
             await self._wait_for_change()
             if self._refusal is not None:
@@ -189,6 +192,18 @@ class PoolSession:
 
     # -- the stream ----------------------------------------------------------------------------------------------------
 
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        """What goes on by itself has nobody to tell: whoever waits hears of its end, a callback's error or ours."""
+        try:
+            await work
+        except Exception as error:
+            log.exception("the session of pool %s has ended", self.pool)
+            self._refusal = InternalError(f"the session has ended: {type(error).__name__}")
+            self._fail(self._owner.give_up_steps(), self._refusal)
+            with contextlib.suppress(Exception):  # the callback that raised may be called again
+                self._drop()
+            self._changed.set()
+
     async def _keep_up(self) -> None:
         """Attaches, serves, and attaches again until the session is closed."""
         backoff, patient = Backoff(*BACKOFF_S), False
@@ -226,6 +241,8 @@ class PoolSession:
                 reply = await call.read()
                 if reply is aio.EOF:  # type: ignore[attr-defined]
                     return await ending.error()
+                if reply is None:  # grpc's word for bytes that are no message
+                    return UnavailableError("what answers is no allocator, or its messages arrive spoiled")
                 self._take(reply)
                 if owner.outbox:
                     self._flush_soon()  # a report takes long to send, and the allocator is to be heard meanwhile

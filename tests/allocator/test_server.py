@@ -131,7 +131,7 @@ def test_only_unix_sockets_and_loopback_are_local(address: str, local: bool) -> 
     assert is_local(address) is local
 
 
-@pytest.mark.parametrize("address", ["", "7070", ":7070", "host:", "host:port", "host:65536", "host:-1"])
+@pytest.mark.parametrize("address", ["", "7070", ":7070", "host:", "host:port", "host:65536", "host:-1", "host:²"])
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(UsageError, match="is no address"):
         split(address)
@@ -185,6 +185,25 @@ def test_an_allocator_serves_on_a_unix_socket(tmp_path: Path) -> None:
         with grpc.insecure_channel(address) as channel:
             listed = pb_grpc.AllocatorServiceStub(channel).ListPools(pb.ListPoolsRequest(), timeout=WAIT_S)
         assert list(listed.pools) == []
+
+
+def test_a_unix_socket_in_use_is_said_so_and_stays_with_its_server_until_that_is_killed(tmp_path: Path) -> None:
+    address = f"unix://{tmp_path}/s"
+    (tmp_path / "second").mkdir()
+    with started(tmp_path, "--listen", address) as running:
+        code, printed = exit_of("--listen", address, "--metrics", "127.0.0.1:0")
+        assert (code, "another server listens there" in printed, "Traceback" in printed) == (2, True, False), printed
+        with grpc.insecure_channel(address) as channel:
+            pb_grpc.AllocatorServiceStub(channel).ListPools(pb.ListPoolsRequest(), timeout=WAIT_S)
+        running.process.kill()
+        running.process.wait()
+        with started(tmp_path / "second", "--listen", address), grpc.insecure_channel(address) as channel:
+            pb_grpc.AllocatorServiceStub(channel).ListPools(pb.ListPoolsRequest(), timeout=WAIT_S)
+
+
+def test_a_unix_socket_in_no_folder_is_refused(tmp_path: Path) -> None:
+    code, printed = exit_of("--listen", f"unix://{tmp_path}/none/s", "--metrics", "127.0.0.1:0")
+    assert (code, "cannot listen on" in printed, "Traceback" in printed) == (2, True, False), printed
 
 
 def test_the_address_of_an_ipv6_server_can_be_dialled(tmp_path: Path) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Final
+from typing import IO, Final
 
 import structlog
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client.registry import Collector
 
-from quire._serving.address import is_unix, require_safe
+from quire._serving.address import hold_socket, is_unix, require_safe
 from quire._serving.metrics import MetricsServer
 from quire._serving.process import UsageError, read_token, write_ready_file
 from quire._serving.reading import ReadingInterceptor
@@ -99,6 +99,7 @@ class Server:
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its stubs are older
         self._metrics: MetricsServer | None = None
         self._address = ""
+        self._socket: IO[str] | None = None
         self.grpc = aio.server(
             interceptors=[*([TokenInterceptor(self.token)] if self.token else []), ReadingInterceptor()],
             maximum_concurrent_rpcs=calls_max,
@@ -120,6 +121,7 @@ class Server:
             UsageError: an address is taken.
         """
         listen, metrics = self._options.listen, self._options.metrics
+        self._socket = hold_socket(listen)
         try:
             if self._tls is None:
                 port = self.grpc.add_insecure_port(listen)
@@ -164,6 +166,8 @@ class Server:
         await self.grpc.stop(grace=GRACE_S)
         if self._metrics is not None:
             self._metrics.close()
+        if self._socket is not None:
+            self._socket.close()
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", self._service_name):

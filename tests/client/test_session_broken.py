@@ -1,0 +1,155 @@
+"""Peers that send what is no message, and sessions whose own parts fail: whoever waits hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+from quire import AsyncAllocatorClient, AsyncClient
+from quire.errors import InternalError, QuireError, UnavailableError
+from quire.steps import StepBuilder
+from quire.types import PoolSpec
+from quire.v1 import allocator_pb2 as pb
+
+from tests.allocator.harness import running_allocator
+
+SPEC = PoolSpec.full_attention(block_count=10, block_size=16)
+NO_MESSAGE = b"\xff\xff\xff\xff"
+SOON_S = 10.0
+
+
+class Spoiler(grpc.GenericRpcHandler):
+    """An allocator of one pool that answers the first steps, or every attach, with bytes that are no message."""
+
+    def __init__(self, *, spoils_attach: bool) -> None:
+        self.seen: list[str] = []
+        self._spoils_attach = spoils_attach
+
+    def service(self, details: Any) -> Any:
+        """The Session stream, as bytes."""
+        return grpc.stream_stream_rpc_method_handler(self._answer)
+
+    async def _answer(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        async for data in requests:
+            request = pb.SessionRequest.FromString(data)
+            kind = request.WhichOneof("message")
+            self.seen.append(kind)
+            if kind == "step" or self._spoils_attach:
+                await context.write(NO_MESSAGE)
+            elif kind == "attach":
+                await context.write(pb.SessionReply(report_required=pb.ReportRequired()).SerializeToString())
+            elif kind == "report_end":
+                ready = pb.Ready(session_id=b"x" * 16, next_step=1, lease_ms=10_000)
+                await context.write(pb.SessionReply(ready=ready).SerializeToString())
+
+
+@asynccontextmanager
+async def spoiled(*, spoils_attach: bool) -> AsyncIterator[tuple[Spoiler, AsyncAllocatorClient]]:
+    """A server with that, and a client of it."""
+    spoiler, server = Spoiler(spoils_attach=spoils_attach), aio.server()
+    server.add_generic_rpc_handlers((spoiler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with AsyncAllocatorClient(f"127.0.0.1:{port}") as client:
+            yield spoiler, client
+    finally:
+        await server.stop(0)
+
+
+def grow() -> StepBuilder:
+    step = StepBuilder()
+    step.allocate(1, 16)
+    return step
+
+
+async def test_bytes_that_are_no_message_are_told_and_the_session_attaches_again() -> None:
+    told: asyncio.Queue[QuireError] = asyncio.Queue()
+    async with spoiled(spoils_attach=True) as (spoiler, client):
+        session = client.session("p", SPEC, on_wait=told.put_nowait)
+        opening = asyncio.create_task(session.open())
+        for _ in range(2):
+            error = await asyncio.wait_for(told.get(), SOON_S)
+            assert isinstance(error, UnavailableError)
+            assert "no allocator" in error.message
+        assert spoiler.seen.count("attach") >= 2
+        opening.cancel()
+        await session.close()
+
+
+async def test_a_step_whose_answer_is_no_message_is_sent_again() -> None:
+    async with spoiled(spoils_attach=False) as (spoiler, client):
+        session = client.session("p", SPEC)
+        await session.open()
+        answer = await session.submit(grow())
+        async with asyncio.timeout(SOON_S):
+            while spoiler.seen.count("attach") < 3:
+                await asyncio.sleep(0)
+        assert not answer.done()
+        await session.close()
+
+
+async def test_a_callback_that_raises_ends_the_session_for_those_who_wait() -> None:
+    def refuse(connected: bool) -> None:
+        raise RuntimeError("xyzzy")
+
+    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
+        session = client.session("p", SPEC)
+        session.on_change = refuse
+        with pytest.raises(InternalError, match="RuntimeError") as caught:
+            await asyncio.wait_for(session.open(), SOON_S)
+        assert "xyzzy" not in caught.value.message
+        await session.close()
+
+
+async def test_a_session_whose_client_is_closed_takes_no_step() -> None:
+    async with running_allocator() as allocator:
+        client = AsyncAllocatorClient(allocator.address)
+        session = client.session("p", SPEC)
+        await session.open()
+        await client.close()
+        with pytest.raises(QuireError):
+            await asyncio.wait_for(session.step(grow()), SOON_S)
+        await session.close()
+
+
+async def test_a_closed_session_is_not_opened_again() -> None:
+    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
+        session = client.session("p", SPEC)
+        await session.open()
+        await session.close()
+        with pytest.raises(UnavailableError, match="closed"):
+            await asyncio.wait_for(session.open(), SOON_S)
+
+
+class Gibberish(grpc.GenericRpcHandler):
+    """A server that answers every call with bytes that are no message."""
+
+    def service(self, details: Any) -> Any:
+        """One answer, of a stream or not."""
+        if details.method.endswith(("Generate", "WatchEvents")):
+            return grpc.unary_stream_rpc_method_handler(self._stream)
+        return grpc.unary_unary_rpc_method_handler(self._answer)
+
+    async def _answer(self, _request: bytes, _context: Any) -> bytes:
+        return NO_MESSAGE
+
+    async def _stream(self, _request: bytes, _context: Any) -> AsyncIterator[bytes]:
+        yield NO_MESSAGE
+
+
+async def test_calls_that_are_answered_with_no_message_fail_as_calls_do() -> None:
+    server = aio.server()
+    server.add_generic_rpc_handlers((Gibberish(),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    async with AsyncAllocatorClient(address) as allocator, AsyncClient(address) as worker:
+        for call in (allocator.list_pools(), worker.status(), worker.generate("x"), anext(allocator.watch_events("p"))):
+            with pytest.raises(InternalError):
+                await asyncio.wait_for(call, SOON_S)
+    await server.stop(0)

@@ -39,9 +39,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--lease", type=float, default=limits.LEASE_S, help="seconds of silence before a pool is dropped"
     )
-    parser.add_argument(
-        "--cpu", type=int, help="have this CPU for itself: under load a message costs a third less CPU"
-    )
+    parser.add_argument("--cpu", type=int, help="have this CPU for itself: under load a message costs a third less CPU")
     parser.add_argument(
         "--check-invariants", action="store_true", help="check every pool after every step; slow, for debugging"
     )

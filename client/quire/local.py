@@ -59,6 +59,7 @@ class ServerProcess:
         self.module = module
         self._log = log
         self._ready_file = folder / f"{module}.json"
+        self._ready_file.unlink(missing_ok=True)  # of a server that was there before
         self._ready: dict[str, Any] = {}
         command = [sys.executable, "-m", "quire._child", module, *arguments, "--ready-file", str(self._ready_file)]
         with contextlib.ExitStack() as files:

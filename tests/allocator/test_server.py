@@ -206,6 +206,13 @@ def test_a_unix_socket_in_no_folder_is_refused(tmp_path: Path) -> None:
     assert (code, "cannot listen on" in printed, "Traceback" in printed) == (2, True, False), printed
 
 
+@pytest.mark.parametrize("name", ["none/ready", "."])
+def test_a_ready_file_that_cannot_be_written_is_said_so(name: str, tmp_path: Path) -> None:
+    code, printed = exit_of("--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", "--ready-file", str(tmp_path / name))
+    assert (code, "cannot write the ready file" in printed, "Traceback" in printed) == (2, True, False), printed
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_address_of_an_ipv6_server_can_be_dialled(tmp_path: Path) -> None:
     try:
         with socket.socket(socket.AF_INET6) as probe:

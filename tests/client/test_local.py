@@ -41,6 +41,13 @@ def test_a_child_that_dies_at_once_is_noticed_with_the_end_of_its_log(tmp_path: 
     process.stop()
 
 
+def test_a_ready_file_of_a_server_that_was_there_before_is_not_believed(tmp_path: Path) -> None:
+    with allocator_process(tmp_path) as first:
+        pass
+    with allocator_process(tmp_path) as second:
+        assert second.metrics_address != first.metrics_address
+
+
 def test_a_child_that_never_serves_is_given_up(tmp_path: Path) -> None:
     process = child(tmp_path, "import threading; threading.Event().wait()")
     with pytest.raises(ServerFailedError, match="does not serve in time"):

@@ -36,6 +36,10 @@ def main() -> int:
     )
     parser.add_argument("--bug", choices=sorted(BUGS), help="plant this bug first")
     options = parser.parse_args()
+    if options.steps < 1 or options.pools < 0 or options.pools > options.steps:
+        parser.error("--steps must be 1 or more, --pools 0 to as many")
+    if options.fault_rate is not None and not 0 <= options.fault_rate <= 1:
+        parser.error("--fault-rate must be 0 to 1")
     pools = options.pools or max(1, options.steps // 5_000)
     totals, faults, violations = Counter[str](), Counter[str](), []
     started = time.perf_counter()

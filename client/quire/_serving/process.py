@@ -70,12 +70,21 @@ def take_cpu(number: int) -> None:
 
 
 def write_ready_file(path: str | None, **values: object) -> None:
-    """Tells a supervisor the addresses in use, as JSON, in one atomic step; nothing without a path."""
+    """Tells a supervisor the addresses in use, as JSON, in one atomic step; nothing without a path.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
     if path is None:
         return
     temporary = Path(f"{path}.{os.getpid()}")
-    temporary.write_text(json.dumps({**values, "pid": os.getpid()}))
-    temporary.replace(path)
+    try:
+        temporary.write_text(json.dumps({**values, "pid": os.getpid()}))
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise UsageError(f"cannot write the ready file {path}: {error.strerror}") from None
 
 
 def stop_event() -> asyncio.Event:

@@ -200,6 +200,9 @@ class PoolSession:
             log.exception("the session of pool %s has ended", self.pool)
             self._refusal = InternalError(f"the session has ended: {type(error).__name__}")
             self._fail(self._owner.give_up_steps(), self._refusal)
+            for task in self._tasks:
+                if task is not asyncio.current_task():
+                    task.cancel()  # neither goes on without the other
             with contextlib.suppress(Exception):  # the callback that raised may be called again
                 self._drop()
             self._changed.set()
@@ -342,10 +345,10 @@ class PoolSession:
 
     def _drop(self) -> None:
         """Cancels the call; who reads it notices."""
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
         self._set_connected(False)
-        if self._call is not None:
-            self._call.cancel()
-            self._call = None
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 

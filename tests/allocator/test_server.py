@@ -201,8 +201,9 @@ def test_a_unix_socket_in_use_is_said_so_and_stays_with_its_server_until_that_is
             pb_grpc.AllocatorServiceStub(channel).ListPools(pb.ListPoolsRequest(), timeout=WAIT_S)
 
 
-def test_a_unix_socket_in_no_folder_is_refused(tmp_path: Path) -> None:
-    code, printed = exit_of("--listen", f"unix://{tmp_path}/none/s", "--metrics", "127.0.0.1:0")
+@pytest.mark.parametrize("path", ["{}/none/s", "{}", ""])
+def test_a_unix_socket_that_cannot_be_is_refused(path: str, tmp_path: Path) -> None:
+    code, printed = exit_of("--listen", f"unix://{path.format(tmp_path)}", "--metrics", "127.0.0.1:0")
     assert (code, "cannot listen on" in printed, "Traceback" in printed) == (2, True, False), printed
 
 

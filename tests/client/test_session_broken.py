@@ -28,6 +28,7 @@ class Spoiler(grpc.GenericRpcHandler):
 
     def __init__(self, *, spoils_attach: bool) -> None:
         self.seen: list[str] = []
+        self.ended = asyncio.Event()
         self._spoils_attach = spoils_attach
 
     def service(self, details: Any) -> Any:
@@ -35,6 +36,12 @@ class Spoiler(grpc.GenericRpcHandler):
         return grpc.stream_stream_rpc_method_handler(self._answer)
 
     async def _answer(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        try:
+            await self._serve(requests, context)
+        finally:
+            self.ended.set()
+
+    async def _serve(self, requests: AsyncIterator[bytes], context: Any) -> None:
         async for data in requests:
             request = pb.SessionRequest.FromString(data)
             kind = request.WhichOneof("message")
@@ -104,6 +111,27 @@ async def test_a_callback_that_raises_ends_the_session_for_those_who_wait() -> N
         with pytest.raises(InternalError, match="RuntimeError") as caught:
             await asyncio.wait_for(session.open(), SOON_S)
         assert "xyzzy" not in caught.value.message
+        await session.close()
+
+
+async def test_a_session_that_ended_by_itself_leaves_its_stream_and_stays_ended() -> None:
+    was_lost = asyncio.Event()
+
+    def refuse(connected: bool) -> None:
+        if not connected:
+            was_lost.set()
+            raise RuntimeError
+
+    async with spoiled(spoils_attach=False) as (spoiler, client):
+        session = client.session("p", SPEC)
+        session.on_change = refuse
+        await session.open()
+        await asyncio.wait_for(was_lost.wait(), SOON_S)  # no heartbeat is answered
+        await asyncio.wait_for(spoiler.ended.wait(), SOON_S)
+        await asyncio.wait([asyncio.create_task(asyncio.Event().wait())], timeout=1.0)
+        assert spoiler.seen.count("attach") == 1
+        with pytest.raises(InternalError):
+            await asyncio.wait_for(session.step(grow()), SOON_S)
         await session.close()
 
 

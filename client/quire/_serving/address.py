@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
-from pathlib import Path
-from typing import IO
 
 from quire._serving.process import UsageError
 
@@ -25,32 +22,6 @@ def split(address: str) -> tuple[str, int]:
 def is_unix(address: str) -> bool:
     """Whether the address is a Unix socket."""
     return address.startswith("unix:")
-
-
-def hold_socket(address: str) -> IO[str] | None:
-    """Keeps a Unix socket for this process until what is returned is closed; other addresses the system keeps itself.
-
-    gRPC would take the path from whoever listens there already. The lock goes with the process, however it ends; its
-    file stays, because who removes it may remove that of a successor.
-
-    Raises:
-        UsageError: another process holds it, or the lock cannot be had.
-    """
-    if not is_unix(address):
-        return None
-    path = Path(address.removeprefix("unix:").removeprefix("//"))
-    lock = path.with_name(f"{path.name}.lock")
-    file = None
-    try:
-        file = lock.open("a")
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if file is not None:
-            file.close()
-        held = isinstance(error, BlockingIOError)
-        reason = "another server listens there" if held else f"{error.strerror}: {lock}"
-        raise UsageError(f"cannot listen on {address}: {reason}") from None
-    return file
 
 
 def is_local(address: str) -> bool:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import IO, Final
+from typing import Final
 
 import structlog
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client.registry import Collector
 
-from quire._serving.address import hold_socket, is_unix, require_safe
+from quire._serving.address import is_unix, require_safe
 from quire._serving.metrics import MetricsServer
 from quire._serving.process import UsageError, read_token, write_ready_file
 from quire._serving.reading import ReadingInterceptor
 from quire._serving.rpc import Authorize, TokenInterceptor, permit_as_certified, permit_everything
 from quire._serving.tls import ServerTls
+from quire._serving.unix_socket import hold_socket
 from quire.limits import MESSAGE_BYTES_MAX
 
 log = structlog.get_logger()
@@ -99,7 +100,7 @@ class Server:
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its stubs are older
         self._metrics: MetricsServer | None = None
         self._address = ""
-        self._socket: IO[str] | None = None
+        self._socket_lock: int | None = None
         self.grpc = aio.server(
             interceptors=[*([TokenInterceptor(self.token)] if self.token else []), ReadingInterceptor()],
             maximum_concurrent_rpcs=calls_max,
@@ -121,7 +122,8 @@ class Server:
             UsageError: an address is taken.
         """
         listen, metrics = self._options.listen, self._options.metrics
-        self._socket = hold_socket(listen)
+        if is_unix(listen):
+            self._socket_lock = hold_socket(listen)
         try:
             if self._tls is None:
                 port = self.grpc.add_insecure_port(listen)
@@ -166,8 +168,9 @@ class Server:
         await self.grpc.stop(grace=GRACE_S)
         if self._metrics is not None:
             self._metrics.close()
-        if self._socket is not None:
-            self._socket.close()
+        if self._socket_lock is not None:
+            os.close(self._socket_lock)
+            self._socket_lock = None
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", self._service_name):

@@ -9,7 +9,8 @@ The sides take turns of their engines, one each, some 20 ms: a machine that othe
 moment to the next, however long the moments are, so only their number helps. Of a side only heartbeats happen in the
 time of the other: a turn has ended when what it asked the allocator for is answered, also where the engine would not
 have waited. Both compute on one thread: of two, with heaps of their own, one may be faster by 7 %, whoever has it. Both
-sides are made anew several times. The ratio that is printed is the median over rounds.
+sides are made anew several times. The ratio that is printed, and kept beside the other process's rate, is the median
+over rounds, each of which is a pair.
 
 The share of time spent waiting for the allocator is what the worker counts in
 `quire_worker_allocator_wait_seconds_total`, of longer rounds of one side alone, that ends a turn when the engine does:
@@ -290,6 +291,9 @@ def main() -> None:
         finally:
             server.stop(grace_s=1.0)
     os.sched_setaffinity(0, cpus)
+    pairs = zip(rounds["another process"], rounds["in process"], strict=True)
+    ratio = statistics.median(remote.rate / direct.rate for remote, direct in pairs)
+    paired = ("another process", options.output_tokens)
     rows: list[dict[str, object]] = [
         {
             "allocator": name,
@@ -298,12 +302,11 @@ def main() -> None:
             "output_tokens": tokens,
             "tokens_per_s": round(statistics.median(each.rate for each in own), 1),
             "waiting_share": round(statistics.median(each.waiting for each in own), 5),
+            "rate_over_in_process": round(ratio, 4) if (name, tokens) == paired else "",
         }
         for tokens, sides in ((options.output_tokens, rounds), (options.long_tokens, long_rounds))
         for name, own in sides.items()
     ]
-    pairs = zip(rounds["another process"], rounds["in process"], strict=True)
-    ratio = statistics.median(remote.rate / direct.rate for remote, direct in pairs)
     waiting = statistics.median(each.waiting for each in long_rounds["another process"])
     goals = [
         Goal("tokens a second over gRPC, of those in process", ratio, 0.98, "higher"),

@@ -37,7 +37,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add_arguments(parser, listen="127.0.0.1:7070", metrics="127.0.0.1:9470")
     parser.add_argument(
-        "--lease", type=float, default=limits.LEASE_S, help="seconds of silence before a pool is dropped"
+        "--lease",
+        type=float,
+        default=limits.LEASE_S,
+        metavar="SECONDS",
+        help=f"of silence before a pool is dropped, {limits.LEASE_S_MIN:g} to {limits.LEASE_S_MAX:g}"
+        " (default: %(default)g)",
     )
     parser.add_argument("--cpu", type=int, help="have this CPU for itself: under load a message costs a third less CPU")
     parser.add_argument(

@@ -16,8 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 import quire._engine  # noqa: F401  # before anything else imports grpc
 from quire._serving.process import UsageError
 from quire._streams import AsyncChunkStream, AsyncEventStream, ChunkStream, EventStream
-from quire.aio import AsyncAllocatorClient, AsyncClient, AsyncUnarySession
-from quire.client import AllocatorClient, Client, UnarySession
+from quire.aio import AsyncAllocatorClient, AsyncClient
+from quire.client import AllocatorClient, Client
 from quire.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -57,6 +57,7 @@ from quire.types import (
     Usage,
     WorkerStatus,
 )
+from quire.unary import AsyncUnarySession, UnarySession
 from quire.views import (
     GroupUsage,
     NamespaceUsage,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import ClassVar, Self, Unpack
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -22,10 +20,11 @@ from quire._channel import (
 )
 from quire._streams import AsyncChunkStream, AsyncEventStream
 from quire._watch import Watch
+from quire.ahead import AHEAD_TOKENS
 from quire.errors import NotFoundError, QuireError
-from quire.session import PoolSession
-from quire.steps import Result
+from quire.session import WINDOW, PoolSession
 from quire.tls import Tls
+from quire.unary import AsyncUnarySession
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire.v1 import worker_pb2 as worker_pb
@@ -237,11 +236,19 @@ class AsyncAllocatorClient(_Connected):
         return AsyncUnarySession(self._link, self._stub, pool, reply)
 
     def session(
-        self, pool: str, spec: types.PoolSpec, *, on_wait: Callable[[QuireError], None] | None = None
+        self,
+        pool: str,
+        spec: types.PoolSpec,
+        *,
+        on_wait: Callable[[QuireError], None] | None = None,
+        window: int = WINDOW,
+        ahead_tokens: int = AHEAD_TOKENS,
     ) -> PoolSession:
         """Ownership of a pool over a stream, for engines; its `open` attaches.
 
-        `on_wait` is told why, whenever attaching has to be tried again. The session must be closed before this client.
+        `on_wait` is told why, whenever attaching has to be tried again. At most `window` steps (1 to 8) are unanswered
+        at a time; a sequence that decodes is to have room for `ahead_tokens` beyond its next one (`quire.ahead`). The
+        session must be closed before this client.
         """
         explain, tell = self._link.explain, on_wait
         return PoolSession(
@@ -251,141 +258,11 @@ class AsyncAllocatorClient(_Connected):
             metadata=self._link.metadata,
             on_wait=None if tell is None else lambda error: tell(explain(error)),
             reconnect=self._reconnect,
+            window=window,
+            ahead_tokens=ahead_tokens,
         )
 
     async def _reconnect(self) -> pb_grpc.AllocatorServiceAsyncStub:
         await self._link.reconnect()
         self._stub = pb_grpc.AllocatorServiceStub(self._link.channel)
         return self._stub
-
-
-class AsyncUnarySession:
-    """Ownership of one pool without a stream; leaving the `async with` block gives it back.
-
-    The allocator drops the pool after `lease_ms` without a call. Each operation takes a `request_id`, a new one by
-    default: repeated with the same id and content it returns the first answer and does nothing.
-    """
-
-    def __init__(
-        self, link: AsyncLink, stub: pb_grpc.AllocatorServiceAsyncStub, pool: str, opened: pb.OpenSessionResponse
-    ) -> None:
-        self.pool = pool
-        self.session_id = opened.session_id
-        self.lease_ms = opened.lease_ms
-        self._link = link
-        self._stub = stub
-
-    async def allocate(
-        self,
-        sequence_id: int,
-        token_count: int,
-        digests: bytes | Iterable[bytes] = (),
-        namespace: str = "",
-        *,
-        prompt_token_count: int = 0,
-        priority: int = 0,
-        defer_token_count: int = 0,
-        request_id: str | None = None,
-        timeout_s: float | None = None,
-    ) -> types.Allocation:
-        """A new sequence that shares what `digests` hit: OK, NO_SPACE, EXISTS, TOO_LONG, PENDING or QUOTA.
-
-        Args:
-            sequence_id: higher than every earlier one.
-            token_count: tokens to hold, at least 1; it holds more where more of a longer prompt is shared.
-            digests: of the prompt's blocks in order, as many as may be shared; one by one or concatenated.
-            namespace: prefixes are shared inside it.
-            prompt_token_count: length of the whole prompt, where `token_count` is only its first chunk: it is let in
-                only if all of it would fit, and the rest is kept free from later admissions.
-            priority: for a sequence of one priority none of a higher one is ever named as a victim.
-            defer_token_count: answer PENDING if others are computing at least so many tokens of its prefix; 0: never.
-            request_id: of this operation; see above.
-            timeout_s: for this call.
-        """
-        request = messages.allocate_request(
-            self.session_id,
-            request_id,
-            digests=digests,
-            namespace=namespace,
-            sequence_id=sequence_id,
-            token_count=token_count,
-            prompt_token_count=prompt_token_count,
-            priority=priority,
-            defer_token_count=defer_token_count,
-        )
-        return messages.allocation(await self._link.call(self._stub.Allocate, request, timeout_s))
-
-    async def grow(
-        self, sequence_id: int, token_count: int, *, request_id: str | None = None, timeout_s: float | None = None
-    ) -> types.Growth:
-        """Room for `token_count` tokens of a live sequence: OK, NO_SPACE, NOT_FOUND, TOO_LONG or QUOTA."""
-        request = messages.grow_request(self.session_id, request_id, sequence_id, token_count)
-        return messages.growth(await self._link.call(self._stub.Grow, request, timeout_s))
-
-    async def fork(
-        self,
-        parent_id: int,
-        child_id: int,
-        *,
-        hold_ms: int = 0,
-        request_id: str | None = None,
-        timeout_s: float | None = None,
-    ) -> Result:
-        """A new sequence (ids only rise) that shares every computed block of a live one.
-
-        OK, NOT_FOUND, EXISTS, or UNCOMMITTED: a pool with STATE groups, and a parent with granted tokens that are not
-        committed. With `hold_ms`, up to a day, it is a hold: nobody writes to it, and after so many milliseconds it is
-        freed by itself.
-        """
-        request = messages.fork_request(self.session_id, request_id, parent_id, child_id, hold_ms)
-        return Result((await self._link.call(self._stub.Fork, request, timeout_s)).result)
-
-    async def commit(
-        self,
-        sequence_id: int,
-        token_count: int,
-        digests: bytes | Iterable[bytes] = (),
-        *,
-        keep_token_count: int = 0,
-        request_id: str | None = None,
-        timeout_s: float | None = None,
-    ) -> types.CommitOutcome:
-        """Tokens up to `token_count` are computed: OK, NOT_FOUND or TOO_LONG.
-
-        One digest for each `block_size` of the pool that this fills publishes them, another number is MALFORMED. With
-        `keep_token_count`, blocks that are not needed to hold so many tokens, nor `token_count`, are given back: those
-        granted ahead for draft tokens that were not accepted.
-        """
-        request = messages.commit_request(
-            self.session_id,
-            request_id,
-            digests=digests,
-            sequence_id=sequence_id,
-            token_count=token_count,
-            keep_token_count=keep_token_count,
-        )
-        return messages.commit_outcome(sequence_id, await self._link.call(self._stub.Commit, request, timeout_s))
-
-    async def free(self, sequence_id: int, *, request_id: str | None = None, timeout_s: float | None = None) -> Result:
-        """Drops a sequence."""
-        request = messages.free_request(self.session_id, request_id, sequence_id)
-        return Result((await self._link.call(self._stub.Free, request, timeout_s)).result)
-
-    async def keep_alive(self, *, timeout_s: float | None = None) -> int:
-        """Renews the lease and returns its length in milliseconds; every other call renews it too."""
-        request = pb.KeepAliveRequest(session_id=self.session_id)
-        return (await self._link.call(self._stub.KeepAlive, request, timeout_s)).lease_ms
-
-    async def close(self, *, timeout_s: float | None = None) -> None:
-        """Gives the pool back; closing twice is no error."""
-        await self._link.call(self._stub.CloseSession, pb.CloseSessionRequest(session_id=self.session_id), timeout_s)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
-    ) -> None:
-        # What went wrong inside the block must not be hidden by a failure to close; the lease ends by itself.
-        with contextlib.suppress(QuireError) if error is not None else contextlib.nullcontext():
-            await self.close()

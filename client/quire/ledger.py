@@ -61,12 +61,20 @@ class LedgerSequence:
 
 
 class Ledger:
-    """One pool of that specification."""
+    """One pool of that specification.
+
+    Attributes:
+        sequences: live ones, by rising id.
+        pages: what they carry.
+        free_block_count: blocks that could be granted after the last answer, empty and cached.
+        last_sequence_id: highest so far.
+    """
 
     def __init__(self, spec: pb.PoolSpec) -> None:
         self.groups = list(spec.groups)
         self.sequences: dict[int, LedgerSequence] = {}
         self.pages = Pages()
+        self.free_block_count = spec.block_count
         self.last_sequence_id = 0
         self._digest_tokens = min(group.block_size for group in spec.groups)
         sizes = [group.block_size for group in spec.groups if group.kind != _STATE]
@@ -78,6 +86,7 @@ class Ledger:
     def apply(self, step: pb.Step, outcome: StepOutcome, now: float) -> None:
         """Takes in what a step did; once for every step, in order."""
         self._step, self._operation = step.number, -1
+        self.free_block_count = outcome.free_block_count
         for sequence_id in outcome.expired_holds:
             self._next_operation()
             self._free(self.sequences.pop(sequence_id))

@@ -29,9 +29,8 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
-from grpc import aio
-
-from quire._ending import Ending
+from quire._call import EndedError, SessionCall
+from quire.ahead import AHEAD_TOKENS, RoomAhead
 from quire.backoff import Backoff
 from quire.errors import InternalError, QuireError, Reason, UnavailableError, jittered_s
 from quire.ledger import Ledger
@@ -65,8 +64,10 @@ class PoolSession:
         reconnect: gives another stub, on a new connection, where nothing is heard on the old one any more; without it
             a connection whose other end vanished is left only when TCP gives it up.
         window: steps that may be unanswered at a time, 1 to 8.
+        ahead_tokens: for which a sequence that decodes is to have room beyond its next token.
 
     Attributes:
+        ahead: asks for room ahead, so that decoding goes on through an outage; see `quire.ahead`.
         on_change: called with whether a stream is up, whenever that changes.
     """
 
@@ -80,6 +81,7 @@ class PoolSession:
         on_wait: Callable[[QuireError], None] | None = None,
         reconnect: Callable[[], Awaitable[Any]] | None = None,
         window: int = WINDOW,
+        ahead_tokens: int = AHEAD_TOKENS,
     ) -> None:
         self.pool = pool
         self.spec = spec
@@ -89,7 +91,8 @@ class PoolSession:
         self._reconnect = reconnect
         self._on_wait = on_wait or (lambda error: log.info("waiting for the allocator: %s", error))
         self._owner = PoolOwner(pool, spec, incarnation=secrets.token_bytes(16), window=window)
-        self._call: aio.StreamStreamCall[pb.SessionRequest, pb.SessionReply] | None = None
+        self.ahead = RoomAhead(self._owner, ahead_tokens)
+        self._call: SessionCall | None = None
         self._connected = False
         self._lost = False
         self._closing = False
@@ -232,53 +235,25 @@ class PoolSession:
         connection: once it is known why there was none, a pause of our own would only add to the outage."""
         owner = self._owner
         self._silence.heard()  # it has as long as any other answer
-        call = self._call = self._stub.Session(metadata=self._metadata, wait_for_ready=patient)
-        ending = Ending(call)
+        call = self._call = SessionCall(self._stub.Session(metadata=self._metadata, wait_for_ready=patient))
         try:
-            if not await self._connection(call):
-                return None
+            await call.connect()
             self._silence.heard()
             owner.attach()
             await self._flush()
             while owner.phase is not Phase.IDLE:
-                reply = await call.read()
-                if reply is aio.EOF:  # type: ignore[attr-defined]
-                    return await ending.error()
-                if reply is None:  # grpc's word for bytes that are no message
-                    return UnavailableError("what answers is no allocator, or its messages arrive spoiled")
-                self._take(reply)
+                self._take(await call.read())
                 if owner.outbox:
                     self._flush_soon()  # a report takes long to send, and the allocator is to be heard meanwhile
+        except EndedError as ended:
+            return ended.said
         except LedgerLostError as error:
             log.error("the pool begins anew: %s", error)
             self._lost = not self._answers
             self._fail(list(self._answers), SessionLostError())
         except InternalError as error:
             self._fail_oldest(error)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            return await ending.error()
-        except (aio.AioRpcError, asyncio.InvalidStateError):
-            return await ending.error()
         return None
-
-    async def _connection(self, call: Any) -> bool:
-        """Waits until there is one, or the call has failed; False if the call was given up meanwhile.
-
-        Nothing may be written before: gRPC never wakes who waits to write on a call that is cancelled while it has no
-        connection.
-        """
-        connecting = asyncio.create_task(call.wait_for_connection())
-        try:
-            while not connecting.done() and call is self._call:
-                await asyncio.wait([connecting], timeout=HEARTBEAT_S / TICKS_PER_HEARTBEAT)
-        finally:
-            if not connecting.cancel():  # it has ended; what it raised is what the call says, too
-                with contextlib.suppress(asyncio.CancelledError):
-                    connecting.exception()
-        return call is self._call
 
     def _take(self, reply: pb.SessionReply) -> None:
         """One message of the current stream."""
@@ -298,10 +273,9 @@ class PoolSession:
     async def _flush(self) -> None:
         """Sends what is in the outbox. What goes wrong is told to who reads."""
         call, outbox = self._call, self._owner.outbox
-        with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
-            async with self._sending:
-                while outbox and call is not None and call is self._call:
-                    await call.write(outbox.popleft())
+        async with self._sending:
+            while outbox and call is not None and call is self._call and await call.write(outbox.popleft()):
+                pass
 
     def _flush_soon(self) -> None:
         flush = asyncio.create_task(self._flush())

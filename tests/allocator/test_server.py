@@ -150,6 +150,11 @@ def test_a_port_in_use_is_said_so() -> None:
             assert (code, message in printed, "Traceback" in printed) == (2, True, False), printed
 
 
+def test_metrics_on_a_unix_socket_are_refused(tmp_path: Path) -> None:
+    code, printed = exit_of("--listen", "127.0.0.1:0", "--metrics", f"unix://{tmp_path}/m")
+    assert (code, "write host:port" in printed, "Traceback" in printed) == (2, True, False), printed
+
+
 @pytest.mark.parametrize("lease", ["0", "-1", "0.099", "nan", "inf", "86401", "soon"])
 def test_a_lease_that_makes_no_sense_is_refused(lease: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

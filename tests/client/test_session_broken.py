@@ -12,6 +12,7 @@ import pytest
 from grpc import aio
 from quire import AsyncAllocatorClient, AsyncClient
 from quire.errors import InternalError, QuireError, UnavailableError
+from quire.session import WINDOW
 from quire.steps import StepBuilder
 from quire.types import PoolSpec
 from quire.v1 import allocator_pb2 as pb
@@ -55,10 +56,25 @@ class Spoiler(grpc.GenericRpcHandler):
                 await context.write(pb.SessionReply(ready=ready).SerializeToString())
 
 
+class Deaf(Spoiler):
+    """The same, and on its first stream it reads and says nothing once that is open."""
+
+    async def _serve(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        await super()._serve(requests if "report_end" in self.seen else self._until_open(requests), context)
+
+    async def _until_open(self, requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        async for data in requests:
+            yield data
+            if pb.SessionRequest.FromString(data).HasField("report_end"):
+                await asyncio.Future()
+
+
 @asynccontextmanager
-async def spoiled(*, spoils_attach: bool) -> AsyncIterator[tuple[Spoiler, AsyncAllocatorClient]]:
+async def spoiled(
+    *, spoils_attach: bool, kind: type[Spoiler] = Spoiler
+) -> AsyncIterator[tuple[Spoiler, AsyncAllocatorClient]]:
     """A server with that, and a client of it."""
-    spoiler, server = Spoiler(spoils_attach=spoils_attach), aio.server()
+    spoiler, server = kind(spoils_attach=spoils_attach), aio.server()
     server.add_generic_rpc_handlers((spoiler,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -98,6 +114,20 @@ async def test_a_step_whose_answer_is_no_message_is_sent_again() -> None:
             while spoiler.seen.count("attach") < 3:
                 await asyncio.sleep(0)
         assert not answer.done()
+        await session.close()
+
+
+async def test_steps_that_are_being_written_when_their_stream_is_left_are_sent_on_the_next_one() -> None:
+    async with spoiled(spoils_attach=False, kind=Deaf) as (spoiler, client):
+        session = client.session("p", SPEC)
+        await session.open()
+        step = StepBuilder()
+        step.allocate(1, 16, bytes(1_900_000 // 32 * 32))
+        async with asyncio.timeout(SOON_S):
+            answers = [await session.submit(step) for _ in range(WINDOW)]  # the last ones find no way out
+            while "step" not in spoiler.seen:
+                await asyncio.sleep(0)
+        assert not any(answer.done() for answer in answers)
         await session.close()
 
 

@@ -51,3 +51,15 @@ def test_the_demo_runs_and_prints_what_sharing_saved() -> None:
         assert 0 < int(cached) < int(prompt)
         assert 0 < int(used) < int(separate)
     assert "0 blocks held" in done.stdout
+
+
+def test_an_engine_of_ones_own_decodes_on_while_its_allocator_is_dead() -> None:
+    done = subprocess.run(
+        [sys.executable, "examples/own_engine.py"], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("32 of 41 tokens were in the pages already") == 3
+    alone = re.search(r"(\d+) tokens of 5 sequences were computed while there was no allocator", done.stdout)
+    assert alone is not None
+    assert int(alone[1]) >= 100, "64 each, less what was used while the next block was asked for"
+    assert "all 5 texts are those that are computed without pages" in done.stdout

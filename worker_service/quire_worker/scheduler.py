@@ -14,7 +14,7 @@ Pure: no torch, grpc, clock or randomness. One turn of the engine:
     4. extend    one more token was sampled; finish says why a sample ends
 
 Order is by age, always: the oldest sample is asked for first and preempted last, so it always gets on. Who is let in is
-decided in `admission.py`, how many blocks are asked for ahead in `ahead.py`; who is where is kept in `roster.py`.
+decided in `admission.py`, how many blocks are asked for ahead in `quire.ahead`; who is where is kept in `roster.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable, Sequence
 
+from quire.ahead import Decoding, Unit, give_back, needs_of
 from quire.columns import unpack_uint64
 from quire.steps import Copy, GrowOutcome, Result, StepOutcome
 
@@ -85,7 +86,7 @@ class Scheduler(Roster):
         missing = len(plan.grows) - (self._free_block_count or 0) - freed_ahead
         admissions = self._choose(budget, None if room is None else room + freed_ahead - len(plan.grows))
         missing += self._let_in(plan, admissions)
-        self._commit(plan, filled, ahead.give_back(self.running + self.leaving, missing, self.block_size))
+        self._commit(plan, filled, self._given_back(missing))
         return plan
 
     def plan_without_asking(self) -> Plan:
@@ -129,7 +130,7 @@ class Scheduler(Roster):
         filled = self._take_filled()
         self._commit(plan, filled, {})
         free = (self._free_block_count or 0) + self._free(plan)
-        admissions = self._choose(budget, free - sum(each.lacks_block for each in samples))
+        admissions = self._choose(budget, free - sum(each.lacks_room for each in samples))
         for sample, token_count in self._needs_of(samples, free - sum(each.block_count for each in admissions)):
             self._grow(plan, sample, token_count)
         self._let_in(plan, admissions)
@@ -261,8 +262,15 @@ class Scheduler(Roster):
         held = sum(ahead.block_count_of(sample, self.block_size) for sample in self.running + self.leaving)
         return self._free_block_count + held
 
-    def _needs_of(self, samples: Sequence[ahead.GoesOn], free_block_count: int) -> list[tuple[Sample, int]]:
-        return ahead.needs_of(samples, free_block_count, ahead_tokens=self.ahead_tokens, block_size=self.block_size)
+    def _needs_of(self, samples: Sequence[Decoding[Sample]], free_block_count: int) -> list[tuple[Sample, int]]:
+        return needs_of(samples, free_block_count, ahead_tokens=self.ahead_tokens, unit=Unit(self.block_size))
+
+    def _given_back(self, block_count: int) -> dict[Sample, int]:
+        """Who gives back so many blocks that it holds ahead, and for how many tokens each keeps room."""
+        if block_count <= 0:
+            return {}
+        holders = [(sample, sample.granted, len(sample.tokens)) for sample in self.running + self.leaving]
+        return give_back(holders, block_count, Unit(self.block_size))
 
     def _choose(self, budget: int, free_block_count: int | None) -> list[Admission]:
         room = Room(

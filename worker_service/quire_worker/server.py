@@ -19,6 +19,7 @@ import torch
 from quire._serving import logs
 from quire._serving.process import UsageError, stop_event
 from quire._serving.server import Server, add_arguments
+from quire.ahead import AHEAD_TOKENS
 from quire.aio import AsyncAllocatorClient
 from quire.errors import QuireError
 from quire.session import PoolSession
@@ -88,7 +89,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--grant-ahead-tokens",
         type=int,
-        default=64,
+        default=AHEAD_TOKENS,
         help="tokens that each sample has room for beyond its next one, where blocks are free: so many it decodes while"
         " the allocator is away; 0: none (default: %(default)s)",
     )

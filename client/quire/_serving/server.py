@@ -93,6 +93,8 @@ class Server:
         verified = self._tls is not None and self._tls.verifies_clients
         self.authorize: Authorize = permit_as_certified if verified else permit_everything
         known = self.token is not None or verified
+        if is_unix(options.metrics):
+            raise UsageError(f"--metrics {options.metrics}: Prometheus scrapes no Unix socket; write host:port")
         for address in (options.listen, options.metrics):
             require_safe(address, encrypted=self._tls is not None, authenticated=known)
         self._options = options

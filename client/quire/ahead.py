@@ -1,0 +1,178 @@
+"""Room for tokens to come, so that decoding goes on while the allocator is slow, or gone.
+
+Of a sequence that decodes, in tokens, with `length` its tokens (the one that is being sampled is one of them) and
+`last` those that it can ever compute:
+
+    [0, length)                                needed
+    [length, min(length + ahead, last))        granted ahead, rounded up to whole blocks
+
+Whoever misses some of this asks for one block more than it misses, and so does everybody who has not got that much:
+all are asked for together, once in two blocks' length of turns as long as nobody joins. Nobody pays for it: only free
+blocks that no sequence needs are taken ahead, for the oldest first; where a sequence to be let in or one that runs
+needs them, the newest give them back in the same step. For admission they are as good as free.
+
+    session = allocator.session("default", spec, ahead_tokens=64)
+    ...
+    step = StepBuilder()                                   # commits, frees, prompts: what the engine has to say
+    session.ahead.ask(step, [(7, 120, 400), (9, 33, 90)])  # oldest first: sequence, length, last
+    answer = await session.submit(step)                    # ... and the forward pass runs meanwhile
+    ...
+    if session.ahead.room_of(7) > 120: ...                 # its next token can be computed without asking anybody
+
+`RoomAhead` reads what was granted from the session's ledger. An engine that keeps count itself, as the worker's
+scheduler does, calls the two functions below it. Pure: no call, clock or lock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Final, Generic, NamedTuple, TypeVar
+
+from quire.owner import PoolOwner
+from quire.steps import StepBuilder
+from quire.v1 import allocator_pb2 as pb
+
+AHEAD_TOKENS: Final = 64
+
+K = TypeVar("K")
+
+
+class Decoding(NamedTuple, Generic[K]):
+    """A sequence that decodes on, in tokens: the room that it was granted, its length when the pass that runs now has
+    been computed, and how long it can ever get."""
+
+    sequence: K
+    granted: int
+    length: int
+    last: int
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether its next token has no room: it is needed, whatever is asked for ahead."""
+        return self.length > self.granted
+
+
+class Unit(NamedTuple):
+    """By what tables grow: so many tokens at a time, for which so many blocks are taken, all groups together."""
+
+    token_count: int
+    block_count: int = 1
+
+    @classmethod
+    def of(cls, groups: Iterable[pb.GroupSpec]) -> Unit:
+        """The least that leaves no group with a half-filled block. States do not grow."""
+        sizes = [group.block_size for group in groups if group.kind != pb.GROUP_KIND_STATE]
+        token_count = math.lcm(*sizes)
+        return cls(token_count, sum(token_count // size for size in sizes))
+
+    def count(self, token_count: int) -> int:
+        """Units that hold so many tokens."""
+        return -(-token_count // self.token_count)
+
+    def missing(self, granted: int, length: int) -> int:
+        """Units that who has room for `granted` tokens lacks for `length` of them."""
+        return max(0, self.count(length) - self.count(granted))
+
+    def within(self, block_count: int) -> float:
+        """Units that so many blocks are enough for; without end where they take none."""
+        return block_count // self.block_count if self.block_count else math.inf
+
+
+class RoomAhead:
+    """What a session asks for ahead.
+
+    Where a pool has recurrent states, a sequence that was granted more than it commits leaves no checkpoint: where one
+    belongs, the commit gives back what is beyond (`keep_token_count`).
+
+    Args:
+        owner: of the pool.
+        token_count: of room beyond the next token; 0: none.
+
+    Raises:
+        ValueError: there is no such room.
+    """
+
+    def __init__(self, owner: PoolOwner, token_count: int) -> None:
+        if token_count < 0:
+            raise ValueError(f"room ahead for {token_count} tokens")
+        self.token_count = token_count
+        self._owner = owner
+        self._unit = Unit.of(owner.spec.groups)
+
+    def room_of(self, sequence_id: int) -> int:
+        """Tokens that a sequence has room for, after the last answer; 0 where none is live under that id."""
+        sequence = self._owner.ledger.sequences.get(sequence_id)
+        return 0 if sequence is None else sequence.token_count
+
+    def ask(self, step: StepBuilder, decoding: Iterable[tuple[int, int, int]]) -> None:
+        """Adds the grows that are due, which may be none, to the next step.
+
+        They are within the blocks that were free after the last answer. What is still unanswered is not counted: an
+        engine asks in one step at a time, or for some of it twice, which changes nothing.
+
+        Args:
+            step: of the engine; what it frees comes before, what it lets in after it.
+            decoding: oldest first: id of a live sequence, its length when the pass that runs now has been computed, and
+                how long it can ever get.
+        """
+        sequences = [Decoding(each, self.room_of(each), length, last) for each, length, last in decoding]
+        free = self._owner.ledger.free_block_count
+        for sequence_id, token_count in needs_of(sequences, free, ahead_tokens=self.token_count, unit=self._unit):
+            step.grow(sequence_id, token_count)
+
+    def give_back(self, block_count: int, lengths: Iterable[tuple[int, int]]) -> dict[int, int]:
+        """Who gives back so many blocks, or all that there are, and the `keep_token_count` for the commit of each.
+
+        Args:
+            block_count: that are missing.
+            lengths: oldest first: id of a live sequence, and tokens that it needs room for.
+        """
+        holders = [(each, self.room_of(each), length) for each, length in lengths]
+        return give_back(holders, block_count, self._unit)
+
+
+def needs_of(
+    decoding: Sequence[Decoding[K]], free_block_count: int, *, ahead_tokens: int, unit: Unit
+) -> list[tuple[K, int]]:
+    """Who asks for room while it is computed, and for how many tokens: whole units.
+
+    Whose next token has no room asks for it in any case; the rest is within `free_block_count`.
+
+    Args:
+        decoding: oldest first.
+        free_block_count: that nobody else is to get.
+        ahead_tokens: of room beyond the next token.
+        unit: by what tables grow.
+    """
+    if all(granted >= min(length + ahead_tokens, last) for _, granted, length, last in decoding):
+        return []
+    more = ahead_tokens + unit.token_count if ahead_tokens else 0
+    spare = unit.within(free_block_count) - sum(unit.missing(each.granted, each.length) for each in decoding)
+    asks = []
+    for sequence, granted, length, last in decoding:
+        count = unit.count(granted) + unit.missing(granted, length)
+        taken = max(0, min(unit.count(min(length + more, last)) - count, spare))
+        spare -= taken
+        token_count = int(count + taken) * unit.token_count
+        if token_count > granted:
+            asks.append((sequence, token_count))
+    return asks
+
+
+def give_back(holders: Sequence[tuple[K, int, int]], block_count: int, unit: Unit) -> dict[K, int]:
+    """Who gives back so many blocks or all that there are, the newest first, and for how many tokens each keeps room.
+
+    Args:
+        holders: oldest first: sequence, tokens of room that it was granted, and those that it needs.
+        block_count: that are missing.
+        unit: by what tables grow.
+    """
+    kept: dict[K, int] = {}
+    missing = -(-block_count // unit.block_count) if unit.block_count else 0
+    for sequence, granted, length in reversed(holders):
+        count = min(missing, unit.count(granted) - unit.count(length))
+        if count > 0:
+            kept[sequence] = (unit.count(granted) - count) * unit.token_count
+            missing -= count
+    return kept

@@ -1,0 +1,163 @@
+"""Room ahead as a session offers it: against a naive twin, and against a real allocator."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+
+import pytest
+from quire import AsyncAllocatorClient, GroupKind, GroupSpec, PoolSpec
+from quire.ahead import Decoding, Unit, needs_of
+from quire.session import PoolSession
+from quire.steps import Result, StepBuilder, StepOutcome
+
+from tests.allocator.harness import running_allocator
+
+HYBRID = (GroupSpec(GroupKind.FULL_ATTENTION, 16), GroupSpec(GroupKind.SLIDING_WINDOW, 8, window=32))
+
+
+def naive_needs(
+    decoding: list[Decoding[int]], free_block_count: int, *, ahead_tokens: int, unit: Unit
+) -> list[tuple[int, int]]:
+    """The rules of `quire.ahead` again, one unit after the other."""
+    if not any(each.granted < min(each.length + ahead_tokens, each.last) for each in decoding):
+        return []
+    room = {each.sequence: Fraction(each.granted) for each in decoding}
+    free = free_block_count
+
+    def add_unit(each: Decoding[int]) -> None:
+        nonlocal free
+        begun = room[each.sequence] // unit.token_count * unit.token_count
+        if begun == room[each.sequence]:
+            free -= unit.block_count
+        room[each.sequence] = Fraction(begun + unit.token_count)
+
+    for each in decoding:
+        while each.length > room[each.sequence]:
+            add_unit(each)
+    for each in decoding:
+        wanted = min(each.length + ahead_tokens + (unit.token_count if ahead_tokens else 0), each.last)
+        if room[each.sequence] % unit.token_count:
+            add_unit(each)  # the rest of a block costs nothing
+        while room[each.sequence] < wanted and free >= unit.block_count:
+            add_unit(each)
+    return [(each.sequence, int(room[each.sequence])) for each in decoding if room[each.sequence] > each.granted]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_needs_are_those_of_a_naive_twin(seed: int) -> None:
+    dice = random.Random(seed)
+    for _ in range(200):
+        unit = Unit(dice.choice([1, 4, 16]), dice.choice([1, 1, 3]))
+        ahead_tokens = dice.choice([0, 1, unit.token_count, 50])
+        decoding = []
+        for number in range(dice.randrange(6)):
+            length = dice.randrange(1, 100)
+            granted = max(0, length + dice.randrange(-20, 60))
+            decoding.append(Decoding(number, granted, length, length + dice.randrange(80)))
+        free = dice.randrange(40)
+        expected = naive_needs(decoding, free, ahead_tokens=ahead_tokens, unit=unit)
+        assert needs_of(decoding, free, ahead_tokens=ahead_tokens, unit=unit) == expected
+
+
+async def opened(client: AsyncAllocatorClient, spec: PoolSpec, lengths: list[int], *, ahead_tokens: int) -> PoolSession:
+    """A session with sequences 1, 2, ... of so many tokens, which are committed."""
+    session = client.session("p", spec, ahead_tokens=ahead_tokens)
+    await session.open()
+    step = StepBuilder()
+    for sequence_id, length in enumerate(lengths, 1):
+        step.allocate(sequence_id, length)
+    await session.step(step)
+    step = StepBuilder()
+    for sequence_id, length in enumerate(lengths, 1):
+        step.commit(sequence_id, length, [bytes([sequence_id] * 32)] * (length // spec.block_size))
+    await session.step(step)
+    return session
+
+
+async def asked(session: PoolSession, *decoding: tuple[int, int, int]) -> tuple[StepOutcome, list[int]]:
+    """Asks ahead for these; the answer, and the room of each afterwards."""
+    step = StepBuilder()
+    session.ahead.ask(step, decoding)
+    outcome = await session.step(step)
+    return outcome, [session.ahead.room_of(each) for each, _, _ in decoding]
+
+
+async def test_everybody_who_decodes_has_room_for_so_many_tokens() -> None:
+    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
+        session = await opened(client, PoolSpec.full_attention(block_count=64, block_size=4), [10, 20], ahead_tokens=16)
+        outcome, room = await asked(session, (1, 11, 100), (2, 21, 30))
+        assert [grown.result for grown in outcome.grows] == [Result.OK, Result.OK]
+        assert room == [32, 32], "the second one ends at 30 tokens, in its eighth block"
+        step = StepBuilder()
+        session.ahead.ask(step, [(1, 16, 100), (2, 26, 30)])
+        assert not step, "both have 16 tokens ahead, or all that they will need"
+        session.ahead.ask(step, [(1, 17, 100), (2, 27, 30)])
+        assert step.operation_count == 1
+        await session.close()
+
+
+async def test_what_is_asked_ahead_is_free_and_the_oldest_get_it() -> None:
+    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
+        spec = PoolSpec.full_attention(block_count=12, block_size=4)
+        session = await opened(client, spec, [8, 8, 8], ahead_tokens=64)
+        outcome, room = await asked(session, *[(each, 9, 200) for each in (1, 2, 3)])
+        assert [grown.result for grown in outcome.grows] == [Result.OK] * 3
+        assert room == [24, 12, 12], "one block for each, and the three that nobody needs for the oldest"
+        assert outcome.free_block_count == 0
+        await session.close()
+
+
+async def test_groups_of_other_block_sizes_grow_together() -> None:
+    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
+        session = await opened(client, PoolSpec(29, HYBRID), [32, 32], ahead_tokens=16)
+        outcome, room = await asked(session, (1, 33, 500), (2, 33, 500))
+        assert [grown.result for grown in outcome.grows] == [Result.OK, Result.OK]
+        assert room == [80, 64], "3 blocks for 16 tokens, and 17 were free"
+        assert [[len(blocks) for blocks in grown.blocks] for grown in outcome.grows] == [[3, 6], [2, 4]]
+        assert outcome.free_block_count == 2
+        await session.close()
+
+
+async def test_the_newest_give_back_what_a_prompt_needs_in_one_step_with_it() -> None:
+    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
+        spec = PoolSpec.full_attention(block_count=16, block_size=4)
+        session = await opened(client, spec, [8, 8], ahead_tokens=16)
+        _, room = await asked(session, (1, 9, 100), (2, 9, 100))
+        assert room == [32, 32], "all 16 blocks"
+        kept = session.ahead.give_back(7, [(1, 9), (2, 9)])
+        assert kept == {2: 12, 1: 24}
+        assert session.ahead.give_back(99, [(1, 9), (2, 9)]) == {2: 12, 1: 12}, "nobody loses what it needs"
+        assert session.ahead.give_back(0, [(1, 9), (2, 9)]) == {}
+        step = StepBuilder()
+        for sequence_id, token_count in kept.items():
+            step.commit(sequence_id, 8, b"", token_count)
+        step.allocate(3, 28)
+        outcome = await session.step(step)
+        assert outcome.grows[0].result is Result.OK
+        assert [session.ahead.room_of(each) for each in (1, 2, 3)] == [24, 12, 28]
+        await session.close()
+
+
+async def test_without_room_ahead_only_what_the_next_token_needs_is_asked_for() -> None:
+    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
+        session = await opened(client, PoolSpec.full_attention(block_count=64, block_size=4), [8], ahead_tokens=0)
+        _, room = await asked(session, (1, 9, 100))
+        assert room == [12]
+        step = StepBuilder()
+        session.ahead.ask(step, [(1, 12, 100)])
+        assert not step
+        assert session.ahead.room_of(2) == 0
+        await session.close()
+
+
+async def test_room_for_less_than_nothing_is_refused() -> None:
+    async with AsyncAllocatorClient("127.0.0.1:1") as client:
+        with pytest.raises(ValueError, match="-1 tokens"):
+            client.session("p", PoolSpec.full_attention(block_count=4, block_size=4), ahead_tokens=-1)
+
+
+def test_states_alone_take_no_blocks_ahead() -> None:
+    unit = Unit.of([])
+    sequences = [Decoding(number, 5, 6, 9) for number in range(3)]
+    assert needs_of(sequences, 0, ahead_tokens=2, unit=unit) == [(number, 9) for number in range(3)]

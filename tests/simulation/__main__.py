@@ -1,7 +1,8 @@
 """`python -m tests.simulation --steps N --seed S`: simulates the session protocol, and says what was seen.
 
 The steps are dealt out to as many pools as are asked for, each of other groups, size and window, under seeds from S on;
-one that fails is replayed by `--seed` with `--pools 1`. `--bug NAME` plants a bug first (`bugs.py`).
+one that fails is replayed by `--seed` with `--pools 1`. `--bug NAME` plants a bug first, one of those of `--bugs`.
+How far it is goes to standard error, every ten seconds.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections import Counter
 from tests.simulation.bugs import BUGS
 from tests.simulation.simulation import Outcome, Simulation
 
+TELL_S = 10.0
+
 
 def simulate(seed: int, steps: int, fault_rate: float | None = None) -> Outcome:
     """One pool."""
@@ -27,22 +30,30 @@ def simulate(seed: int, steps: int, fault_rate: float | None = None) -> Outcome:
 
 def main() -> int:
     """Returns 1 if anything was violated."""
-    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.simulation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=100_000, help="events in all (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the first pool (default: %(default)s)")
     parser.add_argument("--pools", type=int, default=0, help="pools to simulate (default: one for every 5,000 steps)")
     parser.add_argument(
         "--fault-rate", type=float, help="share of the events that are faults (default: each pool its own)"
     )
-    parser.add_argument("--bug", choices=sorted(BUGS), help="plant this bug first")
+    parser.add_argument("--bug", metavar="NAME", help="plant this bug first")
+    parser.add_argument("--bugs", action="store_true", help="list the bugs that can be planted, and stop")
     options = parser.parse_args()
+    if options.bugs:
+        print("\n".join(sorted(BUGS)))
+        return 0
+    if options.bug is not None and options.bug not in BUGS:
+        parser.error(f"--bug {options.bug!r} is none of those that --bugs lists")
     if options.steps < 1 or options.pools < 0 or options.pools > options.steps:
         parser.error("--steps must be 1 or more, --pools 0 to as many")
     if options.fault_rate is not None and not 0 <= options.fault_rate <= 1:
         parser.error("--fault-rate must be 0 to 1")
     pools = options.pools or max(1, options.steps // 5_000)
     totals, faults, violations = Counter[str](), Counter[str](), []
-    started = time.perf_counter()
+    started = told = time.perf_counter()
     with BUGS[options.bug]() if options.bug else contextlib.nullcontext():
         for seed in range(options.seed, options.seed + pools):
             outcome = simulate(seed, options.steps // pools, options.fault_rate)
@@ -51,6 +62,9 @@ def main() -> int:
             faults += outcome.counts
             if outcome.violation:
                 violations.append(f"seed {seed}: {outcome.violation}")
+            if time.perf_counter() - told > TELL_S:
+                told = time.perf_counter()
+                print(f"{totals['steps']:,} of {options.steps:,} steps, {len(violations)} violations", file=sys.stderr)
     for name, count in faults.most_common():
         print(f"  {count:>9,}  {name}")
     print(", ".join(f"{name} {totals[name]:,}" for name in ("steps", "faults", "comparisons", "answers", "reports")))

@@ -62,6 +62,7 @@ class Verdict(enum.Enum):
     FINAL = enum.auto()  # nothing that we could send would help, and there is nothing to lose
 
 
+_WINDOW_FIELD_MAX: Final = 2**32 - 1
 _SENT_WITH_BYTES: Final = (2 + 16) + (1 + 10)  # session and acknowledgement, which a step gets when it is sent
 _AGAIN: Final = frozenset(
     {Reason.FENCED, Reason.SESSION_UNKNOWN, Reason.IDLE, Reason.DRAINING, Reason.POOL_QUARANTINED}
@@ -80,6 +81,9 @@ class PoolOwner:
         incarnation: 16 random bytes, new for every life of the process that holds the pages.
         window: steps that may be unanswered at a time, 1 to 8.
 
+    Raises:
+        ValueError: no step could ever be sent with such a window; one that is too wide the allocator refuses.
+
     Attributes:
         ledger: what is known of the pool after the last answer.
         outbox: what to send on the current stream, in order; whoever sends it takes it out.
@@ -90,6 +94,8 @@ class PoolOwner:
     """
 
     def __init__(self, pool: str, spec: pb.PoolSpec, *, incarnation: bytes, window: int = 1) -> None:
+        if not 1 <= window <= _WINDOW_FIELD_MAX:
+            raise ValueError(f"a window of {window} steps")
         self.pool = pool
         self.spec = spec
         self.incarnation = incarnation

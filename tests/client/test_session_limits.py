@@ -8,14 +8,14 @@ from itertools import pairwise
 
 import pytest
 from grpc import StatusCode
-from quire import Reason, ResourceExhaustedError
+from quire import AsyncAllocatorClient, InvalidArgumentError, Reason, ResourceExhaustedError
 from quire.owner import PoolOwner
 from quire.session import BACKOFF_S
 from quire.steps import Result, StepBuilder
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.machine import SessionMachine
 
-from tests.client.session_scene import allocate, setting
+from tests.client.session_scene import SPEC, allocate, setting
 
 
 async def test_a_step_of_more_than_the_allocator_takes_is_refused_before_anything_changes() -> None:
@@ -119,3 +119,17 @@ async def test_an_owner_says_that_it_lives_three_times_a_lease(monkeypatch: pyte
         while len(beats) < 16:
             await asyncio.sleep(0)
     assert min(later - earlier for earlier, later in pairwise(beats)) > 0.09
+
+
+@pytest.mark.parametrize("window", [0, -1, 2**32])
+async def test_a_window_that_no_step_fits_is_refused_at_once(window: int) -> None:
+    async with AsyncAllocatorClient("127.0.0.1:1") as client:
+        with pytest.raises(ValueError, match=f"window of {window} steps"):
+            client.session("p", SPEC, window=window)
+
+
+async def test_a_window_that_is_too_wide_for_the_allocator_is_refused_by_it() -> None:
+    async with setting() as scene:
+        session = scene.client.session("wide", SPEC, window=9)
+        with pytest.raises(InvalidArgumentError, match="window must be 1 to 8"):
+            await session.open()

@@ -54,17 +54,19 @@ class Decoding(NamedTuple, Generic[K]):
 
 
 class Unit(NamedTuple):
-    """By what tables grow: so many tokens at a time, for which so many blocks are taken, all groups together."""
+    """By what tables grow: so many tokens at a time, for which so many blocks are taken, all groups together; where
+    these are short, to a multiple of `least_token_count` (0: of `token_count`)."""
 
     token_count: int
     block_count: int = 1
+    least_token_count: int = 0
 
     @classmethod
     def of(cls, groups: Iterable[pb.GroupSpec]) -> Unit:
         """The least that leaves no group with a half-filled block. States do not grow."""
         sizes = [group.block_size for group in groups if group.kind != pb.GROUP_KIND_STATE]
         token_count = math.lcm(*sizes)
-        return cls(token_count, sum(token_count // size for size in sizes))
+        return cls(token_count, sum(token_count // size for size in sizes), min(sizes, default=1))
 
     def count(self, token_count: int) -> int:
         """Units that hold so many tokens."""
@@ -73,6 +75,11 @@ class Unit(NamedTuple):
     def missing(self, granted: int, length: int) -> int:
         """Units that who has room for `granted` tokens lacks for `length` of them."""
         return max(0, self.count(length) - self.count(granted))
+
+    def least(self, token_count: int) -> int:
+        """The least room for so many tokens that is a whole block of some group."""
+        step = self.least_token_count or self.token_count
+        return -(-token_count // step) * step
 
     def within(self, block_count: int) -> float:
         """Units that so many blocks are enough for; without end where they take none."""
@@ -137,7 +144,8 @@ def needs_of(
 ) -> list[tuple[K, int]]:
     """Who asks for room while it is computed, and for how many tokens: whole units.
 
-    Whose next token has no room asks for it in any case; the rest is within `free_block_count`.
+    Whose next token has no room asks for it in any case; the rest is within `free_block_count`. Where that is not even
+    enough for a unit for each of them, they ask for no more than their next token takes.
 
     Args:
         decoding: oldest first.
@@ -149,6 +157,8 @@ def needs_of(
         return []
     more = ahead_tokens + unit.token_count if ahead_tokens else 0
     spare = unit.within(free_block_count) - sum(unit.missing(each.granted, each.length) for each in decoding)
+    if spare < 0:
+        return [(each.sequence, unit.least(each.length)) for each in decoding if each.lacks_room]
     asks = []
     for sequence, granted, length, last in decoding:
         count = unit.count(granted) + unit.missing(granted, length)

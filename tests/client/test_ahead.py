@@ -35,6 +35,8 @@ def naive_needs(
     for each in decoding:
         while each.length > room[each.sequence]:
             add_unit(each)
+    if free < 0:
+        return [(each.sequence, unit.least(each.length)) for each in decoding if each.length > each.granted]
     for each in decoding:
         wanted = min(each.length + ahead_tokens + (unit.token_count if ahead_tokens else 0), each.last)
         if room[each.sequence] % unit.token_count:
@@ -116,6 +118,16 @@ async def test_groups_of_other_block_sizes_grow_together() -> None:
         assert room == [80, 64], "3 blocks for 16 tokens, and 17 were free"
         assert [[len(blocks) for blocks in grown.blocks] for grown in outcome.grows] == [[3, 6], [2, 4]]
         assert outcome.free_block_count == 2
+        await session.close()
+
+
+async def test_where_blocks_are_short_groups_of_other_block_sizes_get_what_the_next_token_takes() -> None:
+    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
+        session = await opened(client, PoolSpec(2 + 6, HYBRID), [32], ahead_tokens=16)
+        outcome, room = await asked(session, (1, 33, 500))
+        assert outcome.grows[0].result is Result.OK, "two blocks are free, and 16 tokens more would take three"
+        assert room == [40]
+        assert outcome.free_block_count == 0
         await session.close()
 
 

@@ -112,19 +112,24 @@ class RoomAhead:
         sequence = self._owner.ledger.sequences.get(sequence_id)
         return 0 if sequence is None else sequence.token_count
 
-    def ask(self, step: StepBuilder, decoding: Iterable[tuple[int, int, int]]) -> None:
+    def ask(
+        self, step: StepBuilder, decoding: Iterable[tuple[int, int, int]], free_block_count: int | None = None
+    ) -> None:
         """Adds the grows that are due, which may be none, to the next step.
 
-        They are within the blocks that were free after the last answer. What is still unanswered is not counted: an
-        engine asks in one step at a time, or for some of it twice, which changes nothing.
+        What is still unanswered is not counted: an engine asks in one step at a time, or for some of it twice, which
+        changes nothing. Like any grow, one that is refused changes nothing: whoever then has no room for its next token
+        asks again, with a `free_block_count` of 0 if it was for a QUOTA, which is not known here.
 
         Args:
-            step: of the engine; what it frees comes before, what it lets in after it.
+            step: of the engine.
             decoding: oldest first: id of a live sequence, its length when the pass that runs now has been computed, and
                 how long it can ever get.
+            free_block_count: that may be taken; by default all that were free after the last answer. Fewer where this
+                step lets prompts in, too, or chunks are left of some. With 0, next tokens alone are asked for.
         """
         sequences = [Decoding(each, self.room_of(each), length, last) for each, length, last in decoding]
-        free = self._owner.ledger.free_block_count
+        free = self._owner.ledger.free_block_count if free_block_count is None else free_block_count
         for sequence_id, token_count in needs_of(sequences, free, ahead_tokens=self.token_count, unit=self._unit):
             step.grow(sequence_id, token_count)
 

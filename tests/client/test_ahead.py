@@ -6,7 +6,7 @@ import random
 from fractions import Fraction
 
 import pytest
-from quire import AsyncAllocatorClient, GroupKind, GroupSpec, PoolSpec
+from quire import AsyncAllocatorClient, GroupKind, GroupSpec, PoolSpec, Quota
 from quire.ahead import Decoding, Unit, needs_of
 from quire.session import PoolSession
 from quire.steps import Result, StepBuilder, StepOutcome
@@ -128,6 +128,31 @@ async def test_where_blocks_are_short_groups_of_other_block_sizes_get_what_the_n
         assert outcome.grows[0].result is Result.OK, "two blocks are free, and 16 tokens more would take three"
         assert room == [40]
         assert outcome.free_block_count == 0
+        await session.close()
+
+
+async def test_who_is_refused_for_a_quota_gets_what_its_next_token_takes() -> None:
+    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
+        spec = PoolSpec.full_attention(block_count=64, block_size=4, quotas=(Quota("", held_blocks_max=3),))
+        session = await opened(client, spec, [8], ahead_tokens=16)
+        outcome, room = await asked(session, (1, 9, 500))
+        assert outcome.grows[0].result is Result.QUOTA
+        assert room == [8]
+        step = StepBuilder()
+        session.ahead.ask(step, [(1, 9, 500)], free_block_count=0)
+        assert (await session.step(step)).grows[0].result is Result.OK
+        assert session.ahead.room_of(1) == 12
+        await session.close()
+
+
+async def test_what_is_kept_for_a_prompt_in_the_same_step_is_not_taken_ahead() -> None:
+    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
+        session = await opened(client, PoolSpec.full_attention(block_count=12, block_size=4), [8], ahead_tokens=64)
+        step = StepBuilder()
+        session.ahead.ask(step, [(1, 9, 500)], free_block_count=10 - 6)
+        step.allocate(2, 24)
+        assert [grown.result for grown in (await session.step(step)).grows] == [Result.OK, Result.OK]
+        assert session.ahead.room_of(1) == 24
         await session.close()
 
 

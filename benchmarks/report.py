@@ -48,13 +48,14 @@ def core_build() -> str:
 
 
 def commit() -> str:
-    """The commit that is measured; ends with + where the working tree differs from it."""
+    """The commit that is measured; ends with + where the working tree differs from it in more than its results."""
     root = Path(__file__).parent.parent
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False).stdout.strip()
 
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if git("status", "--porcelain", "-uno") else "")
+    changed = git("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if changed else "")
 
 
 def machine() -> str:

@@ -20,7 +20,7 @@ from grpc import aio
 from quire._serving.permissions import Grant
 from quire._serving.rpc import abort
 from quire.errors import QuireError, Reason
-from quire.limits import HEARTBEAT_S
+from quire.limits import HEARTBEAT_S, SILENCE_S
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits
@@ -135,9 +135,12 @@ class SessionStream:
         return None if request is aio.EOF else request  # type: ignore[attr-defined]
 
     def _interrupt(self) -> None:
-        """The machine was ended: at once where it waits for a message, else as soon as its answer is out."""
+        """The machine was ended: at once where it waits for a message, else as soon as its answer is out, or when
+        nobody has taken it for as long as an owner may be silent."""
         if self._reading:
             self._task.cancel()
+        else:
+            asyncio.get_running_loop().call_later(SILENCE_S, self._task.cancel)
 
     def _write(self, reply: pb.SessionReply) -> Awaitable[None]:
         return self._context.write(reply)

@@ -82,7 +82,7 @@ def make_server(folder: Path, authority: Authority, name: str, hosts: Sequence[s
     Raises:
         UsageError: a host or the name is none, a file is there already or cannot be written, the authority has expired.
     """
-    names = [_host(host) for host in dict.fromkeys((*LOCAL_HOSTS, *hosts))]
+    names = host_names((*LOCAL_HOSTS, *hosts))
     _make_leaf(folder, authority, name, names, ExtendedKeyUsageOID.SERVER_AUTH, days=days)
 
 
@@ -94,6 +94,15 @@ def make_client(folder: Path, authority: Authority, name: str, uris: Sequence[st
     """
     names = [x509.UniformResourceIdentifier(uri) for uri in uris]
     _make_leaf(folder, authority, name, names, ExtendedKeyUsageOID.CLIENT_AUTH, days=days)
+
+
+def host_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
+    """Names and addresses as a certificate has them, each once.
+
+    Raises:
+        UsageError: one is neither.
+    """
+    return [_host(host) for host in dict.fromkeys(hosts)]
 
 
 def check_new(folder: Path, name: str) -> None:

@@ -12,6 +12,7 @@ listen could use it.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -250,6 +251,12 @@ class AsyncLink(Link):
         if self.credentials is None:
             return aio.insecure_channel(self.address, options=self.options)
         return aio.secure_channel(self.address, self.credentials, options=self.options)
+
+    def another(self) -> AsyncLink:
+        """The same, on a connection of its own."""
+        twin = copy.copy(self)
+        twin.channel = self._new_channel()
+        return twin
 
     async def reconnect(self) -> None:
         """A new `channel`, on a new connection, in place of one that has fallen silent: gRPC keeps using a connection

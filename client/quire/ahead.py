@@ -54,36 +54,35 @@ class Decoding(NamedTuple, Generic[K]):
 
 
 class Unit(NamedTuple):
-    """By what tables grow: so many tokens at a time, for which so many blocks are taken, all groups together; where
-    these are short, to a multiple of `least_token_count` (0: of `token_count`)."""
+    """By what the tables of a sequence grow: so many tokens, for which so many blocks are taken, all groups together.
+
+    Attributes:
+        token_count, block_count: of the least that leaves no group with a half-filled block.
+        sizes: tokens per block of each group that grows; states do not.
+    """
 
     token_count: int
-    block_count: int = 1
-    least_token_count: int = 0
+    block_count: int
+    sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, groups: Iterable[pb.GroupSpec]) -> Unit:
-        """The least that leaves no group with a half-filled block. States do not grow."""
-        sizes = [group.block_size for group in groups if group.kind != pb.GROUP_KIND_STATE]
+    def of(cls, *sizes: int) -> Unit:
+        """Of groups of these block sizes."""
         token_count = math.lcm(*sizes)
-        return cls(token_count, sum(token_count // size for size in sizes), min(sizes, default=1))
+        return cls(token_count, sum(token_count // size for size in sizes), sizes)
 
-    def count(self, token_count: int) -> int:
-        """Units that hold so many tokens."""
-        return -(-token_count // self.token_count)
-
-    def missing(self, granted: int, length: int) -> int:
-        """Units that who has room for `granted` tokens lacks for `length` of them."""
-        return max(0, self.count(length) - self.count(granted))
+    def up(self, token_count: int) -> int:
+        """Rounded up to whole units."""
+        return -(-token_count // self.token_count) * self.token_count
 
     def least(self, token_count: int) -> int:
-        """The least room for so many tokens that is a whole block of some group."""
-        step = self.least_token_count or self.token_count
-        return -(-token_count // step) * step
+        """Rounded up to a whole block of the group with the smallest."""
+        size = min(self.sizes, default=1)
+        return -(-token_count // size) * size
 
-    def within(self, block_count: int) -> float:
-        """Units that so many blocks are enough for; without end where they take none."""
-        return block_count // self.block_count if self.block_count else math.inf
+    def blocks(self, token_count: int) -> int:
+        """Blocks in the tables of a sequence with room for so many tokens."""
+        return sum(-(-token_count // size) for size in self.sizes)
 
 
 class RoomAhead:
@@ -105,7 +104,7 @@ class RoomAhead:
             raise ValueError(f"room ahead for {token_count} tokens")
         self.token_count = token_count
         self._owner = owner
-        self._unit = Unit.of(owner.spec.groups)
+        self._unit = Unit.of(*[each.block_size for each in owner.spec.groups if each.kind != pb.GROUP_KIND_STATE])
 
     def room_of(self, sequence_id: int) -> int:
         """Tokens that a sequence has room for, after the last answer; 0 where none is live under that id."""
@@ -161,18 +160,29 @@ def needs_of(
     if all(granted >= min(length + ahead_tokens, last) for _, granted, length, last in decoding):
         return []
     more = ahead_tokens + unit.token_count if ahead_tokens else 0
-    spare = unit.within(free_block_count) - sum(unit.missing(each.granted, each.length) for each in decoding)
+    spare = free_block_count - sum(
+        unit.blocks(unit.up(each.length)) - unit.blocks(each.granted) for each in decoding if each.lacks_room
+    )
     if spare < 0:
         return [(each.sequence, unit.least(each.length)) for each in decoding if each.lacks_room]
     asks = []
     for sequence, granted, length, last in decoding:
-        count = unit.count(granted) + unit.missing(granted, length)
-        taken = max(0, min(unit.count(min(length + more, last)) - count, spare))
-        spare -= taken
-        token_count = int(count + taken) * unit.token_count
-        if token_count > granted:
-            asks.append((sequence, token_count))
+        held = unit.up(length) if length > granted else granted
+        room = _room_within(spare, held, min(length + more, last), unit)
+        spare -= unit.blocks(room) - unit.blocks(held)
+        if room > granted:
+            asks.append((sequence, room))
     return asks
+
+
+def _room_within(block_count: int, held: int, wanted: int, unit: Unit) -> int:
+    """Tokens of room, in whole units for `wanted` tokens, that so many blocks are enough for."""
+    begun = unit.up(held)
+    left = block_count - (unit.blocks(begun) - unit.blocks(held))
+    if wanted <= held or left < 0:
+        return held
+    wanted = unit.up(wanted)
+    return min(wanted, begun + left // unit.block_count * unit.token_count) if unit.block_count else wanted
 
 
 def give_back(holders: Sequence[tuple[K, int, int]], block_count: int, unit: Unit) -> dict[K, int]:
@@ -184,10 +194,12 @@ def give_back(holders: Sequence[tuple[K, int, int]], block_count: int, unit: Uni
         unit: by what tables grow.
     """
     kept: dict[K, int] = {}
-    missing = -(-block_count // unit.block_count) if unit.block_count else 0
+    size = min(unit.sizes, default=0)
     for sequence, granted, length in reversed(holders):
-        count = min(missing, unit.count(granted) - unit.count(length))
-        if count > 0:
-            kept[sequence] = (unit.count(granted) - count) * unit.token_count
-            missing -= count
+        keep, needed = granted, unit.least(length)
+        while size and block_count > unit.blocks(granted) - unit.blocks(keep) and keep > needed:
+            keep = max(needed, (keep - 1) // size * size)
+        if keep < granted:
+            kept[sequence] = keep
+            block_count -= unit.blocks(granted) - unit.blocks(keep)
     return kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar, Self, Unpack
+from typing import Any, ClassVar, Self, Unpack
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -162,6 +162,7 @@ class AsyncAllocatorClient(_Connected):
     ) -> None:
         super().__init__(resolve_address(allocator, "QUIRE_ALLOCATOR", DEFAULT_ALLOCATOR), token, tls, timeout_s)
         self._stub = pb_grpc.AllocatorServiceStub(self._link.channel)
+        self._session_links = set[AsyncLink]()
 
     async def list_pools(self, *, timeout_s: float | None = None) -> tuple[views.PoolSummary, ...]:
         """Every attached pool, by name."""
@@ -248,21 +249,42 @@ class AsyncAllocatorClient(_Connected):
 
         `on_wait` is told why, whenever attaching has to be tried again. At most `window` steps (1 to 8) are unanswered
         at a time; a sequence that decodes is to have room for `ahead_tokens` beyond its next one (`quire.ahead`). The
-        session must be closed before this client.
+        session has a connection of its own, and must be closed before this client.
         """
         explain, tell = self._link.explain, on_wait
-        return PoolSession(
-            self._stub,
+        return self._session(
             pool,
             messages.pool_spec_message(spec),
-            metadata=self._link.metadata,
             on_wait=None if tell is None else lambda error: tell(explain(error)),
-            reconnect=self._reconnect,
             window=window,
             ahead_tokens=ahead_tokens,
         )
 
-    async def _reconnect(self) -> pb_grpc.AllocatorServiceAsyncStub:
-        await self._link.reconnect()
-        self._stub = pb_grpc.AllocatorServiceStub(self._link.channel)
-        return self._stub
+    def _session(self, pool: str, spec: pb.PoolSpec, **options: Any) -> PoolSession:
+        """On a connection of its own: one that falls silent is left, which is no business of other calls."""
+        link = self._link.another()
+        self._session_links.add(link)
+
+        async def reconnect() -> pb_grpc.AllocatorServiceAsyncStub:
+            await link.reconnect()
+            return pb_grpc.AllocatorServiceStub(link.channel)
+
+        async def disconnect() -> None:
+            self._session_links.discard(link)
+            await link.close()
+
+        return PoolSession(
+            pb_grpc.AllocatorServiceStub(link.channel),
+            pool,
+            spec,
+            metadata=link.metadata,
+            reconnect=reconnect,
+            disconnect=disconnect,
+            **options,
+        )
+
+    async def close(self) -> None:
+        """Ends the connection and every stream on it, and those of its sessions."""
+        await super().close()
+        while self._session_links:
+            await self._session_links.pop().close()

@@ -62,6 +62,7 @@ class Verdict(enum.Enum):
     FINAL = enum.auto()  # nothing that we could send would help, and there is nothing to lose
 
 
+_MISREADINGS_MAX: Final = 3
 _WINDOW_FIELD_MAX: Final = 2**32 - 1
 _SENT_WITH_BYTES: Final = (2 + 16) + (1 + 10)  # session and acknowledgement, which a step gets when it is sent
 _AGAIN: Final = frozenset(
@@ -111,6 +112,7 @@ class PoolOwner:
         self.report_count = 0
         self.disagreement_count = 0
         self._was_open = False
+        self._misread_count = 0  # reports in a row of which the allocator made another state
         self._unanswered: deque[pb.SessionRequest] = deque()
 
     @property
@@ -291,7 +293,13 @@ class PoolOwner:
         if ready.next_step != self.last_step + 1:
             raise InternalError(f"the allocator expects step {ready.next_step} after our {self.last_step}")
         if ready.state_digest and ready.state_digest != self.ledger.digest():
-            raise InternalError("the allocator made another state of our report")
+            self._misread_count += 1
+            if self._misread_count >= _MISREADINGS_MAX:
+                raise InternalError("the allocator makes another state of our report, time and again")
+            self.disagreement_count += 1
+            self.disown()  # nothing of what is unanswered was sent in that session: the next report takes it along
+            return
+        self._misread_count = 0
         self.session_id = ready.session_id
         self._enter(ready)
         for request in list(self._unanswered):

@@ -62,7 +62,9 @@ class PoolSession:
         metadata: sent with the call, such as a bearer token.
         on_wait: told why, whenever attaching has to be tried again.
         reconnect: gives another stub, on a new connection, where nothing is heard on the old one any more; without it
-            a connection whose other end vanished is left only when TCP gives it up.
+            a connection whose other end vanished is left only when TCP gives it up. The old one must have been the
+            session's alone.
+        disconnect: called at the end of `close`.
         window: steps that may be unanswered at a time, 1 to 8.
         ahead_tokens: for which a sequence that decodes is to have room beyond its next token.
 
@@ -80,6 +82,7 @@ class PoolSession:
         metadata: tuple[tuple[str, str], ...] = (),
         on_wait: Callable[[QuireError], None] | None = None,
         reconnect: Callable[[], Awaitable[Any]] | None = None,
+        disconnect: Callable[[], Awaitable[None]] | None = None,
         window: int = WINDOW,
         ahead_tokens: int = AHEAD_TOKENS,
     ) -> None:
@@ -89,6 +92,7 @@ class PoolSession:
         self._stub = stub
         self._metadata = metadata
         self._reconnect = reconnect
+        self._disconnect = disconnect
         self._on_wait = on_wait or (lambda error: log.info("waiting for the allocator: %s", error))
         self._owner = PoolOwner(pool, spec, incarnation=secrets.token_bytes(16), window=window)
         self.ahead = RoomAhead(self._owner, ahead_tokens)
@@ -145,10 +149,12 @@ class PoolSession:
             UnavailableError: the session was closed.
         """
         if self._closing:
-            raise UnavailableError("the session is closed")
+            raise self._closed()
         self._tasks = [asyncio.create_task(self._guarded(each())) for each in (self._keep_up, self._beat)]
         while not self._connected:
             await self._wait_for_change()
+            if self._closing:
+                raise self._closed()
             if self._refusal is not None:
                 await self._stop()
                 raise self._refusal
@@ -173,7 +179,7 @@ class PoolSession:
         while not self._owner.has_room and not self._closing:
             await self._wait_for_change()
         if self._closing:
-            raise UnavailableError("the session is closed")
+            raise self._closed()
         if self._lost:
             self._lost = False
             raise SessionLostError
@@ -192,6 +198,8 @@ class PoolSession:
             await self._flush()
             await asyncio.wait(self._tasks[:1], timeout=SILENCE_S)
         await self._stop()
+        if self._disconnect is not None:
+            await self._disconnect()
 
     # -- the stream ----------------------------------------------------------------------------------------------------
 
@@ -311,6 +319,7 @@ class PoolSession:
             future = self._answers.pop(number, None)
             if future is not None and not future.done():
                 future.set_exception(error)
+                future.exception()  # whoever does not ask is not told in a log either
 
     def _fail_oldest(self, error: InternalError) -> None:
         """An answer cannot be read: what it did is not known to us, and the allocator will be told what is."""
@@ -362,6 +371,8 @@ class PoolSession:
         self._tasks = []
         self._drop()
         self._changed.set()
-        for future in self._answers.values():
-            future.cancel()
-        self._answers.clear()
+        self._fail(list(self._answers), self._closed())
+
+    @staticmethod
+    def _closed() -> UnavailableError:
+        return UnavailableError("the session is closed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from grpc import aio
 from quire.columns import pack_uint64
 from quire.errors import Reason
+from quire.limits import SILENCE_S
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
 
@@ -289,3 +291,20 @@ async def test_draining_ends_every_stream_whatever_it_waits_for(allocator: Alloc
     for owner in (ready, reporting, new):
         with refused(Reason.DRAINING):
             await owner.receive()
+
+
+async def test_a_fenced_stream_whose_owner_takes_no_answers_loses_its_place(allocator: Allocator) -> None:
+    size, count = {"block_count": 400_000, "block_size": 1}, 8  # answers of more than a megabyte: gRPC keeps one or two
+    deaf = StreamOwner(allocator)
+    await deaf.attach(spec=spec(**size), window=count)
+    await deaf.report()
+    for number in range(1, count + 1):
+        frees = pb.FreePhase(sequences=pack_uint64([number - 1] if number > 1 else []))
+        step = pb.Step(session_id=deaf.session_id, number=number, frees=frees, grows=grows((number, 390_000, b"")))
+        await deaf.send(pb.SessionRequest(step=step))
+    successor = StreamOwner(allocator)
+    await successor.attach(epoch=2, spec=spec(**size))
+    assert len(allocator.service.sessions.streams) == 2, "its answer is under way"
+    async with asyncio.timeout(3 * SILENCE_S):
+        while len(allocator.service.sessions.streams) > 1:
+            await asyncio.sleep(0)

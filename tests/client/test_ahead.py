@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from fractions import Fraction
+from itertools import count
 
 import pytest
 from quire import AsyncAllocatorClient, GroupKind, GroupSpec, PoolSpec, Quota
-from quire.ahead import Decoding, Unit, needs_of
+from quire.ahead import Decoding, Unit, give_back, needs_of
 from quire.session import PoolSession
 from quire.steps import Result, StepBuilder, StepOutcome
 
@@ -16,41 +18,55 @@ from tests.allocator.harness import running_allocator
 HYBRID = (GroupSpec(GroupKind.FULL_ATTENTION, 16), GroupSpec(GroupKind.SLIDING_WINDOW, 8, window=32))
 
 
+def blocks_of(token_count: int, sizes: tuple[int, ...]) -> int:
+    """Blocks in tables of so many tokens."""
+    return sum(math.ceil(Fraction(token_count, size)) for size in sizes)
+
+
 def naive_needs(
-    decoding: list[Decoding[int]], free_block_count: int, *, ahead_tokens: int, unit: Unit
+    decoding: list[Decoding[int]], free_block_count: int, *, ahead_tokens: int, sizes: tuple[int, ...]
 ) -> list[tuple[int, int]]:
-    """The rules of `quire.ahead` again, one unit after the other."""
+    """The rules of `quire.ahead` again, one whole unit after the other."""
     if not any(each.granted < min(each.length + ahead_tokens, each.last) for each in decoding):
         return []
-    room = {each.sequence: Fraction(each.granted) for each in decoding}
+    unit = math.lcm(*sizes)
+    room = {each.sequence: each.granted for each in decoding}
     free = free_block_count
 
-    def add_unit(each: Decoding[int]) -> None:
-        nonlocal free
-        begun = room[each.sequence] // unit.token_count * unit.token_count
-        if begun == room[each.sequence]:
-            free -= unit.block_count
-        room[each.sequence] = Fraction(begun + unit.token_count)
+    def add_unit(sequence: int) -> int:
+        """What it costs to fill up to the next multiple of a unit."""
+        before = room[sequence]
+        room[sequence] = (before // unit + 1) * unit
+        return blocks_of(room[sequence], sizes) - blocks_of(before, sizes)
 
     for each in decoding:
         while each.length > room[each.sequence]:
-            add_unit(each)
+            free -= add_unit(each.sequence)
     if free < 0:
-        return [(each.sequence, unit.least(each.length)) for each in decoding if each.length > each.granted]
+        least = min(sizes)
+        return [
+            (each.sequence, next(n for n in count(each.length) if n % least == 0))
+            for each in decoding
+            if each.length > each.granted
+        ]
     for each in decoding:
-        wanted = min(each.length + ahead_tokens + (unit.token_count if ahead_tokens else 0), each.last)
-        if room[each.sequence] % unit.token_count:
-            add_unit(each)  # the rest of a block costs nothing
-        while room[each.sequence] < wanted and free >= unit.block_count:
-            add_unit(each)
-    return [(each.sequence, int(room[each.sequence])) for each in decoding if room[each.sequence] > each.granted]
+        wanted = min(each.length + ahead_tokens + (unit if ahead_tokens else 0), each.last)
+        while room[each.sequence] < wanted:
+            before = room[each.sequence]
+            cost = add_unit(each.sequence)
+            if cost > free:
+                room[each.sequence] = before
+                break
+            free -= cost
+    return [(each.sequence, room[each.sequence]) for each in decoding if room[each.sequence] > each.granted]
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_needs_are_those_of_a_naive_twin(seed: int) -> None:
+def test_needs_are_those_of_a_naive_twin_and_never_more_than_is_free(seed: int) -> None:
     dice = random.Random(seed)
     for _ in range(200):
-        unit = Unit(dice.choice([1, 4, 16]), dice.choice([1, 1, 3]))
+        sizes = dice.choice([(1,), (4,), (16,), (16, 8), (8, 16, 16), (4, 6)])
+        unit = Unit.of(*sizes)
         ahead_tokens = dice.choice([0, 1, unit.token_count, 50])
         decoding = []
         for number in range(dice.randrange(6)):
@@ -58,8 +74,46 @@ def test_needs_are_those_of_a_naive_twin(seed: int) -> None:
             granted = max(0, length + dice.randrange(-20, 60))
             decoding.append(Decoding(number, granted, length, length + dice.randrange(80)))
         free = dice.randrange(40)
-        expected = naive_needs(decoding, free, ahead_tokens=ahead_tokens, unit=unit)
-        assert needs_of(decoding, free, ahead_tokens=ahead_tokens, unit=unit) == expected
+        expected = naive_needs(decoding, free, ahead_tokens=ahead_tokens, sizes=sizes)
+        asks = needs_of(decoding, free, ahead_tokens=ahead_tokens, unit=unit)
+        assert asks == expected
+        granted_to = {each.sequence: each.granted for each in decoding}
+        taken = sum(blocks_of(room, sizes) - blocks_of(granted_to[each], sizes) for each, room in asks)
+        least = sum(
+            max(0, blocks_of(unit.least(each.length), sizes) - blocks_of(each.granted, sizes))
+            for each in decoding
+            if each.lacks_room
+        )
+        assert taken <= max(free, least)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_more_is_given_back_than_a_block_too_much_and_nobody_loses_what_it_needs(seed: int) -> None:
+    dice = random.Random(seed)
+    for _ in range(200):
+        sizes = dice.choice([(1,), (4,), (16,), (16, 8), (8, 16, 16), (4, 6)])
+        holders = []
+        for number in range(dice.randrange(6)):
+            length = dice.randrange(1, 100)
+            holders.append((number, length + dice.randrange(60), length))
+        missing = dice.randrange(30)
+        kept = give_back(holders, missing, Unit.of(*sizes))
+        freed = {
+            each: blocks_of(granted, sizes) - blocks_of(kept.get(each, granted), sizes) for each, granted, _ in holders
+        }
+        for each, granted, length in holders:
+            assert length <= kept.get(each, granted) <= granted
+        spare = sum(
+            blocks_of(granted, sizes) - min(blocks_of(granted, sizes), blocks_of(Unit.of(*sizes).least(length), sizes))
+            for _, granted, length in holders
+        )
+        assert sum(freed.values()) >= min(missing, spare)
+        assert sum(freed.values()) < missing + len(sizes) or not kept
+        oldest = min(kept, default=len(holders))
+        assert all(freed[each] > 0 for each in kept)
+        for each, granted, length in holders[oldest + 1 :]:
+            if each not in kept:
+                assert Unit.of(*sizes).least(length) >= granted, "a newer one had some to give"
 
 
 async def opened(client: AsyncAllocatorClient, spec: PoolSpec, lengths: list[int], *, ahead_tokens: int) -> PoolSession:
@@ -156,6 +210,18 @@ async def test_what_is_kept_for_a_prompt_in_the_same_step_is_not_taken_ahead() -
         await session.close()
 
 
+async def test_who_has_room_takes_no_block_that_another_one_needs_in_groups_of_other_block_sizes() -> None:
+    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
+        session = await opened(client, PoolSpec(5, HYBRID), [5, 8], ahead_tokens=16)
+        outcome, room = await asked(session, (1, 6, 100), (2, 9, 100))
+        assert [grown.result for grown in outcome.grows] == [Result.OK, Result.OK]
+        assert room == [8, 16], "the first one's blocks have room, and one block is free"
+        step = StepBuilder()
+        session.ahead.ask(step, [(1, 7, 100), (2, 10, 100)], free_block_count=0)
+        assert not step
+        await session.close()
+
+
 async def test_the_newest_give_back_what_a_prompt_needs_in_one_step_with_it() -> None:
     async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
         spec = PoolSpec.full_attention(block_count=16, block_size=4)
@@ -195,6 +261,6 @@ async def test_room_for_less_than_nothing_is_refused() -> None:
 
 
 def test_states_alone_take_no_blocks_ahead() -> None:
-    unit = Unit.of([])
+    unit = Unit.of()
     sequences = [Decoding(number, 5, 6, 9) for number in range(3)]
     assert needs_of(sequences, 0, ahead_tokens=2, unit=unit) == [(number, 9) for number in range(3)]

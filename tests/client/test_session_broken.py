@@ -12,12 +12,14 @@ import pytest
 from grpc import aio
 from quire import AsyncAllocatorClient, AsyncClient
 from quire.errors import InternalError, QuireError, UnavailableError
+from quire.ledger import Ledger
 from quire.session import WINDOW
-from quire.steps import StepBuilder
+from quire.steps import Result, StepBuilder
 from quire.types import PoolSpec
 from quire.v1 import allocator_pb2 as pb
 
 from tests.allocator.harness import running_allocator
+from tests.client.session_scene import allocate, setting
 
 SPEC = PoolSpec.full_attention(block_count=10, block_size=16)
 NO_MESSAGE = b"\xff\xff\xff\xff"
@@ -211,3 +213,62 @@ async def test_calls_that_are_answered_with_no_message_fail_as_calls_do() -> Non
             with pytest.raises(InternalError):
                 await asyncio.wait_for(call, SOON_S)
     await server.stop(0)
+
+
+async def test_who_waits_for_a_session_to_open_is_told_when_it_is_closed() -> None:
+    async with AsyncAllocatorClient("127.0.0.1:1") as client:
+        waits: asyncio.Queue[QuireError] = asyncio.Queue()
+        session = client.session("p", SPEC, on_wait=waits.put_nowait)
+        opening = asyncio.create_task(session.open())
+        await asyncio.wait_for(waits.get(), SOON_S)
+        await session.close()
+        with pytest.raises(UnavailableError, match="closed"):
+            await asyncio.wait_for(opening, SOON_S)
+
+
+async def test_who_waits_for_an_answer_is_told_when_the_session_is_closed() -> None:
+    async with spoiled(spoils_attach=False) as (_, client):
+        session = client.session("p", SPEC)
+        await session.open()
+        stepping = asyncio.create_task(session.step(grow()))
+        while not session.unanswered_count:
+            await asyncio.sleep(0)
+        await session.close()
+        with pytest.raises(UnavailableError, match="closed"):
+            await asyncio.wait_for(stepping, SOON_S)
+
+
+async def test_a_step_is_not_lost_to_an_allocator_that_once_makes_another_state_of_the_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with setting() as scene:
+        await scene.session.step(allocate(1))
+        await scene.stop_allocator()
+        stepping = asyncio.create_task(scene.session.step(allocate(2)))
+        digest, digests = Ledger.digest, []
+
+        def differs_once(ledger: Ledger) -> bytes:
+            digests.append(digest(ledger))
+            return digests[-1] if len(digests) > 1 else bytes(32)
+
+        monkeypatch.setattr(Ledger, "digest", differs_once)
+        await scene.start_allocator()
+        outcome = await asyncio.wait_for(stepping, SOON_S)
+        assert outcome.grows[0].result is Result.OK
+        assert sorted(scene.pool.sequences) == [1, 2]
+        assert (len(digests), scene.session.disagreement_count) == (2, 1)
+
+
+async def test_an_allocator_that_always_makes_another_state_of_the_report_is_told_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with setting() as scene:
+        await scene.session.step(allocate(1))
+        await scene.stop_allocator()
+        stepping = asyncio.create_task(scene.session.step(allocate(2)))
+        with monkeypatch.context() as patch:
+            patch.setattr(Ledger, "digest", lambda _: bytes(32))
+            await scene.start_allocator()
+            with pytest.raises(InternalError, match="another state of our report"):
+                await asyncio.wait_for(stepping, SOON_S)
+        assert (await asyncio.wait_for(scene.session.step(allocate(3)), SOON_S)).grows[0].result is Result.OK

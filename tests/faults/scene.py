@@ -329,7 +329,7 @@ async def attached(
     """An owner of a pool; unless told otherwise it is attached, to whatever the name stands for."""
     spec = pool_spec(kinds, 64)
     async with AsyncAllocatorClient(address or name.proxy.address) as client:
-        session = PoolSession(client._stub, pool, spec, on_wait=on_wait, reconnect=client._reconnect)
+        session = client._session(pool, spec, on_wait=on_wait)
         if opens:
             await session.open()
         try:

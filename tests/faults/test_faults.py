@@ -17,7 +17,10 @@ from contextlib import AsyncExitStack
 
 import pytest
 import pytest_asyncio
+from quire import AsyncAllocatorClient, IndexCleared, PoolSpec, SnapshotEnd
 from quire.errors import QuireError, Reason
+from quire.session import PoolSession
+from quire.steps import StepBuilder
 
 from tests.faults.conftest import WallClock
 from tests.faults.scene import LEASE_S, Name, attached, metric, named, report
@@ -137,6 +140,44 @@ async def test_an_allocator_that_stands_still_for_longer_than_its_leases_keeps_e
         await owner.check(name.place)
         assert owner.session.report_count == 1, "nothing but the first one: the session was resumed"
         assert await metric(name.place, EXPIRATIONS) == expired
+
+
+@pytest.mark.parametrize("is_stranded", [False, True], ids=["stands still", "half open"])
+async def test_sessions_and_calls_of_one_client_leave_a_silent_connection_each_for_itself(
+    name: Name, is_stranded: bool
+) -> None:
+    spec, step = PoolSpec.full_attention(block_count=64, block_size=4), StepBuilder()
+    step.allocate(1, 20)
+    address = name.proxy.address if is_stranded else name.place.address
+    async with AsyncAllocatorClient(address) as client:
+        sessions = [client.session(f"one-client-{i}", spec) for i in range(2)]
+        for session in sessions:
+            await session.open()
+        events = client.watch_events("one-client-0")
+        watching = asyncio.create_task(anext(events))
+        assert isinstance(await watching, IndexCleared)
+        if is_stranded:
+            name.proxy.strand()
+        else:
+            name.place.send(signal.SIGSTOP)
+        leaving = [asyncio.create_task(is_left(session)) for session in sessions]
+        done, _ = await asyncio.wait(leaving, timeout=SILENT_S)
+        assert len(done) == 2
+        name.place.send(signal.SIGCONT)
+        for session in sessions:
+            assert (await asyncio.wait_for(session.step(step), SILENT_S)).free_block_count == 59
+        if not is_stranded:  # unary calls stay with their connection
+            assert {"one-client-0", "one-client-1"} <= {pool.pool for pool in await client.list_pools()}
+            assert isinstance(await asyncio.wait_for(anext(events), SILENT_S), SnapshotEnd)
+        for session in sessions:
+            await session.close()
+    name.proxy.let_through()
+
+
+async def is_left(session: PoolSession) -> None:
+    """Returns once its stream is down."""
+    while session.connected:
+        await asyncio.sleep(0)
 
 
 async def test_an_owner_that_wanders_between_two_allocators_never_resumes_an_older_state(name: Name) -> None:

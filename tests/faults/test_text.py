@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -112,13 +113,16 @@ async def test_text_goes_on_when_the_worker_wanders_between_allocators(name: Nam
 
 
 async def test_text_goes_on_when_reports_are_cut_in_the_middle(name: Name, text: Worker) -> None:
+    counts = [(await text.client.status()).report_count]
     async with text.streaming() as streams:
-        for byte_count in range(200, 200 + 300 * 3 * RUNS, 300):
-            name.proxy.cut_after(byte_count % 6_000)
+        for run in range(5 * RUNS):
+            name.proxy.cut_after(500 + 100 * (run % 10))  # of all that begins a stream, both ways
             await name.turn()
             await text.agree()
+            counts.append((await text.client.status()).report_count)
             await streams.more(5)
     name.proxy.cut_after(1 << 40)
+    assert any(after - before > 1 for before, after in pairwise(counts)), "no report had to be made again"
 
 
 async def test_text_goes_on_when_the_allocator_stands_still_for_longer_than_its_lease(name: Name, text: Worker) -> None:

@@ -91,6 +91,8 @@ def test_no_certificate_outlives_its_authority(tmp_path: Path) -> None:
         (["--server", "s", "--client", "s"], "give them two names"),
         (["--server", "s", "--host", "h:7070"], "'h:7070' is no host"),
         (["--server", "s", "--days", "0"], "--days"),
+        (["--client", "c", "--pool", ""], "a pool has a name"),
+        (["--client", "c", "--observe", ""], "a pool has a name"),
     ],
     ids=" ".join,
 )
@@ -101,6 +103,12 @@ def test_what_makes_no_sense_is_refused_and_writes_nothing(tmp_path: Path, optio
     assert (result.returncode, "Traceback" in result.stderr) == (2, False)
     assert message in result.stderr
     assert files_in(tmp_path) == before
+
+
+def test_a_first_host_that_is_none_leaves_no_authority_behind(tmp_path: Path) -> None:
+    result = quire("certs", str(tmp_path / "new"), "--host", "é.example")
+    assert (result.returncode, "is no host" in result.stderr) == (2, True)
+    assert not (tmp_path / "new").exists()
 
 
 def test_an_authority_whose_key_everybody_can_read_signs_nothing(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ class Scheduler(Roster):
         self.running_max = running_max
         self.ahead_tokens = ahead_tokens
         self.digest_bytes_max = digest_bytes_max
+        self._unit = Unit.of(block_size)
         self._last_sequence_id = 0
         self._free_block_count: int | None = None
         self._copies: list[Copy] = []  # to run before the next batch
@@ -263,14 +264,14 @@ class Scheduler(Roster):
         return self._free_block_count + held
 
     def _needs_of(self, samples: Sequence[Decoding[Sample]], free_block_count: int) -> list[tuple[Sample, int]]:
-        return needs_of(samples, free_block_count, ahead_tokens=self.ahead_tokens, unit=Unit(self.block_size))
+        return needs_of(samples, free_block_count, ahead_tokens=self.ahead_tokens, unit=self._unit)
 
     def _given_back(self, block_count: int) -> dict[Sample, int]:
         """Who gives back so many blocks that it holds ahead, and for how many tokens each keeps room."""
         if block_count <= 0:
             return {}
         holders = [(sample, sample.granted, len(sample.tokens)) for sample in self.running + self.leaving]
-        return give_back(holders, block_count, Unit(self.block_size))
+        return give_back(holders, block_count, self._unit)
 
     def _choose(self, budget: int, free_block_count: int | None) -> list[Admission]:
         room = Room(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -63,6 +64,8 @@ def certs(
         raise UsageError("--pool, --observe and --namespace are permissions of a --client")
     if host and asked == (False, True):
         raise UsageError("--host is of a server's certificate")
+    _require_pool_names(pool or (), observe or ())
+    _certs.host_names(host or ())
     uris = uris_of(Patterns(pool or (), observe or (), namespace or ()))
     if asked == (False, False):
         server, client, uris = "server", "client", uris_of(EVERYTHING_PATTERNS)
@@ -88,6 +91,11 @@ def certs(
         _tell(folder, client, " ".join(uris) or "no permission at all")
     if asked == (False, False):
         print(USAGE.format(folder=folder))
+
+
+def _require_pool_names(*patterns: Sequence[str]) -> None:
+    if any("" in each for each in patterns):
+        raise UsageError("a pool has a name: write --pool NAME, or '*' for every pool")
 
 
 def _tell(folder: Path, name: str, what: str) -> None:

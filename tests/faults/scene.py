@@ -36,6 +36,7 @@ class Proxy:
         self.target = ""
         self.address = ""
         self._bytes_left: int | None = None  # to forward towards the target before everything is cut
+        self._counted_from = b""  # what has to pass before they are counted
         self._connections: set[_Connection] = set()
         self._serving: set[asyncio.Task[None]] = set()
         self._swallowed = _Open(True, True)
@@ -60,9 +61,10 @@ class Proxy:
             connection.close()
         self._connections.clear()
 
-    def cut_after(self, byte_count: int) -> None:
-        """Closes every connection in the middle of whatever is being sent, once so much more has been."""
-        self._bytes_left = byte_count
+    def cut_after(self, byte_count: int, text: str = "") -> None:
+        """Closes every connection in the middle of whatever is being sent to the target, once so much more has been:
+        of all that is sent, or of what follows a text."""
+        self._bytes_left, self._counted_from = byte_count, text.encode()
 
     def swallow(self) -> None:
         """A black hole: connections stay, new ones too, and nothing gets through."""
@@ -119,15 +121,17 @@ class Proxy:
                 await gate.wait()
                 writer.write(passing(data))
                 await writer.drain()
-                if self._bytes_left == 0:
+                if self._bytes_left == 0 and not self._counted_from:
                     self._bytes_left = None
                     self.cut()
         writer.close()
 
     def _metered(self, data: bytes) -> bytes:
-        if self._bytes_left is not None:
-            data = data[: self._bytes_left]
-            self._bytes_left -= len(data)
+        if self._bytes_left is None or (found := data.find(self._counted_from)) < 0:
+            return data
+        start = found + len(self._counted_from)
+        data, self._counted_from = data[: start + self._bytes_left], b""
+        self._bytes_left -= len(data) - start
         return data
 
 

@@ -50,7 +50,8 @@ async def is_ready(process: ServerProcess) -> None:
 class Streams:
     """All requests of `REQUESTS` on their way."""
 
-    def __init__(self, client: AsyncClient) -> None:
+    def __init__(self, client: AsyncClient, namespace: str = "") -> None:
+        self._namespace = namespace
         self._chunk_count = 0
         self._news = asyncio.Event()
         self._tasks = [asyncio.create_task(self._stream(client, *request)) for request in REQUESTS]
@@ -74,7 +75,9 @@ class Streams:
     async def _stream(self, client: AsyncClient, prompt: str, sampling: dict[str, Any]) -> list[str]:
         texts = [""] * sampling.get("n", 1)
         try:
-            async with client.stream(prompt, ignore_eos=True, timeout_s=300, **sampling) as chunks:
+            async with client.stream(
+                prompt, namespace=self._namespace, ignore_eos=True, timeout_s=300, **sampling
+            ) as chunks:
                 async for chunk in chunks:
                     texts[chunk.sample] += chunk.text
                     self._chunk_count += 1
@@ -94,9 +97,9 @@ class Worker:
         self.undisturbed: list[list[str]] = []
 
     @asynccontextmanager
-    async def streaming(self) -> AsyncIterator[Streams]:
+    async def streaming(self, namespace: str = "") -> AsyncIterator[Streams]:
         """All requests at once; in the end each has its text, and every block is free."""
-        streams = Streams(self.client)
+        streams = Streams(self.client, namespace)
         await streams.more(5)
         yield streams
         assert await streams.texts() == self.undisturbed

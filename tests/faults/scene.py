@@ -345,4 +345,4 @@ async def attached(
 async def flood(owner: Owner) -> None:
     """Asks for new sequences as fast as answers come, for ever."""
     while True:
-        await owner.session.submit(owner.history.make_ahead())
+        await owner.session.submit(owner.history.make_new())

@@ -53,6 +53,16 @@ class Text:
     granted: int
     prompt: int  # tokens to compute before anything is sampled
     is_hold: bool = False
+    is_leaving: bool = False  # this and what follows: once the steps that are unanswered are answered
+    committing: int = 0
+    growing: int = 0
+
+    def __post_init__(self) -> None:
+        self.answered()
+
+    def answered(self) -> None:
+        """No step is unanswered."""
+        self.is_leaving, self.committing, self.growing = False, self.committed, self.granted
 
 
 @dataclass
@@ -87,34 +97,50 @@ class History:
 
     # -- asking --------------------------------------------------------------------------------------------------------
 
-    def make(self) -> StepBuilder:
-        """A step on what is known now; the answer must be taken before the next one is made."""
+    def make(self, *, ahead: bool = False) -> StepBuilder:
+        """A step on what is known now: `ahead` of the answers to earlier ones, or after all of them."""
         rng, step = self.rng, StepBuilder()
-        gone = set[int]()
+        if not ahead:
+            for text in self.texts.values():
+                text.answered()
+        self._commit(step, ahead=ahead)
         for sequence_id, text in self.texts.items():
-            if not text.is_hold and text.written > text.committed and rng.random() < 0.8:
-                keep = text.written if text.written < text.granted and rng.random() < 0.5 else 0
-                step.commit(sequence_id, text.written, self.digests(text, text.committed, text.written), keep)
-        for sequence_id in list(self.texts):
-            if rng.random() < (0.25 if len(self.texts) > 4 else 0.06):
+            if not text.is_leaving and rng.random() < (0.25 if len(self.texts) > 4 else 0.06):
                 step.free(sequence_id)
-                gone.add(sequence_id)
-        for sequence_id in self.texts:
-            if sequence_id not in gone and rng.random() < 0.1:
+                text.is_leaving = True
+        staying = {sequence_id: text for sequence_id, text in self.texts.items() if not text.is_leaving}
+        for sequence_id in staying:
+            if rng.random() < 0.1:
                 self.last_id += 1
                 step.fork(sequence_id, self.last_id, hold_ms=rng.choice([0, 0, 0, 400]))
-        for sequence_id, text in self.texts.items():
-            if sequence_id not in gone and not text.is_hold and rng.random() < 0.7:
-                step.grow(sequence_id, text.granted + rng.choice([1, 1, 1, 2, 5]))
+        for sequence_id, text in staying.items():
+            if not text.is_hold and rng.random() < 0.7:
+                text.growing += rng.choice([1, 1, 1, 2, 5])
+                step.grow(sequence_id, text.growing)
         while len(self.texts) < 6 and rng.random() < 0.4:
             self._allocate(step)
         return step
 
-    def make_ahead(self) -> StepBuilder:
-        """A step that needs no answer to earlier ones: new sequences only."""
+    def make_new(self) -> StepBuilder:
+        """A step with one more sequence, whatever is known."""
         step = StepBuilder()
         self._allocate(step)
         return step
+
+    def _commit(self, step: StepBuilder, *, ahead: bool) -> None:
+        """What is in the pages. Ahead of answers nothing is cut off that they may have granted, and a state, which goes
+        on with what they grant, is committed by none."""
+        if ahead and self.has_states:
+            return
+        rng = self.rng
+        for sequence_id, text in self.texts.items():
+            can = not text.is_hold and not text.is_leaving and text.written > text.committing
+            if can and rng.random() < 0.8:
+                keep = text.written if not ahead and text.written < text.granted and rng.random() < 0.5 else 0
+                digests = self.digests(text, text.committing, text.written)
+                step.commit(sequence_id, text.written, digests, keep)
+                text.committing = text.written
+                text.growing = keep or text.growing
 
     def _allocate(self, step: StepBuilder) -> None:
         rng = self.rng

@@ -200,12 +200,11 @@ class Worker:
             self.link.to_server.append(self.owner.outbox.popleft().SerializeToString())
 
     def act(self) -> None:
-        """Asks for something, if the window has room: the next step, or one more that needs no earlier answer."""
+        """Asks for something, if the window has room: the next step, or one more ahead of answers."""
         owner = self.owner
         if not owner.has_room:
             return
-        step = self.history.make() if not owner.unanswered_count else self.history.make_ahead()
-        self.submit(step)
+        self.submit(self.history.make(ahead=owner.unanswered_count > 0))
 
     def submit(self, step: StepBuilder) -> None:
         """Submits a step."""

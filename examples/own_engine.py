@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire import AsyncAllocatorClient, DigestChain, PoolSpec, root_digest
+from quire.ahead import Decoding
 from quire.local import ServerProcess
 from quire.session import PoolSession
 from quire.steps import Result, StepBuilder, StepOutcome
@@ -40,6 +41,7 @@ class Sequence:
     prompt: list[int]
     tokens: list[int]
     table: list[int]
+    room: int  # tokens that there are blocks for
     chain: DigestChain
     computed: int
     committed: int
@@ -71,7 +73,8 @@ class Engine:
         assert grown.result is Result.OK
         matched = grown.matched_token_count
         chain.extend(prompt[:matched])
-        self.live[number] = Sequence(number, prompt, list(prompt), list(grown.blocks[0]), chain, matched, matched)
+        table, room = list(grown.blocks[0]), grown.token_count
+        self.live[number] = Sequence(number, prompt, list(prompt), table, room, chain, matched, matched)
         self.compute_one(self.live[number])
         print(f"sequence {number}: {matched} of {len(prompt)} tokens were in the pages already")
 
@@ -83,20 +86,22 @@ class Engine:
         tokens = parent.tokens[: parent.computed]
         tokens.append(next_token(tokens, number))
         chain, computed = parent.chain.copy(), parent.computed
-        self.live[number] = Sequence(number, parent.prompt, tokens, list(parent.table), chain, computed, computed)
+        table, room = list(parent.table), computed
+        self.live[number] = Sequence(number, parent.prompt, tokens, table, room, chain, computed, computed)
         print(f"sequence {number}: shares {parent.computed} tokens with sequence {parent_id}")
 
     async def ask(self) -> None:
         """Sends what was computed and what is needed next, unless an answer is still to come."""
         if self.asked is None:
             step = self.commits()
-            self.session.ahead.ask(step, [(each.number, len(each.tokens) + 1, each.last) for each in self.decoding()])
+            decoding = [Decoding(each.number, each.room, len(each.tokens) + 1, each.last) for each in self.decoding()]
+            self.session.ahead.ask(step, decoding)
             if step:
                 self.asked = await self.session.submit(step)
 
     def compute(self) -> int:
         """Returns how many sequences had room for their last token, and have one more now."""
-        ready = [each for each in self.decoding() if self.session.ahead.room_of(each.number) >= len(each.tokens)]
+        ready = [each for each in self.decoding() if each.room >= len(each.tokens)]
         for sequence in ready:
             self.compute_one(sequence)
         return len(ready)
@@ -141,9 +146,11 @@ class Engine:
         for source, destination in outcome.copies:
             self.pages[destination] = list(self.pages[source])
         for grown in outcome.grows:
-            if grown.sequence_id in self.live and grown.blocks[0]:
-                end = -(-self.session.ahead.room_of(grown.sequence_id) // BLOCK_SIZE)
-                self.live[grown.sequence_id].table[end - len(grown.blocks[0]) :] = grown.blocks[0]
+            sequence = self.live.get(grown.sequence_id)
+            if sequence is not None and grown.result is Result.OK:
+                end = -(-grown.token_count // BLOCK_SIZE)
+                sequence.table[end - len(grown.blocks[0]) : end] = grown.blocks[0]
+                sequence.room = max(sequence.room, grown.token_count)
 
 
 def start_allocator(address: str, folder: Path) -> ServerProcess:

@@ -13,20 +13,20 @@ needs them, the newest give them back in the same step. For admission they are a
 
     session = allocator.session("default", spec, ahead_tokens=64)
     ...
-    step = StepBuilder()                                   # commits, frees, prompts: what the engine has to say
-    session.ahead.ask(step, [(7, 120, 400), (9, 33, 90)])  # oldest first: sequence, length, last
-    answer = await session.submit(step)                    # ... and the forward pass runs meanwhile
-    ...
-    if session.ahead.room_of(7) > 120: ...                 # its next token can be computed without asking anybody
+    step = StepBuilder()  # commits, frees, prompts: what the engine has to say
+    session.ahead.ask(step, [Decoding(7, 128, 120, 400), Decoding(9, 32, 33, 90)])
+    answer = await session.submit(step)  # the forward pass runs meanwhile, of whoever has room: sequence 7
+    for grown in (await answer).grows: ...  # each has room for `grown.token_count` tokens, once its blocks are noted
 
-`RoomAhead` reads what was granted from the session's ledger. An engine that keeps count itself, as the worker's
-scheduler does, calls the two functions below it. Pure: no call, clock or lock.
+What was granted is what the engine has taken in. The session's ledger may know more: an answer comes between any two
+turns of the event loop, and whoever computes on the strength of it before it has run the copies and noted the blocks
+writes into pages of others. Pure: no call, clock or lock.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from quire.owner import PoolOwner
@@ -39,8 +39,8 @@ K = TypeVar("K")
 
 
 class Decoding(NamedTuple, Generic[K]):
-    """A sequence that decodes on, in tokens: the room that it was granted, its length when the pass that runs now has
-    been computed, and how long it can ever get."""
+    """A sequence that decodes on, in tokens: the room that it was granted in answers that its engine has taken in, its
+    length when the pass that runs now has been computed, and how long it can ever get."""
 
     sequence: K
     granted: int
@@ -106,14 +106,7 @@ class RoomAhead:
         self._owner = owner
         self._unit = Unit.of(*[each.block_size for each in owner.spec.groups if each.kind != pb.GROUP_KIND_STATE])
 
-    def room_of(self, sequence_id: int) -> int:
-        """Tokens that a sequence has room for, after the last answer; 0 where none is live under that id."""
-        sequence = self._owner.ledger.sequences.get(sequence_id)
-        return 0 if sequence is None else sequence.token_count
-
-    def ask(
-        self, step: StepBuilder, decoding: Iterable[tuple[int, int, int]], free_block_count: int | None = None
-    ) -> None:
+    def ask(self, step: StepBuilder, decoding: Sequence[Decoding[int]], free_block_count: int | None = None) -> None:
         """Adds the grows that are due, which may be none, to the next step.
 
         What is still unanswered is not counted: an engine asks in one step at a time, or for some of it twice, which
@@ -122,24 +115,21 @@ class RoomAhead:
 
         Args:
             step: of the engine.
-            decoding: oldest first: id of a live sequence, its length when the pass that runs now has been computed, and
-                how long it can ever get.
+            decoding: oldest first: live sequences, by their ids.
             free_block_count: that may be taken; by default all that were free after the last answer. Fewer where this
                 step lets prompts in, too, or chunks are left of some. With 0, next tokens alone are asked for.
         """
-        sequences = [Decoding(each, self.room_of(each), length, last) for each, length, last in decoding]
         free = self._owner.ledger.free_block_count if free_block_count is None else free_block_count
-        for sequence_id, token_count in needs_of(sequences, free, ahead_tokens=self.token_count, unit=self._unit):
+        for sequence_id, token_count in needs_of(decoding, free, ahead_tokens=self.token_count, unit=self._unit):
             step.grow(sequence_id, token_count)
 
-    def give_back(self, block_count: int, lengths: Iterable[tuple[int, int]]) -> dict[int, int]:
+    def give_back(self, block_count: int, holders: Sequence[tuple[int, int, int]]) -> dict[int, int]:
         """Who gives back so many blocks, or all that there are, and the `keep_token_count` for the commit of each.
 
         Args:
             block_count: that are missing.
-            lengths: oldest first: id of a live sequence, and tokens that it needs room for.
+            holders: oldest first: id of a live sequence, tokens of room that it was granted, and those that it needs.
         """
-        holders = [(each, self.room_of(each), length) for each, length in lengths]
         return give_back(holders, block_count, self._unit)
 
 

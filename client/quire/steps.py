@@ -65,6 +65,8 @@ class GrowOutcome(NamedTuple):
         shortfall: blocks that were missing (NO_SPACE), or too many for the namespace (QUOTA).
         pending_token_count: tokens after the matched ones that others are computing (new sequences only).
         victim: whom to preempt (NO_SPACE only), if preempting anybody helps.
+        token_count: tokens that were asked for, or that matched, if those are more: with OK there is room for them, and
+            the last entries of the tables are for the last of them.
     """
 
     sequence_id: int
@@ -74,6 +76,7 @@ class GrowOutcome(NamedTuple):
     shortfall: int
     pending_token_count: int = 0
     victim: Victim | None = None
+    token_count: int = 0
 
 
 class StepOutcome(NamedTuple):
@@ -301,6 +304,9 @@ def _grows(step: pb.Step, reply: pb.StepReply, group_count: int) -> list[GrowOut
     """Most grows of a step change nothing: what is not in the reply must not cost more than its outcome."""
     sequences = unpack_uint64(step.grows.sequences)
     count = len(sequences)
+    token_counts: Iterable[int] = unpack_uint32(step.grows.token_counts)
+    if reply.matched_token_counts:
+        token_counts = map(max, token_counts, reply.matched_token_counts)
     victims: Iterable[Victim | None] = repeat(None, count)
     if reply.victim_sequences:
         lost = zip(_optional(reply.victim_sequences, count), _optional(reply.victim_token_counts, count), strict=True)
@@ -313,6 +319,7 @@ def _grows(step: pb.Step, reply: pb.StepReply, group_count: int) -> list[GrowOut
         _optional(reply.grow_shortfalls, count),
         _optional(reply.pending_token_counts, count),
         victims,
+        token_counts,
         strict=True,
     )
     return list(map(GrowOutcome._make, columns))

@@ -131,24 +131,32 @@ async def opened(client: AsyncAllocatorClient, spec: PoolSpec, lengths: list[int
     return session
 
 
-async def asked(session: PoolSession, *decoding: tuple[int, int, int]) -> tuple[StepOutcome, list[int]]:
-    """Asks ahead for these; the answer, and the room of each afterwards."""
+def room_of(session: PoolSession, sequence_id: int) -> int:
+    """Tokens that the session's ledger says that there is room for."""
+    return session.ledger.sequences[sequence_id].token_count
+
+
+async def asked(session: PoolSession, *decoding: Decoding[int]) -> tuple[StepOutcome, list[int]]:
+    """Asks ahead for these; the answer, and the room of each afterwards, which is what the answer said."""
     step = StepBuilder()
     session.ahead.ask(step, decoding)
     outcome = await session.step(step)
-    return outcome, [session.ahead.room_of(each) for each, _, _ in decoding]
+    room = {each.sequence: each.granted for each in decoding}
+    room |= {grown.sequence_id: grown.token_count for grown in outcome.grows if grown.result is Result.OK}
+    assert room == {each: room_of(session, each) for each in room}
+    return outcome, list(room.values())
 
 
 async def test_everybody_who_decodes_has_room_for_so_many_tokens() -> None:
     async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
         session = await opened(client, PoolSpec.full_attention(block_count=64, block_size=4), [10, 20], ahead_tokens=16)
-        outcome, room = await asked(session, (1, 11, 100), (2, 21, 30))
+        outcome, room = await asked(session, Decoding(1, 10, 11, 100), Decoding(2, 20, 21, 30))
         assert [grown.result for grown in outcome.grows] == [Result.OK, Result.OK]
         assert room == [32, 32], "the second one ends at 30 tokens, in its eighth block"
         step = StepBuilder()
-        session.ahead.ask(step, [(1, 16, 100), (2, 26, 30)])
+        session.ahead.ask(step, [Decoding(1, 32, 16, 100), Decoding(2, 32, 26, 30)])
         assert not step, "both have 16 tokens ahead, or all that they will need"
-        session.ahead.ask(step, [(1, 17, 100), (2, 27, 30)])
+        session.ahead.ask(step, [Decoding(1, 32, 17, 100), Decoding(2, 32, 27, 30)])
         assert step.operation_count == 1
         await session.close()
 
@@ -157,7 +165,7 @@ async def test_what_is_asked_ahead_is_free_and_the_oldest_get_it() -> None:
     async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
         spec = PoolSpec.full_attention(block_count=12, block_size=4)
         session = await opened(client, spec, [8, 8, 8], ahead_tokens=64)
-        outcome, room = await asked(session, *[(each, 9, 200) for each in (1, 2, 3)])
+        outcome, room = await asked(session, *[Decoding(each, 8, 9, 200) for each in (1, 2, 3)])
         assert [grown.result for grown in outcome.grows] == [Result.OK] * 3
         assert room == [24, 12, 12], "one block for each, and the three that nobody needs for the oldest"
         assert outcome.free_block_count == 0
@@ -167,7 +175,7 @@ async def test_what_is_asked_ahead_is_free_and_the_oldest_get_it() -> None:
 async def test_groups_of_other_block_sizes_grow_together() -> None:
     async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
         session = await opened(client, PoolSpec(29, HYBRID), [32, 32], ahead_tokens=16)
-        outcome, room = await asked(session, (1, 33, 500), (2, 33, 500))
+        outcome, room = await asked(session, Decoding(1, 32, 33, 500), Decoding(2, 32, 33, 500))
         assert [grown.result for grown in outcome.grows] == [Result.OK, Result.OK]
         assert room == [80, 64], "3 blocks for 16 tokens, and 17 were free"
         assert [[len(blocks) for blocks in grown.blocks] for grown in outcome.grows] == [[3, 6], [2, 4]]
@@ -178,7 +186,7 @@ async def test_groups_of_other_block_sizes_grow_together() -> None:
 async def test_where_blocks_are_short_groups_of_other_block_sizes_get_what_the_next_token_takes() -> None:
     async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
         session = await opened(client, PoolSpec(2 + 6, HYBRID), [32], ahead_tokens=16)
-        outcome, room = await asked(session, (1, 33, 500))
+        outcome, room = await asked(session, Decoding(1, 32, 33, 500))
         assert outcome.grows[0].result is Result.OK, "two blocks are free, and 16 tokens more would take three"
         assert room == [40]
         assert outcome.free_block_count == 0
@@ -189,13 +197,13 @@ async def test_who_is_refused_for_a_quota_gets_what_its_next_token_takes() -> No
     async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
         spec = PoolSpec.full_attention(block_count=64, block_size=4, quotas=(Quota("", held_blocks_max=3),))
         session = await opened(client, spec, [8], ahead_tokens=16)
-        outcome, room = await asked(session, (1, 9, 500))
+        outcome, room = await asked(session, Decoding(1, 8, 9, 500))
         assert outcome.grows[0].result is Result.QUOTA
         assert room == [8]
         step = StepBuilder()
-        session.ahead.ask(step, [(1, 9, 500)], free_block_count=0)
+        session.ahead.ask(step, [Decoding(1, 8, 9, 500)], free_block_count=0)
         assert (await session.step(step)).grows[0].result is Result.OK
-        assert session.ahead.room_of(1) == 12
+        assert room_of(session, 1) == 12
         await session.close()
 
 
@@ -203,21 +211,21 @@ async def test_what_is_kept_for_a_prompt_in_the_same_step_is_not_taken_ahead() -
     async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
         session = await opened(client, PoolSpec.full_attention(block_count=12, block_size=4), [8], ahead_tokens=64)
         step = StepBuilder()
-        session.ahead.ask(step, [(1, 9, 500)], free_block_count=10 - 6)
+        session.ahead.ask(step, [Decoding(1, 8, 9, 500)], free_block_count=10 - 6)
         step.allocate(2, 24)
         assert [grown.result for grown in (await session.step(step)).grows] == [Result.OK, Result.OK]
-        assert session.ahead.room_of(1) == 24
+        assert room_of(session, 1) == 24
         await session.close()
 
 
 async def test_who_has_room_takes_no_block_that_another_one_needs_in_groups_of_other_block_sizes() -> None:
     async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
         session = await opened(client, PoolSpec(5, HYBRID), [5, 8], ahead_tokens=16)
-        outcome, room = await asked(session, (1, 6, 100), (2, 9, 100))
+        outcome, room = await asked(session, Decoding(1, 5, 6, 100), Decoding(2, 8, 9, 100))
         assert [grown.result for grown in outcome.grows] == [Result.OK, Result.OK]
         assert room == [8, 16], "the first one's blocks have room, and one block is free"
         step = StepBuilder()
-        session.ahead.ask(step, [(1, 7, 100), (2, 10, 100)], free_block_count=0)
+        session.ahead.ask(step, [Decoding(1, 8, 7, 100), Decoding(2, 16, 10, 100)], free_block_count=0)
         assert not step
         await session.close()
 
@@ -226,31 +234,30 @@ async def test_the_newest_give_back_what_a_prompt_needs_in_one_step_with_it() ->
     async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
         spec = PoolSpec.full_attention(block_count=16, block_size=4)
         session = await opened(client, spec, [8, 8], ahead_tokens=16)
-        _, room = await asked(session, (1, 9, 100), (2, 9, 100))
+        _, room = await asked(session, Decoding(1, 8, 9, 100), Decoding(2, 8, 9, 100))
         assert room == [32, 32], "all 16 blocks"
-        kept = session.ahead.give_back(7, [(1, 9), (2, 9)])
+        kept = session.ahead.give_back(7, [(1, 32, 9), (2, 32, 9)])
         assert kept == {2: 12, 1: 24}
-        assert session.ahead.give_back(99, [(1, 9), (2, 9)]) == {2: 12, 1: 12}, "nobody loses what it needs"
-        assert session.ahead.give_back(0, [(1, 9), (2, 9)]) == {}
+        assert session.ahead.give_back(99, [(1, 32, 9), (2, 32, 9)]) == {2: 12, 1: 12}, "nobody loses what it needs"
+        assert session.ahead.give_back(0, [(1, 32, 9), (2, 32, 9)]) == {}
         step = StepBuilder()
         for sequence_id, token_count in kept.items():
             step.commit(sequence_id, 8, b"", token_count)
         step.allocate(3, 28)
         outcome = await session.step(step)
         assert outcome.grows[0].result is Result.OK
-        assert [session.ahead.room_of(each) for each in (1, 2, 3)] == [24, 12, 28]
+        assert [room_of(session, each) for each in (1, 2, 3)] == [24, 12, 28]
         await session.close()
 
 
 async def test_without_room_ahead_only_what_the_next_token_needs_is_asked_for() -> None:
     async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
         session = await opened(client, PoolSpec.full_attention(block_count=64, block_size=4), [8], ahead_tokens=0)
-        _, room = await asked(session, (1, 9, 100))
+        _, room = await asked(session, Decoding(1, 8, 9, 100))
         assert room == [12]
         step = StepBuilder()
-        session.ahead.ask(step, [(1, 12, 100)])
+        session.ahead.ask(step, [Decoding(1, 12, 12, 100)])
         assert not step
-        assert session.ahead.room_of(2) == 0
         await session.close()
 
 

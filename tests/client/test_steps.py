@@ -124,7 +124,7 @@ def test_an_empty_reply_says_that_everything_was_done_and_nothing_changed() -> N
     step.grow(1, 6)
     outcome = read_reply(step.message, pb.StepReply(free_block_count=5), 2)
     assert outcome.commits == outcome.frees == outcome.forks == [Result.OK]
-    assert outcome.grows == [GrowOutcome(1, Result.OK, 0, ((), ()), 0, 0, None)]
+    assert outcome.grows == [GrowOutcome(1, Result.OK, 0, ((), ()), 0, 0, None, 6)]
     assert (outcome.swaps, outcome.copies, outcome.free_block_count, outcome.expired_holds) == ([], [], 5, [])
 
 
@@ -140,7 +140,7 @@ def test_only_grows_that_changed_a_table_have_blocks_and_others_none() -> None:
 def test_results_shortfalls_victims_and_pending_tokens_belong_to_their_grows() -> None:
     reply = pb.StepReply(
         grow_results=[pb.RESULT_NO_SPACE, pb.RESULT_PENDING, pb.RESULT_QUOTA],
-        matched_token_counts=[0, 16, 0],
+        matched_token_counts=[0, 32, 0],
         pending_token_counts=[0, 32, 0],
         grow_shortfalls=[3, 0, 1],
         victim_sequences=[9, 0, 0],
@@ -149,9 +149,9 @@ def test_results_shortfalls_victims_and_pending_tokens_belong_to_their_grows() -
     )
     outcome = read_reply(three_grows(), reply, 1)
     assert [grown[1:3] + grown[4:] for grown in outcome.grows] == [
-        (Result.NO_SPACE, 0, 3, 0, Victim(9, 40)),
-        (Result.PENDING, 16, 0, 32, None),
-        (Result.QUOTA, 0, 1, 0, None),
+        (Result.NO_SPACE, 0, 3, 0, Victim(9, 40), 10),
+        (Result.PENDING, 32, 0, 32, None, 32),
+        (Result.QUOTA, 0, 1, 0, None, 30),
     ]
     assert outcome.expired_holds == [4, 6]
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+from quire.session import PoolSession
+from quire.steps import StepBuilder, StepOutcome
 
 from tests.e2e.stack import started
 
@@ -63,3 +69,18 @@ def test_an_engine_of_ones_own_decodes_on_while_its_allocator_is_dead() -> None:
     assert alone is not None
     assert int(alone[1]) >= 100, "64 each, less what was used while the next block was asked for"
     assert "all 5 texts are those that are computed without pages" in done.stdout
+
+
+async def test_an_engine_of_ones_own_is_right_when_every_answer_is_there_before_it_computes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submit = PoolSession.submit
+
+    async def answered(session: PoolSession, step: StepBuilder) -> asyncio.Future[StepOutcome]:
+        answer = await submit(session, step)
+        await asyncio.wait([answer])
+        return answer
+
+    monkeypatch.setattr(PoolSession, "submit", answered)
+    await runpy.run_path(str(ROOT / "examples" / "own_engine.py"))["main"]()
+    assert "all 5 texts are those that are computed without pages" in capsys.readouterr().out

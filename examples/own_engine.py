@@ -65,6 +65,7 @@ class Engine:
         """Lets a prompt in, and computes what of it nobody has computed before."""
         chain = DigestChain(root_digest(fingerprint=FINGERPRINT, layout=LAYOUT), BLOCK_SIZE)
         shareable = (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        await self.settle()
         step = self.commits()
         step.allocate(number, len(prompt), chain.copy().extend(prompt[:shareable]))
         outcome = await self.session.step(step)
@@ -80,13 +81,14 @@ class Engine:
 
     async def fork(self, parent_id: int, number: int) -> None:
         """Another text for the same prompt, which shares all that its parent has computed, a half-filled block too."""
+        await self.settle()
         step, parent = self.commits(), self.live[parent_id]
         step.fork(parent_id, number)
         self.take(await self.session.step(step))
         tokens = parent.tokens[: parent.computed]
         tokens.append(next_token(tokens, number))
         chain, computed = parent.chain.copy(), parent.computed
-        table, room = list(parent.table), computed
+        table, room = parent.table[: -(-computed // BLOCK_SIZE)], computed
         self.live[number] = Sequence(number, parent.prompt, tokens, table, room, chain, computed, computed)
         print(f"sequence {number}: shares {parent.computed} tokens with sequence {parent_id}")
 
@@ -111,9 +113,14 @@ class Engine:
         await self.ask()
         computed = self.compute()
         await asyncio.sleep(FORWARD_S)
-        if self.asked is not None and (self.asked.done() or not computed):
-            self.take(await self.asked)
-            self.asked = None
+        if not computed or (self.asked is not None and self.asked.done()):
+            await self.settle()
+
+    async def settle(self) -> None:
+        """Takes in the answer that is under way, if any: answers are taken in the order of their steps."""
+        if self.asked is not None:
+            outcome, self.asked = await self.asked, None
+            self.take(outcome)
 
     def decoding(self) -> list[Sequence]:
         """The oldest first."""

@@ -1,7 +1,7 @@
 """One Session call as its owner sees it: connected, written to and read from until it ends.
 
-grpc.aio raises the same for a call that was cancelled as for a task that was: here, and nowhere else, the two are told
-apart. Whoever cancels a call means the call, not those who happen to write to it.
+grpc.aio raises the same for a call that was cancelled as for a task that was: the two are told apart. Whoever cancels a
+call means the call, not those who happen to write to it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from grpc import aio
 
+from quire._channel import is_task_cancelled
 from quire._ending import Ending
 from quire.errors import QuireError, UnavailableError
 from quire.v1 import allocator_pb2 as pb
@@ -62,7 +63,7 @@ class SessionCall:
         try:
             reply: Any = await self._call.read()
         except asyncio.CancelledError:
-            if _is_task_cancelled():
+            if is_task_cancelled():
                 raise
             raise EndedError(await self._ending.error()) from None
         except (aio.AioRpcError, asyncio.InvalidStateError):
@@ -79,7 +80,7 @@ class SessionCall:
         try:
             await self._call.write(message)
         except asyncio.CancelledError:
-            if _is_task_cancelled():
+            if is_task_cancelled():
                 raise
             return False
         except (aio.AioRpcError, asyncio.InvalidStateError):
@@ -96,8 +97,3 @@ async def _connection(call: Any) -> None:
     """Returns when there is a connection, or the call has failed, which who reads it is told, too."""
     with contextlib.suppress(aio.AioRpcError):
         await call.wait_for_connection()
-
-
-def _is_task_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -12,6 +12,7 @@ listen could use it.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import os
@@ -109,6 +110,13 @@ def readable(message: ItemT | None) -> ItemT:
     return message
 
 
+def is_task_cancelled() -> bool:
+    """Whether a CancelledError is meant for the task that runs: grpc.aio raises the same for a call that somebody else
+    cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 def _is_here(address: str) -> bool:
     """Whether what is sent there stays on this machine; a form of address that only gRPC knows does not count."""
     try:
@@ -188,6 +196,16 @@ class Link:
         # A socket's path is no name that a certificate could have; who serves it is this machine.
         name = (("grpc.ssl_target_name_override", "localhost"),) if tls is not None and is_unix(address) else ()
         self.options = (*OPTIONS, *name)
+        self._is_closed = False
+
+    def check_open(self) -> None:
+        """gRPC's own error for it is no RpcError.
+
+        Raises:
+            UnavailableError: the client was closed.
+        """
+        if self._is_closed:
+            raise UnavailableError("the client is closed")
 
     def deadline(self, timeout_s: float | None) -> float:
         """Seconds that a call may take."""
@@ -230,6 +248,7 @@ class SyncLink(Link):
         Raises:
             QuireError: the call failed.
         """
+        self.check_open()
         try:
             return method(request, timeout=self.deadline(timeout_s), metadata=self.metadata)
         except grpc.RpcError as error:
@@ -237,6 +256,7 @@ class SyncLink(Link):
 
     def close(self) -> None:
         """Ends all calls and the connection."""
+        self._is_closed = True
         self.channel.close()
 
 
@@ -275,11 +295,17 @@ class AsyncLink(Link):
         Raises:
             QuireError: the call failed.
         """
+        self.check_open()
         try:
             return readable(await method(request, timeout=self.deadline(timeout_s), metadata=self.metadata))
+        except asyncio.CancelledError:
+            if is_task_cancelled():
+                raise
+            raise UnavailableError("the client was closed meanwhile") from None
         except grpc.RpcError as error:
             raise self.translate(error, getattr(request, "request_id", None)) from None
 
     async def close(self) -> None:
         """Ends all calls and the connection."""
+        self._is_closed = True
         await self.channel.close(None)

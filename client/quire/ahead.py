@@ -50,7 +50,7 @@ class Decoding(NamedTuple, Generic[K]):
     @property
     def lacks_room(self) -> bool:
         """Whether its next token has no room: it is needed, whatever is asked for ahead."""
-        return self.length > self.granted
+        return min(self.length, self.last) > self.granted
 
 
 class Unit(NamedTuple):
@@ -83,6 +83,10 @@ class Unit(NamedTuple):
     def blocks(self, token_count: int) -> int:
         """Blocks in the tables of a sequence with room for so many tokens."""
         return sum(-(-token_count // size) for size in self.sizes)
+
+    def full(self, token_count: int) -> int:
+        """Those of them that so many tokens fill. Another one may be shared, and is copied when the sequence grows."""
+        return sum(token_count // size for size in self.sizes)
 
 
 class RoomAhead:
@@ -149,9 +153,10 @@ def needs_of(
     """
     if all(granted >= min(length + ahead_tokens, last) for _, granted, length, last in decoding):
         return []
+    decoding = [each._replace(length=min(each.length, each.last)) for each in decoding]
     more = ahead_tokens + unit.token_count if ahead_tokens else 0
     spare = free_block_count - sum(
-        unit.blocks(unit.up(each.length)) - unit.blocks(each.granted) for each in decoding if each.lacks_room
+        unit.blocks(unit.up(each.length)) - unit.full(each.granted) for each in decoding if each.lacks_room
     )
     if spare < 0:
         return [(each.sequence, unit.least(each.length)) for each in decoding if each.lacks_room]

@@ -263,7 +263,6 @@ class AsyncAllocatorClient(_Connected):
     def _session(self, pool: str, spec: pb.PoolSpec, **options: Any) -> PoolSession:
         """On a connection of its own: one that falls silent is left, which is no business of other calls."""
         link = self._link.another()
-        self._session_links.add(link)
 
         async def reconnect() -> pb_grpc.AllocatorServiceAsyncStub:
             await link.reconnect()
@@ -273,7 +272,7 @@ class AsyncAllocatorClient(_Connected):
             self._session_links.discard(link)
             await link.close()
 
-        return PoolSession(
+        session = PoolSession(
             pb_grpc.AllocatorServiceStub(link.channel),
             pool,
             spec,
@@ -282,6 +281,8 @@ class AsyncAllocatorClient(_Connected):
             disconnect=disconnect,
             **options,
         )
+        self._session_links.add(link)
+        return session
 
     async def close(self) -> None:
         """Ends the connection and every stream on it, and those of its sessions."""

@@ -23,6 +23,7 @@ import math
 from collections import deque
 from typing import Final, NamedTuple
 
+from quire.columns import unpack_uint64
 from quire.errors import InternalError, QuireError, Reason
 from quire.ledger import Ledger
 from quire.limits import MESSAGE_BYTES_MAX, PROTOCOL_VERSION
@@ -203,9 +204,10 @@ class PoolOwner:
 
         Raises:
             ResourceExhaustedError: TOO_LARGE, the allocator takes fewer operations or bytes; nothing was submitted.
-            ValueError: a number does not fit the message; nothing was submitted.
+            ValueError: a number does not fit the message, or an id is not new, or not known; nothing was submitted.
         """
         assert self.has_room, "the window is full"
+        self._check_ids(operations)
         request = pb.SessionRequest()
         operations.fill(request.step)
         request.step.number = self.last_step + len(self._unanswered) + 1
@@ -216,6 +218,19 @@ class PoolOwner:
         if self.phase is Phase.OPEN:
             self._send_step(request)
         return int(request.step.number)
+
+    def _check_ids(self, operations: StepBuilder) -> None:
+        """On the wire an id alone says whether a sequence is new: one that was meant to be, and is not, would be given
+        another one's blocks, and one that was meant to live would be created, for nobody to free."""
+        created = self.ledger.last_sequence_id
+        if operations.names_no_newer(created):  # decoding, most of the time
+            return
+        highest, forked = created, set[int]()
+        for request in self._unanswered:
+            children = unpack_uint64(request.step.forks.children)
+            forked.update(children)
+            highest = max((highest, *children, *unpack_uint64(request.step.grows.sequences)))
+        operations.check_ids(created, highest, forked)
 
     @staticmethod
     def _check_size(what: str, count: int, most: int) -> None:

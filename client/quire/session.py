@@ -10,12 +10,15 @@ Lifecycle:
                   with the same sequences on the same blocks: callers notice nothing but the time it takes
     4. refused    another allocator behind the name will not have us (token, version, specification): as lost, until it
                   or the next one does; only a session that was never open is refused for good
-    5. close      detach: the allocator drops the pool at once
+    5. close      detach: the allocator drops the pool at once. An `open` that fails or is cancelled closes, too
 
 All rules are in `owner.py`, what is known of the pool in `ledger.py`; here are the stream, the clock and the waiting.
 
 `SessionLostError` is left for an allocator that refuses our report: then a new and empty session is opened, and an
 owner that gets it holds nothing any more.
+
+A step cannot be called back: it is applied though its caller was cancelled, and its answer has blocks to note and
+copies to run. Such answers are kept, and no step is taken before an engine has asked for what it has `missed`.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
+from quire._answers import Answers, AnswersMissedError, Asked, SessionLostError
 from quire._call import EndedError, SessionCall
 from quire.ahead import AHEAD_TOKENS, RoomAhead
 from quire.backoff import Backoff
@@ -45,15 +49,13 @@ HEARTBEATS_PER_LEASE: Final = 3  # at least: one may be late, and one more
 BACKOFF_S: Final = (0.01, 0.2)  # between streams; what came of none of them makes it longer
 WINDOW: Final = 4
 
+__all__ = ["AnswersMissedError", "PoolSession", "SessionLostError"]
+
 log = logging.getLogger(__name__)
 
 
-class SessionLostError(Exception):
-    """The allocator would not have this pool as it was; a new session is open and the pool is empty."""
-
-
 class PoolSession:
-    """Owner of one pool. Not for concurrent use, except that the stream keeps itself up.
+    """Owner of one pool. Opened once. Not for concurrent use, except that the stream keeps itself up.
 
     Args:
         stub: `AllocatorServiceStub` on an asyncio channel.
@@ -98,14 +100,13 @@ class PoolSession:
         self.ahead = RoomAhead(self._owner, ahead_tokens)
         self._call: SessionCall | None = None
         self._connected = False
-        self._lost = False
         self._closing = False
         self._silence = Silence(HEARTBEAT_S / TICKS_PER_HEARTBEAT, time.monotonic())
         self._fell_silent = False  # the last stream
         self._has_served = False  # the current stream: answered anything after it was up
         self._refusal: QuireError | None = None
         self._refused_for: Reason | None = None  # since it was open last
-        self._answers: dict[int, asyncio.Future[StepOutcome]] = {}
+        self._answers = Answers()
         self._changed = asyncio.Event()  # an answer came, the stream went up or was refused
         self._sending = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
@@ -147,59 +148,92 @@ class PoolSession:
         Raises:
             QuireError: the allocator refuses for good (specification, version, token).
             UnavailableError: the session was closed.
+            RuntimeError: it was opened before.
         """
         if self._closing:
             raise self._closed()
+        if self._tasks:
+            raise RuntimeError("a session is opened once")
         self._tasks = [asyncio.create_task(self._guarded(each())) for each in (self._keep_up, self._beat)]
-        while not self._connected:
-            await self._wait_for_change()
-            if self._closing:
-                raise self._closed()
-            if self._refusal is not None:
-                await self._stop()
-                raise self._refusal
+        try:
+            while not self._connected:
+                await self._wait_for_change()
+                if self._closing:
+                    raise self._closed()
+                if self._refusal is not None:
+                    raise self._refusal
+        except BaseException:
+            await self.close()  # else it would take the pool later, for nobody
+            raise
 
     async def step(self, operations: StepBuilder) -> StepOutcome:
-        """Applies a step exactly once and returns what it did. As `submit`, and its answer."""
+        """Applies a step exactly once and returns what it did: `submit`, and its answer, or else it is `missed`."""
+        asked = await self._submit(operations)
         try:
-            return await (await self.submit(operations))
+            return await asked.answer
+        except SessionLostError:
+            self._answers.is_told()
+            raise
         except asyncio.CancelledError:
-            self._drop()  # nobody will look at the answer: what the caller knows of the pool is not to be relied on
+            self._answers.drop(asked)
             raise
 
     async def submit(self, operations: StepBuilder) -> asyncio.Future[StepOutcome]:
         """Sends a step as soon as the window has room; the future has what it did.
 
         Raises (here, or from the future):
-            SessionLostError: none of it is in force, and nothing of what was there before.
+            SessionLostError: none of it is in force, and nothing of what was there before. Whoever was told by a future
+                is told once more by the next `submit`: what was submitted in between is for the new session.
+            AnswersMissedError: there are answers that nobody took in; nothing was sent.
             QuireError: the allocator refused the step; nothing of it, nor of those submitted after it, was applied.
                 TOO_LARGE, raised here: it is above `limits`; nothing was sent, and what was submitted before goes on.
-            ValueError: a number does not fit the message; nothing was sent.
+            ValueError: a number does not fit the message, or an id is not new, or not known; nothing was sent.
+            RuntimeError: the session was not opened.
         """
-        while not self._owner.has_room and not self._closing:
+        return (await self._submit(operations)).answer
+
+    async def missed(self) -> list[tuple[StepBuilder, StepOutcome]]:
+        """The steps whose callers were cancelled and what they did, once all are answered; they are given once.
+
+        To be taken in before those that were submitted after them. What was refused is not among them, and neither is
+        what was lost, as the next `submit` tells.
+
+        Raises:
+            UnavailableError: the session was closed.
+        """
+        while self._answers.are_coming():
             await self._wait_for_change()
         if self._closing:
             raise self._closed()
-        if self._lost:
-            self._lost = False
-            raise SessionLostError
-        if self._refusal is not None:
-            raise self._refusal
-        number = self._owner.submit(operations)
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        await self._flush()
-        return answer
+        return self._answers.missed()
 
     async def close(self) -> None:
         """Detaches if the stream is up, so that the pool is dropped at once; else its lease ends by itself."""
         self._closing = True
-        if self._connected and self._tasks:
-            self._owner.detach()
+        try:
+            if self._connected and self._tasks:
+                self._owner.detach()
+                await self._flush()
+                await asyncio.wait(self._tasks[:1], timeout=SILENCE_S)
+        finally:
+            await self._stop()
+
+    async def _submit(self, operations: StepBuilder) -> Asked:
+        if not self._tasks and not self._closing:
+            raise RuntimeError("the session has not been opened")
+        while not self._owner.has_room and not self._closing:
+            await self._wait_for_change()
+        if self._closing:
+            raise self._closed()
+        self._answers.check(self._refusal)
+        asked = self._answers.expect(self._owner.submit(operations), operations)
+        try:
             await self._flush()
-            await asyncio.wait(self._tasks[:1], timeout=SILENCE_S)
-        await self._stop()
-        if self._disconnect is not None:
-            await self._disconnect()
+        except asyncio.CancelledError:
+            asked.answer.cancel()
+            self._drop()  # the message may have been given up in the middle; it is sent again
+            raise
+        return asked
 
     # -- the stream ----------------------------------------------------------------------------------------------------
 
@@ -210,7 +244,7 @@ class PoolSession:
         except Exception as error:
             log.exception("the session of pool %s has ended", self.pool)
             self._refusal = InternalError(f"the session has ended: {type(error).__name__}")
-            self._fail(self._owner.give_up_steps(), self._refusal)
+            self._answers.fail(self._owner.give_up_steps(), self._refusal)
             for task in self._tasks:
                 if task is not asyncio.current_task():
                     task.cancel()  # neither goes on without the other
@@ -230,7 +264,7 @@ class PoolSession:
                 self._fell_silent, self._stub = False, await self._reconnect()
             patient = not self._connected
             waited_for = error or UnavailableError("the allocator does not answer")
-            is_step_refused = self._end_stream(error) is Verdict.STEP_REFUSED
+            is_step_refused = self._end_stream(error, waited_for) is Verdict.STEP_REFUSED
             asked_s = 0.0 if is_step_refused else jittered_s(waited_for.retry_after_s)
             if self._has_served or is_step_refused:
                 backoff.reset()
@@ -257,10 +291,10 @@ class PoolSession:
             return ended.said
         except LedgerLostError as error:
             log.error("the pool begins anew: %s", error)
-            self._lost = not self._answers
-            self._fail(list(self._answers), SessionLostError())
+            self._answers.lose()
         except InternalError as error:
-            self._fail_oldest(error)
+            log.error("the allocator broke the protocol: %s", error)
+            self._answers.fail(owner.give_up_steps(), error)  # it will be told what is, whatever they did
         return None
 
     def _take(self, reply: pb.SessionReply) -> None:
@@ -270,9 +304,7 @@ class PoolSession:
         self._has_served = self._connected
         answer = owner.receive(reply, time.monotonic())
         if answer is not None:
-            future = self._answers.pop(answer.number, None)
-            if future is not None and not future.done():
-                future.set_result(answer.outcome)
+            self._answers.take(answer.number, answer.outcome)
             self._changed.set()
         elif not self._connected and owner.phase is Phase.OPEN:
             self._refusal = self._refused_for = None
@@ -290,41 +322,25 @@ class PoolSession:
         self._flushes.add(flush)  # the loop itself keeps no task alive
         flush.add_done_callback(self._flushes.discard)
 
-    def _end_stream(self, error: QuireError | None) -> Verdict:
+    def _end_stream(self, error: QuireError | None, why: QuireError) -> Verdict:
         """The current stream is over: the owner says what that means, and whose steps it takes along."""
         verdict, numbers = self._owner.ended(error)
         self._drop()
         if verdict is Verdict.LOST:
             log.error("the allocator refuses our report, the pool begins anew: %s", error)
-            self._lost = not numbers
-            self._fail(numbers, SessionLostError())
+            self._answers.lose()
         elif verdict is Verdict.STEP_REFUSED:
-            assert error is not None
-            self._fail(numbers, error)
+            self._answers.fail(numbers, why)
         elif verdict is Verdict.REFUSED:
-            assert error is not None
-            if error.reason is not self._refused_for:
-                log.warning("the allocator refuses this pool, which goes on as far as it was granted: %s", error)
-            self._refused_for = error.reason
+            if why.reason is not self._refused_for:
+                log.warning("the allocator refuses this pool, which goes on as far as it was granted: %s", why)
+            self._refused_for = why.reason
         elif verdict is Verdict.FINAL:
-            assert error is not None
-            log.warning("the allocator refuses this pool: %s", error)
-            self._refusal = error
-            self._fail(self._owner.give_up_steps(), error)
+            log.warning("the allocator refuses this pool: %s", why)
+            self._refusal = why
+            self._answers.fail(self._owner.give_up_steps(), why)
         self._changed.set()
         return verdict
-
-    def _fail(self, numbers: list[int], error: Exception) -> None:
-        for number in numbers:
-            future = self._answers.pop(number, None)
-            if future is not None and not future.done():
-                future.set_exception(error)
-                future.exception()  # whoever does not ask is not told in a log either
-
-    def _fail_oldest(self, error: InternalError) -> None:
-        """An answer cannot be read: what it did is not known to us, and the allocator will be told what is."""
-        log.error("the allocator broke the protocol: %s", error)
-        self._fail(self._owner.give_up_steps(), error)
 
     def _drop(self) -> None:
         """Cancels the call; who reads it notices."""
@@ -364,14 +380,19 @@ class PoolSession:
 
     async def _stop(self) -> None:
         """Ends everything that goes on by itself."""
-        for task in self._tasks:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
             task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-        self._tasks = []
-        self._drop()
-        self._changed.set()
-        self._fail(list(self._answers), self._closed())
+        try:
+            if tasks:
+                await asyncio.wait(tasks)
+        finally:
+            self._drop()
+            self._changed.set()
+            self._answers.fail_all(self._closed())
+            disconnect, self._disconnect = self._disconnect, None
+            if disconnect is not None:
+                await disconnect()
 
     @staticmethod
     def _closed() -> UnavailableError:

@@ -6,7 +6,7 @@ The wire carries structs of arrays; `StepBuilder` and `read_reply` are the only 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
 from typing import Final, NamedTuple
 
@@ -155,10 +155,10 @@ class StepBuilder:
         self._frees.append(sequence_id)
 
     def fork(self, parent_id: int, child_id: int, hold_ms: int = 0) -> None:
-        """A new sequence that shares what its parent has committed; ids only rise.
+        """A new sequence that shares what its parent has committed; ids only rise. It may be grown in the same step.
 
-        With `hold_ms`, up to a day, it is a hold: nobody writes to it, and after so many milliseconds it is freed by
-        itself, which a later outcome's `expired_holds` tells.
+        With `hold_ms`, up to a day, it is a hold: nobody writes to it, and the first step after so many milliseconds
+        frees it before anything else, which its outcome's `expired_holds` tells.
         """
         self._parents.append(parent_id)
         self._children.append(child_id)
@@ -178,7 +178,7 @@ class StepBuilder:
         """A new sequence for `token_count` tokens that shares the published part of `digests`; ids only rise.
 
         Args:
-            sequence_id: higher than every earlier one.
+            sequence_id: higher than every earlier one. It may be grown once it was answered that it exists.
             token_count: tokens to hold: the prompt, or its first chunk. It holds more where more is shared.
             digests: of the prompt's blocks, as many as may be shared.
             namespace: prefixes are shared inside it.
@@ -198,6 +198,33 @@ class StepBuilder:
         """Room for `token_count` tokens of a live sequence."""
         self._grows.append(sequence_id)
         self._grow_token_counts.append(token_count)
+
+    def names_no_newer(self, created: int) -> bool:
+        """Whether nothing is to be created, and no sequence grows whose id is higher than the highest so far."""
+        return not (self._new or self._parents) and max(self._grows, default=0) <= created
+
+    def check_ids(self, created: int, highest: int, forked: Collection[int]) -> None:
+        """Whether ids are new, or known, as the operations say.
+
+        Args:
+            created: the highest id of a sequence that was created.
+            highest: the highest that any unanswered step may create; at least that.
+            forked: ids of sequences that unanswered steps create by forks.
+
+        Raises:
+            ValueError: one is not.
+        """
+        forked = {*forked, *self._children}
+        highest = max(highest, *self._children, 0)
+        new = {each.row for each in self._new}
+        for row, sequence_id in enumerate(self._grows):
+            if row not in new:
+                if sequence_id > created and sequence_id not in forked:
+                    raise ValueError(f"sequence {sequence_id} is not known to exist: an answer says so, or a fork")
+            elif sequence_id <= highest:
+                raise ValueError(f"sequence {sequence_id} is not new: ids only rise, and {highest} was given already")
+            else:
+                highest = sequence_id
 
     @property
     def message(self) -> pb.Step:
@@ -255,8 +282,19 @@ class StepBuilder:
 
 
 def concatenated(digests: bytes | Iterable[bytes]) -> bytes:
-    """Digests as they travel, from either form."""
-    return digests if isinstance(digests, bytes) else b"".join(digests)
+    """Digests as they travel, from either form.
+
+    Raises:
+        ValueError: one has not 32 bytes.
+    """
+    if isinstance(digests, bytes):
+        if len(digests) % DIGEST_BYTES:
+            raise ValueError(f"{len(digests)} bytes are no digests of {DIGEST_BYTES}")
+        return digests
+    parts = list(digests)
+    if any(len(digest) != DIGEST_BYTES for digest in parts):
+        raise ValueError(f"a digest has {DIGEST_BYTES} bytes")
+    return b"".join(parts)
 
 
 def read_reply(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutcome:

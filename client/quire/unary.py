@@ -20,7 +20,8 @@ class UnarySession:
     """Ownership of one pool without a stream; leaving the `with` block gives it back.
 
     The allocator drops the pool after `lease_ms` without a call. Each operation takes a `request_id`, a new one by
-    default: repeated with the same id and content it returns the first answer and does nothing.
+    default: repeated with the same id and content it returns the first answer and does nothing, as long as that is one
+    of the last 1,024, and they are no more than 16 MiB.
     """
 
     def __init__(
@@ -152,7 +153,8 @@ class AsyncUnarySession:
     """Ownership of one pool without a stream; leaving the `async with` block gives it back.
 
     The allocator drops the pool after `lease_ms` without a call. Each operation takes a `request_id`, a new one by
-    default: repeated with the same id and content it returns the first answer and does nothing.
+    default: repeated with the same id and content it returns the first answer and does nothing, as long as that is one
+    of the last 1,024, and they are no more than 16 MiB.
     """
 
     def __init__(

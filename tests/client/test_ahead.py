@@ -40,14 +40,16 @@ def naive_needs(
         return blocks_of(room[sequence], sizes) - blocks_of(before, sizes)
 
     for each in decoding:
-        while each.length > room[each.sequence]:
+        if min(each.length, each.last) > room[each.sequence]:
+            free -= sum(each.granted % size > 0 for size in sizes)  # a block that others may share is copied
+        while min(each.length, each.last) > room[each.sequence]:
             free -= add_unit(each.sequence)
     if free < 0:
         least = min(sizes)
         return [
-            (each.sequence, next(n for n in count(each.length) if n % least == 0))
+            (each.sequence, next(n for n in count(min(each.length, each.last)) if n % least == 0))
             for each in decoding
-            if each.length > each.granted
+            if min(each.length, each.last) > each.granted
         ]
     for each in decoding:
         wanted = min(each.length + ahead_tokens + (unit if ahead_tokens else 0), each.last)
@@ -72,7 +74,7 @@ def test_needs_are_those_of_a_naive_twin_and_never_more_than_is_free(seed: int) 
         for number in range(dice.randrange(6)):
             length = dice.randrange(1, 100)
             granted = max(0, length + dice.randrange(-20, 60))
-            decoding.append(Decoding(number, granted, length, length + dice.randrange(80)))
+            decoding.append(Decoding(number, granted, length, length + dice.randrange(-1, 80)))
         free = dice.randrange(40)
         expected = naive_needs(decoding, free, ahead_tokens=ahead_tokens, sizes=sizes)
         asks = needs_of(decoding, free, ahead_tokens=ahead_tokens, unit=unit)
@@ -80,7 +82,7 @@ def test_needs_are_those_of_a_naive_twin_and_never_more_than_is_free(seed: int) 
         granted_to = {each.sequence: each.granted for each in decoding}
         taken = sum(blocks_of(room, sizes) - blocks_of(granted_to[each], sizes) for each, room in asks)
         least = sum(
-            max(0, blocks_of(unit.least(each.length), sizes) - blocks_of(each.granted, sizes))
+            max(0, blocks_of(unit.least(min(each.length, each.last)), sizes) - blocks_of(each.granted, sizes))
             for each in decoding
             if each.lacks_room
         )
@@ -247,6 +249,18 @@ async def test_the_newest_give_back_what_a_prompt_needs_in_one_step_with_it() ->
         outcome = await session.step(step)
         assert outcome.grows[0].result is Result.OK
         assert [room_of(session, each) for each in (1, 2, 3)] == [24, 12, 28]
+        await session.close()
+
+
+async def test_what_a_fork_needs_for_its_copy_is_not_taken_ahead() -> None:
+    async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as client:
+        session = await opened(client, PoolSpec.full_attention(block_count=8, block_size=4), [6], ahead_tokens=64)
+        step = StepBuilder()
+        step.fork(1, 2)
+        await session.step(step)
+        outcome, room = await asked(session, Decoding(1, 6, 7, 500), Decoding(2, 6, 7, 500))
+        assert [grown.result for grown in outcome.grows] == [Result.OK, Result.OK]
+        assert room == [24, 8]
         await session.close()
 
 

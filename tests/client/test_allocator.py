@@ -302,14 +302,13 @@ async def test_a_step_defers_defends_quotas_and_names_victims() -> None:
         step.allocate(1, 16, DIGESTS[:4], prompt_token_count=20)
         step.allocate(2, 17, DIGESTS[:4], defer_token_count=8)
         step.allocate(3, 8, b"", "small")
-        step.grow(1, 12)
         step.allocate(4, 16)
         grows = (await owner.step(step)).grows
-        assert [grown.result.name for grown in grows] == ["OK", "PENDING", "QUOTA", "OK", "NO_SPACE"]
-        assert [[len(table) for table in grown.blocks] for grown in grows] == [[4], [0], [0], [0], [0]]
-        assert [grown.pending_token_count for grown in grows] == [0, 16, 0, 0, 0]
-        assert [grown.shortfall for grown in grows] == [0, 0, 1, 0, 1]
-        assert [grown.victim for grown in grows] == [None] * 4 + [Victim(1, 0)]
+        assert [grown.result.name for grown in grows] == ["OK", "PENDING", "QUOTA", "NO_SPACE"]
+        assert [[len(table) for table in grown.blocks] for grown in grows] == [[4], [0], [0], [0]]
+        assert [grown.pending_token_count for grown in grows] == [0, 16, 0, 0]
+        assert [grown.shortfall for grown in grows] == [0, 0, 1, 1]
+        assert [grown.victim for grown in grows] == [None] * 3 + [Victim(1, 0)]
         await owner.close()
 
 

@@ -33,7 +33,7 @@ async def test_a_step_is_applied_and_its_answer_read() -> None:
     async with setting() as scene:
         step = allocate(1)
         step.allocate(2, 100, [])
-        step.grow(9, 3)
+        step.allocate(9, 3)
         outcome = await scene.session.step(step)
         assert [grown.result for grown in outcome.grows] == [Result.OK, Result.TOO_LONG, Result.OK]
         assert [list(grown.blocks[0]) for grown in outcome.grows] == [[0, 1], [], [2]]

@@ -123,10 +123,11 @@ async def test_steps_that_are_being_written_when_their_stream_is_left_are_sent_o
     async with spoiled(spoils_attach=False, kind=Deaf) as (spoiler, client):
         session = client.session("p", SPEC)
         await session.open()
-        step = StepBuilder()
-        step.allocate(1, 16, bytes(1_900_000 // 32 * 32))
+        steps = [StepBuilder() for _ in range(WINDOW)]
+        for number, step in enumerate(steps, 1):
+            step.allocate(number, 16, bytes(1_900_000 // 32 * 32))
         async with asyncio.timeout(SOON_S):
-            answers = [await session.submit(step) for _ in range(WINDOW)]  # the last ones find no way out
+            answers = [await session.submit(step) for step in steps]  # the last ones find no way out
             while "step" not in spoiler.seen:
                 await asyncio.sleep(0)
         assert not any(answer.done() for answer in answers)

@@ -23,7 +23,7 @@ async def test_a_step_of_more_than_the_allocator_takes_is_refused_before_anythin
         assert scene.service is not None
         limits = scene.session.limits
         large, many = StepBuilder(), StepBuilder()
-        large.allocate(1, 6, bytes(32 * 70_000))  # more than a message may have
+        large.allocate(2, 6, bytes(32 * 70_000))  # more than a message may have
         for _ in range(limits.operations_per_step_max + 1):
             many.free(1)
         under_way = await scene.session.submit(allocate(1))
@@ -52,7 +52,8 @@ async def test_the_largest_step_that_is_not_refused_here_is_taken() -> None:
         most = step.message.ByteSize()
         assert limits.step_bytes_max - 140 < most < limits.step_bytes_max - 29
         assert len((await scene.session.step(step)).grows) == step.operation_count
-        step.allocate(1 + step.operation_count, 1, b"", "x" * 128)
+        step = StepBuilder()
+        step.allocate(1 << 32, 1, bytes(limits.step_bytes_max // 32 * 32))
         with pytest.raises(ResourceExhaustedError):
             await scene.session.step(step)
 

@@ -46,7 +46,7 @@ class Answers:
         if refusal is not None:
             raise refusal
         if self._missed or self.are_coming():
-            raise AnswersMissedError
+            raise AnswersMissedError("the caller of a step was cancelled: its answer, in `missed`, comes first")
 
     def expect(self, number: int, operations: StepBuilder) -> Asked:
         """A step was submitted."""

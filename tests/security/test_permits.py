@@ -146,7 +146,7 @@ def test_a_fork_that_fails_is_no_way_into_another_namespace(sessions: Sessions, 
     fork(step)
     step.grow(2, 4)  # with a fork that fails it would make a sequence in the nameless namespace
     if fork is fork_below_another:
-        step.grow(4, 4)
+        step.allocate(4, 4)
     side.submit(step)
     with pytest.raises(Refusal, match="this namespace"):
         machine.receive(side.outbox.popleft(), 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from quire.columns import unpack_uint32, unpack_uint64
@@ -29,6 +29,7 @@ class StepArrays:
         commit_digests, grow_digests, grow_namespaces, digest_count, tokens, has_new: set by `checks.check_step`. The
             digests and namespaces dealt out to their operations; digests of all commits; tokens that all grows ask for,
             prompts included; whether a grow may create a sequence.
+        forbidden: set by the machine, rows of the grows that must not create one.
         has_refused: set by `steps.apply_step`, some result is not OK.
     """
 
@@ -41,6 +42,7 @@ class StepArrays:
         "commit_token_counts",
         "defer_token_counts",
         "digest_count",
+        "forbidden",
         "frees",
         "grow_digest_counts",
         "grow_digest_data",
@@ -80,6 +82,7 @@ class StepArrays:
         self.grow_namespaces: Sequence[str] = ()
         self.digest_count = self.tokens = 0
         self.has_new = self.has_refused = False
+        self.forbidden: Collection[int] = ()
         if step.HasField("commits"):
             self._read_commits(step.commits)
         if step.HasField("frees"):

@@ -254,7 +254,7 @@ class SessionMachine:
             return cast("pb.SessionReply", kept)
         arrays = checks.check_step(owner.pool, step)
         if self._is_restricted:
-            permits.require_step(self._grant, owner.pool, arrays)
+            arrays.forbidden = permits.forbidden_rows(self._grant, owner.pool, arrays)
         answer = pb.SessionReply()
         reply = answer.step_reply
         reply.session_id, reply.number = session_id, number

@@ -2,12 +2,13 @@
 
 Namespaces come into a stream in three places: with the live sequences of a session that is resumed, with a report, and
 with a grow that makes a sequence. Each is checked, so the live sequences of an open stream are always permitted ones,
-and whatever else names a sequence needs no look.
+and whatever else names a sequence needs no look. A fork is in its parent's namespace, and what a step forks its grows
+do not make.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import repeat
 from typing import Any
 
 from quire._serving.permissions import Grant
@@ -81,39 +82,14 @@ def require_report(grant: Grant, chunk: pb.ReportChunk) -> None:
             require_namespace(grant, namespace)
 
 
-def require_step(grant: Grant, pool: Pool, arrays: StepArrays) -> None:
-    """Refuses a checked step that may make a sequence in another namespace.
-
-    Raises:
-        Refusal: NAMESPACE_FORBIDDEN.
-    """
-    if arrays.has_new and not grant.namespaces.are_all:
-        for namespace in set(_namespaces_of_new(pool, arrays)):
-            require_namespace(grant, namespace)
-
-
-def _namespaces_of_new(pool: Pool, arrays: StepArrays) -> Iterator[str]:
-    """Namespaces of the grows that may make a sequence: all of ids that are new, but for children of certain forks,
-    which are in their parent's."""
-    children = _certain_children(pool, arrays)
-    for row, sequence_id in enumerate(arrays.grow_sequences):
-        if sequence_id > pool.last_sequence_id and sequence_id not in children:
-            yield arrays.grow_namespaces[row] if arrays.grow_namespaces else ""
-
-
-def _certain_children(pool: Pool, arrays: StepArrays) -> set[int]:
-    """Children of forks that cannot fail, whatever the phases before them do.
-
-    A fork fails if its parent is gone (freed by the step, or a hold whose time comes), if ids do not rise, or, where
-    blocks are written in place, if the parent has tokens that are not committed; commits only make these fewer.
-    """
-    freed, certain, last = set(arrays.frees), set[int](), pool.last_sequence_id
-    for parent_id, child_id in zip(arrays.parents, arrays.children, strict=True):
-        parent = pool.sequences.get(parent_id) if parent_id not in freed and parent_id not in pool.holds else None
-        written = parent is not None and (
-            not pool.groups.in_place or parent.token_count <= parent.committed_token_count
-        )
-        if child_id > last and (written or parent_id in certain):
-            certain.add(child_id)
-        last = max(last, child_id)
-    return certain
+def forbidden_rows(grant: Grant, pool: Pool, arrays: StepArrays) -> frozenset[int]:
+    """Rows of a checked step's grows that must not make a sequence: FORBIDDEN, where they otherwise would. The rest of
+    the step is not theirs: a worker has one certificate for all its callers."""
+    if not arrays.has_new or grant.namespaces.are_all:
+        return frozenset()
+    rows = zip(arrays.grow_sequences, arrays.grow_namespaces or repeat(""))
+    return frozenset(
+        row
+        for row, (sequence_id, namespace) in enumerate(rows)
+        if sequence_id > pool.last_sequence_id and not grant.may_use(namespace)
+    )

@@ -98,8 +98,13 @@ def _grow(pool: Pool, arrays: StepArrays, reply: pb.StepReply) -> None:
 def _grow_each(pool: Pool, arrays: StepArrays) -> tuple[Grants, list[tuple[int, GrowResult]]]:
     """As `Pool.grow_many`, new sequences among live ones."""
     grants, others = Grants(), []
+    unborn = {child for child in arrays.children if child > pool.last_sequence_id}  # their forks were refused
     for number, (sequence, token_count) in enumerate(zip(arrays.grow_sequences, arrays.grow_token_counts)):
-        if sequence > pool.last_sequence_id:
+        if sequence in unborn:
+            grown = GrowResult(Result.NOT_FOUND)
+        elif sequence > pool.last_sequence_id and number in arrays.forbidden:
+            grown = GrowResult(Result.FORBIDDEN)
+        elif sequence > pool.last_sequence_id:
             grown = pool.allocate(
                 sequence,
                 token_count,

@@ -225,12 +225,11 @@ class PoolOwner:
         created = self.ledger.last_sequence_id
         if operations.names_no_newer(created):  # decoding, most of the time
             return
-        highest, forked = created, set[int]()
+        highest = created
         for request in self._unanswered:
-            children = unpack_uint64(request.step.forks.children)
-            forked.update(children)
-            highest = max((highest, *children, *unpack_uint64(request.step.grows.sequences)))
-        operations.check_ids(created, highest, forked)
+            step = request.step
+            highest = max((highest, *unpack_uint64(step.forks.children), *unpack_uint64(step.grows.sequences)))
+        operations.check_ids(created, highest)
 
     @staticmethod
     def _check_size(what: str, count: int, most: int) -> None:

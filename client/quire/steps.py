@@ -6,7 +6,7 @@ The wire carries structs of arrays; `StepBuilder` and `read_reply` are the only 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import Final, NamedTuple
 
@@ -28,6 +28,7 @@ class Result(enum.IntEnum):
     PENDING = 5  # asked to be deferred, and others are computing its prefix
     QUOTA = 6  # the namespace would hold too many blocks
     UNCOMMITTED = 7  # a fork of a recurrent state that may be beyond the committed tokens
+    FORBIDDEN = 8  # a new sequence in a namespace that the caller's certificate does not permit
 
 
 class Swap(NamedTuple):
@@ -58,7 +59,7 @@ class GrowOutcome(NamedTuple):
 
     Attributes:
         sequence_id: the sequence.
-        result: OK, NO_SPACE, NOT_FOUND, EXISTS, TOO_LONG, PENDING or QUOTA.
+        result: OK, NO_SPACE, NOT_FOUND, EXISTS, TOO_LONG, PENDING, QUOTA or FORBIDDEN.
         matched_token_count: leading tokens that need not be computed (new sequences only).
         blocks: per group the last entries of its table, replacing what stood there; of a new sequence all of them.
             `NULL_BLOCK` where a windowed group holds none.
@@ -155,7 +156,8 @@ class StepBuilder:
         self._frees.append(sequence_id)
 
     def fork(self, parent_id: int, child_id: int, hold_ms: int = 0) -> None:
-        """A new sequence that shares what its parent has committed; ids only rise. It may be grown in the same step.
+        """A new sequence that shares what its parent has committed; ids only rise. It may be grown in the same step, or
+        once it was answered that it exists; a grow of what could not be forked answers NOT_FOUND.
 
         With `hold_ms`, up to a day, it is a hold: nobody writes to it, and the first step after so many milliseconds
         frees it before anything else, which its outcome's `expired_holds` tells.
@@ -203,24 +205,22 @@ class StepBuilder:
         """Whether nothing is to be created, and no sequence grows whose id is higher than the highest so far."""
         return not (self._new or self._parents) and max(self._grows, default=0) <= created
 
-    def check_ids(self, created: int, highest: int, forked: Collection[int]) -> None:
+    def check_ids(self, created: int, highest: int) -> None:
         """Whether ids are new, or known, as the operations say.
 
         Args:
             created: the highest id of a sequence that was created.
             highest: the highest that any unanswered step may create; at least that.
-            forked: ids of sequences that unanswered steps create by forks.
 
         Raises:
             ValueError: one is not.
         """
-        forked = {*forked, *self._children}
-        highest = max(highest, *self._children, 0)
+        highest, children = max(highest, *self._children, 0), frozenset(self._children)
         new = {each.row for each in self._new}
         for row, sequence_id in enumerate(self._grows):
             if row not in new:
-                if sequence_id > created and sequence_id not in forked:
-                    raise ValueError(f"sequence {sequence_id} is not known to exist: an answer says so, or a fork")
+                if sequence_id > created and sequence_id not in children:
+                    raise ValueError(f"sequence {sequence_id} is not known to exist: an answer says so, or a fork here")
             elif sequence_id <= highest:
                 raise ValueError(f"sequence {sequence_id} is not new: ids only rise, and {highest} was given already")
             else:

@@ -98,7 +98,7 @@ def scene(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def session(scene: Scene, who: str) -> Any:
-    """Attach, an empty report, one step that grows a sequence in `red`, detach."""
+    """Attach, an empty report, one step that grows a sequence in `red`, detach. Where `red` is not permitted, the rest is."""
     attach = pb.Attach(version=1, pool=next(NAMES), incarnation=b"1" * 16, epoch=1, window=1, spec=spec())
     requests: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
     requests.put(pb.SessionRequest(attach=attach))
@@ -106,17 +106,18 @@ def session(scene: Scene, who: str) -> Any:
     stub = pb_grpc.AllocatorServiceStub(scene.channel(who))
     replies = stub.Session(iter(requests.get, None), metadata=scene.callers[who].metadata, timeout=WAIT_S)
     try:
-        return attached_step(requests, replies)
+        return attached_step(requests, replies, is_permitted=who != "another namespace")
     finally:
         requests.put(None)
 
 
-def attached_step(requests: Any, replies: Any) -> pb.SessionReply:
+def attached_step(requests: Any, replies: Any, *, is_permitted: bool) -> pb.SessionReply:
     assert next(replies).HasField("report_required")
     step = pb.Step(session_id=next(replies).ready.session_id, number=1, grows=grows((1, 4, b"")))
     step.grows.namespaces.append("red")
     requests.put(pb.SessionRequest(step=step))
     reply: pb.SessionReply = next(replies)
+    assert list(reply.step_reply.grow_results) == ([] if is_permitted else [pb.RESULT_FORBIDDEN])
     requests.put(pb.SessionRequest(detach=pb.Detach()))
     assert list(replies) == []
     return reply
@@ -214,7 +215,7 @@ OWNING = Reason.POOL_FORBIDDEN
 USING = Reason.NAMESPACE_FORBIDDEN
 # Of each RPC: how it is called; then what an observer of all pools, and who may use another namespace, is answered.
 CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None]] = {
-    "Session": (session, OWNING, USING),
+    "Session": (session, OWNING, None),
     "OpenSession": (open_and_close, OWNING, None),
     "KeepAlive": (of_session("KeepAlive"), OWNING, None),
     "Allocate": (of_session("Allocate", sequence_id=NEW, token_count=1, namespace="red"), OWNING, USING),

@@ -10,11 +10,11 @@ import pytest
 from quire._serving.permissions import EVERYTHING, Grant, grant_of
 from quire.errors import QuireError, Reason
 from quire.owner import Phase, PoolOwner, Verdict
-from quire.steps import StepBuilder
+from quire.steps import Result, StepBuilder
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.directory import Directory
 from quire_allocator.core.refusal import Refusal
-from quire_allocator.machine import SessionMachine
+from quire_allocator.machine import SessionMachine, pool_digest
 from quire_allocator.sessions import Sessions
 
 from tests.allocator.harness import Allocator, UnaryOwner, d, running_allocator
@@ -49,6 +49,15 @@ def attach(sessions: Sessions, side: PoolOwner, grant: Grant) -> SessionMachine:
 def ask(machine: SessionMachine, side: PoolOwner, step: StepBuilder) -> None:
     side.submit(step)
     run(machine, side)
+
+
+def grown(machine: SessionMachine, side: PoolOwner, step: StepBuilder, now: float = 0.0) -> list[Result]:
+    """What its grows are answered."""
+    side.submit(step)
+    (reply,) = machine.receive(side.outbox.popleft(), now)
+    answer = side.receive(reply, now)
+    assert answer is not None
+    return [each.result for each in answer.outcome.grows]
 
 
 def allocating(sequence_id: int, namespace: str, token_count: int = 4) -> StepBuilder:
@@ -86,28 +95,29 @@ def test_an_attach_that_is_not_permitted_fences_nobody(sessions: Sessions) -> No
     assert live(sessions) == {1: "red"}
 
 
-def test_a_step_in_another_namespace_is_refused_whole(sessions: Sessions) -> None:
+def test_only_the_sequence_in_another_namespace_is_refused(sessions: Sessions) -> None:
     side = owner()
     machine = attach(sessions, side, RED)
     ask(machine, side, allocating(1, "red"))
     step = allocating(2, "red")
     step.allocate(3, 4, namespace="blue")
+    step.allocate(4, 4)
+    step.allocate(5, 4, namespace="red")
     step.free(1)
-    side.submit(step)
-    with pytest.raises(Refusal) as caught:
-        machine.receive(side.outbox.popleft(), 0.0)
-    assert (caught.value.reason, "blue" in caught.value.message) == ("NAMESPACE_FORBIDDEN", False)
-    assert live(sessions) == {1: "red"}
-    assert sessions.directory.pool("pool").steps.next_step == 2
+    assert grown(machine, side, step) == [Result.OK, Result.FORBIDDEN, Result.FORBIDDEN, Result.OK]
+    assert live(sessions) == {2: "red", 5: "red"}
+    assert side.ledger.digest() == pool_digest(sessions.directory.pool("pool").pool)
 
 
-def test_the_nameless_namespace_is_one_like_any_other(sessions: Sessions) -> None:
+def test_a_refused_sequence_may_be_asked_for_in_its_own_namespace(sessions: Sessions) -> None:
     side = owner()
     machine = attach(sessions, side, RED)
-    side.submit(allocating(1, ""))
-    with pytest.raises(Refusal, match="this namespace"):
-        machine.receive(side.outbox.popleft(), 0.0)
-    assert live(sessions) == {}
+    assert grown(machine, side, allocating(1, "")) == [Result.FORBIDDEN]
+    assert grown(machine, side, allocating(1, "red")) == [Result.OK]
+    step = StepBuilder()
+    step.grow(1, 8)  # names no namespace, and needs none
+    assert grown(machine, side, step) == [Result.OK]
+    assert live(sessions) == {1: "red"}
 
 
 def test_a_child_grows_in_the_namespace_of_its_parent_in_the_very_step_of_its_fork(sessions: Sessions) -> None:
@@ -137,37 +147,35 @@ def fork_below_another(step: StepBuilder) -> None:
     step.fork(1, 2)
 
 
+@pytest.mark.parametrize("grant", [RED, EVERYTHING])
 @pytest.mark.parametrize("fork", [fork_of_a_missing_parent, fork_of_a_parent_that_is_freed, fork_below_another])
-def test_a_fork_that_fails_is_no_way_into_another_namespace(sessions: Sessions, fork: Any) -> None:
+def test_a_grow_of_what_could_not_be_forked_makes_no_sequence(sessions: Sessions, fork: Any, grant: Grant) -> None:
     side = owner()
-    machine = attach(sessions, side, RED)
+    machine = attach(sessions, side, grant)
     ask(machine, side, allocating(1, "red"))
     step = StepBuilder()
     fork(step)
-    step.grow(2, 4)  # with a fork that fails it would make a sequence in the nameless namespace
-    if fork is fork_below_another:
-        step.allocate(4, 4)
-    side.submit(step)
-    with pytest.raises(Refusal, match="this namespace"):
-        machine.receive(side.outbox.popleft(), 0.0)
-    assert live(sessions) == {1: "red"}
+    step.grow(2, 4)  # by its id alone it would be a new one in the nameless namespace
+    assert grown(machine, side, step) == [Result.NOT_FOUND]
+    assert 2 not in live(sessions)
 
 
-def test_a_fork_of_a_state_that_is_not_committed_is_no_way_either(sessions: Sessions) -> None:
+@pytest.mark.parametrize("grant", [RED, EVERYTHING])
+def test_nor_does_one_of_the_child_of_a_state_that_is_not_committed(sessions: Sessions, grant: Grant) -> None:
     side = owner("state")
-    machine = attach(sessions, side, RED)
+    machine = attach(sessions, side, grant)
     ask(machine, side, allocating(1, "red"))
     step = StepBuilder()
     step.fork(1, 2)
     step.grow(2, 4)
-    side.submit(step)
-    with pytest.raises(Refusal, match="this namespace"):
-        machine.receive(side.outbox.popleft(), 0.0)
+    assert grown(machine, side, step) == [Result.NOT_FOUND]
+    assert live(sessions) == {1: "red"}
 
 
-def test_a_hold_whose_time_may_come_is_no_way_either(sessions: Sessions) -> None:
+@pytest.mark.parametrize("grant", [RED, EVERYTHING])
+def test_nor_one_of_the_child_of_a_hold_whose_time_came(sessions: Sessions, grant: Grant) -> None:
     side = owner()
-    machine = attach(sessions, side, RED)
+    machine = attach(sessions, side, grant)
     ask(machine, side, allocating(1, "red"))
     step = StepBuilder()
     step.fork(1, 2, hold_ms=1)
@@ -175,9 +183,8 @@ def test_a_hold_whose_time_may_come_is_no_way_either(sessions: Sessions) -> None
     step = StepBuilder()
     step.fork(2, 3)
     step.grow(3, 4)
-    side.submit(step)
-    with pytest.raises(Refusal, match="this namespace"):
-        machine.receive(side.outbox.popleft(), 1.0)
+    assert grown(machine, side, step, now=1.0) == [Result.NOT_FOUND]
+    assert live(sessions) == {1: "red"}
 
 
 def test_a_session_with_sequences_of_another_namespace_is_neither_resumed_nor_reported(sessions: Sessions) -> None:

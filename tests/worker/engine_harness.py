@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from grpc import aio
 from quire import AsyncAllocatorClient, PoolSpec
+from quire._serving.permissions import EVERYTHING, Grant
 from quire.errors import QuireError
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire_allocator.core.directory import Directory
@@ -82,14 +83,17 @@ class CheckedEngine(Engine):
 class AllocatorServer:
     """An allocator that can be stopped and started again, empty, on the same port."""
 
-    def __init__(self) -> None:
+    def __init__(self, grant: Grant) -> None:
         self.port = 0
+        self.grant = grant
         self.directory = Directory(lease_s=10, pools_max=8)
 
     async def start(self) -> None:
         self.directory = Directory(lease_s=10, pools_max=8)
         self._server = aio.server(options=[("grpc.so_reuseport", 0)])
-        service = AllocatorService(self.directory, Telemetry(), check_invariants=True)
+        service = AllocatorService(
+            self.directory, Telemetry(), check_invariants=True, authorize=lambda _context: self.grant
+        )
         pb_grpc.add_AllocatorServiceServicer_to_server(service, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self._server.start()
@@ -147,6 +151,7 @@ async def running(
     running_max: int = 64,
     waiting_max: int = 1024,
     ahead_tokens: int = 64,
+    grant: Grant = EVERYTHING,
 ) -> AsyncIterator[Harness]:
     """Allocator, session and engine for the length of a test."""
     torch.set_num_threads(1)
@@ -154,7 +159,7 @@ async def running(
     kv_cache = KVCache(model.cache_spec, blocks)
     for layer in kv_cache.layers:
         layer.fill_(torch.nan)  # what was never written must never be read
-    allocator = AllocatorServer()
+    allocator = AllocatorServer(grant)
     await allocator.start()
     async with AsyncAllocatorClient(f"127.0.0.1:{allocator.port}") as client:
         session = client.session("test", PoolSpec.full_attention(block_count=blocks, block_size=BLOCK_SIZE))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from quire._serving.permissions import grant_of
 from quire.errors import QuireError, Reason
 from quire_worker import runner
 from quire_worker.failures import FailureKind, is_out_of_memory
@@ -85,6 +86,26 @@ def forward_fails(folder: Path, error: type[Exception], when: Callable[[list[int
         yield
     finally:
         hook.remove()
+
+
+# -- not permitted -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_namespace_that_the_worker_itself_may_not_use_ends_only_who_asks_for_it(healthy: Path) -> None:
+    async with running(healthy, grant=grant_of(["quire://pool/*", "quire://namespace/"])) as harness:
+        ups_and_downs: list[bool] = []
+        harness.engine.session.on_change = ups_and_downs.append
+        company = Company(harness, healthy)
+        await company.decoding()
+        for seed in range(5):
+            bad = [harness.submit(prompt(20, seed=seed), namespace="other", n=2, max_tokens=5) for _ in range(2)]
+            good = harness.submit(prompt(25, seed=seed), max_tokens=20, ignore_eos=True)  # in the same step
+            for request in bad:
+                await fails(harness, request, Reason.NAMESPACE_FORBIDDEN)
+            assert (await harness.collect(good)).tokens[0] == reference_text(healthy, tuple(good.prompt), 20)
+        await company.check()
+        assert ups_and_downs == []
+        assert await harness.free_block_count() == BLOCKS
 
 
 # -- no numbers --------------------------------------------------------------------------------------------------------

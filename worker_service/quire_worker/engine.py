@@ -236,7 +236,7 @@ class Engine:
         assert self._asked is not None
         (plan, answer, _), self._asked = self._asked, None
         try:
-            return await answer
+            outcome = await answer
         except SessionLostError:
             log.warning("the allocator lost this pool; computing again", running=len(self.scheduler.running))
             self.scheduler.forget_blocks()
@@ -249,6 +249,10 @@ class Engine:
                 self._fail(drawn.request, error)
             self.scheduler.start_over(plan)
             return None
+        for request in self.scheduler.forbidden(plan, outcome):
+            message = "the worker's own certificate does not permit this namespace"
+            self._fail(request, QuireError.of(Reason.NAMESPACE_FORBIDDEN, message))
+        return outcome
 
     async def _compute(self, batch: Batch) -> Computed:
         """Runs copies, forward pass and sampling on the model's thread. Meanwhile blocks that are full are hashed, and

@@ -29,7 +29,7 @@ from quire.steps import Copy, GrowOutcome, Result, StepOutcome
 from quire_worker import ahead
 from quire_worker.admission import Admission, Room, admit
 from quire_worker.plan import Batch, Plan, Work
-from quire_worker.request import FinishReason, Sample
+from quire_worker.request import FinishReason, Request, Sample
 from quire_worker.roster import Roster, age_of
 
 
@@ -173,6 +173,12 @@ class Scheduler(Roster):
             if not self._take(sample, token_count, grown, is_new=sample in plan.admitted)
         }
 
+    @staticmethod
+    def forbidden(plan: Plan, outcome: StepOutcome) -> list[Request]:
+        """Those that the allocator will never let in: to be ended before the answer is taken in."""
+        rows = zip(plan.grows, outcome.grows, strict=True)
+        return [sample.request for (sample, _), grown in rows if grown.result is Result.FORBIDDEN]
+
     def advance(self, work: Iterable[Work]) -> None:
         """The batch has been computed; what was not must never be committed."""
         for sample, token_count in work:
@@ -307,8 +313,8 @@ class Scheduler(Roster):
                     by_id[swap.sequence_id].table[swap.position] = swap.block
 
     def _take(self, sample: Sample, token_count: int, grown: GrowOutcome, *, is_new: bool) -> bool:
-        """Notes what the allocator granted; False if it had no space."""
-        if grown.result is Result.NO_SPACE:
+        """Notes what the allocator granted; False if that was nothing."""
+        if grown.result in (Result.NO_SPACE, Result.FORBIDDEN):
             return False
         assert grown.result is Result.OK, f"the allocator answered {grown.result.name} to a grow"
         if is_new:

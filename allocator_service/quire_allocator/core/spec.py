@@ -27,6 +27,7 @@ class Result(enum.IntEnum):
     PENDING = 5
     QUOTA = 6
     UNCOMMITTED = 7
+    FORBIDDEN = 8  # by the step's caller; the core itself permits everything
 
 
 class GroupKind(enum.Enum):

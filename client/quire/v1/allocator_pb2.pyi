@@ -106,6 +106,8 @@ class _ResultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Result.ValueTy
     """A fork in a pool with STATE groups, of a parent with granted tokens that are not committed: its state may be beyond
     them already.
     """
+    RESULT_FORBIDDEN: _Result.ValueType  # 8
+    """A new sequence in a namespace that the caller's certificate does not permit."""
 
 class Result(_Result, metaclass=_ResultEnumTypeWrapper):
     """---------------------------------------------------------------------------------------------------------------------
@@ -132,6 +134,8 @@ RESULT_UNCOMMITTED: Result.ValueType  # 7
 """A fork in a pool with STATE groups, of a parent with granted tokens that are not committed: its state may be beyond
 them already.
 """
+RESULT_FORBIDDEN: Result.ValueType  # 8
+"""A new sequence in a namespace that the caller's certificate does not permit."""
 Global___Result: _TypeAlias = Result  # noqa: Y015
 
 class _SessionKind:
@@ -1072,7 +1076,9 @@ Global___ForkPhase: _TypeAlias = ForkPhase  # noqa: Y015
 
 @_typing.final
 class GrowPhase(_message.Message):
-    """GrowPhase: creates sequences (an id higher than every earlier one) and extends live ones (any other id)."""
+    """GrowPhase: creates sequences (an id higher than every earlier one) and extends live ones (any other id, and those of
+    the step's forks, whatever became of them).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

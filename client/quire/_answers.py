@@ -1,14 +1,15 @@
 """The steps of a session that have no answer yet, and the answers that nobody was there to take.
 
 A step cannot be called back: what its caller was cancelled for is applied all the same, and its answer has blocks to
-note and copies to run. It is kept until an engine asks for it.
+note and copies to run. It is kept until an engine asks for it. Nor is a step sent by an engine that does not know yet
+that an earlier one failed: it was made for a pool in which that one is in force.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Generator, Iterable
+from typing import Any
 
 from quire.errors import QuireError
 from quire.steps import StepBuilder, StepOutcome
@@ -22,57 +23,73 @@ class AnswersMissedError(Exception):
     """The caller of a step was cancelled, and nobody has taken its answer in: see `PoolSession.missed`."""
 
 
-class Asked(NamedTuple):
-    """A step that was submitted, and where its answer goes."""
+class Pending(asyncio.Future[StepOutcome]):
+    """The answer to come to a step that was submitted. Who is cancelled while awaiting it has missed it, also where it
+    came in the same moment."""
 
-    number: int
-    operations: StepBuilder
-    answer: asyncio.Future[StepOutcome]
+    def __init__(self, answers: Answers, number: int, operations: StepBuilder) -> None:
+        super().__init__()
+        self.number = number
+        self.operations = operations
+        self._answers = answers
+
+    def __await__(self) -> Generator[Any, None, StepOutcome]:
+        try:
+            return (yield from super().__await__())
+        except asyncio.CancelledError:
+            self._answers.miss(self)
+            raise
+        except Exception as error:
+            self._answers.is_told(error)
+            raise
 
 
 class Answers:
     """By the numbers of their steps."""
 
     def __init__(self) -> None:
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, Pending] = {}
         self._missed: dict[int, tuple[StepBuilder, StepOutcome]] = {}
-        self._is_lost = False  # and it is not certain that the engine knows
+        self._untold: Exception | None = None  # why steps have no answer, as long as nobody has awaited that
 
     def check(self, refusal: QuireError | None) -> None:
         """Whether a step may be submitted; raises what its caller has to know before."""
-        if self._is_lost:
-            self._is_lost = False
-            raise SessionLostError
+        untold, self._untold = self._untold, None
+        if untold is not None:
+            raise untold
         if refusal is not None:
             raise refusal
         if self._missed or self.are_coming():
             raise AnswersMissedError("the caller of a step was cancelled: its answer, in `missed`, comes first")
 
-    def expect(self, number: int, operations: StepBuilder) -> Asked:
+    def expect(self, number: int, operations: StepBuilder) -> Pending:
         """A step was submitted."""
-        asked = self._asked[number] = Asked(number, operations, asyncio.get_running_loop().create_future())
+        asked = self._asked[number] = Pending(self, number, operations)
         return asked
 
     def take(self, number: int, outcome: StepOutcome) -> None:
         """The allocator's answer."""
         asked = self._asked.pop(number)
-        if asked.answer.done():
+        if asked.done():
             self._missed[number] = asked.operations, outcome
         else:
-            asked.answer.set_result(outcome)
+            asked.set_result(outcome)
 
-    def drop(self, asked: Asked) -> None:
-        """Its caller was cancelled while it waited for the answer, which may have come in the same moment."""
-        if not asked.answer.cancelled() and asked.answer.exception() is None:
-            self._missed[asked.number] = asked.operations, asked.answer.result()
+    def miss(self, asked: Pending) -> None:
+        """Its caller was cancelled; where the answer is still to come, `take` sees that."""
+        if asked.done() and not asked.cancelled() and asked.exception() is None:
+            self._missed[asked.number] = asked.operations, asked.result()
 
     def fail(self, numbers: Iterable[int], error: Exception) -> None:
         """These will have no answer."""
         for number in numbers:
             asked = self._asked.pop(number, None)
-            if asked is not None and not asked.answer.done():
-                asked.answer.set_exception(error)
-                asked.answer.exception()  # whoever does not ask is not told in a log either
+            if asked is None:
+                continue
+            self._untold = error
+            if not asked.done():
+                asked.set_exception(error)
+                asked.exception()  # whoever does not ask is not told in a log either
 
     def fail_all(self, error: Exception) -> None:
         """No step will have an answer."""
@@ -80,17 +97,18 @@ class Answers:
 
     def lose(self) -> None:
         """The pool is empty now: what was answered is not in force any more, what was not never will be."""
-        self._is_lost = True
+        self._untold = error = SessionLostError()
         self._missed.clear()
-        self.fail_all(SessionLostError())
+        self.fail_all(error)
 
-    def is_told(self) -> None:
-        """The engine knows that its session was lost."""
-        self._is_lost = False
+    def is_told(self, error: Exception) -> None:
+        """The engine knows why its steps have no answer."""
+        if error is self._untold:
+            self._untold = None
 
     def are_coming(self) -> bool:
         """Whether there will be more that are missed: steps whose callers were cancelled are unanswered."""
-        return any(asked.answer.done() for asked in self._asked.values())
+        return any(asked.done() for asked in self._asked.values())
 
     def missed(self) -> list[tuple[StepBuilder, StepOutcome]]:
         """Those that were missed, oldest first, once."""

@@ -32,7 +32,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
-from quire._answers import Answers, AnswersMissedError, Asked, SessionLostError
+from quire._answers import Answers, AnswersMissedError, SessionLostError
 from quire._call import EndedError, SessionCall
 from quire.ahead import AHEAD_TOKENS, RoomAhead
 from quire.backoff import Backoff
@@ -168,29 +168,38 @@ class PoolSession:
 
     async def step(self, operations: StepBuilder) -> StepOutcome:
         """Applies a step exactly once and returns what it did: `submit`, and its answer, or else it is `missed`."""
-        asked = await self._submit(operations)
-        try:
-            return await asked.answer
-        except SessionLostError:
-            self._answers.is_told()
-            raise
-        except asyncio.CancelledError:
-            self._answers.drop(asked)
-            raise
+        return await (await self.submit(operations))
 
     async def submit(self, operations: StepBuilder) -> asyncio.Future[StepOutcome]:
-        """Sends a step as soon as the window has room; the future has what it did.
+        """Sends a step as soon as the window has room; the future has what it did. Who is cancelled while awaiting it
+        finds the answer in `missed`; who otherwise leaves it has to look at it later.
+
+        As long as nobody has awaited a future that failed, its error is raised here, once, and nothing is sent.
 
         Raises (here, or from the future):
-            SessionLostError: none of it is in force, and nothing of what was there before. Whoever was told by a future
-                is told once more by the next `submit`: what was submitted in between is for the new session.
+            SessionLostError: none of it is in force, and nothing of what was there before.
             AnswersMissedError: there are answers that nobody took in; nothing was sent.
             QuireError: the allocator refused the step; nothing of it, nor of those submitted after it, was applied.
                 TOO_LARGE, raised here: it is above `limits`; nothing was sent, and what was submitted before goes on.
             ValueError: a number does not fit the message, or an id is not new, or not known; nothing was sent.
             RuntimeError: the session was not opened.
         """
-        return (await self._submit(operations)).answer
+        if not self._tasks and not self._closing:
+            raise RuntimeError("the session has not been opened")
+        while not self._owner.has_room and not self._closing:
+            await self._wait_for_change()
+        if self._closing:
+            raise self._closed()
+        self._answers.check(self._refusal)
+        asked = self._answers.expect(self._owner.submit(operations), operations)
+        try:
+            await self._flush()
+        except asyncio.CancelledError:
+            if not asked.cancel():
+                self._answers.miss(asked)
+            self._drop()  # the message may have been given up in the middle; it is sent again
+            raise
+        return asked
 
     async def missed(self) -> list[tuple[StepBuilder, StepOutcome]]:
         """The steps whose callers were cancelled and what they did, once all are answered; they are given once.
@@ -217,23 +226,6 @@ class PoolSession:
                 await asyncio.wait(self._tasks[:1], timeout=SILENCE_S)
         finally:
             await self._stop()
-
-    async def _submit(self, operations: StepBuilder) -> Asked:
-        if not self._tasks and not self._closing:
-            raise RuntimeError("the session has not been opened")
-        while not self._owner.has_room and not self._closing:
-            await self._wait_for_change()
-        if self._closing:
-            raise self._closed()
-        self._answers.check(self._refusal)
-        asked = self._answers.expect(self._owner.submit(operations), operations)
-        try:
-            await self._flush()
-        except asyncio.CancelledError:
-            asked.answer.cancel()
-            self._drop()  # the message may have been given up in the middle; it is sent again
-            raise
-        return asked
 
     # -- the stream ----------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from quire import AllocatorClient, AsyncAllocatorClient, PoolSpec, UnavailableError
+from quire import AllocatorClient, AsyncAllocatorClient, InvalidArgumentError, PoolSpec, UnavailableError
 from quire._answers import Answers
 from quire.session import AnswersMissedError, SessionLostError
 from quire.steps import Result, StepBuilder, StepOutcome
@@ -50,13 +50,65 @@ async def test_answers_whose_callers_were_cancelled_are_given_in_the_order_of_th
 
 async def test_an_answer_that_comes_in_the_moment_in_which_its_caller_is_cancelled_is_kept() -> None:
     answers, step = Answers(), allocate(1)
-    asked, outcome = answers.expect(1, step), StepOutcome([], [], [], [], [], [], 5)
+    pending, outcome = answers.expect(1, step), StepOutcome([], [], [], [], [], [], 5)
+
+    async def wait() -> StepOutcome:
+        return await pending
+
+    waiting = asyncio.create_task(wait())
+    await asyncio.sleep(0)
     answers.take(1, outcome)
-    answers.drop(asked)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
     with pytest.raises(AnswersMissedError):
         answers.check(None)
     assert answers.missed() == [(step, outcome)]
     answers.check(None)
+
+
+async def test_an_answer_that_comes_while_its_step_is_still_being_submitted_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with setting() as scene:
+        flush = scene.session._flush
+
+        async def stuck() -> None:
+            await flush()
+            await asyncio.Event().wait()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(scene.session, "_flush", stuck)
+            submitting = asyncio.create_task(scene.session.submit(allocate(1)))
+            while not scene.session.ledger.sequences:
+                await asyncio.sleep(0)
+            submitting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await submitting
+        ((_, outcome),) = await scene.session.missed()
+        assert outcome.grows[0].result is Result.OK
+
+
+async def test_a_refusal_that_nobody_has_looked_at_is_told_before_another_step_is_sent() -> None:
+    async with setting() as scene:
+        await scene.session.step(allocate(1))
+        wrong = StepBuilder()
+        wrong.commit(1, 6, [])
+        for is_looked_at in (False, True):
+            refused, after = await scene.session.submit(wrong), await scene.session.submit(allocate(2))
+            await asyncio.wait([refused, after])
+            if is_looked_at:
+                with pytest.raises(InvalidArgumentError):
+                    await after
+            else:
+                with pytest.raises(InvalidArgumentError):
+                    await scene.session.submit(allocate(3))
+            assert list(scene.pool.sequences) == [1]
+        assert (await scene.session.step(allocate(4))).grows[0].result is Result.OK
+        for failed in (refused, after):
+            with pytest.raises(InvalidArgumentError):
+                await failed
+        assert (await scene.session.step(allocate(5))).grows[0].result is Result.OK
 
 
 async def test_who_waits_for_the_window_only_is_cancelled_and_nothing_was_sent() -> None:
@@ -163,7 +215,10 @@ async def test_ids_are_new_or_known_as_the_operations_say() -> None:
         fork.commit(1, 6, [b"d" * 32])
         fork.fork(1, 5)
         grow.grow(5, 9)
-        await scene.session.submit(fork)
+        unanswered = await scene.session.submit(fork)
+        with pytest.raises(ValueError, match="not known"):  # the fork may be refused, and the grow make another one
+            await scene.session.submit(grow)
+        assert (await unanswered).forks == [Result.OK]
         assert (await scene.session.step(grow)).grows[0].result is Result.OK
         assert (await scene.session.step(allocate(6, 1_000))).grows[0].result is not Result.OK
         assert (await scene.session.step(allocate(6))).grows[0].result is Result.OK, "it was never created"

@@ -11,6 +11,7 @@ import hashlib
 import random
 
 import pytest
+from quire.hashing import DIGEST_BYTES
 from quire.steps import StepOutcome, read_reply
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import checks, steps
@@ -64,6 +65,7 @@ class PretendedWorker:
         batch_tokens: int,
         running_max: int = 8,
         ahead_tokens: int | None = None,
+        commit_blocks_max: int = 1_000,
     ) -> None:
         self.pool = Pool(PoolSpec(block_count, (GroupSpec(GroupKind.FULL_ATTENTION, block_size),)))
         self.scheduler = Scheduler(
@@ -72,8 +74,10 @@ class PretendedWorker:
             batch_tokens_max=batch_tokens,
             running_max=running_max,
             ahead_tokens=ahead_tokens or 0,
+            commit_blocks_max=commit_blocks_max,
         )
         self.asks: list[list[tuple[Sample, int]]] = []
+        self.commit_block_counts: list[int] = []  # of each step
         self._asks_ahead = ahead_tokens is not None
         self.is_silent = False
         self.may_wait = False
@@ -97,6 +101,7 @@ class PretendedWorker:
     def ask(self, plan: Plan) -> StepOutcome:
         """What the allocator's server does with a step."""
         message, reply = plan.step.message, pb.StepReply()
+        self.commit_block_counts.append(len(message.commits.digests) // DIGEST_BYTES)
         steps.apply_step(self.pool, checks.check_step(self.pool, message), 0.0, reply)
         self.pool.check_invariants()
         return read_reply(message, reply, 1)

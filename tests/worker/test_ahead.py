@@ -103,6 +103,27 @@ def test_decoding_goes_on_for_all_tokens_ahead_while_the_allocator_is_silent() -
         assert worker.pool.blocks.free_count == 64
 
 
+def test_no_more_is_computed_in_silence_than_the_next_step_can_commit() -> None:
+    for sample_count in (1, 3):
+        worker = PretendedWorker(
+            block_count=256, block_size=SIZE, batch_tokens=16, ahead_tokens=16, commit_blocks_max=12
+        )
+        (beginning,) = lasting_prompts(1, output_tokens=20)
+        decoding(worker, beginning, max_tokens=20)
+        request = worker.submit(numbers(400), max_tokens=3, n=sample_count)
+        while not request.samples[0].computed:
+            worker.turn()
+        worker.is_silent = True
+        before = request.samples[0].computed
+        for _ in range(10):
+            worker.turn()
+        assert request.samples[0].computed > before, "it goes on as far as that"
+        worker.run()
+        worker.check_text(request)
+        assert max(worker.commit_block_counts) <= 12
+        assert worker.pool.blocks.free_count == 256
+
+
 def test_decoding_goes_on_while_a_prompt_waits_for_an_answer() -> None:
     prompts = lasting_prompts(2, output_tokens=30)
     worker = worker_of(64, ahead_tokens=16)

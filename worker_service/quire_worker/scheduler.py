@@ -43,6 +43,8 @@ class Scheduler(Roster):
         running_max: samples that run at a time.
         ahead_tokens: for which a sample that decodes asks for room beyond its next token.
         digest_bytes_max: of the digests that one step may carry for new sequences.
+        commit_blocks_max: whose digests one step may carry. Without an allocator nobody computes beyond that. At least
+            those of a forward pass.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Scheduler(Roster):
         running_max: int,
         ahead_tokens: int = 0,
         digest_bytes_max: int = 512 << 10,
+        commit_blocks_max: int = 10 << 10,
     ) -> None:
         super().__init__(block_size)
         self.sequence_tokens_max = sequence_tokens_max
@@ -61,6 +64,7 @@ class Scheduler(Roster):
         self.running_max = running_max
         self.ahead_tokens = ahead_tokens
         self.digest_bytes_max = digest_bytes_max
+        self.commit_blocks_max = commit_blocks_max
         self._unit = Unit.of(block_size)
         self._last_sequence_id = 0
         self._free_block_count: int | None = None
@@ -93,6 +97,9 @@ class Scheduler(Roster):
     def plan_without_asking(self) -> Plan:
         """A turn of those for whom everything is granted already. It is not whole if the allocator has to be asked for
         others that run, or nobody runs. Parents wait for their forks, which share all that they have committed."""
+        filled_max = self.batch_tokens_max // self.block_size + len(self.running)  # by one pass
+        if self._uncommitted_block_count() + filled_max > self.commit_blocks_max:
+            return Plan(is_whole=False)
         plan, budget = Plan(is_whole=bool(self.running)), self.batch_tokens_max
         parents = {sample.fork_of for sample in self.running}
         for sample in self.running:
@@ -211,6 +218,13 @@ class Scheduler(Roster):
         self.to_free = sorted({*held, *unfreed})
 
     # -- parts of a plan -----------------------------------------------------------------------------------------------
+
+    def _uncommitted_block_count(self) -> int:
+        """Blocks that the next commit publishes."""
+        return sum(
+            sample.computed // self.block_size - sample.committed // self.block_size
+            for sample in (*self.running, *self.leaving)
+        )
 
     def _take_filled(self) -> dict[Sample, list[bytes]]:
         """Who filled blocks since the last commit, and their digests. Also parents of forks, which share only what is

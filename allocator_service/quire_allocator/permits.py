@@ -87,7 +87,7 @@ def forbidden_rows(grant: Grant, pool: Pool, arrays: StepArrays) -> frozenset[in
     the step is not theirs: a worker has one certificate for all its callers."""
     if not arrays.has_new or grant.namespaces.are_all:
         return frozenset()
-    rows = zip(arrays.grow_sequences, arrays.grow_namespaces or repeat(""))
+    rows = zip(arrays.grow_sequences, arrays.grow_namespaces or repeat(""), strict=False)
     return frozenset(
         row
         for row, (sequence_id, namespace) in enumerate(rows)

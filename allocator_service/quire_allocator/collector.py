@@ -108,7 +108,7 @@ class AllocatorCollector(Collector):
         evictions = CounterMetricFamily("quire_allocator_evictions", "Cached blocks granted anew.", labels=["pool"])
         copies = CounterMetricFamily("quire_allocator_copies", "Copy-on-write copies ordered.", labels=["pool"])
         for owner in self._directory.open_pools():
-            name, pool, numbers = owner.name, owner.pool, self._telemetry.of(owner.name)
+            name, pool, numbers = owner.name, owner.pool, self._telemetry.seen(owner.name)
             for (operation, result), count in list(numbers.operations.items()):
                 operations.add_metric([name, operation, Result(result).name], count)
             steps.add_metric([name], numbers.step_count)

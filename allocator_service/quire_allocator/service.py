@@ -98,6 +98,8 @@ class _Witness:
     def quarantined(self, owner: Ownership, error: Exception) -> None:
         log.error("pool quarantined", pool=owner.name, exc_info=error)
         self._telemetry.quarantine_count += 1
+        if owner.unary:  # it is gone; a stream's is reported anew
+            self._telemetry.forget(owner.name)
         self._watching.wake(owner.name)
 
 

@@ -79,8 +79,12 @@ class Telemetry:
         self.rpcs[method, code] += 1
 
     def of(self, pool: str) -> PoolTelemetry:
-        """Numbers of one pool."""
+        """Numbers of one pool, to be counted in."""
         return self._pools[pool]
+
+    def seen(self, pool: str) -> PoolTelemetry:
+        """Those to be shown. From another thread, in which the pool may be gone by now: nothing is made to be kept."""
+        return self._pools.get(pool) or PoolTelemetry()
 
     def forget(self, pool: str) -> None:
         """The pool is gone."""

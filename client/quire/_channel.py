@@ -129,11 +129,11 @@ class Attempts(Generic[ItemT]):
     """A call that streams messages, and its repetition: what `_SERVICE_CONFIG` says for unary calls, by our own hand.
 
     Args:
+        link: of the stub, its address and what it shows.
         method: of a stub, of either flavour.
         request: sent with each attempt.
         read: makes of a message what the caller gets.
         timeout_s: for all attempts together, pauses included.
-        metadata: sent with each attempt.
 
     Attributes:
         call: the current attempt.
@@ -142,19 +142,25 @@ class Attempts(Generic[ItemT]):
 
     def __init__(
         self,
+        link: Link,
         method: Callable[..., Any],
         request: Message,
         read: Callable[[Any], ItemT],
         timeout_s: float,
-        metadata: Sequence[tuple[str, str]],
     ) -> None:
-        self._start: Callable[[float], Any] = lambda left_s: method(request, timeout=left_s, metadata=metadata)
+        self._link = link
+        self._method = method
+        self._request = request
         self._deadline = time.monotonic() + timeout_s
         self._count = 1
         self._begun = False
         self._read = read
         self.request_id = getattr(request, "request_id", None)
         self.call = self._start(timeout_s)
+
+    def _start(self, left_s: float) -> Any:
+        self._link.check_open()
+        return self._method(self._request, timeout=left_s, metadata=self._link.metadata)
 
     def read(self, message: Any) -> ItemT:
         """What the caller makes of a message; once one has arrived the call is never repeated."""

@@ -16,8 +16,9 @@ import grpc
 from grpc import aio
 
 from quire import types
-from quire._channel import AsyncLink, Attempts, SyncLink, readable
+from quire._channel import AsyncLink, Attempts, SyncLink, is_task_cancelled, readable
 from quire._watch import Watch
+from quire.errors import UnavailableError
 from quire.events import CacheEvent
 
 ItemT = TypeVar("ItemT")
@@ -101,9 +102,10 @@ class _AsyncStream(AsyncIterator[ItemT]):
             except grpc.RpcError as error:
                 await self._try_again(error)
             except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if not self._closed or task is None or task.cancelling():
-                    raise  # else another task has called `aclose`
+                if is_task_cancelled():
+                    raise
+                if not self._closed:  # else another task has called `aclose`
+                    raise UnavailableError("the client was closed meanwhile") from None
             else:
                 if message is aio.EOF:  # type: ignore[attr-defined]
                     break

@@ -57,6 +57,7 @@ class Watch:
         self.call = self._start()
 
     def _start(self) -> Any:
+        self._link.check_open()
         request = pb.WatchEventsRequest(pool=self._pool, session_id=self.session_id, cursor=self.cursor)
         return self._method(request, timeout=self._left_s(), metadata=self._link.metadata)
 

@@ -127,7 +127,7 @@ class AsyncClient(_Connected):
         """As `generate`, but gives each piece as it comes; samples of one request come interleaved."""
         request = messages.generate_request(prompt, params, options, namespace, request_id)
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
-        attempts = Attempts(self._stub.Generate, request, messages.chunk, timeout_s, self._link.metadata)
+        attempts = Attempts(self._link, self._stub.Generate, request, messages.chunk, timeout_s)
         return AsyncChunkStream(self._link, attempts, request.request_id)
 
     async def status(self, *, timeout_s: float | None = None) -> types.WorkerStatus:

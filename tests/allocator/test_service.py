@@ -198,6 +198,7 @@ async def test_a_defect_quarantines_the_one_pool_and_spares_the_others(allocator
     allocator.service.directory.pool("a").pool.blocks.cached_count += 1  # the defect
     with refused(Reason.POOL_QUARANTINED):
         await broken.call("Grow", sequence_id=1, token_count=7)
+    assert "a" not in allocator.service.telemetry._pools, "its counters go with it"
     with refused(Reason.SESSION_UNKNOWN):
         await broken.call("Grow", sequence_id=1, token_count=7)
     assert (await sound.call("Allocate", sequence_id=1, token_count=6)).result == pb.RESULT_OK

@@ -10,6 +10,7 @@ from quire.columns import pack_uint32, pack_uint64
 from quire.errors import Reason
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
+from quire_allocator.collector import AllocatorCollector
 from quire_allocator.stream import SessionStream
 
 from tests.allocator.compiled import IS_COMPILED
@@ -275,6 +276,19 @@ async def test_a_pool_that_is_dropped_while_an_answer_is_sent_leaves_no_counters
     await owner.step(grows=grows((1, 4, b"")))
     await owner.hang_up()
     assert "a" not in allocator.service.telemetry._pools
+
+
+async def test_a_pool_that_goes_while_metrics_are_read_leaves_no_counters(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await StreamOwner.ready(allocator)
+    service = allocator.service
+    seen = service.directory.open_pools()  # by the thread that reads
+    service.sessions.drop(service.directory.pool("a"))
+    monkeypatch.setattr(type(service.directory), "open_pools", lambda _directory: seen)
+    metrics = {metric.name: metric for metric in AllocatorCollector(service.directory, service.telemetry).collect()}
+    assert [sample.value for sample in metrics["quire_allocator_steps"].samples] == [0]
+    assert "a" not in service.telemetry._pools
 
 
 # -- stream and unary --------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from quire import AsyncClient, ResourceExhaustedError
+from quire import AsyncClient, ResourceExhaustedError, UnavailableError
 from quire._serving.server import Server, add_arguments
 from quire.v1 import worker_pb2 as worker_pb
 from quire.v1 import worker_pb2_grpc as worker_pb_grpc
@@ -86,5 +86,5 @@ async def test_a_server_stops_as_soon_as_its_calls_have_ended(monkeypatch: pytes
         stream = client.stream("p")
         await service.wait_for(1)
         await client.close()
-        with pytest.raises(asyncio.CancelledError):
+        with pytest.raises(UnavailableError, match="closed"):
             await anext(stream)

@@ -1,4 +1,4 @@
-"""What callers give up: steps that are cancelled, sessions that are not opened in time, clients that are closed."""
+"""What callers give up: steps that are cancelled, sessions that are not opened in time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from quire import AllocatorClient, AsyncAllocatorClient, InvalidArgumentError, PoolSpec, UnavailableError
+from quire import AsyncAllocatorClient, InvalidArgumentError, PoolSpec, UnavailableError
 from quire._answers import Answers
 from quire.session import AnswersMissedError, SessionLostError
 from quire.steps import Result, StepBuilder, StepOutcome
@@ -228,18 +228,3 @@ async def test_ids_are_new_or_known_as_the_operations_say() -> None:
 def test_digests_that_are_none_are_refused_where_they_are_given(digests: Any) -> None:
     with pytest.raises(ValueError, match="32"):
         StepBuilder().allocate(1, 16, digests)
-
-
-async def test_calls_of_a_client_that_is_closed_say_so() -> None:
-    client = AsyncAllocatorClient("127.0.0.1:1")
-    calling = asyncio.create_task(client.list_pools())
-    await asyncio.sleep(0)
-    await client.close()
-    with pytest.raises(UnavailableError):
-        await calling
-    with pytest.raises(UnavailableError, match="closed"):
-        await client.list_pools()
-    threads = AllocatorClient("127.0.0.1:1")
-    threads.close()
-    with pytest.raises(UnavailableError, match="closed"):
-        threads.list_pools()

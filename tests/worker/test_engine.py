@@ -8,13 +8,16 @@ import threading
 from pathlib import Path
 
 import pytest
+from quire._serving.permissions import EVERYTHING
 from quire.errors import QuireError, Reason
+from quire.v1 import worker_pb2 as pb
 from quire_worker import engine, runner
 from quire_worker.cache import KVCache
 from quire_worker.model import PagedModel
 from quire_worker.plan import Batch, Plan, Work
 from quire_worker.request import FinishReason
 from quire_worker.runner import Computed
+from quire_worker.service import WorkerService
 
 from tests.worker.engine_harness import BLOCK_SIZE, reference_text, running
 from tests.worker.tiny_models import write_tiny_llama, write_tiny_qwen3
@@ -298,3 +301,23 @@ async def test_a_full_queue_refuses_and_names_its_length(folders: dict[str, Path
         assert caught.value.reason is Reason.QUEUE_FULL
         for request in waiting:
             await harness.collect(request)
+
+
+async def test_a_worker_that_shuts_down_takes_no_request_whose_prompt_was_still_being_tokenized(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(folders["llama"]) as harness:
+        service = WorkerService(harness.engine, pool="test", model_name="llama")
+
+        async def tokens(_request: pb.GenerateRequest, _request_id: str) -> list[int]:
+            service.draining = True
+            return prompt(5)
+
+        monkeypatch.setattr(service, "_tokens", tokens)
+        with pytest.raises(QuireError) as caught:
+            await service._submit(pb.GenerateRequest(text="x", sampling=pb.SamplingParams(max_tokens=2)), EVERYTHING)
+        assert caught.value.reason is Reason.DRAINING
+        harness.engine.stop()
+        with pytest.raises(QuireError) as caught:
+            harness.submit(prompt(5), max_tokens=2)
+        assert caught.value.reason is Reason.DRAINING

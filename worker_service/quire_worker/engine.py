@@ -97,7 +97,8 @@ class Engine:
             self.fail_all(QuireError.of(Reason.MODEL_FAILED, "the worker lost its device"))
             raise
         finally:
-            self.fail_all(QuireError.of(Reason.DRAINING, "the worker is shutting down"))
+            self._stopping = True
+            self.fail_all(self._draining())
 
     async def step(self) -> None:
         """One turn: ask the allocator if something is missing, run the model and meanwhile ask for what the next turn
@@ -122,8 +123,10 @@ class Engine:
         """Queues a valid request; its `deliveries` carry what comes of it. Every request is ended by `cancel`.
 
         Raises:
-            QuireError: QUEUE_FULL; ALLOCATOR_LOST, nobody grants blocks at present.
+            QuireError: QUEUE_FULL; ALLOCATOR_LOST, nobody grants blocks at present; DRAINING, it was stopped.
         """
+        if self._stopping:
+            raise self._draining()
         if not self.session.connected:
             raise QuireError.of(Reason.ALLOCATOR_LOST, "the worker has no session with its allocator at present")
         if len(self.scheduler.waiting) >= self.waiting_max:
@@ -151,6 +154,10 @@ class Engine:
         """Ends every open request with an error."""
         for request in self._open:
             self._fail(request, error)
+
+    @staticmethod
+    def _draining() -> QuireError:
+        return QuireError.of(Reason.DRAINING, "the worker is shutting down")
 
     async def drained(self) -> None:
         """Returns once no request is open."""

@@ -102,8 +102,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
     # -- parts of Generate ---------------------------------------------------------------------------------------------
 
     async def _submit(self, request: pb.GenerateRequest, grant: Grant) -> Request:
-        if self.draining:
-            raise QuireError.of(Reason.DRAINING, "the worker is shutting down")
+        self._check_serving()
         _require(len(request.request_id) <= REQUEST_ID_CHARACTERS_MAX, "request_id must be at most 64 characters")
         _require(len(request.namespace.encode()) <= NAMESPACE_BYTES_MAX, "namespace must be at most 128 bytes")
         if not grant.may_use(request.namespace):
@@ -112,12 +111,17 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         request_id = request.request_id or uuid.uuid4().hex
         prompt = await self._tokens(request, request_id)
         self._check_prompt(prompt)
+        self._check_serving()  # also after the tokenizer's time
         return self._engine.submit(
             request_id=request_id,
             prompt=prompt,
             sampling=sampling,
             namespace=request.namespace,
         )
+
+    def _check_serving(self) -> None:
+        if self.draining:
+            raise QuireError.of(Reason.DRAINING, "the worker is shutting down")
 
     async def _tokens(self, request: pb.GenerateRequest, request_id: str) -> list[int]:
         kind = request.WhichOneof("prompt")

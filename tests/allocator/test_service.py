@@ -107,6 +107,7 @@ async def test_the_number_of_pools_is_limited() -> None:
         await UnaryOwner.open(allocator, "b")
         with refused(Reason.LIMIT, "at most 2 pools"):
             await UnaryOwner.open(allocator, "c")
+        assert [owner.name for owner in allocator.service.directory.open_pools()] == ["a", "b"]
 
 
 async def test_a_draining_allocator_opens_nothing_but_serves_what_is_open(allocator: Allocator) -> None:
@@ -258,6 +259,7 @@ async def test_a_name_that_no_pool_may_have_is_refused(allocator: Allocator, nam
         await allocator.stub.OpenSession(pb.OpenSessionRequest(request_id="r", pool=name, spec=spec()))
     with refused(Reason.MALFORMED):
         await summary(allocator, name)
+    assert list(allocator.service.directory.open_pools()) == []
 
 
 async def test_a_repeated_opening_with_another_specification_is_refused(allocator: Allocator) -> None:

@@ -224,6 +224,7 @@ async def test_steps_are_limited_in_bytes_and_operations(allocator: Allocator) -
     owner = await StreamOwner.ready(allocator, "b")
     with refused(Reason.TOO_LARGE, "operations"):
         await owner.step(frees=pb.FreePhase(sequences=pack_uint64([1] * (limits.OPERATIONS_PER_STEP_MAX + 1))))
+    assert [each.steps.next_step for each in allocator.service.directory.open_pools()] == [1, 1]
 
 
 @pytest.mark.skipif(IS_COMPILED, reason="constants of extension modules cannot be replaced")
@@ -235,6 +236,8 @@ async def test_children_count_as_live_sequences(allocator: Allocator, monkeypatc
             grows=grows((1, 1, b""), (2, 1, b"")),
             forks=pb.ForkPhase(parents=pack_uint64([1]), children=pack_uint64([3])),
         )
+    owned = allocator.service.directory.pool("a")
+    assert (dict(owned.pool.sequences), owned.steps.next_step) == ({}, 1)
 
 
 async def test_a_defect_quarantines_the_pool_until_it_is_reported_anew(allocator: Allocator) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from quire import AllocatorClient, AsyncAllocatorClient, AsyncClient, Client, PoolSpec, UnavailableError
@@ -12,6 +14,19 @@ from tests.allocator.harness import running_allocator
 from tests.client.servers import endless, scripted_server
 
 NOBODY = "127.0.0.1:1"
+
+
+async def says_so_when_closed(client: AsyncAllocatorClient | AsyncClient, stream: AsyncIterator[Any]) -> None:
+    """A task reads, and another one closes the client."""
+
+    async def read() -> Any:
+        return await anext(stream)
+
+    reading = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    await client.close()
+    with pytest.raises(UnavailableError, match="closed"):
+        await reading
 
 
 async def test_calls() -> None:
@@ -31,11 +46,7 @@ async def test_a_text_that_is_being_streamed_and_one_that_is_asked_for_later() -
         client = AsyncClient(server.address)
         stream = client.stream("x", max_tokens=5)
         await stream.__anext__()
-        reading = asyncio.create_task(stream.__anext__())
-        await asyncio.sleep(0)
-        await client.close()
-        with pytest.raises(UnavailableError, match="closed"):
-            await reading
+        await says_so_when_closed(client, stream)
         with pytest.raises(UnavailableError, match="closed"):
             await client.generate("x")
 
@@ -48,11 +59,7 @@ async def test_events_that_are_being_watched_and_a_watch_that_begins_later() -> 
         stream = client.watch_events("watched")
         while not isinstance(await stream.__anext__(), SnapshotEnd):
             pass
-        reading = asyncio.create_task(stream.__anext__())
-        await asyncio.sleep(0)
-        await client.close()
-        with pytest.raises(UnavailableError, match="closed"):
-            await reading
+        await says_so_when_closed(client, stream)
         with pytest.raises(UnavailableError, match="closed"):
             await client.watch_events("watched").__anext__()
         await session.close()

@@ -42,7 +42,7 @@ $(COMPILED)/.ready: $(READY) $(shell find client allocator_service worker_servic
 
 test-compiled: $(COMPILED)/.ready ## run the allocator's tests on its compiled core, as its image has it
 	PYTHONPATH=$(COMPILED) $(PYTEST) tests/allocator
-	PYTHONPATH=$(COMPILED) $(BIN)/python -m tests.allocator.twin_run --events 50000 --seed 7
+	PYTHONPATH=$(COMPILED) $(BIN)/python -m tests.allocator.twin.run --events 50000 --seed 7
 
 simulate: $(READY) ## simulate the session protocol under faults: STEPS=1000000 SEED=7
 	$(BIN)/python -m tests.simulation --steps $(or $(STEPS),100000) --seed $(or $(SEED),1)
@@ -63,7 +63,7 @@ model: ## check the model of the session protocol with Spin, and that each plant
 check: $(READY) ## lint, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy client/quire allocator_service/quire_allocator worker_service/quire_worker
+	$(BIN)/mypy client/quire allocator_service/quire_allocator worker_service/quire_kernels worker_service/quire_worker
 
 format: $(READY) ## format and mend what can be mended
 	$(BIN)/ruff check --fix .

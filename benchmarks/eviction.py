@@ -19,9 +19,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from quire.steps import StepBuilder
+from quire.protocol.steps import StepBuilder
 from quire.v1 import allocator_pb2 as pb
-from quire_allocator.core.eviction import DEFAULT_POLICY, POLICIES
+from quire_allocator.core.eviction.policies import DEFAULT_POLICY, POLICIES
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec, Result
 from report import Goal, add_output_arguments, publish

@@ -11,7 +11,7 @@ a GPU's errors may differ both ways.
     sample        how far the number that drew a token lies outside the token's share of the probability; 0: inside
 
 `max_abs` is the largest error, `relative_rms` the root mean square of errors over that of the right results, lse is in
-base 2. Tests allow an error of `tolerance` times 1 + |right result| (`quire_worker/kernels/reference.py`), of which
+base 2. Tests allow an error of `tolerance` times 1 + |right result| (`quire_kernels/shared/reference.py`), of which
 `of_tolerance` is the largest share.
 """
 
@@ -29,6 +29,23 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # before the first kernel is imported
 
+from quire_kernels.ops.decode_paged import decode_paged_reference  # noqa: E402
+from quire_kernels.ops.merge_states import merge_states_reference  # noqa: E402
+from quire_kernels.ops.mla_paged import mla_paged_reference  # noqa: E402
+from quire_kernels.ops.prefill_paged import prefill_paged_reference  # noqa: E402
+from quire_kernels.ops.prefill_ragged import prefill_ragged_reference  # noqa: E402
+from quire_kernels.ops.sampling import weights_reference  # noqa: E402
+from quire_kernels.shared.e4m3 import E4M3  # noqa: E402
+from quire_kernels.shared.options import AttentionOptions  # noqa: E402
+from quire_kernels.shared.paged_cache import unpack_paged_cache  # noqa: E402
+from quire_kernels.shared.prefill_rows import Masking  # noqa: E402
+from quire_kernels.shared.reference import (  # noqa: E402
+    CPU_TOLERANCE,
+    LSE_TOLERANCE,
+    MERGE_TOLERANCE,
+    SAMPLE_TOLERANCE,
+    TOLERANCE,
+)
 from quire_worker.attention import (  # noqa: E402
     BatchDecodeWithPagedKVCacheWrapper,
     BatchMLAPagedAttentionWrapper,
@@ -39,25 +56,8 @@ from quire_worker.attention import (  # noqa: E402
     merge_states,
     sample,
 )
-from quire_worker.batch import Chunk, build_batch  # noqa: E402
 from quire_worker.cache import CacheSpec  # noqa: E402
-from quire_worker.kernels.decode_paged import decode_paged_reference  # noqa: E402
-from quire_worker.kernels.e4m3 import E4M3  # noqa: E402
-from quire_worker.kernels.merge_states import merge_states_reference  # noqa: E402
-from quire_worker.kernels.mla_paged import mla_paged_reference  # noqa: E402
-from quire_worker.kernels.options import AttentionOptions  # noqa: E402
-from quire_worker.kernels.paged_cache import unpack_paged_cache  # noqa: E402
-from quire_worker.kernels.prefill_paged import prefill_paged_reference  # noqa: E402
-from quire_worker.kernels.prefill_ragged import prefill_ragged_reference  # noqa: E402
-from quire_worker.kernels.prefill_rows import Masking  # noqa: E402
-from quire_worker.kernels.reference import (  # noqa: E402
-    CPU_TOLERANCE,
-    LSE_TOLERANCE,
-    MERGE_TOLERANCE,
-    SAMPLE_TOLERANCE,
-    TOLERANCE,
-)
-from quire_worker.kernels.sampling import weights_reference  # noqa: E402
+from quire_worker.model.batch import Chunk, build_batch  # noqa: E402
 from report import add_output_arguments, publish  # noqa: E402
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -32,9 +32,9 @@ from pathlib import Path
 
 from quire import AsyncAllocatorClient
 from quire.local import ServerProcess
-from quire.owner import Answer, PoolOwner
+from quire.protocol.steps import Result, StepBuilder
 from quire.session import PoolSession
-from quire.steps import Result, StepBuilder
+from quire.session.owner import Answer, PoolOwner
 from quire.types import PoolSpec
 from quire.v1 import allocator_pb2 as pb
 from report import Goal, add_output_arguments, core_build, publish

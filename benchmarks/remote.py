@@ -2,8 +2,8 @@
 
 Both sides are the worker's own engine on the demo model, with one thread of torch, in this process; they get the same
 prompts, new in every round. One has its blocks from an allocator process on another CPU, the other from the same state
-machines and the same core (`quire.owner`, `quire_allocator.machine`) by plain function calls. The smaller the model,
-the more the allocator weighs.
+machines and the same core (`quire.session.owner`, `quire_allocator.session.machine`) by plain function calls. The
+smaller the model, the more the allocator weighs.
 
 The sides take turns of their engines, one each, some 20 ms: a machine that others use changes its speed by 6 % from one
 moment to the next, however long the moments are, so only their number helps. Of a side only heartbeats happen in the
@@ -37,18 +37,18 @@ from typing import Any, NamedTuple
 
 import torch
 from quire import AsyncAllocatorClient, QuireError
-from quire._messages import pool_spec_message
+from quire._transport.messages import pool_spec_message
 from quire.local import ServerProcess
-from quire.steps import StepBuilder, StepOutcome
+from quire.protocol.steps import StepBuilder, StepOutcome
 from quire.types import PoolSpec
 from quire_worker.cache import KVCache
 from quire_worker.engine import Engine
-from quire_worker.model import PagedModel, load_model
-from quire_worker.request import Request
+from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.sampler import SamplingParams
-from quire_worker.scheduler import Scheduler
+from quire_worker.scheduling.request import Request
+from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
-from quire_worker.tokenizer import Tokenizer
 from report import Goal, add_output_arguments, core_build, publish
 from session_sides.in_process import InProcess
 

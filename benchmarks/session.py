@@ -35,7 +35,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire import AsyncAllocatorClient
 from quire._serving.process import take_cpu
 from quire.local import ServerProcess
-from quire.steps import Result, StepBuilder
+from quire.protocol.steps import Result, StepBuilder
 from quire.types import PoolSpec
 from report import Goal, add_output_arguments, core_build, publish
 from session_sides import echo

@@ -22,7 +22,7 @@ import psutil
 from grpc import aio
 from quire import AsyncAllocatorClient, PoolSpec
 from quire.local import ServerProcess
-from quire.steps import StepBuilder
+from quire.protocol.steps import StepBuilder
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 from report import Goal, add_output_arguments, core_build, publish

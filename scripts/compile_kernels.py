@@ -28,7 +28,7 @@ from typing import Any
 os.environ.pop("TRITON_INTERPRET", None)
 
 import triton
-from quire_worker.kernels.configurations import ARCHITECTURES, SHARED_MEMORY_MAX, KernelConfiguration, collect
+from quire_kernels.shared.configurations import ARCHITECTURES, SHARED_MEMORY_MAX, KernelConfiguration, collect
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 

@@ -52,7 +52,7 @@ def queries_of(board: dict[str, Any]) -> Iterator[str]:
 
 
 def exported_names() -> frozenset[str]:
-    modules = ("quire_allocator.collector", "quire_worker.telemetry")
+    modules = ("quire_allocator.metrics.collector", "quire_worker.telemetry")
     return frozenset().union(*(importlib.import_module(module).METRIC_NAMES for module in modules))
 
 

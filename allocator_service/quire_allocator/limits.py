@@ -1,10 +1,13 @@
-"""What this server accepts beside `quire.limits`. Each number bounds one resource; clients learn them at Ready."""
+"""The limits of this server, beside those of `quire.protocol.limits`.
+
+Each number bounds one resource; clients learn them at Ready.
+"""
 
 from __future__ import annotations
 
 from typing import Final
 
-from quire.limits import MESSAGE_BYTES_MAX
+from quire.protocol.limits import MESSAGE_BYTES_MAX
 
 STEP_BYTES_MAX: Final = 1 << 20
 ANSWER_BYTES_MAX: Final = MESSAGE_BYTES_MAX - (64 << 10)  # of the arrays in a reply; the rest is for what wraps them

@@ -13,16 +13,17 @@ from collections.abc import Sequence
 import structlog
 import uvloop
 from quire._serving import logs
-from quire._serving.process import UsageError, stop_event, take_cpu
+from quire._serving.process import stop_event, take_cpu
 from quire._serving.server import Server, add_arguments
+from quire.errors import UsageError
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 
 from quire_allocator import limits
-from quire_allocator.collector import AllocatorCollector
-from quire_allocator.core.directory import Directory
-from quire_allocator.leases import LeaseWatch
+from quire_allocator.core.ownership.directory import Directory
+from quire_allocator.metrics.collector import AllocatorCollector
+from quire_allocator.metrics.counters import Telemetry
 from quire_allocator.service import AllocatorService
-from quire_allocator.telemetry import Telemetry
+from quire_allocator.session.lease_watch import LeaseWatch
 
 log = structlog.get_logger()
 

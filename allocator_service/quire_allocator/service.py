@@ -18,21 +18,22 @@ import grpc
 import structlog
 from google.protobuf.message import Message
 from grpc import aio
-from quire._serving.permissions import Grant
 from quire._serving.rpc import Authorize, abort, permit_everything
 from quire.errors import QuireError, Reason
+from quire.protocol.permissions import Grant
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 
-from quire_allocator import budget, checks, limits, permits, steps, translate, views
-from quire_allocator.core.directory import Directory, Ownership
+from quire_allocator import limits
+from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import DIGEST_BYTES, CommitResult, GrowResult, Result
-from quire_allocator.sessions import Sessions
-from quire_allocator.stream import SessionStream
-from quire_allocator.telemetry import Telemetry
-from quire_allocator.translate import require
+from quire_allocator.metrics.counters import Telemetry
+from quire_allocator.session.registry import Sessions
+from quire_allocator.session.stream import SessionStream
 from quire_allocator.watch import Watching
+from quire_allocator.wire import authorization, reply_size, step_apply, step_checks, translate, views
+from quire_allocator.wire.translate import require
 
 log = structlog.get_logger()
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
@@ -151,7 +152,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     def OpenSession(self, request: pb.OpenSessionRequest, grant: Grant) -> pb.OpenSessionResponse:
         require(not self.sessions.draining, "the allocator is shutting down", "DRAINING")
         name = translate.pool_name(request.pool)
-        permits.require_owning(grant, name)
+        authorization.require_owning(grant, name)
         self.sessions.check_quarantine(name, self.clock())
         owner = self.directory.open_unary(
             name=name,
@@ -179,7 +180,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         def operate(owner: Ownership) -> pb.AllocateResponse:
             require(len(owner.pool.sequences) < limits.SEQUENCES_MAX, "too many live sequences", "LIMIT")
             longest = max(request.token_count, request.prompt_token_count)
-            budget.check(budget.grow_answer_bytes_max(owner.pool, request.sequence_id, longest))
+            reply_size.check(reply_size.grow_answer_bytes_max(owner.pool, request.sequence_id, longest))
             grown = owner.pool.allocate(
                 request.sequence_id,
                 request.token_count,
@@ -207,7 +208,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         require(request.token_count > 0, "token_count must be at least 1")
 
         def operate(owner: Ownership) -> pb.GrowResponse:
-            budget.check(budget.grow_answer_bytes_max(owner.pool, request.sequence_id, request.token_count))
+            reply_size.check(reply_size.grow_answer_bytes_max(owner.pool, request.sequence_id, request.token_count))
             grown: GrowResult = owner.pool.grow(request.sequence_id, request.token_count)
             return pb.GrowResponse(
                 result=_wire(grown.result),
@@ -223,7 +224,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     @unary
     def Fork(self, request: pb.ForkRequest, grant: Grant) -> pb.ForkResponse:
         require(request.hold_ms <= limits.HOLD_MS_MAX, f"hold_ms is at most {limits.HOLD_MS_MAX}")
-        hold_until = steps.hold_until(request.hold_ms, self.clock())
+        hold_until = step_apply.hold_until(request.hold_ms, self.clock())
 
         def operate(owner: Ownership) -> pb.ForkResponse:
             require(len(owner.pool.sequences) < limits.SEQUENCES_MAX, "too many live sequences", "LIMIT")
@@ -238,8 +239,8 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
 
         def operate(owner: Ownership) -> pb.CommitResponse:
             digest_count = len(digests) // DIGEST_BYTES
-            checks.check_commit(owner.pool, request.sequence_id, request.token_count, digest_count)
-            budget.check(budget.commit_answer_bytes_max(owner.pool, digest_count))
+            step_checks.check_commit(owner.pool, request.sequence_id, request.token_count, digest_count)
+            reply_size.check(reply_size.commit_answer_bytes_max(owner.pool, digest_count))
             done: CommitResult = owner.pool.commit(
                 request.sequence_id, request.token_count, digests, request.keep_token_count
             )
@@ -274,7 +275,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     @unary
     def MatchPrefix(self, request: pb.MatchPrefixRequest, grant: Grant) -> pb.MatchPrefixResponse:
         digests, namespace = translate.digests(request.digests), translate.namespace(request.namespace)
-        permits.require_namespace(grant, namespace)
+        authorization.require_namespace(grant, namespace)
         found = []
         for owner in self._observable(grant):
             matched = owner.pool.match_acknowledged(namespace, digests)
@@ -290,7 +291,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     @unary
     def GetPool(self, request: pb.GetPoolRequest, grant: Grant) -> pb.GetPoolResponse:
         name = translate.pool_name(request.pool)
-        permits.require_observing(grant, name)
+        authorization.require_observing(grant, name)
         owner = self.directory.pool(name)
         response = pb.GetPoolResponse(summary=views.summary(owner, self.clock()))
         if request.view == pb.POOL_VIEW_BLOCKS:
@@ -329,7 +330,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     def _owner(self, session_id: bytes, grant: Grant) -> Ownership:
         """The unary session that a call names."""
         owner = self.directory.session(session_id)
-        permits.require_owning(grant, owner.name)
+        authorization.require_owning(grant, owner.name)
         require(owner.unary, "this pool is owned over the Session stream", "FENCED")
         return owner
 
@@ -337,7 +338,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         """Applies an operation, or returns the answer that its request id had before. Only what is not refused renews
         the session's lease."""
         owner = self._owner(request.session_id, grant)
-        permits.require_operation(grant, owner.pool, request)
+        authorization.require_operation(grant, owner.pool, request)
         request_id = translate.request_id(request.request_id)
         # With its type: requests of two types that carry equal numbers are equal bytes.
         content = type(request).__name__.encode() + request.SerializeToString(deterministic=True)

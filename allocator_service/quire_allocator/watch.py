@@ -20,15 +20,16 @@ from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 from grpc import aio
-from quire._serving.permissions import Grant
+from quire.protocol.permissions import Grant
 from quire.v1 import allocator_pb2 as pb
 
-from quire_allocator import limits, permits, translate
-from quire_allocator.core import index
-from quire_allocator.core.directory import Directory, Ownership
+from quire_allocator import limits
 from quire_allocator.core.events import Change, Event
+from quire_allocator.core.ownership.directory import Directory, Ownership
+from quire_allocator.core.readers import index
 from quire_allocator.core.refusal import Refusal
-from quire_allocator.translate import require
+from quire_allocator.wire import authorization, translate
+from quire_allocator.wire.translate import require
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 
@@ -60,7 +61,7 @@ class Watching:
             Refusal: POOL_FORBIDDEN, POOL_UNKNOWN, LIMIT, WATCHER_SLOW, DRAINING.
         """
         name = translate.pool_name(request.pool)
-        permits.require_observing(grant, name)
+        authorization.require_observing(grant, name)
         self._directory.pool(name)
         require(self._count < limits.WATCHERS_MAX, f"at most {limits.WATCHERS_MAX} watchers are served", "LIMIT")
         news = asyncio.Event()

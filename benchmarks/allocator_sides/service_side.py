@@ -18,8 +18,8 @@ from typing import Self
 
 from quire import AsyncAllocatorClient
 from quire.local import ServerProcess
+from quire.protocol.steps import Result, StepBuilder, StepOutcome
 from quire.session import PoolSession
-from quire.steps import Result, StepBuilder, StepOutcome
 from quire.types import PoolSpec
 
 from allocator_sides.workload import (

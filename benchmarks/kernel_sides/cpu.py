@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 import torch
 from quire_worker.attention import TorchPagedAttention
-from quire_worker.batch import Chunk, build_batch
 from quire_worker.cache import CacheSpec
+from quire_worker.model.batch import Chunk, build_batch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernel_sides.flex import QUERY_BLOCK, Side, flex_side

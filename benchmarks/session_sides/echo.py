@@ -21,7 +21,7 @@ import grpc
 import uvloop
 from grpc import aio
 from quire._serving.process import take_cpu
-from quire.limits import MESSAGE_BYTES_MAX
+from quire.protocol.limits import MESSAGE_BYTES_MAX
 
 METHOD = "/benchmark.Echo/Stream"
 _ANSWER = bytes(MESSAGE_BYTES_MAX)

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 
 from quire.v1 import allocator_pb2 as pb
-from quire_allocator.core.directory import Directory
-from quire_allocator.machine import SessionMachine
-from quire_allocator.sessions import Sessions
+from quire_allocator.core.ownership.directory import Directory
+from quire_allocator.session.machine import SessionMachine
+from quire_allocator.session.registry import Sessions
 
 
 class _Nobody:

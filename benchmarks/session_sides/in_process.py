@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import time
 
-from quire.owner import PoolOwner
-from quire.steps import StepBuilder, StepOutcome
+from quire.protocol.steps import StepBuilder, StepOutcome
+from quire.session.owner import PoolOwner
 from quire.v1 import allocator_pb2 as pb
-from quire_allocator.core.directory import Directory, Ownership
-from quire_allocator.machine import SessionMachine
-from quire_allocator.sessions import Sessions
+from quire_allocator.core.ownership.directory import Directory, Ownership
+from quire_allocator.session.machine import SessionMachine
+from quire_allocator.session.registry import Sessions
 
 
 class _Nobody:

@@ -9,9 +9,9 @@ from itertools import count
 from typing import Any, Final, Protocol
 
 from grpc import aio
-from quire.limits import MESSAGE_BYTES_MAX
-from quire.reports import report_end
-from quire.steps import Result, StepBuilder, read_reply
+from quire.protocol.limits import MESSAGE_BYTES_MAX
+from quire.protocol.steps import Result, StepBuilder, read_reply
+from quire.session.block_report import report_end
 from quire.v1 import allocator_pb2 as pb
 
 SESSION: Final = "/quire.v1.AllocatorService/Session"

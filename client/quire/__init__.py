@@ -13,9 +13,8 @@ router keeps of a pool, `quire.local` starts both servers on this machine.
 
 from importlib.metadata import PackageNotFoundError, version
 
-import quire._engine  # noqa: F401  # before anything else imports grpc
-from quire._serving.process import UsageError
-from quire._streams import AsyncChunkStream, AsyncEventStream, ChunkStream, EventStream
+import quire._transport.grpc_io  # noqa: F401  # before anything else imports grpc
+from quire._transport.streams import AsyncChunkStream, AsyncEventStream, ChunkStream, EventStream
 from quire.aio import AsyncAllocatorClient, AsyncClient
 from quire.client import AllocatorClient, Client
 from quire.errors import (
@@ -35,11 +34,12 @@ from quire.errors import (
     UnauthenticatedError,
     UnavailableError,
     UnimplementedError,
+    UsageError,
 )
 from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, SnapshotEnd
 from quire.hashing import DigestChain, block_digests, prompt_digests, root_digest
 from quire.mirror import PrefixMirror
-from quire.steps import Copy, Result, Swap, Victim
+from quire.protocol.steps import Copy, Result, Swap, Victim
 from quire.tls import Tls
 from quire.types import (
     Allocation,

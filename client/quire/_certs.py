@@ -1,6 +1,6 @@
 """Certificates for development and for small deployments: an authority of one's own, and what it signs.
 
-Keys are P-256. What a caller may do stands in its certificate as URIs (`quire._serving.permissions`).
+Keys are P-256. What a caller may do stands in its certificate as URIs (`quire.protocol.permissions`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from quire._serving.process import UsageError, require_private
+from quire._secret_files import require_private
+from quire.errors import UsageError
 
 AUTHORITY: Final = "ca"
 LOCAL_HOSTS: Final = ("localhost", "127.0.0.1", "::1")

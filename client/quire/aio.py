@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Self, Unpack
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from quire import _messages as messages
 from quire import types, views
-from quire._channel import (
+from quire._transport import messages
+from quire._transport.channel import (
     DEFAULT_ALLOCATOR,
     DEFAULT_WORKER,
     GENERATE_TIMEOUT_S,
@@ -18,11 +18,11 @@ from quire._channel import (
     Attempts,
     resolve_address,
 )
-from quire._streams import AsyncChunkStream, AsyncEventStream
-from quire._watch import Watch
-from quire.ahead import AHEAD_TOKENS
+from quire._transport.streams import AsyncChunkStream, AsyncEventStream
+from quire._transport.watch import Watch
 from quire.errors import NotFoundError, QuireError
 from quire.session import WINDOW, PoolSession
+from quire.session.lookahead import AHEAD_TOKENS
 from quire.tls import Tls
 from quire.unary import AsyncUnarySession
 from quire.v1 import allocator_pb2 as pb

@@ -7,9 +7,9 @@ from typing import ClassVar, Self, Unpack
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from quire import _messages as messages
 from quire import types, views
-from quire._channel import (
+from quire._transport import messages
+from quire._transport.channel import (
     DEFAULT_ALLOCATOR,
     DEFAULT_WORKER,
     GENERATE_TIMEOUT_S,
@@ -18,8 +18,8 @@ from quire._channel import (
     SyncLink,
     resolve_address,
 )
-from quire._streams import ChunkStream, EventStream
-from quire._watch import Watch
+from quire._transport.streams import ChunkStream, EventStream
+from quire._transport.watch import Watch
 from quire.errors import NotFoundError, QuireError
 from quire.tls import Tls
 from quire.unary import UnarySession

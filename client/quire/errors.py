@@ -65,6 +65,10 @@ class Reason(enum.StrEnum):
     TOKENIZER_FAILED = "TOKENIZER_FAILED"
 
 
+class UsageError(Exception):
+    """The command line, a file that it names or the environment is wrong; the process says so and exits with 2."""
+
+
 class QuireError(Exception):
     """A call failed.
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import grpc
 
-from quire._serving.process import UsageError, require_private
+from quire._secret_files import require_private
+from quire.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)

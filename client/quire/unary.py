@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Self
 
-from quire import _messages as messages
 from quire import types
-from quire._channel import AsyncLink, SyncLink
+from quire._transport import messages
+from quire._transport.channel import AsyncLink, SyncLink
 from quire.errors import QuireError
-from quire.steps import Result
+from quire.protocol.steps import Result
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 

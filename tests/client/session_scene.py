@@ -10,16 +10,16 @@ from typing import Any
 
 from grpc import aio
 from quire import AsyncAllocatorClient, PoolSpec, QuireError
+from quire.protocol.steps import StepBuilder
 from quire.session import PoolSession
-from quire.steps import StepBuilder
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
-from quire_allocator.core.directory import Directory
+from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.core.pool import Pool
-from quire_allocator.machine import SessionMachine
+from quire_allocator.metrics.counters import Telemetry
 from quire_allocator.service import AllocatorService
-from quire_allocator.stream import SessionStream
-from quire_allocator.telemetry import Telemetry
+from quire_allocator.session.machine import SessionMachine
+from quire_allocator.session.stream import SessionStream
 
 SPEC = PoolSpec.full_attention(block_count=16, block_size=4)
 

@@ -9,11 +9,11 @@ from itertools import count
 
 import pytest
 from quire import AsyncAllocatorClient, GroupKind, GroupSpec, PoolSpec, Quota
-from quire.ahead import Decoding, Unit, give_back, needs_of
+from quire.protocol.steps import Result, StepBuilder, StepOutcome
 from quire.session import PoolSession
-from quire.steps import Result, StepBuilder, StepOutcome
+from quire.session.lookahead import Decoding, Unit, give_back, needs_of
 
-from tests.allocator.harness import running_allocator
+from tests.allocator.service.harness import running_allocator
 
 HYBRID = (GroupSpec(GroupKind.FULL_ATTENTION, 16), GroupSpec(GroupKind.SLIDING_WINDOW, 8, window=32))
 
@@ -26,7 +26,7 @@ def blocks_of(token_count: int, sizes: tuple[int, ...]) -> int:
 def naive_needs(
     decoding: list[Decoding[int]], free_block_count: int, *, ahead_tokens: int, sizes: tuple[int, ...]
 ) -> list[tuple[int, int]]:
-    """The rules of `quire.ahead` again, one whole unit after the other."""
+    """The rules of `quire.session.lookahead` again, one whole unit after the other."""
     if not any(each.granted < min(each.length + ahead_tokens, each.last) for each in decoding):
         return []
     unit = math.lcm(*sizes)

@@ -24,10 +24,10 @@ from quire import (
     Victim,
 )
 from quire.hashing import block_digests, block_digests_bytes
-from quire.steps import StepBuilder
+from quire.protocol.steps import StepBuilder
 from quire.views import GroupUsage, NamespaceUsage
 
-from tests.allocator.harness import Allocator, running_allocator
+from tests.allocator.service.harness import Allocator, running_allocator
 
 FULL = GroupSpec(GroupKind.FULL_ATTENTION, 4)
 ROOT = bytes(32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.backoff import Backoff
+from quire.session.backoff import Backoff
 
 
 def test_pauses_grow_up_to_the_longest_and_begin_anew_when_an_attempt_has_helped() -> None:

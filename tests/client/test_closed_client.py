@@ -10,7 +10,7 @@ import pytest
 from quire import AllocatorClient, AsyncAllocatorClient, AsyncClient, Client, PoolSpec, UnavailableError
 from quire.events import SnapshotEnd
 
-from tests.allocator.harness import running_allocator
+from tests.allocator.service.harness import running_allocator
 from tests.client.servers import endless, scripted_server
 
 NOBODY = "127.0.0.1:1"

@@ -8,12 +8,12 @@ import socket
 from collections import Counter
 
 from grpc import aio
-from quire._ending import Ending
 from quire.errors import Reason
+from quire.session.call_status import Ending
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 
-from tests.allocator.harness import StreamOwner, running_allocator
+from tests.allocator.service.harness import StreamOwner, running_allocator
 
 CALLS = 150  # of some hundred, grpc.aio alone forgets several
 BAD_CHUNK = pb.SessionRequest(report_chunk=pb.ReportChunk(namespaces=["x" * 129]))

@@ -8,7 +8,7 @@ import sys
 from importlib.metadata import version
 
 import pytest
-from quire import _engine
+from quire._transport import grpc_io
 
 MESSAGES = 200
 # How often the threads of gRPC's own EventEngine were put on a CPU while that many messages went to and fro.
@@ -86,4 +86,4 @@ def test_the_environment_decides() -> None:
 def test_the_installed_grpc_is_one_that_was_looked_at() -> None:
     """A newer one runs on the engine of its own choice until somebody has seen whether it still has both."""
     major, minor, *_ = version("grpcio").split(".")
-    assert (int(major), int(minor)) == _engine.LAST_WITH_BOTH
+    assert (int(major), int(minor)) == grpc_io.LAST_WITH_BOTH

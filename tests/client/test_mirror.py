@@ -26,14 +26,14 @@ from quire import (
     SnapshotEnd,
 )
 from quire.hashing import block_digests, split_digests
-from quire.steps import StepBuilder
+from quire.protocol.steps import StepBuilder
 from quire.v1 import allocator_pb2_grpc as pb_grpc
-from quire_allocator.core import index
-from quire_allocator.core.directory import Directory
 from quire_allocator.core.events import EventLog
+from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.core.pool import Pool
+from quire_allocator.core.readers import index
+from quire_allocator.metrics.counters import Telemetry
 from quire_allocator.service import AllocatorService
-from quire_allocator.telemetry import Telemetry
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 
 import pytest
-from quire.pages import Pages, Published, Scope
+from quire.session.pages import Pages, Published, Scope
 
 BLOCKS = 96
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from quire import reports
-from quire.columns import unpack_uint32
-from quire.ledger import Ledger, LedgerSequence
-from quire.limits import NAMESPACE_BYTES_MAX, REPORT_CHUNK_BYTES_MAX, REPORT_CHUNK_ENTRIES_MAX
-from quire.pages import Scope
-from quire.reports import report_chunks
+from quire.protocol.limits import NAMESPACE_BYTES_MAX, REPORT_CHUNK_BYTES_MAX, REPORT_CHUNK_ENTRIES_MAX
+from quire.protocol.packing import unpack_uint32
+from quire.session import block_report
+from quire.session.block_report import report_chunks
+from quire.session.ledger import Ledger, LedgerSequence
+from quire.session.pages import Scope
 from quire.v1 import allocator_pb2 as pb
 
 LARGEST = 0xFFFFFFFF
@@ -126,7 +126,7 @@ def test_no_chunk_of_any_ledger_is_above_a_bound_and_nothing_is_missing(shape: S
 
 @pytest.mark.parametrize("limit", range(260, 420, 7))
 def test_whatever_the_bound_a_chunk_is_filled_up_to_it(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reports, "REPORT_CHUNK_BYTES_MAX", limit)
+    monkeypatch.setattr(block_report, "REPORT_CHUNK_BYTES_MAX", limit)
     ledger = ledger_of(Shape(3, 9, 100, 2, 60, 5, 45, 20, 9))
     chunks = report_chunks(ledger, NOW)
     assert max(chunk.ByteSize() for chunk in chunks) <= limit

@@ -18,10 +18,10 @@ from quire import (
     Reason,
     SnapshotEnd,
 )
-from quire.columns import pack_uint32
 from quire.errors import retry_after_s_of
+from quire.protocol.packing import pack_uint32
+from quire.protocol.steps import Result, StepBuilder
 from quire.session import SessionLostError
-from quire.steps import Result, StepBuilder
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.refusal import Refusal
@@ -104,7 +104,7 @@ async def test_an_allocator_that_will_not_have_our_report_is_told_as_a_lost_sess
         await scene.stop_allocator()
         await scene.start_allocator()
         with monkeypatch.context() as patch:
-            patch.setattr("quire_allocator.reports.StagedReport.add", refuse)
+            patch.setattr("quire_allocator.session.staged_report.StagedReport.add", refuse)
             with pytest.raises(SessionLostError):
                 await scene.session.step(allocate(2))
         assert (await scene.session.step(allocate(3))).grows[0].result is Result.OK
@@ -127,8 +127,8 @@ async def test_while_no_allocator_answers_the_step_waits_and_says_why() -> None:
 async def test_an_outage_that_is_longer_than_the_silence_of_a_stream_ends_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("quire.session.HEARTBEAT_S", 0.05)
-    monkeypatch.setattr("quire.session.SILENCE_S", 0.2)
+    monkeypatch.setattr("quire.session.pool_session.HEARTBEAT_S", 0.05)
+    monkeypatch.setattr("quire.session.pool_session.SILENCE_S", 0.2)
     async with setting() as scene:
         await scene.stop_allocator()
         step = asyncio.create_task(scene.session.step(allocate(1)))
@@ -174,8 +174,8 @@ async def test_steps_under_way_survive_an_allocator_that_starts_anew_before_it_a
 
 
 async def test_a_process_that_stood_still_keeps_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.session.HEARTBEAT_S", 0.02)
-    monkeypatch.setattr("quire.session.SILENCE_S", 0.2)
+    monkeypatch.setattr("quire.session.pool_session.HEARTBEAT_S", 0.02)
+    monkeypatch.setattr("quire.session.pool_session.SILENCE_S", 0.2)
     async with setting() as scene:
         assert scene.service is not None
         await scene.session.step(allocate(1))
@@ -221,7 +221,7 @@ async def test_a_specification_that_cannot_be_managed_is_refused_at_once() -> No
 async def test_what_the_last_step_of_a_quiet_owner_did_is_acknowledged_by_its_heartbeat(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("quire.session.HEARTBEAT_S", 0.01)
+    monkeypatch.setattr("quire.session.pool_session.HEARTBEAT_S", 0.01)
     async with setting() as scene:
         await scene.session.step(allocate(1))
         async with scene.client.watch_events("test") as events:
@@ -242,7 +242,7 @@ async def test_an_answer_that_does_not_fit_the_step_is_an_internal_error(monkeyp
             reply.granted_grows = pack_uint32([7])
 
         with monkeypatch.context() as patch:
-            patch.setattr("quire_allocator.steps.apply_step", apply_step)
+            patch.setattr("quire_allocator.wire.step_apply.apply_step", apply_step)
             with pytest.raises(InternalError, match="the answer to step 1 does not fit it"):
                 await scene.session.step(allocate(1))
         assert not scene.session.connected

@@ -12,13 +12,13 @@ import pytest
 from grpc import aio
 from quire import AsyncAllocatorClient, AsyncClient
 from quire.errors import InternalError, QuireError, UnavailableError
-from quire.ledger import Ledger
+from quire.protocol.steps import Result, StepBuilder
 from quire.session import WINDOW
-from quire.steps import Result, StepBuilder
+from quire.session.ledger import Ledger
 from quire.types import PoolSpec
 from quire.v1 import allocator_pb2 as pb
 
-from tests.allocator.harness import running_allocator
+from tests.allocator.service.harness import running_allocator
 from tests.client.session_scene import allocate, setting
 
 SPEC = PoolSpec.full_attention(block_count=10, block_size=16)

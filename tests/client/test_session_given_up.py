@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from quire import AsyncAllocatorClient, InvalidArgumentError, PoolSpec, UnavailableError
-from quire._answers import Answers
+from quire.protocol.steps import Result, StepBuilder, StepOutcome
 from quire.session import AnswersMissedError, SessionLostError
-from quire.steps import Result, StepBuilder, StepOutcome
+from quire.session.answers import Answers
 from quire_allocator.core.refusal import Refusal
 
-from tests.allocator.harness import running_allocator
+from tests.allocator.service.harness import running_allocator
 from tests.client.session_scene import Setting, allocate, setting
 
 POOL = PoolSpec.full_attention(block_count=16, block_size=4)
@@ -135,7 +135,7 @@ async def lose(scene: Setting, patch: pytest.MonkeyPatch) -> None:
         raise Refusal("MALFORMED", "not this one")
 
     await scene.stop_allocator()
-    patch.setattr("quire_allocator.reports.StagedReport.add", refuse)
+    patch.setattr("quire_allocator.session.staged_report.StagedReport.add", refuse)
     await scene.start_allocator()
 
 

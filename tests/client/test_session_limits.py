@@ -9,11 +9,11 @@ from itertools import pairwise
 import pytest
 from grpc import StatusCode
 from quire import AsyncAllocatorClient, InvalidArgumentError, Reason, ResourceExhaustedError
-from quire.owner import PoolOwner
-from quire.session import BACKOFF_S
-from quire.steps import Result, StepBuilder
+from quire.protocol.steps import Result, StepBuilder
+from quire.session.owner import PoolOwner
+from quire.session.pool_session import BACKOFF_S
 from quire_allocator.core.refusal import Refusal
-from quire_allocator.machine import SessionMachine
+from quire_allocator.session.machine import SessionMachine
 
 from tests.client.session_scene import SPEC, allocate, setting
 

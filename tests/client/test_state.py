@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 
 import pytest
-from quire import state
-from quire.state import STATE_DIGEST_STEPS, SequenceRow, in_turn, state_digest
+from quire.protocol import state_digest as state_digest_module
+from quire.protocol.state_digest import STATE_DIGEST_STEPS, SequenceRow, in_turn, state_digest
 
 
 def rows(ids: list[int], entries: int = 4, wrong: int = 0) -> list[SequenceRow]:
@@ -18,8 +18,10 @@ def test_every_sequence_is_in_the_digest_of_a_small_pool_wherever_it_begins() ->
     for step in range(0, 20 * STATE_DIGEST_STEPS, STATE_DIGEST_STEPS):
         turn = list(in_turn(ids, step))
         assert sorted(turn) == ids
-        right = state_digest(rows(turn), state.STATE_DIGEST_ENTRIES_MAX)
-        assert all(state_digest(rows(turn, wrong=i), state.STATE_DIGEST_ENTRIES_MAX) != right for i in ids)
+        right = state_digest(rows(turn), state_digest_module.STATE_DIGEST_ENTRIES_MAX)
+        assert all(
+            state_digest(rows(turn, wrong=i), state_digest_module.STATE_DIGEST_ENTRIES_MAX) != right for i in ids
+        )
 
 
 def test_a_pool_without_sequences_has_a_digest() -> None:
@@ -29,7 +31,7 @@ def test_a_pool_without_sequences_has_a_digest() -> None:
 
 def test_a_digest_ends_with_the_sequence_that_fills_it() -> None:
     first_two = rows([1, 2], entries=5)
-    entries = 2 * (5 + state.SEQUENCE_ENTRIES)
+    entries = 2 * (5 + state_digest_module.SEQUENCE_ENTRIES)
     assert state_digest(rows([1, 2, 3], entries=5), entries) == state_digest(first_two)
     assert state_digest(rows([1, 2, 3], entries=5), entries + 1) != state_digest(first_two)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from quire.columns import pack_uint32, pack_uint64
-from quire.steps import NULL_BLOCK, Copy, GrowOutcome, Result, StepBuilder, Swap, Victim, read_reply
+from quire.protocol.packing import pack_uint32, pack_uint64
+from quire.protocol.steps import NULL_BLOCK, Copy, GrowOutcome, Result, StepBuilder, Swap, Victim, read_reply
 from quire.v1 import allocator_pb2 as pb
 
 ONE, TWO = b"1" * 32, b"2" * 32

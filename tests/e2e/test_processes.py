@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from quire import AllocatorClient, Client, NotFoundError, Reason, UnavailableError
 from quire.local import ServerFailedError
-from quire_allocator.collector import METRIC_NAMES as ALLOCATOR_METRICS
+from quire_allocator.metrics.collector import METRIC_NAMES as ALLOCATOR_METRICS
 from quire_worker.telemetry import METRIC_NAMES as WORKER_METRICS
 
 from tests.e2e.stack import DEMO, clients, eventually, held_block_count, server, started

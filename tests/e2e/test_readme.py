@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from quire.protocol.steps import StepBuilder, StepOutcome
 from quire.session import PoolSession
-from quire.steps import StepBuilder, StepOutcome
 
 from tests.e2e.stack import started
 

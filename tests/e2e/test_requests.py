@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from quire import AllocatorClient, Client, DeadlineExceededError, InvalidArgumentError, QuireError, Reason
 from quire.local import LocalStack
-from quire_worker.tokenizer import Tokenizer
+from quire_worker.model.tokenizer import Tokenizer
 
 from tests.e2e.stack import DEMO, clients, eventually, held_block_count, started
 from tests.worker.engine_harness import reference_text

@@ -19,9 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire import AsyncAllocatorClient
 from quire.errors import QuireError
 from quire.local import ServerProcess
+from quire.protocol.state_digest import SequenceRow, state_digest
+from quire.protocol.steps import StepBuilder, StepOutcome
 from quire.session import PoolSession
-from quire.state import SequenceRow, state_digest
-from quire.steps import StepBuilder, StepOutcome
 from quire.v1 import allocator_pb2 as pb
 
 from tests.simulation.histories import History, pool_spec

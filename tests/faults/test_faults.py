@@ -19,8 +19,8 @@ import pytest
 import pytest_asyncio
 from quire import AsyncAllocatorClient, IndexCleared, PoolSpec, SnapshotEnd
 from quire.errors import QuireError, Reason
+from quire.protocol.steps import StepBuilder
 from quire.session import PoolSession
-from quire.steps import StepBuilder
 
 from tests.faults.conftest import WallClock
 from tests.faults.scene import LEASE_S, Name, attached, metric, named, report

@@ -14,8 +14,8 @@ import pytest_asyncio
 from quire import AsyncAllocatorClient
 from quire.errors import QuireError, Reason, from_rpc_error
 from quire.hashing import block_digests
+from quire.protocol.steps import Result, StepBuilder
 from quire.session import PoolSession
-from quire.steps import Result, StepBuilder
 from quire.v1 import allocator_pb2 as pb
 
 from tests.faults.scene import Name, Owner, attached, flood, named, pool_of, report

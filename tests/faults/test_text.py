@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from quire import AsyncAllocatorClient, AsyncClient
-from quire.limits import SILENCE_S
+from quire.protocol.limits import SILENCE_S
 
 from tests.faults.conftest import WallClock
 from tests.faults.scene import LEASE_S, Name, attached, flood, metric, named, report

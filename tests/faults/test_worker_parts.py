@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire import AsyncClient
 from quire.errors import QuireError, Reason
 from quire.local import ServerProcess
-from quire_worker.tokenizer import Tokenizer
+from quire_worker.model.tokenizer import Tokenizer
 
 from tests.faults.scene import Place, pool_of
 from tests.faults.text_scene import is_ready, worker_process

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from quire import AsyncClient
 from quire.local import ServerProcess
-from quire.state import state_digest
+from quire.protocol.state_digest import state_digest
 
 from tests.faults.scene import Name, pool_of, rows_of
 

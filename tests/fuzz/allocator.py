@@ -19,17 +19,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf.message import Message
-from quire._serving.permissions import EVERYTHING
 from quire.errors import Reason
-from quire.owner import Phase, PoolOwner
-from quire.reports import report_chunks, report_end
+from quire.protocol.permissions import EVERYTHING
+from quire.session.block_report import report_chunks, report_end
+from quire.session.owner import Phase, PoolOwner
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
-from quire_allocator.core.directory import Directory, Ownership
+from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.refusal import Refusal
-from quire_allocator.machine import SessionMachine, pool_digest
+from quire_allocator.metrics.counters import Telemetry
 from quire_allocator.service import AllocatorService
-from quire_allocator.telemetry import Telemetry
+from quire_allocator.session.machine import SessionMachine, pool_digest
 
 from tests.fuzz.look import deeply_seen_of, seen_of
 from tests.fuzz.messages import Malformer

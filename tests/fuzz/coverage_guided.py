@@ -13,7 +13,7 @@ from pathlib import Path
 import atheris
 from google.protobuf.message import DecodeError, Message
 
-with atheris.instrument_imports(include=["quire_allocator", "quire.steps", "quire.state"]):
+with atheris.instrument_imports(include=["quire_allocator", "quire.protocol.steps", "quire.protocol.state_digest"]):
     from quire.v1 import allocator_pb2 as pb
 
     from tests.fuzz.allocator import READING, UNARY, Episode, Seen

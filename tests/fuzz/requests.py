@@ -7,8 +7,8 @@ import random
 from typing import Any
 
 from google.protobuf.message import Message
-from quire.ledger import Ledger
-from quire.steps import StepBuilder
+from quire.protocol.steps import StepBuilder
+from quire.session.ledger import Ledger
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.pool import Pool
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quire.v1 import allocator_pb2 as pb
 
-from tests.allocator.harness import EMPTY_REPORT, d, grows, running_allocator, spec
+from tests.allocator.service.harness import EMPTY_REPORT, d, grows, running_allocator, spec
 from tests.fuzz.messages import Malformer
 from tests.fuzz.wire import ask, converse, in_a_thread, listen
 

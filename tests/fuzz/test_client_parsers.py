@@ -10,17 +10,17 @@ from grpc import aio
 from hypothesis import Phase as HypothesisPhase
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire import _messages
-from quire._watch import read_event
+from quire._transport import messages
+from quire._transport.watch import read_event
 from quire.errors import DETAILS_KEY, InternalError, QuireError, Reason, from_rpc_error, to_details
 from quire.mirror import PrefixMirror
-from quire.owner import LedgerLostError, Phase, PoolOwner
+from quire.session.owner import LedgerLostError, Phase, PoolOwner
 from quire.types import GroupKind, GroupSpec, PoolSpec
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import worker_pb2 as worker_pb
-from quire_allocator.core.directory import Directory
-from quire_allocator.machine import SessionMachine
-from quire_allocator.sessions import Sessions
+from quire_allocator.core.ownership.directory import Directory
+from quire_allocator.session.machine import SessionMachine
+from quire_allocator.session.registry import Sessions
 
 from tests.fuzz.messages import Malformer
 from tests.fuzz.requests import Plausible
@@ -75,7 +75,7 @@ def test_a_chunk_of_text_of_any_kind_is_read_or_an_internal_error(chance: random
     )
     spoiled = Malformer(chance).changed(right)
     try:
-        chunk = _messages.chunk(spoiled)
+        chunk = messages.chunk(spoiled)
     except InternalError:
         return
     assert chunk.text == spoiled.text

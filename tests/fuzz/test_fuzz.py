@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from quire_allocator import checks, translate
+from quire_allocator.core.ownership.replay import StepLog
 from quire_allocator.core.refusal import Refusal
-from quire_allocator.core.replay import StepLog
-from quire_allocator.reports import StagedReport
+from quire_allocator.session.staged_report import StagedReport
+from quire_allocator.wire import step_checks, translate
 
 from tests.fuzz.allocator import Seen, ViolationError
 from tests.fuzz.run import REASONS, run_episode
@@ -59,7 +59,7 @@ def forgetful(self: StagedReport, *_: Any) -> None:
 
 
 PLANTED: dict[str, tuple[Any, str, Any]] = {
-    "commits are not counted": (checks, "check_commit", unchecked),
+    "commits are not counted": (step_checks, "check_commit", unchecked),
     "a step number is used up by a refusal": (StepLog, "replay", late(StepLog.replay)),
     "an allocation is refused after it was made": (translate, "victim", too_late),
     "a chunk is refused by a crash": (StagedReport, "_add_sequence", forgetful),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quire import Client
-from quire._serving.reading import ReadingInterceptor
+from quire._serving.malformed_requests import ReadingInterceptor
 from quire.v1 import worker_pb2 as pb
 from quire.v1 import worker_pb2_grpc as pb_grpc
 from quire_worker.service import WorkerService

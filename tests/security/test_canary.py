@@ -18,12 +18,12 @@ from typing import Any
 import grpc
 import pytest
 from quire import AllocatorClient, Client, QuireError, Tls, prompt_digests, root_digest
-from quire.columns import pack_uint32, pack_uint64
+from quire.protocol.packing import pack_uint32, pack_uint64
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
-from quire_worker.tokenizer import Tokenizer
+from quire_worker.model.tokenizer import Tokenizer
 
-from tests.allocator.harness import EMPTY_REPORT, grows, spec
+from tests.allocator.service.harness import EMPTY_REPORT, grows, spec
 from tests.e2e.stack import DEMO
 from tests.security.canaries import Canaries
 from tests.security.certificates import Certificates

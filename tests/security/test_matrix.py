@@ -16,7 +16,7 @@ from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire.v1 import worker_pb2 as worker_pb
 from quire.v1 import worker_pb2_grpc as worker_pb_grpc
 
-from tests.allocator.harness import EMPTY_REPORT, d, grows, spec
+from tests.allocator.service.harness import EMPTY_REPORT, d, grows, spec
 from tests.security.certificates import Certificates
 from tests.security.deployment import TOKEN, Caller, Deployment, deployed
 

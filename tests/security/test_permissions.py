@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quire._serving.permissions import EVERYTHING, KINDS, Grant, Patterns, grant_of, uris_of
+from quire.protocol.permissions import EVERYTHING, KINDS, Grant, Patterns, grant_of, uris_of
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 NAMES = TEXT.filter(lambda name: not name.endswith("*"))

@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from quire._serving.permissions import EVERYTHING, Grant, grant_of
 from quire.errors import QuireError, Reason
-from quire.owner import Phase, PoolOwner, Verdict
-from quire.steps import Result, StepBuilder
+from quire.protocol.permissions import EVERYTHING, Grant, grant_of
+from quire.protocol.steps import Result, StepBuilder
+from quire.session.owner import Phase, PoolOwner, Verdict
 from quire.v1 import allocator_pb2 as pb
-from quire_allocator.core.directory import Directory
+from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.core.refusal import Refusal
-from quire_allocator.machine import SessionMachine, pool_digest
-from quire_allocator.sessions import Sessions
+from quire_allocator.session.machine import SessionMachine, pool_digest
+from quire_allocator.session.registry import Sessions
 
-from tests.allocator.harness import Allocator, UnaryOwner, d, running_allocator
-from tests.allocator.test_machine import run
+from tests.allocator.service.harness import Allocator, UnaryOwner, d, running_allocator
+from tests.allocator.session.test_machine import run
 from tests.simulation.histories import pool_spec
 from tests.simulation.world import Quiet
 

@@ -6,19 +6,20 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from quire.steps import Result
-from quire_allocator import reports, steps
-from quire_allocator.core import rebuild as rebuild_module
-from quire_allocator.core.directory import Directory
+from quire.protocol.steps import Result
+from quire_allocator.core.admission import Gates
 from quire_allocator.core.events import EventLog
-from quire_allocator.core.gates import Gates
+from quire_allocator.core.ownership.directory import Directory
+from quire_allocator.core.ownership.replay import StepLog
 from quire_allocator.core.pool import Pool
-from quire_allocator.core.rebuild import Rebuild
-from quire_allocator.core.rebuild_runs import RunBuilder
-from quire_allocator.core.rebuild_units import StateBuilder, UnitBuilder
-from quire_allocator.core.replay import StepLog
-from quire_allocator.machine import SessionMachine
-from quire_allocator.sessions import Sessions
+from quire_allocator.core.rebuild import rebuild as rebuild_module
+from quire_allocator.core.rebuild.rebuild import Rebuild
+from quire_allocator.core.rebuild.runs import RunBuilder
+from quire_allocator.core.rebuild.units import StateBuilder, UnitBuilder
+from quire_allocator.session import staged_report
+from quire_allocator.session.machine import SessionMachine
+from quire_allocator.session.registry import Sessions
+from quire_allocator.wire import step_apply
 
 from tests.simulation.planting import plant
 
@@ -142,14 +143,14 @@ def _events_are_told_before_they_are_acknowledged(original: Any, self: Any, ackn
     return original(self, acknowledged_step + 1)
 
 
-@plant(steps, "apply_step")
+@plant(step_apply, "apply_step")
 def _frees_come_before_commits(original: Any, pool: Any, arrays: Any, now: float, reply: Any) -> None:
     results = {sequence_id: pool.free(sequence_id) for sequence_id in arrays.frees}
     with mock.patch.object(pool, "free", results.get):
         original(pool, arrays, now, reply)
 
 
-@plant(steps, "apply_step")
+@plant(step_apply, "apply_step")
 def _grows_come_before_frees(original: Any, pool: Any, arrays: Any, now: float, reply: Any) -> None:
     late: list[int] = []
     with mock.patch.object(pool, "free", lambda sequence_id: late.append(sequence_id) or Result.OK):
@@ -157,13 +158,13 @@ def _grows_come_before_frees(original: Any, pool: Any, arrays: Any, now: float, 
     reply.free_results.extend([int(pool.free(sequence_id)) for sequence_id in late])
 
 
-@plant(steps, "_grow")
+@plant(step_apply, "_grow")
 def _copies_are_not_told(original: Any, pool: Any, arrays: Any, reply: Any) -> None:
     original(pool, arrays, reply)
     del reply.copy_sources[:], reply.copy_destinations[:]
 
 
-@plant(steps, "_commit")
+@plant(step_apply, "_commit")
 def _swaps_are_not_told(original: Any, pool: Any, arrays: Any, reply: Any) -> None:
     original(pool, arrays, reply)
     del reply.swap_operations[:], reply.swap_groups[:], reply.swap_indices[:], reply.swap_blocks[:]
@@ -267,7 +268,7 @@ def _what_is_cached_cannot_be_evicted(original: Any, pool: Any, cached: Any) -> 
     original(pool, [])
 
 
-@plant(reports.StagedReport, "_add_sequence")
+@plant(staged_report.StagedReport, "_add_sequence")
 def _the_rest_of_a_long_table_is_dropped(original: Any, self: Any, message: Any, names: Any, now: float) -> None:
     if not self._sequences or self._sequences[-1].sequence_id != message.sequence_id:
         original(self, message, names, now)

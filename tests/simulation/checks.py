@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.hashing import DIGEST_BYTES
-from quire.ledger import Ledger
-from quire.owner import PoolOwner
-from quire.reports import report_chunks, report_end
-from quire_allocator import translate
-from quire_allocator.core import index
-from quire_allocator.core.directory import Ownership
-from quire_allocator.core.full import FullAttentionManager
+from quire.session.block_report import report_chunks, report_end
+from quire.session.ledger import Ledger
+from quire.session.owner import PoolOwner
+from quire_allocator.core.groups.full import FullAttentionManager
+from quire_allocator.core.ownership.directory import Ownership
 from quire_allocator.core.pool import Pool
-from quire_allocator.reports import StagedReport
+from quire_allocator.core.readers import index
+from quire_allocator.session.staged_report import StagedReport
+from quire_allocator.wire import translate
 
 from tests.simulation.histories import STATE, History
 from tests.simulation.world import LEASE_S, Allocator, ViolationError, Worker

@@ -9,10 +9,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from quire.columns import entry_uint32, unpack_uint32, unpack_uint64
 from quire.hashing import DIGEST_BYTES, block_digests
-from quire.ledger import Ledger
-from quire.steps import NULL_BLOCK, Result, StepBuilder, StepOutcome
+from quire.protocol.packing import entry_uint32, unpack_uint32, unpack_uint64
+from quire.protocol.steps import NULL_BLOCK, Result, StepBuilder, StepOutcome
+from quire.session.ledger import Ledger
 from quire.v1 import allocator_pb2 as pb
 
 FULL, SLIDING = pb.GROUP_KIND_FULL_ATTENTION, pb.GROUP_KIND_SLIDING_WINDOW

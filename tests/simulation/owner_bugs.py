@@ -5,12 +5,12 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from quire import owner as owner_module
-from quire import reports as report_building
-from quire.ledger import Ledger
-from quire.owner import PoolOwner
-from quire.pages import Pages
-from quire.steps import NULL_BLOCK
+from quire.protocol.steps import NULL_BLOCK
+from quire.session import block_report as report_building
+from quire.session import owner as owner_module
+from quire.session.ledger import Ledger
+from quire.session.owner import PoolOwner
+from quire.session.pages import Pages
 
 from tests.simulation.planting import plant
 from tests.simulation.world import Worker

@@ -12,10 +12,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from unittest import mock
 
-from quire import reports
 from quire.errors import Reason
-from quire.limits import SILENCE_S
-from quire.owner import Phase
+from quire.protocol.limits import SILENCE_S
+from quire.session import block_report
+from quire.session.owner import Phase
 from quire.v1 import allocator_pb2 as pb
 
 from tests.simulation import checks
@@ -85,7 +85,7 @@ class Simulation:
     def run(self, steps: int) -> Outcome:
         """So many events, or as many as it takes to find a violation."""
         outcome = self.outcome
-        with mock.patch.multiple(reports, **SMALL_CHUNKS):
+        with mock.patch.multiple(block_report, **SMALL_CHUNKS):
             for number in range(steps):
                 outcome.steps = number + 1
                 try:

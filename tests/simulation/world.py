@@ -1,7 +1,8 @@
 """The product's own state machines between a faulty transport, a virtual clock and one seeded scheduler.
 
-What is real: `quire_allocator.machine` with the pool behind it, `quire.owner` with its ledger. What is made up: streams
-(`Link`), processes that die, time, and an engine that writes tokens into pages and reads them back (`histories`).
+What is real: `quire_allocator.session.machine` with its pool, `quire.session.owner` with its ledger. What is
+made up: streams (`Link`), processes that die, time, and an engine that writes tokens into pages and reads them back
+(`histories`).
 
 Every message is serialized when it is sent, so that a stream that is long dead can still deliver it.
 """
@@ -13,14 +14,14 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from quire.errors import QuireError, Reason
-from quire.owner import Phase, PoolOwner, Verdict
-from quire.steps import StepBuilder
+from quire.protocol.steps import StepBuilder
+from quire.session.owner import Phase, PoolOwner, Verdict
 from quire.v1 import allocator_pb2 as pb
-from quire_allocator.core.directory import Directory, Ownership
+from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.refusal import Refusal
-from quire_allocator.machine import Phase as StreamPhase
-from quire_allocator.machine import SessionMachine
-from quire_allocator.sessions import Sessions
+from quire_allocator.session.machine import Phase as StreamPhase
+from quire_allocator.session.machine import SessionMachine
+from quire_allocator.session.registry import Sessions
 
 from tests.simulation.histories import History
 

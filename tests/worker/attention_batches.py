@@ -10,10 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
+from quire_kernels.shared.reference import CPU_TOLERANCE, TOLERANCE
 from quire_worker.attention import PagedAttention, TorchPagedAttention, torch_tiles
-from quire_worker.batch import Chunk, build_batch
 from quire_worker.cache import CacheSpec, KVCache
-from quire_worker.kernels.reference import CPU_TOLERANCE, TOLERANCE
+from quire_worker.model.batch import Chunk, build_batch
 
 
 def implementation(name: str, device: torch.device) -> PagedAttention:

@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from grpc import aio
 from quire import AsyncAllocatorClient, PoolSpec
-from quire._serving.permissions import EVERYTHING, Grant
 from quire.errors import QuireError
+from quire.protocol.permissions import EVERYTHING, Grant
 from quire.v1 import allocator_pb2_grpc as pb_grpc
-from quire_allocator.core.directory import Directory
+from quire_allocator.core.ownership.directory import Directory
+from quire_allocator.metrics.counters import Telemetry
 from quire_allocator.service import AllocatorService
-from quire_allocator.telemetry import Telemetry
 from quire_worker.cache import KVCache
 from quire_worker.engine import Engine
-from quire_worker.model import PagedModel, load_model
-from quire_worker.request import FinishReason, Request
+from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.sampler import SamplingParams
-from quire_worker.scheduler import Scheduler
+from quire_worker.scheduling.request import FinishReason, Request
+from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
-from quire_worker.tokenizer import Tokenizer
 from transformers import AutoModelForCausalLM
 
 BLOCK_SIZE = 16

@@ -12,15 +12,15 @@ import random
 
 import pytest
 from quire.hashing import DIGEST_BYTES
-from quire.steps import StepOutcome, read_reply
+from quire.protocol.steps import StepOutcome, read_reply
 from quire.v1 import allocator_pb2 as pb
-from quire_allocator import checks, steps
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec
-from quire_worker.plan import Batch, Plan
-from quire_worker.request import FinishReason, Request, Sample
+from quire_allocator.wire import step_apply, step_checks
 from quire_worker.sampler import SamplingParams
-from quire_worker.scheduler import Scheduler
+from quire_worker.scheduling.plan import Batch, Plan
+from quire_worker.scheduling.request import FinishReason, Request, Sample
+from quire_worker.scheduling.scheduler import Scheduler
 
 STOP = 7
 NOTHING_ASKED = StepOutcome([], [], [], [], [], [], 0)
@@ -102,7 +102,7 @@ class PretendedWorker:
         """What the allocator's server does with a step."""
         message, reply = plan.step.message, pb.StepReply()
         self.commit_block_counts.append(len(message.commits.digests) // DIGEST_BYTES)
-        steps.apply_step(self.pool, checks.check_step(self.pool, message), 0.0, reply)
+        step_apply.apply_step(self.pool, step_checks.check_step(self.pool, message), 0.0, reply)
         self.pool.check_invariants()
         return read_reply(message, reply, 1)
 

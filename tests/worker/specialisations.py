@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 import triton
-from quire_worker import warm_up
+from quire_kernels.shared import launch
 from quire_worker.attention import TritonPagedAttention
-from quire_worker.batch import Chunk, build_batch
 from quire_worker.cache import KVCache
-from quire_worker.kernels import launch
-from quire_worker.model import PagedModel, load_model
+from quire_worker.execution import warm_up
+from quire_worker.model.batch import Chunk, build_batch
+from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.sampler import SamplingParams, new_generator, sample
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend

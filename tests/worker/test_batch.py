@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quire_worker.batch import Chunk, build_batch
+from quire_worker.model.batch import Chunk, build_batch
 
 BLOCKS = [4, 2, 9]
 

@@ -8,15 +8,16 @@ import threading
 from pathlib import Path
 
 import pytest
-from quire._serving.permissions import EVERYTHING
 from quire.errors import QuireError, Reason
+from quire.protocol.permissions import EVERYTHING
 from quire.v1 import worker_pb2 as pb
-from quire_worker import engine, runner
+from quire_worker import engine
 from quire_worker.cache import KVCache
-from quire_worker.model import PagedModel
-from quire_worker.plan import Batch, Plan, Work
-from quire_worker.request import FinishReason
-from quire_worker.runner import Computed
+from quire_worker.execution import runner
+from quire_worker.execution.runner import Computed
+from quire_worker.model.paged_model import PagedModel
+from quire_worker.scheduling.plan import Batch, Plan, Work
+from quire_worker.scheduling.request import FinishReason
 from quire_worker.service import WorkerService
 
 from tests.worker.engine_harness import BLOCK_SIZE, reference_text, running

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from quire._serving.permissions import grant_of
 from quire.errors import QuireError, Reason
-from quire_worker import runner
-from quire_worker.failures import FailureKind, is_out_of_memory
-from quire_worker.request import Request
+from quire.protocol.permissions import grant_of
+from quire_worker.execution import runner
+from quire_worker.execution.failures import FailureKind, is_out_of_memory
+from quire_worker.scheduling.request import Request
 
 from tests.worker.broken_models import break_decoder, poison, single_character_token
 from tests.worker.engine_harness import Harness, paged_model, reference_text, running

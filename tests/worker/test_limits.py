@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 from quire.errors import Reason
-from quire.limits import NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
+from quire.protocol.limits import NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
 from quire.v1 import worker_pb2 as pb
 from quire_worker import sampler
 from quire_worker.sampler import INT32_MAX, SAMPLE_COUNT_MAX, STOP_TOKEN_COUNT_MAX, TEMPERATURE_MAX, TEMPERATURE_MIN

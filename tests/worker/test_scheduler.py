@@ -8,7 +8,7 @@ import random
 import pytest
 from quire.hashing import DigestChain
 from quire_allocator.core.pool import Pool
-from quire_worker.request import Request
+from quire_worker.scheduling.request import Request
 
 from tests.worker.pretended_worker import PretendedWorker, expected_output, lasting_prompts, numbers
 

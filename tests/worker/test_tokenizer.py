@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_worker.checkpoint import CheckpointError
-from quire_worker.tokenizer import Tokenizer
+from quire_worker.model.checkpoint import CheckpointError
+from quire_worker.model.tokenizer import Tokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast

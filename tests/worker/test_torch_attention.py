@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from quire_kernels.shared.reference import CPU_TOLERANCE
 from quire_worker.attention import TorchPagedAttention
 from quire_worker.attention.torch_path import LONE_BYTES_MAX
 from quire_worker.attention.torch_plan import GATHER_BYTES_MAX, QUERY_BLOCK, QUERY_BLOCK_HALF
 from quire_worker.attention.torch_tiles import GATHERED_BYTES_MAX, TILE_BYTES_MAX, TILE_TOKENS_MIN
-from quire_worker.kernels.reference import CPU_TOLERANCE
 
 from tests.worker import attention_batches
 from tests.worker.attention_batches import Scene, decoding

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire._serving.process import UsageError
+from quire.errors import UsageError
+from quire_worker.execution.warm_up import LADDER, warm_up
 from quire_worker.server import check_device, parse_arguments
-from quire_worker.warm_up import LADDER, warm_up
 
 from tests.worker.engine_harness import paged_model
 from tests.worker.tiny_models import write_tiny_llama, write_tiny_qwen3

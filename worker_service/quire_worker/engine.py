@@ -15,19 +15,19 @@ from typing import NamedTuple
 import structlog
 from quire.errors import InternalError, QuireError, Reason
 from quire.hashing import root_digest
+from quire.protocol.steps import StepOutcome
 from quire.session import PoolSession, SessionLostError
-from quire.steps import StepOutcome
 
 from quire_worker.cache import KVCache
-from quire_worker.failures import TOKENIZER, DeviceLostError, Failure
-from quire_worker.model import PagedModel
-from quire_worker.plan import Batch, Plan
-from quire_worker.request import Delivery, FinishReason, Request, Sample
-from quire_worker.runner import Computed, Draw, compute
+from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
+from quire_worker.execution.runner import Computed, Draw, compute
+from quire_worker.model.paged_model import PagedModel
+from quire_worker.model.tokenizer import Tokenizer, TokenizerError
 from quire_worker.sampler import SamplingParams, new_generator
-from quire_worker.scheduler import Scheduler
+from quire_worker.scheduling.plan import Batch, Plan
+from quire_worker.scheduling.request import Delivery, FinishReason, Request, Sample
+from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
-from quire_worker.tokenizer import Tokenizer, TokenizerError
 
 log = structlog.get_logger()
 

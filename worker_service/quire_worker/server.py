@@ -17,25 +17,25 @@ from typing import NamedTuple
 import structlog
 import torch
 from quire._serving import logs
-from quire._serving.process import UsageError, stop_event
+from quire._serving.process import stop_event
 from quire._serving.server import Server, add_arguments
-from quire.ahead import AHEAD_TOKENS
 from quire.aio import AsyncAllocatorClient
-from quire.errors import QuireError
+from quire.errors import QuireError, UsageError
 from quire.session import PoolSession
+from quire.session.lookahead import AHEAD_TOKENS
 from quire.tls import tls_of
 from quire.types import PoolSpec
 from quire.v1 import worker_pb2_grpc as pb_grpc
 
 from quire_worker.cache import KVCache
-from quire_worker.checkpoint import ModelError
 from quire_worker.engine import Engine
-from quire_worker.failures import DeviceLostError
-from quire_worker.model import PagedModel, load_model
-from quire_worker.scheduler import Scheduler
+from quire_worker.execution.failures import DeviceLostError
+from quire_worker.model.checkpoint import ModelError
+from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.tokenizer import Tokenizer
+from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.service import WorkerService
 from quire_worker.telemetry import WorkerCollector, WorkerTelemetry
-from quire_worker.tokenizer import Tokenizer
 
 log = structlog.get_logger()
 
@@ -184,7 +184,7 @@ def check_device(device: str) -> None:
 
 def compile_kernels(model: PagedModel) -> None:
     """Compiles the kernels that a model needs, which can take a minute where Triton's cache has none of them."""
-    from quire_worker.warm_up import warm_up
+    from quire_worker.execution.warm_up import warm_up
 
     def log_progress(done: int, total: int, title: str) -> None:
         log.info("compiling kernels", done=done, total=total, next=title)

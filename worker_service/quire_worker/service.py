@@ -10,18 +10,18 @@ from typing import Any, TypeAlias
 
 import structlog
 from grpc import aio
-from quire._serving.permissions import Grant
 from quire._serving.rpc import Authorize, abort, permit_everything
 from quire.errors import InternalError, QuireError, Reason
-from quire.limits import NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
+from quire.protocol.limits import NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
+from quire.protocol.permissions import Grant
 from quire.v1 import worker_pb2 as pb
 from quire.v1 import worker_pb2_grpc as pb_grpc
 
 from quire_worker.engine import Engine
-from quire_worker.failures import TOKENIZER
-from quire_worker.request import Delivery, FinishReason, Request
+from quire_worker.execution.failures import TOKENIZER
+from quire_worker.model.tokenizer import TokenizerError
 from quire_worker.sampler import MAX_TOKENS_DEFAULT, SamplingParams
-from quire_worker.tokenizer import TokenizerError
+from quire_worker.scheduling.request import Delivery, FinishReason, Request
 
 log = structlog.get_logger()
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from quire._serving.metrics import Histogram
-from quire.steps import StepOutcome
+from quire.protocol.steps import StepOutcome
 
-from quire_worker.failures import FailureKind
-from quire_worker.request import Request, Sample
+from quire_worker.execution.failures import FailureKind
+from quire_worker.scheduling.request import Request, Sample
 
 if TYPE_CHECKING:
     from quire_worker.engine import Engine

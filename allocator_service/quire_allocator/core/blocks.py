@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from array import array
 from typing import TYPE_CHECKING
 
-from quire_allocator.core.eviction import DEFAULT_POLICY, POLICIES, Candidates, Entry, EvictionQueue
+from quire_allocator.core.eviction.policies import DEFAULT_POLICY, POLICIES, Candidates, Entry, EvictionQueue
 
 if TYPE_CHECKING:
     from quire_allocator.core.spec import GroupSpec, Quota

@@ -25,10 +25,10 @@ from __future__ import annotations
 from array import array
 from typing import Final
 
+from quire_allocator.core.admission import Candidate, Gates
 from quire_allocator.core.blocks import Blocks
-from quire_allocator.core.coordinator import Coordinator
 from quire_allocator.core.events import EventLog, digest_count_before
-from quire_allocator.core.gates import Candidate, Gates
+from quire_allocator.core.groups.coordinator import Coordinator
 from quire_allocator.core.pending import PendingPrefixes
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import (
@@ -370,7 +370,7 @@ class Pool:
         Raises:
             AssertionError: naming what is broken.
         """
-        from quire_allocator.core.invariants import check  # it knows this class
+        from quire_allocator.core.readers.invariants import check  # it knows this class
 
         check(self)
 

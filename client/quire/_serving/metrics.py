@@ -16,9 +16,9 @@ import structlog
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.registry import Collector
 
-from quire._serving import address
-from quire._serving.permissions import EVERYTHING, Grant, grant_of
 from quire._serving.tls import ServerTls
+from quire._transport import address
+from quire.protocol.permissions import EVERYTHING, Grant, grant_of
 
 log = structlog.get_logger()
 GRANT_KEY = "quire.grant"  # in a request's environment

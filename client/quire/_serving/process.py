@@ -1,4 +1,4 @@
-"""A server as a process: secret files, signals, and the file that says it is ready."""
+"""A server as a process: its CPU, its signals, and the file that says it is ready."""
 
 from __future__ import annotations
 
@@ -7,48 +7,9 @@ import contextlib
 import json
 import os
 import signal
-import stat
 from pathlib import Path
 
-TOKEN_CHARACTERS_MIN = 16
-
-
-class UsageError(Exception):
-    """The command line, a file that it names or the environment is wrong; the process says so and exits with 2."""
-
-
-def require_private(path: str | Path, what: str) -> None:
-    """Refuses a secret that every user of this machine can read. Its group may: that is how containers share one.
-
-    Raises:
-        UsageError: it can be read or written by others, or is not there.
-    """
-    try:
-        mode = stat.S_IMODE(os.stat(path).st_mode)
-    except OSError as error:
-        raise UsageError(f"{what} {path}: {error.strerror}") from None
-    if mode & stat.S_IRWXO:
-        raise UsageError(f"{what} {path}: its mode {mode:04o} lets every user of this machine in; chmod o= {path}")
-
-
-def read_token(path: str | None) -> str | None:
-    """The bearer token in a file, without surrounding white space; None without a path.
-
-    Raises:
-        UsageError: the file cannot be read, or everybody can read it; its token is too short or not printable ASCII.
-    """
-    if path is None:
-        return None
-    require_private(path, "token file")
-    try:
-        token = Path(path).read_text(encoding="ascii").strip()
-    except UnicodeDecodeError:  # whose text would show what is in the file
-        token = ""
-    except OSError as error:
-        raise UsageError(f"token file {path}: {error.strerror}") from None
-    if len(token) < TOKEN_CHARACTERS_MIN or not token.isprintable() or " " in token:
-        raise UsageError(f"token file {path}: a token has at least {TOKEN_CHARACTERS_MIN} printable ASCII characters")
-    return token
+from quire.errors import UsageError
 
 
 def take_cpu(number: int) -> None:

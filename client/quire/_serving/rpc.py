@@ -11,8 +11,8 @@ import grpc
 import structlog
 from grpc import aio
 
-from quire._serving.permissions import EVERYTHING, Grant, grant_of
 from quire.errors import QuireError, Reason, to_metadata
+from quire.protocol.permissions import EVERYTHING, Grant, grant_of
 
 Handler = Any  # grpc.RpcMethodHandler, which is generic for type checkers only
 Authorize: TypeAlias = "Callable[[aio.ServicerContext[Any, Any]], Grant]"  # what the caller of a call may do

@@ -11,14 +11,17 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client.registry import Collector
 
-from quire._serving.address import is_unix, require_safe
+from quire._secret_files import read_token
+from quire._serving.listening import require_safe
+from quire._serving.malformed_requests import ReadingInterceptor
 from quire._serving.metrics import MetricsServer
-from quire._serving.process import UsageError, read_token, write_ready_file
-from quire._serving.reading import ReadingInterceptor
+from quire._serving.process import write_ready_file
 from quire._serving.rpc import Authorize, TokenInterceptor, permit_as_certified, permit_everything
 from quire._serving.tls import ServerTls
 from quire._serving.unix_socket import hold_socket
-from quire.limits import MESSAGE_BYTES_MAX
+from quire._transport.address import is_unix
+from quire.errors import UsageError
+from quire.protocol.limits import MESSAGE_BYTES_MAX
 
 log = structlog.get_logger()
 

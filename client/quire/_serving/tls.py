@@ -9,7 +9,8 @@ import threading
 import grpc
 import structlog
 
-from quire._serving.process import UsageError, require_private
+from quire._secret_files import require_private
+from quire.errors import UsageError
 from quire.tls import read_pem
 
 log = structlog.get_logger()

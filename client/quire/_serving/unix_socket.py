@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 
-from quire._serving.process import UsageError
+from quire.errors import UsageError
 
 
 def hold_socket(address: str) -> int:

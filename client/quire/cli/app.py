@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from quire import __version__
-from quire._serving.process import UsageError
 from quire.cli import certs, generate, plan, pools, servers, status, watch
-from quire.errors import QuireError
+from quire.errors import QuireError, UsageError
 from quire.local import ServerFailedError
 
 app = typer.Typer(

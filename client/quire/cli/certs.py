@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from quire._serving.permissions import EVERYTHING_PATTERNS, Patterns, uris_of
-from quire._serving.process import UsageError
+from quire.errors import UsageError
+from quire.protocol.permissions import EVERYTHING_PATTERNS, Patterns, uris_of
 
 EXAMPLES = """Make an authority, and certificates that it signs. Nothing is overwritten.
 

@@ -15,8 +15,8 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from quire import _messages as messages
-from quire._channel import GENERATE_TIMEOUT_S
+from quire._transport import messages
+from quire._transport.channel import GENERATE_TIMEOUT_S
 from quire.cli import options
 from quire.client import Client
 from quire.types import Chunk, Generation, SamplingParams

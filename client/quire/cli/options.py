@@ -9,8 +9,8 @@ from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 
 import typer
 
-from quire._channel import DEFAULT_ALLOCATOR, DEFAULT_WORKER
-from quire._serving.process import read_token
+from quire._secret_files import read_token
+from quire._transport.channel import DEFAULT_ALLOCATOR, DEFAULT_WORKER
 from quire.tls import Tls, tls_of
 
 Allocator: TypeAlias = Annotated[

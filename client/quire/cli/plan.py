@@ -10,8 +10,8 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from quire._serving.process import UsageError
 from quire.cli import options
+from quire.errors import UsageError
 
 EXAMPLES = """Plan the KV cache of a model: groups, pages, blocks, and how many sequences fit.
 

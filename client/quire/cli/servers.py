@@ -11,8 +11,9 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 
-from quire._serving.process import UsageError, read_token
+from quire._secret_files import read_token
 from quire.cli import options
+from quire.errors import UsageError
 from quire.local import LocalStack
 
 PASS_ON: Final = {

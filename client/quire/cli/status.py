@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 from rich.table import Table
 
-from quire._channel import SyncLink
+from quire._transport.channel import SyncLink
 from quire.cli import options
 from quire.client import AllocatorClient, Client
 from quire.errors import NotFoundError

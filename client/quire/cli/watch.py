@@ -9,11 +9,10 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from quire._serving.process import UsageError
 from quire.cli import options
 from quire.cli.pool_usage import DIGEST_CHARACTERS, repr_of
 from quire.client import AllocatorClient
-from quire.errors import QuireError
+from quire.errors import QuireError, UsageError
 from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, SnapshotEnd
 
 EXAMPLES = """Print what a pool can hit, then every change as it happens. Ctrl-C ends it.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
-from quire_worker.kernels.e4m3 import E4M3
+from quire_kernels.shared.e4m3 import E4M3
 
 CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, E4M3)
 

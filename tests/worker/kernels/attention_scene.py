@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from quire_worker.kernels.decode_paged import decode_paged, decode_paged_reference
-from quire_worker.kernels.decode_work import divide_decode
-from quire_worker.kernels.e4m3 import E4M3
-from quire_worker.kernels.options import AttentionOptions
-from quire_worker.kernels.paged_cache import PagedCache, unpack_paged_cache
-from quire_worker.kernels.prefill_paged import prefill_paged, prefill_paged_reference
-from quire_worker.kernels.prefill_rows import Masking, divide_prefill, prefill_tiling
-from quire_worker.kernels.reference import LSE_TOLERANCE, TOLERANCE
+from quire_kernels.ops.decode_paged import decode_paged, decode_paged_reference
+from quire_kernels.ops.prefill_paged import prefill_paged, prefill_paged_reference
+from quire_kernels.shared.decode_work import divide_decode
+from quire_kernels.shared.e4m3 import E4M3
+from quire_kernels.shared.options import AttentionOptions
+from quire_kernels.shared.paged_cache import PagedCache, unpack_paged_cache
+from quire_kernels.shared.prefill_rows import Masking, divide_prefill, prefill_tiling
+from quire_kernels.shared.reference import LSE_TOLERANCE, TOLERANCE
 
 LAYOUTS = ("NHD", "HND", "NHD pair", "HND pair", "strided")
 

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import pkgutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-PACKAGE = "quire_worker.kernels"
+import quire_kernels
+
+# The modules of the kernels by their last names, of which no two are the same.
+_FOUND = [module.name for module in pkgutil.walk_packages(quire_kernels.__path__, "quire_kernels.")]
+MODULES = {name.rpartition(".")[2]: name for name in _FOUND}
+assert len(MODULES) == len(_FOUND)
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One mutation of one module of `quire_worker.kernels`."""
+    """One mutation of one module of `quire_kernels`."""
 
     title: str  # what goes wrong, as a sentence
-    module: str
+    module: str  # its last name, such as "decode_paged"
     before: str  # must occur exactly once
     after: str
     through: tuple[str, ...] = ()  # modules that import it, each the one before it; the last is what is tested
@@ -43,7 +49,7 @@ def plant(fault: Fault, folder: Path) -> ModuleType:
     try:
         below = fault.module
         for name in fault.through:
-            source = _source_of(name).replace(f"from {PACKAGE}.{below} import", f"from {added[-1]} import")
+            source = _source_of(name).replace(f"from {MODULES[below]} import", f"from {added[-1]} import")
             planted = _load(name, source, folder)
             added.append(planted.__name__)
             below = name
@@ -54,7 +60,7 @@ def plant(fault: Fault, folder: Path) -> ModuleType:
 
 
 def _source_of(module: str) -> str:
-    real = importlib.import_module(f"{PACKAGE}.{module}")
+    real = importlib.import_module(MODULES[module])
     assert real.__file__ is not None
     return Path(real.__file__).read_text(encoding="utf-8")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quire_worker.kernels import append_paged_kv_cache as real
-from quire_worker.kernels.append_paged_kv_cache import append_paged_kv_cache, append_reference
-from quire_worker.kernels.e4m3 import E4M3
+from quire_kernels.ops import append_paged_kv_cache as real
+from quire_kernels.ops.append_paged_kv_cache import append_paged_kv_cache, append_reference
+from quire_kernels.shared.e4m3 import E4M3
 
 from tests.worker.kernels.append_cases import (
     CACHE_DTYPES,

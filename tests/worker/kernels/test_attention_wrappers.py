@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from quire_worker.kernels.decode_paged import decode_paged_reference
-from quire_worker.kernels.decode_wrapper import BatchDecodeWithPagedKVCacheWrapper
-from quire_worker.kernels.e4m3 import E4M3
-from quire_worker.kernels.options import AttentionOptions
-from quire_worker.kernels.pack_mask import segment_packbits
-from quire_worker.kernels.prefill_paged import prefill_paged_reference
-from quire_worker.kernels.prefill_ragged import prefill_ragged_reference
-from quire_worker.kernels.prefill_rows import Masking
-from quire_worker.kernels.prefill_wrapper import BatchPrefillWithPagedKVCacheWrapper
-from quire_worker.kernels.ragged_wrapper import BatchPrefillWithRaggedKVCacheWrapper
-from quire_worker.kernels.wrapper_common import standard_alibi_slopes
+from quire_kernels.flashinfer.common import standard_alibi_slopes
+from quire_kernels.flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
+from quire_kernels.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+from quire_kernels.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
+from quire_kernels.ops.decode_paged import decode_paged_reference
+from quire_kernels.ops.pack_mask import segment_packbits
+from quire_kernels.ops.prefill_paged import prefill_paged_reference
+from quire_kernels.ops.prefill_ragged import prefill_ragged_reference
+from quire_kernels.shared.e4m3 import E4M3
+from quire_kernels.shared.options import AttentionOptions
+from quire_kernels.shared.prefill_rows import Masking
 
 from .attention_scene import Scene, assert_close
 

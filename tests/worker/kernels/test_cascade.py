@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from quire_worker.kernels import cascade as real
-from quire_worker.kernels.e4m3 import E4M3
-from quire_worker.kernels.options import AttentionOptions
-from quire_worker.kernels.reference import attend, visible
-from quire_worker.kernels.wrappers import MultiLevelCascadeAttentionWrapper
+from quire_kernels.flashinfer import MultiLevelCascadeAttentionWrapper
+from quire_kernels.flashinfer import cascade as real
+from quire_kernels.shared.e4m3 import E4M3
+from quire_kernels.shared.options import AttentionOptions
+from quire_kernels.shared.reference import attend, visible
 
 from .attention_scene import assert_close
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from quire_worker.kernels.cascade_gains import cascade_gains
+from quire_kernels.flashinfer.cascade_gains import cascade_gains
 
 H200 = {"group": 4, "kv_heads": 8, "head_dim": 128, "multiprocessors": 132}
 

@@ -7,21 +7,21 @@ import itertools
 from pathlib import Path
 
 import pytest
-from quire_worker.kernels.configurations import (
+from quire_kernels.shared.configurations import (
     ARCHITECTURES,
     ELEMENT_BYTES,
     SHARED_MEMORY_MAX,
     KernelConfiguration,
     collect,
 )
-from quire_worker.kernels.decode_work import decode_tiling
-from quire_worker.kernels.launch import Tiling
-from quire_worker.kernels.mla_work import mla_tiling
-from quire_worker.kernels.prefill_rows import prefill_tiling
+from quire_kernels.shared.decode_work import decode_tiling
+from quire_kernels.shared.launch import Tiling
+from quire_kernels.shared.mla_work import mla_tiling
+from quire_kernels.shared.prefill_rows import prefill_tiling
 
 ROOT = Path(__file__).resolve().parents[3]
 TABLE = ROOT / "benchmarks" / "results" / "kernels_compiled.csv"
-KERNELS = ROOT / "worker_service" / "quire_worker" / "kernels"
+KERNELS = ROOT / "worker_service" / "quire_kernels"
 
 
 class Kernel:
@@ -32,7 +32,7 @@ class Kernel:
 
 
 def test_every_file_that_launches_a_kernel_declares_configurations() -> None:
-    launchers = [path for path in KERNELS.glob("*.py") if "_kernel[" in path.read_text(encoding="utf-8")]
+    launchers = [path for path in KERNELS.rglob("*.py") if "_kernel[" in path.read_text(encoding="utf-8")]
     assert len(launchers) >= 6
     silent = [path.name for path in launchers if "CONFIGURATIONS" not in path.read_text(encoding="utf-8")]
     assert not silent

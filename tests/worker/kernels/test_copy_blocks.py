@@ -7,9 +7,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from quire_worker.kernels import copy_blocks as real
-from quire_worker.kernels.block_buffers import describe_buffers
-from quire_worker.kernels.copy_blocks import HELD, copy_blocks, copy_blocks_reference, plan_chains
+from quire_kernels.ops import copy_blocks as real
+from quire_kernels.ops.copy_blocks import HELD, copy_blocks, copy_blocks_reference, plan_chains
+from quire_kernels.shared.block_buffers import describe_buffers
 
 PAIRS = {
     "one": [(0, 1)],

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quire_worker.kernels.decode_paged import decode_paged, decode_paged_reference
-from quire_worker.kernels.decode_work import divide_decode
-from quire_worker.kernels.e4m3 import E4M3
-from quire_worker.kernels.paged_cache import PagedCache
-from quire_worker.kernels.reference import TOLERANCE
+from quire_kernels.ops.decode_paged import decode_paged, decode_paged_reference
+from quire_kernels.shared.decode_work import divide_decode
+from quire_kernels.shared.e4m3 import E4M3
+from quire_kernels.shared.paged_cache import PagedCache
+from quire_kernels.shared.reference import TOLERANCE
 from torch.nn.functional import scaled_dot_product_attention
 
 from .attention_scene import LAYOUTS, Scene, assert_close, spread

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from quire_worker.kernels.e4m3 import E4M3, e4m3_from_float, e4m3_to_float, quantise_reference
+from quire_kernels.shared.e4m3 import E4M3, e4m3_from_float, e4m3_to_float, quantise_reference
 
 
 @triton.jit

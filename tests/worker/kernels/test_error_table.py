@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 
 import torch
-from quire_worker.kernels.reference import CPU_TOLERANCE, LSE_TOLERANCE, MERGE_TOLERANCE, TOLERANCE
+from quire_kernels.shared.reference import CPU_TOLERANCE, LSE_TOLERANCE, MERGE_TOLERANCE, TOLERANCE
 
 ROOT = Path(__file__).resolve().parents[3]
 DTYPES = ("float32", "float16", "bfloat16")

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import quire_worker.attention
 import torch
-from quire_worker.kernels import flashinfer_arguments
-from quire_worker.kernels.flashinfer_arguments import Rule
-from quire_worker.kernels.wrappers import (
+from quire_kernels.flashinfer import (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchMLAPagedAttentionWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
+    arguments,
 )
+from quire_kernels.flashinfer.arguments import Rule
 
 # Read from FlashInfer 0.7.2.post1; what follows a * goes by keyword only. Of the decode wrapper's plan: the order of
 # arguments that may still be given by place.
@@ -133,7 +133,7 @@ def rules_of(call: str) -> Mapping[str, Rule]:
     wrapper, _, method = call.partition(".")
     if wrapper not in TABLES:
         return {}
-    return getattr(flashinfer_arguments, TABLES[wrapper][METHODS.index(method)])
+    return getattr(arguments, TABLES[wrapper][METHODS.index(method)])
 
 
 @pytest.mark.parametrize("call", FLASHINFER)

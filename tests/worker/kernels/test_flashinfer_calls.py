@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import quire_worker.attention as flashinfer
 import torch
-from quire_worker.kernels.options import AttentionOptions
-from quire_worker.kernels.reference import attend, visible
+from quire_kernels.shared.options import AttentionOptions
+from quire_kernels.shared.reference import attend, visible
 
 from .attention_scene import assert_close
 

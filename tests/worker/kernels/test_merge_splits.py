@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quire_worker.kernels.merge_splits import merge_splits, merge_splits_reference
-from quire_worker.kernels.work_units import WorkUnits
+from quire_kernels.ops.merge_splits import merge_splits, merge_splits_reference
+from quire_kernels.shared.work_units import WorkUnits
 
 from .attention_scene import assert_close, spread
 

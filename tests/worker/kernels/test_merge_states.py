@@ -7,9 +7,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from quire_worker.kernels import merge_states as real
-from quire_worker.kernels.merge_states import merge_state, merge_state_in_place, merge_states, merge_states_reference
-from quire_worker.kernels.reference import MERGE_TOLERANCE
+from quire_kernels.ops import merge_states as real
+from quire_kernels.ops.merge_states import merge_state, merge_state_in_place, merge_states, merge_states_reference
+from quire_kernels.shared.reference import MERGE_TOLERANCE
 
 from .attention_scene import spread
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from quire_worker.kernels import mla_paged as real
-from quire_worker.kernels.mla_paged import mla_paged, mla_paged_reference
-from quire_worker.kernels.mla_work import divide_mla
-from quire_worker.kernels.paged_cache import kv_lengths
-from quire_worker.kernels.reference import TOLERANCE
+from quire_kernels.ops import mla_paged as real
+from quire_kernels.ops.mla_paged import mla_paged, mla_paged_reference
+from quire_kernels.shared.mla_work import divide_mla
+from quire_kernels.shared.paged_cache import kv_lengths
+from quire_kernels.shared.reference import TOLERANCE
 from torch.nn.functional import scaled_dot_product_attention
 
 from .attention_scene import assert_close, spread

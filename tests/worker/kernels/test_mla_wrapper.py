@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from quire_worker.kernels.mla_paged import mla_paged_reference
-from quire_worker.kernels.wrappers import BatchMLAPagedAttentionWrapper
+from quire_kernels.flashinfer import BatchMLAPagedAttentionWrapper
+from quire_kernels.ops.mla_paged import mla_paged_reference
 
 from .attention_scene import assert_close
 

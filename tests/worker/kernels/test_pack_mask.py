@@ -8,8 +8,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from quire_worker.kernels import pack_mask as real
-from quire_worker.kernels.pack_mask import packbits, segment_packbits, segment_packbits_reference
+from quire_kernels.ops import pack_mask as real
+from quire_kernels.ops.pack_mask import packbits, segment_packbits, segment_packbits_reference
 
 LENGTHS = (0, 3, 8, 0, 5000, 17, 1)
 

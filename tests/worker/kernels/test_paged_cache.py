@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quire_worker.kernels.options import AttentionOptions, scale_per_head
-from quire_worker.kernels.paged_cache import (
+from quire_kernels.shared.options import AttentionOptions, scale_per_head
+from quire_kernels.shared.paged_cache import (
     PagedKVCache,
     check_indptr,
     check_page_table,

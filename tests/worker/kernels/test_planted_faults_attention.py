@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from quire_worker.kernels import merge_splits, prefill_ragged, work_units
-from quire_worker.kernels.options import AttentionOptions
-from quire_worker.kernels.paged_cache import kv_lengths
-from quire_worker.kernels.prefill_rows import Masking, divide_prefill, mask_indptr_of, prefill_tiling
+from quire_kernels.ops import merge_splits, prefill_ragged
+from quire_kernels.shared import work_units
+from quire_kernels.shared.options import AttentionOptions
+from quire_kernels.shared.paged_cache import kv_lengths
+from quire_kernels.shared.prefill_rows import Masking, divide_prefill, mask_indptr_of, prefill_tiling
 
 from .attention_scene import Scene, assert_close
 from .planting import Fault, plant
@@ -207,9 +208,8 @@ FAULTS: list[tuple[Fault, Check]] = [
 
 def use(planted: ModuleType, fault: Fault, patch: pytest.MonkeyPatch) -> None:
     """Puts the planted functions wherever the real ones are used."""
-    package = "quire_worker.kernels"
-    real = sys.modules[f"{package}.{fault.module}"]
-    users = [module for name, module in sys.modules.items() if name.startswith(package)]
+    real = sys.modules[MODULES[fault.module]]
+    users = [module for name, module in sys.modules.items() if name.startswith("quire_kernels")]
     for name, function in vars(real).items():
         written = getattr(function, "fn", function)  # what Triton decorated
         if isinstance(written, type) or getattr(written, "__module__", None) != real.__name__:

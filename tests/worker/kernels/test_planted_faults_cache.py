@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from quire_worker.kernels import (
+from quire_kernels.ops import (
     append_paged_kv_cache,
     append_slots,
     copy_blocks,

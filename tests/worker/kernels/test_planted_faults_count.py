@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-import quire_worker.kernels
+import quire_kernels
 
 from tests.worker.kernels import test_planted_faults_attention as attention
 from tests.worker.kernels import test_planted_faults_cache as cache
@@ -49,6 +49,6 @@ def test_every_fault_is_another() -> None:
 
 
 def test_every_kernel_has_one() -> None:
-    (folder,) = quire_worker.kernels.__path__
+    (folder,) = quire_kernels.__path__
     kernels = {path.stem for path in Path(folder).glob("*.py") if "\n@triton.jit" in path.read_text(encoding="utf-8")}
     assert kernels <= COUNT.keys() | {"block_buffers"}  # which only makes a pointer of a number

@@ -11,7 +11,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from quire_worker.kernels import cascade, mla_paged
+from quire_kernels.flashinfer import cascade
+from quire_kernels.ops import mla_paged
 
 from tests.worker.kernels.planting import Fault, plant
 from tests.worker.kernels.test_cascade import levels_match, options_match

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quire_worker.kernels.e4m3 import E4M3
-from quire_worker.kernels.pack_mask import segment_packbits
-from quire_worker.kernels.paged_cache import kv_lengths
-from quire_worker.kernels.prefill_paged import prefill_paged, prefill_paged_reference
-from quire_worker.kernels.prefill_rows import Masking, divide_prefill, mask_indptr_of, prefill_tiling
-from quire_worker.kernels.reference import TOLERANCE
+from quire_kernels.ops.pack_mask import segment_packbits
+from quire_kernels.ops.prefill_paged import prefill_paged, prefill_paged_reference
+from quire_kernels.shared.e4m3 import E4M3
+from quire_kernels.shared.paged_cache import kv_lengths
+from quire_kernels.shared.prefill_rows import Masking, divide_prefill, mask_indptr_of, prefill_tiling
+from quire_kernels.shared.reference import TOLERANCE
 from torch.nn.functional import scaled_dot_product_attention
 
 from .attention_scene import LAYOUTS, Scene, assert_close, spread

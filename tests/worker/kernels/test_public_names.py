@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import quire_worker.attention
 import torch
-from quire_worker.kernels.reference import LSE_TOLERANCE, TOLERANCE
+from quire_kernels.shared.reference import LSE_TOLERANCE, TOLERANCE
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "attention.md"
 
@@ -54,7 +54,7 @@ def test_the_example_of_the_documentation_gives_the_softmax(device: torch.device
 
 
 def test_the_example_of_warming_up_runs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire_worker.kernels.warmup.WORKSPACE_BYTES", 8 << 20)
+    monkeypatch.setattr("quire_kernels.compilation.warmup.WORKSPACE_BYTES", 8 << 20)
     example = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)[1]
     seen: list[tuple[int, int, str]] = []
     on_device = example.replace('device = "cuda"', f'device = "{device.type}"')

@@ -9,9 +9,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from quire_worker.kernels import sampling as real
-from quire_worker.kernels.reference import SAMPLE_TOLERANCE
-from quire_worker.kernels.sampling import greedy, sample, weights_reference
+from quire_kernels.ops import sampling as real
+from quire_kernels.ops.sampling import greedy, sample, weights_reference
+from quire_kernels.shared.reference import SAMPLE_TOLERANCE
 
 # Temperature, top_k, top_p, min_p.
 CHAINS = {

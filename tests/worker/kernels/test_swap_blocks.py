@@ -6,8 +6,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from quire_worker.kernels import swap_blocks as real
-from quire_worker.kernels.swap_blocks import gather_blocks, gather_blocks_reference, scatter_blocks
+from quire_kernels.ops import swap_blocks as real
+from quire_kernels.ops.swap_blocks import gather_blocks, gather_blocks_reference, scatter_blocks
 
 
 def make_buffers(device: torch.device) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from quire_worker.kernels.token_positions import get_batch_indices_positions, get_seq_lens
+from quire_kernels.ops.token_positions import get_batch_indices_positions, get_seq_lens
 
 
 def int32(*values: int, device: torch.device | str = "cpu") -> torch.Tensor:

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 import torch
+from quire_kernels.ops import sampling as kernels_sampling
 from quire_worker.attention import TritonPagedAttention
 from quire_worker.attention.triton_path import page_table
-from quire_worker.kernels import sampling as kernels_sampling
 from quire_worker.sampler import SamplingParams, new_generator, sample
 
 from tests.worker.attention_batches import Scene

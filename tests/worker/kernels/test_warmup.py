@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import triton
-from quire_worker.kernels.configurations import collect
-from quire_worker.kernels.e4m3 import E4M3
-from quire_worker.kernels.launch import is_interpreted
-from quire_worker.kernels.tile import attend_keys
-from quire_worker.kernels.warmup import count_compilations, warmup
-from quire_worker.kernels.warmup_kinds import AttentionKind
+from quire_kernels.compilation.kinds import AttentionKind
+from quire_kernels.compilation.warmup import count_compilations, warmup
+from quire_kernels.shared.configurations import collect
+from quire_kernels.shared.e4m3 import E4M3
+from quire_kernels.shared.launch import is_interpreted
+from quire_kernels.shared.tile import attend_keys
 
 from tests.worker.test_warm_up import launches
 
@@ -27,7 +27,7 @@ KINDS = [
 
 @pytest.fixture(autouse=True)
 def _small_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire_worker.kernels.warmup.WORKSPACE_BYTES", 8 << 20)
+    monkeypatch.setattr("quire_kernels.compilation.warmup.WORKSPACE_BYTES", 8 << 20)
 
 
 def test_progress_counts_the_steps(device: torch.device) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quire_worker.kernels.work_units import divide_work, divide_work_reference
+from quire_kernels.shared.work_units import divide_work, divide_work_reference
 
 
 def int32(values: list[int], device: torch.device) -> torch.Tensor:

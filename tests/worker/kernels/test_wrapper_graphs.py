@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from quire_worker.kernels.options import AttentionOptions
-from quire_worker.kernels.prefill_ragged import prefill_ragged_reference
-from quire_worker.kernels.prefill_rows import Masking
-from quire_worker.kernels.reference import TOLERANCE
-from quire_worker.kernels.wrappers import (
+from quire_kernels.flashinfer import (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
 )
+from quire_kernels.ops.prefill_ragged import prefill_ragged_reference
+from quire_kernels.shared.options import AttentionOptions
+from quire_kernels.shared.prefill_rows import Masking
+from quire_kernels.shared.reference import TOLERANCE
 
 from .attention_scene import Scene, assert_close
 

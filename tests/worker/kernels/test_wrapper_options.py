@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from quire_worker.kernels.decode_paged import decode_paged_reference
-from quire_worker.kernels.prefill_paged import prefill_paged_reference
-from quire_worker.kernels.prefill_rows import Masking
-from quire_worker.kernels.reference import gather
-from quire_worker.kernels.wrappers import (
+from quire_kernels.flashinfer import (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
 )
+from quire_kernels.ops.decode_paged import decode_paged_reference
+from quire_kernels.ops.prefill_paged import prefill_paged_reference
+from quire_kernels.shared.prefill_rows import Masking
+from quire_kernels.shared.reference import gather
 
 from .attention_scene import Scene, assert_close
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 import triton
+from quire_kernels.compilation import kinds as warmup_kinds
+from quire_kernels.compilation import warmup as warmup_module
+from quire_kernels.shared.e4m3 import E4M3
 from quire_worker import attention
 from quire_worker.attention import AttentionKind, LatentKind, warmup
-from quire_worker.kernels import warmup as warmup_module
-from quire_worker.kernels import warmup_kinds
-from quire_worker.kernels.e4m3 import E4M3
 from triton.runtime.jit import JITFunction
 
 from tests.worker.specialisations import Launches

@@ -20,22 +20,23 @@ from quire_worker.attention.interface import AttentionBatch, AttentionPlan, Page
 from quire_worker.attention.torch_path import TorchPagedAttention
 
 if TYPE_CHECKING:
+    from quire_kernels.compilation.kinds import AttentionKind, LatentKind
+    from quire_kernels.compilation.warmup import count_compilations, warmup
+    from quire_kernels.flashinfer.cascade import MultiLevelCascadeAttentionWrapper
+    from quire_kernels.flashinfer.cascade_gains import cascade_gains
+    from quire_kernels.flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
+    from quire_kernels.flashinfer.mla import BatchMLAPagedAttentionWrapper
+    from quire_kernels.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+    from quire_kernels.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
+    from quire_kernels.ops.append_paged_kv_cache import append_paged_kv_cache
+    from quire_kernels.ops.copy_blocks import copy_blocks
+    from quire_kernels.ops.merge_states import merge_state, merge_state_in_place, merge_states
+    from quire_kernels.ops.pack_mask import packbits, segment_packbits
+    from quire_kernels.ops.sampling import greedy, sample
+    from quire_kernels.ops.swap_blocks import gather_blocks, scatter_blocks
+    from quire_kernels.ops.token_positions import get_batch_indices_positions, get_seq_lens
+
     from quire_worker.attention.triton_path import TritonPagedAttention
-    from quire_worker.kernels.append_paged_kv_cache import append_paged_kv_cache
-    from quire_worker.kernels.cascade import MultiLevelCascadeAttentionWrapper
-    from quire_worker.kernels.cascade_gains import cascade_gains
-    from quire_worker.kernels.copy_blocks import copy_blocks
-    from quire_worker.kernels.decode_wrapper import BatchDecodeWithPagedKVCacheWrapper
-    from quire_worker.kernels.merge_states import merge_state, merge_state_in_place, merge_states
-    from quire_worker.kernels.mla_wrapper import BatchMLAPagedAttentionWrapper
-    from quire_worker.kernels.pack_mask import packbits, segment_packbits
-    from quire_worker.kernels.prefill_wrapper import BatchPrefillWithPagedKVCacheWrapper
-    from quire_worker.kernels.ragged_wrapper import BatchPrefillWithRaggedKVCacheWrapper
-    from quire_worker.kernels.sampling import greedy, sample
-    from quire_worker.kernels.swap_blocks import gather_blocks, scatter_blocks
-    from quire_worker.kernels.token_positions import get_batch_indices_positions, get_seq_lens
-    from quire_worker.kernels.warmup import count_compilations, warmup
-    from quire_worker.kernels.warmup_kinds import AttentionKind, LatentKind
 
 __all__ = [
     "AttentionBatch",
@@ -71,30 +72,30 @@ __all__ = [
 
 # Where each name lives that needs Triton.
 _MODULES = {
-    "AttentionKind": "quire_worker.kernels.warmup_kinds",
-    "BatchDecodeWithPagedKVCacheWrapper": "quire_worker.kernels.decode_wrapper",
-    "BatchMLAPagedAttentionWrapper": "quire_worker.kernels.mla_wrapper",
-    "BatchPrefillWithPagedKVCacheWrapper": "quire_worker.kernels.prefill_wrapper",
-    "BatchPrefillWithRaggedKVCacheWrapper": "quire_worker.kernels.ragged_wrapper",
-    "LatentKind": "quire_worker.kernels.warmup_kinds",
-    "MultiLevelCascadeAttentionWrapper": "quire_worker.kernels.cascade",
+    "AttentionKind": "quire_kernels.compilation.kinds",
+    "BatchDecodeWithPagedKVCacheWrapper": "quire_kernels.flashinfer.decode",
+    "BatchMLAPagedAttentionWrapper": "quire_kernels.flashinfer.mla",
+    "BatchPrefillWithPagedKVCacheWrapper": "quire_kernels.flashinfer.prefill",
+    "BatchPrefillWithRaggedKVCacheWrapper": "quire_kernels.flashinfer.ragged",
+    "LatentKind": "quire_kernels.compilation.kinds",
+    "MultiLevelCascadeAttentionWrapper": "quire_kernels.flashinfer.cascade",
     "TritonPagedAttention": "quire_worker.attention.triton_path",
-    "append_paged_kv_cache": "quire_worker.kernels.append_paged_kv_cache",
-    "cascade_gains": "quire_worker.kernels.cascade_gains",
-    "copy_blocks": "quire_worker.kernels.copy_blocks",
-    "count_compilations": "quire_worker.kernels.warmup",
-    "gather_blocks": "quire_worker.kernels.swap_blocks",
-    "get_batch_indices_positions": "quire_worker.kernels.token_positions",
-    "get_seq_lens": "quire_worker.kernels.token_positions",
-    "greedy": "quire_worker.kernels.sampling",
-    "merge_state": "quire_worker.kernels.merge_states",
-    "merge_state_in_place": "quire_worker.kernels.merge_states",
-    "merge_states": "quire_worker.kernels.merge_states",
-    "packbits": "quire_worker.kernels.pack_mask",
-    "sample": "quire_worker.kernels.sampling",
-    "scatter_blocks": "quire_worker.kernels.swap_blocks",
-    "segment_packbits": "quire_worker.kernels.pack_mask",
-    "warmup": "quire_worker.kernels.warmup",
+    "append_paged_kv_cache": "quire_kernels.ops.append_paged_kv_cache",
+    "cascade_gains": "quire_kernels.flashinfer.cascade_gains",
+    "copy_blocks": "quire_kernels.ops.copy_blocks",
+    "count_compilations": "quire_kernels.compilation.warmup",
+    "gather_blocks": "quire_kernels.ops.swap_blocks",
+    "get_batch_indices_positions": "quire_kernels.ops.token_positions",
+    "get_seq_lens": "quire_kernels.ops.token_positions",
+    "greedy": "quire_kernels.ops.sampling",
+    "merge_state": "quire_kernels.ops.merge_states",
+    "merge_state_in_place": "quire_kernels.ops.merge_states",
+    "merge_states": "quire_kernels.ops.merge_states",
+    "packbits": "quire_kernels.ops.pack_mask",
+    "sample": "quire_kernels.ops.sampling",
+    "scatter_blocks": "quire_kernels.ops.swap_blocks",
+    "segment_packbits": "quire_kernels.ops.pack_mask",
+    "warmup": "quire_kernels.compilation.warmup",
 }
 
 

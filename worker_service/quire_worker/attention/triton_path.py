@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from quire_kernels.flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+from quire_kernels.ops.append_slots import append_slots, check_slots
+from quire_kernels.ops.copy_blocks import copy_blocks
+from quire_kernels.ops.sampling import greedy, sample
 
 from quire_worker.attention.interface import AttentionBatch
 from quire_worker.cache import CacheSpec
-from quire_worker.kernels.append_slots import append_slots, check_slots
-from quire_worker.kernels.copy_blocks import copy_blocks
-from quire_worker.kernels.sampling import greedy, sample
-from quire_worker.kernels.wrappers import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 from quire_worker.sampler import SamplingParams
 
 # For partial results of split decodes: more than any batch needs whose query heads and head dims a GPU is built for.

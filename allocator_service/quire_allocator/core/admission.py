@@ -1,0 +1,169 @@
+"""Who gets blocks, and what is said to who does not.
+
+A new sequence must pass, in this order:
+
+    TOO_LONG    it could never fit
+    PENDING     others are computing as much of its prefix as it would rather wait for
+    QUOTA       its namespace would hold more than it may
+    NO_SPACE    its whole prompt must fit (not only the first chunk), beside what was *promised* to prompts that are
+                still growing, and leave the *watermark* free for whoever runs. An idle pool waives the last two
+
+A live one only what it asks for must fit. NO_SPACE says how many blocks are short, and whose preemption costs least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import nsmallest
+from itertools import islice
+from typing import Final, NamedTuple
+
+from quire_allocator.core.blocks import Blocks, Namespace
+from quire_allocator.core.groups.manager import Hit, Manager
+from quire_allocator.core.sequence import SequenceState
+from quire_allocator.core.spec import GrowResult, PoolSpec, Result, Victim
+
+VICTIMS_EXAMINED_MAX: Final = 1024  # newest sequences: looking at all of a large pool would hold up everybody's steps
+
+
+class Candidate(NamedTuple):
+    """A new sequence that asks to be let in."""
+
+    space: Namespace
+    hits: Sequence[Hit]
+    matched_token_count: int
+    token_count: int
+    prompt_token_count: int
+    priority: int
+    pending_token_count: int
+    defer_token_count: int
+
+
+class Gates:
+    """Admission to one pool.
+
+    Attributes:
+        promised_block_count: sum over all sequences of what the rest of their prompts will take.
+    """
+
+    def __init__(
+        self, spec: PoolSpec, blocks: Blocks, managers: Sequence[Manager], sequences: dict[int, SequenceState]
+    ) -> None:
+        self.promised_block_count = 0
+        self._spec = spec
+        self._blocks = blocks
+        self._managers = managers
+        self._sequences = sequences
+        self._cheapest: list[tuple[int, int, int]] | None = None  # as of the last change
+
+    @property
+    def reserved_block_count(self) -> int:
+        """Free blocks that a new sequence must leave."""
+        return self._spec.watermark_block_count + self.promised_block_count if self._sequences else 0
+
+    def refuse_new(self, candidate: Candidate, needed: int, revived: int) -> GrowResult | None:
+        """Why a new sequence that needs so many blocks now, beside cached ones of its hits, is not let in; or None."""
+        taken = sum([hit.block_count for hit in candidate.hits])
+        whole = needed
+        if candidate.prompt_token_count > candidate.token_count:
+            peak = sum(m.peak(candidate.prompt_token_count, candidate.token_count) for m in self._managers)
+            whole = max(needed, peak - taken)
+        if taken + whole > self._spec.block_count:
+            return GrowResult(Result.TOO_LONG, 0, candidate.pending_token_count)
+        if 0 < candidate.defer_token_count <= candidate.pending_token_count:
+            return GrowResult(Result.PENDING, candidate.matched_token_count, candidate.pending_token_count)
+        hits = zip(self._managers, candidate.hits)
+        kept = sum([hit.cached_block_count for m, hit in hits if not m.in_place])  # a state is copied, and let go
+        over = self._over_quota(candidate.space, needed + kept)
+        if over > 0:
+            return GrowResult(Result.QUOTA, 0, candidate.pending_token_count, shortfall=over)
+        missing = whole + revived + self.reserved_block_count - self._blocks.free_count
+        if missing > 0:
+            victim = self.cheapest_victim(candidate.priority)
+            return GrowResult(Result.NO_SPACE, 0, candidate.pending_token_count, shortfall=missing, victim=victim)
+        return None
+
+    def refuse_grow(
+        self, sequence_id: int, sequence: SequenceState, token_count: int, needed: int
+    ) -> GrowResult | None:
+        """Why a live sequence does not get the blocks that it needs to hold `token_count` tokens, or None."""
+        footprint = sum([m.footprint(part, token_count) for m, part in zip(self._managers, sequence.parts)])
+        if footprint > self._spec.block_count:
+            return GrowResult(Result.TOO_LONG)
+        over = self._over_quota(sequence.namespace, needed - self._let_go(sequence))
+        if over > 0:
+            return GrowResult(Result.QUOTA, shortfall=over)
+        missing = needed - self._blocks.free_count
+        if missing > 0:
+            victim = self.cheapest_victim(sequence.priority, except_id=sequence_id)
+            return GrowResult(Result.NO_SPACE, shortfall=missing, victim=victim)
+        return None
+
+    def promise(self, sequence: SequenceState) -> None:
+        """Keeps free from later admissions what the rest of a prompt in chunks will take beyond what it has now."""
+        prompt, chunk = sequence.prompt_token_count, sequence.chunk_token_count
+        count = 0
+        for manager, part in zip(self._managers, sequence.parts):
+            most = min(manager.footprint(part, prompt), manager.peak(prompt, chunk))
+            count += max(0, most - manager.footprint(part, sequence.token_count))
+        self.promised_block_count += count - sequence.promised
+        sequence.promised = count
+
+    def end_promise(self, sequence: SequenceState) -> None:
+        """The sequence is gone."""
+        self.promised_block_count -= sequence.promised
+        sequence.promised = 0
+
+    def give_up_checkpoints(self, sequence: SequenceState, missing: int) -> bool:
+        """Where so many blocks are missing to copy a state that only this sequence holds, it may go on in place:
+        a checkpoint that nobody else uses is not worth a refusal. Returns whether that is enough."""
+        in_place = [(m, part) for m, part in zip(self._managers, sequence.parts) if m.in_place]
+        if missing > sum([m.let_go(part, sequence.token_count) for m, part in in_place]):
+            return False
+        for manager, part in in_place:
+            manager.give_up(part)
+        return True
+
+    def cheapest_victim(self, priority: int, *, except_id: int = 0) -> Victim | None:
+        """The live sequence of at most that priority whose preemption loses least: lowest priority first, then fewest
+        tokens to compute again beyond what others hold too, then the newest. Looks at the newest thousand."""
+        if self._cheapest is None:
+            self._cheapest = self._two_cheapest()
+        for of, lost, negative_id in self._cheapest:
+            if -negative_id != except_id:
+                return Victim(-negative_id, lost) if of <= priority else None
+        return None
+
+    def note_change(self) -> None:
+        """What a preemption would lose may be another now. Refusals change nothing: a step that has many of them looks
+        for its victim once, or a full pool would hold up everybody else's."""
+        self._cheapest = None
+
+    def _two_cheapest(self) -> list[tuple[int, int, int]]:
+        """Priority, tokens lost and negative id of the first two in order: one of them may be who asks."""
+        costs = []
+        for sequence_id in islice(reversed(self._sequences), VICTIMS_EXAMINED_MAX):
+            sequence = self._sequences[sequence_id]
+            if not sequence.is_hold:
+                shared = min([m.shared_token_count(part) for m, part in zip(self._managers, sequence.parts)])
+                costs.append((sequence.priority, max(0, sequence.committed_token_count - shared), -sequence_id))
+        return nsmallest(2, costs)
+
+    def enforce_cache_quota(self, space: Namespace) -> None:
+        """A namespace that leaves more behind than it may loses its own first."""
+        if space.queue is not None and space.quota is not None and space.quota.cached_block_count_max is not None:
+            over = space.cached_count - space.quota.cached_block_count_max
+            if over > 0:
+                self._blocks.evict_from(space, over)
+
+    def _let_go(self, sequence: SequenceState) -> int:
+        """Blocks that its next grow copies and that are in no table then."""
+        if sequence.namespace.quota is None:
+            return 0
+        parts = zip(self._managers, sequence.parts)
+        return sum([manager.let_go(part, sequence.token_count) for manager, part in parts])
+
+    def _over_quota(self, space: Namespace, added: int) -> int:
+        if added <= 0 or space.quota is None or space.quota.held_block_count_max is None:
+            return 0
+        return space.held_count + added - space.quota.held_block_count_max

@@ -1,0 +1,46 @@
+"""How often each block of a pool is in use, and whether a prompt can hit it: numpy arrays that the managers fill."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+CACHED_STATE: Final = 1
+HELD_STATE: Final = 2
+STATE_MAX: Final = 255
+
+
+class BlockStates:
+    """Per block, in how many tables it is, and whether it is published.
+
+    Attributes:
+        holders: uint32 [blocks].
+        published: bool [blocks].
+    """
+
+    def __init__(self, block_count: int) -> None:
+        import numpy as np  # by whoever looks: a process that takes over from a killed one must not wait for it
+
+        self.holders: NDArray[np.uint32] = np.zeros(block_count, dtype=np.uint32)
+        self.published: NDArray[np.bool_] = np.zeros(block_count, dtype=np.bool_)
+
+    def mark(self, blocks: array[int], holders: int, *, published: bool) -> None:
+        """Blocks, each at most once, are in `holders` more tables."""
+        import numpy as np
+
+        ids = np.frombuffer(blocks, dtype=np.uint32)
+        self.holders[ids] += np.uint32(holders)
+        if published:
+            self.published[ids] = True
+
+    def to_bytes(self, first: int = 0, end: int | None = None) -> bytes:
+        """One byte per block of [first, end): 0 empty, 1 cached, n >= 2 held by n - 1 tables (255: 254 or more)."""
+        import numpy as np
+
+        held = self.holders[first:end]
+        states = np.where(held > 0, np.minimum(held + 1, STATE_MAX), self.published[first:end])
+        return states.astype(np.uint8).tobytes()

@@ -1,0 +1,266 @@
+"""Which cached blocks leave first: the policies. What they rank, and the queue, is in `candidates.py`."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+
+from quire_allocator.core.eviction.queue import Candidates, Entry, EvictionPolicy, EvictionQueue
+from quire_allocator.core.eviction.reuse_model import Ghost, Ghosts, Group, ReuseModel
+
+__all__ = [
+    "DEFAULT_POLICY",
+    "POLICIES",
+    "Candidates",
+    "Entry",
+    "EvictionPolicy",
+    "EvictionQueue",
+    "LeastRecentlyUsed",
+    "RecomputeCost",
+    "ReuseValue",
+]
+
+
+class LeastRecentlyUsed(EvictionPolicy):
+    """Whatever was released longest ago leaves first."""
+
+    def __init__(self, block_count: int) -> None:
+        self._time = 0
+
+    def stored(self, entry: Entry, parent: Entry | None) -> None:
+        """Starts its history."""
+        entry.start_history(0, 0)
+
+    def hit(self, entry: Entry) -> None:
+        """Counted, for reports."""
+        entry.hits += 1
+
+    def split(self, upper: Entry, lower: Entry) -> bool:
+        """Its place stays."""
+        return False
+
+    def released(self, entry: Entry) -> None:
+        """Stamps it."""
+        self._time += 1
+        entry.released = self._time
+
+    def lane(self, entry: Entry) -> int:
+        """The only one."""
+        return 0
+
+    def value(self, entry: Entry) -> float:
+        """Its stamp."""
+        return entry.released
+
+    def evicted(self, entry: Entry, block_count: int) -> bool:
+        """Its place stays."""
+        self.evicted_count += block_count
+        return False
+
+
+class RecomputeCost(LeastRecentlyUsed):
+    """What is cheap to compute again, for the space it takes and the hits it had, leaves first.
+
+    GreedyDual-Size with frequency (Cherkasova, HP Labs 1998): rank = rank of what left last + hits x cost / size. The
+    cost of a token grows with its position, as attention does; at `_EVEN_POSITION` it has doubled.
+    """
+
+    _EVEN_POSITION = 1536  # blocks of 16 tokens: 6 x hidden size tokens, where attention costs what the weights do
+
+    def __init__(self, block_count: int) -> None:
+        super().__init__(block_count)
+        self._floor = 0
+
+    def released(self, entry: Entry) -> None:
+        """Ranks it above what left last."""
+        entry.released = self._floor + (1 + entry.hits) * (self._EVEN_POSITION + entry.first_position)
+
+    def evicted(self, entry: Entry, block_count: int) -> bool:
+        """Raises the floor."""
+        self._floor = max(self._floor, entry.released)
+        return super().evicted(entry, block_count)
+
+
+_NEW_GROUPS = 4  # of new entries: one position; below what was never shared, shared less than this often, more often
+_POPULAR_HITS = 4
+_LENGTH_EDGES = (0.5, 1.0, 2.0)  # kinds of each: prompt up to so many times the mean, or longer
+_LENGTH_MEMORY = 256  # new entries
+_LENGTHS = len(_LENGTH_EDGES) + 1
+_LEVELS = (1, 2, 7)  # groups of shared entries: so many hits at most, or more
+_GAPS = 4  # kinds of each: waits for less than a quarter of a pool, than a pool, than four pools, or longer
+_SHARED = _NEW_GROUPS * _LENGTHS
+_LEFT = _SHARED + (len(_LEVELS) + 1) * _GAPS  # deep ends that prompts leave behind
+# Returns per doubling of the age that are believed of each group at first: coarse, and soon outweighed.
+_BELIEFS = (0.05, 0.05, 0.03, 0.03, 0.2, 0.3, 0.4, 0.5, 0.01)
+_GROUPS = (
+    *(Group(range(first, first + _LENGTHS), _BELIEFS[first // _LENGTHS]) for first in range(0, _SHARED, _LENGTHS)),
+    *(
+        Group(range(first, first + _GAPS), belief)
+        for first, belief in zip(range(_SHARED, _LEFT, _GAPS), _BELIEFS[4:8], strict=True)
+    ),
+    Group(range(_LEFT, _LEFT + 1), _BELIEFS[8]),
+)
+_LEFT_GROUP = len(_GROUPS) - 1
+
+
+class ReuseValue(EvictionPolicy):
+    """The default: what is least likely to come back soon, for the space it takes, leaves first.
+
+    Every cached entry is of a kind: how often it was shared and how long it had waited the last time or, while it is
+    new, what it was stored below and how long its prompt was. When kinds come back is learned (`reuse.py`). Each has
+    its lane, in the order of release; the least valuable of the oldest and newest entries of all lanes leaves.
+
+    Deep ends are a kind of their own: the part that a prompt left behind when it took another way inside of an entry,
+    and as many blocks of a new entry as prompts usually leave. Chats leave a half-filled block, questions about one
+    document the whole question.
+    """
+
+    lane_count = _LEFT + 1
+
+    def __init__(self, block_count: int) -> None:
+        self.patience = block_count // 16
+        self._time = 0  # blocks that sequences asked for
+        self._model = ReuseModel(_GROUPS, block_count)
+        self._ghosts = Ghosts(self._model, 4 * block_count, 1024 + block_count // 4)
+        self._gaps = (block_count / 4, block_count, block_count * 4)
+        self._length_mean = 0.0
+        self._medians = [0.0] * _NEW_GROUPS  # of the blocks that prompts leave behind
+        self._left_behind = [0] * _NEW_GROUPS  # rounded
+        self._trimmed: tuple[Entry, bytes] | None = None  # the last one, and the key of what it lost
+
+    def stored(self, entry: Entry, parent: Entry | None) -> None:
+        """Notes when, and below what."""
+        if parent is None:
+            entry.start_history(0, self._time)
+            entry.is_whole = False
+        else:
+            hits = parent.hits
+            entry.start_history(1 if not hits else 2 if hits < _POPULAR_HITS else 3, self._time)
+
+    def hit(self, entry: Entry) -> None:
+        """Learns how long it has waited."""
+        self._time += entry.block_count
+        if not entry.live:
+            age = self._time - entry.released
+            entry.gap = (3 * entry.gap + age) // 4 if entry.hits else age
+            self._end(entry, returned=True)
+            if entry.is_whole:
+                self._learn_left_behind(entry.origin, 0)
+        entry.is_whole = False
+        entry.hits += 1
+
+    def split(self, upper: Entry, lower: Entry) -> bool:
+        """Learns how much is left behind, and that this was."""
+        count = lower.block_count
+        if lower.is_whole:
+            self._learn_left_behind(lower.origin, count)
+            upper.is_whole = lower.is_whole = False
+        upper.spare = max(0, lower.spare - count)
+        lower.spare = min(lower.spare, count)
+        if lower.live or lower.hits:
+            return False
+        self._end(lower, returned=False)
+        lower.released = self._time
+        lower.kind = _LEFT
+        self._model.start(_LEFT_GROUP, _LEFT, count)
+        return True
+
+    def released(self, entry: Entry) -> None:
+        """Stamps it and finds its kind."""
+        count, kind = entry.block_count, entry.kind
+        if kind is None:
+            if self.evicted_count:
+                self._recall(entry, count)
+            self._time += count
+        entry.released = self._time
+        if entry.hits:
+            level = bisect_left(_LEVELS, entry.hits)
+            entry.kind = kind = _SHARED + level * _GAPS + bisect_right(self._gaps, entry.gap)
+            self._model.start(_NEW_GROUPS + level, kind, count)
+            return
+        group = entry.origin
+        if kind is None:
+            end = float(entry.first_position + count)
+            mean = self._length_mean or end
+            self._length_mean = mean + (end - mean) / _LENGTH_MEMORY
+            entry.kind = kind = group * _LENGTHS + bisect_left(_LENGTH_EDGES, end / mean)
+        left = self._left_behind[group]
+        if left and left < count and entry.is_whole:
+            entry.spare = left
+            count -= left
+            self._model.start(_LEFT_GROUP, _LEFT, left)
+        self._model.start(group, kind, count)
+
+    def lane(self, entry: Entry) -> int:
+        """Its kind, or that of its deep end."""
+        assert entry.kind is not None, "never released"
+        return _LEFT if entry.spare else entry.kind
+
+    def value(self, entry: Entry) -> float:
+        """What keeping it on gains."""
+        age = (self._time - entry.released) // self._model.unit
+        return self._model.values[self.lane(entry)][age.bit_length()]
+
+    def evicted(self, entry: Entry, block_count: int) -> bool:
+        """Remembers them for a while."""
+        self.evicted_count += block_count
+        self._model.learn(self._time)
+        entry.is_whole = False
+        kind, count = self.lane(entry), block_count
+        if self._trimmed is not None and self._trimmed[0] is entry:
+            behind = self._ghosts.take(self._trimmed[1])
+            if behind is not None and behind.released == entry.released and behind.kind == kind:
+                count += behind.block_count  # the end of the same stretch
+            elif behind is not None:
+                self._ghosts.add(self._trimmed[1], behind, self._time)
+        key = entry.key_at(entry.block_count - block_count)
+        self._trimmed = entry, key
+        if key:
+            self._ghosts.add(key, Ghost(kind, entry.hits, entry.released, count), self._time)
+        if not entry.spare:
+            return False
+        entry.spare = max(0, entry.spare - block_count)
+        return not entry.spare
+
+    def _end(self, entry: Entry, *, returned: bool) -> None:
+        """A cached entry's wait is over."""
+        assert entry.kind is not None, "never released"
+        age = self._time - entry.released
+        if entry.spare:
+            self._model.end(_LEFT, age, entry.spare, returned=returned)
+        self._model.end(entry.kind, age, entry.block_count - entry.spare, returned=returned)
+        entry.spare = 0
+
+    def _recall(self, entry: Entry, count: int) -> None:
+        """Evicted stretches that were computed again, from the beginning of a new entry on: they have come back."""
+        offset = 0
+        while offset < count:
+            key = entry.key_at(offset)
+            ghost = self._ghosts.take(key) if key else None
+            if ghost is None:
+                return
+            age = entry.released - ghost.released
+            if not offset:
+                entry.hits += ghost.hits + 1
+                entry.gap = age
+            back = min(ghost.block_count, count - offset)
+            self._model.end(ghost.kind, age, back, returned=True)
+            offset += back
+
+    def _learn_left_behind(self, origin: int, count: int) -> None:
+        """Moves a median by a fifth of itself, at least by a fifth of a block."""
+        median = self._medians[origin]
+        step = 0.2 * max(1.0, median)
+        if count > median:
+            self._medians[origin] = median + step
+        elif count < median:
+            self._medians[origin] = max(0.0, median - step)
+        self._left_behind[origin] = round(self._medians[origin])
+
+
+POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
+    "reuse": ReuseValue,
+    "lru": LeastRecentlyUsed,
+    "cost": RecomputeCost,
+}
+DEFAULT_POLICY = "reuse"

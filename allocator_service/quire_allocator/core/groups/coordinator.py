@@ -1,0 +1,176 @@
+"""All groups of a pool as one: what each manager finds, needs and grants, put together.
+
+Managers come in the order in which prefixes are searched, groups in the order of the pool's specification; block counts
+include all groups.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from quire_allocator.core.blocks import Blocks, Namespace
+from quire_allocator.core.events import EventLog
+from quire_allocator.core.eviction.queue import Candidates
+from quire_allocator.core.groups.factory import make_managers
+from quire_allocator.core.groups.manager import Hit
+from quire_allocator.core.sequence import SequenceState
+from quire_allocator.core.spec import NEVER, OTHERS, Copy, PoolSpec
+
+
+class Coordinator:
+    """The managers of one pool.
+
+    Attributes:
+        in_place: some group keeps a state that forward passes overwrite.
+        settles: some group gives blocks back while its sequences live.
+        in_step: all groups have one block size and none keeps state: they need their next block at the same token.
+        group_count: groups, and so blocks that a step in step takes.
+    """
+
+    def __init__(self, spec: PoolSpec, blocks: Blocks, log: EventLog) -> None:
+        self.managers = make_managers(spec, blocks, log)
+        self.digest_tokens = spec.block_size
+        self.in_place = any(manager.in_place for manager in self.managers)
+        self._settling = [(number, manager) for number, manager in enumerate(self.managers) if manager.settles]
+        self.settles = bool(self._settling)
+        self.in_step = not self.in_place and len({group.block_size for group in spec.groups}) == 1
+        order = [group for manager in self.managers for group in manager.groups]
+        self.group_count = len(order)
+        self._places = [order.index(group) for group in range(len(order))]  # of a group among blocks granted at once
+        self._blocks = blocks
+        self._quotas = {quota.namespace: quota for quota in spec.quotas}
+        self._unnamed: Namespace | None = None  # as good as new whenever it is not among the pool's
+
+    def new_namespace(self, name: str) -> Namespace:
+        """A namespace that has nothing yet; the caller files it."""
+        if not name and self._unnamed is not None and "" not in self._blocks.namespaces:
+            return self._unnamed  # comes and goes with the last sequence of a pool that has no other
+        quota = self._quotas.get(name) or self._quotas.get(OTHERS)
+        limits_cache = quota is not None and quota.cached_block_count_max is not None
+        space = Namespace(name, quota, Candidates(self._blocks.policy) if limits_cache else None)
+        space.scopes = tuple([manager.new_scope(space) for manager in self.managers])
+        if not name and quota is None:
+            self._unnamed = space
+        return space
+
+    def find(self, space: Namespace, digests: bytes, token_limit: int) -> tuple[list[Hit], int]:
+        """Per manager its hit, and their common length in tokens: the fixed point of all hit rules."""
+        if len(self.managers) == 1:
+            (manager,) = self.managers
+            hit = manager.find(space.scopes[0], digests, token_limit)
+            return [hit], hit.token_count
+        hits, length = [], token_limit
+        for manager, scope in zip(self.managers, space.scopes):
+            hit = manager.find(scope, digests, length)
+            length = hit.token_count
+            hits.append(hit)
+        settled = False
+        while not settled:
+            settled = True
+            for number, manager in enumerate(self.managers):
+                if hits[number].token_count != length:
+                    hits[number] = manager.find(space.scopes[number], digests, length)
+                    length = hits[number].token_count
+                    settled = False
+        return hits, length
+
+    def open(
+        self, space: Namespace, hits: Sequence[Hit], token_count: int, prompt_token_count: int, priority: int
+    ) -> SequenceState:
+        """A new sequence that holds its hits, which have `token_count` tokens in common, and nothing more yet."""
+        parts = tuple(
+            [m.open(scope, hit, prompt_token_count) for m, scope, hit in zip(self.managers, space.scopes, hits)]
+        )
+        sequence = SequenceState(space, token_count, priority, parts)
+        self.settle(sequence)
+        return sequence
+
+    def grant(self, sequence: SequenceState, needs: Sequence[int], until: int, copies: list[Copy]) -> list[array[int]]:
+        """Takes what each manager needs and hands it out; the caller has checked that there is room.
+
+        Returns:
+            Per manager what it got, which is the manager's from now on.
+        """
+        blocks = self._blocks.take(sum(needs))
+        if len(self.managers) == 1:
+            granted = [blocks]
+            limit = self.managers[0].grow(sequence.parts[0], sequence.token_count, until, blocks, copies)
+        else:
+            granted, first, limit = [], 0, NEVER
+            for manager, part, need in zip(self.managers, sequence.parts, needs):
+                own = blocks[first : first + need]
+                limit = min(limit, manager.grow(part, sequence.token_count, until, own, copies))
+                granted.append(own)
+                first += need
+        sequence.token_count = until
+        sequence.limit = limit
+        return granted
+
+    def append(self, sequence: SequenceState, token_count: int) -> tuple[array[int], ...]:
+        """One more block for every group, at a block edge of groups in step: nothing can be shared there.
+
+        Returns:
+            Per group its block.
+        """
+        if self.group_count == 1:
+            return (array("I", [self.append_one(sequence, token_count)]),)
+        blocks = self._blocks.take(self.group_count)
+        copies: list[Copy] = []
+        before, sequence.token_count = sequence.token_count, token_count
+        sequence.limit += self.digest_tokens
+        first = 0
+        for manager, part in zip(self.managers, sequence.parts):
+            end = first + len(manager.groups)
+            manager.grow(part, before, token_count, blocks[first:end], copies)
+            first = end
+        return tuple([blocks[i : i + 1] for i in self._places])
+
+    def append_one(self, sequence: SequenceState, token_count: int) -> int:
+        """The same for the only group of a pool."""
+        block = self._blocks.take_one()
+        sequence.token_count = token_count
+        sequence.limit += self.digest_tokens
+        self.managers[0].append(sequence.parts[0], block)
+        return block
+
+    def shrink(self, sequence: SequenceState, until: int) -> None:
+        """Gives back what is not needed to hold so many tokens."""
+        for manager, part in zip(self.managers, sequence.parts):
+            manager.shrink(part, until)
+        sequence.token_count = until
+
+    def settle(self, sequence: SequenceState) -> None:
+        """Gives back what no token from the committed ones on reads, and notes from which commit on there is something
+        to publish or to give back."""
+        committed = sequence.committed_token_count
+        quiet = (committed // self.digest_tokens + 1) * self.digest_tokens
+        for number, manager in self._settling:
+            quiet = min(quiet, manager.settle(sequence.parts[number], committed))
+        sequence.quiet_until = quiet
+
+    def note_limit(self, sequence: SequenceState) -> None:
+        """Notes from which grow on something has to be granted or copied."""
+        limit = NEVER
+        for manager, part in zip(self.managers, sequence.parts):
+            limit = min(limit, manager.room(part, sequence.token_count))
+        sequence.limit = limit
+
+    def tables(self, sequence: SequenceState) -> tuple[array[int], ...]:
+        """One table per group; `NULL_BLOCK` where a block was given back."""
+        return self._by_group([m.tables(part) for m, part in zip(self.managers, sequence.parts)])
+
+    def added(self, sequence: SequenceState, granted: Sequence[array[int]]) -> tuple[array[int], ...]:
+        """Per group the last entries of its table, where `granted` was just handed out."""
+        return self._by_group(
+            [m.added(part, blocks) for m, part, blocks in zip(self.managers, sequence.parts, granted)]
+        )
+
+    def _by_group(self, by_manager: Sequence[Sequence[array[int]]]) -> tuple[array[int], ...]:
+        if len(by_manager) == 1:
+            return tuple(by_manager[0])
+        tables: list[array[int]] = [array("I")] * self.group_count
+        for manager, own in zip(self.managers, by_manager):
+            for group, table in zip(manager.groups, own):
+                tables[group] = table
+        return tuple(tables)

@@ -1,0 +1,31 @@
+"""Which manager keeps which type of group; the pool knows none of them by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire_allocator.core.blocks import Blocks
+from quire_allocator.core.events import EventLog
+from quire_allocator.core.groups.full import FullAttentionManager
+from quire_allocator.core.groups.manager import Manager
+from quire_allocator.core.groups.states import StateManager
+from quire_allocator.core.groups.windows import WindowManager
+from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec
+
+# Groups that find prefixes from the left come first: they bound the search of those that look from the right.
+MANAGERS: dict[GroupKind, type[FullAttentionManager] | type[WindowManager] | type[StateManager]] = {
+    GroupKind.FULL_ATTENTION: FullAttentionManager,
+    GroupKind.SLIDING_WINDOW: WindowManager,
+    GroupKind.CHUNKED_LOCAL: WindowManager,
+    GroupKind.STATE: StateManager,
+}
+
+
+def make_managers(spec: PoolSpec, blocks: Blocks, log: EventLog) -> tuple[Manager, ...]:
+    """The managers of a pool, in the order in which prefixes are searched."""
+    members: dict[GroupSpec, list[int]] = {}
+    for number, group in enumerate(spec.groups):
+        members.setdefault(group, []).append(number)
+    order = list(MANAGERS)
+    ordered: Sequence[GroupSpec] = sorted(members, key=lambda group: order.index(group.kind))
+    return tuple(MANAGERS[g.kind](g, members[g], spec, blocks, log) for g in ordered)

@@ -1,0 +1,171 @@
+"""Windowed attention and recurrent state: published blocks one position at a time.
+
+A *unit* is one position of all groups of one specification: `width` blocks that are granted, shared, published and
+evicted together (a hit needs all of them anyway). Runs do not fit here: these groups give blocks back at the head.
+
+Lifecycle of a unit:
+
+    1. private     granted to one sequence; forks of it share it (`live` counts the tables)
+    2. published   a commit gave it a key, (position, digest), in the namespace's index; it never changes again
+    3. cached      in no table, hittable, a candidate for eviction
+    4. gone        evicted, or dropped before it was published: its blocks are empty
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+from quire_allocator.core.blocks import Blocks, Evictor, Namespace, Scope, Scoped
+from quire_allocator.core.events import EventLog
+from quire_allocator.core.groups.manager import Hit, Manager
+from quire_allocator.core.spec import DIGEST_BYTES, GroupSpec, PoolSpec, Swap
+
+UnitKey = tuple[int, bytes]  # position, digest
+
+
+class Unit(Scoped):
+    """The blocks of one position. Without a key it is private; `was_hit` once a new sequence began with it."""
+
+    __slots__ = ("blocks", "key", "was_hit")
+
+    def __init__(self, scope: UnitScope, blocks: array[int]) -> None:  # one is made for every block: no calls upwards
+        self.scope = scope
+        self.live = 1
+        self.hits = self.released = self.ticket = 0
+        self.blocks = blocks
+        self.key: UnitKey | None = None
+        self.was_hit = False
+
+    @property
+    def block_count(self) -> int:
+        """Blocks in it."""
+        return len(self.blocks)
+
+    @property
+    def first_position(self) -> int:
+        """Positions before it in its prefix."""
+        return self.key[0] if self.key else 0
+
+    @property
+    def first_digest(self) -> bytes:
+        """Digest of its block; empty while it is private."""
+        return self.key[1] if self.key else b""
+
+
+class UnitScope(Scope):
+    """A namespace's published units."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, namespace: Namespace, manager: Evictor) -> None:
+        super().__init__(namespace, manager)
+        self.index: dict[UnitKey, Unit] = {}
+
+
+class UnitHit(Hit):
+    """Published units that serve a prefix; the first stands at position `first`."""
+
+    __slots__ = ("first", "units")
+
+    def __init__(
+        self, token_count: int, block_count: int, cached_block_count: int, first: int, units: list[Unit]
+    ) -> None:
+        super().__init__(token_count, block_count, cached_block_count)
+        self.first = first
+        self.units = units
+
+
+NO_UNITS = UnitHit(0, 0, 0, 0, [])
+
+
+class UnitManager(Manager):
+    """What managers of units share: references, publication, eviction."""
+
+    def __init__(self, spec: GroupSpec, groups: Sequence[int], pool: PoolSpec, blocks: Blocks, log: EventLog) -> None:
+        self.spec = spec
+        self.groups = tuple(groups)
+        self.width = len(self.groups)
+        self.block_size = spec.block_size
+        self._digest_tokens = pool.block_size
+        self._blocks = blocks
+        self._log = log
+
+    def new_scope(self, namespace: Namespace) -> UnitScope:
+        """An empty index."""
+        return UnitScope(namespace, self)
+
+    def units(self, scope: UnitScope) -> Iterator[Unit]:
+        """Every published unit of a namespace."""
+        yield from list(scope.index.values())
+
+    def evict(self, entry: Scoped, wanted: int) -> int:
+        """Empties a cached unit."""
+        assert isinstance(entry, Unit)
+        self._blocks.policy.evicted(entry, self.width)
+        self._unpublish(entry)
+        return self.width
+
+    # -- for subclasses ------------------------------------------------------------------------------------------------
+
+    def _new_units(self, scope: UnitScope, blocks: array[int]) -> list[Unit]:
+        width = self.width
+        scope.held += len(blocks)
+        if len(blocks) == width:  # most often, while decoding
+            return [Unit(scope, blocks)]
+        return [Unit(scope, blocks[i : i + width]) for i in range(0, len(blocks), width)]
+
+    def _hold_hit(self, hit: UnitHit) -> None:
+        for unit in hit.units:
+            unit.was_hit = True
+            self._blocks.policy.hit(unit)
+            self._hold(unit)
+
+    def _hold(self, unit: Unit) -> None:
+        unit.live += 1
+        if unit.live == 1:
+            self._blocks.now_held(unit, self.width)
+
+    def _release(self, unit: Unit) -> None:
+        unit.live -= 1
+        if unit.live:
+            return
+        if unit.key is not None:
+            self._blocks.now_cached(unit, self.width, is_candidate=True)
+        else:
+            unit.scope.held -= self.width
+            self._blocks.give_back(unit.blocks)
+
+    def _publish(self, scope: UnitScope, unit: Unit, key: UnitKey, swaps: list[Swap], position: int) -> Unit:
+        """Gives a private unit its key; returns the unit to use from now on, which may be one published before."""
+        other = scope.index.get(key)
+        if other is None:
+            scope.index[key] = unit
+            unit.key = key
+            self._blocks.policy.stored(unit, None)
+            self._log.stored(scope, b"", key[1], key[0])
+            return unit
+        swaps.extend(Swap(group, position, block) for group, block in zip(self.groups, other.blocks))
+        self._hold(other)
+        self._release(unit)
+        return other
+
+    def _unpublish(self, unit: Unit) -> None:
+        """A cached unit's blocks become empty."""
+        self._retract(unit)
+        self._blocks.queue.discard(unit)
+        self._blocks.give_back(unit.blocks)
+
+    def _retract(self, unit: Unit) -> None:
+        """Nobody can hit it any more."""
+        assert unit.key is not None
+        scope = unit.scope
+        assert isinstance(scope, UnitScope)
+        del scope.index[unit.key]
+        self._log.removed(scope, unit.key[0], unit.key[1], 0, DIGEST_BYTES)
+        unit.key = None
+
+    def _digest_at(self, digests: bytes, token_count: int, first_digest: int = 0) -> bytes:
+        """Digest of the prefix of so many tokens, where `digests` begin with number `first_digest`."""
+        start = (token_count // self._digest_tokens - 1 - first_digest) * DIGEST_BYTES
+        return digests[start : start + DIGEST_BYTES]

@@ -1,0 +1,1 @@
+"""Which owner holds which pool, and what was answered to it."""

@@ -1,0 +1,251 @@
+"""Which owner holds which pool: attach, fence, resume, leases.
+
+Lifecycle of an ownership:
+
+    1. claimed       `attach` was accepted; the owner has still to report its pool
+    2. open          `open` put a pool and a session id in place; steps are applied
+    3. disconnected  its stream ended without a detach: the state stays until the lease ends, for a resume
+    4. gone          `remove` or `expire`; only then another incarnation may attach
+
+Fencing: at any time one stream is a pool's current one. A newer attach of the same incarnation replaces it, and the
+caller ends the old stream. A lease is clean-up, never mutual exclusion: the owner is the fence of its own memory.
+
+Times are seconds of a monotonic clock, session ids come from the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from quire_allocator.core.ownership.replay import AnswerLog, StepLog
+from quire_allocator.core.pool import Pool
+from quire_allocator.core.refusal import Refusal
+from quire_allocator.core.spec import PoolSpec
+
+BLOCKS_OF_ALL_POOLS_MAX = 1 << 26  # 4 bytes each from the start, some 40 more once published
+
+
+@dataclass(slots=True)
+class Ownership:
+    """One pool and who owns it.
+
+    Attributes:
+        stream: handle of the current stream; None for unary sessions and while disconnected.
+        pool: of no blocks while only claimed: memory is taken by `open`, never by an attach alone.
+        session_id: 16 bytes; empty while only claimed, and after quarantine.
+        steps, answers: replay of a stream's steps, of a unary session's requests.
+        change_count: steps and requests that were applied.
+    """
+
+    name: str
+    spec: PoolSpec
+    incarnation: bytes
+    epoch: int
+    window: int
+    lease_end: float
+    stream: object | None
+    unary: bool
+    pool: Pool
+    session_id: bytes = b""
+    steps: StepLog = field(default_factory=lambda: StepLog(1, 1))
+    answers: AnswerLog = field(default_factory=AnswerLog)
+    change_count: int = 0
+
+
+class Directory:
+    """Every pool that is attached to this allocator."""
+
+    def __init__(self, *, lease_s: float, pools_max: int, blocks_max: int = BLOCKS_OF_ALL_POOLS_MAX) -> None:
+        self.lease_s = lease_s
+        self.pools_max = pools_max
+        self.blocks_max = blocks_max
+        self.expired_count = 0
+        self._owners: dict[str, Ownership] = {}
+        self._sessions: dict[bytes, Ownership] = {}
+
+    def attach(
+        self,
+        *,
+        name: str,
+        spec: PoolSpec,
+        incarnation: bytes,
+        epoch: int,
+        window: int,
+        resume_session: bytes,
+        stream: object,
+        now: float,
+    ) -> tuple[Ownership, bool, object | None]:
+        """Makes `stream` the pool's current one.
+
+        Returns:
+            The ownership, whether it was resumed (else a report is required), and the older stream to end, if any.
+
+        Raises:
+            Refusal: FENCED, the epoch was seen before; POOL_OWNED, another owner has not been expired; LAYOUT,
+                another specification than the one to resume; LIMIT, too many pools or blocks.
+        """
+        owner = self._owners.get(name)
+        if owner is None or owner.unary or owner.incarnation != incarnation:
+            self._admit(name, spec, now)
+            none = Pool(replace(spec, block_count=0))
+            owner = Ownership(name, spec, incarnation, epoch, window, now + self.lease_s, stream, False, none)
+            self._owners[name] = owner
+            return owner, False, None
+        if epoch <= owner.epoch:
+            raise Refusal("FENCED", f"pool {name}: epoch {epoch} is not above {owner.epoch}")
+        resumed = bool(owner.session_id) and resume_session == owner.session_id
+        if resumed and spec != owner.spec:
+            raise Refusal("LAYOUT", f"pool {name}: resumed with another specification")
+        older, owner.stream = owner.stream, stream
+        owner.epoch, owner.window, owner.lease_end = epoch, window, now + self.lease_s
+        if resumed:
+            owner.steps.window = window
+        return owner, resumed, older
+
+    def open(
+        self,
+        owner: Ownership,
+        *,
+        spec: PoolSpec,
+        session_id: bytes,
+        last_step: int,
+        make_pool: Callable[[PoolSpec], Pool] = Pool,
+    ) -> None:
+        """Puts a pool in force under a new session id, after a report; until then the old one stays.
+
+        Raises:
+            Refusal: LIMIT, a specification larger than the earlier one asks for too many blocks; whatever `make_pool`
+                refuses.
+        """
+        self.check_blocks(owner.name, spec)
+        pool = make_pool(spec)
+        self._sessions.pop(owner.session_id, None)
+        owner.spec = spec
+        owner.pool = pool
+        owner.session_id = session_id
+        owner.steps = StepLog(last_step + 1, owner.window)
+        self._sessions[session_id] = owner
+
+    def open_unary(self, *, name: str, spec: PoolSpec, request_id: str, session_id: bytes, now: float) -> Ownership:
+        """Takes a pool for a unary session; the same `request_id` again returns the session it opened.
+
+        Raises:
+            Refusal: POOL_OWNED, LIMIT; LAYOUT, the repeated request names another specification.
+        """
+        owner = self._owners.get(name)
+        if owner is not None and owner.unary and owner.incarnation == request_id.encode():
+            if owner.spec != spec:
+                raise Refusal("LAYOUT", f"pool {name}: request {request_id} was sent with another specification")
+            self.renew(owner, now)
+            return owner
+        self._admit(name, spec, now)
+        owner = Ownership(
+            name, spec, request_id.encode(), 1, 1, now + self.lease_s, None, True, Pool(spec), session_id=session_id
+        )
+        self._owners[name] = owner
+        self._sessions[session_id] = owner
+        return owner
+
+    def session(self, session_id: bytes) -> Ownership:
+        """The open session of that id.
+
+        Raises:
+            Refusal: SESSION_UNKNOWN.
+        """
+        owner = self.find_session(session_id)
+        if owner is None:
+            raise Refusal("SESSION_UNKNOWN", "the session expired, was closed or never existed; attach again")
+        return owner
+
+    def find_session(self, session_id: bytes) -> Ownership | None:
+        """The same; None where there is none."""
+        return self._sessions.get(session_id)
+
+    def pool(self, name: str) -> Ownership:
+        """The open pool of that name.
+
+        Raises:
+            Refusal: POOL_UNKNOWN.
+        """
+        owner = self._owners.get(name)
+        if owner is None or not owner.session_id:
+            raise Refusal("POOL_UNKNOWN", f"no pool named {name!r} is attached")
+        return owner
+
+    def open_pools(self) -> list[Ownership]:
+        """Every open pool, by name."""
+        return [owner for _, owner in sorted(self._owners.items()) if owner.session_id]
+
+    def renew(self, owner: Ownership, now: float) -> None:
+        """A message of the owner arrived."""
+        owner.lease_end = now + self.lease_s
+
+    def disconnect(self, owner: Ownership, stream: object) -> None:
+        """A stream ended; if it was the current one, the lease runs from the last message."""
+        if owner.stream is stream:
+            owner.stream = None
+
+    def remove(self, owner: Ownership) -> None:
+        """Drops a pool: its owner detached or its session was closed."""
+        if self._owners.get(owner.name) is owner:
+            del self._owners[owner.name]
+        self._sessions.pop(owner.session_id, None)
+
+    def quarantine(self, owner: Ownership) -> None:
+        """An invariant broke: the session is over; a stream has to attach and report again, a unary owner to open."""
+        if owner.unary:
+            self.remove(owner)
+            return
+        self._sessions.pop(owner.session_id, None)
+        owner.session_id = b""
+
+    def expire(self, now: float) -> list[Ownership]:
+        """Drops every pool whose lease has ended, and returns them so that their streams can be ended."""
+        gone = [owner for owner in self._owners.values() if owner.lease_end <= now]
+        for owner in gone:
+            self.remove(owner)
+        self.expired_count += len(gone)
+        return gone
+
+    def extend_leases(self, stalled_s: float) -> None:
+        """The server itself stood still that long: no owner could have been heard, so every lease grows by it."""
+        for owner in self._owners.values():
+            owner.lease_end += stalled_s
+
+    def _admit(self, name: str, spec: PoolSpec, now: float) -> None:
+        # A lease that has run out still counts here: only `expire` ends it, which allows for the server's own stalls
+        # and whose caller ends the old stream.
+        owner = self._owners.get(name)
+        if owner is not None:
+            wait_ms = max(0, int((owner.lease_end - now) * 1000))
+            raise Refusal("POOL_OWNED", f"pool {name} has another owner whose lease lives {wait_ms} ms longer")
+        if len(self._owners) >= self.pools_max:
+            raise Refusal("LIMIT", f"this allocator serves at most {self.pools_max} pools")
+        self.check_blocks(name, spec)
+
+    def check_blocks(self, name: str, spec: PoolSpec) -> None:
+        """Whether a pool of this specification may be made.
+
+        Raises:
+            Refusal: LIMIT.
+        """
+        others = sum(owner.spec.block_count for owner in self._owners.values() if owner.name != name)
+        if others + spec.block_count > self.blocks_max:
+            left = max(0, self.blocks_max - others)
+            raise Refusal("LIMIT", f"all pools have at most {self.blocks_max} blocks together; {left} are left")
+
+    def check_invariants(self) -> None:
+        """Names and sessions agree, and every pool is consistent.
+
+        Raises:
+            AssertionError: naming what is broken.
+        """
+        for name, owner in self._owners.items():
+            assert owner.name == name, f"pool {owner.name} is filed under {name}"
+            if owner.session_id:
+                assert self._sessions.get(owner.session_id) is owner, f"pool {name} has no entry for its session"
+                owner.pool.check_invariants()
+        for session_id, owner in self._sessions.items():
+            assert owner.session_id == session_id, f"pool {owner.name} is reached by an old session id"
+            assert self._owners.get(owner.name) is owner, f"a session outlived pool {owner.name}"

@@ -1,0 +1,181 @@
+"""Makes a pool of its owner's report: the same sequences on the same blocks, and what was published can be hit again.
+
+    1. read      published blocks, group by group, into what each manager files them under; while the report comes in
+    2. locate    every sequence's tables among them; private blocks are claimed, half-filled ones may be shared by forks
+    3. build     runs and units, first all as cached, then held by the sequences
+    4. queue     what nobody holds, in the order in which it was let go of: it is evicted in that order
+    5. compare   every table with the reported one; what is left is empty
+
+Only a new pool is written to, and the caller puts it in force when it is whole: a refused report changes nothing.
+
+Not reported, so not as before: prompts that sequences are still computing are not announced (a second one is computed
+beside the first), policies have learned nothing yet but that what parts was shared, counters begin at 0.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any, Protocol
+
+from quire_allocator.core.blocks import Namespace, Scoped
+from quire_allocator.core.groups.full import FullAttentionManager
+from quire_allocator.core.groups.states import StateManager
+from quire_allocator.core.groups.windows import WindowManager
+from quire_allocator.core.pool import Pool
+from quire_allocator.core.rebuild.report import BlockUse, Report, ReportedPrefix, ReportedSequence, refuse
+from quire_allocator.core.rebuild.runs import RunBuilder
+from quire_allocator.core.rebuild.units import StateBuilder, WindowBuilder
+from quire_allocator.core.sequence import SequenceState
+from quire_allocator.core.spec import DIGEST_BYTES, PoolSpec
+
+
+class Builder(Protocol):
+    """Rebuilds what one manager has. The methods are called in this order, each for all there is."""
+
+    def read(self, prefix: ReportedPrefix, column: int, first_place: int) -> None:
+        """Published blocks of the manager's group number `column`; see `BlockUse.publish` for places."""
+
+    def locate(self, space: Namespace, sequence: ReportedSequence) -> Any:
+        """Finds a sequence's tables; returns what `part` is made of."""
+
+    def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
+        """Files everything published; returns rank, position and entry of what nobody holds."""
+
+    def part(self, located: Any) -> Any:
+        """What the sequence has in the manager, its references taken."""
+
+
+_BUILDERS: dict[type, Any] = {
+    FullAttentionManager: RunBuilder,
+    WindowManager: WindowBuilder,
+    StateManager: StateBuilder,
+}
+
+
+class Rebuild:
+    """A pool in the making, to which nobody has access yet.
+
+    1. read      what is published, prefix by prefix, as the report comes in
+    2. finish    all the rest, at once
+
+    Raises:
+        Refusal: MALFORMED, from both; the report does not fit the specification, or contradicts itself.
+    """
+
+    def __init__(self, spec: PoolSpec) -> None:
+        self._pool = pool = Pool(spec)
+        pool.blocks.take(spec.block_count)
+        self._use = BlockUse(spec.block_count)
+        self._spaces = _Spaces(pool)
+        self._builders: list[Builder] = [
+            _BUILDERS[type(manager)](manager, pool, self._use) for manager in pool.managers
+        ]
+        self._places = {
+            group: (builder, column)
+            for manager, builder in zip(pool.managers, self._builders, strict=True)
+            for column, group in enumerate(manager.groups)
+        }
+
+    def read(self, prefix: ReportedPrefix) -> None:
+        """Consecutive published blocks."""
+        if prefix.group not in self._places:
+            refuse(f"group {prefix.group} is none of the pool's {len(self._places)}")
+        if len(prefix.digests) != len(prefix.blocks) * DIGEST_BYTES or not prefix.blocks:
+            refuse("a prefix has one digest for each of its blocks, and at least one")
+        if len(prefix.parent_digest) not in (0, DIGEST_BYTES):
+            refuse("a parent digest has 32 bytes")
+        self._spaces.get(prefix.namespace)
+        builder, column = self._places[prefix.group]
+        builder.read(prefix, column, self._use.publish(prefix.blocks))
+
+    def finish(self, report: Report) -> Pool:
+        """The pool that the report describes."""
+        pool, builders, spaces = self._pool, self._builders, self._spaces
+        for prefix in report.prefixes:
+            self.read(prefix)
+        _check_ids(report)
+        located = [_locate(spaces, builders, sequence) for sequence in report.sequences]
+        ranks = _ranks(pool.spec, report)
+        cached = [item for builder in builders for item in builder.build(pool.blocks.namespaces, ranks)]
+        for reported, found in zip(report.sequences, located, strict=True):
+            _open(pool, spaces.get(reported.namespace), builders, reported, found)
+        _queue(pool, cached)
+        pool.blocks.give_back(self._use.unused())
+        pool.last_sequence_id = report.last_sequence_id
+        for space in list(pool.blocks.namespaces.values()):
+            pool.gates.enforce_cache_quota(space)
+            pool.blocks.forget_if_unused(space)
+        pool.blocks.evicted_count = 0
+        pool.log.discard()
+        return pool
+
+
+class _Spaces:
+    """Namespaces of the pool by name, made when they are first named."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def get(self, name: str) -> Namespace:
+        space = self._pool.blocks.namespaces.get(name)
+        if space is None:
+            space = self._pool.blocks.namespaces[name] = self._pool.groups.new_namespace(name)
+        return space
+
+
+def _ranks(spec: PoolSpec, report: Report) -> array[int]:
+    """Of every block when it was let go of; -1 if never."""
+    ranks = array("q", [-1]) * spec.block_count
+    if max(report.released, default=0) >= spec.block_count:
+        refuse(f"block {max(report.released)} is out of range, the pool has {spec.block_count}")
+    for rank, block in enumerate(report.released):
+        ranks[block] = rank
+    return ranks
+
+
+def _check_ids(report: Report) -> None:
+    last = 0
+    for sequence in report.sequences:
+        if sequence.sequence_id <= last:
+            refuse(f"sequence {sequence.sequence_id} comes after {last}; ids rise, and begin at 1")
+        last = sequence.sequence_id
+    if last > report.last_sequence_id:
+        refuse(f"sequence {last} is above the last one, {report.last_sequence_id}")
+
+
+def _locate(spaces: _Spaces, builders: list[Builder], sequence: ReportedSequence) -> list[Any]:
+    if sequence.committed_token_count > sequence.token_count:
+        refuse(f"sequence {sequence.sequence_id} has committed more tokens than it was granted")
+    space = spaces.get(sequence.namespace)
+    space.sequence_count += 1
+    return [builder.locate(space, sequence) for builder in builders]
+
+
+def _open(pool: Pool, space: Namespace, builders: list[Builder], reported: ReportedSequence, found: list[Any]) -> None:
+    parts = tuple([builder.part(located) for builder, located in zip(builders, found, strict=True)])
+    sequence = SequenceState(space, reported.token_count, reported.priority, parts)
+    sequence.committed_token_count = reported.committed_token_count
+    pool.sequences[reported.sequence_id] = sequence
+    tables = zip(pool.tables(sequence), reported.tables, strict=True)
+    if any(table.tobytes() != given.tobytes() for table, given in tables):
+        refuse(f"the tables of sequence {reported.sequence_id} are not those of its digests")
+    if 0 < reported.chunk_token_count < reported.prompt_token_count:
+        sequence.prompt_token_count = reported.prompt_token_count
+        sequence.chunk_token_count = reported.chunk_token_count
+        pool.gates.promise(sequence)
+    if reported.hold_until is not None:
+        sequence.is_hold = True
+        pool.holds[reported.sequence_id] = reported.hold_until
+
+
+def _queue(pool: Pool, cached: list[tuple[int, int, Scoped]]) -> None:
+    """Candidates for eviction, and for every sequence what the next grow or commit has to look at."""
+    for _, _, entry in sorted(cached, key=lambda item: (item[0], -item[1])):
+        children = getattr(entry, "children", ())
+        entry.hits = max(0, len(children) - 1)  # at least: each way on but the first was a prompt that shared it
+        pool.blocks.policy.released(entry)
+        if not children:
+            pool.blocks.push(entry)
+    for sequence in pool.sequences.values():
+        pool.groups.note_limit(sequence)
+        pool.groups.settle(sequence)

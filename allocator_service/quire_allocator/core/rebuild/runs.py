@@ -1,0 +1,188 @@
+"""Rebuilds full attention: published blocks into a tree, the tree into runs, sequences onto their ends.
+
+The segments of `rebuild_tree.py` are cut into runs where a sequence ends, where prefixes part, where held meets cached,
+and where the order of release jumps, so that blocks leave the cache one by one as they would have left.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple
+
+from quire_allocator.core.blocks import Namespace, Scoped
+from quire_allocator.core.groups.full import FullAttentionManager, RunPart
+from quire_allocator.core.groups.runs import RunScope
+from quire_allocator.core.pool import Pool
+from quire_allocator.core.rebuild.report import BlockUse, ReportedPrefix, ReportedSequence, refuse
+from quire_allocator.core.rebuild.tree import Forest, Segment, Spot
+from quire_allocator.core.spec import DIGEST_BYTES
+
+
+class Place(NamedTuple):
+    """Where a sequence's published part ends (None: nowhere), and its own blocks beyond.
+
+    Attributes:
+        borrowed: the position that the first of those blocks is published as.
+        shares: that first block is half filled, and may be another sequence's too.
+        owns: blocks of the tail that are counted with this sequence.
+    """
+
+    scope: RunScope
+    end: Spot | None
+    published: int
+    tail: array[int]
+    borrowed: Spot | None
+    shares: bool
+    owns: int
+
+
+class RunBuilder:
+    """See `rebuild.Builder`."""
+
+    def __init__(self, manager: FullAttentionManager, pool: Pool, use: BlockUse) -> None:
+        self._manager = manager
+        self._pool = pool
+        self._use = use
+        self._number = manager_number(pool, manager)
+        self._forest = Forest(manager.width, use)
+        self._is_linked = False
+        # First block of a half-filled position -> its prefix, and all its blocks.
+        self._sharers: dict[int, tuple[str, Spot | None, array[int]]] = {}
+        self._parts: dict[int, list[RunPart]] = {}
+
+    def read(self, prefix: ReportedPrefix, column: int, first_place: int) -> None:
+        """Published blocks of the manager's group number `column`."""
+        self._forest.read(prefix, column, first_place)
+
+    def locate(self, space: Namespace, sequence: ReportedSequence) -> Place:
+        """Finds the end of what is published, and claims what is not."""
+        self._link()
+        manager, committed, size = self._manager, sequence.committed_token_count, self._manager.block_size
+        tables = [sequence.tables[group] for group in manager.groups]
+        length, published = -(-sequence.token_count // size), committed // size
+        if any(len(table) != length for table in tables):
+            refuse(f"the tables of sequence {sequence.sequence_id} do not hold its {sequence.token_count} tokens")
+        end = None
+        if published:
+            end = self._forest.spot(space.name, tables[0][published - 1], published - 1)
+            if end is None:
+                refuse(f"block {tables[0][published - 1]} of sequence {sequence.sequence_id} has no chain of digests")
+            end.segment.end_at(end.offset)
+        tail = array("I", [table[position] for position in range(published, length) for table in tables])
+        scope = space.scopes[self._number]
+        assert isinstance(scope, RunScope)
+        shares = bool(committed % size)
+        borrowed = self._forest.spot(space.name, tail[0], published) if shares else None
+        half_filled = tail[: manager.width]
+        if borrowed is not None and _before(borrowed) == end:
+            if self._forest.blocks_at(borrowed) != half_filled:
+                refuse(f"sequence {sequence.sequence_id} shares a half-filled position in one group and not in another")
+            borrowed.segment.cuts.add(borrowed.offset)
+            borrowed.segment.end_at(borrowed.offset)
+            owned = tail[manager.width :]
+        elif shares and tail[0] in self._sharers:
+            if self._sharers[tail[0]] != (space.name, end, half_filled):
+                refuse(f"block {tail[0]} is shared by sequences of different prefixes")
+            borrowed, owned = None, tail[manager.width :]
+        else:
+            if shares:
+                self._sharers[tail[0]] = (space.name, end, half_filled)
+            borrowed, owned = None, tail
+        self._use.claim(owned)
+        return Place(scope, end, published, tail, borrowed, shares, len(owned))
+
+    def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
+        """Files everything with a way to the root as runs."""
+        self._link()
+        for segment in reversed(self._forest.order):
+            parent = segment.parent
+            if parent is not None:
+                parent.cuts.add(segment.parent_index + 1)
+                if segment.held:
+                    parent.held = max(parent.held, segment.parent_index + 1)
+        cached: list[tuple[int, int, Scoped]] = []
+        for segment in self._forest.order:
+            scope = spaces[segment.namespace].scopes[self._number]
+            assert isinstance(scope, RunScope)
+            self._file(scope, segment, ranks, cached)
+        return cached
+
+    def part(self, place: Place) -> RunPart:
+        """Holds the run, and shares the half-filled block."""
+        tree = self._manager.tree
+        run = place.end.segment.run_at(place.end.offset) if place.end is not None else place.scope.root
+        tree.hold(run)
+        part = RunPart(place.scope, run, place.published, place.tail)
+        place.scope.held += place.owns
+        if place.borrowed is not None:
+            part.borrowed = place.borrowed.segment.run_at(place.borrowed.offset)
+            tree.hold(part.borrowed)
+        elif place.shares:
+            parts = self._parts.setdefault(place.tail[0], [])
+            parts.append(part)
+            if len(parts) == 2:
+                self._manager._sharers[place.tail[0]] = parts
+        return part
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _link(self) -> None:
+        if not self._is_linked:
+            self._is_linked = True
+            self._forest.link()
+
+    def _file(
+        self, scope: RunScope, segment: Segment, ranks: array[int], cached: list[tuple[int, int, Scoped]]
+    ) -> None:
+        """The runs of a segment, cached until sequences hold them."""
+        width, reach, held = self._manager.width, segment.reach, min(segment.held, segment.reach)
+        own_ranks = _ranks(segment.blocks[held * width : reach * width], width, ranks)
+        segment.cuts.add(held)
+        segment.cuts.update([held + jump for jump in _jumps(own_ranks, width)])
+        segment.starts = starts = [0, *sorted([cut for cut in segment.cuts if 0 < cut < reach])]
+        above = segment.parent
+        parent = above.run_at(segment.parent_index) if above is not None else scope.root
+        for start, end in zip(starts, [*starts[1:], reach], strict=True):
+            if start == end:  # not even its first position is complete
+                break
+            digests, blocks = segment.digests[start * DIGEST_BYTES : end * DIGEST_BYTES], segment.blocks
+            own = blocks[start * width : end * width]
+            run = self._manager.tree.add_child(parent, digests, own, segment.first_position + start)
+            run.live = 0
+            scope.cached += len(own)
+            self._pool.blocks.cached_count += len(own)
+            segment.runs.append(run)
+            if start >= held:
+                cached.append((own_ranks[end - 1 - held], segment.first_position + end - 1, run))
+            parent = run
+
+
+def manager_number(pool: Pool, manager: object) -> int:
+    """Which of the pool's managers it is."""
+    return next(number for number, other in enumerate(pool.managers) if other is manager)
+
+
+def _before(spot: Spot) -> Spot | None:
+    """The position before; None at the root."""
+    segment, offset = spot
+    if offset:
+        return Spot(segment, offset - 1)
+    return Spot(segment.parent, segment.parent_index) if segment.parent is not None else None
+
+
+def _ranks(blocks: array[int], width: int, ranks: array[int]) -> list[int]:
+    """Of each position the highest rank of its blocks."""
+    found = [ranks[block] for block in blocks]
+    return found if width == 1 else list(map(max, *[found[column::width] for column in range(width)]))
+
+
+def _jumps(ranks: list[int], width: int) -> list[int]:
+    """Where blocks did not leave right after those of the position behind."""
+    count = len(ranks)
+    if not count or ranks.count(-1) == count or ranks == list(range(ranks[0], ranks[0] - count * width, -width)):
+        return []
+    return [
+        index
+        for index in range(1, count)
+        if ranks[index - 1] - ranks[index] != width and not ranks[index - 1] == ranks[index] == -1
+    ]

@@ -1,0 +1,293 @@
+"""What was reported of full attention, joined to trees: one for each namespace of one manager.
+
+    1. read   prefixes as they come: every block and every digest gets a *place*, a number that only rises
+    2. link   prefixes that follow one another become one *segment*; segments are hung below one another
+
+Nothing is made for a single block but its entries in two tables, by block and by digest: all else is slices. A digest
+names all before it too, so a table that ends in a position is the path to it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections import Counter
+from typing import NamedTuple
+
+from quire_allocator.core.groups.runs import Run
+from quire_allocator.core.rebuild.report import BlockUse, ReportedPrefix, refuse
+from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
+
+
+class Segment:
+    """Positions that follow one another in one prefix.
+
+    Attributes:
+        blocks: for each position one per group; `NULL_BLOCK` where the report has none.
+        reach: positions from the first one on that have a block in every group: what is beyond is not taken over.
+        parent, parent_index: the position before the first one; None at the root, and where there is no way to it.
+        is_rooted: there is a way to the root.
+        held: positions from the first one on that somebody holds.
+        cuts: where a run must begin, beside 0.
+        starts, runs: what became of it.
+    """
+
+    __slots__ = (
+        "blocks",
+        "cuts",
+        "digests",
+        "first_position",
+        "held",
+        "is_rooted",
+        "namespace",
+        "parent",
+        "parent_digest",
+        "parent_index",
+        "reach",
+        "runs",
+        "starts",
+    )
+
+    def __init__(self, first: ReportedPrefix, digests: bytes, blocks: array[int]) -> None:
+        self.namespace = first.namespace
+        self.first_position = first.first_position
+        self.parent_digest = first.parent_digest
+        self.digests = digests
+        self.blocks = blocks
+        self.reach = len(digests) // DIGEST_BYTES
+        self.parent: Segment | None = None
+        self.parent_index = 0
+        self.is_rooted = False
+        self.held = 0
+        self.cuts: set[int] = set()
+        self.starts: list[int] = []
+        self.runs: list[Run] = []
+
+    def digest_before(self, index: int) -> bytes:
+        """Digest of the position before this one."""
+        return self.digests[(index - 1) * DIGEST_BYTES : index * DIGEST_BYTES] if index else self.parent_digest
+
+    def end_at(self, index: int) -> None:
+        """A sequence ends in this position, and holds all before it."""
+        self.cuts.add(index + 1)
+        self.held = max(self.held, index + 1)
+
+    def run_at(self, index: int) -> Run:
+        """The run that has this position."""
+        return self.runs[bisect_right(self.starts, index) - 1]
+
+
+class Spot(NamedTuple):
+    """One position."""
+
+    segment: Segment
+    offset: int
+
+
+class Piece:
+    """A reported prefix of the manager's first group, and where its blocks stand in a segment."""
+
+    __slots__ = ("first_place", "offset", "prefix", "segment")
+
+    def __init__(self, prefix: ReportedPrefix, first_place: int) -> None:
+        self.prefix = prefix
+        self.first_place = first_place
+        self.segment: Segment | None = None  # until it is linked
+        self.offset = 0
+
+    @property
+    def end_position(self) -> int:
+        """The one behind its last block."""
+        return self.prefix.first_position + len(self.prefix.blocks)
+
+
+class Tree:
+    """One namespace.
+
+    Attributes:
+        pieces: of the manager's first group.
+        places: of every digest in it.
+        others: of the further groups: column, prefix.
+    """
+
+    __slots__ = ("others", "pieces", "places")
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+        self.places: dict[bytes, int] = {}
+        self.others: list[tuple[int, ReportedPrefix]] = []
+
+
+class Forest:
+    """All namespaces of a manager with `width` groups.
+
+    Attributes:
+        order: once linked, the segments with a way to the root, parents first.
+    """
+
+    def __init__(self, width: int, use: BlockUse) -> None:
+        self.order: list[Segment] = []
+        self._width = width
+        self._use = use
+        self._trees: dict[str, Tree] = {}
+        self._pieces: list[Piece] = []
+        self._first_places: list[int] = []  # of the pieces
+
+    def read(self, prefix: ReportedPrefix, column: int, first_place: int) -> None:
+        """Published blocks of group number `column`; the first one has that place, the others follow."""
+        if bool(prefix.parent_digest) != bool(prefix.first_position):
+            refuse("a prefix has a parent digest exactly where it does not begin at the root")
+        tree = self._trees.get(prefix.namespace)
+        if tree is None:
+            tree = self._trees[prefix.namespace] = Tree()
+        if column:
+            tree.others.append((column, prefix))
+            return
+        piece = Piece(prefix, first_place)
+        tree.pieces.append(piece)
+        self._pieces.append(piece)
+        self._first_places.append(first_place)
+        digests, known = prefix.digests, len(tree.places)
+        own = [digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)]
+        tree.places.update(zip(own, range(first_place, first_place + len(own)), strict=True))
+        if len(tree.places) != known + len(own):
+            _refuse_repeated(tree.pieces)
+
+    def spot(self, namespace: str, block: int, position: int) -> Spot | None:
+        """Where a block of the first group stands; None if that is not this position, or not taken over."""
+        place = self._use.place(block)
+        number = bisect_right(self._first_places, place) - 1
+        if number < 0:
+            return None
+        piece = self._pieces[number]
+        segment, index = piece.segment, place - piece.first_place
+        if segment is None or index >= len(piece.prefix.blocks):
+            return None
+        index += piece.offset
+        fits = segment.namespace == namespace and segment.first_position + index == position
+        return Spot(segment, index) if fits and segment.is_rooted and index < segment.reach else None
+
+    def blocks_at(self, spot: Spot) -> array[int]:
+        """Of a position, one for each group."""
+        first = spot.offset * self._width
+        return spot.segment.blocks[first : first + self._width]
+
+    def link(self) -> None:
+        """Joins what was read, and finds out what has a way to the root; once."""
+        for tree in self._trees.values():
+            segments = [self._join(chain) for chain in _chains(tree.pieces)]
+            for column, prefix in tree.others:
+                self._fill(tree, column, prefix)
+            if self._width > 1:
+                for segment in segments:
+                    if NULL_BLOCK in segment.blocks:
+                        segment.reach = segment.blocks.index(NULL_BLOCK) // self._width
+            self._hang(tree, segments)
+            for segment in segments:
+                kept = segment.reach if segment.is_rooted else 0
+                self._use.drop(segment.blocks[kept * self._width :])
+
+    def _join(self, chain: list[Piece]) -> Segment:
+        """The segment of prefixes that follow one another."""
+        first, blocks = chain[0].prefix, array("I")
+        digests = b"".join([piece.prefix.digests for piece in chain]) if len(chain) > 1 else first.digests
+        segment = Segment(first, digests, blocks)
+        for piece in chain:
+            piece.segment, piece.offset = segment, len(blocks)
+            blocks.extend(piece.prefix.blocks)
+        if self._width > 1:
+            segment.blocks = array("I", [NULL_BLOCK]) * (self._width * len(blocks))
+            segment.blocks[:: self._width] = blocks
+        return segment
+
+    def _fill(self, tree: Tree, column: int, prefix: ReportedPrefix) -> None:
+        """Blocks of a further group, where the first one has the same digests; the others stay unused."""
+        width, digests, blocks, done = self._width, prefix.digests, prefix.blocks, 0
+        parent = prefix.parent_digest
+        while done < len(blocks):
+            start, taken = done * DIGEST_BYTES, 1
+            place = tree.places.get(digests[start : start + DIGEST_BYTES])
+            if place is None:
+                self._use.drop(blocks[done : done + 1])
+            else:
+                segment, index = self._spot_at(place)
+                if segment.first_position + index != prefix.first_position + done:
+                    refuse(f"the digest of block {blocks[done]} stands at two places")
+                if segment.digest_before(index) != parent:
+                    refuse(f"the digest of block {blocks[done]} stands at two places")
+                most = min(len(digests) - start, len(segment.digests) - index * DIGEST_BYTES)
+                if segment.digests.startswith(digests[start : start + most], index * DIGEST_BYTES):
+                    taken = most // DIGEST_BYTES
+                first, end = index * width + column, (index + taken) * width
+                for there, block in zip(segment.blocks[first:end:width], blocks[done:], strict=False):
+                    if there != NULL_BLOCK:
+                        refuse(f"blocks {there} and {block} carry one digest")
+                segment.blocks[first:end:width] = blocks[done : done + taken]
+            done += taken
+            parent = digests[(done - 1) * DIGEST_BYTES : done * DIGEST_BYTES]
+
+    def _hang(self, tree: Tree, segments: list[Segment]) -> None:
+        """Parents and children; what hangs below the root is in order from then on."""
+        children: dict[Segment, list[Segment]] = {}
+        pending: list[Segment] = []
+        for segment in reversed(segments):
+            if not segment.first_position:
+                pending.append(segment)
+                continue
+            place = tree.places.get(segment.parent_digest)
+            if place is not None:
+                above, index = self._spot_at(place)
+                if above.first_position + index + 1 == segment.first_position and index < above.reach:
+                    segment.parent, segment.parent_index = above, index
+                    children.setdefault(above, []).append(segment)
+        while pending:
+            segment = pending.pop()
+            segment.is_rooted = True
+            self.order.append(segment)
+            pending.extend(children.get(segment, ()))
+
+    def _spot_at(self, place: int) -> Spot:
+        """The position of a digest."""
+        piece = self._pieces[bisect_right(self._first_places, place) - 1]
+        assert piece.segment is not None, "joined before anything is looked up"
+        return Spot(piece.segment, piece.offset + place - piece.first_place)
+
+
+def _chains(pieces: list[Piece]) -> list[list[Piece]]:
+    """Pieces in chains, each of which goes on where the one before it ended and nothing else does."""
+    ends: dict[bytes, Piece] = {piece.prefix.digests[-DIGEST_BYTES:]: piece for piece in pieces}
+    counts = Counter([piece.prefix.parent_digest for piece in pieces])
+    after: dict[int, Piece] = {}  # by the first place of the piece before
+    heads: list[Piece] = []
+    for piece in pieces:
+        prefix = piece.prefix
+        above = ends.get(prefix.parent_digest)
+        if above is not None and counts[prefix.parent_digest] == 1 and above.end_position == prefix.first_position:
+            after[above.first_place] = piece
+        else:
+            heads.append(piece)
+    chains: list[list[Piece]] = []
+    for head in heads:
+        chain = [head]
+        following = after.get(head.first_place)
+        while following is not None:
+            chain.append(following)
+            following = after.get(following.first_place)
+        chains.append(chain)
+    return chains
+
+
+def _refuse_repeated(pieces: list[Piece]) -> None:
+    """Names the digest that stands in them twice."""
+    seen: dict[bytes, tuple[int, int, bytes]] = {}
+    for piece in pieces:
+        prefix = piece.prefix
+        parent = prefix.parent_digest
+        for offset, block in enumerate(prefix.blocks):
+            digest = prefix.digests[offset * DIGEST_BYTES : (offset + 1) * DIGEST_BYTES]
+            other, position, before = seen.setdefault(digest, (block, prefix.first_position + offset, parent))
+            if (position, before) != (prefix.first_position + offset, parent):
+                refuse(f"the digest of block {block} stands at two places")
+            if other != block:
+                refuse(f"blocks {other} and {block} carry one digest")
+            parent = digest

@@ -1,0 +1,148 @@
+"""Rebuilds windowed and state groups: published positions into units, sequences onto them."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+from quire_allocator.core.blocks import Namespace, Scoped
+from quire_allocator.core.groups.states import StatePart
+from quire_allocator.core.groups.units import Unit, UnitKey, UnitManager, UnitScope
+from quire_allocator.core.groups.windows import WindowPart
+from quire_allocator.core.pool import Pool
+from quire_allocator.core.rebuild.report import BlockUse, ReportedPrefix, ReportedSequence, refuse
+from quire_allocator.core.rebuild.runs import manager_number
+from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
+
+
+class UnitBuilder:
+    """What both kinds share; see `rebuild.Builder`.
+
+    Published units are made when the first sequence is located, as cached ones that nobody holds.
+    """
+
+    def __init__(self, manager: UnitManager, pool: Pool, use: BlockUse) -> None:
+        self._manager: Any = manager
+        self._pool = pool
+        self._use = use
+        self._number = manager_number(pool, manager)
+        self._keys: dict[tuple[str, UnitKey], array[int]] = {}
+        self._by_block: dict[int, Unit] | None = None
+        self._private: dict[int, tuple[Unit, int]] = {}  # first block -> unit, position
+
+    def read(self, prefix: ReportedPrefix, column: int, first_place: int) -> None:
+        """Published blocks of the manager's group number `column`."""
+        for offset, block in enumerate(prefix.blocks):
+            digest = prefix.digests[offset * DIGEST_BYTES : (offset + 1) * DIGEST_BYTES]
+            key = (prefix.namespace, (prefix.first_position + offset, digest))
+            blocks = self._keys.get(key)
+            if blocks is None:
+                blocks = self._keys[key] = array("I", [NULL_BLOCK]) * self._manager.width
+            if blocks[column] != NULL_BLOCK:
+                refuse(f"blocks {blocks[column]} and {block} carry one digest")
+            blocks[column] = block
+
+    def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
+        """Everything is filed; says what nobody holds."""
+        cached: list[tuple[int, int, Scoped]] = []
+        for unit in self._published().values():
+            if not unit.live:
+                cached.append((max([ranks[block] for block in unit.blocks]), unit.first_position, unit))
+        return cached
+
+    def part(self, located: Any) -> Any:
+        """Nothing is left to do."""
+        return located
+
+    def _published(self) -> dict[int, Unit]:
+        """Published units by their first block; the first call files them."""
+        if self._by_block is None:
+            self._by_block = {}
+            pool, width = self._pool, self._manager.width
+            for (name, key), blocks in self._keys.items():
+                if NULL_BLOCK in blocks:
+                    self._use.drop(blocks)
+                    continue
+                space = pool.blocks.namespaces.get(name)
+                if space is None:
+                    space = pool.blocks.namespaces[name] = pool.groups.new_namespace(name)
+                scope = space.scopes[self._number]
+                assert isinstance(scope, UnitScope)
+                unit = Unit(scope, blocks)
+                unit.live, unit.key = 0, key
+                scope.index[key] = unit
+                scope.cached += width
+                pool.blocks.cached_count += width
+                pool.blocks.policy.stored(unit, None)
+                self._by_block[blocks[0]] = unit
+        return self._by_block
+
+    def _hold(self, scope: UnitScope, blocks: array[int], position: int, *, may_share: bool) -> Unit:
+        """The unit of these blocks, with one holder more."""
+        unit = self._published().get(blocks[0])
+        if unit is not None and unit.scope is scope and unit.blocks == blocks:
+            self._manager._hold(unit)
+            return unit
+        if may_share and blocks[0] in self._private:
+            unit, place = self._private[blocks[0]]
+            if unit.scope is not scope or unit.blocks != blocks or place != position:
+                refuse(f"block {blocks[0]} is shared by sequences of different prefixes")
+            unit.live += 1
+            return unit
+        self._use.claim(blocks)
+        own: Unit
+        (own,) = self._manager._new_units(scope, blocks)
+        if may_share:
+            self._private[blocks[0]] = own, position
+        return own
+
+    def _scope(self, space: Namespace) -> UnitScope:
+        scope = space.scopes[self._number]
+        assert isinstance(scope, UnitScope)
+        return scope
+
+
+class WindowBuilder(UnitBuilder):
+    """Sliding windows and chunks."""
+
+    def locate(self, space: Namespace, sequence: ReportedSequence) -> WindowPart:
+        """Units from the first position that the window still needs."""
+        size, committed, name = self._manager.block_size, sequence.committed_token_count, sequence.sequence_id
+        tables = [sequence.tables[group] for group in self._manager.groups]
+        length = -(-sequence.token_count // size)
+        if any(len(table) != length for table in tables):
+            refuse(f"the tables of sequence {name} do not hold its {sequence.token_count} tokens")
+        first = self._manager._rule.first_needed(committed) // size
+        scope, units = self._scope(space), list[Unit]()
+        for position in range(first, length):
+            blocks = array("I", [table[position] for table in tables])
+            unit = self._hold(scope, blocks, position, may_share=position * size < committed)
+            is_full = (position + 1) * size <= committed
+            if unit.key is None and is_full:
+                refuse(f"block {blocks[0]} of sequence {name} is computed and has no digest")
+            if unit.key is not None and (unit.key[0] != position or position * size >= committed):
+                refuse(f"block {blocks[0]} stands in sequence {name} where it was not published")
+            units.append(unit)
+        return WindowPart(scope, first, units)
+
+
+class StateBuilder(UnitBuilder):
+    """Recurrent states."""
+
+    def locate(self, space: Namespace, sequence: ReportedSequence) -> StatePart:
+        """The running block, which may be a checkpoint."""
+        committed, name = sequence.committed_token_count, sequence.sequence_id
+        tables = [sequence.tables[group] for group in self._manager.groups]
+        if any(len(table) != 1 for table in tables):
+            refuse(f"sequence {name} has one running block in each group of states")
+        blocks = array("I", [table[0] for table in tables])
+        is_quiet = sequence.token_count == committed
+        scope = self._scope(space)
+        unit = self._hold(scope, blocks, committed, may_share=is_quiet)
+        if unit.key is not None and (unit.key[0] * self._pool.digest_tokens != committed or not is_quiet):
+            refuse(f"the state of sequence {name} is published for another length")
+        part = StatePart(scope, unit)
+        if sequence.prompt_token_count:
+            edge = self._pool.spec.edge_tokens
+            part.prompt_end = (sequence.prompt_token_count - 1) // edge * edge
+        return part

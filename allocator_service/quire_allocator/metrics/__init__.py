@@ -1,0 +1,1 @@
+"""What the allocator counts, and how Prometheus reads it."""

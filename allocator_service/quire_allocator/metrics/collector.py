@@ -1,0 +1,121 @@
+"""The allocator's metrics, read from directory and telemetry at scrape.
+
+Apart from `telemetry.py`, which is compiled: a compiled class that derives from one that is not does not work in every
+release of Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from quire_allocator.core.ownership.directory import Directory
+from quire_allocator.core.spec import Result
+from quire_allocator.metrics.counters import Telemetry
+
+METRIC_NAMES = frozenset(
+    {
+        "quire_allocator_blocks",
+        "quire_allocator_sequences",
+        "quire_allocator_pools",
+        "quire_allocator_sessions",
+        "quire_allocator_operations_total",
+        "quire_allocator_steps_total",
+        "quire_allocator_step_seconds",
+        "quire_allocator_prefix_tokens_total",
+        "quire_allocator_granted_blocks_total",
+        "quire_allocator_evictions_total",
+        "quire_allocator_copies_total",
+        "quire_allocator_rpc_total",
+        "quire_allocator_lease_expirations_total",
+        "quire_allocator_quarantines_total",
+        "quire_allocator_refused_pools",
+    }
+)
+
+
+class AllocatorCollector(Collector):
+    """Reads directory and telemetry at scrape.
+
+    It runs in the metrics server's thread: it copies what it iterates over, and a number may be one step old.
+    """
+
+    def __init__(self, directory: Directory, telemetry: Telemetry) -> None:
+        self._directory = directory
+        self._telemetry = telemetry
+
+    def collect(self) -> Iterator[Metric]:
+        """The families of `METRIC_NAMES`."""
+        yield from self._process()
+        yield from self._gauges()
+        yield from self._counters()
+
+    def _process(self) -> Iterator[Metric]:
+        owners = self._directory.open_pools()
+        yield GaugeMetricFamily("quire_allocator_pools", "Pools attached.", value=len(owners))
+        sessions = GaugeMetricFamily("quire_allocator_sessions", "Open sessions by kind of owner.", labels=["kind"])
+        sessions.add_metric(["stream"], sum(not owner.unary for owner in owners))
+        sessions.add_metric(["unary"], sum(owner.unary for owner in owners))
+        yield sessions
+        rpcs = CounterMetricFamily("quire_allocator_rpc", "Calls ended, by method and code.", labels=["method", "code"])
+        for (method, code), count in list(self._telemetry.rpcs.items()):
+            rpcs.add_metric([method, code], count)
+        yield rpcs
+        yield CounterMetricFamily(
+            "quire_allocator_lease_expirations",
+            "Pools dropped because their owner fell silent.",
+            value=self._directory.expired_count,
+        )
+        yield CounterMetricFamily(
+            "quire_allocator_quarantines",
+            "Pools stopped because an invariant of theirs broke.",
+            value=self._telemetry.quarantine_count,
+        )
+        yield GaugeMetricFamily(
+            "quire_allocator_refused_pools",
+            "Pools that broke so often that nobody may attach them for now.",
+            value=self._telemetry.refused_pool_count(),
+        )
+
+    def _gauges(self) -> Iterator[Metric]:
+        blocks = GaugeMetricFamily("quire_allocator_blocks", "Blocks by state.", labels=["pool", "state"])
+        sequences = GaugeMetricFamily("quire_allocator_sequences", "Live sequences.", labels=["pool"])
+        for owner in self._directory.open_pools():
+            pool = owner.pool
+            blocks.add_metric([owner.name, "empty"], pool.blocks.empty_count)
+            blocks.add_metric([owner.name, "cached"], pool.blocks.cached_count)
+            blocks.add_metric([owner.name, "held"], pool.blocks.block_count - pool.blocks.free_count)
+            sequences.add_metric([owner.name], len(pool.sequences))
+        yield blocks
+        yield sequences
+
+    def _counters(self) -> Iterator[Metric]:
+        operations = CounterMetricFamily(
+            "quire_allocator_operations", "Operations applied, by result.", labels=["pool", "op", "code"]
+        )
+        steps = CounterMetricFamily("quire_allocator_steps", "Steps applied.", labels=["pool"])
+        seconds = HistogramMetricFamily(
+            "quire_allocator_step_seconds", "Time to check, apply and answer a step.", labels=["pool"]
+        )
+        tokens = CounterMetricFamily(
+            "quire_allocator_prefix_tokens",
+            "Tokens of new sequences: all, and those found in the cache.",
+            labels=["pool", "outcome"],
+        )
+        granted = CounterMetricFamily("quire_allocator_granted_blocks", "Blocks granted.", labels=["pool"])
+        evictions = CounterMetricFamily("quire_allocator_evictions", "Cached blocks granted anew.", labels=["pool"])
+        copies = CounterMetricFamily("quire_allocator_copies", "Copy-on-write copies ordered.", labels=["pool"])
+        for owner in self._directory.open_pools():
+            name, pool, numbers = owner.name, owner.pool, self._telemetry.seen(owner.name)
+            for (operation, result), count in list(numbers.operations.items()):
+                operations.add_metric([name, operation, Result(result).name], count)
+            steps.add_metric([name], numbers.step_count)
+            seconds.add_metric([name], numbers.step_seconds.buckets(), numbers.step_seconds.sum)
+            tokens.add_metric([name, "queried"], pool.queried_token_count)
+            tokens.add_metric([name, "hit"], pool.matched_token_count)
+            granted.add_metric([name], pool.granted_block_count)
+            evictions.add_metric([name], pool.blocks.evicted_count)
+            copies.add_metric([name], pool.copy_count)
+        yield from (operations, steps, seconds, tokens, granted, evictions, copies)

@@ -1,0 +1,91 @@
+"""Counters as plain integers, read by `collector.py` at scrape: counting costs nanoseconds, not microseconds.
+
+Labels are pool (at most `limits.POOLS_MAX` at a time), operation, result, method and code; never a sequence, tenant or
+digest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from quire._serving.metrics import Histogram
+from quire.v1 import allocator_pb2 as pb
+
+from quire_allocator.core.spec import Result
+from quire_allocator.wire.step_columns import StepArrays
+
+STEP_SECONDS_BOUNDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0)
+
+_COMMITTED: Final = ("commit", int(Result.OK))
+_FREED: Final = ("free", int(Result.OK))
+_FORKED: Final = ("fork", int(Result.OK))
+_GROWN: Final = ("grow", int(Result.OK))
+
+
+class PoolTelemetry:
+    """What happened in one pool."""
+
+    def __init__(self) -> None:
+        self.operations: dict[tuple[str, int], int] = {}  # (operation, result)
+        self.step_count = 0
+        self.step_seconds = Histogram(STEP_SECONDS_BOUNDS)
+
+    def count(self, operation: str, result: int, number: int = 1) -> None:
+        """Counts operations of one kind and result."""
+        self._add((operation, result), number)
+
+    def observe_step(self, step: StepArrays, reply: pb.StepReply, seconds: float) -> None:
+        """Counts a step that was applied: one update per phase unless something was refused."""
+        self.step_count += 1
+        self.step_seconds.observe(seconds)
+        if step.has_refused:
+            self._count_phase(_COMMITTED, len(step.commit_sequences), reply.commit_results)
+            self._count_phase(_FREED, len(step.frees), reply.free_results)
+            self._count_phase(_FORKED, len(step.parents), reply.fork_results)
+            self._count_phase(_GROWN, len(step.grow_sequences), reply.grow_results)
+            return
+        if step.commit_sequences:
+            self._add(_COMMITTED, len(step.commit_sequences))
+        if step.frees:
+            self._add(_FREED, len(step.frees))
+        if step.parents:
+            self._add(_FORKED, len(step.parents))
+        if step.grow_sequences:
+            self._add(_GROWN, len(step.grow_sequences))
+
+    def _count_phase(self, done: tuple[str, int], number: int, results: Sequence[int]) -> None:
+        for result in results:
+            self._add((done[0], result), 1)
+        if number and not results:
+            self._add(done, number)
+
+    def _add(self, key: tuple[str, int], number: int) -> None:
+        self.operations[key] = self.operations.get(key, 0) + number
+
+
+class Telemetry:
+    """Of the whole process. A pool's numbers go with the pool."""
+
+    def __init__(self) -> None:
+        self.rpcs: Counter[tuple[str, str]] = Counter()  # (method, code)
+        self.quarantine_count = 0
+        self.refused_pool_count: Callable[[], int] = lambda: 0  # set by who knows
+        self._pools: defaultdict[str, PoolTelemetry] = defaultdict(PoolTelemetry)
+
+    def count_rpc(self, method: str, code: str) -> None:
+        """One call ended."""
+        self.rpcs[method, code] += 1
+
+    def of(self, pool: str) -> PoolTelemetry:
+        """Numbers of one pool, to be counted in."""
+        return self._pools[pool]
+
+    def seen(self, pool: str) -> PoolTelemetry:
+        """Those to be shown. From another thread, in which the pool may be gone by now: nothing is made to be kept."""
+        return self._pools.get(pool) or PoolTelemetry()
+
+    def forget(self, pool: str) -> None:
+        """The pool is gone."""
+        self._pools.pop(pool, None)

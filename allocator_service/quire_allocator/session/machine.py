@@ -1,0 +1,295 @@
+"""The allocator's side of the session protocol, without a wire: every message in, every answer out.
+
+Lifecycle of a `SessionMachine`, one for each stream:
+
+    1. attaching   the first message must be Attach; it fences every older stream of the pool
+    2. reporting   the owner accounts for its pool in chunks, which are staged; ReportEnd swaps all of it in at once
+    3. open        numbered steps and heartbeats; each message renews the lease
+    4. detached    the owner gave its pool back
+    5. ended       by a refusal (the owner attaches again), or from outside by `end`: fenced, lease expired, draining
+
+Pure: time comes with every call, session ids from a function that the caller gives, what is to be told to people goes
+to an `Observer`. `stream.py` is the shell around it for gRPC, `tests/simulation` another one.
+
+One caller at a time: no method may be interrupted by another one of any stream of the same `Sessions`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Iterator
+from typing import cast
+
+from quire.protocol.limits import PROTOCOL_VERSION
+from quire.protocol.permissions import EVERYTHING, Grant
+from quire.protocol.state_digest import STATE_DIGEST_ENTRIES_MAX, STATE_DIGEST_STEPS, SequenceRow, in_turn, state_digest
+from quire.v1 import allocator_pb2 as pb
+
+from quire_allocator import limits
+from quire_allocator.core.ownership.directory import Ownership
+from quire_allocator.core.pool import Pool
+from quire_allocator.core.refusal import Refusal
+from quire_allocator.core.spec import PoolSpec
+from quire_allocator.session.registry import Sessions
+from quire_allocator.session.staged_report import StagedReport
+from quire_allocator.wire import authorization, step_apply, step_checks, translate
+from quire_allocator.wire.step_columns import StepArrays
+from quire_allocator.wire.translate import require
+
+
+class Phase(enum.Enum):
+    """Where a stream is in its life."""
+
+    ATTACHING = enum.auto()
+    REPORTING = enum.auto()
+    OPEN = enum.auto()
+    DETACHED = enum.auto()
+    ENDED = enum.auto()
+
+
+class SessionMachine:
+    """One stream.
+
+    Args:
+        sessions: what it belongs to.
+        on_end: called once when it is ended from outside; `ending` says why.
+        grant: what the caller may do.
+
+    Attributes:
+        phase: see the module's docstring.
+        owner: the pool, once attached.
+        ending: why it was ended from outside.
+        applied: the step that the last message made the pool do; None if it was none, or a repeated one.
+    """
+
+    def __init__(
+        self, sessions: Sessions, on_end: Callable[[], None] = lambda: None, grant: Grant = EVERYTHING
+    ) -> None:
+        self.phase = Phase.ATTACHING
+        self.owner: Ownership | None = None
+        self.ending: Refusal | None = None
+        self.applied: StepArrays | None = None
+        self._sessions = sessions
+        self._directory = sessions.directory
+        self._on_end = on_end
+        self._grant = grant
+        self._is_restricted = not grant.namespaces.are_all  # asked once a stream: every step would wait for it
+        self._spec: PoolSpec | None = None
+        self._report: StagedReport | None = None
+        self._report_heard = 0.0
+        sessions.streams.add(self)
+
+    def receive(self, request: pb.SessionRequest, now: float) -> list[pb.SessionReply]:
+        """Takes the stream's next message and returns its answers.
+
+        Raises:
+            Refusal: the stream is over; nothing that this message asked for was done.
+        """
+        self.applied = None
+        if self.ending is not None:
+            raise self.ending
+        try:
+            if self.phase is Phase.ATTACHING:
+                return [self._attach(request, now)]
+            if self.phase is Phase.REPORTING:
+                return self._take_report(request, now)
+            require(self.phase is Phase.OPEN, "the stream is over")
+            return self._serve(request, now)
+        except Refusal:
+            self.phase = Phase.ENDED
+            raise
+
+    def end(self, reason: str, message: str) -> None:
+        """Ends the stream from outside: the next message is refused with this reason, and `on_end` is told."""
+        if self.ending is None:
+            self.ending = Refusal(reason, message)
+            self._on_end()
+
+    def close(self) -> None:
+        """The stream is gone, whoever ended it; without a detach the lease runs from the last message."""
+        self._sessions.streams.discard(self)
+        self._sessions.staging.discard(self)
+        if self.owner is not None:
+            self._directory.disconnect(self.owner, self)
+
+    # -- attach --------------------------------------------------------------------------------------------------------
+
+    def _attach(self, request: pb.SessionRequest, now: float) -> pb.SessionReply:
+        require(request.HasField("attach"), "the first message must be Attach")
+        attach = request.attach
+        require(not self._sessions.draining, "the allocator is shutting down", "DRAINING")
+        require(attach.version == PROTOCOL_VERSION, f"version {attach.version} is not served", "VERSION")
+        require(len(attach.incarnation) == 16, "incarnation must be 16 bytes")
+        require(attach.epoch >= 1, "epoch must be at least 1")
+        require(1 <= attach.window <= limits.WINDOW_MAX, f"window must be 1 to {limits.WINDOW_MAX}")
+        self._spec = translate.pool_spec(attach.spec)
+        name = translate.pool_name(attach.pool)
+        authorization.require_owning(self._grant, name)
+        known = self._directory.find_session(attach.resume_session)
+        if known is not None and known.name == name:
+            authorization.require_sequences(self._grant, known.pool)
+        self._sessions.check_quarantine(name, now)
+        resumes = known is not None and known.name == name and known.incarnation == attach.incarnation
+        if attach.last_step and not resumes:  # else there is nothing to report, most likely
+            self._reserve_report(now)
+        self.owner, resumed, older = self._directory.attach(
+            name=name,
+            spec=self._spec,
+            incarnation=attach.incarnation,
+            epoch=attach.epoch,
+            window=attach.window,
+            resume_session=attach.resume_session,
+            stream=self,
+            now=now,
+        )
+        if isinstance(older, SessionMachine):
+            older.end("FENCED", "a newer stream of this owner took over")
+        if not resumed:
+            self.phase = Phase.REPORTING
+            return pb.SessionReply(report_required=pb.ReportRequired())
+        self.phase = Phase.OPEN
+        self._sessions.observer.resumed(self.owner)
+        return pb.SessionReply(
+            resumed=pb.Resumed(
+                session_id=self.owner.session_id,
+                next_step=self.owner.steps.next_step,
+                lease_ms=int(self._directory.lease_s * 1000),
+                limits=translate.LIMITS,
+            )
+        )
+
+    # -- report --------------------------------------------------------------------------------------------------------
+
+    def check_report(self, now: float) -> None:
+        """Ends a stream that keeps one of the few places for reports and sends none: heartbeats do not count."""
+        if self.phase is Phase.REPORTING and self._report_heard + limits.REPORT_PAUSE_S <= now:
+            self.end("IDLE", f"no part of the report for {limits.REPORT_PAUSE_S:g} s")
+
+    def _reserve_report(self, now: float) -> None:
+        """Few reports at a time. Who waits is told before it has put its report together."""
+        self._report_heard = now
+        staging = self._sessions.staging
+        if self not in staging:
+            require(
+                len(staging) < limits.REPORTS_MAX,
+                f"{limits.REPORTS_MAX} reports are under way",
+                "REPORT_ADMISSION",
+            )
+            staging.add(self)
+
+    def _take_report(self, request: pb.SessionRequest, now: float) -> list[pb.SessionReply]:
+        owner, spec, sessions = self.owner, self._spec, self._sessions
+        assert owner is not None
+        assert spec is not None
+        if request.HasField("heartbeat"):
+            self._directory.renew(owner, now)
+            return []
+        if self._report is None:
+            self._directory.check_blocks(owner.name, spec)
+            self._report = StagedReport(spec)
+        report = self._report
+        if request.HasField("report_chunk"):
+            authorization.require_report(self._grant, request.report_chunk)
+            self._reserve_report(now)
+            sessions.apply(owner, lambda: report.add(request.report_chunk, now), now)
+            self._directory.renew(owner, now)
+            return []
+        require(request.HasField("report_end"), "a report was asked for")
+        answer = self._open(owner, spec, report, request.report_end, now)
+        self._directory.renew(owner, now)
+        return [answer]
+
+    def _open(
+        self, owner: Ownership, spec: PoolSpec, staged: StagedReport, end: pb.ReportEnd, now: float
+    ) -> pb.SessionReply:
+        """Puts the reported pool in force; until it is whole, whatever was there stays."""
+
+        def operate() -> None:
+            self._directory.open(
+                owner,
+                spec=spec,
+                session_id=self._sessions.new_session_id(),
+                last_step=end.last_step,
+                make_pool=lambda _spec: staged.finish(end),
+            )
+
+        self._sessions.apply(owner, operate, now)
+        self.phase, self._report = Phase.OPEN, None
+        self._sessions.staging.discard(self)
+        self._sessions.observer.opened(owner)
+        return pb.SessionReply(
+            ready=pb.Ready(
+                session_id=owner.session_id,
+                next_step=owner.steps.next_step,
+                state_digest=pool_digest(owner.pool),
+                lease_ms=int(self._directory.lease_s * 1000),
+                limits=translate.LIMITS,
+            )
+        )
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _serve(self, request: pb.SessionRequest, now: float) -> list[pb.SessionReply]:
+        owner = self.owner
+        assert owner is not None
+        kind = request.WhichOneof("message")
+        if kind == "step":
+            answer = self._step(owner, request.step, now)
+            self._directory.renew(owner, now)
+            return [answer]
+        if kind == "heartbeat":
+            self._directory.renew(owner, now)
+            self._sessions.publish(owner, min(request.heartbeat.ack, owner.steps.next_step - 1))
+            return [pb.SessionReply(heartbeat=pb.Heartbeat())]
+        require(kind == "detach", f"{kind or 'an empty message'} is not expected in an open session")
+        self.phase = Phase.DETACHED
+        self._sessions.drop(owner)
+        return []
+
+    def _step(self, owner: Ownership, step: pb.Step, now: float) -> pb.SessionReply:
+        session_id, number, ack = step.session_id, step.number, step.ack  # each look at a field costs
+        require(bool(session_id) and session_id == owner.session_id, "not this stream's session", "SESSION_UNKNOWN")
+        require(ack < number, "ack must be below the step's own number")
+        kept = owner.steps.replay(number, step)
+        if kept is not None:
+            return cast("pb.SessionReply", kept)
+        arrays = step_checks.check_step(owner.pool, step)
+        if self._is_restricted:
+            arrays.forbidden = authorization.forbidden_rows(self._grant, owner.pool, arrays)
+        answer = pb.SessionReply()
+        reply = answer.step_reply
+        reply.session_id, reply.number = session_id, number
+
+        def operate() -> None:
+            step_apply.apply_step(owner.pool, arrays, now, reply)
+            if not number % STATE_DIGEST_STEPS:
+                reply.state_digest = digest_after(owner.pool, number)
+
+        self._sessions.apply(owner, operate, now)
+        owner.steps.record(step, answer)
+        owner.steps.forget(ack)
+        self._sessions.publish(owner, ack)
+        self.applied = arrays
+        return answer
+
+
+def pool_digest(pool: Pool) -> bytes:
+    """Of everything: what the owner's own must be after its report."""
+    return state_digest(_rows(pool, pool.sequences))
+
+
+def digest_after(pool: Pool, number: int) -> bytes:
+    """What the owner's own must be after that step."""
+    return state_digest(_rows(pool, in_turn(list(pool.sequences), number)), STATE_DIGEST_ENTRIES_MAX)
+
+
+def _rows(pool: Pool, sequence_ids: Iterable[int]) -> Iterator[SequenceRow]:
+    for sequence_id in sequence_ids:
+        sequence = pool.sequences[sequence_id]
+        yield (
+            sequence_id,
+            sequence.token_count,
+            sequence.committed_token_count,
+            sequence.namespace.name,
+            pool.tables(sequence),
+        )

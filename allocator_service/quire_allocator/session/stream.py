@@ -1,0 +1,170 @@
+"""The Session stream over gRPC: reads messages, lets the state machine answer, writes what it says.
+
+All rules are in `machine.py`. Here is only what a wire adds: the deadline for the first message, ending a stream that
+waits for its owner, and how a refusal becomes a status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import time
+from collections.abc import Awaitable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+from grpc import aio
+from quire._serving.rpc import abort
+from quire.errors import QuireError, Reason
+from quire.protocol.limits import HEARTBEAT_S, SILENCE_S
+from quire.protocol.permissions import Grant
+from quire.v1 import allocator_pb2 as pb
+
+from quire_allocator import limits
+from quire_allocator.core.refusal import Refusal
+from quire_allocator.session.machine import Phase, SessionMachine
+from quire_allocator.wire.translate import require
+
+if TYPE_CHECKING:
+    from quire_allocator.service import AllocatorService
+
+log = structlog.get_logger()
+
+HEARTBEAT = pb.SessionReply(heartbeat=pb.Heartbeat())
+
+
+@contextlib.contextmanager
+def _collection_paused() -> Iterator[None]:
+    """A pool is made of objects that all stay: looking for garbage among them doubles the time that it takes."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class SessionStream:
+    """Handler of one stream."""
+
+    def __init__(self, service: AllocatorService, context: aio.ServicerContext[Any, Any], grant: Grant) -> None:
+        self._service = service
+        self._context = context
+        task = asyncio.current_task()
+        assert task is not None, "made inside its handler"
+        self._task: asyncio.Task[Any] = task
+        self._reading = False
+        self._beating: asyncio.Task[None] | None = None
+        self._reported = asyncio.Event()
+        self._machine = SessionMachine(service.sessions, self._interrupt, grant)
+
+    async def run(self) -> None:
+        """Serves the stream until it ends."""
+        machine, code = self._machine, "OK"
+        try:
+            open_count = len(self._service.sessions.streams)
+            require(open_count <= limits.STREAMS_MAX, f"at most {limits.STREAMS_MAX} streams are served", "LIMIT")
+            await self._answer(await self._read_first())
+            while machine.phase is not Phase.DETACHED and (request := await self._read()) is not None:
+                await self._answer(request)
+        except Refusal as refusal:
+            error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s)
+            code = error.code.name
+            await self._abort(error)
+        except asyncio.CancelledError:  # the owner hung up
+            code = "CANCELLED"
+            raise
+        finally:
+            if self._beating is not None:
+                self._beating.cancel()
+            machine.close()
+            self._service.telemetry.count_rpc("Session", code)
+
+    async def _answer(self, request: pb.SessionRequest | None) -> None:
+        machine = self._machine
+        request = request or pb.SessionRequest()
+        started = time.perf_counter()
+        if machine.phase is Phase.REPORTING and request.HasField("report_end"):
+            with _collection_paused():
+                replies = machine.receive(request, self._service.clock())
+        else:
+            replies = machine.receive(request, self._service.clock())
+        seconds = time.perf_counter() - started
+        applied, numbers = machine.applied, None
+        if applied is not None and machine.owner is not None:  # here: once the answer is out the pool may be gone
+            numbers = self._service.telemetry.of(machine.owner.name)
+        if self._beating is not None and machine.phase is not Phase.REPORTING:
+            await self._stop_beating()
+        try:
+            for reply in replies:
+                await self._write(reply)
+        finally:  # even if nobody hears the answer; its owner need not wait for it
+            if applied is not None and numbers is not None:
+                numbers.observe_step(applied, replies[0].step_reply, seconds)
+                machine.applied = None
+        if self._beating is None and machine.phase is Phase.REPORTING:
+            self._beating = asyncio.create_task(self._beat())
+
+    async def _read_first(self) -> pb.SessionRequest | None:
+        try:
+            async with asyncio.timeout(limits.ATTACH_TIMEOUT_S):
+                return await self._read()
+        except TimeoutError:
+            raise Refusal("IDLE", f"no Attach within {limits.ATTACH_TIMEOUT_S:g} s") from None
+
+    async def _read(self) -> pb.SessionRequest | None:
+        """The next message, or None at the end of the stream. The only place where the machine's end may interrupt: an
+        answer that is being sent cannot be taken back, and gRPC takes no status beside it."""
+        machine = self._machine
+        if machine.ending is not None:
+            raise machine.ending
+        self._reading = True
+        try:
+            request = await self._context.read()
+        except asyncio.CancelledError:
+            if machine.ending is None:
+                raise
+            self._task.uncancel()
+            raise machine.ending from None
+        except DecodeError:
+            raise Refusal("MALFORMED", "the bytes are no message of the session") from None
+        finally:
+            self._reading = False
+        return None if request is aio.EOF else request  # type: ignore[attr-defined]
+
+    def _interrupt(self) -> None:
+        """The machine was ended: at once where it waits for a message, else as soon as its answer is out, or when
+        nobody has taken it for as long as an owner may be silent."""
+        if self._reading:
+            self._task.cancel()
+        else:
+            asyncio.get_running_loop().call_later(SILENCE_S, self._task.cancel)
+
+    def _write(self, reply: pb.SessionReply) -> Awaitable[None]:
+        return self._context.write(reply)
+
+    async def _beat(self) -> None:
+        """Says every second that the report is being taken in: nothing else is written until it is in force."""
+        while not self._reported.is_set():
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await self._reported.wait()
+            except TimeoutError:
+                with contextlib.suppress(aio.BaseError):  # the owner is gone, which whoever reads will notice
+                    await self._write(HEARTBEAT)
+
+    async def _stop_beating(self) -> None:
+        """Lets a heartbeat that is being written out: gRPC takes one message at a time."""
+        if self._beating is not None:
+            self._reported.set()
+            await asyncio.wait([self._beating])
+            self._beating = None
+
+    async def _abort(self, error: QuireError) -> None:
+        await self._stop_beating()
+        if error.code is not grpc.StatusCode.UNAVAILABLE:
+            owner = self._machine.owner
+            log.warning("stream ended", pool=owner.name if owner else None, reason=error.reason, error=error.message)
+        await abort(self._context, error)

@@ -1,0 +1,103 @@
+"""How large an answer can become, computed before anything is applied: what cannot be sent must not be done.
+
+All are upper bounds in bytes, close enough that only answers near the limit are refused.
+"""
+
+from __future__ import annotations
+
+from itertools import repeat
+
+from quire_allocator import limits
+from quire_allocator.core.pool import Pool
+from quire_allocator.core.refusal import Refusal
+from quire_allocator.wire.step_columns import StepArrays
+
+NUMBER_BYTES = 4  # a block id, or an entry of a packed array
+COPY_BYTES = 3 * NUMBER_BYTES  # source, destination, and the destination among the blocks
+SWAP_BYTES = 4 * NUMBER_BYTES  # operation, group, index, block
+TABLE_BYTES = 16  # what protobuf wraps around one table
+GROW_BYTES = 8 * NUMBER_BYTES  # result, matched, pending, shortfall, index, and 12 for a victim
+
+
+def check(answer_bytes: int) -> None:
+    """Refuses an operation whose answer might not fit a message.
+
+    Raises:
+        Refusal: TOO_LARGE.
+    """
+    if answer_bytes > limits.ANSWER_BYTES_MAX:
+        raise Refusal(
+            "TOO_LARGE",
+            f"the answer could take {answer_bytes} bytes, more than {limits.ANSWER_BYTES_MAX}; ask for less at once",
+        )
+
+
+def grow_answer_bytes_max(pool: Pool, sequence_id: int, token_count: int) -> int:
+    """Of the answer to one unary allocate or grow."""
+    added = _entries(pool, token_count, _held_token_count(pool, sequence_id))
+    return NUMBER_BYTES * added + len(pool.spec.groups) * (COPY_BYTES + TABLE_BYTES)
+
+
+def commit_answer_bytes_max(pool: Pool, digest_count: int) -> int:
+    """Of the answer to one unary commit: each digest may have to be swapped in each group."""
+    return digest_count * len(pool.spec.groups) * SWAP_BYTES
+
+
+def step_reply_bytes_max(pool: Pool, arrays: StepArrays, *, exact: bool = False) -> int:
+    """Of the reply to a step whose arrays agree in length; cheaper and coarser where it fits anyway, unless `exact`."""
+    groups = pool.groups.group_count
+    grows = len(arrays.grow_sequences)
+    fixed = arrays.operation_count + 2 * NUMBER_BYTES * len(pool.holds)  # a byte for each result
+    if arrays.digest_count:
+        fixed += commit_answer_bytes_max(pool, arrays.digest_count)
+    fixed += grows * (GROW_BYTES + groups * (NUMBER_BYTES + COPY_BYTES))
+    # Most steps are so small that they would fit even if every sequence were new.
+    coarse = fixed + groups * NUMBER_BYTES * (arrays.tokens // pool.groups.digest_tokens + grows)
+    if coarse <= limits.ANSWER_BYTES_MAX and not exact:
+        return coarse
+    return fixed + NUMBER_BYTES * _entries_added(pool, arrays)
+
+
+def _entries_added(pool: Pool, arrays: StepArrays) -> int:
+    """Most table entries that all grows of a step can answer with, all groups together."""
+    held = _forked(pool, arrays)
+    total = 0
+    prompts = arrays.prompt_token_counts or repeat(0)
+    rows = zip(arrays.grow_sequences, arrays.grow_token_counts, prompts)
+    for sequence_id, chunk, prompt in rows:
+        token_count = max(chunk, prompt)  # of a longer prompt more may be matched than the first chunk
+        before = held.get(sequence_id)
+        before = _held_token_count(pool, sequence_id) if before is None else before
+        total += _entries(pool, token_count, before)
+        if _fits(pool, token_count):
+            held[sequence_id] = max(before, token_count)
+    return total
+
+
+def _forked(pool: Pool, arrays: StepArrays) -> dict[int, int]:
+    """Tokens that the children of a step's forks hold at least, for forks that will be done."""
+    freed, held, last = set(arrays.frees), dict[int, int](), pool.last_sequence_id
+    for parent_id, child_id in zip(arrays.parents, arrays.children):
+        parent = pool.sequences.get(parent_id) if parent_id not in freed else None
+        if child_id > last and (parent is not None or parent_id in held):
+            held[child_id] = parent.committed_token_count if parent is not None else held[parent_id]
+            last = child_id
+    return held
+
+
+def _held_token_count(pool: Pool, sequence_id: int) -> int:
+    sequence = pool.sequences.get(sequence_id)
+    return sequence.token_count if sequence is not None else 0
+
+
+def _entries(pool: Pool, token_count: int, held: int) -> int:
+    """Table entries beyond those of `held` tokens, null ones included; none where the answer would be TOO_LONG."""
+    if not _fits(pool, token_count):
+        return 0
+    sizes = (group.block_size for group in pool.spec.groups)
+    return sum(max(0, -(-token_count // size) - -(-held // size)) for size in sizes)
+
+
+def _fits(pool: Pool, token_count: int) -> bool:
+    """Whether a sequence of so many tokens may be granted at all; a windowed group holds a part of them."""
+    return sum(manager.peak(token_count, 1) for manager in pool.managers) <= pool.spec.block_count

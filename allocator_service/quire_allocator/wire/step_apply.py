@@ -1,0 +1,155 @@
+"""Applies one checked Step to a pool, commit, free, fork, grow, and describes what that did.
+
+A step is refused whole, before anything changes (`checks.py`), or applied whole: what a single operation cannot do is
+its `Result`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+from typing import cast
+
+from quire.protocol.packing import pack_uint32, pack_uint32s
+from quire.v1 import allocator_pb2 as pb
+
+from quire_allocator.core.pool import Pool
+from quire_allocator.core.spec import Grants, GrowResult, Result
+from quire_allocator.wire import translate
+from quire_allocator.wire.step_columns import StepArrays
+
+
+def apply_step(pool: Pool, arrays: StepArrays, now: float, reply: pb.StepReply) -> None:
+    """Applies a checked step and describes what it did, in a reply that has its number and nothing else yet. `now` is
+    in seconds, for holds."""
+    pool.log.step = reply.number
+    if pool.holds:
+        reply.expired_holds.extend(pool.expire_holds(now))
+    if arrays.commit_sequences:
+        _commit(pool, arrays, reply)
+    if arrays.frees:
+        _free(pool, arrays, reply)
+    if arrays.parents:
+        _fork(pool, arrays, reply, now)
+    if arrays.grow_sequences:
+        _grow(pool, arrays, reply)
+    reply.free_block_count = pool.blocks.free_count
+
+
+def _commit(pool: Pool, arrays: StepArrays, reply: pb.StepReply) -> None:
+    results = list[pb.Result.ValueType]()
+    digests = arrays.commit_digests or repeat(b"")
+    kept = arrays.keep_token_counts or repeat(0)
+    rows = zip(arrays.commit_sequences, arrays.commit_token_counts, digests, kept)
+    for operation, (sequence, token_count, dealt, keep) in enumerate(rows):
+        result, swaps = pool.commit(sequence, token_count, dealt, keep)
+        results.append(_wire(result))
+        for swap in swaps:
+            reply.swap_operations.append(operation)
+            reply.swap_groups.append(swap.group)
+            reply.swap_indices.append(swap.position)
+            reply.swap_blocks.append(swap.block)
+    if _any_refused(results):
+        reply.commit_results.extend(results)
+        arrays.has_refused = True
+
+
+def _free(pool: Pool, arrays: StepArrays, reply: pb.StepReply) -> None:
+    results = [_wire(pool.free(sequence)) for sequence in arrays.frees]
+    if _any_refused(results):
+        reply.free_results.extend(results)
+        arrays.has_refused = True
+
+
+def _fork(pool: Pool, arrays: StepArrays, reply: pb.StepReply, now: float) -> None:
+    rows = zip(arrays.parents, arrays.children, arrays.hold_ms or repeat(0))
+    results = [_wire(pool.fork(parent, child, hold_until=hold_until(hold, now))) for parent, child, hold in rows]
+    if _any_refused(results):
+        reply.fork_results.extend(results)
+        arrays.has_refused = True
+
+
+def hold_until(hold_ms: int, now: float) -> float | None:
+    """When a hold ends; None for an ordinary sequence."""
+    return now + hold_ms / 1000 if hold_ms else None
+
+
+def _grow(pool: Pool, arrays: StepArrays, reply: pb.StepReply) -> None:
+    """Live sequences that have room already are the most; only the others leave anything in the reply."""
+    if arrays.has_new:
+        grants, others = _grow_each(pool, arrays)
+    else:
+        grants, others = pool.grow_many(arrays.grow_sequences, arrays.grow_token_counts)
+    if grants.rows:
+        reply.granted_grows = pack_uint32(grants.rows)
+        reply.block_counts = pack_uint32(grants.counts)
+        reply.blocks = pack_uint32s(grants.blocks)
+    is_plain = True
+    for _, grown in others:
+        if grown.copies:
+            reply.copy_sources.extend([copy.source for copy in grown.copies])
+            reply.copy_destinations.extend([copy.destination for copy in grown.copies])
+        if grown.result or grown.matched_token_count or grown.pending_token_count:
+            is_plain = False
+    if not is_plain:
+        _describe(arrays, others, reply)
+
+
+def _grow_each(pool: Pool, arrays: StepArrays) -> tuple[Grants, list[tuple[int, GrowResult]]]:
+    """As `Pool.grow_many`, new sequences among live ones."""
+    grants, others = Grants(), []
+    unborn = {child for child in arrays.children if child > pool.last_sequence_id}  # their forks were refused
+    for number, (sequence, token_count) in enumerate(zip(arrays.grow_sequences, arrays.grow_token_counts)):
+        if sequence in unborn:
+            grown = GrowResult(Result.NOT_FOUND)
+        elif sequence > pool.last_sequence_id and number in arrays.forbidden:
+            grown = GrowResult(Result.FORBIDDEN)
+        elif sequence > pool.last_sequence_id:
+            grown = pool.allocate(
+                sequence,
+                token_count,
+                arrays.grow_digests[number] if arrays.grow_digests else b"",
+                arrays.grow_namespaces[number] if arrays.grow_namespaces else "",
+                prompt_token_count=arrays.prompt_token_counts[number] if arrays.prompt_token_counts else 0,
+                priority=arrays.priorities[number] if arrays.priorities else 0,
+                defer_token_count=arrays.defer_token_counts[number] if arrays.defer_token_counts else 0,
+            )
+        else:
+            grown = pool.grow(sequence, token_count)
+        if grown.blocks:
+            grants.add(number, grown.blocks)
+        others.append((number, grown))
+    return grants, others
+
+
+def _describe(arrays: StepArrays, others: Sequence[tuple[int, GrowResult]], reply: pb.StepReply) -> None:
+    """The arrays with one number per grow, each left empty where all are 0."""
+    count = len(arrays.grow_sequences)
+    if any(grown.result for _, grown in others):
+        arrays.has_refused = True
+        results = [_wire(Result.OK)] * count
+        shortfalls, victims, lost = [0] * count, [0] * count, [0] * count
+        for number, grown in others:
+            results[number], shortfalls[number] = _wire(grown.result), grown.shortfall
+            if grown.victim is not None:
+                victims[number], lost[number] = grown.victim
+        reply.grow_results.extend(results)
+        reply.grow_shortfalls.extend(translate.omit_zeros(shortfalls))
+        reply.victim_sequences.extend(translate.omit_zeros(victims))
+        reply.victim_token_counts.extend(translate.omit_zeros(lost))
+    if any(grown.matched_token_count or grown.pending_token_count for _, grown in others):
+        matched, pending = [0] * count, [0] * count
+        for number, grown in others:
+            matched[number], pending[number] = grown.matched_token_count, grown.pending_token_count
+        reply.matched_token_counts.extend(translate.omit_zeros(matched))
+        reply.pending_token_counts.extend(translate.omit_zeros(pending))
+
+
+def _any_refused(results: Sequence[int]) -> bool:
+    """Results that are all OK are not sent: even an empty column costs."""
+    return any(result for result in results)  # compiled to a loop
+
+
+def _wire(result: Result) -> pb.Result.ValueType:
+    """The same number."""
+    return cast("pb.Result.ValueType", result)

@@ -1,0 +1,137 @@
+"""Everything that can be wrong with a Step as a whole, found before anything is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+from typing import Final
+
+from quire.v1 import allocator_pb2 as pb
+
+from quire_allocator import limits
+from quire_allocator.core.pool import Pool
+from quire_allocator.core.refusal import Refusal
+from quire_allocator.core.spec import DIGEST_BYTES
+from quire_allocator.wire import reply_size, translate
+from quire_allocator.wire.step_columns import StepArrays
+from quire_allocator.wire.translate import require
+
+_STEP_TOO_LARGE: Final = f"a step has at most {limits.STEP_BYTES_MAX} bytes"
+_TOO_MANY_OPERATIONS: Final = f"a step has at most {limits.OPERATIONS_PER_STEP_MAX} operations"
+_TOO_MANY_SEQUENCES: Final = f"a pool has at most {limits.SEQUENCES_MAX} live sequences"
+_HOLD_TOO_LONG: Final = f"hold_ms is at most {limits.HOLD_MS_MAX}"
+
+
+def check_step(pool: Pool, step: pb.Step) -> StepArrays:
+    """Everything that can be wrong with a step as a whole. Changes nothing.
+
+    Raises:
+        Refusal: MALFORMED, TOO_LARGE or LIMIT.
+    """
+    arrays = StepArrays(step)
+    if arrays.size_max > limits.STEP_BYTES_MAX:  # to know it exactly, the step is encoded once more
+        require(step.ByteSize() <= limits.STEP_BYTES_MAX, _STEP_TOO_LARGE, "TOO_LARGE")
+    require(arrays.operation_count <= limits.OPERATIONS_PER_STEP_MAX, _TOO_MANY_OPERATIONS, "TOO_LARGE")
+    if step.HasField("commits"):
+        _check_commits(pool, arrays)
+    if step.HasField("forks"):
+        _check_forks(arrays)
+    _check_grows(arrays)
+    arrays.has_new = bool(arrays.children) or pool.names_new(arrays.grow_sequences)
+    if arrays.has_new:
+        _check_sequence_count(pool, arrays)
+    reply_size.check(reply_size.step_reply_bytes_max(pool, arrays))
+    return arrays
+
+
+def _check_commits(pool: Pool, arrays: StepArrays) -> None:
+    sequences = arrays.commit_sequences
+    count = len(sequences)
+    arrays.commit_digests = _deal(arrays.commit_digest_counts, count, arrays.commit_digest_data, "commits")
+    _check_optional(arrays.keep_token_counts, count, "commits", "keep_token_counts")
+    if not count:
+        return
+    require(len(set(sequences)) == count, "commits: a sequence occurs twice")
+    dealt = map(len, arrays.commit_digests) if arrays.commit_digests else repeat(0)
+    for sequence, token_count, size in zip(sequences, arrays.commit_token_counts, dealt):
+        arrays.digest_count += size // DIGEST_BYTES
+        check_commit(pool, sequence, token_count, size // DIGEST_BYTES)
+
+
+def _check_forks(arrays: StepArrays) -> None:
+    count = len(arrays.parents)
+    require(len(arrays.children) == count, "forks: one child per parent")
+    _check_optional(arrays.hold_ms, count, "forks", "hold_ms")
+    require(not arrays.hold_ms or max(arrays.hold_ms) <= limits.HOLD_MS_MAX, _HOLD_TOO_LONG)
+
+
+def _check_grows(arrays: StepArrays) -> None:
+    tokens = 0
+    for token_count in arrays.grow_token_counts:
+        if not token_count:
+            raise Refusal("MALFORMED", "grows: token_count must be at least 1")
+        tokens += token_count
+    count = len(arrays.grow_sequences)
+    _check_optional(arrays.prompt_token_counts, count, "grows", "prompt_token_counts")
+    _check_optional(arrays.priorities, count, "grows", "priorities")
+    _check_optional(arrays.defer_token_counts, count, "grows", "defer_token_counts")
+    arrays.tokens = tokens + sum(arrays.prompt_token_counts) if arrays.prompt_token_counts else tokens
+    arrays.grow_digests = _deal(arrays.grow_digest_counts, count, arrays.grow_digest_data, "grows")
+    arrays.grow_namespaces = _namespaces(arrays, count)
+
+
+def check_commit(pool: Pool, sequence: int, token_count: int, digest_count: int) -> None:
+    """A commit must carry one digest for each digest block it fills, and never goes back.
+
+    Raises:
+        Refusal: MALFORMED.
+    """
+    filled = pool.filled_block_count(sequence, token_count)
+    if filled is not None and filled != digest_count:
+        raise Refusal("MALFORMED", f"commit of sequence {sequence}: {digest_count} digests for {filled} full blocks")
+
+
+def _check_sequence_count(pool: Pool, arrays: StepArrays) -> None:
+    if len(pool.sequences) + arrays.operation_count <= limits.SEQUENCES_MAX:
+        return
+    new = len(arrays.children) + sum(sequence > pool.last_sequence_id for sequence in arrays.grow_sequences)
+    freed = sum(sequence in pool.sequences for sequence in set(arrays.frees))
+    require(len(pool.sequences) - freed + new <= limits.SEQUENCES_MAX, _TOO_MANY_SEQUENCES, "LIMIT")
+
+
+def _check_optional(values: Sequence[int], count: int, phase: str, name: str) -> None:
+    if values and len(values) != count:
+        raise Refusal("MALFORMED", f"{phase}: as many {name} as operations, or none at all")
+
+
+def _deal(counts: Sequence[int], operations: int, data: bytes, phase: str) -> Sequence[bytes]:
+    """Deals concatenated digests out to operations, each its own; empty where nobody gets any."""
+    if not counts and not data:
+        return ()
+    if counts and len(counts) != operations:
+        raise Refusal("MALFORMED", f"{phase}: one digest_count per sequence, or none at all")
+    translate.digests(data)
+    if len(data) != DIGEST_BYTES * sum(counts):
+        raise Refusal("MALFORMED", f"{phase}: digest_counts and digests disagree")
+    if not data:
+        return ()
+    if len(counts) == 1:
+        return (data,)
+    dealt, first = [], 0
+    for count in counts:
+        end = first + count * DIGEST_BYTES
+        dealt.append(data[first:end])
+        first = end
+    return dealt
+
+
+def _namespaces(arrays: StepArrays, count: int) -> Sequence[str]:
+    indices = arrays.namespace_indices
+    if not indices and not arrays.namespaces:
+        return ()
+    names = [translate.namespace(name) for name in arrays.namespaces]
+    require(len(indices) in (0, count), "grows: one namespace_index per sequence, or none at all")
+    require(not indices or max(indices) < max(1, len(names)), "grows: a namespace_index is out of range")
+    if not names:
+        return ()
+    return [names[index] for index in indices] if indices else [names[0]] * count

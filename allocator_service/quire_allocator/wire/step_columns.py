@@ -1,0 +1,137 @@
+"""The columns of a Step, each read from the message once: a look at a field of a message makes an object."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Sequence
+from typing import Final
+
+from quire.protocol.packing import unpack_uint32, unpack_uint64
+from quire.v1 import allocator_pb2 as pb
+
+from quire_allocator.core.refusal import Refusal
+
+_NONE: Final = array("Q")
+_ID_BYTES: Final = 8  # of a sequence
+_NUMBER_BYTES: Final = 4  # of an entry of any other column
+_FRAME_BYTES: Final = 256  # of everything in a step but its columns, at most
+_NAME_FRAME_BYTES: Final = 8  # of one namespace, beside its characters of up to 4 bytes
+
+
+class StepArrays:
+    """A step by operations. What no operation has is empty.
+
+    Attributes:
+        commit_*, keep_token_counts: of the commits; frees: of the frees; parents, children, hold_ms: of the forks;
+            grow_* and the others: of the grows.
+        commit_digest_data, grow_digest_data: concatenated, as they came.
+        size_max: bytes of the message without fields that nobody knows, or somewhat more.
+        commit_digests, grow_digests, grow_namespaces, digest_count, tokens, has_new: set by `checks.check_step`. The
+            digests and namespaces dealt out to their operations; digests of all commits; tokens that all grows ask for,
+            prompts included; whether a grow may create a sequence.
+        forbidden: set by the machine, rows of the grows that must not create one.
+        has_refused: set by `steps.apply_step`, some result is not OK.
+    """
+
+    __slots__ = (
+        "children",
+        "commit_digest_counts",
+        "commit_digest_data",
+        "commit_digests",
+        "commit_sequences",
+        "commit_token_counts",
+        "defer_token_counts",
+        "digest_count",
+        "forbidden",
+        "frees",
+        "grow_digest_counts",
+        "grow_digest_data",
+        "grow_digests",
+        "grow_namespaces",
+        "grow_sequences",
+        "grow_token_counts",
+        "has_new",
+        "has_refused",
+        "hold_ms",
+        "keep_token_counts",
+        "namespace_indices",
+        "namespaces",
+        "parents",
+        "priorities",
+        "prompt_token_counts",
+        "size_max",
+        "tokens",
+    )
+
+    def __init__(self, step: pb.Step) -> None:
+        """Reads them.
+
+        Raises:
+            Refusal: MALFORMED, half an entry in a column, or sequences and token counts that do not go together.
+        """
+        self.size_max = _FRAME_BYTES
+        self.commit_sequences = self.commit_token_counts = self.commit_digest_counts = self.keep_token_counts = _NONE
+        self.frees = self.parents = self.children = self.hold_ms = _NONE
+        self.grow_sequences = self.grow_digest_counts = self.namespace_indices = _NONE
+        self.prompt_token_counts = self.priorities = self.defer_token_counts = _NONE
+        self.grow_token_counts: list[int] = []
+        self.namespaces: Sequence[str] = ()
+        self.commit_digest_data = self.grow_digest_data = b""
+        self.commit_digests: Sequence[bytes] = ()
+        self.grow_digests: Sequence[bytes] = ()
+        self.grow_namespaces: Sequence[str] = ()
+        self.digest_count = self.tokens = 0
+        self.has_new = self.has_refused = False
+        self.forbidden: Collection[int] = ()
+        if step.HasField("commits"):
+            self._read_commits(step.commits)
+        if step.HasField("frees"):
+            self.frees = self._column(step.frees.sequences, _ID_BYTES, "frees: sequences")
+        if step.HasField("forks"):
+            forks = step.forks
+            self.parents = self._column(forks.parents, _ID_BYTES, "forks: parents")
+            self.children = self._column(forks.children, _ID_BYTES, "forks: children")
+            self.hold_ms = self._column(forks.hold_ms, _NUMBER_BYTES, "forks: hold_ms")
+        if step.HasField("grows"):
+            self._read_grows(step.grows)
+
+    @property
+    def operation_count(self) -> int:
+        """Operations of all phases."""
+        return len(self.commit_sequences) + len(self.frees) + len(self.parents) + len(self.grow_sequences)
+
+    def _read_commits(self, commits: pb.CommitPhase) -> None:
+        self.commit_sequences, self.commit_token_counts = self._rows(commits.sequences, commits.token_counts, "commits")
+        self.commit_digest_counts = self._column(commits.digest_counts, _NUMBER_BYTES, "commits: digest_counts")
+        self.commit_digest_data = commits.digests
+        self.keep_token_counts = self._column(commits.keep_token_counts, _NUMBER_BYTES, "commits: keep_token_counts")
+        self.size_max += len(self.commit_digest_data)
+
+    def _read_grows(self, grows: pb.GrowPhase) -> None:
+        self.grow_sequences, token_counts = self._rows(grows.sequences, grows.token_counts, "grows")
+        self.grow_token_counts = token_counts.tolist()
+        self.grow_digest_counts = self._column(grows.digest_counts, _NUMBER_BYTES, "grows: digest_counts")
+        self.grow_digest_data = grows.digests
+        self.namespace_indices = self._column(grows.namespace_indices, _NUMBER_BYTES, "grows: namespace_indices")
+        self.prompt_token_counts = self._column(grows.prompt_token_counts, _NUMBER_BYTES, "grows: prompt_token_counts")
+        self.priorities = self._column(grows.priorities, _NUMBER_BYTES, "grows: priorities")
+        self.defer_token_counts = self._column(grows.defer_token_counts, _NUMBER_BYTES, "grows: defer_token_counts")
+        self.size_max += len(self.grow_digest_data)
+        namespaces = grows.namespaces
+        if namespaces:
+            self.namespaces = namespaces
+            self.size_max += sum([_NAME_FRAME_BYTES + 4 * len(name) for name in namespaces])
+
+    def _rows(self, sequences: bytes, token_counts: bytes, phase: str) -> tuple[array[int], array[int]]:
+        if 2 * len(token_counts) != len(sequences):
+            raise Refusal("MALFORMED", f"{phase}: 8 bytes of sequences and 4 of token_counts for each operation")
+        return self._column(sequences, _ID_BYTES, phase), self._column(token_counts, _NUMBER_BYTES, phase)
+
+    def _column(self, data: bytes, width: int, name: str) -> array[int]:
+        """Numbers of 4 or 8 bytes. Most columns of most steps are empty."""
+        if not data:
+            return _NONE
+        self.size_max += len(data)
+        if len(data) % width:
+            raise Refusal("MALFORMED", f"{name}: {width} bytes for each operation")
+        return unpack_uint64(data) if width == _ID_BYTES else unpack_uint32(data)

@@ -1,0 +1,170 @@
+"""Between `quire.v1` messages and the core's values: validation on the way in, struct of arrays on the way out."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from quire.protocol.limits import MESSAGE_BYTES_MAX, NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
+from quire.protocol.packing import pack_uint32
+from quire.v1 import allocator_pb2 as pb
+
+from quire_allocator import limits
+from quire_allocator.core.eviction.policies import POLICIES
+from quire_allocator.core.refusal import Refusal
+from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, GroupSpec, PoolSpec, Quota, Victim
+
+_NAME = re.compile(rf"[A-Za-z0-9._/-]{{1,{limits.NAME_CHARACTERS_MAX}}}")
+
+_KINDS: dict[int, GroupKind] = {
+    pb.GROUP_KIND_FULL_ATTENTION: GroupKind.FULL_ATTENTION,
+    pb.GROUP_KIND_SLIDING_WINDOW: GroupKind.SLIDING_WINDOW,
+    pb.GROUP_KIND_CHUNKED_LOCAL: GroupKind.CHUNKED_LOCAL,
+    pb.GROUP_KIND_STATE: GroupKind.STATE,
+}
+_WIRE_KINDS = {kind: cast("pb.GroupKind.ValueType", number) for number, kind in _KINDS.items()}
+
+LIMITS = pb.Limits(
+    message_bytes_max=MESSAGE_BYTES_MAX,
+    step_bytes_max=limits.STEP_BYTES_MAX,
+    operations_per_step_max=limits.OPERATIONS_PER_STEP_MAX,
+    sequences_max=limits.SEQUENCES_MAX,
+    window_max=limits.WINDOW_MAX,
+)
+
+
+def require(condition: bool, message: str | Callable[[], str], reason: str = "MALFORMED") -> None:
+    """Raises Refusal unless the condition holds."""
+    if not condition:
+        raise Refusal(reason, message if isinstance(message, str) else message())
+
+
+def pool_name(name: str) -> str:
+    """A pool's name, checked."""
+    require(_NAME.fullmatch(name) is not None, "pool must be 1 to 128 characters of [A-Za-z0-9._/-]")
+    return name
+
+
+def namespace(name: str) -> str:
+    """A namespace, checked."""
+    require(len(name.encode()) <= NAMESPACE_BYTES_MAX, "namespace must be at most 128 bytes")
+    return name
+
+
+def request_id(text: str) -> str:
+    """A request id, checked."""
+    require(0 < len(text) <= REQUEST_ID_CHARACTERS_MAX, "request_id must be 1 to 64 characters")
+    return text
+
+
+def digests(data: bytes) -> bytes:
+    """Concatenated digests, checked."""
+    if len(data) % DIGEST_BYTES:
+        raise Refusal("MALFORMED", f"digests must be a multiple of {DIGEST_BYTES} bytes")
+    return data
+
+
+def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
+    """A pool's specification.
+
+    Raises:
+        Refusal: MALFORMED, a number out of range; LAYOUT, groups that this allocator cannot manage.
+    """
+    require(1 <= spec.block_count <= limits.BLOCKS_MAX, f"block_count must be 1 to {limits.BLOCKS_MAX}")
+    require(1 <= len(spec.groups) <= limits.GROUPS_MAX, f"a pool has 1 to {limits.GROUPS_MAX} groups")
+    require(len(spec.cache_layout.encode()) <= limits.LAYOUT_BYTES_MAX, "cache_layout is too long")
+    require(len(spec.model_fingerprint) <= limits.FINGERPRINT_BYTES_MAX, "model_fingerprint is too long")
+    require(spec.watermark_block_count <= spec.block_count, "watermark_block_count is above block_count")
+    require(
+        not spec.eviction_policy or spec.eviction_policy in POLICIES,
+        lambda: f"eviction_policy is none of {', '.join(sorted(POLICIES))}",  # not what it is: it may be of any length
+    )
+    groups = tuple(map(_group_spec, spec.groups))
+    smallest = min(group.block_size for group in groups)
+    require(
+        all(group.block_size % smallest == 0 for group in groups),
+        f"every block_size must be a multiple of the smallest, {smallest}",
+        "LAYOUT",
+    )
+    return PoolSpec(
+        spec.block_count,
+        groups,
+        spec.cache_layout,
+        spec.model_fingerprint,
+        spec.watermark_block_count,
+        _quotas(spec.quotas),
+        spec.eviction_policy,
+    )
+
+
+def _group_spec(group: pb.GroupSpec) -> GroupSpec:
+    kind = _KINDS.get(group.kind)
+    if kind is None:
+        raise Refusal("LAYOUT", f"group kind {group.kind} is not managed")
+    require(1 <= group.block_size <= limits.BLOCK_SIZE_MAX, f"block_size must be 1 to {limits.BLOCK_SIZE_MAX}")
+    if kind in (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL):
+        require(
+            1 <= group.window <= limits.WINDOW_TOKENS_MAX,
+            f"window of a {kind.name} group must be 1 to {limits.WINDOW_TOKENS_MAX}",
+        )
+    else:
+        require(group.window == 0, f"a {kind.name} group has no window")
+    allowed = limits.CHECKPOINTS_MAX if kind is GroupKind.STATE else 0
+    require(group.checkpoints_max <= allowed, f"checkpoints_max of a {kind.name} group is at most {allowed}")
+    return GroupSpec(kind, group.block_size, group.window, group.checkpoints_max)
+
+
+def _quotas(quotas: Sequence[pb.Quota]) -> tuple[Quota, ...]:
+    require(len(quotas) <= limits.QUOTAS_MAX, f"a pool has at most {limits.QUOTAS_MAX} quotas")
+    names = [namespace(quota.namespace) for quota in quotas]
+    require(len(set(names)) == len(names), "two quotas name the same namespace")
+    return tuple(
+        Quota(
+            quota.namespace,
+            quota.held_blocks_max if quota.HasField("held_blocks_max") else None,
+            quota.cached_blocks_max if quota.HasField("cached_blocks_max") else None,
+        )
+        for quota in quotas
+    )
+
+
+def pool_spec_message(spec: PoolSpec) -> pb.PoolSpec:
+    """The same, on the way out."""
+    return pb.PoolSpec(
+        block_count=spec.block_count,
+        groups=[
+            pb.GroupSpec(
+                kind=_WIRE_KINDS[g.kind], block_size=g.block_size, window=g.window, checkpoints_max=g.checkpoints_max
+            )
+            for g in spec.groups
+        ],
+        cache_layout=spec.cache_layout,
+        model_fingerprint=spec.model_fingerprint,
+        watermark_block_count=spec.watermark_block_count,
+        quotas=[
+            pb.Quota(
+                namespace=quota.namespace,
+                held_blocks_max=quota.held_block_count_max,
+                cached_blocks_max=quota.cached_block_count_max,
+            )
+            for quota in spec.quotas
+        ],
+        eviction_policy=spec.eviction_policy,
+    )
+
+
+def block_table(blocks: array[int]) -> pb.BlockTable:
+    """Block ids as uint32 little-endian."""
+    return pb.BlockTable(blocks=pack_uint32(blocks))
+
+
+def victim(victim: Victim | None) -> pb.Victim | None:
+    """Whom to preempt, if anybody."""
+    return pb.Victim(sequence_id=victim.sequence_id, token_count=victim.token_count) if victim is not None else None
+
+
+def omit_zeros(values: list[int]) -> list[int]:
+    """An array of zeros is sent empty."""
+    return values if any(values) else []

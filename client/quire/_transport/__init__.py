@@ -1,0 +1,1 @@
+"""Between the clients and gRPC: channels, retries, streams, and messages turned into values."""

@@ -1,0 +1,37 @@
+"""Addresses: what a client connects to and a server listens on."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from quire.errors import UsageError
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host and port of `host:port` or `[ipv6]:port`.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()) or int(port) > 65_535:
+        raise UsageError(f"{address!r} is no address; write host:port or unix:///path")
+    return host.strip("[]"), int(port)
+
+
+def is_unix(address: str) -> bool:
+    """Whether the address is a Unix socket."""
+    return address.startswith("unix:")
+
+
+def is_local(address: str) -> bool:
+    """Whether only this machine can reach the address: a Unix socket or loopback."""
+    if is_unix(address):
+        return True
+    host, _ = split(address)
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,317 @@
+"""Channels: addresses, deadlines, retries, tokens and errors, for both flavours of the clients.
+
+Every call but a watch has a deadline. A call that meets UNAVAILABLE is repeated at most three times, 50 to 500 ms apart
+with jitter, and no earlier than the server says; no other code is ever repeated, and the Session stream never.
+Operations that change something carry a request id, so that a repeated one is applied once. gRPC itself repeats unary
+calls, `Attempts` the streams of Generate, `watch.Watch` those of WatchEvents, which go on as often as it takes once
+they have begun.
+
+A token travels as `authorization: Bearer ...` with every call, and never unencrypted to another machine: whoever can
+listen could use it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Generic, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+from grpc import aio
+
+from quire._secret_files import read_token
+from quire._transport.address import is_local, is_unix
+from quire.errors import InternalError, QuireError, UnavailableError, UsageError, from_rpc_error, jittered_s
+from quire.protocol.limits import MESSAGE_BYTES_MAX
+from quire.tls import Tls, resolve_tls
+
+DEFAULT_ALLOCATOR: Final = "127.0.0.1:7070"
+DEFAULT_WORKER: Final = "127.0.0.1:7071"
+UNARY_TIMEOUT_S: Final = 30.0
+GENERATE_TIMEOUT_S: Final = 600.0
+
+ATTEMPTS_MAX: Final = 4
+BACKOFF_S: Final = 0.05  # before the second attempt; three times as long before each further one
+BACKOFF_S_MAX: Final = 0.5
+BACKOFF_FACTOR: Final = 3
+
+_SERVICE_CONFIG: Final = {
+    "methodConfig": [
+        {
+            "name": [{}],
+            "retryPolicy": {
+                "maxAttempts": ATTEMPTS_MAX,
+                "initialBackoff": f"{BACKOFF_S}s",
+                "maxBackoff": f"{BACKOFF_S_MAX}s",
+                "backoffMultiplier": BACKOFF_FACTOR,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        },
+        # The entry that names a method wins over the one above. An owner's stream must attach again, not be replayed.
+        # A server's stream with a retry policy hangs past its deadline where the connection is lost before the first
+        # message (threads only; grpcio 1.85): `Attempts` and `Watch` repeat it instead.
+        {
+            "name": [
+                {"service": "quire.v1.AllocatorService", "method": "Session"},
+                {"service": "quire.v1.AllocatorService", "method": "WatchEvents"},
+                {"service": "quire.v1.WorkerService", "method": "Generate"},
+            ]
+        },
+    ]
+}
+
+OPTIONS: Final[Sequence[tuple[str, Any]]] = (
+    ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
+    ("grpc.service_config_disable_resolution", 1),
+    ("grpc.enable_retries", 1),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 200),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.enable_http_proxy", 0),
+    # A connection of its own for each channel: a new channel would else go on with one that has fallen silent.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+RequestT = TypeVar("RequestT", bound=Message)
+ResponseT = TypeVar("ResponseT", bound=Message)
+ItemT = TypeVar("ItemT")
+
+
+def resolve_token(token: str | None) -> str | None:
+    """The given token, or the one in the file that QUIRE_TOKEN_FILE names, or None.
+
+    Raises:
+        UsageError: that file is unusable.
+    """
+    return token if token is not None else read_token(os.environ.get("QUIRE_TOKEN_FILE") or None)
+
+
+def resolve_address(address: str | None, variable: str, default: str) -> str:
+    """The given address, or the environment variable's, or the default."""
+    return address or os.environ.get(variable) or default
+
+
+def readable(message: ItemT | None) -> ItemT:
+    """The message. grpc.aio gives None for bytes that are none, where the other flavour fails the call.
+
+    Raises:
+        InternalError: it is None.
+    """
+    if message is None:
+        raise InternalError("what answers sends no messages of this protocol, or they arrive spoiled")
+    return message
+
+
+def is_task_cancelled() -> bool:
+    """Whether a CancelledError is meant for the task that runs: grpc.aio raises the same for a call that somebody else
+    cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _is_here(address: str) -> bool:
+    """Whether what is sent there stays on this machine; a form of address that only gRPC knows does not count."""
+    try:
+        return is_local(address)
+    except UsageError:
+        return False
+
+
+class Attempts(Generic[ItemT]):
+    """A call that streams messages, and its repetition: what `_SERVICE_CONFIG` says for unary calls, by our own hand.
+
+    Args:
+        link: of the stub, its address and what it shows.
+        method: of a stub, of either flavour.
+        request: sent with each attempt.
+        read: makes of a message what the caller gets.
+        timeout_s: for all attempts together, pauses included.
+
+    Attributes:
+        call: the current attempt.
+        request_id: of the call, for its errors.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        method: Callable[..., Any],
+        request: Message,
+        read: Callable[[Any], ItemT],
+        timeout_s: float,
+    ) -> None:
+        self._link = link
+        self._method = method
+        self._request = request
+        self._deadline = time.monotonic() + timeout_s
+        self._count = 1
+        self._begun = False
+        self._read = read
+        self.request_id = getattr(request, "request_id", None)
+        self.call = self._start(timeout_s)
+
+    def _start(self, left_s: float) -> Any:
+        self._link.check_open()
+        return self._method(self._request, timeout=left_s, metadata=self._link.metadata)
+
+    def read(self, message: Any) -> ItemT:
+        """What the caller makes of a message; once one has arrived the call is never repeated."""
+        self._begun = True
+        return self._read(message)
+
+    def pause_s(self, error: grpc.RpcError) -> float | None:
+        """Seconds to wait before `again`; None where this error of the current attempt is the call's."""
+        if self._begun or error.code() != grpc.StatusCode.UNAVAILABLE or self._count >= ATTEMPTS_MAX:
+            return None
+        pause_s = min(BACKOFF_S * BACKOFF_FACTOR ** (self._count - 1), BACKOFF_S_MAX) * random.uniform(0.8, 1.2)
+        pause_s = max(pause_s, jittered_s(from_rpc_error(error).retry_after_s))
+        return pause_s if time.monotonic() + pause_s < self._deadline else None
+
+    def again(self) -> None:
+        """Starts the next attempt, in the time that is left."""
+        self._count += 1
+        self.call = self._start(max(self._deadline - time.monotonic(), 0.0))
+
+
+class Link:
+    """What the two flavours of a connection share.
+
+    Raises:
+        UsageError: a file is unusable, or a token would go to another machine unencrypted.
+    """
+
+    def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
+        self.address = address
+        self.timeout_s = timeout_s
+        self._tls = tls = resolve_tls(tls)
+        self.credentials = tls.channel_credentials() if tls is not None else None
+        token = resolve_token(token)
+        if token and tls is None and not _is_here(address):
+            raise UsageError(
+                f"a token is not sent to {address} unencrypted: give --tls-ca, QUIRE_TLS_CA or tls=quire.Tls(...)"
+            )
+        self.metadata: tuple[tuple[str, str], ...] = (("authorization", f"Bearer {token}"),) if token else ()
+        # A socket's path is no name that a certificate could have; who serves it is this machine.
+        name = (("grpc.ssl_target_name_override", "localhost"),) if tls is not None and is_unix(address) else ()
+        self.options = (*OPTIONS, *name)
+        self._is_closed = False
+
+    def check_open(self) -> None:
+        """gRPC's own error for it is no RpcError.
+
+        Raises:
+            UnavailableError: the client was closed.
+        """
+        if self._is_closed:
+            raise UnavailableError("the client is closed")
+
+    def deadline(self, timeout_s: float | None) -> float:
+        """Seconds that a call may take."""
+        return self.timeout_s if timeout_s is None else timeout_s
+
+    def translate(self, error: grpc.RpcError, request_id: str | None = None) -> QuireError:
+        """The exception for what gRPC raised; it names the address where nobody answered there."""
+        return self.explain(from_rpc_error(error, request_id))
+
+    def explain(self, error: QuireError) -> QuireError:
+        """The same; where nobody answered it says where, and how it was tried: a server that asks for TLS, or for
+        another certificate, just hangs up."""
+        if not isinstance(error, UnavailableError) or error.reason is not None:
+            return error
+        how = "not encrypted"
+        if self._tls is not None:
+            how = f"TLS, {self._tls.cert or 'no client certificate'}"
+        return UnavailableError(f"no answer from {self.address}: {error.message} [{how}]", None, error.request_id)
+
+
+class SyncLink(Link):
+    """A connection for threads."""
+
+    def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
+        super().__init__(address, token, tls, timeout_s)
+        self.channel = (
+            grpc.insecure_channel(address, options=self.options)
+            if self.credentials is None
+            else grpc.secure_channel(address, self.credentials, options=self.options)
+        )
+
+    def call(
+        self,
+        method: grpc.UnaryUnaryMultiCallable[RequestT, ResponseT],
+        request: RequestT,
+        timeout_s: float | None = None,
+    ) -> ResponseT:
+        """Calls a unary method.
+
+        Raises:
+            QuireError: the call failed.
+        """
+        self.check_open()
+        try:
+            return method(request, timeout=self.deadline(timeout_s), metadata=self.metadata)
+        except grpc.RpcError as error:
+            raise self.translate(error, getattr(request, "request_id", None)) from None
+
+    def close(self) -> None:
+        """Ends all calls and the connection."""
+        self._is_closed = True
+        self.channel.close()
+
+
+class AsyncLink(Link):
+    """A connection for asyncio; made inside the event loop that uses it."""
+
+    def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
+        super().__init__(address, token, tls, timeout_s)
+        self.channel = self._new_channel()
+
+    def _new_channel(self) -> aio.Channel:
+        if self.credentials is None:
+            return aio.insecure_channel(self.address, options=self.options)
+        return aio.secure_channel(self.address, self.credentials, options=self.options)
+
+    def another(self) -> AsyncLink:
+        """The same, on a connection of its own."""
+        twin = copy.copy(self)
+        twin.channel = self._new_channel()
+        return twin
+
+    async def reconnect(self) -> None:
+        """A new `channel`, on a new connection, in place of one that has fallen silent: gRPC keeps using a connection
+        whose other end is gone for as long as TCP does, a quarter of an hour. Calls on the old one end."""
+        old, self.channel = self.channel, self._new_channel()
+        await old.close(None)
+
+    async def call(
+        self,
+        method: aio.UnaryUnaryMultiCallable[RequestT, ResponseT],
+        request: RequestT,
+        timeout_s: float | None = None,
+    ) -> ResponseT:
+        """Calls a unary method.
+
+        Raises:
+            QuireError: the call failed.
+        """
+        self.check_open()
+        try:
+            return readable(await method(request, timeout=self.deadline(timeout_s), metadata=self.metadata))
+        except asyncio.CancelledError:
+            if is_task_cancelled():
+                raise
+            raise UnavailableError("the client was closed meanwhile") from None
+        except grpc.RpcError as error:
+            raise self.translate(error, getattr(request, "request_id", None)) from None
+
+    async def close(self) -> None:
+        """Ends all calls and the connection."""
+        self._is_closed = True
+        await self.channel.close(None)

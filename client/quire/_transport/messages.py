@@ -1,0 +1,357 @@
+"""Between `quire.v1` messages and the values of `quire.types`: pure functions that both flavours share."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+from google.protobuf.message import Message
+
+from quire import types, views
+from quire.errors import InternalError, InvalidArgumentError, Reason, UnavailableError
+from quire.protocol.packing import unpack_uint32
+from quire.protocol.steps import NULL_BLOCK, Copy, Result, Swap, Victim, concatenated
+from quire.v1 import allocator_pb2 as pb
+from quire.v1 import worker_pb2 as worker_pb
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The worker
+
+
+def generate_request(
+    prompt: str | Sequence[int],
+    params: types.SamplingParams | None,
+    options: types.SamplingOptions,
+    namespace: str,
+    request_id: str | None,
+) -> worker_pb.GenerateRequest:
+    """A prompt and how to continue it; `options` override `params`.
+
+    Raises:
+        TypeError: an unknown option, or a value of the wrong type.
+        InvalidArgumentError: BAD_PARAMETER, a number that the message cannot carry.
+    """
+    request_id = request_id or new_request_id()
+    sampling = replace(params or types.SamplingParams(), **options)
+    for name in ("max_tokens", "n", "top_p"):  # 0 means "unset" on the wire, so that it would not be refused there
+        if getattr(sampling, name) == 0:
+            raise InvalidArgumentError(f"{name} must be above 0", Reason.BAD_PARAMETER, request_id)
+    request = worker_pb.GenerateRequest()
+    fields = {name: getattr(sampling, name) for name in types.SamplingOptions.__annotations__}
+    stop_token_ids = fields.pop("stop_token_ids")
+    if sampling.seed is None:
+        del fields["seed"]
+    _fill(request, request_id, namespace=namespace, request_id=request_id)
+    _fill(request.sampling, request_id, **fields)
+    _extend(request.sampling.stop_token_ids, "stop_token_ids", stop_token_ids, request_id)
+    if isinstance(prompt, str):
+        _fill(request, request_id, text=prompt)
+    elif isinstance(prompt, (bytes, bytearray)):
+        raise TypeError("prompt must be text or token ids, not bytes")
+    else:
+        request.tokens.SetInParent()
+        _extend(request.tokens.ids, "prompt", prompt, request_id)
+    return request
+
+
+def chunk(message: worker_pb.GenerateResponse) -> types.Chunk:
+    """Some tokens of one sample.
+
+    Raises:
+        InternalError: it ended for a reason that this version does not know.
+    """
+    if message.finish_reason not in worker_pb.FinishReason.values():
+        raise InternalError(f"the worker says that a sample ended for reason {message.finish_reason}")
+    return types.Chunk(
+        sample=message.sample,
+        token_ids=tuple(message.token_ids),
+        text=message.text,
+        finish_reason=types.FinishReason(message.finish_reason) if message.finish_reason else None,
+        usage=_usage(message.usage) if message.HasField("usage") else None,
+    )
+
+
+def gather(chunks: Iterable[types.Chunk], request_id: str) -> types.Generation:
+    """All chunks of a request as its result.
+
+    Raises:
+        UnavailableError: the stream ended before the request did.
+    """
+    token_ids: dict[int, list[int]] = {}
+    pieces: dict[int, list[str]] = {}
+    finished: dict[int, types.FinishReason] = {}
+    usage = None
+    for part in chunks:
+        token_ids.setdefault(part.sample, []).extend(part.token_ids)
+        pieces.setdefault(part.sample, []).append(part.text)
+        if part.finish_reason is not None:
+            finished[part.sample] = part.finish_reason
+        usage = part.usage or usage
+    if usage is None or len(finished) < len(pieces):
+        raise UnavailableError("the stream ended before the request was finished", None, request_id)
+    samples = tuple(types.Sample("".join(pieces[i]), tuple(token_ids[i]), finished[i]) for i in sorted(pieces))
+    return types.Generation(samples, usage, request_id)
+
+
+def worker_status(message: worker_pb.GetStatusResponse) -> types.WorkerStatus:
+    """A worker in a few numbers."""
+    return types.WorkerStatus(**_values(message))
+
+
+def _usage(message: worker_pb.Usage) -> types.Usage:
+    return types.Usage(**_values(message))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Pools
+
+
+def pool_spec_message(spec: types.PoolSpec) -> pb.PoolSpec:
+    """What an owner declares."""
+    message = pb.PoolSpec(
+        cache_layout=spec.cache_layout,
+        model_fingerprint=spec.model_fingerprint,
+        eviction_policy=spec.eviction_policy,
+    )
+    for group in spec.groups:
+        added = message.groups.add(kind=cast("pb.GroupKind.ValueType", int(group.kind)))
+        sizes = {"block_size": group.block_size, "window": group.window, "checkpoints_max": group.checkpoints_max}
+        _fill(added, reason=Reason.MALFORMED, **sizes)
+    for quota in spec.quotas:
+        limits = {"held_blocks_max": quota.held_blocks_max, "cached_blocks_max": quota.cached_blocks_max}
+        given = {name: limit for name, limit in limits.items() if limit is not None}
+        _fill(message.quotas.add(namespace=quota.namespace), reason=Reason.MALFORMED, **given)
+    counts = {"block_count": spec.block_count, "watermark_block_count": spec.watermark_block_count}
+    return _fill(message, reason=Reason.MALFORMED, **counts)
+
+
+def pool_spec(message: pb.PoolSpec) -> types.PoolSpec:
+    """What an owner declared."""
+    groups = (
+        types.GroupSpec(types.GroupKind(group.kind), group.block_size, group.window, group.checkpoints_max)
+        for group in message.groups
+    )
+    quotas = (
+        types.Quota(
+            quota.namespace,
+            quota.held_blocks_max if quota.HasField("held_blocks_max") else None,
+            quota.cached_blocks_max if quota.HasField("cached_blocks_max") else None,
+        )
+        for quota in message.quotas
+    )
+    return types.PoolSpec(**{**_values(message), "groups": tuple(groups), "quotas": tuple(quotas)})
+
+
+def pool_summary(message: pb.PoolSummary) -> views.PoolSummary:
+    """A pool in a few numbers."""
+    values = _values(message)
+    values.update(
+        spec=pool_spec(message.spec),
+        session_kind=views.SessionKind(message.session_kind),
+        groups=tuple(views.GroupUsage(**_values(group)) for group in message.groups),
+    )
+    return views.PoolSummary(**values)
+
+
+def pool_usage(message: pb.GetPoolResponse) -> views.PoolUsage:
+    """Where the memory of a pool goes."""
+    usage = message.usage
+    values = _values(usage)
+    values.update(
+        summary=pool_summary(message.summary),
+        namespaces=tuple(views.NamespaceUsage(**_values(use)) for use in usage.namespaces),
+        longest_prefixes=tuple(views.PrefixUsage(**_values(use)) for use in usage.longest_prefixes),
+        most_shared_prefixes=tuple(views.PrefixUsage(**_values(use)) for use in usage.most_shared_prefixes),
+    )
+    return views.PoolUsage(**values)
+
+
+def pool_blocks(pages: Sequence[pb.GetPoolResponse]) -> views.PoolBlocks:
+    """Who holds what, from all pages of an answer; the summary is the last page's."""
+    parts: dict[int, list[pb.SequenceInfo]] = {}  # a long sequence comes in several
+    for page in pages:
+        for info in page.sequences:
+            parts.setdefault(info.sequence_id, []).append(info)
+    return views.PoolBlocks(
+        summary=pool_summary(pages[-1].summary),
+        block_states=b"".join(page.block_states for page in pages),
+        sequences=tuple(map(_sequence, parts.values())),
+    )
+
+
+def next_page(request: pb.GetPoolRequest, page: pb.GetPoolResponse) -> pb.GetPoolRequest | None:
+    """What to ask for after this page; None after the last one."""
+    if not page.truncated:
+        return None
+    following = pb.GetPoolRequest()
+    following.CopyFrom(request)
+    following.first_block = page.first_block + len(page.block_states)
+    if page.sequences:
+        last = page.sequences[-1]
+        following.after_sequence_id = last.sequence_id - 1 if last.continues else last.sequence_id
+        # Groups of larger blocks have shorter tables: the longest one says how far all have come.
+        entries = max(len(table.blocks) // 4 for table in last.tables) if last.continues else 0
+        following.first_entry = last.first_entry + entries if last.continues else 0
+    return following if following != request else None
+
+
+def match_request(digests: bytes | Iterable[bytes], namespace: str) -> pb.MatchPrefixRequest:
+    """Asks who has published a prompt."""
+    return pb.MatchPrefixRequest(namespace=namespace, digests=concatenated(digests))
+
+
+def prefix_matches(message: pb.MatchPrefixResponse) -> tuple[views.PrefixMatch, ...]:
+    """Pools that match, best first."""
+    return tuple(views.PrefixMatch(match.pool, match.matched_token_count) for match in message.matches)
+
+
+def watch_request(pool: str, session_id: bytes, cursor: int) -> pb.WatchEventsRequest:
+    """Asks for the events of a pool."""
+    return _fill(pb.WatchEventsRequest(pool=pool, session_id=session_id), reason=Reason.MALFORMED, cursor=cursor)
+
+
+def _sequence(parts: Sequence[pb.SequenceInfo]) -> views.SequenceInfo:
+    """A sequence from its parts in order; counts are the last part's."""
+    info = parts[-1]
+    pieces = zip(*(part.tables for part in parts), strict=True)  # per group
+    return views.SequenceInfo(
+        sequence_id=info.sequence_id,
+        namespace=info.namespace,
+        token_count=info.token_count,
+        committed_token_count=info.committed_token_count,
+        tables=_tables(pb.BlockTable(blocks=b"".join(piece.blocks for piece in group)) for group in pieces),
+    )
+
+
+def _tables(tables: Iterable[pb.BlockTable]) -> tuple[types.BlockTable, ...]:
+    return tuple(
+        tuple(None if block == NULL_BLOCK else block for block in unpack_uint32(table.blocks)) for table in tables
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Unary sessions
+
+
+def open_request(pool: str, spec: types.PoolSpec, request_id: str | None) -> pb.OpenSessionRequest:
+    """Asks for a pool."""
+    request = _operation(pb.OpenSessionRequest(spec=pool_spec_message(spec)), request_id)
+    return _fill(request, request.request_id, reason=Reason.MALFORMED, pool=pool)
+
+
+def allocate_request(
+    session_id: bytes,
+    request_id: str | None,
+    *,
+    digests: bytes | Iterable[bytes],
+    namespace: str,
+    **counts: int,
+) -> pb.AllocateRequest:
+    """Asks for a new sequence."""
+    request = pb.AllocateRequest(session_id=session_id, digests=concatenated(digests), namespace=namespace)
+    return _operation(request, request_id, **counts)
+
+
+def grow_request(session_id: bytes, request_id: str | None, sequence_id: int, token_count: int) -> pb.GrowRequest:
+    """Asks for a longer sequence."""
+    request = pb.GrowRequest(session_id=session_id)
+    return _operation(request, request_id, sequence_id=sequence_id, token_count=token_count)
+
+
+def fork_request(
+    session_id: bytes, request_id: str | None, parent_id: int, child_id: int, hold_ms: int
+) -> pb.ForkRequest:
+    """Asks for a copy of a sequence."""
+    request = pb.ForkRequest(session_id=session_id)
+    return _operation(request, request_id, parent_id=parent_id, child_id=child_id, hold_ms=hold_ms)
+
+
+def commit_request(
+    session_id: bytes, request_id: str | None, *, digests: bytes | Iterable[bytes], **counts: int
+) -> pb.CommitRequest:
+    """Reports computed tokens."""
+    return _operation(pb.CommitRequest(session_id=session_id, digests=concatenated(digests)), request_id, **counts)
+
+
+def free_request(session_id: bytes, request_id: str | None, sequence_id: int) -> pb.FreeRequest:
+    """Drops a sequence."""
+    return _operation(pb.FreeRequest(session_id=session_id), request_id, sequence_id=sequence_id)
+
+
+def allocation(message: pb.AllocateResponse) -> types.Allocation:
+    """What an allocate did."""
+    return types.Allocation(
+        result=Result(message.result),
+        matched_token_count=message.matched_token_count,
+        tables=_tables(message.tables),
+        copies=_copies(message),
+        shortfall=message.shortfall,
+        pending_token_count=message.pending_token_count,
+        victim=_victim(message),
+    )
+
+
+def growth(message: pb.GrowResponse) -> types.Growth:
+    """What a grow did."""
+    result = Result(message.result)
+    return types.Growth(result, _tables(message.tables), _copies(message), message.shortfall, _victim(message))
+
+
+def _copies(message: pb.AllocateResponse | pb.GrowResponse) -> tuple[Copy, ...]:
+    return tuple(map(Copy, message.copy_sources, message.copy_destinations))
+
+
+def _victim(message: pb.AllocateResponse | pb.GrowResponse) -> Victim | None:
+    victim = message.victim
+    return Victim(victim.sequence_id, victim.token_count) if message.HasField("victim") else None
+
+
+def commit_outcome(sequence_id: int, message: pb.CommitResponse) -> types.CommitOutcome:
+    """What a commit did."""
+    swaps = (
+        Swap(sequence_id, group, index, block)
+        for group, index, block in zip(message.swap_groups, message.swap_indices, message.swap_blocks, strict=True)
+    )
+    return types.CommitOutcome(Result(message.result), tuple(swaps))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Filling and reading messages
+
+
+def new_request_id() -> str:
+    """A random id for one call."""
+    return uuid.uuid4().hex
+
+
+def _operation(message: MessageT, request_id: str | None, **values: int) -> MessageT:
+    """Fills in what every operation has: a request id, a new one where the caller gave none, and numbers."""
+    request_id = request_id or new_request_id()
+    return _fill(message, request_id, reason=Reason.MALFORMED, request_id=request_id, **values)
+
+
+def _fill(
+    _message: MessageT, _error_id: str | None = None, /, *, reason: Reason = Reason.BAD_PARAMETER, **values: Any
+) -> MessageT:
+    for name, value in values.items():
+        try:
+            setattr(_message, name, value)
+        except ValueError as error:  # protobuf's word for a number out of the field's range
+            raise InvalidArgumentError(f"{name}: {error}", reason, _error_id) from None
+    return _message
+
+
+def _values(message: Message) -> dict[str, Any]:
+    """Every field of a message, for a value whose attributes have the same names."""
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+
+
+def _extend(field: Any, name: str, values: Iterable[int], request_id: str) -> None:
+    try:
+        field.extend(values)
+    except ValueError as error:
+        raise InvalidArgumentError(f"{name}: {error}", Reason.BAD_PARAMETER, request_id) from None

@@ -1,0 +1,206 @@
+"""What a server streams, as it comes: chunks of a request, events of a pool; for threads and for asyncio.
+
+A request that meets UNAVAILABLE before its first chunk is started again (`channel.Attempts`); what comes after a
+chunk is an error, because another attempt would begin at the beginning. A watch is taken up again as often as it takes
+(`watch.Watch`), because the next attempt goes on after the last event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Protocol, Self, TypeVar
+
+import grpc
+from grpc import aio
+
+from quire import types
+from quire._transport.channel import AsyncLink, Attempts, SyncLink, is_task_cancelled, readable
+from quire._transport.watch import Watch
+from quire.errors import UnavailableError
+from quire.events import CacheEvent
+
+ItemT = TypeVar("ItemT")
+ReadT_co = TypeVar("ReadT_co", covariant=True)
+
+
+class _Attempts(Protocol[ReadT_co]):
+    """A call and its repetition: `Attempts` or `Watch`, which say what the methods do."""
+
+    call: Any
+
+    @property
+    def request_id(self) -> str | None: ...
+
+    def read(self, message: Any) -> ReadT_co | None: ...
+
+    def pause_s(self, error: grpc.RpcError) -> float | None: ...
+
+    def again(self) -> None: ...
+
+
+class _Stream(Iterator[ItemT]):
+    """Items of one stream as they come, for threads."""
+
+    def __init__(self, link: SyncLink, attempts: _Attempts[ItemT]) -> None:
+        self._link = link
+        self._attempts = attempts
+        self._closed = threading.Event()
+
+    def __next__(self) -> ItemT:
+        while not self._closed.is_set():
+            try:
+                message = next(self._attempts.call)
+            except grpc.RpcError as error:
+                self._try_again(error)
+            else:
+                item = self._attempts.read(message)
+                if item is not None:
+                    return item
+        self._attempts.call.cancel()  # another thread may have closed the stream just before this attempt was started
+        raise StopIteration
+
+    def close(self) -> None:
+        """Cancels the call unless it has ended; iteration ends."""
+        self._closed.set()
+        self._attempts.call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _try_again(self, error: grpc.RpcError) -> None:
+        """Starts the next attempt after a pause, unless the stream is closed, which also ends the pause.
+
+        Raises:
+            QuireError: the error is final.
+        """
+        if self._closed.is_set():
+            return
+        pause_s = self._attempts.pause_s(error)
+        if pause_s is None:
+            raise self._link.translate(error, self._attempts.request_id) from None
+        if not self._closed.wait(pause_s):
+            self._attempts.again()
+
+
+class _AsyncStream(AsyncIterator[ItemT]):
+    """Items of one stream as they come, for asyncio."""
+
+    def __init__(self, link: AsyncLink, attempts: _Attempts[ItemT]) -> None:
+        self._link = link
+        self._attempts = attempts
+        self._closed = False
+
+    async def __anext__(self) -> ItemT:
+        while not self._closed:
+            try:
+                message = await self._attempts.call.read()
+            except grpc.RpcError as error:
+                await self._try_again(error)
+            except asyncio.CancelledError:
+                if is_task_cancelled():
+                    raise
+                if not self._closed:  # else another task has called `aclose`
+                    raise UnavailableError("the client was closed meanwhile") from None
+            else:
+                if message is aio.EOF:  # type: ignore[attr-defined]
+                    break
+                item = self._attempts.read(readable(message))
+                if item is not None:
+                    return item
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Cancels the call unless it has ended; iteration ends."""
+        self._closed = True
+        self._attempts.call.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        self._attempts.call.cancel()  # gRPC's own tasks keep an abandoned call alive; its other flavour does not
+
+    async def _try_again(self, error: grpc.RpcError) -> None:
+        """Starts the next attempt after a pause, unless the stream is closed by then.
+
+        Raises:
+            QuireError: the error is final.
+        """
+        if self._closed:
+            return
+        pause_s = self._attempts.pause_s(error)
+        if pause_s is None:
+            raise self._link.translate(error, self._attempts.request_id) from None
+        await asyncio.sleep(pause_s)
+        if not self._closed:
+            self._attempts.again()
+
+
+class ChunkStream(_Stream[types.Chunk]):
+    """Chunks of one request as they come.
+
+    `close`, leaving the `with` block and losing the last reference (as `break` out of a loop over `client.stream(...)`
+    does) cancel the request, which frees its blocks at once.
+    """
+
+    def __init__(self, link: SyncLink, attempts: Attempts[types.Chunk], request_id: str) -> None:
+        super().__init__(link, attempts)
+        self.request_id = request_id
+
+
+class AsyncChunkStream(_AsyncStream[types.Chunk]):
+    """Chunks of one request as they come.
+
+    `aclose`, leaving the `async with` block and losing the last reference (as `break` out of a loop over
+    `client.stream(...)` does) cancel the request, which frees its blocks at once.
+    """
+
+    def __init__(self, link: AsyncLink, attempts: Attempts[types.Chunk], request_id: str) -> None:
+        super().__init__(link, attempts)
+        self.request_id = request_id
+
+
+class EventStream(_Stream[CacheEvent]):
+    """Events of one pool as they come, without end. `close`, leaving the `with` block and losing the last reference
+    end the watch."""
+
+    def __init__(self, link: SyncLink, watch: Watch) -> None:
+        super().__init__(link, watch)
+        self._watch = watch
+
+    @property
+    def session_id(self) -> bytes:
+        """To resume from later, together with `cursor`; empty inside a snapshot, which has to be begun again."""
+        return self._watch.session_id
+
+    @property
+    def cursor(self) -> int:
+        """To resume from later, together with `session_id`."""
+        return self._watch.cursor
+
+
+class AsyncEventStream(_AsyncStream[CacheEvent]):
+    """Events of one pool as they come, without end. `aclose`, leaving the `async with` block and losing the last
+    reference end the watch."""
+
+    def __init__(self, link: AsyncLink, watch: Watch) -> None:
+        super().__init__(link, watch)
+        self._watch = watch
+
+    @property
+    def session_id(self) -> bytes:
+        """To resume from later, together with `cursor`; empty inside a snapshot, which has to be begun again."""
+        return self._watch.session_id
+
+    @property
+    def cursor(self) -> int:
+        """To resume from later, together with `session_id`."""
+        return self._watch.cursor

@@ -1,0 +1,130 @@
+"""A watch and its repetition: each attempt goes on where the one before it was cut off."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import grpc
+
+from quire._transport.channel import ATTEMPTS_MAX, BACKOFF_FACTOR, BACKOFF_S, Link
+from quire.errors import InternalError, QuireError, from_rpc_error, jittered_s
+from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, SnapshotEnd
+from quire.hashing import DIGEST_BYTES, split_digests
+from quire.v1 import allocator_pb2 as pb
+
+BACKOFF_S_MAX: Final = 5.0  # nobody waits for a watch as for a call
+
+
+class Watch:
+    """The attempts of one watch, for `quire._transport.streams`.
+
+    Args:
+        link: the connection.
+        method: WatchEvents of a stub on it.
+        request: of the first attempt.
+        timeout_s: for all attempts together; None is no limit.
+        on_wait: told why, whenever a watch that has begun has to be taken up again.
+
+    Attributes:
+        call: the current attempt.
+        session_id, cursor: where the next attempt goes on. Inside a snapshot that is its beginning.
+    """
+
+    request_id = None
+
+    def __init__(
+        self,
+        link: Link,
+        method: Callable[..., Any],
+        request: pb.WatchEventsRequest,
+        *,
+        timeout_s: float | None,
+        on_wait: Callable[[QuireError], None] | None,
+    ) -> None:
+        self.session_id, self.cursor = request.session_id, request.cursor
+        self._link = link
+        self._method = method
+        self._pool = request.pool
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._on_wait = on_wait or (lambda _error: None)
+        self._begun = False
+        self._is_whole = True  # not inside a snapshot
+        self._failures = 0  # since the last event
+        self._backoff_s = BACKOFF_S
+        self.call = self._start()
+
+    def _start(self) -> Any:
+        self._link.check_open()
+        request = pb.WatchEventsRequest(pool=self._pool, session_id=self.session_id, cursor=self.cursor)
+        return self._method(request, timeout=self._left_s(), metadata=self._link.metadata)
+
+    def _left_s(self) -> float | None:
+        return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+
+    def read(self, message: pb.CacheEvent) -> CacheEvent | None:
+        """The event, or None for one that this version does not know; the next attempt goes on after it."""
+        self._begun, self._failures, self._backoff_s = True, 0, BACKOFF_S
+        change = message.WhichOneof("change")
+        if change == "cleared":
+            self._is_whole, self.session_id, self.cursor = False, b"", 0
+        elif change == "snapshot_end":
+            self._is_whole = True
+        if self._is_whole:
+            self.session_id, self.cursor = message.session_id, message.cursor
+        return read_event(message)
+
+    def pause_s(self, error: grpc.RpcError) -> float | None:
+        """Seconds to wait before `again`; None where this error of the current attempt is the watch's."""
+        self._failures += 1
+        if error.code() != grpc.StatusCode.UNAVAILABLE or not (self._begun or self._failures < ATTEMPTS_MAX):
+            return None
+        pause_s: float = self._backoff_s * random.uniform(0.8, 1.2)
+        pause_s = max(pause_s, jittered_s(from_rpc_error(error).retry_after_s))
+        self._backoff_s = min(self._backoff_s * BACKOFF_FACTOR, BACKOFF_S_MAX)
+        left_s = self._left_s()
+        if left_s is not None and left_s <= pause_s:
+            return None
+        if self._begun:
+            self._on_wait(self._link.translate(error))
+        return pause_s
+
+    def again(self) -> None:
+        """Starts the next attempt, in the time that is left."""
+        self.call = self._start()
+
+
+def read_event(message: pb.CacheEvent) -> CacheEvent | None:
+    """An event; None if this version does not know its kind.
+
+    Raises:
+        InternalError: it names no group, or its digests are not whole.
+    """
+    kind = message.WhichOneof("change")
+    if kind in ("stored", "removed") and (not message.groups or len(getattr(message, kind).digests) % DIGEST_BYTES):
+        raise InternalError(f"the allocator sent an event about {kind} blocks that cannot be read")
+    common = (message.pool, message.session_id, message.cursor, message.step)
+    match kind:
+        case "cleared":
+            return IndexCleared(*common)
+        case "snapshot_end":
+            return SnapshotEnd(*common)
+        case "stored":
+            stored = message.stored
+            return BlocksStored(
+                *common,
+                groups=tuple(message.groups),
+                namespace=stored.namespace,
+                parent_digest=stored.parent_digest,
+                digests=tuple(split_digests(stored.digests)),
+                block_size=stored.block_size,
+                first_position=stored.first_position,
+            )
+        case "removed":
+            removed = message.removed
+            digests = tuple(split_digests(removed.digests))
+            return BlocksRemoved(*common, tuple(message.groups), removed.namespace, digests, removed.first_position)
+        case _:
+            return None

@@ -1,0 +1,117 @@
+"""The steps of a session that have no answer yet, and the answers that nobody was there to take.
+
+A step cannot be called back: what its caller was cancelled for is applied all the same, and its answer has blocks to
+note and copies to run. It is kept until an engine asks for it. Nor is a step sent by an engine that does not know yet
+that an earlier one failed: it was made for a pool in which that one is in force.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator, Iterable
+from typing import Any
+
+from quire.errors import QuireError
+from quire.protocol.steps import StepBuilder, StepOutcome
+
+
+class SessionLostError(Exception):
+    """The allocator would not have this pool as it was; a new session is open and the pool is empty."""
+
+
+class AnswersMissedError(Exception):
+    """The caller of a step was cancelled, and nobody has taken its answer in: see `PoolSession.missed`."""
+
+
+class Pending(asyncio.Future[StepOutcome]):
+    """The answer to come to a step that was submitted. Who is cancelled while awaiting it has missed it, also where it
+    came in the same moment."""
+
+    def __init__(self, answers: Answers, number: int, operations: StepBuilder) -> None:
+        super().__init__()
+        self.number = number
+        self.operations = operations
+        self._answers = answers
+
+    def __await__(self) -> Generator[Any, None, StepOutcome]:
+        try:
+            return (yield from super().__await__())
+        except asyncio.CancelledError:
+            self._answers.miss(self)
+            raise
+        except Exception as error:
+            self._answers.is_told(error)
+            raise
+
+
+class Answers:
+    """By the numbers of their steps."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, Pending] = {}
+        self._missed: dict[int, tuple[StepBuilder, StepOutcome]] = {}
+        self._untold: Exception | None = None  # why steps have no answer, as long as nobody has awaited that
+
+    def check(self, refusal: QuireError | None) -> None:
+        """Whether a step may be submitted; raises what its caller has to know before."""
+        untold, self._untold = self._untold, None
+        if untold is not None:
+            raise untold
+        if refusal is not None:
+            raise refusal
+        if self._missed or self.are_coming():
+            raise AnswersMissedError("the caller of a step was cancelled: its answer, in `missed`, comes first")
+
+    def expect(self, number: int, operations: StepBuilder) -> Pending:
+        """A step was submitted."""
+        asked = self._asked[number] = Pending(self, number, operations)
+        return asked
+
+    def take(self, number: int, outcome: StepOutcome) -> None:
+        """The allocator's answer."""
+        asked = self._asked.pop(number)
+        if asked.done():
+            self._missed[number] = asked.operations, outcome
+        else:
+            asked.set_result(outcome)
+
+    def miss(self, asked: Pending) -> None:
+        """Its caller was cancelled; where the answer is still to come, `take` sees that."""
+        if asked.done() and not asked.cancelled() and asked.exception() is None:
+            self._missed[asked.number] = asked.operations, asked.result()
+
+    def fail(self, numbers: Iterable[int], error: Exception) -> None:
+        """These will have no answer."""
+        for number in numbers:
+            asked = self._asked.pop(number, None)
+            if asked is None:
+                continue
+            self._untold = error
+            if not asked.done():
+                asked.set_exception(error)
+                asked.exception()  # whoever does not ask is not told in a log either
+
+    def fail_all(self, error: Exception) -> None:
+        """No step will have an answer."""
+        self.fail(list(self._asked), error)
+
+    def lose(self) -> None:
+        """The pool is empty now: what was answered is not in force any more, what was not never will be."""
+        self._untold = error = SessionLostError()
+        self._missed.clear()
+        self.fail_all(error)
+
+    def is_told(self, error: Exception) -> None:
+        """The engine knows why its steps have no answer."""
+        if error is self._untold:
+            self._untold = None
+
+    def are_coming(self) -> bool:
+        """Whether there will be more that are missed: steps whose callers were cancelled are unanswered."""
+        return any(asked.done() for asked in self._asked.values())
+
+    def missed(self) -> list[tuple[StepBuilder, StepOutcome]]:
+        """Those that were missed, oldest first, once."""
+        missed = [self._missed[number] for number in sorted(self._missed)]
+        self._missed.clear()
+        return missed

@@ -1,0 +1,204 @@
+"""A pool's block report, made of its owner's ledger, in chunks that every allocator takes.
+
+    for chunk in report_chunks(ledger, now):    # then `ReportEnd`, see `report_end`
+        ...
+
+Published blocks go as stretches: consecutive ones of one prefix, each with its digest. Of two blocks with one digest
+only the later published one is reported, unless the earlier one is held: the other has been evicted long ago.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence, Set
+from typing import Final
+
+from quire.hashing import DIGEST_BYTES
+from quire.protocol.limits import REPORT_CHUNK_BYTES_MAX, REPORT_CHUNK_ENTRIES_MAX
+from quire.protocol.packing import pack_uint32
+from quire.session.ledger import Ledger, LedgerSequence
+from quire.session.pages import Pages, Scope, Stretch
+from quire.v1 import allocator_pb2 as pb
+
+# Sequences and stretches of one chunk. One costs an allocator as much as many blocks do, and between two chunks it
+# serves others.
+HEADS_MAX: Final = 512
+
+# What a part of a chunk takes at most, in bytes: tags are one byte, lengths three, for no chunk reaches 2 MiB.
+FRAME_BYTES: Final = 1 + 3  # of a message, a string, or an array of numbers
+NUMBER_BYTES: Final = 1 + 5  # a uint32 of its own
+SEQUENCE_BYTES: Final = FRAME_BYTES + 9 + 7 * NUMBER_BYTES  # its id, and seven numbers
+TABLE_BYTES: Final = 2 * FRAME_BYTES  # a message around an array
+TABLE_ENTRY_BYTES: Final = 4
+STRETCH_BYTES: Final = FRAME_BYTES + 3 * NUMBER_BYTES + (2 + DIGEST_BYTES) + 2 * FRAME_BYTES
+STRETCH_ENTRY_BYTES: Final = DIGEST_BYTES + 4
+FREED_BYTES: Final = 4 * FRAME_BYTES  # once in a chunk
+FREED_ENTRY_BYTES: Final = 4 + 8 + 4 + 4  # block, step, operation, rank
+_MILLISECONDS: Final = 1000
+
+
+class _Chunker:
+    """Fills chunks one after the other.
+
+    Attributes:
+        chunk: the current one.
+        entries_left, bytes_left, heads_left: what may still be added to it.
+    """
+
+    def __init__(self) -> None:
+        self.done: list[pb.ReportChunk] = []
+        self._start()
+
+    def _start(self) -> None:
+        self.chunk = pb.ReportChunk(number=len(self.done))
+        self.entries_left, self.heads_left = REPORT_CHUNK_ENTRIES_MAX, HEADS_MAX
+        self.bytes_left = REPORT_CHUNK_BYTES_MAX - NUMBER_BYTES
+        self._names: dict[str, int] = {}
+
+    def make_room(self, size: int) -> None:
+        """Begins a new chunk unless one more entry fits the current one, and so many bytes."""
+        if not self.entries_left or not self.heads_left or size > self.bytes_left:
+            self.finish()
+
+    def add_head(self, namespace: str, size: int, entry_size: int) -> int:
+        """Counts what a sequence or stretch of `size` bytes has beside its entries, where one of these fits, too;
+        returns the index of its namespace."""
+        self.make_room(self._name_bytes(namespace) + size + entry_size)
+        self.bytes_left -= self._name_bytes(namespace) + size
+        self.heads_left -= 1
+        return self._names.setdefault(namespace, len(self._names))
+
+    def finish(self) -> None:
+        """Ends the current chunk, if there is anything in it."""
+        if self.entries_left < REPORT_CHUNK_ENTRIES_MAX:
+            self.chunk.namespaces.extend(self._names)
+            self.done.append(self.chunk)
+            self._start()
+
+    def _name_bytes(self, namespace: str) -> int:
+        return 0 if namespace in self._names else FRAME_BYTES + len(namespace.encode())
+
+
+def report_chunks(ledger: Ledger, now: float) -> list[pb.ReportChunk]:
+    """The whole report; empty for an empty pool. `now` is in seconds, for what is left of holds."""
+    chunker = _Chunker()
+    for sequence_id, sequence in ledger.sequences.items():
+        _add_sequence(chunker, sequence_id, sequence, now)
+    held, pages = ledger.held_blocks(), ledger.pages
+    stretches = pages.stretches()
+    parts = [part for stretch in stretches for part in pages.parts(stretch)]
+    outdated = _outdated(pages, held) if _may_repeat(parts) else set[int]()
+    if outdated:
+        parts = [part for stretch in stretches for part in pages.parts(stretch, outdated)]
+    for part in parts:
+        _add_stretch(chunker, part)
+    _add_freed(chunker, pages, held | outdated)
+    chunker.finish()
+    return chunker.done
+
+
+def report_end(chunks: Sequence[pb.ReportChunk], *, last_step: int, last_sequence_id: int) -> pb.ReportEnd:
+    """What closes the report."""
+    sha256 = hashlib.sha256()
+    for chunk in chunks:
+        sha256.update(chunk.SerializeToString(deterministic=True))
+    return pb.ReportEnd(
+        chunk_count=len(chunks), last_step=last_step, sha256=sha256.digest(), last_sequence_id=last_sequence_id
+    )
+
+
+def _add_sequence(chunker: _Chunker, sequence_id: int, sequence: LedgerSequence, now: float) -> None:
+    """In one chunk or, with long tables, in several."""
+    done = [0] * len(sequence.tables)
+    size = SEQUENCE_BYTES + TABLE_BYTES * len(sequence.tables)
+    while True:
+        namespace = chunker.add_head(sequence.namespace, size, TABLE_ENTRY_BYTES)
+        message = chunker.chunk.sequences.add(
+            sequence_id=sequence_id,
+            namespace=namespace,
+            token_count=sequence.token_count,
+            committed_token_count=sequence.committed_token_count,
+            priority=sequence.priority,
+            prompt_token_count=sequence.prompt_token_count,
+            chunk_token_count=sequence.chunk_token_count,
+        )
+        if sequence.hold_until is not None:
+            message.hold_remaining_ms = max(0, int((sequence.hold_until - now) * _MILLISECONDS))
+        chunker.entries_left -= 1
+        for group, table in enumerate(sequence.tables):
+            part = table[done[group] : done[group] + chunker.bytes_left // TABLE_ENTRY_BYTES]
+            message.tables.add(blocks=pack_uint32(part))
+            done[group] += len(part)
+            chunker.bytes_left -= TABLE_ENTRY_BYTES * len(part)
+        if all(count == len(table) for count, table in zip(done, sequence.tables, strict=True)):
+            return
+
+
+def _may_repeat(parts: Sequence[Stretch]) -> bool:
+    """Whether two blocks of one group and namespace might carry one digest: two of them begin alike."""
+    words: dict[Scope, list[int]] = {}
+    for part in parts:
+        first_words = memoryview(part.digests).cast("Q")[:: DIGEST_BYTES // 8]
+        words.setdefault(part.scope, []).extend(first_words.tolist())
+    return any(len(set(own)) != len(own) for own in words.values())
+
+
+def _outdated(pages: Pages, held: Set[int]) -> set[int]:
+    """Blocks whose digest another block carries now."""
+    carriers: dict[tuple[int, str, bytes], int] = {}
+    outdated = set()
+    for block, carried in pages.carried().items():
+        key = (carried.group, carried.namespace, carried.digest)
+        other = carriers.setdefault(key, block)
+        if other == block:
+            continue
+        if other in held:
+            outdated.add(block)
+        else:
+            outdated.add(other)
+            carriers[key] = block
+    return outdated
+
+
+def _add_freed(chunker: _Chunker, pages: Pages, others: Set[int]) -> None:
+    """Blocks that were let go of, and are not among the others, in that order."""
+    released, blocks = pages.released, array("I")
+    steps, operations, ranks = list[int](), list[int](), list[int]()
+    for release in pages.releases():
+        own = [block for block in release.blocks if released.get(block) is release and block not in others]
+        blocks.extend(own)
+        steps += [release.step] * len(own)
+        operations += [release.operation] * len(own)
+        ranks += range(release.rank, release.rank + len(own))
+    done = 0
+    while done < len(blocks):
+        chunker.make_room(FREED_BYTES + FREED_ENTRY_BYTES)
+        chunker.bytes_left -= FREED_BYTES
+        end = min(len(blocks), done + min(chunker.entries_left, chunker.bytes_left // FREED_ENTRY_BYTES))
+        chunk = chunker.chunk
+        chunk.freed_blocks += pack_uint32(blocks[done:end])
+        chunk.freed_steps.extend(steps[done:end])
+        chunk.freed_operations.extend(operations[done:end])
+        chunk.freed_positions.extend(ranks[done:end])
+        chunker.entries_left -= end - done
+        chunker.bytes_left -= FREED_ENTRY_BYTES * (end - done)
+        done = end
+
+
+def _add_stretch(chunker: _Chunker, stretch: Stretch) -> None:
+    done, count = 0, len(stretch.blocks)
+    while done < count:
+        namespace = chunker.add_head(stretch.scope.namespace, STRETCH_BYTES, STRETCH_ENTRY_BYTES)
+        end = min(count, done + min(chunker.entries_left, chunker.bytes_left // STRETCH_ENTRY_BYTES))
+        chunker.chunk.prefixes.add(
+            namespace=namespace,
+            group=stretch.scope.group,
+            first_position=stretch.first_position + done,
+            parent_digest=stretch.digest_at(done - 1) if done else stretch.parent,
+            digests=bytes(stretch.digests[done * DIGEST_BYTES : end * DIGEST_BYTES]),
+            blocks=pack_uint32(stretch.blocks[done:end]),
+        )
+        chunker.entries_left -= end - done
+        chunker.bytes_left -= STRETCH_ENTRY_BYTES * (end - done)
+        done = end

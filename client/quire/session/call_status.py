@@ -1,0 +1,66 @@
+"""Why a call ended, as the peer said it.
+
+A message that is written while the call ends fails, and grpc.aio puts INTERNAL, "Internal error from Core", in the
+place of the status that is there already (seen with 1.85: `_write` in its `_call.py`, and `set_internal_error`). An
+owner that sends one step after the other would often not learn why one of them was refused. So the status is looked at
+in the moment in which it is set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, Final, TypeVar
+
+import grpc
+from grpc import aio
+
+from quire.errors import QuireError, from_rpc_error
+from quire.protocol.limits import SILENCE_S
+
+_PUT_IN_ITS_PLACE: Final = (grpc.StatusCode.INTERNAL, "Internal error from Core")
+_WELL: Final = (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED)
+
+T = TypeVar("T")
+
+
+class Ending:
+    """Of one call. To be made before anything is written to it."""
+
+    def __init__(self, call: aio.Call) -> None:
+        self._status: aio.AioRpcError | None = None
+        self._ended = asyncio.Event()
+        call.add_done_callback(self._note)
+
+    async def status(self) -> aio.AioRpcError:
+        """Waits for the end of the call, and returns how it ended; an OK, too, comes as an error that is not raised."""
+        await self._ended.wait()
+        assert self._status is not None, "noted before"
+        return self._status
+
+    async def error(self, timeout_s: float = SILENCE_S) -> QuireError | None:
+        """Why the call ended; None if it ended well, was cancelled here, or does not say in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                status = await self.status()
+        except TimeoutError:
+            return None
+        return None if status.code() in _WELL else from_rpc_error(status)
+
+    def _note(self, call: Any) -> None:
+        """Called whenever a status is set, before anything else can happen; the first one counts."""
+        code, details = _at_once(call.code()), _at_once(call.details())
+        if self._status is None and (code, details) != _PUT_IN_ITS_PLACE:  # else the peer's is still to come
+            trailing = _at_once(call.trailing_metadata())
+            self._status = aio.AioRpcError(code, aio.Metadata(), trailing, details, details)
+            self._ended.set()
+
+
+def _at_once(coroutine: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine returns that has nothing to wait for: a status that is set."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        value: T = done.value
+        return value
+    raise AssertionError("called before the call had a status")

@@ -1,0 +1,327 @@
+"""What the owner of a pool knows of it: block tables of live sequences, and what its pages carry.
+
+The owner has the pages, so this is the truth; the allocator's state is made of it again whenever that is lost
+(`reports.py`). Everything here, and in `pages.py`, follows from steps and their replies:
+
+    published    a commit filled a block and its digest went along, until the block is granted anew
+    released     the last free (or grow or commit that let go of it) that named a published block
+
+A block that the allocator has evicted and not granted yet still counts as published: its page has not been touched.
+
+Pure: no call, clock or lock; the time comes with every reply.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
+from typing import Final
+
+from quire.hashing import DIGEST_BYTES
+from quire.protocol.packing import entry_uint32, unpack_uint32, unpack_uint64
+from quire.protocol.state_digest import STATE_DIGEST_ENTRIES_MAX, SequenceRow, in_turn, state_digest
+from quire.protocol.steps import NULL_BLOCK, Copy, GrowOutcome, Result, StepOutcome, Swap
+from quire.session.pages import Pages, Scope
+from quire.v1 import allocator_pb2 as pb
+
+_FULL, _STATE = pb.GROUP_KIND_FULL_ATTENTION, pb.GROUP_KIND_STATE
+_SLIDING, _CHUNKED = pb.GROUP_KIND_SLIDING_WINDOW, pb.GROUP_KIND_CHUNKED_LOCAL
+_KIND_ORDER: Final = (_FULL, _SLIDING, _CHUNKED, _STATE)  # in which an allocator lets go of a sequence's groups
+
+
+class LedgerSequence:
+    """One live sequence.
+
+    Attributes:
+        prompt_token_count, chunk_token_count: of its first grow; 0 for a fork.
+        hold_until: when a hold ends, in seconds; None for an ordinary sequence.
+    """
+
+    __slots__ = (
+        "chunk_token_count",
+        "committed_token_count",
+        "hold_until",
+        "namespace",
+        "priority",
+        "prompt_token_count",
+        "tables",
+        "token_count",
+    )
+
+    def __init__(self, namespace: str, token_count: int, committed_token_count: int, priority: int) -> None:
+        self.namespace = namespace
+        self.token_count = token_count
+        self.committed_token_count = committed_token_count
+        self.priority = priority
+        self.prompt_token_count = self.chunk_token_count = 0
+        self.hold_until: float | None = None
+        self.tables: list[array[int]] = []
+
+
+class Ledger:
+    """One pool of that specification.
+
+    Attributes:
+        sequences: live ones, by rising id.
+        pages: what they carry.
+        free_block_count: blocks that could be granted after the last answer, empty and cached.
+        last_sequence_id: highest so far.
+    """
+
+    def __init__(self, spec: pb.PoolSpec) -> None:
+        self.groups = list(spec.groups)
+        self.sequences: dict[int, LedgerSequence] = {}
+        self.pages = Pages()
+        self.free_block_count = spec.block_count
+        self.last_sequence_id = 0
+        self._digest_tokens = min(group.block_size for group in spec.groups)
+        sizes = [group.block_size for group in spec.groups if group.kind != _STATE]
+        self._edge_tokens = math.lcm(*sizes) if sizes else self._digest_tokens
+        self._states = [number for number, group in enumerate(spec.groups) if group.kind == _STATE]
+        self._managed = _groups_alike(self.groups)
+        self._step = self._operation = self._rank = 0
+
+    def apply(self, step: pb.Step, outcome: StepOutcome, now: float) -> None:
+        """Takes in what a step did; once for every step, in order."""
+        self._step, self._operation = step.number, -1
+        self.free_block_count = outcome.free_block_count
+        for sequence_id in outcome.expired_holds:
+            self._next_operation()
+            self._free(self.sequences.pop(sequence_id))
+        self._apply_commits(step.commits, outcome)
+        for sequence_id, result in zip(unpack_uint64(step.frees.sequences), outcome.frees, strict=True):
+            self._next_operation()
+            if result is Result.OK:
+                self._free(self.sequences.pop(sequence_id))
+        if outcome.forks:
+            self._apply_forks(step.forks, outcome, now)
+        if outcome.grows:
+            self._apply_grows(step.grows, outcome)
+
+    def digest(self) -> bytes:
+        """As `state.state_digest` has it, of everything."""
+        return state_digest(self.rows())
+
+    def digest_after(self, number: int) -> bytes:
+        """As the answer to that step has it."""
+        return state_digest(self.rows(in_turn(list(self.sequences), number)), STATE_DIGEST_ENTRIES_MAX)
+
+    def rows(self, sequence_ids: Iterable[int] | None = None) -> Iterator[SequenceRow]:
+        """Live sequences, all by rising id or those asked for."""
+        for sequence_id in self.sequences if sequence_ids is None else sequence_ids:
+            sequence = self.sequences[sequence_id]
+            yield (
+                sequence_id,
+                sequence.token_count,
+                sequence.committed_token_count,
+                sequence.namespace,
+                sequence.tables,
+            )
+
+    def held_blocks(self) -> set[int]:
+        """Blocks in at least one table."""
+        held = {block for sequence in self.sequences.values() for table in sequence.tables for block in table}
+        held.discard(NULL_BLOCK)
+        return held
+
+    def _apply_forks(self, forks: pb.ForkPhase, outcome: StepOutcome, now: float) -> None:
+        parents, children = unpack_uint64(forks.parents), unpack_uint64(forks.children)
+        held = unpack_uint32(forks.hold_ms) or repeat(0)
+        for parent, child, hold_ms, result in zip(parents, children, held, outcome.forks, strict=False):
+            self._next_operation()
+            if result is Result.OK:
+                self._fork(self.sequences[parent], child, now + hold_ms / 1000 if hold_ms else None)
+
+    # -- commits -------------------------------------------------------------------------------------------------------
+
+    def _apply_commits(self, commits: pb.CommitPhase, outcome: StepOutcome) -> None:
+        if not commits.sequences:
+            return
+        swaps: dict[int, list[Swap]] = {}
+        for swap in outcome.swaps:
+            swaps.setdefault(swap.sequence_id, []).append(swap)
+        counts, digests, first = unpack_uint32(commits.digest_counts) or repeat(0), commits.digests, 0
+        kept = unpack_uint32(commits.keep_token_counts) or repeat(0)
+        ids, token_counts = unpack_uint64(commits.sequences), unpack_uint32(commits.token_counts)
+        rows = zip(ids, token_counts, counts, kept, outcome.commits, strict=False)
+        for sequence_id, token_count, count, keep, result in rows:
+            end = first + count * DIGEST_BYTES
+            self._next_operation()
+            if result is Result.OK:
+                sequence = self.sequences[sequence_id]
+                for swap in swaps.get(sequence_id, ()):
+                    sequence.tables[swap.group][0 if self._is_state(swap.group) else swap.position] = swap.block
+                self._commit(sequence, token_count, digests[first:end], keep)
+            first = end
+
+    def _commit(self, sequence: LedgerSequence, token_count: int, digests: bytes, keep: int) -> None:
+        granted = min(sequence.token_count, max(keep or sequence.token_count, token_count))
+        if digests:
+            for group, spec in enumerate(self.groups):
+                if spec.kind == _STATE:
+                    if granted == token_count:
+                        self._publish_state(sequence, group, token_count, digests)
+                else:
+                    self._publish(sequence, group, spec.block_size, token_count, digests)
+        sequence.committed_token_count = token_count
+        if granted < sequence.token_count:
+            sequence.token_count = granted
+            for group, spec in enumerate(self.groups):
+                if spec.kind != _STATE:
+                    del sequence.tables[group][-(-granted // spec.block_size) :]
+        for alike in self._managed:
+            spec = self.groups[alike[0]]
+            if spec.kind in (_SLIDING, _CHUNKED):
+                self._settle(sequence, alike, first_needed(spec, token_count) // spec.block_size)
+
+    def _publish(self, sequence: LedgerSequence, group: int, size: int, token_count: int, digests: bytes) -> None:
+        table, before = sequence.tables[group], sequence.committed_token_count
+        first, end = before // size, token_count // size
+        if first == end:
+            return
+        stride = size // self._digest_tokens
+        if stride > 1:
+            begin = (first + 1) * stride - 1 - before // self._digest_tokens
+            starts = range(begin * DIGEST_BYTES, len(digests), stride * DIGEST_BYTES)
+            digests = b"".join([digests[start : start + DIGEST_BYTES] for start in starts])
+        earlier = table[first - 1] if first else None
+        self.pages.publish(Scope(sequence.namespace, group), first, earlier, digests, table[first:end])
+
+    def _publish_state(self, sequence: LedgerSequence, group: int, token_count: int, digests: bytes) -> None:
+        """Where a checkpoint belongs, if the running block is the sequence's alone."""
+        edge, prompt = self._edge_tokens, sequence.prompt_token_count
+        prompt_end = (prompt - 1) // edge * edge if prompt else 0
+        block = sequence.tables[group][0]
+        if token_count % self.groups[group].block_size and token_count != prompt_end:
+            return
+        if block in self.pages.published or self._holder_count(group, block) > 1:
+            return
+        digest = self._digest_at(digests, token_count, sequence.committed_token_count)
+        position = token_count // self._digest_tokens
+        self.pages.publish(Scope(sequence.namespace, group), position, None, digest, array("I", [block]))
+
+    def _digest_at(self, digests: bytes, token_count: int, committed: int) -> bytes:
+        start = (token_count // self._digest_tokens - 1 - committed // self._digest_tokens) * DIGEST_BYTES
+        return digests[start : start + DIGEST_BYTES]
+
+    def _settle(self, sequence: LedgerSequence, alike: Sequence[int], first: int) -> None:
+        """What fell out of a window, deepest first."""
+        table, fallen = sequence.tables[alike[0]], list[int]()
+        for position in reversed(range(min(first, len(table)))):
+            if table[position] == NULL_BLOCK:
+                break
+            for group in alike:
+                fallen.append(sequence.tables[group][position])
+                sequence.tables[group][position] = NULL_BLOCK
+        self._release(fallen)
+
+    # -- frees and forks -----------------------------------------------------------------------------------------------
+
+    def _free(self, sequence: LedgerSequence) -> None:
+        """Tail first, groups of one specification together."""
+        if not self.pages.published:
+            return
+        for alike in self._managed:
+            if len(alike) == 1:
+                self._release(sequence.tables[alike[0]][::-1])
+            else:
+                columns = [reversed(sequence.tables[group]) for group in alike]
+                self._release([block for row in zip(*columns, strict=True) for block in row])
+
+    def _fork(self, parent: LedgerSequence, child_id: int, hold_until: float | None) -> None:
+        length = parent.committed_token_count
+        child = LedgerSequence(parent.namespace, length, length, parent.priority)
+        child.hold_until = hold_until
+        for spec, table in zip(self.groups, parent.tables, strict=True):
+            child.tables.append(table[:] if spec.kind == _STATE else table[: -(-length // spec.block_size)])
+        self.sequences[child_id] = child
+        self.last_sequence_id = child_id
+
+    # -- grows ---------------------------------------------------------------------------------------------------------
+
+    def _apply_grows(self, grows: pb.GrowPhase, outcome: StepOutcome) -> None:
+        copies, before, sequences = list(reversed(outcome.copies)), self._operation + 1, self.sequences
+        self._operation += len(outcome.grows)
+        ok, is_plain = Result.OK, not self._states
+        for row, (grown, wanted) in enumerate(zip(outcome.grows, unpack_uint32(grows.token_counts), strict=True)):
+            if grown[1] is not ok:
+                continue
+            sequence, blocks = sequences.get(grown[0]), grown[3]
+            if is_plain and sequence is not None and not any(blocks):  # decoding, most of the time
+                sequence.token_count = max(sequence.token_count, wanted)
+                continue
+            self._operation, self._rank = before + row, 0
+            if sequence is None:
+                self._open(grown, grows, row, wanted)
+            else:
+                self._grow(sequence, blocks, wanted)
+            if copies:
+                self._let_go_of_sources(copies, grown)
+
+    def _open(self, grown: GrowOutcome, grows: pb.GrowPhase, row: int, chunk: int) -> None:
+        matched = grown.matched_token_count
+        namespace = ""
+        if grows.namespaces:
+            namespace = grows.namespaces[entry_uint32(grows.namespace_indices, row)]
+        priority = entry_uint32(grows.priorities, row)
+        sequence = LedgerSequence(namespace, max(chunk, matched), matched, priority)
+        sequence.chunk_token_count = chunk
+        sequence.prompt_token_count = max(chunk, entry_uint32(grows.prompt_token_counts, row))
+        sequence.tables = [array("I", table) for table in grown.blocks]
+        self.sequences[grown.sequence_id] = sequence
+        self.last_sequence_id = grown.sequence_id
+        for spec, table in zip(self.groups, sequence.tables, strict=True):
+            self.pages.grant(table if spec.kind == _STATE else table[matched // spec.block_size :])
+
+    def _grow(self, sequence: LedgerSequence, blocks: Sequence[Sequence[int]], wanted: int) -> None:
+        for group, added in enumerate(blocks):
+            if added:
+                table = sequence.tables[group]
+                size = self.groups[group].block_size
+                end = 1 if self._is_state(group) else -(-wanted // size)
+                table[end - len(added) :] = array("I", added)
+                self.pages.grant(added)
+        if wanted > sequence.token_count:
+            sequence.token_count = wanted
+            for group in self._states:  # a checkpoint that is written to without a copy is none any more
+                if not blocks[group]:
+                    self.pages.grant(sequence.tables[group])
+
+    def _let_go_of_sources(self, copies: list[Copy], grown: GrowOutcome) -> None:
+        """The copies of one grow, in order, from the end of the list."""
+        own = {block for table in grown.blocks for block in table}
+        while copies and copies[-1].destination in own:
+            self._release([copies.pop().source])
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _next_operation(self) -> None:
+        self._operation += 1
+        self._rank = 0
+
+    def _release(self, blocks: Sequence[int]) -> None:
+        if blocks:
+            self._rank += self.pages.release(self._step, self._operation, self._rank, blocks)
+
+    def _is_state(self, group: int) -> bool:
+        return bool(self.groups[group].kind == _STATE)
+
+    def _holder_count(self, group: int, block: int) -> int:
+        return sum(sequence.tables[group][0] == block for sequence in self.sequences.values())
+
+
+def first_needed(spec: pb.GroupSpec, token_count: int) -> int:
+    """First token that the token after `token_count` others still reads in a windowed group."""
+    if spec.kind == _CHUNKED:
+        return token_count // spec.window * spec.window
+    return max(0, token_count - spec.window + 1)
+
+
+def _groups_alike(groups: Sequence[pb.GroupSpec]) -> list[list[int]]:
+    """Numbers of the groups of one specification together, in the order in which a free goes through them."""
+    alike: dict[bytes, list[int]] = {}
+    for number, group in enumerate(groups):
+        alike.setdefault(group.SerializeToString(deterministic=True), []).append(number)
+    return sorted(alike.values(), key=lambda numbers: _KIND_ORDER.index(groups[numbers[0]].kind))

@@ -1,0 +1,200 @@
+"""Room for tokens to come, so that decoding goes on while the allocator is slow, or gone.
+
+Of a sequence that decodes, in tokens, with `length` its tokens (the one that is being sampled is one of them) and
+`last` those that it can ever compute:
+
+    [0, length)                                needed
+    [length, min(length + ahead, last))        granted ahead, rounded up to whole blocks
+
+Whoever misses some of this asks for one block more than it misses, and so does everybody who has not got that much:
+all are asked for together, once in two blocks' length of turns as long as nobody joins. Nobody pays for it: only free
+blocks that no sequence needs are taken ahead, for the oldest first; where a sequence to be let in or one that runs
+needs them, the newest give them back in the same step. For admission they are as good as free.
+
+    session = allocator.session("default", spec, ahead_tokens=64)
+    ...
+    step = StepBuilder()  # commits, frees, prompts: what the engine has to say
+    session.ahead.ask(step, [Decoding(7, 128, 120, 400), Decoding(9, 32, 33, 90)])
+    answer = await session.submit(step)  # the forward pass runs meanwhile, of whoever has room: sequence 7
+    for grown in (await answer).grows: ...  # each has room for `grown.token_count` tokens, once its blocks are noted
+
+What was granted is what the engine has taken in. The session's ledger may know more: an answer comes between any two
+turns of the event loop, and whoever computes on the strength of it before it has run the copies and noted the blocks
+writes into pages of others. Pure: no call, clock or lock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final, Generic, NamedTuple, TypeVar
+
+from quire.protocol.steps import StepBuilder
+from quire.session.owner import PoolOwner
+from quire.v1 import allocator_pb2 as pb
+
+AHEAD_TOKENS: Final = 64
+
+K = TypeVar("K")
+
+
+class Decoding(NamedTuple, Generic[K]):
+    """A sequence that decodes on, in tokens: the room that it was granted in answers that its engine has taken in, its
+    length when the pass that runs now has been computed, and how long it can ever get."""
+
+    sequence: K
+    granted: int
+    length: int
+    last: int
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether its next token has no room: it is needed, whatever is asked for ahead."""
+        return min(self.length, self.last) > self.granted
+
+
+class Unit(NamedTuple):
+    """By what the tables of a sequence grow: so many tokens, for which so many blocks are taken, all groups together.
+
+    Attributes:
+        token_count, block_count: of the least that leaves no group with a half-filled block.
+        sizes: tokens per block of each group that grows; states do not.
+    """
+
+    token_count: int
+    block_count: int
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, *sizes: int) -> Unit:
+        """Of groups of these block sizes."""
+        token_count = math.lcm(*sizes)
+        return cls(token_count, sum(token_count // size for size in sizes), sizes)
+
+    def up(self, token_count: int) -> int:
+        """Rounded up to whole units."""
+        return -(-token_count // self.token_count) * self.token_count
+
+    def least(self, token_count: int) -> int:
+        """Rounded up to a whole block of the group with the smallest."""
+        size = min(self.sizes, default=1)
+        return -(-token_count // size) * size
+
+    def blocks(self, token_count: int) -> int:
+        """Blocks in the tables of a sequence with room for so many tokens."""
+        return sum(-(-token_count // size) for size in self.sizes)
+
+    def full(self, token_count: int) -> int:
+        """Those of them that so many tokens fill. Another one may be shared, and is copied when the sequence grows."""
+        return sum(token_count // size for size in self.sizes)
+
+
+class RoomAhead:
+    """What a session asks for ahead.
+
+    Where a pool has recurrent states, a sequence that was granted more than it commits leaves no checkpoint: where one
+    belongs, the commit gives back what is beyond (`keep_token_count`).
+
+    Args:
+        owner: of the pool.
+        token_count: of room beyond the next token; 0: none.
+
+    Raises:
+        ValueError: there is no such room.
+    """
+
+    def __init__(self, owner: PoolOwner, token_count: int) -> None:
+        if token_count < 0:
+            raise ValueError(f"room ahead for {token_count} tokens")
+        self.token_count = token_count
+        self._owner = owner
+        self._unit = Unit.of(*[each.block_size for each in owner.spec.groups if each.kind != pb.GROUP_KIND_STATE])
+
+    def ask(self, step: StepBuilder, decoding: Sequence[Decoding[int]], free_block_count: int | None = None) -> None:
+        """Adds the grows that are due, which may be none, to the next step.
+
+        What is still unanswered is not counted: an engine asks in one step at a time, or for some of it twice, which
+        changes nothing. Like any grow, one that is refused changes nothing: whoever then has no room for its next token
+        asks again, with a `free_block_count` of 0 if it was for a QUOTA, which is not known here.
+
+        Args:
+            step: of the engine.
+            decoding: oldest first: live sequences, by their ids.
+            free_block_count: that may be taken; by default all that were free after the last answer. Fewer where this
+                step lets prompts in, too, or chunks are left of some. With 0, next tokens alone are asked for.
+        """
+        free = self._owner.ledger.free_block_count if free_block_count is None else free_block_count
+        for sequence_id, token_count in needs_of(decoding, free, ahead_tokens=self.token_count, unit=self._unit):
+            step.grow(sequence_id, token_count)
+
+    def give_back(self, block_count: int, holders: Sequence[tuple[int, int, int]]) -> dict[int, int]:
+        """Who gives back so many blocks, or all that there are, and the `keep_token_count` for the commit of each.
+
+        Args:
+            block_count: that are missing.
+            holders: oldest first: id of a live sequence, tokens of room that it was granted, and those that it needs.
+        """
+        return give_back(holders, block_count, self._unit)
+
+
+def needs_of(
+    decoding: Sequence[Decoding[K]], free_block_count: int, *, ahead_tokens: int, unit: Unit
+) -> list[tuple[K, int]]:
+    """Who asks for room while it is computed, and for how many tokens: whole units.
+
+    Whose next token has no room asks for it in any case; the rest is within `free_block_count`. Where that is not even
+    enough for a unit for each of them, they ask for no more than their next token takes.
+
+    Args:
+        decoding: oldest first.
+        free_block_count: that nobody else is to get.
+        ahead_tokens: of room beyond the next token.
+        unit: by what tables grow.
+    """
+    if all(granted >= min(length + ahead_tokens, last) for _, granted, length, last in decoding):
+        return []
+    decoding = [each._replace(length=min(each.length, each.last)) for each in decoding]
+    more = ahead_tokens + unit.token_count if ahead_tokens else 0
+    spare = free_block_count - sum(
+        unit.blocks(unit.up(each.length)) - unit.full(each.granted) for each in decoding if each.lacks_room
+    )
+    if spare < 0:
+        return [(each.sequence, unit.least(each.length)) for each in decoding if each.lacks_room]
+    asks = []
+    for sequence, granted, length, last in decoding:
+        held = unit.up(length) if length > granted else granted
+        room = _room_within(spare, held, min(length + more, last), unit)
+        spare -= unit.blocks(room) - unit.blocks(held)
+        if room > granted:
+            asks.append((sequence, room))
+    return asks
+
+
+def _room_within(block_count: int, held: int, wanted: int, unit: Unit) -> int:
+    """Tokens of room, in whole units for `wanted` tokens, that so many blocks are enough for."""
+    begun = unit.up(held)
+    left = block_count - (unit.blocks(begun) - unit.blocks(held))
+    if wanted <= held or left < 0:
+        return held
+    wanted = unit.up(wanted)
+    return min(wanted, begun + left // unit.block_count * unit.token_count) if unit.block_count else wanted
+
+
+def give_back(holders: Sequence[tuple[K, int, int]], block_count: int, unit: Unit) -> dict[K, int]:
+    """Who gives back so many blocks or all that there are, the newest first, and for how many tokens each keeps room.
+
+    Args:
+        holders: oldest first: sequence, tokens of room that it was granted, and those that it needs.
+        block_count: that are missing.
+        unit: by what tables grow.
+    """
+    kept: dict[K, int] = {}
+    size = min(unit.sizes, default=0)
+    for sequence, granted, length in reversed(holders):
+        keep, needed = granted, unit.least(length)
+        while size and block_count > unit.blocks(granted) - unit.blocks(keep) and keep > needed:
+            keep = max(needed, (keep - 1) // size * size)
+        if keep < granted:
+            kept[sequence] = keep
+            block_count -= unit.blocks(granted) - unit.blocks(keep)
+    return kept

@@ -1,0 +1,350 @@
+"""The owner's side of the session protocol, without a wire: what to send, and what the answers mean.
+
+Lifecycle of a `PoolOwner`:
+
+    1. idle       no stream; steps may be submitted, they wait
+    2. attaching  a stream begins with Attach, under a higher epoch than ever before
+    3. reporting  the allocator has no state for us: the ledger goes out as a block report, and comes back in force
+    4. open       steps go out as they are submitted, at most `window` of them unanswered; answers come in order
+    5. idle       the stream was lost (`lose`) or given up by us because both sides disagree: back to 2
+
+A step keeps its number until it is answered. After Resumed the same bytes go out again, after Ready the same operations
+under the new session id: whatever became of them before, they are applied exactly once to what the ledger says.
+
+Pure: no call, clock, randomness or lock. `session.PoolSession` is the shell around it for asyncio; an engine with an
+event loop of its own writes another one: send everything in `outbox` in order, hand every answer of the current
+stream, and none of an older one, to `receive`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from typing import Final, NamedTuple
+
+from quire.errors import InternalError, QuireError, Reason
+from quire.protocol.limits import MESSAGE_BYTES_MAX, PROTOCOL_VERSION
+from quire.protocol.packing import unpack_uint64
+from quire.protocol.steps import StepBuilder, StepOutcome, read_reply
+from quire.session.block_report import report_chunks, report_end
+from quire.session.ledger import Ledger
+from quire.v1 import allocator_pb2 as pb
+
+
+class Phase(enum.Enum):
+    """Where the owner's current stream is in its life; IDLE where there is none."""
+
+    IDLE = enum.auto()
+    ATTACHING = enum.auto()
+    REPORTING = enum.auto()
+    OPEN = enum.auto()
+
+
+class LedgerLostError(InternalError):
+    """An answer could be read but not be true: what is known of the pool cannot be relied on any more."""
+
+
+class Answer(NamedTuple):
+    """One step was applied."""
+
+    number: int
+    outcome: StepOutcome
+
+
+class Verdict(enum.Enum):
+    """What the end of a stream means for its owner."""
+
+    AGAIN = enum.auto()  # attach again, at once
+    LATER = enum.auto()  # attach again after a while: a lease will end, a place be free
+    LOST = enum.auto()  # the allocator will not have our pool: it begins anew, empty
+    STEP_REFUSED = enum.auto()  # the oldest unanswered step was wrong; it and those after it were not applied
+    REFUSED = enum.auto()  # as LATER: this allocator will not have us, which held this pool before; the next one may
+    FINAL = enum.auto()  # nothing that we could send would help, and there is nothing to lose
+
+
+_MISREADINGS_MAX: Final = 3
+_WINDOW_FIELD_MAX: Final = 2**32 - 1
+_SENT_WITH_BYTES: Final = (2 + 16) + (1 + 10)  # session and acknowledgement, which a step gets when it is sent
+_AGAIN: Final = frozenset(
+    {Reason.FENCED, Reason.SESSION_UNKNOWN, Reason.IDLE, Reason.DRAINING, Reason.POOL_QUARANTINED}
+)
+_DISAGREE: Final = frozenset({Reason.STEP_MISMATCH, Reason.STEP_GAP})
+_LATER: Final = frozenset({Reason.POOL_OWNED, Reason.LIMIT, Reason.REPORT_ADMISSION})
+_UNREPORTABLE: Final = frozenset({Reason.MALFORMED, Reason.TOO_LARGE, Reason.NOT_SUPPORTED})
+
+
+class PoolOwner:
+    """Owner of one pool.
+
+    Args:
+        pool: its name.
+        spec: its specification.
+        incarnation: 16 random bytes, new for every life of the process that holds the pages.
+        window: steps that may be unanswered at a time, 1 to 8.
+
+    Raises:
+        ValueError: no step could ever be sent with such a window; one that is too wide the allocator refuses.
+
+    Attributes:
+        ledger: what is known of the pool after the last answer.
+        outbox: what to send on the current stream, in order; whoever sends it takes it out.
+        session_id: of the session that the ledger belongs to; empty before the first, and where it must not go on.
+        last_step: number of the last step whose answer was taken in.
+        lease_s: of silence, after which the allocator drops the pool; infinite until it is known.
+        report_count, disagreement_count: reports that were asked for; times that both sides' states differed.
+    """
+
+    def __init__(self, pool: str, spec: pb.PoolSpec, *, incarnation: bytes, window: int = 1) -> None:
+        if not 1 <= window <= _WINDOW_FIELD_MAX:
+            raise ValueError(f"a window of {window} steps")
+        self.pool = pool
+        self.spec = spec
+        self.incarnation = incarnation
+        self.window = window
+        self.phase = Phase.IDLE
+        self.ledger = Ledger(spec)
+        self.outbox: deque[pb.SessionRequest] = deque()
+        self.limits = pb.Limits()
+        self.lease_s = math.inf
+        self.epoch = 0
+        self.session_id = b""
+        self.last_step = 0
+        self.report_count = 0
+        self.disagreement_count = 0
+        self._was_open = False
+        self._misread_count = 0  # reports in a row of which the allocator made another state
+        self._unanswered: deque[pb.SessionRequest] = deque()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another step may be submitted."""
+        return len(self._unanswered) < self.window
+
+    @property
+    def unanswered_count(self) -> int:
+        """Steps that were submitted and not answered yet."""
+        return len(self._unanswered)
+
+    # -- streams -------------------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """A new stream begins: whatever older ones still bring is not for us."""
+        self.epoch += 1
+        self.phase = Phase.ATTACHING
+        self.outbox.clear()
+        self.outbox.append(
+            pb.SessionRequest(
+                attach=pb.Attach(
+                    version=PROTOCOL_VERSION,
+                    pool=self.pool,
+                    incarnation=self.incarnation,
+                    epoch=self.epoch,
+                    resume_session=self.session_id,
+                    last_step=self.last_step,
+                    spec=self.spec,
+                    window=self.window,
+                )
+            )
+        )
+
+    def lose(self) -> None:
+        """The stream is gone. What was not answered is sent again on the next one."""
+        self.phase = Phase.IDLE
+        self.outbox.clear()
+
+    def disown(self) -> None:
+        """The allocator's state is not ours: the next stream must not resume it, but take a report."""
+        self.lose()
+        self.session_id = b""
+
+    def start_over(self) -> list[int]:
+        """The pool begins anew, empty; returns the numbers of steps that will never be applied."""
+        self.disown()
+        last_sequence_id = self.ledger.last_sequence_id
+        self.ledger = Ledger(self.spec)
+        self.ledger.last_sequence_id = last_sequence_id
+        return self.give_up_steps()
+
+    def give_up_steps(self) -> list[int]:
+        """Forgets what is unanswered; only where it is certain that none of it was or will be applied."""
+        numbers = [request.step.number for request in self._unanswered]
+        self._unanswered.clear()
+        return numbers
+
+    def judge(self, error: QuireError | None) -> Verdict:
+        """What to do about a stream that ended so; None where it does not say. Changes nothing."""
+        if error is None or error.reason is None or error.reason in _AGAIN or error.reason in _DISAGREE:
+            return Verdict.AGAIN  # without a reason it is gRPC itself that failed, under whatever code
+        if self.phase is Phase.OPEN:
+            return Verdict.STEP_REFUSED
+        if error.reason in _LATER:
+            return Verdict.LATER
+        if self.phase is Phase.REPORTING and error.reason in _UNREPORTABLE:
+            return Verdict.LOST
+        return Verdict.REFUSED if self._was_open else Verdict.FINAL
+
+    def ended(self, error: QuireError | None) -> tuple[Verdict, list[int]]:
+        """The allocator ended the stream; returns what that means, and the numbers of steps that it takes along."""
+        verdict = self.judge(error)
+        if error is not None and error.reason in _DISAGREE:
+            self.disagreement_count += 1
+            self.disown()
+        self.lose()
+        if verdict is Verdict.LOST:
+            return verdict, self.start_over()
+        if verdict is Verdict.STEP_REFUSED:
+            return verdict, self.give_up_steps()
+        return verdict, []
+
+    # -- sending -------------------------------------------------------------------------------------------------------
+
+    def submit(self, operations: StepBuilder) -> int:
+        """The next step; returns its number. There must be room in the window.
+
+        Raises:
+            ResourceExhaustedError: TOO_LARGE, the allocator takes fewer operations or bytes; nothing was submitted.
+            ValueError: a number does not fit the message, or an id is not new, or not known; nothing was submitted.
+        """
+        assert self.has_room, "the window is full"
+        self._check_ids(operations)
+        request = pb.SessionRequest()
+        operations.fill(request.step)
+        request.step.number = self.last_step + len(self._unanswered) + 1
+        self._check_size("operations", operations.operation_count, self.limits.operations_per_step_max)
+        byte_count = request.step.ByteSize() + _SENT_WITH_BYTES
+        self._check_size("bytes", byte_count, self.limits.step_bytes_max or MESSAGE_BYTES_MAX)
+        self._unanswered.append(request)
+        if self.phase is Phase.OPEN:
+            self._send_step(request)
+        return int(request.step.number)
+
+    def _check_ids(self, operations: StepBuilder) -> None:
+        """On the wire an id alone says whether a sequence is new: one that was meant to be, and is not, would be given
+        another one's blocks, and one that was meant to live would be created, for nobody to free."""
+        created = self.ledger.last_sequence_id
+        if operations.names_no_newer(created):  # decoding, most of the time
+            return
+        highest = created
+        for request in self._unanswered:
+            step = request.step
+            highest = max((highest, *unpack_uint64(step.forks.children), *unpack_uint64(step.grows.sequences)))
+        operations.check_ids(created, highest)
+
+    @staticmethod
+    def _check_size(what: str, count: int, most: int) -> None:
+        """`most` is 0 where no allocator has said it yet."""
+        if 0 < most < count:
+            raise QuireError.of(Reason.TOO_LARGE, f"the step has {count} {what}, and at most {most} are taken")
+
+    def heartbeat(self) -> None:
+        """Keeps the lease, and lets watchers see what the last steps did."""
+        if self.phase in (Phase.OPEN, Phase.REPORTING):
+            self.outbox.append(pb.SessionRequest(heartbeat=pb.Heartbeat(ack=self.last_step)))
+
+    def detach(self) -> None:
+        """Gives the pool back; the allocator then ends the stream."""
+        if self.phase is Phase.OPEN:
+            self.outbox.append(pb.SessionRequest(detach=pb.Detach()))
+
+    # -- receiving -----------------------------------------------------------------------------------------------------
+
+    def receive(self, reply: pb.SessionReply, now: float) -> Answer | None:
+        """Takes in the current stream's next message; `now` is in seconds, for holds.
+
+        Returns what a step did, if it is an answer to one. The owner may be IDLE afterwards: both sides disagree, and
+        the stream must be left for a new one.
+
+        Raises:
+            InternalError: the allocator broke the protocol; the owner is IDLE and its session is not resumed.
+            LedgerLostError: it did so in a way that spoiled the ledger; the owner begins anew, empty.
+        """
+        kind = reply.WhichOneof("message")
+        try:
+            if kind == "step_reply" and self.phase is Phase.OPEN:
+                return self._take_answer(reply.step_reply, now)
+            if kind == "heartbeat" and self.phase in (Phase.REPORTING, Phase.OPEN):
+                return None
+            if kind == "resumed" and self.phase is Phase.ATTACHING:
+                self._resume(reply.resumed)
+            elif kind == "report_required" and self.phase is Phase.ATTACHING:
+                self._report(now)
+            elif kind == "ready" and self.phase is Phase.REPORTING:
+                self._open(reply.ready)
+            else:
+                raise InternalError(f"the allocator sent {kind or 'nothing'} while {self.phase.name.lower()}")
+        except LedgerLostError:
+            self.disagreement_count += 1
+            self.start_over()
+            raise
+        except InternalError:
+            self.disagreement_count += 1
+            self.disown()
+            raise
+        return None
+
+    def _resume(self, resumed: pb.Resumed) -> None:
+        steps_applied = resumed.next_step - 1 - self.last_step
+        if resumed.session_id != self.session_id or not 0 <= steps_applied <= len(self._unanswered):
+            raise InternalError("the allocator resumed another session than ours")
+        self._enter(resumed)
+        for request in self._unanswered:
+            if request.step.session_id:
+                self.outbox.append(request)  # the same bytes
+            else:
+                self._send_step(request)
+
+    def _report(self, now: float) -> None:
+        self.phase = Phase.REPORTING
+        self.report_count += 1
+        chunks = report_chunks(self.ledger, now)
+        for chunk in chunks:
+            self.outbox.append(pb.SessionRequest(report_chunk=chunk))
+        end = report_end(chunks, last_step=self.last_step, last_sequence_id=self.ledger.last_sequence_id)
+        self.outbox.append(pb.SessionRequest(report_end=end))
+
+    def _open(self, ready: pb.Ready) -> None:
+        if ready.next_step != self.last_step + 1:
+            raise InternalError(f"the allocator expects step {ready.next_step} after our {self.last_step}")
+        if ready.state_digest and ready.state_digest != self.ledger.digest():
+            self._misread_count += 1
+            if self._misread_count >= _MISREADINGS_MAX:
+                raise InternalError("the allocator makes another state of our report, time and again")
+            self.disagreement_count += 1
+            self.disown()  # nothing of what is unanswered was sent in that session: the next report takes it along
+            return
+        self._misread_count = 0
+        self.session_id = ready.session_id
+        self._enter(ready)
+        for request in list(self._unanswered):
+            self._send_step(request)
+
+    def _enter(self, opened: pb.Resumed | pb.Ready) -> None:
+        self.phase, self._was_open = Phase.OPEN, True
+        self.limits = opened.limits
+        self.lease_s = opened.lease_ms / 1000 or math.inf
+
+    def _send_step(self, request: pb.SessionRequest) -> None:
+        request.step.session_id, request.step.ack = self.session_id, self.last_step
+        self.outbox.append(request)
+
+    def _take_answer(self, reply: pb.StepReply, now: float) -> Answer:
+        if not self._unanswered:
+            raise InternalError(f"an answer to step {reply.number}, which was not asked")
+        step = self._unanswered[0].step
+        if (reply.session_id, reply.number) != (self.session_id, step.number):
+            raise InternalError(f"the answer to step {step.number} is one to step {reply.number}")
+        try:
+            outcome = read_reply(step, reply, len(self.spec.groups))
+        except ValueError as error:
+            raise InternalError(f"the answer to step {step.number} does not fit it: {error}") from error
+        self._unanswered.popleft()
+        self.last_step = step.number
+        try:
+            self.ledger.apply(step, outcome, now)
+        except (LookupError, ValueError, OverflowError) as error:
+            raise LedgerLostError(f"the answer to step {step.number} cannot be true: {error!r}") from error
+        if reply.state_digest and reply.state_digest != self.ledger.digest_after(step.number):
+            self.disagreement_count += 1
+            self.disown()
+        return Answer(step.number, outcome)

@@ -1,0 +1,391 @@
+"""The owner's side of a Session stream: one pool, numbered steps, nothing applied twice.
+
+Lifecycle:
+
+    1. open       attach under a fresh incarnation; the pool starts empty
+    2. step       sent at once, up to `window` of them unanswered; answered in order; heartbeats in between
+    3. lost       the stream broke or was silent for 3 s: attach again with a higher epoch, as often as it takes. If the
+                  allocator still has the session, unanswered steps are sent again byte for byte. If not (it was
+                  restarted, replaced by another one, or the lease ended), it is told what the pages hold, and goes on
+                  with the same sequences on the same blocks: callers notice nothing but the time it takes
+    4. refused    another allocator behind the name will not have us (token, version, specification): as lost, until it
+                  or the next one does; only a session that was never open is refused for good
+    5. close      detach: the allocator drops the pool at once. An `open` that fails or is cancelled closes, too
+
+All rules are in `owner.py`, what is known of the pool in `ledger.py`; here are the stream, the clock and the waiting.
+
+`SessionLostError` is left for an allocator that refuses our report: then a new and empty session is opened, and an
+owner that gets it holds nothing any more.
+
+A step cannot be called back: it is applied though its caller was cancelled, and its answer has blocks to note and
+copies to run. Such answers are kept, and no step is taken before an engine has asked for what it has `missed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final
+
+from quire.errors import InternalError, QuireError, Reason, UnavailableError, jittered_s
+from quire.protocol.limits import HEARTBEAT_S, SILENCE_S
+from quire.protocol.steps import StepBuilder, StepOutcome
+from quire.session.answers import Answers, AnswersMissedError, SessionLostError
+from quire.session.backoff import Backoff
+from quire.session.call import EndedError, SessionCall
+from quire.session.ledger import Ledger
+from quire.session.lookahead import AHEAD_TOKENS, RoomAhead
+from quire.session.owner import LedgerLostError, Phase, PoolOwner, Verdict
+from quire.session.silence import Silence
+from quire.v1 import allocator_pb2 as pb
+
+TICKS_PER_HEARTBEAT: Final = 4  # how often silence is looked at
+HEARTBEATS_PER_LEASE: Final = 3  # at least: one may be late, and one more
+BACKOFF_S: Final = (0.01, 0.2)  # between streams; what came of none of them makes it longer
+WINDOW: Final = 4
+
+__all__ = ["AnswersMissedError", "PoolSession", "SessionLostError"]
+
+log = logging.getLogger(__name__)
+
+
+class PoolSession:
+    """Owner of one pool. Opened once. Not for concurrent use, except that the stream keeps itself up.
+
+    Args:
+        stub: `AllocatorServiceStub` on an asyncio channel.
+        pool: name of the pool.
+        spec: its specification.
+        metadata: sent with the call, such as a bearer token.
+        on_wait: told why, whenever attaching has to be tried again.
+        reconnect: gives another stub, on a new connection, where nothing is heard on the old one any more; without it
+            a connection whose other end vanished is left only when TCP gives it up. The old one must have been the
+            session's alone.
+        disconnect: called at the end of `close`.
+        window: steps that may be unanswered at a time, 1 to 8.
+        ahead_tokens: for which a sequence that decodes is to have room beyond its next token.
+
+    Attributes:
+        ahead: asks for room ahead, so that decoding goes on through an outage; see `quire.session.lookahead`.
+        on_change: called with whether a stream is up, whenever that changes.
+    """
+
+    def __init__(
+        self,
+        stub: Any,
+        pool: str,
+        spec: pb.PoolSpec,
+        *,
+        metadata: tuple[tuple[str, str], ...] = (),
+        on_wait: Callable[[QuireError], None] | None = None,
+        reconnect: Callable[[], Awaitable[Any]] | None = None,
+        disconnect: Callable[[], Awaitable[None]] | None = None,
+        window: int = WINDOW,
+        ahead_tokens: int = AHEAD_TOKENS,
+    ) -> None:
+        self.pool = pool
+        self.spec = spec
+        self.on_change: Callable[[bool], None] = lambda _connected: None
+        self._stub = stub
+        self._metadata = metadata
+        self._reconnect = reconnect
+        self._disconnect = disconnect
+        self._on_wait = on_wait or (lambda error: log.info("waiting for the allocator: %s", error))
+        self._owner = PoolOwner(pool, spec, incarnation=secrets.token_bytes(16), window=window)
+        self.ahead = RoomAhead(self._owner, ahead_tokens)
+        self._call: SessionCall | None = None
+        self._connected = False
+        self._closing = False
+        self._silence = Silence(HEARTBEAT_S / TICKS_PER_HEARTBEAT, time.monotonic())
+        self._fell_silent = False  # the last stream
+        self._has_served = False  # the current stream: answered anything after it was up
+        self._refusal: QuireError | None = None
+        self._refused_for: Reason | None = None  # since it was open last
+        self._answers = Answers()
+        self._changed = asyncio.Event()  # an answer came, the stream went up or was refused
+        self._sending = asyncio.Lock()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._flushes: set[asyncio.Task[None]] = set()
+
+    @property
+    def connected(self) -> bool:
+        """Whether a stream is up and attached."""
+        return self._connected
+
+    @property
+    def limits(self) -> pb.Limits:
+        """What the allocator accepts; known once open."""
+        return self._owner.limits
+
+    @property
+    def ledger(self) -> Ledger:
+        """What is known of the pool after the last answer; to be read, not changed."""
+        return self._owner.ledger
+
+    @property
+    def unanswered_count(self) -> int:
+        """Steps that were submitted and not answered yet."""
+        return self._owner.unanswered_count
+
+    @property
+    def report_count(self) -> int:
+        """Block reports that an allocator asked for."""
+        return self._owner.report_count
+
+    @property
+    def disagreement_count(self) -> int:
+        """Times that the allocator's state was another than ours."""
+        return self._owner.disagreement_count
+
+    async def open(self) -> None:
+        """Attaches, waiting as long as it takes for an allocator that is down or a former owner's lease to end.
+
+        Raises:
+            QuireError: the allocator refuses for good (specification, version, token).
+            UnavailableError: the session was closed.
+            RuntimeError: it was opened before.
+        """
+        if self._closing:
+            raise self._closed()
+        if self._tasks:
+            raise RuntimeError("a session is opened once")
+        self._tasks = [asyncio.create_task(self._guarded(each())) for each in (self._keep_up, self._beat)]
+        try:
+            while not self._connected:
+                await self._wait_for_change()
+                if self._closing:
+                    raise self._closed()
+                if self._refusal is not None:
+                    raise self._refusal
+        except BaseException:
+            await self.close()  # else it would take the pool later, for nobody
+            raise
+
+    async def step(self, operations: StepBuilder) -> StepOutcome:
+        """Applies a step exactly once and returns what it did: `submit`, and its answer, or else it is `missed`."""
+        return await (await self.submit(operations))
+
+    async def submit(self, operations: StepBuilder) -> asyncio.Future[StepOutcome]:
+        """Sends a step as soon as the window has room; the future has what it did. Who is cancelled while awaiting it
+        finds the answer in `missed`; who otherwise leaves it has to look at it later.
+
+        As long as nobody has awaited a future that failed, its error is raised here, once, and nothing is sent.
+
+        Raises (here, or from the future):
+            SessionLostError: none of it is in force, and nothing of what was there before.
+            AnswersMissedError: there are answers that nobody took in; nothing was sent.
+            QuireError: the allocator refused the step; nothing of it, nor of those submitted after it, was applied.
+                TOO_LARGE, raised here: it is above `limits`; nothing was sent, and what was submitted before goes on.
+            ValueError: a number does not fit the message, or an id is not new, or not known; nothing was sent.
+            RuntimeError: the session was not opened.
+        """
+        if not self._tasks and not self._closing:
+            raise RuntimeError("the session has not been opened")
+        while not self._owner.has_room and not self._closing:
+            await self._wait_for_change()
+        if self._closing:
+            raise self._closed()
+        self._answers.check(self._refusal)
+        asked = self._answers.expect(self._owner.submit(operations), operations)
+        try:
+            await self._flush()
+        except asyncio.CancelledError:
+            if not asked.cancel():
+                self._answers.miss(asked)
+            self._drop()  # the message may have been given up in the middle; it is sent again
+            raise
+        return asked
+
+    async def missed(self) -> list[tuple[StepBuilder, StepOutcome]]:
+        """The steps whose callers were cancelled and what they did, once all are answered; they are given once.
+
+        To be taken in before those that were submitted after them. What was refused is not among them, and neither is
+        what was lost, as the next `submit` tells.
+
+        Raises:
+            UnavailableError: the session was closed.
+        """
+        while self._answers.are_coming():
+            await self._wait_for_change()
+        if self._closing:
+            raise self._closed()
+        return self._answers.missed()
+
+    async def close(self) -> None:
+        """Detaches if the stream is up, so that the pool is dropped at once; else its lease ends by itself."""
+        self._closing = True
+        try:
+            if self._connected and self._tasks:
+                self._owner.detach()
+                await self._flush()
+                await asyncio.wait(self._tasks[:1], timeout=SILENCE_S)
+        finally:
+            await self._stop()
+
+    # -- the stream ----------------------------------------------------------------------------------------------------
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        """What goes on by itself has nobody to tell: whoever waits hears of its end, a callback's error or ours."""
+        try:
+            await work
+        except Exception as error:
+            log.exception("the session of pool %s has ended", self.pool)
+            self._refusal = InternalError(f"the session has ended: {type(error).__name__}")
+            self._answers.fail(self._owner.give_up_steps(), self._refusal)
+            for task in self._tasks:
+                if task is not asyncio.current_task():
+                    task.cancel()  # neither goes on without the other
+            with contextlib.suppress(Exception):  # the callback that raised may be called again
+                self._drop()
+            self._changed.set()
+
+    async def _keep_up(self) -> None:
+        """Attaches, serves, and attaches again until the session is closed."""
+        backoff, patient = Backoff(*BACKOFF_S), False
+        while not self._closing:
+            self._has_served = False
+            error = await self._serve_once(patient=patient)
+            if self._closing:
+                return
+            if self._fell_silent and self._reconnect is not None:
+                self._fell_silent, self._stub = False, await self._reconnect()
+            patient = not self._connected
+            waited_for = error or UnavailableError("the allocator does not answer")
+            is_step_refused = self._end_stream(error, waited_for) is Verdict.STEP_REFUSED
+            asked_s = 0.0 if is_step_refused else jittered_s(waited_for.retry_after_s)
+            if self._has_served or is_step_refused:
+                backoff.reset()
+            if asked_s or not (self._has_served or is_step_refused):
+                self._on_wait(waited_for)
+            await asyncio.sleep(max(backoff.next_s(), asked_s))
+
+    async def _serve_once(self, *, patient: bool) -> QuireError | None:
+        """One stream from attach to end; returns why it ended, if it says. A patient one begins when there is a
+        connection: once it is known why there was none, a pause of our own would only add to the outage."""
+        owner = self._owner
+        self._silence.heard()  # it has as long as any other answer
+        call = self._call = SessionCall(self._stub.Session(metadata=self._metadata, wait_for_ready=patient))
+        try:
+            await call.connect()
+            self._silence.heard()
+            owner.attach()
+            await self._flush()
+            while owner.phase is not Phase.IDLE:
+                self._take(await call.read())
+                if owner.outbox:
+                    self._flush_soon()  # a report takes long to send, and the allocator is to be heard meanwhile
+        except EndedError as ended:
+            return ended.said
+        except LedgerLostError as error:
+            log.error("the pool begins anew: %s", error)
+            self._answers.lose()
+        except InternalError as error:
+            log.error("the allocator broke the protocol: %s", error)
+            self._answers.fail(owner.give_up_steps(), error)  # it will be told what is, whatever they did
+        return None
+
+    def _take(self, reply: pb.SessionReply) -> None:
+        """One message of the current stream."""
+        owner = self._owner
+        self._silence.heard()
+        self._has_served = self._connected
+        answer = owner.receive(reply, time.monotonic())
+        if answer is not None:
+            self._answers.take(answer.number, answer.outcome)
+            self._changed.set()
+        elif not self._connected and owner.phase is Phase.OPEN:
+            self._refusal = self._refused_for = None
+            self._set_connected(True)
+
+    async def _flush(self) -> None:
+        """Sends what is in the outbox. What goes wrong is told to who reads."""
+        call, outbox = self._call, self._owner.outbox
+        async with self._sending:
+            while outbox and call is not None and call is self._call and await call.write(outbox.popleft()):
+                pass
+
+    def _flush_soon(self) -> None:
+        flush = asyncio.create_task(self._flush())
+        self._flushes.add(flush)  # the loop itself keeps no task alive
+        flush.add_done_callback(self._flushes.discard)
+
+    def _end_stream(self, error: QuireError | None, why: QuireError) -> Verdict:
+        """The current stream is over: the owner says what that means, and whose steps it takes along."""
+        verdict, numbers = self._owner.ended(error)
+        self._drop()
+        if verdict is Verdict.LOST:
+            log.error("the allocator refuses our report, the pool begins anew: %s", error)
+            self._answers.lose()
+        elif verdict is Verdict.STEP_REFUSED:
+            self._answers.fail(numbers, why)
+        elif verdict is Verdict.REFUSED:
+            if why.reason is not self._refused_for:
+                log.warning("the allocator refuses this pool, which goes on as far as it was granted: %s", why)
+            self._refused_for = why.reason
+        elif verdict is Verdict.FINAL:
+            log.warning("the allocator refuses this pool: %s", why)
+            self._refusal = why
+            self._answers.fail(self._owner.give_up_steps(), why)
+        self._changed.set()
+        return verdict
+
+    def _drop(self) -> None:
+        """Cancels the call; who reads it notices."""
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
+        self._set_connected(False)
+
+    # -- waiting -------------------------------------------------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        """Keeps the lease while no step does, and leaves a stream that has fallen silent.
+
+        The acknowledgement lets watchers of the pool see what the last step of a quiet owner did.
+        """
+        for tick in itertools.count(1):
+            interval_s = min(HEARTBEAT_S, self._owner.lease_s / HEARTBEATS_PER_LEASE)
+            await asyncio.sleep(interval_s / TICKS_PER_HEARTBEAT)
+            if self._silence.tick(time.monotonic()) >= SILENCE_S and self._call is not None:
+                self._fell_silent = True
+                self._drop()
+            if tick % TICKS_PER_HEARTBEAT:
+                continue
+            self._owner.heartbeat()
+            if not self._sending.locked():  # else whoever is sending takes it along, or is stuck until silence ends it
+                self._flush_soon()
+
+    async def _wait_for_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _set_connected(self, connected: bool) -> None:
+        if connected != self._connected:
+            self._connected = connected
+            self._changed.set()
+            self.on_change(connected)
+
+    async def _stop(self) -> None:
+        """Ends everything that goes on by itself."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        try:
+            if tasks:
+                await asyncio.wait(tasks)
+        finally:
+            self._drop()
+            self._changed.set()
+            self._answers.fail_all(self._closed())
+            disconnect, self._disconnect = self._disconnect, None
+            if disconnect is not None:
+                await disconnect()
+
+    @staticmethod
+    def _closed() -> UnavailableError:
+        return UnavailableError("the session is closed")

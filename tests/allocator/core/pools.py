@@ -1,0 +1,115 @@
+"""Small pools, and what can be seen of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire_allocator.core.pool import Pool
+from quire_allocator.core.readers.usage import block_states
+from quire_allocator.core.spec import NULL_BLOCK, GroupKind, GroupSpec, PoolSpec, Result
+
+from tests.allocator.core.compiled import what_if
+
+NULL = NULL_BLOCK
+
+
+def full(block_size: int) -> GroupSpec:
+    return GroupSpec(GroupKind.FULL_ATTENTION, block_size)
+
+
+def sliding(block_size: int, window: int) -> GroupSpec:
+    return GroupSpec(GroupKind.SLIDING_WINDOW, block_size, window)
+
+
+def chunked(block_size: int, window: int) -> GroupSpec:
+    return GroupSpec(GroupKind.CHUNKED_LOCAL, block_size, window)
+
+
+def state(block_size: int, checkpoints_max: int = 0) -> GroupSpec:
+    return GroupSpec(GroupKind.STATE, block_size, checkpoints_max=checkpoints_max)
+
+
+def make_pool(block_count: int = 8, *groups: GroupSpec, block_size: int = 4, group_count: int = 1, **spec: Any) -> Pool:
+    """A pool of these groups; without any, of `group_count` groups of full attention. Evicts by LRU."""
+    spec.setdefault("eviction_policy", "lru")
+    return Pool(PoolSpec(block_count, groups or (full(block_size),) * group_count, **spec))
+
+
+def d(letters: str) -> bytes:
+    """One digest per letter: that of a block behind all letters before it."""
+    return b"".join(letters[: i + 1].encode().ljust(32, b".") for i in range(len(letters)))
+
+
+def d_from(letters: str, first: int) -> bytes:
+    """The digests of `d(letters)` from number `first` on."""
+    return d(letters)[32 * first :]
+
+
+def tables(pool: Pool, sequence_id: int) -> list[list[int]]:
+    """Per group the whole table."""
+    return [list(table) for table in pool.tables(pool.sequences[sequence_id])]
+
+
+def blocks_of(pool: Pool, sequence_id: int, group: int = 0) -> list[int]:
+    return tables(pool, sequence_id)[group]
+
+
+def states(pool: Pool) -> list[int]:
+    """Per block: 0 empty, 1 cached, n + 1 in n tables."""
+    return list(block_states(pool).to_bytes())
+
+
+def counts(pool: Pool) -> tuple[int, int, int]:
+    """Blocks empty, cached, held."""
+    blocks = pool.blocks
+    return (blocks.empty_count, blocks.cached_count, blocks.block_count - blocks.free_count)
+
+
+def granted_next(pool: Pool) -> list[int]:
+    """All free blocks in the order in which they would be granted, one by one."""
+    return what_if(pool.blocks, lambda blocks: [blocks.take(1)[0] for _ in range(blocks.free_count)])
+
+
+def everything(pool: Pool) -> tuple[Any, ...]:
+    """All that a refused operation must leave as it was."""
+    sequences = [
+        (i, s.token_count, s.committed_token_count, s.limit, s.promised, tables(pool, i))
+        for i, s in pool.sequences.items()
+    ]
+    counters = (pool.granted_block_count, pool.copy_count, pool.queried_token_count, pool.matched_token_count)
+    kept = (sorted(pool.blocks.namespaces), len(pool.pending), dict(pool.holds), pool.gates.promised_block_count)
+    log = (len(pool.log._recorded), pool.blocks.evicted_count)
+    return (states(pool), granted_next(pool), sequences, counters, kept, log)
+
+
+def computed(
+    pool: Pool, sequence_id: int, letters: str, *, namespace: str = "", tokens: int = 0, **options: Any
+) -> None:
+    """A sequence whose digest blocks of `letters`, and `tokens` more, have been allocated, computed and committed."""
+    size = pool.digest_tokens
+    token_count = size * len(letters) + tokens
+    grown = pool.allocate(sequence_id, token_count, d(letters), namespace, **options)
+    assert grown.result is Result.OK, grown
+    commit(pool, sequence_id, letters, token_count)
+
+
+def commit(pool: Pool, sequence_id: int, letters: str, token_count: int, keep: int = 0) -> Any:
+    """What a forward pass up to `token_count` computed, of a text whose digest blocks are `letters`."""
+    size = pool.digest_tokens
+    first = pool.sequences[sequence_id].committed_token_count // size
+    digests = d_from(letters[: token_count // size], first)
+    assert len(digests) == 32 * (token_count // size - first), "not enough letters"
+    answer = pool.commit(sequence_id, token_count, digests, keep)
+    assert answer.result is Result.OK
+    pool.check_invariants()
+    return answer
+
+
+def forget(pool: Pool, manager: int, positions: Sequence[int], namespace: str = "") -> None:
+    """Evicts chosen cached positions of a windowed or state group, as a policy might."""
+    scope = pool.blocks.namespaces[namespace].scopes[manager]
+    for key, unit in list(scope.index.items()):  # type: ignore[attr-defined]
+        if key[0] in positions:
+            pool.blocks.dropped(scope, scope.manager.evict(unit, 1))
+    pool.check_invariants()

@@ -1,0 +1,309 @@
+"""Who is let in and who is not: whole-prompt fit, watermark, promised blocks, quotas. Worked out by hand.
+
+Unless said otherwise blocks have 4 tokens and there is one group of full attention.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from quire_allocator.core.pool import Pool
+from quire_allocator.core.spec import GroupSpec, GrowResult, Quota, Result
+
+from tests.allocator.core.pools import (
+    commit,
+    computed,
+    counts,
+    d,
+    everything,
+    full,
+    make_pool,
+    sliding,
+    state,
+)
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def refusal(answer: GrowResult) -> tuple[Result, int]:
+    return (answer.result, answer.shortfall)
+
+
+# -- watermark -------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_sequence_leaves_the_watermark_to_those_that_run() -> None:
+    pool = make_pool(8, watermark_block_count=2)
+    pool.allocate(1, 16)
+    assert refusal(pool.allocate(2, 9)) == (Result.NO_SPACE, 1)  # 3 of the 4 free ones, and 2 must stay
+    assert pool.allocate(2, 8).result is Result.OK
+    assert pool.grow(1, 24).result is Result.OK  # growing may take them
+    assert counts(pool) == (0, 0, 8)
+
+
+def test_an_idle_pool_waives_the_watermark() -> None:
+    pool = make_pool(8, watermark_block_count=2)
+    assert pool.allocate(1, 32).result is Result.OK
+    pool.free(1)
+    assert refusal(pool.allocate(2, 33)) == (Result.TOO_LONG, 0)
+
+
+# -- prompts in chunks -----------------------------------------------------------------------------------------------
+
+
+def test_a_first_chunk_is_let_in_only_if_the_whole_prompt_fits() -> None:
+    pool = make_pool(8)
+    pool.allocate(1, 12)
+    assert refusal(pool.allocate(2, 4, prompt_token_count=24)) == (Result.NO_SPACE, 1)  # 6 blocks, 5 are free
+    assert refusal(pool.allocate(2, 4, prompt_token_count=33)) == (Result.TOO_LONG, 0)
+    assert pool.allocate(2, 4, prompt_token_count=20).result is Result.OK
+
+
+def test_what_is_cached_of_a_prompt_counts_towards_its_fit() -> None:
+    pool = make_pool(8)
+    computed(pool, 1, "abcd")
+    assert refusal(pool.allocate(2, 4, d("wxyz"), prompt_token_count=20)) == (Result.NO_SPACE, 1)
+    answer = pool.allocate(2, 4, d("abcd"), prompt_token_count=20)
+    assert (answer.result, answer.matched_token_count) == (Result.OK, 16)
+    assert len(answer.blocks[0]) == 4  # more was found than the chunk asked for
+    assert pool.sequences[2].promised == 1
+    # All of a prompt is asked for, whatever its first chunk is: 16 tokens of the first sequence, 20 of the second.
+    assert (pool.queried_token_count, pool.matched_token_count) == (36, 16)
+
+
+def test_the_rest_of_a_prompt_is_kept_from_later_admissions_until_it_is_granted() -> None:
+    pool = make_pool(10)
+    pool.allocate(1, 4, prompt_token_count=24)
+    assert pool.gates.promised_block_count == 5
+    assert refusal(pool.allocate(2, 20)) == (Result.NO_SPACE, 1)  # 9 free, 5 of them promised
+    assert pool.allocate(2, 16).result is Result.OK
+    for token_count, promised in [(5, 4), (8, 4), (16, 2), (24, 0), (28, 0)]:
+        assert pool.grow(1, token_count).result is (Result.OK if token_count <= 24 else Result.NO_SPACE)
+        assert pool.gates.promised_block_count == promised
+        pool.check_invariants()
+
+
+def test_those_that_run_may_take_what_is_promised() -> None:
+    pool = make_pool(4)
+    pool.allocate(1, 4)
+    pool.allocate(2, 4, prompt_token_count=12)
+    assert pool.grow(1, 12).result is Result.OK
+    assert refusal(pool.grow(2, 8)) == (Result.NO_SPACE, 1)
+    assert pool.gates.promised_block_count == 2
+
+
+def test_a_promise_ends_with_its_sequence() -> None:
+    pool = make_pool(8)
+    pool.allocate(1, 4, prompt_token_count=32)
+    assert pool.gates.promised_block_count == 7
+    pool.free(1)
+    assert pool.gates.promised_block_count == 0
+
+
+def test_what_windows_give_back_is_promised_again_and_nothing_once_the_prompt_is_granted() -> None:
+    # Passes of 4 tokens and a window of 5 touch 8 tokens: at most 3 blocks. 40 tokens take 10 + 3 of 14 blocks.
+    pool = make_pool(14, full(4), sliding(4, 5))
+    pool.allocate(1, 4, d(LETTERS[:10]), prompt_token_count=40)
+    assert pool.gates.promised_block_count == 9 + 2
+    for block in range(1, 11):
+        assert pool.grow(1, 4 * block).result is Result.OK
+        # Of 8 tokens on, the token at `4 * block` reads 4 tokens before it: one block.
+        window = 2 if block > 1 else 1
+        assert pool.gates.promised_block_count == (10 - block) + min(10 - block, 3 - window)
+        if block < 10:
+            assert pool.allocate(2, 1).result is Result.NO_SPACE
+        commit(pool, 1, LETTERS, 4 * block)
+        assert pool.gates.promised_block_count == (10 - block) + min(10 - block, 2)
+    assert counts(pool) == (0, 3, 11)
+    assert pool.allocate(2, 1).result is Result.OK
+
+
+def test_a_hit_is_no_part_of_a_pass() -> None:
+    # 36 of 40 tokens are cached. A pass of 4 with its window still touches at most 3 blocks; one of them is hit.
+    pool = make_pool(40, full(4), sliding(4, 5))
+    computed(pool, 1, LETTERS[:9])
+    answer = pool.allocate(2, 4, d(LETTERS[:9]), prompt_token_count=40)
+    assert answer.matched_token_count == 36
+    assert pool.sequences[2].promised == 1 + 1  # there is but one block of each left to fill
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_while_nobody_decodes_no_prompt_that_was_let_in_ever_lacks_a_block(seed: int) -> None:
+    rng = random.Random(seed)
+    groups = rng.choice(([full(4)], [full(4), sliding(4, 6)], [sliding(2, 7), full(4), sliding(2, 7), state(8)]))
+    pool = make_pool(40, *groups)
+    prompts: dict[int, tuple[int, int]] = {}  # tokens, tokens of a pass
+    for sequence_id in range(1, 400):
+        length, chunk = rng.randint(1, 40), rng.randint(1, 9)
+        own = bytes([sequence_id % 256, sequence_id // 256]) * 16
+        if pool.allocate(sequence_id, min(chunk, length), prompt_token_count=length).result is Result.OK:
+            prompts[sequence_id] = (length, chunk)
+        for runner in rng.sample(list(prompts), min(3, len(prompts))):
+            length, chunk = prompts[runner]
+            token_count = pool.sequences[runner].token_count
+            filled = pool.filled_block_count(runner, token_count)
+            assert filled is not None
+            pool.commit(runner, token_count, own * filled)
+            if token_count == length:
+                pool.free(runner)
+                del prompts[runner]
+            else:
+                answer = pool.grow(runner, min(token_count + chunk, length))
+                assert answer.result is Result.OK, (runner, answer)
+        pool.check_invariants()
+
+
+# -- quotas ----------------------------------------------------------------------------------------------------------
+
+
+def quota_pool(block_count: int = 8, *groups: object, **limits: int | None) -> Pool:
+    """A pool with limits for the namespace "blue"."""
+    return make_pool(block_count, *groups, quotas=(Quota("blue", **limits),))  # type: ignore[arg-type]
+
+
+def test_a_namespace_holds_no_more_than_its_quota_and_others_do() -> None:
+    pool = quota_pool(held_block_count_max=4)
+    assert refusal(pool.allocate(1, 17, namespace="blue")) == (Result.QUOTA, 1)
+    pool.allocate(1, 12, namespace="blue")
+    assert refusal(pool.allocate(2, 8, namespace="blue")) == (Result.QUOTA, 1)
+    pool.allocate(2, 1, namespace="blue")
+    before = everything(pool)
+    assert refusal(pool.grow(1, 13)) == (Result.QUOTA, 1)
+    assert everything(pool) == before
+    assert pool.allocate(3, 16, namespace="red").result is Result.OK
+    assert pool.grow(1, 12).result is Result.OK
+
+
+def test_shared_blocks_count_once_and_cached_ones_when_they_are_taken_again() -> None:
+    pool = quota_pool(held_block_count_max=4)
+    computed(pool, 1, "abc", namespace="blue")
+    assert pool.allocate(2, 13, d("abc"), "blue").result is Result.OK  # three shared, one of its own
+    assert pool.allocate(3, 13, d("abc"), "blue").result is Result.QUOTA
+    pool.free(1)
+    pool.free(2)
+    assert pool.allocate(3, 17, d("abc"), "blue").result is Result.QUOTA  # three revived and two new
+    assert pool.allocate(3, 13, d("abc"), "blue").matched_token_count == 12
+
+
+def test_too_long_is_said_before_quota_and_quota_before_no_space() -> None:
+    pool = quota_pool(held_block_count_max=2)
+    assert pool.allocate(1, 33, namespace="blue").result is Result.TOO_LONG
+    pool.allocate(1, 32)
+    assert pool.allocate(2, 12, namespace="blue").result is Result.QUOTA
+    assert pool.allocate(2, 8, namespace="blue").result is Result.NO_SPACE
+
+
+def test_every_namespace_that_is_not_named_has_the_quota_of_the_others_to_itself() -> None:
+    pool = make_pool(8, quotas=(Quota("blue", 1), Quota("*", 2)))
+    assert [pool.allocate(i, 12, namespace=name).shortfall for i, name in enumerate(("blue", "red", ""), 1)] == [
+        2,
+        1,
+        1,
+    ]
+    assert [pool.allocate(i, 8, namespace=name).result for i, name in enumerate(("red", ""), 1)] == [Result.OK] * 2
+
+
+def test_of_what_it_leaves_behind_a_namespace_loses_its_own_first() -> None:
+    pool = quota_pool(cached_block_count_max=2)
+    computed(pool, 1, "xy")
+    pool.free(1)  # the oldest of the pool, of another namespace
+    computed(pool, 2, "abcd", namespace="blue")
+    pool.free(2)
+    assert (pool.match("", d("xy")), pool.match("blue", d("abcd"))) == (8, 8)
+    assert pool.blocks.evicted_count == 2
+    computed(pool, 3, "p", namespace="blue")
+    pool.free(3)
+    assert [pool.match("blue", d(text)) for text in ("abcd", "p")] == [4, 4]
+    pool.check_invariants()
+
+
+def test_a_namespace_still_knows_its_oldest_after_its_blocks_came_and_went_many_times() -> None:
+    pool = quota_pool(cached_block_count_max=3)
+    computed(pool, 1, "ab", namespace="blue")
+    computed(pool, 2, "x", namespace="blue")
+    pool.free(1)
+    pool.free(2)
+    for sequence_id in range(3, 300):  # each leaves an outdated place in the queue
+        pool.allocate(sequence_id, 5, d("x"), "blue")
+        pool.free(sequence_id)
+    pool.check_invariants()
+    computed(pool, 300, "pq", namespace="blue")
+    pool.free(300)
+    assert [pool.match("blue", d(text)) for text in ("ab", "x", "pq")] == [0, 4, 8]
+
+
+def test_a_namespace_that_may_leave_nothing_is_forgotten_with_its_last_sequence() -> None:
+    pool = quota_pool(cached_block_count_max=0)
+    computed(pool, 1, "ab", namespace="blue")
+    pool.fork(1, 2)
+    pool.free(1)
+    assert pool.match("blue", d("ab")) == 8  # still held
+    pool.free(2)
+    assert counts(pool) == (8, 0, 0)
+    assert not pool.blocks.namespaces
+
+
+def test_what_falls_out_of_a_window_counts_as_left_behind() -> None:
+    pool = quota_pool(8, sliding(4, 4), cached_block_count_max=1)
+    computed(pool, 1, "abcd", namespace="blue")  # three of four fell out, the deepest is the first to go
+    assert counts(pool) == (6, 1, 1)
+    assert pool.match("blue", d("a")) == 4
+
+
+def test_a_block_that_growing_leaves_behind_counts_too() -> None:
+    pool = quota_pool(8, state(4), cached_block_count_max=0)
+    computed(pool, 1, "a", namespace="blue")
+    answer = pool.grow(1, 5)  # goes on in a copy; the checkpoint would be cached
+    assert [tuple(copy) for copy in answer.copies] == [(0, 1)]
+    assert counts(pool) == (7, 0, 1)
+    pool.check_invariants()
+
+
+def test_going_on_from_a_checkpoint_at_the_limit_of_a_quota_is_no_growth() -> None:
+    # The copy is held instead of the checkpoint, not beside it.
+    pool = quota_pool(8, full(4), state(4), held_block_count_max=3)
+    computed(pool, 1, "ab", namespace="blue")
+    assert pool.blocks.namespaces["blue"].held_count == 3
+    assert refusal(pool.grow(1, 9)) == (Result.QUOTA, 1)
+    pool.free(1)
+    computed(pool, 2, "xy", namespace="blue", tokens=0)
+    pool.commit(2, 8, b"", 8)
+    pool.free(2)
+    answer = pool.allocate(3, 8, d("x"), "blue")
+    assert answer.result is Result.OK
+    pool.check_invariants()
+
+
+def test_a_state_that_only_its_sequence_holds_is_copied_within_the_quota() -> None:
+    pool = quota_pool(8, state(4), held_block_count_max=1)
+    computed(pool, 1, "a", namespace="blue")
+    assert pool.grow(1, 5).copies == [(0, 1)]
+    pool.free(1)
+    assert pool.allocate(2, 6, d("a"), "blue").matched_token_count == 4  # the same for a hit
+    pool.check_invariants()
+
+
+def test_who_asks_for_nothing_more_is_not_refused_although_a_swap_took_the_namespace_beyond_its_quota() -> None:
+    pool = quota_pool(8, held_block_count_max=1)
+    computed(pool, 1, "a", namespace="blue")
+    pool.free(1)
+    pool.allocate(2, 4, namespace="blue")  # without digests: a block of its own
+    commit(pool, 2, "a", 2)
+    pool.fork(2, 3)
+    commit(pool, 2, "a", 4)  # swapped to the cached block; the half-filled one stays with the fork
+    assert pool.blocks.namespaces["blue"].held_count == 2
+    assert refusal(pool.grow(3, 4)) == (Result.OK, 0)
+    assert refusal(pool.grow(3, 5)) == (Result.QUOTA, 2)
+
+
+@pytest.mark.parametrize("group", [full(4), sliding(4, 8)])
+def test_a_block_that_another_published_and_left_is_copied_within_the_quota(group: GroupSpec) -> None:
+    pool = quota_pool(8, group, held_block_count_max=2)
+    pool.allocate(1, 8, namespace="blue")
+    commit(pool, 1, "a", 6)
+    pool.fork(1, 2)
+    commit(pool, 1, "ab", 8)
+    assert refusal(pool.grow(2, 7)) == (Result.QUOTA, 1)
+    pool.free(1)
+    assert pool.grow(2, 7).copies == [(1, 2)]

@@ -1,0 +1,200 @@
+"""What the log tells of a pool's index: in order, once acknowledged, once for all copies. Blocks of 4 tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from quire_allocator.core.events import Change, Event
+from quire_allocator.core.pool import Pool
+
+from tests.allocator.core.pools import commit, computed, d, full, make_pool, sliding, state
+
+Told = list[tuple[str, str, int, str, int]]  # change, digests, first position, parent, manager
+
+
+def letters_of(digests: bytes) -> str:
+    """The last letter of each digest."""
+    names = [digests[i : i + 32].rstrip(b".").decode() for i in range(0, len(digests), 32)]
+    return "".join(name[-1] for name in names)
+
+
+def told(pool: Pool, after: int = 0) -> Told:
+    """Everything that the log has published."""
+    return [
+        (
+            event.change.name,
+            letters_of(bytes(event.digests)),
+            event.first_position,
+            letters_of(event.parent_digest),
+            pool.managers.index(event.scope.manager),  # type: ignore[arg-type]
+        )
+        for _, event in pool.log.after(after, 1000)
+    ]
+
+
+def all_told(pool: Pool) -> Told:
+    """The same, with everything acknowledged."""
+    pool.log.publish(pool.log.step)
+    return told(pool)
+
+
+def test_blocks_are_stored_in_runs_that_name_the_block_before_them() -> None:
+    pool = make_pool()
+    pool.allocate(1, 16)
+    commit(pool, 1, "ab", 9)
+    commit(pool, 1, "abcd", 16)
+    assert all_told(pool) == [("STORED", "ab", 0, "", 0), ("STORED", "cd", 2, "b", 0)]
+
+
+def test_what_is_granted_or_hit_is_no_event() -> None:
+    pool = make_pool()
+    computed(pool, 1, "ab")
+    pool.allocate(2, 13, d("ab"))
+    pool.fork(2, 3)
+    pool.free(3)
+    pool.grow(2, 20)
+    assert all_told(pool) == [("STORED", "ab", 0, "", 0)]
+
+
+def test_nothing_is_told_before_its_step_is_acknowledged() -> None:
+    pool = make_pool()
+    pool.allocate(1, 12)
+    for step in (1, 2, 3):
+        pool.log.step = step
+        commit(pool, 1, "abc", 4 * step)
+    assert told(pool) == []
+    assert pool.log.publish(2)
+    assert told(pool) == [("STORED", "a", 0, "", 0), ("STORED", "b", 1, "a", 0)]
+    assert not pool.log.publish(2)
+    assert pool.log.last_cursor == 2
+    pool.log.publish(9)
+    assert told(pool, after=2) == [("STORED", "c", 2, "b", 0)]
+
+
+def test_eviction_tells_of_the_deep_end_first() -> None:
+    pool = make_pool(4)
+    computed(pool, 1, "abcd")
+    pool.free(1)
+    pool.allocate(2, 4)
+    pool.allocate(3, 8)
+    assert all_told(pool)[1:] == [("REMOVED", "d", 3, "", 0), ("REMOVED", "bc", 1, "", 0)]
+
+
+def test_a_copy_that_meets_the_first_block_is_no_event_and_its_end_neither() -> None:
+    pool = make_pool(4)
+    pool.allocate(1, 8, d("ab"))
+    pool.allocate(2, 8, d("ab"))
+    commit(pool, 1, "ab", 8)
+    commit(pool, 2, "ab", 8)
+    pool.free(1)
+    pool.allocate(3, 8)  # the blocks that the second one gave back
+    assert all_told(pool) == [("STORED", "ab", 0, "", 0)]
+    assert pool.match("", d("ab")) == 8
+    pool.free(2)
+    pool.allocate(4, 8)  # now they are evicted
+    assert all_told(pool)[1:] == [("REMOVED", "ab", 0, "", 0)]
+    assert pool.match("", d("ab")) == 0
+
+
+def test_what_is_stored_again_after_it_was_removed_is_told_again() -> None:
+    pool = make_pool(2)
+    for sequence_id in (1, 3):
+        computed(pool, sequence_id, "a")
+        pool.free(sequence_id)
+        pool.allocate(sequence_id + 1, 8)
+        pool.free(sequence_id + 1)
+    assert [change for change, *_ in all_told(pool)] == ["STORED", "REMOVED"] * 2
+
+
+def test_groups_of_one_kind_tell_together_and_kinds_apart() -> None:
+    pool = make_pool(20, sliding(4, 4), full(4), sliding(4, 4))
+    computed(pool, 1, "ab")
+    assert all_told(pool) == [
+        ("STORED", "ab", 0, "", 0),
+        ("STORED", "a", 0, "", 1),  # windowed groups have no parents: each block is found by its own digest
+        ("STORED", "b", 1, "", 1),
+    ]
+    assert [manager.groups for manager in pool.managers] == [(1,), (0, 2)]
+
+
+def test_falling_out_of_a_window_is_no_event_and_eviction_is() -> None:
+    pool = make_pool(4, sliding(4, 4))
+    computed(pool, 1, "abc")
+    assert [event[:3] for event in all_told(pool)] == [("STORED", "a", 0), ("STORED", "b", 1), ("STORED", "c", 2)]
+    pool.allocate(2, 8)  # one is empty, and of the two that fell out the deeper goes
+    assert [event[:3] for event in all_told(pool)[3:]] == [("REMOVED", "b", 1)]
+
+
+def test_a_checkpoint_that_is_dropped_or_given_up_is_removed() -> None:
+    pool = make_pool(9, state(4, checkpoints_max=1))
+    pool.allocate(1, 4)
+    for token_count in (4, 8):
+        pool.grow(1, token_count)
+        commit(pool, 1, "ab", token_count)
+    # Positions of states count the digests before and with them.
+    assert [event[:3] for event in all_told(pool)] == [("STORED", "a", 1), ("STORED", "b", 2), ("REMOVED", "a", 1)]
+    pool = make_pool(3, full(4), state(4))
+    computed(pool, 1, "a")
+    pool.grow(1, 8)
+    assert all_told(pool)[2:] == [("REMOVED", "a", 1, "", 1)]
+
+
+def test_a_reader_that_is_too_far_behind_is_told_to_start_over() -> None:
+    pool = make_pool(8)
+    pool.log.event_count_max = 3
+    pool.allocate(1, 20)
+    for count in range(1, 6):
+        commit(pool, 1, "abcde", 4 * count)
+    pool.log.publish(0)
+    assert [pool.log.can_resume(cursor) for cursor in range(7)] == [False, False, True, True, True, True, False]
+    assert [event[1] for event in told(pool, after=2)] == ["c", "d", "e"]
+    assert [cursor for cursor, _ in pool.log.after(3, 1)] == [4]
+
+
+def test_digests_in_the_log_are_bounded_too() -> None:
+    pool = make_pool(8)
+    pool.log.digest_bytes_max = 96
+    pool.allocate(1, 16)
+    commit(pool, 1, "ab", 8)
+    commit(pool, 1, "abcd", 16)
+    pool.log.publish(0)
+    assert [pool.log.can_resume(cursor) for cursor in (0, 1, 2)] == [False, True, True]
+
+
+def test_the_log_keeps_no_more_than_twice_the_digests_that_it_counts() -> None:
+    pool = make_pool(32)
+    letters = "abcdefghijklmnopqrstuvwxyzABCD"
+    computed(pool, 1, letters)
+    pool.free(1)
+    for sequence_id in range(
+        2, 802, 200
+    ):  # each takes a few blocks from the end of the long run, which is hit and cut anew
+        pool.allocate(sequence_id, 4 * 4)
+        pool.free(sequence_id)
+        pool.allocate(sequence_id + 100, 4 * 20, d(letters))
+        pool.free(sequence_id + 100)
+    removed = [Event(*record) for record in pool.log._recorded if record[1] is Change.REMOVED]
+    assert removed
+    for event in removed:
+        assert len(event.source) <= 2 * len(event.digests)
+
+
+def test_replaying_the_log_gives_the_index_of_the_acknowledged_step() -> None:
+    pool = make_pool(6)
+    index: Counter[tuple[int, bytes]] = Counter()
+    cursor = 0
+    for step in range(1, 40):
+        pool.log.step = step
+        computed(pool, step, "abcdefghijkl"[step % 5 : step % 5 + 1 + step % 4])
+        pool.free(step)
+        known = {text for text in "abcde" if pool.match("", d(text))}
+        pool.log.publish(step)
+        for number, event in pool.log.after(cursor, 1000):
+            cursor = number
+            change = 1 if event.change is Change.STORED else -1
+            for i in range(len(event.digests) // 32):
+                index[event.first_position + i, bytes(event.digests[32 * i : 32 * i + 32])] += change
+        assert set(index.values()) <= {0, 1}
+        assert {
+            digest.rstrip(b".").decode() for (position, digest), there in index.items() if there and not position
+        } == known

@@ -1,0 +1,124 @@
+"""Whom NO_SPACE names to be preempted: who loses least. By hand; blocks of 4 tokens, one group by default."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from quire_allocator.core.spec import Result, Victim
+
+from tests.allocator.core.compiled import IS_COMPILED
+from tests.allocator.core.pools import commit, computed, counts, d, full, make_pool, sliding, state
+
+
+def test_no_space_names_the_sequence_that_has_least_to_compute_again() -> None:
+    pool = make_pool(8)
+    computed(pool, 1, "ab", tokens=1)
+    computed(pool, 2, "x", tokens=2)
+    computed(pool, 3, "pq")
+    assert pool.allocate(4, 8).victim == Victim(2, 6)
+    assert pool.allocate(4, 8).shortfall == 1
+    assert pool.grow(2, 13).victim == Victim(3, 8)  # never itself
+
+
+def test_tokens_that_others_hold_too_need_not_be_computed_again() -> None:
+    pool = make_pool(8)
+    computed(pool, 1, "abc")
+    computed(pool, 2, "abx", tokens=1)  # 8 of its 13 tokens are the first one's
+    pool.allocate(3, 8)
+    assert pool.allocate(4, 8).victim == Victim(3, 0)
+    pool.free(3)
+    computed(pool, 4, "rs")
+    assert pool.allocate(5, 8).victim == Victim(1, 4)
+
+
+def test_the_newest_of_equals_goes_first_and_a_hold_never() -> None:
+    pool = make_pool(4)
+    for sequence_id in (1, 2, 3):
+        computed(pool, sequence_id, "abcd"[sequence_id])
+    pool.fork(1, 4, hold_until=9.0)  # would lose nothing
+    assert pool.allocate(5, 8).victim == Victim(1, 0)  # its block is the hold's too
+    pool.free(1)
+    assert pool.allocate(5, 12).victim == Victim(3, 4)
+
+
+def test_a_sequence_of_a_higher_priority_is_never_named() -> None:
+    pool = make_pool(2)
+    pool.allocate(1, 4, priority=2)
+    pool.allocate(2, 4, priority=1)
+    assert pool.allocate(3, 4, priority=0).victim is None
+    assert pool.allocate(3, 4, priority=1).victim == Victim(2, 0)
+    assert pool.allocate(3, 4, priority=2).victim == Victim(2, 0)  # the lowest first
+    assert pool.grow(2, 5).victim is None
+    assert pool.grow(1, 5).victim == Victim(2, 0)
+
+
+def test_a_fork_has_the_priority_of_its_parent() -> None:
+    pool = make_pool(2)
+    computed(pool, 1, "a", priority=2)
+    pool.fork(1, 2)
+    assert pool.allocate(3, 8, priority=1).victim is None
+
+
+def test_what_a_sequence_alone_borrows_does_not_count_as_held_by_others() -> None:
+    pool = make_pool()
+    pool.allocate(1, 8)
+    commit(pool, 1, "a", 6)
+    pool.fork(1, 2)
+    commit(pool, 1, "ab", 8)
+    assert pool.gates.cheapest_victim(0, except_id=1) == Victim(2, 2)  # "a" is the first one's too
+    assert pool.allocate(3, 28).victim == Victim(1, 0)  # both blocks are the second one's too
+    pool.free(1)
+    assert pool.allocate(3, 28).victim == Victim(2, 6)
+
+
+def test_where_windows_or_states_are_not_shared_as_well_everything_is_computed_again() -> None:
+    pool = make_pool(8, full(4), sliding(4, 4))
+    computed(pool, 1, "ab")  # 0, 1; the window keeps 3
+    pool.allocate(2, 9, d("ab"))
+    assert pool.gates.cheapest_victim(0) == Victim(1, 0)  # all it has is the other's too
+    assert pool.gates.cheapest_victim(0, except_id=1) == Victim(2, 8)  # of its window one block is its own
+
+
+def test_a_state_that_a_fork_shares_need_not_be_computed_again() -> None:
+    pool = make_pool(8, full(4), state(4))
+    computed(pool, 1, "ab")
+    assert pool.gates.cheapest_victim(0) == Victim(1, 8)
+    pool.fork(1, 2)
+    assert pool.gates.cheapest_victim(0) == Victim(2, 0)
+    pool.grow(2, 9)  # it has a copy of the state now
+    assert pool.gates.cheapest_victim(0) == Victim(2, 8)
+
+
+def test_preempting_the_victims_that_are_named_makes_room() -> None:
+    pool = make_pool(8)
+    for sequence_id, letters in enumerate(("abc", "abd", "x", "pq"), 1):
+        computed(pool, sequence_id, letters)
+    preempted = []
+    while (answer := pool.allocate(9, 20)).result is Result.NO_SPACE:
+        assert answer.victim is not None
+        preempted.append(answer.victim.sequence_id)
+        pool.free(answer.victim.sequence_id)
+    assert preempted == [3, 2, 4]
+    assert counts(pool) == (0, 0, 8)
+
+
+@pytest.mark.skipif(IS_COMPILED, reason="methods of extension modules cannot be replaced")
+def test_many_refusals_look_for_their_victim_once_and_again_after_each_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, searches = make_pool(8), 0
+    search = pool.gates._two_cheapest
+
+    def counted() -> list[tuple[int, int, int]]:
+        nonlocal searches
+        searches += 1
+        return search()
+
+    monkeypatch.setattr(pool.gates, "_two_cheapest", counted)
+    for sequence_id in range(1, 9):
+        computed(pool, sequence_id, "abcdefgh"[sequence_id - 1])
+    _, refused = pool.grow_many(array("Q", range(1, 9)) * 100, [5] * 800)
+    assert {grown.victim for _, grown in refused} == {Victim(8, 4), Victim(7, 4)}  # the eighth is not its own
+    assert searches == 1
+    pool.free(8)
+    assert pool.grow(1, 9).victim == Victim(7, 4)
+    assert searches == 2

@@ -1,0 +1,238 @@
+"""An allocator inside the test: a real gRPC server on a free port, a clock to move, and owners to talk to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import struct
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+from quire._serving.malformed_requests import ReadingInterceptor
+from quire.errors import Reason, code_of, from_rpc_error
+from quire.protocol.limits import MESSAGE_BYTES_MAX
+from quire.protocol.packing import pack_uint32, pack_uint64
+from quire.session.call_status import Ending
+from quire.v1 import allocator_pb2 as pb
+from quire.v1 import allocator_pb2_grpc as pb_grpc
+from quire_allocator.core.ownership.directory import BLOCKS_OF_ALL_POOLS_MAX, Directory
+from quire_allocator.metrics.counters import Telemetry
+from quire_allocator.service import AllocatorService
+
+MESSAGE_OPTIONS = [
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+]
+EMPTY_SHA256 = hashlib.sha256().digest()
+EMPTY_REPORT = pb.SessionRequest(report_end=pb.ReportEnd(sha256=EMPTY_SHA256))
+HEARTBEAT = pb.SessionRequest(heartbeat=pb.Heartbeat())
+DETACH = pb.SessionRequest(detach=pb.Detach())
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Allocator:
+    """A running allocator."""
+
+    service: AllocatorService
+    clock: Clock
+    stub: pb_grpc.AllocatorServiceStub
+    address: str
+
+    def pass_time(self, seconds: float) -> None:
+        """Moves the clock and lets leases expire."""
+        self.clock.now += seconds
+        self.service.expire_leases(self.clock.now)
+
+
+@contextlib.asynccontextmanager
+async def running_allocator(
+    *, pools_max: int = 4, blocks_max: int = BLOCKS_OF_ALL_POOLS_MAX, check_invariants: bool = True
+) -> AsyncIterator[Allocator]:
+    """Serves until the block ends; every pool must be consistent then."""
+    clock = Clock()
+    directory = Directory(lease_s=10.0, pools_max=pools_max, blocks_max=blocks_max)
+    service = AllocatorService(directory, Telemetry(), check_invariants=check_invariants, clock=clock)
+    server = aio.server(interceptors=[ReadingInterceptor()], options=MESSAGE_OPTIONS)
+    pb_grpc.add_AllocatorServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        address = f"127.0.0.1:{port}"
+        async with aio.insecure_channel(address, options=MESSAGE_OPTIONS) as channel:
+            yield Allocator(service, clock, pb_grpc.AllocatorServiceStub(channel), address)
+        directory.check_invariants()
+    finally:
+        await server.stop(None)
+
+
+def spec(block_count: int = 8, block_size: int = 4, group_count: int = 1) -> pb.PoolSpec:
+    """A pool of full attention."""
+    group = pb.GroupSpec(kind=pb.GROUP_KIND_FULL_ATTENTION, block_size=block_size)
+    return pb.PoolSpec(
+        block_count=block_count, groups=[group] * group_count, cache_layout="nhd", model_fingerprint=b"m"
+    )
+
+
+def d(letters: str) -> bytes:
+    """One digest per letter, concatenated: that of a block behind all letters before it."""
+    return b"".join(hashlib.sha256(letters[: i + 1].encode()).digest() for i in range(len(letters)))
+
+
+def numbers_in(data: bytes) -> list[int]:
+    """A column of uint32 out of its bytes."""
+    return [number for (number,) in struct.iter_unpack("<I", data)]
+
+
+def tables_in(tables: Sequence[pb.BlockTable]) -> list[list[int]]:
+    """Tables out of their bytes."""
+    return [numbers_in(table.blocks) for table in tables]
+
+
+@contextlib.contextmanager
+def refused(reason: Reason, message: str = "") -> Iterator[None]:
+    """The block must fail with this reason, under the code that the table has for it."""
+    with pytest.raises(aio.AioRpcError, match=message or None) as caught:
+        yield
+    error = from_rpc_error(caught.value)
+    assert (error.reason, error.code) == (reason, code_of(reason)), error
+
+
+class UnaryOwner:
+    """A unary session; request ids are made up unless given."""
+
+    def __init__(self, allocator: Allocator, session_id: bytes) -> None:
+        self._stub = allocator.stub
+        self._ids = itertools.count(1)
+        self.session_id = session_id
+
+    @classmethod
+    async def open(cls, allocator: Allocator, pool: str = "a", **shape: int) -> UnaryOwner:
+        """Takes a pool."""
+        request = pb.OpenSessionRequest(request_id=f"open {pool}", pool=pool, spec=spec(**shape))
+        return cls(allocator, (await allocator.stub.OpenSession(request)).session_id)
+
+    async def call(self, method: str, **fields: Any) -> Any:
+        """Calls a method of this session."""
+        request_type = getattr(pb, f"{method}Request")
+        if "request_id" in request_type.DESCRIPTOR.fields_by_name:
+            fields.setdefault("request_id", f"request {next(self._ids)}")
+        return await getattr(self._stub, method)(request_type(session_id=self.session_id, **fields))
+
+
+class StreamOwner:
+    """The owner's end of a Session stream; remembers its session and numbers its steps."""
+
+    def __init__(self, allocator: Allocator) -> None:
+        self.call = allocator.stub.Session()
+        self._ending = Ending(self.call)
+        self.session_id = b""
+        self.next_step = 1
+
+    @classmethod
+    async def ready(cls, allocator: Allocator, pool: str = "a", **shape: int) -> StreamOwner:
+        """Attached, reported, ready."""
+        owner = cls(allocator)
+        reply = await owner.attach(pool=pool, spec=spec(**shape))
+        assert reply.HasField("report_required")
+        await owner.report()
+        return owner
+
+    async def send(self, message: pb.SessionRequest) -> None:
+        """Sends without waiting for an answer."""
+        await self.call.write(message)
+
+    async def receive(self) -> pb.SessionReply:
+        """The next message; an error of the stream is raised here."""
+        with contextlib.suppress(aio.AioRpcError):
+            reply = await self.call.read()
+            if reply is not aio.EOF:
+                return reply
+        await self.end()
+        raise AssertionError("the server ended the stream without an error")
+
+    async def exchange(self, message: pb.SessionRequest) -> pb.SessionReply:
+        """One message there, one back."""
+        with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):  # what went wrong is told by reading
+            await self.send(message)
+        return await self.receive()
+
+    async def attach(self, **fields: Any) -> pb.SessionReply:
+        """Attaches; unnamed fields are those of a first attach to pool "a"."""
+        defaults: dict[str, Any] = {"version": 1, "pool": "a", "incarnation": b"1" * 16, "epoch": 1, "window": 4}
+        fields = {**defaults, "spec": spec(), **fields}
+        reply = await self.exchange(pb.SessionRequest(attach=pb.Attach(**fields)))
+        if reply.HasField("resumed"):
+            self.session_id, self.next_step = reply.resumed.session_id, reply.resumed.next_step
+        return reply
+
+    async def report(self, last_step: int = 0) -> pb.Ready:
+        """An empty pool."""
+        end = pb.ReportEnd(last_step=last_step, sha256=EMPTY_SHA256)
+        ready = (await self.exchange(pb.SessionRequest(report_end=end))).ready
+        self.session_id, self.next_step = ready.session_id, ready.next_step
+        return ready
+
+    async def step(self, **phases: Any) -> pb.StepReply:
+        """The next step."""
+        reply = await self.step_as(self.next_step, **phases)
+        self.next_step += 1
+        return reply
+
+    async def step_as(self, number: int, **phases: Any) -> pb.StepReply:
+        """A step with any number."""
+        step = pb.Step(**{"session_id": self.session_id, "number": number, **phases})
+        return (await self.exchange(pb.SessionRequest(step=step))).step_reply
+
+    async def hang_up(self) -> None:
+        """Ends the owner's side and waits until the server has ended its own."""
+        await self.call.done_writing()
+        assert await self.call.read() is aio.EOF
+
+    async def end(self) -> None:
+        """How the stream ended: nothing, or the error raised."""
+        status = await self._ending.status()
+        if status.code() is not grpc.StatusCode.OK:
+            raise status
+
+
+def grows(*operations: tuple[int, int, bytes]) -> pb.GrowPhase:
+    """(sequence, token count, digests) each."""
+    return pb.GrowPhase(
+        sequences=pack_uint64([sequence for sequence, _, _ in operations]),
+        token_counts=pack_uint32([count for _, count, _ in operations]),
+        digest_counts=pack_uint32([len(digests) // 32 for _, _, digests in operations]),
+        digests=b"".join(digests for _, _, digests in operations),
+    )
+
+
+def commits(*operations: tuple[int, int, bytes]) -> pb.CommitPhase:
+    """(sequence, token count, digests) each."""
+    return pb.CommitPhase(
+        sequences=pack_uint64([sequence for sequence, _, _ in operations]),
+        token_counts=pack_uint32([count for _, count, _ in operations]),
+        digest_counts=pack_uint32([len(digests) // 32 for _, _, digests in operations]),
+        digests=b"".join(digests for _, _, digests in operations),
+    )
+
+
+async def state(allocator: Allocator, pool: str = "a") -> tuple[bytes, list[tuple[int, int, int, list[list[int]]]]]:
+    """States of all blocks; id, tokens, committed tokens and tables of all sequences: nothing that time changes."""
+    seen = await allocator.stub.GetPool(pb.GetPoolRequest(pool=pool, view=pb.POOL_VIEW_BLOCKS))
+    sequences = [(s.sequence_id, s.token_count, s.committed_token_count, tables_in(s.tables)) for s in seen.sequences]
+    return seen.block_states, sequences

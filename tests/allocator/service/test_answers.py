@@ -1,0 +1,235 @@
+"""Answers must fit a message, memory must have an end: large answers, pools and prompts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from quire.aio import AsyncAllocatorClient
+from quire.errors import Reason
+from quire.protocol.limits import MESSAGE_BYTES_MAX
+from quire.protocol.packing import pack_uint64
+from quire.v1 import allocator_pb2 as pb
+from quire_allocator import limits
+from quire_allocator.core.ownership import replay
+from quire_allocator.core.readers import usage
+from quire_allocator.wire import reply_size, step_apply, step_checks
+
+from tests.allocator.core.pools import make_pool
+from tests.allocator.service.harness import (
+    Allocator,
+    StreamOwner,
+    UnaryOwner,
+    commits,
+    d,
+    grows,
+    numbers_in,
+    refused,
+    running_allocator,
+    spec,
+    state,
+)
+
+EVERY_BLOCK = 1_200_000  # of the large pool: more than one answer can list
+
+
+@pytest.fixture
+async def allocator() -> AsyncIterator[Allocator]:
+    async with running_allocator() as running:
+        yield running
+
+
+# -- answers that could not be sent ------------------------------------------------------------------------------------
+
+
+async def test_a_unary_answer_too_large_to_send_is_refused_before_anything_is_done() -> None:
+    async with running_allocator(check_invariants=False) as allocator:
+        owner = await UnaryOwner.open(allocator, block_count=EVERY_BLOCK, block_size=1)
+        with refused(Reason.TOO_LARGE):
+            await owner.call("Allocate", sequence_id=1, token_count=EVERY_BLOCK)
+        await owner.call("Allocate", sequence_id=1, token_count=400_000)
+        with refused(Reason.TOO_LARGE):
+            await owner.call("Grow", sequence_id=1, token_count=EVERY_BLOCK)
+        sequence = allocator.service.directory.pool("a").pool.sequences[1]
+        assert sequence.token_count == 400_000
+        assert (await owner.call("Allocate", sequence_id=2, token_count=EVERY_BLOCK + 1)).result == pb.RESULT_TOO_LONG
+        await owner.call("CloseSession")
+
+
+async def test_a_step_whose_reply_would_be_too_large_is_refused_whole() -> None:
+    async with running_allocator(check_invariants=False) as allocator:
+        owner = await StreamOwner.ready(allocator, block_count=EVERY_BLOCK, block_size=1)
+        await owner.step(grows=grows((1, 400_000, b"")))
+        with refused(Reason.TOO_LARGE):
+            await owner.step(
+                frees=pb.FreePhase(sequences=pack_uint64([1])), grows=grows((2, 300_000, b""), (3, 300_000, b""))
+            )
+        pool = allocator.service.directory.pool("a")
+        assert list(pool.pool.sequences) == [1]
+        assert pool.steps.next_step == 2
+        allocator.pass_time(10)
+
+
+async def test_long_sequences_may_grow_and_fork_by_little_in_one_step() -> None:
+    async with running_allocator(check_invariants=False) as allocator:
+        owner = await StreamOwner.ready(allocator, block_count=EVERY_BLOCK, block_size=1)
+        for token_count in (400_000, 800_000):
+            await owner.step(grows=grows((1, token_count, b"")))
+        allocator.service.directory.pool("a").pool.commit(1, 800_000, bytes(32 * 800_000))
+        reply = await owner.step(
+            forks=pb.ForkPhase(parents=pack_uint64([1, 2]), children=pack_uint64([2, 3])),
+            grows=grows((3, 800_002, b""), (1, 800_001, b"")),
+        )
+        assert numbers_in(reply.block_counts) == [2, 1]
+        allocator.pass_time(10)
+
+
+@pytest.mark.parametrize("groups", [1, 64])
+def test_a_reply_is_never_larger_than_foreseen(groups: int) -> None:
+    pool = make_pool(6_000, block_size=2, group_count=groups)
+    phases: list[dict[str, Any]] = [
+        {"grows": grows((1, 21, b""), (2, 21, b""), (3, 7_000, b""))},
+        {"commits": commits((1, 21, d("abcdefghij")))},
+        {
+            "commits": commits((2, 21, d("abcdefghij"))),
+            "forks": pb.ForkPhase(parents=pack_uint64([2, 9]), children=pack_uint64([5, 6])),
+        },
+        {"grows": grows((5, 23, b""), (5, 25, b""), (9, 8, b""), (8, 8, b""), (10, 8, d("a")))},
+        {
+            "frees": pb.FreePhase(sequences=pack_uint64([1])),
+            "forks": pb.ForkPhase(parents=pack_uint64([1]), children=pack_uint64([20])),
+        },
+        {
+            "frees": pb.FreePhase(sequences=pack_uint64([2])),
+            "forks": pb.ForkPhase(parents=pack_uint64([2, 5, 20]), children=pack_uint64([20, 21, 22])),
+            "grows": grows((21, 23, b""), (22, 30, b"")),
+        },
+    ]
+    for number, phase in enumerate(phases, 1):
+        step = pb.Step(number=number, **phase)
+        arrays, reply = step_checks.check_step(pool, step), pb.StepReply(number=number)
+        coarse = reply_size.step_reply_bytes_max(pool, arrays)
+        exact = reply_size.step_reply_bytes_max(pool, arrays, exact=True)
+        step_apply.apply_step(pool, arrays, 0.0, reply)
+        assert reply.ByteSize() - 100 <= exact <= coarse, f"step {number}"
+        pool.check_invariants()
+
+
+# -- the log of answers ------------------------------------------------------------------------------------------------
+
+
+async def test_a_prompt_is_not_kept_for_its_repetition(allocator: Allocator) -> None:
+    owner = await UnaryOwner.open(allocator)
+    request = {"request_id": "r", "sequence_id": 1, "token_count": 8, "digests": d("a") * 10_000}
+    first = await owner.call("Allocate", **request)
+    assert await owner.call("Allocate", **request) == first
+    with refused(Reason.STEP_MISMATCH):
+        await owner.call("Allocate", **{**request, "token_count": 9})
+    assert allocator.service.directory.pool("a").answers.kept_bytes == first.ByteSize()
+
+
+async def test_large_answers_are_forgotten_before_small_ones_would_be(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = await UnaryOwner.open(allocator, block_count=64)
+    monkeypatch.setattr(replay, "ANSWER_BYTES_KEPT_MAX", 250)  # an answer of 16 blocks has some 70 bytes
+    calls = [
+        functools.partial(owner.call, "Allocate", request_id=str(i), sequence_id=i, token_count=64) for i in range(1, 5)
+    ]
+    first, *others = [await call() for call in calls]
+    assert [await call() for call in calls[1:]] == others
+    assert first.result == pb.RESULT_OK
+    assert (await calls[0]()).result == pb.RESULT_EXISTS
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+async def test_the_blocks_of_all_pools_together_are_limited() -> None:
+    async with running_allocator(blocks_max=20) as allocator:
+        await UnaryOwner.open(allocator, "a", block_count=12)
+        with refused(Reason.LIMIT, "8 are left"):
+            await UnaryOwner.open(allocator, "b", block_count=9)
+        with refused(Reason.LIMIT, "8 are left"):
+            await StreamOwner(allocator).attach(pool="b", spec=spec(block_count=9))
+        await UnaryOwner.open(allocator, "b", block_count=8)
+
+
+async def test_a_pool_cannot_outgrow_the_limit_by_a_second_report() -> None:
+    async with running_allocator(blocks_max=20) as allocator:
+        owner = await StreamOwner.ready(allocator, block_count=20)
+        before = await state(allocator)
+        larger = StreamOwner(allocator)
+        await larger.attach(epoch=2, spec=spec(block_count=21))
+        with refused(Reason.LIMIT, "20 are left"):
+            await larger.report()
+        assert await state(allocator) == before
+        again = StreamOwner(allocator)
+        assert (await again.attach(epoch=3, spec=spec(block_count=20), resume_session=owner.session_id)).resumed
+
+
+async def test_an_attach_alone_takes_no_memory(allocator: Allocator) -> None:
+    owner = StreamOwner(allocator)
+    await owner.attach(spec=spec(block_count=limits.BLOCKS_MAX))
+    (claimed,) = allocator.service.directory._owners.values()
+    assert claimed.pool.blocks.block_count == 0
+    assert claimed.spec.block_count == limits.BLOCKS_MAX
+
+
+# -- reading page by page ----------------------------------------------------------------------------------------------
+
+
+async def test_a_large_pool_is_read_in_answers_that_fit() -> None:
+    block_count = limits.BLOCKS_MAX
+    async with running_allocator(check_invariants=False) as allocator:
+        owner = await UnaryOwner.open(allocator, block_count=block_count, block_size=1)
+        await owner.call("Allocate", sequence_id=4, token_count=5)
+        for token_count in (400_000, 800_000, EVERY_BLOCK):
+            method = "Allocate" if token_count == 400_000 else "Grow"
+            await owner.call(method, sequence_id=5, token_count=token_count)
+        await owner.call("Allocate", sequence_id=9, token_count=7)
+        async with AsyncAllocatorClient(allocator.address) as client:
+            seen = await client.get_pool_blocks("a")
+        pool = allocator.service.directory.pool("a").pool
+        assert seen.block_states == usage.block_states(pool).to_bytes()
+        assert [sequence.sequence_id for sequence in seen.sequences] == [4, 5, 9]
+        for sequence in seen.sequences:
+            (table,) = pool.tables(pool.sequences[sequence.sequence_id])
+            assert sequence.tables == (tuple(table),)
+        await owner.call("CloseSession")
+
+
+async def test_tables_of_several_groups_and_block_states_are_put_together_again(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = await UnaryOwner.open(allocator, block_count=300, block_size=1, group_count=2)
+    for sequence_id in (1, 2, 7):
+        await owner.call("Allocate", sequence_id=sequence_id, token_count=11 * sequence_id)
+    async with AsyncAllocatorClient(allocator.address) as client:
+        whole = await client.get_pool_blocks("a")
+        for states_max, sequence_bytes_max in ((7, 1 << 19), (1 << 20, 40), (7, 40), (200, 1), (3, 300)):
+            monkeypatch.setattr(limits, "STATES_PER_ANSWER_MAX", states_max)
+            monkeypatch.setattr(limits, "SEQUENCE_BYTES_PER_ANSWER_MAX", sequence_bytes_max)
+            assert await client.get_pool_blocks("a") == whole
+    assert [len(sequence.tables[1]) for sequence in whole.sequences] == [11, 22, 77]
+
+
+async def test_a_sequence_that_goes_while_it_is_read_harms_nobody(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SEQUENCE_BYTES_PER_ANSWER_MAX", 16)
+    owner = await UnaryOwner.open(allocator, block_count=20, block_size=1)
+    for sequence_id in (1, 2):
+        await owner.call("Allocate", sequence_id=sequence_id, token_count=9)
+    request = pb.GetPoolRequest(pool="a", view=pb.POOL_VIEW_BLOCKS, after_sequence_id=0, first_entry=4)
+    (first,) = (await allocator.stub.GetPool(request)).sequences
+    assert (first.sequence_id, first.first_entry, len(first.tables[0].blocks), first.continues) == (1, 4, 16, True)
+    await owner.call("Free", sequence_id=1)
+    (second,) = (await allocator.stub.GetPool(request)).sequences
+    assert (second.sequence_id, second.first_entry) == (2, 0)
+
+
+def test_one_answer_of_everything_fits_a_message() -> None:
+    assert limits.STATES_PER_ANSWER_MAX + limits.SEQUENCE_BYTES_PER_ANSWER_MAX + (64 << 10) <= MESSAGE_BYTES_MAX

@@ -1,0 +1,240 @@
+"""Pools of several types of attention, holds, quotas and usage, over gRPC.
+
+The pool of the reference document: block size 16, 10 full and 20 sliding layers of window 32 in 3 groups of 10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from quire.errors import Reason
+from quire.protocol.packing import pack_uint32, pack_uint64
+from quire.v1 import allocator_pb2 as pb
+
+from tests.allocator.service.harness import (
+    Allocator,
+    StreamOwner,
+    UnaryOwner,
+    commits,
+    d,
+    grows,
+    numbers_in,
+    refused,
+    running_allocator,
+    tables_in,
+)
+
+NULL = 0xFFFFFFFF
+FULL = pb.GroupSpec(kind=pb.GROUP_KIND_FULL_ATTENTION, block_size=16)
+SLIDING = pb.GroupSpec(kind=pb.GROUP_KIND_SLIDING_WINDOW, block_size=16, window=32)
+STATE = pb.GroupSpec(kind=pb.GROUP_KIND_STATE, block_size=32)
+
+
+@pytest.fixture
+async def allocator() -> AsyncIterator[Allocator]:
+    async with running_allocator() as running:
+        yield running
+
+
+async def opened(allocator: Allocator, *groups: pb.GroupSpec, block_count: int = 64, **fields: object) -> UnaryOwner:
+    pool = pb.PoolSpec(block_count=block_count, groups=groups, **fields)  # type: ignore[arg-type]
+    request = pb.OpenSessionRequest(request_id="open", pool="a", spec=pool)
+    return UnaryOwner(allocator, (await allocator.stub.OpenSession(request)).session_id)
+
+
+async def summary(allocator: Allocator) -> pb.PoolSummary:
+    return (await allocator.stub.GetPool(pb.GetPoolRequest(pool="a"))).summary
+
+
+async def test_a_hybrid_pool_gives_back_what_fell_out_and_leaves_null_entries(allocator: Allocator) -> None:
+    owner = await opened(allocator, FULL, SLIDING, SLIDING)
+    await owner.call("Allocate", sequence_id=1, token_count=112)
+    await owner.call("Commit", sequence_id=1, token_count=112, digests=d("abcdefg"))
+    # 7 blocks of full attention; token 112 reads from 112 - 31 = 81 on: blocks 5 and 6 of each sliding group.
+    seen = await allocator.stub.GetPool(pb.GetPoolRequest(pool="a", view=pb.POOL_VIEW_BLOCKS))
+    full, *sliding = tables_in(seen.sequences[0].tables)
+    assert (len(full), NULL in full) == (7, False)
+    assert [table[:5] for table in sliding] == [[NULL] * 5] * 2
+    assert all(len(table) == 7 and NULL not in table[5:] for table in sliding)
+    assert seen.summary.held_block_count == 11
+    assert [(g.held_block_count, g.cached_block_count) for g in seen.summary.groups] == [(7, 0), (2, 5), (2, 5)]
+
+
+async def test_groups_out_of_order_keep_their_own_tables(allocator: Allocator) -> None:
+    owner = await opened(allocator, SLIDING, FULL, SLIDING)
+    allocated = await owner.call("Allocate", sequence_id=1, token_count=48)
+    await owner.call("Commit", sequence_id=1, token_count=48, digests=d("abc"))
+    seen = await allocator.stub.GetPool(pb.GetPoolRequest(pool="a", view=pb.POOL_VIEW_BLOCKS))
+    tables = tables_in(seen.sequences[0].tables)
+    assert [table.count(NULL) for table in tables] == [1, 0, 1]
+    assert [table[1:] for table in tables] == [table[1:] for table in tables_in(allocated.tables)]
+
+
+async def test_a_state_hit_is_answered_with_the_copy_of_its_checkpoint(allocator: Allocator) -> None:
+    owner = await opened(allocator, FULL, STATE)
+    first = await owner.call("Allocate", sequence_id=1, token_count=32, digests=d("ab"))
+    assert [len(table) for table in tables_in(first.tables)] == [2, 1]
+    await owner.call("Commit", sequence_id=1, token_count=32, digests=d("ab"))
+    hit = await owner.call("Allocate", sequence_id=2, token_count=40, digests=d("ab"))
+    assert hit.matched_token_count == 32
+    (checkpoint,), (running,) = tables_in(first.tables)[1], tables_in(hit.tables)[1]
+    assert (list(hit.copy_sources), list(hit.copy_destinations)) == ([checkpoint], [running])
+
+
+async def test_waste_is_that_of_the_first_group_that_holds_tokens(allocator: Allocator) -> None:
+    owner = await opened(allocator, pb.GroupSpec(kind=pb.GROUP_KIND_STATE, block_size=256), FULL)
+    await owner.call("Allocate", sequence_id=1, token_count=20)
+    await owner.call("Commit", sequence_id=1, token_count=20, digests=d("a"))
+    assert (await summary(allocator)).unwritten_slot_count == 12
+
+
+async def test_a_state_with_uncommitted_tokens_cannot_be_forked(allocator: Allocator) -> None:
+    owner = await opened(allocator, FULL, STATE)
+    await owner.call("Allocate", sequence_id=1, token_count=20)
+    assert (await owner.call("Fork", parent_id=1, child_id=2)).result == pb.RESULT_UNCOMMITTED
+    await owner.call("Commit", sequence_id=1, token_count=20, digests=d("a"))
+    assert (await owner.call("Fork", parent_id=1, child_id=2)).result == pb.RESULT_OK
+
+
+async def test_a_prompt_whose_prefix_is_being_computed_is_told_and_may_wait(allocator: Allocator) -> None:
+    owner = await StreamOwner.ready(allocator)
+    await owner.step(grows=grows((1, 8, d("a"))))
+    both = grows((2, 9, d("ab")), (2, 8, d("a")))
+    both.defer_token_counts = pack_uint32([4, 8])
+    reply = await owner.step(grows=both)
+    assert list(reply.grow_results) == [pb.RESULT_PENDING, pb.RESULT_OK]
+    assert list(reply.pending_token_counts) == [4, 4]
+    assert numbers_in(reply.granted_grows) == [1]
+    await owner.step(commits=commits((1, 4, d("a"))))
+    assert list((await owner.step(grows=grows((3, 8, d("a"))))).matched_token_counts) == [4]
+
+
+async def test_lookahead_that_was_not_used_is_given_back_by_the_commit(allocator: Allocator) -> None:
+    owner = await StreamOwner.ready(allocator)
+    await owner.step(grows=grows((1, 20, b"")))
+    kept = commits((1, 6, d("a")))
+    kept.keep_token_counts = pack_uint32([8])
+    assert (await owner.step(commits=kept)).free_block_count == 6
+    assert numbers_in((await owner.step(grows=grows((1, 9, b"")))).blocks) == [2]
+
+
+async def test_no_space_names_the_cheapest_victim(allocator: Allocator) -> None:
+    owner = await StreamOwner.ready(allocator)
+    await owner.step(grows=grows((1, 16, b""), (2, 12, b"")))
+    await owner.step(commits=commits((1, 16, d("abcd")), (2, 12, d("xyz"))))
+    asked = grows((3, 8, b""))
+    reply = await owner.step(grows=asked)
+    assert (list(reply.grow_results), list(reply.grow_shortfalls)) == ([pb.RESULT_NO_SPACE], [1])
+    assert (list(reply.victim_sequences), list(reply.victim_token_counts)) == ([2], [12])
+
+
+async def test_a_hold_ends_with_the_first_step_after_its_time(allocator: Allocator) -> None:
+    owner = await StreamOwner.ready(allocator)
+    await owner.step(grows=grows((1, 8, b"")))
+    await owner.step(
+        commits=commits((1, 8, d("ab"))),
+        forks=pb.ForkPhase(parents=pack_uint64([1]), children=pack_uint64([2]), hold_ms=pack_uint32([1500])),
+    )
+    await owner.step(frees=pb.FreePhase(sequences=pack_uint64([1])))
+    assert (await summary(allocator)).held_block_count == 2
+    allocator.clock.now += 1.4
+    assert not (await owner.step()).expired_holds
+    allocator.clock.now += 0.2
+    assert list((await owner.step()).expired_holds) == [2]
+    assert (await summary(allocator)).cached_block_count == 2
+
+
+async def test_a_unary_hold_ends_by_itself(allocator: Allocator) -> None:
+    owner = await opened(allocator, FULL)
+    await owner.call("Allocate", sequence_id=1, token_count=16)
+    await owner.call("Commit", sequence_id=1, token_count=16, digests=d("a"))
+    await owner.call("Fork", parent_id=1, child_id=2, hold_ms=2000)
+    await owner.call("Free", sequence_id=1)
+    allocator.pass_time(1.9)
+    assert (await summary(allocator)).held_block_count == 1
+    allocator.pass_time(0.2)
+    assert (await summary(allocator)).sequence_count == 0
+
+
+async def test_a_hold_is_at_most_a_day(allocator: Allocator) -> None:
+    owner = await opened(allocator, FULL)
+    with refused(Reason.MALFORMED, "hold_ms"):
+        await owner.call("Fork", parent_id=1, child_id=2, hold_ms=86_400_001)
+
+
+async def test_a_namespace_cannot_hold_more_than_its_quota(allocator: Allocator) -> None:
+    quotas = [pb.Quota(namespace="small", held_blocks_max=2), pb.Quota(namespace="*", held_blocks_max=4)]
+    owner = await opened(allocator, FULL, quotas=quotas)
+    small = {"namespace": "small", "token_count": 48}
+    refusal = await owner.call("Allocate", sequence_id=1, **small)
+    assert (refusal.result, refusal.shortfall) == (pb.RESULT_QUOTA, 1)
+    assert (await owner.call("Allocate", sequence_id=1, namespace="other", token_count=64)).result == pb.RESULT_OK
+
+
+async def test_usage_tells_where_the_memory_goes(allocator: Allocator) -> None:
+    owner = await UnaryOwner.open(allocator, block_count=16)
+    await owner.call("Allocate", sequence_id=1, token_count=12, namespace="n")
+    await owner.call("Commit", sequence_id=1, token_count=9, digests=d("ab"))
+    await owner.call("Fork", parent_id=1, child_id=2)
+    await owner.call("Allocate", sequence_id=3, token_count=4)
+    seen = await allocator.stub.GetPool(pb.GetPoolRequest(pool="a", view=pb.POOL_VIEW_USAGE))
+    # The parent was granted 12 tokens and has 9, the fork's half-filled block has room for 3, the last one for 4.
+    assert seen.summary.unwritten_slot_count == 3 + 3 + 4
+    usage = seen.usage
+    assert [(n.namespace, n.held_block_count, n.sequence_count) for n in usage.namespaces] == [("n", 3, 2), ("", 1, 1)]
+    assert [(p.token_count, p.block_count, p.holder_count) for p in usage.longest_prefixes] == [(8, 2, 2)]
+    assert [bytes(p.digest_prefix) for p in usage.most_shared_prefixes] == [d("ab")[32:40]]
+    assert (usage.run_count, usage.run_block_count, usage.free_block_count, usage.free_stretch_count) == (1, 2, 12, 1)
+
+
+@pytest.mark.parametrize("column", [pack_uint32([1, 1, 1]), pack_uint32([1])[:3]], ids=["three for one", "three bytes"])
+@pytest.mark.parametrize(
+    ("phase", "complaint"),
+    [
+        ("keep_token_counts", "keep_token_counts"),
+        ("digest_counts", "digest_count"),
+        ("children", "child"),
+        ("hold_ms", "hold_ms"),
+        ("namespace_indices", "namespace_ind"),
+        ("prompt_token_counts", "prompt_token_counts"),
+        ("priorities", "priorities"),
+        ("defer_token_counts", "defer_token_counts"),
+    ],
+)
+async def test_a_column_of_another_length_makes_the_step_malformed(
+    allocator: Allocator, phase: str, complaint: str, column: bytes
+) -> None:
+    owner = await StreamOwner.ready(allocator)
+    committed, forks, grown = (
+        commits((1, 1, b"")),
+        pb.ForkPhase(parents=pack_uint64([1]), children=pack_uint64([2])),
+        grows((3, 1, b"")),
+    )
+    for message in (committed, forks, grown):
+        if hasattr(message, phase):
+            setattr(message, phase, column)
+    with refused(Reason.MALFORMED, complaint):
+        await owner.step(commits=committed, forks=forks, grows=grown)
+
+
+async def test_a_specification_is_told_as_it_was_declared(allocator: Allocator) -> None:
+    declared = pb.PoolSpec(
+        block_count=64,
+        groups=[FULL, SLIDING, pb.GroupSpec(kind=pb.GROUP_KIND_STATE, block_size=64, checkpoints_max=3)],
+        cache_layout="x",
+        model_fingerprint=b"y",
+        watermark_block_count=5,
+        quotas=[pb.Quota(namespace="n", held_blocks_max=0), pb.Quota(namespace="*", cached_blocks_max=7)],
+        eviction_policy="lru",
+    )
+    await allocator.stub.OpenSession(pb.OpenSessionRequest(request_id="open", pool="a", spec=declared))
+    assert (await summary(allocator)).spec == declared
+
+
+async def test_a_pool_of_one_kind_still_shares_over_the_wire(allocator: Allocator) -> None:
+    owner = await StreamOwner.ready(allocator, block_count=8)
+    await owner.step(grows=grows((1, 9, d("ab"))))
+    await owner.step(commits=commits((1, 9, d("ab"))))
+    reply = await owner.step(grows=grows((2, 9, d("ab"))))
+    assert (numbers_in(reply.granted_grows), numbers_in(reply.block_counts)) == ([0], [3])

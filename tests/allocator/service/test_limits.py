@@ -1,0 +1,169 @@
+"""Every limit is kept to the number: what reaches it is accepted, one more is refused, says why, and changes nothing.
+
+`EDGES` has a row for each constant of `quire_allocator.limits`, `quire.protocol.limits`, and `core.ownership`, or
+`ELSEWHERE` names the test that holds it; a constant without a row fails.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import math
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import quire.protocol.limits
+from grpc import StatusCode, aio
+from quire.errors import from_rpc_error, retry_after_s_of
+from quire.v1 import allocator_pb2 as pb
+from quire_allocator import limits, server
+from quire_allocator.core.ownership import directory, replay
+
+from tests.allocator.service import limit_cases as cases
+from tests.allocator.service.harness import Allocator, UnaryOwner, running_allocator
+
+TESTS = Path(__file__).resolve().parents[2]
+MODULES: tuple[ModuleType, ...] = (limits, quire.protocol.limits, directory, replay)
+
+
+class Edge(NamedTuple):
+    """One limit.
+
+    Attributes:
+        limit: its name.
+        use: asks a running allocator for so many of what is limited.
+        reason: why one more is refused.
+        code: and under which code, where the transport refuses without a reason.
+        small: stands in for a limit that would take minutes or gigabytes to reach; it is read where it is checked.
+    """
+
+    limit: str
+    use: Callable[[Allocator, int], Awaitable[Any]]
+    reason: str | None = "MALFORMED"
+    code: StatusCode | None = None
+    small: int | None = None
+
+
+EDGES: list[Edge] = [
+    Edge("STEP_BYTES_MAX", cases.step_of_bytes, "TOO_LARGE"),
+    Edge("ANSWER_BYTES_MAX", cases.allocation_with_an_answer_of_bytes, "TOO_LARGE"),
+    Edge("OPERATIONS_PER_STEP_MAX", cases.step_of_operations, "TOO_LARGE"),
+    Edge("SEQUENCES_MAX", cases.sequences_of_a_stream, "LIMIT"),
+    Edge("SEQUENCES_MAX", cases.sequences_of_a_unary_session, "LIMIT", small=20),
+    Edge("SEQUENCES_MAX", cases.reported_sequences, "TOO_LARGE", small=20),
+    Edge("LAST_STEP_MAX", cases.reported_last_step),
+    Edge("LAST_STEP_MAX", cases.reported_last_sequence_id),
+    Edge("WINDOW_MAX", cases.window),
+    Edge("REPORT_CHUNK_BYTES_MAX", cases.chunk_of_bytes, "TOO_LARGE"),
+    Edge("REPORT_CHUNK_ENTRIES_MAX", cases.chunk_of_entries, "TOO_LARGE"),
+    Edge("REPORT_SHARED_ENTRIES_MAX", cases.reported_shared_entries, "TOO_LARGE", small=8),
+    Edge("REPORTS_MAX", cases.reports_at_a_time, "REPORT_ADMISSION"),
+    Edge("STREAMS_MAX", cases.streams, "LIMIT"),
+    Edge("POOLS_MAX", cases.pools, "LIMIT"),
+    Edge("BLOCKS_MAX", cases.blocks),
+    Edge("BLOCK_SIZE_MAX", cases.block_size),
+    Edge("GROUPS_MAX", cases.groups),
+    Edge("WINDOW_TOKENS_MAX", cases.window_tokens),
+    Edge("CHECKPOINTS_MAX", cases.checkpoints),
+    Edge("QUOTAS_MAX", cases.quotas),
+    Edge("HOLD_MS_MAX", cases.hold_of_a_step),
+    Edge("HOLD_MS_MAX", cases.hold_of_a_unary_session),
+    Edge("HOLD_MS_MAX", cases.reported_hold),
+    Edge("WATCHERS_MAX", cases.watchers, "LIMIT"),
+    Edge("NAME_CHARACTERS_MAX", cases.pool_name),
+    Edge("LAYOUT_BYTES_MAX", cases.layout),
+    Edge("FINGERPRINT_BYTES_MAX", cases.fingerprint),
+    Edge("MESSAGE_BYTES_MAX", cases.message_of_bytes, None, StatusCode.RESOURCE_EXHAUSTED),
+    Edge("PROTOCOL_VERSION", cases.version, "VERSION"),
+    Edge("NAMESPACE_BYTES_MAX", cases.namespace_of_a_step),
+    Edge("NAMESPACE_BYTES_MAX", cases.namespace_of_a_unary_session),
+    Edge("NAMESPACE_BYTES_MAX", cases.namespace_of_a_match),
+    Edge("NAMESPACE_BYTES_MAX", cases.namespace_of_a_quota),
+    Edge("NAMESPACE_BYTES_MAX", cases.namespace_of_a_report),
+    Edge("REQUEST_ID_CHARACTERS_MAX", cases.request_id),
+    Edge("REQUEST_ID_CHARACTERS_MAX", cases.request_id_of_opening),
+    Edge("BLOCKS_OF_ALL_POOLS_MAX", cases.blocks_of_all_pools, "LIMIT"),
+]
+
+# Limits that are no count of something asked for, and the test that holds each.
+ELSEWHERE: dict[str, tuple[str, str]] = {
+    "REPORT_BLOCK_BYTES_MAX": ("allocator/test_report_limits.py", "test_no_report_of_a_pool_is_larger_than_it_may_be"),
+    "REPORT_SEQUENCE_BYTES_MAX": ("allocator/test_report_limits.py", "test_no_report_of_a_pool_is_larger_than_it_may"),
+    "REPORT_TABLE_BYTES_MAX": ("allocator/test_report_limits.py", "test_no_report_of_a_pool_is_larger_than_it_may_be"),
+    "QUARANTINES_MAX": ("allocator/test_machine.py", "test_a_step_that_trips_an_invariant_stops_the_pool"),
+    "QUARANTINE_WINDOW_S": ("allocator/test_service.py", "test_a_pool_that_breaks_a_third_time_is_opened_again_only"),
+    "EVENTS_PER_TURN_MAX": ("allocator/test_watch.py", "test_a_watcher_far_behind_is_served_in_turns"),
+    "REPORT_PAUSE_S": ("allocator/test_session_guards.py", "test_who_sends_no_report_loses_its_place"),
+    "CHANGES_PER_CHECK": ("allocator/test_session_guards.py", "test_a_block_that_is_given_back_twice_is_noticed"),
+    "ATTACH_TIMEOUT_S": ("allocator/test_session_stream.py", "test_a_stream_that_sends_no_attach_is_ended"),
+    "LEASE_S": ("allocator/test_limits.py", "test_the_lease_is_what_is_documented_unless_it_is_set"),
+    "LEASE_S_MIN": ("allocator/test_limits.py", "test_the_lease_is_what_is_documented_unless_it_is_set"),
+    "LEASE_S_MAX": ("allocator/test_limits.py", "test_the_lease_is_what_is_documented_unless_it_is_set"),
+    "STATES_PER_ANSWER_MAX": ("allocator/test_answers.py", "test_tables_of_several_groups_and_block_states_are_put"),
+    "SEQUENCE_BYTES_PER_ANSWER_MAX": ("allocator/test_answers.py", "test_tables_of_several_groups_and_block_states"),
+    "ANSWERS_KEPT_MAX": ("allocator/test_request_ids.py", "test_an_answer_is_kept_for_the_last_1024_requests"),
+    "ANSWER_BYTES_KEPT_MAX": ("allocator/test_directory.py", "test_an_answer_log_repeats_answers_refuses_other"),
+    "HEARTBEAT_S": ("allocator/test_session_stream.py", "test_while_a_report_is_awaited_the_server_says_by_itself"),
+    "SILENCE_S": ("client/test_session.py", "test_a_process_that_stood_still_keeps_its_stream"),
+}
+
+
+def value_of(name: str) -> int:
+    module = next(module for module in MODULES if hasattr(module, name))
+    return int(getattr(module, name))
+
+
+def seen(allocator: Allocator) -> Any:
+    """Everything that a refused request must leave as it was; time may have passed."""
+    return {
+        name: (owner.session_id, owner.steps.next_step, cases.digest_of(owner))
+        for name, owner in allocator.service.directory._owners.items()
+        if owner.session_id
+    }
+
+
+def test_every_limit_has_a_row() -> None:
+    constants = {name for module in MODULES for name in vars(module) if name.isupper() and not name.startswith("_")}
+    assert constants == {edge.limit for edge in EDGES} | set(ELSEWHERE)
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_the_test_of_a_limit_that_is_held_elsewhere_is_there(name: str) -> None:
+    path, test = ELSEWHERE[name]
+    functions = [node.name for node in ast.walk(ast.parse((TESTS / path).read_text())) if hasattr(node, "name")]
+    assert [function for function in functions if function.startswith(test)]
+
+
+@pytest.mark.parametrize("edge", EDGES, ids=lambda edge: f"{edge.limit}-{edge.use.__name__}")
+async def test_every_limit_is_kept_to_the_number(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    if edge.small is not None:
+        monkeypatch.setattr(limits, edge.limit, edge.small)
+    number = edge.small or value_of(edge.limit)
+    async with running_allocator(pools_max=limits.POOLS_MAX, check_invariants=False) as allocator:
+        await edge.use(allocator, number)
+    async with running_allocator(pools_max=limits.POOLS_MAX, check_invariants=False) as allocator:
+        bystander = await UnaryOwner.open(allocator, "bystander") if edge.limit != "POOLS_MAX" else None
+        if bystander is not None:
+            await bystander.call("Allocate", sequence_id=1, token_count=6)
+        before: list[Any] = []
+        with pytest.raises(aio.AioRpcError) as caught, cases.remembering(lambda: before.append(seen(allocator))):
+            await edge.use(allocator, number + 1)
+        error = from_rpc_error(caught.value)
+        assert error.reason == edge.reason, error
+        assert edge.code in (None, error.code)
+        if error.reason is not None:
+            assert error.retry_after_s == retry_after_s_of(error.reason)
+        assert not before or seen(allocator) == before[-1]
+        assert await allocator.stub.ListPools(pb.ListPoolsRequest())
+
+
+def test_the_lease_is_what_is_documented_unless_it_is_set() -> None:
+    assert server.parse_arguments([]).lease == limits.LEASE_S == 10.0
+    for edge, beyond in ((limits.LEASE_S_MIN, -math.inf), (limits.LEASE_S_MAX, math.inf)):
+        assert server.parse_arguments(["--lease", str(edge)]).lease == edge
+        with pytest.raises(SystemExit), contextlib.redirect_stderr(io.StringIO()):
+            server.parse_arguments(["--lease", str(math.nextafter(edge, beyond))])

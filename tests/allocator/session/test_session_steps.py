@@ -1,0 +1,334 @@
+"""Steps over a real gRPC stream: phases, results, replay, refusals, quarantine; equal to the unary calls."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any
+
+import pytest
+from quire.errors import Reason
+from quire.protocol.packing import pack_uint32, pack_uint64
+from quire.v1 import allocator_pb2 as pb
+from quire_allocator import limits
+from quire_allocator.metrics.collector import AllocatorCollector
+from quire_allocator.session.stream import SessionStream
+
+from tests.allocator.core.compiled import IS_COMPILED
+from tests.allocator.service.harness import (
+    EMPTY_REPORT,
+    Allocator,
+    StreamOwner,
+    UnaryOwner,
+    commits,
+    d,
+    grows,
+    numbers_in,
+    refused,
+    running_allocator,
+    state,
+    tables_in,
+)
+
+
+@pytest.fixture
+async def allocator() -> AsyncIterator[Allocator]:
+    async with running_allocator() as running:
+        yield running
+
+
+async def test_phases_are_applied_in_the_order_commit_free_fork_grow(allocator: Allocator) -> None:
+    owner = await StreamOwner.ready(allocator, block_count=4)
+    first = await owner.step(grows=grows((1, 8, b""), (2, 8, b"")))
+    assert (numbers_in(first.blocks), numbers_in(first.block_counts)) == ([0, 1, 2, 3], [2, 2])
+    assert first.free_block_count == 0
+    reply = await owner.step(
+        commits=commits((1, 6, d("a"))),  # published before the new sequence looks for it
+        frees=pb.FreePhase(sequences=pack_uint64([2])),  # makes the room that the grows need
+        forks=pb.ForkPhase(parents=pack_uint64([1]), children=pack_uint64([3])),  # shares what the commit made visible
+        grows=grows((3, 7, b""), (4, 5, d("a"))),
+    )
+    assert [list(results) for results in (reply.commit_results, reply.fork_results, reply.grow_results)] == [[]] * 3
+    assert (list(reply.copy_sources), list(reply.copy_destinations)) == ([1], [2])
+    assert list(reply.matched_token_counts) == [0, 4]
+    assert (numbers_in(reply.blocks), numbers_in(reply.block_counts)) == ([2, 0, 3], [1, 2])
+    assert reply.free_block_count == 0
+
+
+async def test_results_that_are_not_all_ok_are_listed_per_operation(allocator: Allocator) -> None:
+    owner = await StreamOwner.ready(allocator)
+    await owner.step(grows=grows((1, 24, b"")))
+    reply = await owner.step(
+        commits=commits((9, 1, b""), (1, 25, b"")),
+        frees=pb.FreePhase(sequences=pack_uint64([9])),
+        forks=pb.ForkPhase(parents=pack_uint64([9, 1, 1]), children=pack_uint64([2, 2, 1])),
+        grows=grows((5, 12, b""), (6, 33, b""), (1, 25, b"")),
+    )
+    assert list(reply.commit_results) == [pb.RESULT_NOT_FOUND, pb.RESULT_TOO_LONG]
+    assert list(reply.free_results) == [pb.RESULT_NOT_FOUND]
+    assert list(reply.fork_results) == [pb.RESULT_NOT_FOUND, pb.RESULT_OK, pb.RESULT_EXISTS]
+    assert list(reply.grow_results) == [pb.RESULT_NO_SPACE, pb.RESULT_TOO_LONG, pb.RESULT_OK]
+    assert list(reply.grow_shortfalls) == [1, 0, 0]
+    assert (numbers_in(reply.granted_grows), numbers_in(reply.block_counts)) == ([2], [1])
+    assert (list(reply.victim_sequences), list(reply.victim_token_counts)) == ([2, 0, 0], [])
+
+
+async def test_swaps_name_their_commit_group_position_and_block(allocator: Allocator) -> None:
+    owner = await StreamOwner.ready(allocator, group_count=2)
+    await owner.step(grows=grows((1, 4, b""), (2, 4, b"")))
+    reply = await owner.step(commits=commits((1, 4, d("a")), (2, 4, d("a"))))
+    swaps = zip(reply.swap_operations, reply.swap_groups, reply.swap_indices, reply.swap_blocks, strict=True)
+    assert list(swaps) == [(1, 0, 0, 0), (1, 1, 0, 1)]
+
+
+async def test_namespaces_are_named_once_per_step(allocator: Allocator) -> None:
+    owner = await StreamOwner.ready(allocator, block_count=16)
+    phase = grows((1, 4, b""), (2, 4, b""))
+    phase.namespaces.extend(["red", "blue"])
+    phase.namespace_indices = pack_uint32([0, 1])
+    await owner.step(grows=phase)
+    await owner.step(commits=commits((2, 4, d("a"))))
+    hits = grows((3, 5, d("a")), (4, 5, d("a")))
+    hits.namespaces.extend(["red", "blue"])
+    hits.namespace_indices = pack_uint32([1, 0])
+    assert list((await owner.step(grows=hits)).matched_token_counts) == [4, 0]
+
+
+async def test_a_repeated_step_gets_the_same_reply_and_changes_nothing(allocator: Allocator) -> None:
+    owner = await StreamOwner.ready(allocator)
+    phases = {"grows": grows((1, 6, b""))}
+    first = await owner.step(**phases)
+    before = await state(allocator)
+    assert await owner.step_as(1, **phases) == first
+    assert await state(allocator) == before
+
+
+async def test_a_repeated_number_with_other_content_is_a_mismatch(allocator: Allocator) -> None:
+    owner = await StreamOwner.ready(allocator)
+    await owner.step(grows=grows((1, 6, b"")))
+    before = await state(allocator)
+    with refused(Reason.STEP_MISMATCH):
+        await owner.step_as(1, grows=grows((1, 7, b"")))
+    assert await state(allocator) == before
+
+
+@pytest.mark.parametrize("number", [1, 2, 5, 7])
+async def test_a_number_that_is_neither_next_nor_kept_is_a_gap(allocator: Allocator, number: int) -> None:
+    owner = await StreamOwner.ready(allocator)
+    for ack in (0, 1, 2):
+        await owner.step(ack=ack)
+    before = await state(allocator)
+    with refused(Reason.STEP_GAP):
+        await owner.step_as(number)
+    assert await state(allocator) == before
+
+
+async def test_replies_are_kept_for_as_many_steps_as_the_window(allocator: Allocator) -> None:
+    owner = StreamOwner(allocator)
+    await owner.attach(window=2)
+    await owner.report()
+    for _ in range(3):
+        await owner.step()
+    assert (await owner.step_as(2)).number == 2
+    with refused(Reason.STEP_GAP):
+        await owner.step_as(1)
+
+
+async def test_a_step_of_another_session_is_refused(allocator: Allocator) -> None:
+    owner = await StreamOwner.ready(allocator)
+    with refused(Reason.SESSION_UNKNOWN):
+        await owner.step_as(1, session_id=bytes(16), grows=grows((1, 6, b"")))
+    assert (await state(allocator))[1] == []
+
+
+MALFORMED_STEPS: list[dict[str, Any]] = [
+    {"commits": pb.CommitPhase(sequences=pack_uint64([1]))},
+    {"commits": pb.CommitPhase(token_counts=pack_uint32([1]))},
+    {"commits": commits((1, 6, b""), (1, 6, b""))},
+    {"commits": commits((1, 3, b""))},
+    {"commits": commits((1, 8, b""))},
+    {"commits": commits((1, 5, d("a")))},
+    {
+        "commits": pb.CommitPhase(
+            sequences=pack_uint64([1]), token_counts=pack_uint32([8]), digest_counts=pack_uint32([1])
+        )
+    },
+    {
+        "commits": pb.CommitPhase(
+            sequences=pack_uint64([1]), token_counts=pack_uint32([8]), digest_counts=pack_uint32([1]), digests=b"short"
+        )
+    },
+    {"commits": pb.CommitPhase(sequences=pack_uint64([1]), token_counts=pack_uint32([8]), digests=d("a"))},
+    {
+        "commits": pb.CommitPhase(
+            sequences=pack_uint64([1]), token_counts=pack_uint32([8]), digest_counts=pack_uint32([1, 0]), digests=d("a")
+        )
+    },
+    {"forks": pb.ForkPhase(parents=pack_uint64([1]))},
+    {"forks": pb.ForkPhase(children=pack_uint64([2]))},
+    {"grows": pb.GrowPhase(sequences=pack_uint64([2]))},
+    {"grows": pb.GrowPhase(sequences=pack_uint64([2])[:7], token_counts=pack_uint32([1]))},
+    {"grows": pb.GrowPhase(sequences=pack_uint64([2]), token_counts=pack_uint32([1])[:3])},
+    {"grows": pb.GrowPhase(sequences=pack_uint64([2]), token_counts=pack_uint32([0]))},
+    {"grows": pb.GrowPhase(sequences=pack_uint64([2]), token_counts=pack_uint32([1, 2]))},
+    {
+        "grows": pb.GrowPhase(
+            sequences=pack_uint64([2]), token_counts=pack_uint32([1]), namespace_indices=pack_uint32([1])
+        )
+    },
+    {
+        "grows": pb.GrowPhase(
+            sequences=pack_uint64([2]),
+            token_counts=pack_uint32([1]),
+            namespaces=["a"],
+            namespace_indices=pack_uint32([0, 0]),
+        )
+    },
+    {"grows": pb.GrowPhase(sequences=pack_uint64([2]), token_counts=pack_uint32([1]), namespaces=["é" * 65])},
+    {
+        "grows": pb.GrowPhase(
+            sequences=pack_uint64([2]), token_counts=pack_uint32([1]), digest_counts=pack_uint32([2]), digests=d("a")
+        )
+    },
+    {"ack": 3},
+    {"ack": 99},
+]
+
+
+@pytest.mark.parametrize("phases", MALFORMED_STEPS, ids=range(len(MALFORMED_STEPS)))
+async def test_a_malformed_step_is_refused_whole_and_its_number_is_not_consumed(
+    allocator: Allocator, phases: dict[str, Any]
+) -> None:
+    owner = await StreamOwner.ready(allocator)
+    await owner.step(grows=grows((1, 8, b"")))
+    await owner.step(commits=commits((1, 4, d("x"))))
+    before = await state(allocator)
+    with refused(Reason.MALFORMED):
+        await owner.step(frees=pb.FreePhase(sequences=pack_uint64([1])), **phases)
+    assert await state(allocator) == before
+    again = StreamOwner(allocator)
+    assert (await again.attach(epoch=2, resume_session=owner.session_id)).resumed.next_step == 3
+
+
+async def test_a_message_that_is_not_expected_ends_an_open_session(allocator: Allocator) -> None:
+    for message in (EMPTY_REPORT, pb.SessionRequest(), pb.SessionRequest(attach=pb.Attach())):
+        owner = await StreamOwner.ready(allocator)
+        with refused(Reason.MALFORMED):
+            await owner.exchange(message)
+        allocator.pass_time(10)
+
+
+async def test_steps_are_limited_in_bytes_and_operations(allocator: Allocator) -> None:
+    owner = await StreamOwner.ready(allocator, "a")
+    with refused(Reason.TOO_LARGE):
+        await owner.step(grows=pb.GrowPhase(digests=bytes(limits.STEP_BYTES_MAX)))
+    owner = await StreamOwner.ready(allocator, "b")
+    with refused(Reason.TOO_LARGE, "operations"):
+        await owner.step(frees=pb.FreePhase(sequences=pack_uint64([1] * (limits.OPERATIONS_PER_STEP_MAX + 1))))
+    assert [each.steps.next_step for each in allocator.service.directory.open_pools()] == [1, 1]
+
+
+@pytest.mark.skipif(IS_COMPILED, reason="constants of extension modules cannot be replaced")
+async def test_children_count_as_live_sequences(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SEQUENCES_MAX", 2)
+    owner = await StreamOwner.ready(allocator)
+    with refused(Reason.LIMIT, "live sequences"):
+        await owner.step(
+            grows=grows((1, 1, b""), (2, 1, b"")),
+            forks=pb.ForkPhase(parents=pack_uint64([1]), children=pack_uint64([3])),
+        )
+    owned = allocator.service.directory.pool("a")
+    assert (dict(owned.pool.sequences), owned.steps.next_step) == ({}, 1)
+
+
+async def test_a_defect_quarantines_the_pool_until_it_is_reported_anew(allocator: Allocator) -> None:
+    owner, other = await StreamOwner.ready(allocator, "a"), await StreamOwner.ready(allocator, "b")
+    await owner.step(grows=grows((1, 6, b"")))
+    allocator.service.directory.pool("a").pool.blocks.cached_count += 1  # the defect
+    with refused(Reason.POOL_QUARANTINED):
+        await owner.step(grows=grows((1, 7, b"")))
+    with refused(Reason.POOL_UNKNOWN):
+        await state(allocator, "a")
+    assert (await other.step(grows=grows((1, 6, b"")))).number == 1
+    again = StreamOwner(allocator)
+    assert (await again.attach(epoch=2, resume_session=owner.session_id)).HasField("report_required")
+    await again.report(last_step=1)
+    assert (await again.step(grows=grows((1, 6, b"")))).number == 2
+
+
+async def test_steps_are_counted_by_operation_and_result(allocator: Allocator) -> None:
+    owner = await StreamOwner.ready(allocator)
+    await owner.step(grows=grows((1, 4, b""), (2, 4, b"")), frees=pb.FreePhase(sequences=pack_uint64([9])))
+    await owner.hang_up()  # a step is counted once its answer is out
+    numbers = allocator.service.telemetry.of("a")
+    assert numbers.step_count == 1
+    assert dict(numbers.operations) == {("grow", pb.RESULT_OK): 2, ("free", pb.RESULT_NOT_FOUND): 1}
+
+
+async def test_a_pool_that_is_dropped_while_an_answer_is_sent_leaves_no_counters(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = SessionStream._write
+
+    def drop_and_write(stream: SessionStream, reply: pb.SessionReply) -> Awaitable[None]:
+        if reply.HasField("step_reply"):
+            allocator.service.sessions.drop(allocator.service.directory.pool("a"))  # its lease has ended
+        return write(stream, reply)
+
+    owner = await StreamOwner.ready(allocator)
+    monkeypatch.setattr(SessionStream, "_write", drop_and_write)
+    await owner.step(grows=grows((1, 4, b"")))
+    await owner.hang_up()
+    assert "a" not in allocator.service.telemetry._pools
+
+
+async def test_a_pool_that_goes_while_metrics_are_read_leaves_no_counters(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await StreamOwner.ready(allocator)
+    service = allocator.service
+    seen = service.directory.open_pools()  # by the thread that reads
+    service.sessions.drop(service.directory.pool("a"))
+    monkeypatch.setattr(type(service.directory), "open_pools", lambda _directory: seen)
+    metrics = {metric.name: metric for metric in AllocatorCollector(service.directory, service.telemetry).collect()}
+    assert [sample.value for sample in metrics["quire_allocator_steps"].samples] == [0]
+    assert "a" not in service.telemetry._pools
+
+
+# -- stream and unary --------------------------------------------------------------------------------------------------
+
+
+async def test_a_stream_and_a_unary_session_give_equal_results(allocator: Allocator) -> None:
+    stream = await StreamOwner.ready(allocator, "stream", group_count=2, block_count=16)
+    unary = await UnaryOwner.open(allocator, "unary", group_count=2, block_count=16)
+
+    async def grow(sequence_id: int, token_count: int, letters: str = "") -> None:
+        reply = await stream.step(grows=grows((sequence_id, token_count, d(letters))))
+        method, new = ("Allocate", {"digests": d(letters)}) if letters else ("Grow", {})
+        answer = await unary.call(method, sequence_id=sequence_id, token_count=token_count, **new)
+        assert [answer.result] == (list(reply.grow_results) or [pb.RESULT_OK])
+        assert [block for table in tables_in(answer.tables) for block in table] == numbers_in(reply.blocks)
+        assert answer.shortfall == sum(reply.grow_shortfalls)
+        if letters:
+            assert answer.matched_token_count == sum(reply.matched_token_counts)
+        else:
+            assert (answer.copy_sources, answer.copy_destinations) == (reply.copy_sources, reply.copy_destinations)
+
+    async def commit(sequence_id: int, token_count: int, letters: str) -> None:
+        reply = await stream.step(commits=commits((sequence_id, token_count, d(letters))))
+        answer = await unary.call("Commit", sequence_id=sequence_id, token_count=token_count, digests=d(letters))
+        assert [answer.result] == (list(reply.commit_results) or [pb.RESULT_OK])
+        assert (answer.swap_groups, answer.swap_indices) == (reply.swap_groups, reply.swap_indices)
+        assert answer.swap_blocks == reply.swap_blocks
+
+    await grow(1, 6, "a")
+    await grow(2, 6, "a")
+    await commit(1, 6, "a")
+    await commit(2, 5, "a")  # swaps
+    await stream.step(forks=pb.ForkPhase(parents=pack_uint64([1]), children=pack_uint64([3])))
+    await unary.call("Fork", parent_id=1, child_id=3)
+    await grow(3, 9)  # copies
+    await stream.step(frees=pb.FreePhase(sequences=pack_uint64([1])))
+    await unary.call("Free", sequence_id=1)
+    await grow(4, 8, "ab")  # hits
+    await grow(5, 24, "x")  # does not fit
+    assert await state(allocator, "stream") == await state(allocator, "unary")

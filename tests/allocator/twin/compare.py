@@ -1,0 +1,257 @@
+"""A pool and its twin side by side: one call does an operation on both, another compares all that can be seen."""
+
+from __future__ import annotations
+
+import copy
+import random
+from array import array
+from collections import Counter, deque
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from quire_allocator.core.events import Change, Event
+from quire_allocator.core.groups.runs import RunScope
+from quire_allocator.core.pool import Pool
+from quire_allocator.core.readers import invariants
+from quire_allocator.core.readers.usage import block_states
+from quire_allocator.core.spec import CommitResult, GroupKind, GroupSpec, GrowResult, PoolSpec, Quota, Result
+
+from tests.allocator.core.compiled import what_if
+from tests.allocator.twin.memory import Memory, Writer
+from tests.allocator.twin.pool_twin import TwinPool
+
+LRU = "lru"
+Groups = list[tuple[str, int, int, int]]  # kind, block size, window, checkpoints
+Stored = tuple[int, str, int, bytes]  # kind, namespace, position, digest
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A pool: so small that evictions and NO_SPACE are daily business.
+
+    Attributes:
+        tokens_max: of most sequences.
+        is_honest: False: the owner makes digests up, so nothing can be said about what its blocks hold.
+    """
+
+    block_count: int
+    tokens_max: int
+    groups: Groups
+    is_honest: bool = True
+
+
+class Comparison:
+    """A pool of some shape with limits chosen at random, its twin, and the memory behind both."""
+
+    def __init__(self, shape: Shape, rng: random.Random, policy: str) -> None:
+        self.shape, self.random, self.is_lru = shape, rng, policy == LRU
+        watermark = rng.choice((0, 0, 1, 3))
+        held = rng.randint(min(3 * len(shape.groups), shape.block_count), shape.block_count)
+        cached = rng.randint(0, shape.block_count // 2)
+        quotas: dict[str, tuple[int | None, int | None]] = rng.choice(
+            ({}, {}, {"blue": (held, cached)}, {"*": (None, cached)}, {"": (held, None), "*": (held, cached)})
+        )
+        spec = PoolSpec(
+            shape.block_count,
+            tuple(GroupSpec(GroupKind(name), size, window, count) for name, size, window, count in shape.groups),
+            watermark_block_count=watermark,
+            quotas=tuple(Quota(name, *limits) for name, limits in quotas.items()),
+            eviction_policy=policy,
+        )
+        self.pool = Pool(spec)
+        self.twin = TwinPool(shape.block_count, shape.groups, watermark, quotas)
+        self.memory = Memory(shape.block_count, self.twin)
+        self.has_state = any(kind.name == "state" for kind in self.twin.kinds)
+        self.writers: dict[int, Writer] = {}
+        self.texts: list[list[int]] = []
+        self.seen: Counter[str] = Counter()
+        self.trace: deque[str] = deque([f"limits: {watermark=} {quotas=}"], maxlen=40)
+        self.now = 0
+        self._acknowledged = self._cursor = 0
+        self._mirror: Counter[Stored] = Counter()
+        self._stored_at: dict[int, Counter[Stored]] = {}
+
+    def do(self, event: str, *arguments: Any, **options: Any) -> Any:
+        """One operation on both, which must answer the same; returns the twin's answer."""
+        joined = [b"".join(argument) if isinstance(argument, list) else argument for argument in arguments]
+        recorded = self.pool.log._recorded
+        before = len(recorded)
+        ours = plain(getattr(self.pool, event)(*joined, **options), self.twin.group_count)
+        if not self.is_lru:
+            self.twin.leaving = deque()
+            for record in [Event(*recorded[number]) for number in range(before, len(recorded))]:
+                if record.change is Change.REMOVED:
+                    self.twin.leaving.extend(reversed(self._digests_of(record)))
+        shown = ", ".join([*(str(a) if not isinstance(a, list) else f"<{len(a)}>" for a in arguments), str(options)])
+        self.trace.append(f"{self.now}: {event}({shown}) -> {ours}")
+        theirs = getattr(self.twin, event)(*arguments, **options)
+        assert not self.twin.leaving, f"the pool evicted what need not leave: {self.twin.leaving}"
+        result = theirs if isinstance(theirs, str) else theirs[0] if isinstance(theirs, tuple) else "OK"
+        self.seen[f"{event} {result}"] += 1
+        if event in ("allocate", "grow"):
+            self.seen["copy"] += len(theirs[4])
+            self.seen["hit"] += theirs[1] > 0
+            self.seen["pending"] += theirs[2] > 0
+            self.seen["victim"] += theirs[6] is not None
+        assert ours == theirs, f"{event}: the pool answers {ours}, its twin {theirs}"
+        return theirs
+
+    def do_many(self, sequence_ids: list[int], token_counts: list[int]) -> list[Any]:
+        """As `do("grow", ...)` one by one, by the pool's `grow_many`."""
+        if not self.is_lru:
+            return [self.do("grow", *grow) for grow in zip(sequence_ids, token_counts, strict=True)]
+        grants, others = self.pool.grow_many(array("Q", sequence_ids), token_counts)
+        busy = dict(others)
+        assert grants.rows == sorted(set(grants.rows)), "what was granted comes in order"
+        granted, width, first = {}, self.twin.group_count, 0
+        blocks = array("I", chain.from_iterable(grants.blocks))
+        for entry, row in enumerate(grants.rows):
+            tables = []
+            for count in grants.counts[entry * width : (entry + 1) * width]:
+                tables.append(blocks[first : first + count])
+                first += count
+            granted[row] = tuple(tables)
+        assert first == len(blocks)
+        answers = []
+        for number, grow in enumerate(zip(sequence_ids, token_counts, strict=True)):
+            grown = busy.get(number, GrowResult(Result.OK, 0, 0, granted.get(number, ())))
+            assert grown.blocks == granted.get(number, ())
+            ours = plain(grown, width)
+            theirs = self.twin.grow(*grow)
+            self.trace.append(f"{self.now}: grow_many({grow}) -> {ours}")
+            self.seen[f"grow {theirs[0]}"] += 1
+            assert ours == theirs, f"grow: the pool answers {ours}, its twin {theirs}"
+            answers.append(theirs)
+        return answers
+
+    # -- comparison ----------------------------------------------------------------------------------------------------
+
+    def compare(self) -> None:
+        """Everything that can be seen, the pool's own invariants, and the memory."""
+        pool, twin = self.pool, self.twin
+        invariants.check(pool)
+        assert list(pool.blocks.empty) == twin.empty[::-1]
+        cached = twin.cached_count()
+        assert (pool.blocks.cached_count, pool.blocks.free_count) == (cached, len(twin.empty) + cached)
+        assert set(pool.blocks.namespaces) == twin.namespaces()
+        for name, space in pool.blocks.namespaces.items():
+            assert (space.held_count, space.cached_count) == (twin.held_count(name), twin.cached_count(name))
+        assert list(pool.sequences) == list(twin.sequences)
+        for sequence_id, ours in pool.sequences.items():
+            theirs = twin.sequences[sequence_id]
+            assert (ours.namespace.name, ours.token_count) == (theirs.namespace, theirs.token_count)
+            assert (ours.committed_token_count, ours.priority) == (theirs.committed, theirs.priority)
+            assert ours.promised == twin.promised(theirs) * bool(theirs.prompt), f"promised to {sequence_id}"
+            assert [list(table) for table in pool.tables(ours)] == twin.tables(sequence_id)
+        assert pool.table_entry_count() == sum(len(slot.blocks) for _, slot in twin.all_slots())
+        assert pool.last_sequence_id == twin.highest_id
+        counters = (pool.granted_block_count, pool.copy_count, pool.queried_token_count, pool.matched_token_count)
+        assert counters == (twin.granted, twin.copied, twin.queried, twin.hit)
+        assert pool.blocks.evicted_count == twin.evicted
+        self._compare_published()
+        self._compare_answers()
+        if self.shape.is_honest:
+            self.memory.check_published()
+            for sequence_id, writer in self.writers.items():
+                self.memory.check_sequence(writer, twin.sequences[sequence_id])
+
+    def _compare_published(self) -> None:
+        """Which blocks are published as what, and in how many tables each block is."""
+        ours = {}
+        for space in self.pool.blocks.namespaces.values():
+            for number, scope in enumerate(space.scopes):
+                if isinstance(scope, RunScope):
+                    continue  # its order is in `match`, its digests in the events
+                ours.update({(number, space.name, *key): list(unit.blocks) for key, unit in scope.index.items()})
+        kinds = self.twin.kinds
+        slots = [slot for slot in self.twin.published if kinds[slot.kind].name != "full_attention"]
+        assert ours == {(*slot.key[:3], slot.key[3][-1]): slot.blocks for slot in slots if slot.key}
+        states = bytearray(self.pool.spec.block_count)
+        for slot in self.twin.published:
+            for block in slot.blocks:
+                states[block] = 1
+        for _, slot in self.twin.all_slots():
+            for block in slot.blocks:
+                states[block] = max(2, states[block] + 1) if states[block] != 1 else 2
+        assert block_states(self.pool).to_bytes() == states
+
+    def _compare_answers(self) -> None:
+        """What a prompt would hit and wait for, and who would have to go."""
+        pool, twin, rng = self.pool, self.twin, self.random
+        namespace, text = rng.choice(("", "blue", "gone")), rng.choice(self.texts)
+        length = rng.randint(0, len(text))
+        digests = self.memory.digests(self.memory.numbers(text), 0, length)
+        joined = b"".join(digests)
+        matched, _ = twin.match(namespace, digests)
+        assert pool.match(namespace, joined) == matched
+        place = matched // twin.digest_tokens
+        pending = pool.pending.pending_count(namespace, joined, place, len(digests))
+        assert pending == twin.pending(namespace, digests, place)
+        priority, except_id = rng.randint(0, 2), rng.choice([0, *twin.sequences])
+        assert pool.gates.cheapest_victim(priority, except_id=except_id) == twin.victim(priority, except_id)
+
+    def compare_free_order(self) -> None:
+        """The order in which all free blocks would be granted."""
+        if self.is_lru:
+            order = what_if(self.pool.blocks, lambda blocks: list(blocks.take(blocks.free_count)))
+            twin = copy.deepcopy(self.twin)
+            assert order == twin._take(twin.free_count())
+
+    def compare_events(self) -> None:
+        """What has been acknowledged, and no more, can be replayed from an empty index."""
+        self._stored_at[self.now] = Counter(
+            (*slot.key[:3], slot.key[3][-1]) for slot in self.twin.published if slot.key
+        )
+        if self.random.random() < 0.75:
+            return
+        log, step = self.pool.log, self.random.randint(self._acknowledged, self.now)
+        log.publish(step)
+        assert log.can_resume(self._cursor)
+        for cursor, event in log.after(self._cursor, 1 << 30):
+            assert cursor == self._cursor + 1
+            assert self._acknowledged < event.step <= step
+            self._cursor = cursor
+            digests = self._digests_of(event)
+            if event.change is Change.STORED:
+                self._check_parent(event, digests)
+                self._mirror.update(digests)
+            else:
+                assert all(self._mirror[digest] for digest in digests), "removed before it was stored"
+                self._mirror.subtract(digests)
+        assert +self._mirror == self._stored_at.get(step, Counter()), "the events do not give the index"
+        self._acknowledged = step
+        self._stored_at = {number: stored for number, stored in self._stored_at.items() if number >= step}
+
+    def _check_parent(self, event: Event, digests: list[Stored]) -> None:
+        """Full attention names the block before; it is in the index."""
+        if self.twin.kinds[digests[0][0]].name == "full_attention" and event.first_position:
+            kind, namespace, position, _ = digests[0]
+            assert self._mirror[(kind, namespace, position - 1, event.parent_digest)] > 0, (
+                "stored below what is not there"
+            )
+        else:
+            assert event.parent_digest == b""
+
+    def _digests_of(self, event: Event) -> list[Stored]:
+        kind = next(number for number, manager in enumerate(self.pool.managers) if manager is event.scope.manager)
+        name, data = event.scope.namespace.name, bytes(event.digests)
+        digests = [data[i : i + 32] for i in range(0, len(data), 32)]
+        return [(kind, name, event.first_position + i, digest) for i, digest in enumerate(digests)]
+
+
+def plain(answer: Any, group_count: int) -> Any:
+    """An answer of the pool as the twin would give it."""
+    if isinstance(answer, Result):
+        return answer.name
+    if isinstance(answer, CommitResult):
+        return (answer.result.name, [tuple(swap) for swap in answer.swaps])
+    if isinstance(answer, GrowResult):
+        blocks = [list(blocks) for blocks in answer.blocks]
+        if answer.result is Result.OK and not blocks:
+            blocks = [[] for _ in range(group_count)]
+        copies = [tuple(copy) for copy in answer.copies]
+        victim = tuple(answer.victim) if answer.victim is not None else None
+        counts = (answer.matched_token_count, answer.pending_token_count)
+        return (answer.result.name, *counts, blocks, copies, answer.shortfall, victim)
+    return answer

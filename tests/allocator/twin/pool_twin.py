@@ -1,0 +1,360 @@
+"""A slow, obvious model of a pool: lists, and every question answered by looking at everything.
+
+It shares no code with the core. What it knows is in `state.py`, what one kind of group needs and gives back in
+`kinds.py`; here is what the operations do. Results are plain tuples, written to be read and not to be fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.allocator.twin.state import Slot, TwinSequence, TwinState
+
+Grown = tuple[str, int, int, list[list[int]], list[tuple[int, int]], int, tuple[int, int] | None]
+Committed = tuple[str, list[tuple[int, int, int]]]  # result, swaps as (group, position, block)
+
+
+class TwinPool(TwinState):
+    """What a pool must do."""
+
+    # -- operations ----------------------------------------------------------------------------------------------------
+
+    def allocate(
+        self,
+        sequence_id: int,
+        token_count: int,
+        digests: Sequence[bytes] = (),
+        namespace: str = "",
+        *,
+        prompt_token_count: int = 0,
+        priority: int = 0,
+        defer_token_count: int = 0,
+    ) -> Grown:
+        """A new sequence."""
+        if sequence_id <= self.highest_id:
+            return refused("EXISTS")
+        prompt = max(token_count, prompt_token_count)
+        shareable = [d for i, d in enumerate(digests) if (i + 1) * self.digest_tokens < prompt]
+        matched, tables = self.match(namespace, shareable)
+        pending = self.digest_tokens * self.pending(namespace, shareable, matched // self.digest_tokens)
+        answer = self._admit(namespace, (matched, tables), token_count, prompt_token_count, priority)
+        if answer[0] != "TOO_LONG" and 0 < defer_token_count <= pending:
+            return ("PENDING", matched, pending, [], [], 0, None)
+        if answer[0] == "NO_SPACE" and matched and not self.sequences:  # nobody to wait for: do without the hit
+            return self.allocate(
+                sequence_id, token_count, [], namespace, prompt_token_count=prompt_token_count, priority=priority
+            )
+        if answer[0] != "OK":
+            return (answer[0], 0, pending, [], [], answer[1], answer[2])
+        sequence = TwinSequence(namespace, matched, matched, tables, priority)
+        for table in tables:
+            for slot in table:
+                if slot is not None:
+                    slot.hits += 1
+        if prompt > token_count:
+            sequence.prompt, sequence.chunk = prompt, token_count
+        sequence.prompt_end = max(end for end in range(0, prompt, self.digest_tokens) if self.is_edge(end))
+        token_count = max(token_count, matched)
+        if len(shareable) * self.digest_tokens > matched:
+            sequence.announced, sequence.stops = shareable, [matched // self.digest_tokens]
+        self.sequences[sequence_id] = sequence
+        self.highest_id = sequence_id
+        _, copies = self._grant(sequence, token_count)
+        self.queried += prompt
+        self.hit += matched
+        return ("OK", matched, pending, self.tables(sequence_id), copies, 0, None)
+
+    def grow(self, sequence_id: int, token_count: int) -> Grown:
+        """Room for more tokens."""
+        sequence = self.sequences.get(sequence_id)
+        if sequence is None:
+            return refused("NOT_FOUND")
+        if token_count <= sequence.token_count:
+            return ("OK", 0, 0, [[] for _ in range(self.group_count)], [], 0, None)
+        after = 0
+        for kind, table in zip(self.kinds, sequence.tables, strict=True):
+            after += kind.width * (kind.entries(token_count) - table.count(None))
+        if after > self.block_count:
+            return refused("TOO_LONG")
+        needed = sum(self._needs(sequence, token_count))
+        copied = [slot for slot in self._foreign(sequence) if slot is not None]
+        let_go = sum(len(slot.blocks) for slot in copied if self.holders(slot) == 1)
+        over = self._over_quota(sequence.namespace, needed - let_go)
+        if over > 0:
+            return ("QUOTA", 0, 0, [], [], over, None)
+        missing = needed - self.free_count()
+        if missing > 0:
+            own = [s for s in copied if s.key and self.kinds[s.kind].name == "state" and self.holders(s) == 1]
+            if missing > sum(len(slot.blocks) for slot in own):
+                return ("NO_SPACE", 0, 0, [], [], missing, self.victim(sequence.priority, sequence_id))
+            for slot in own:  # a checkpoint is given up before anybody is refused
+                self._unpublish(slot)
+                sequence.tables[slot.kind] = [Slot(slot.kind, slot.namespace, slot.blocks)]
+        blocks, copies = self._grant(sequence, token_count)
+        self._enforce_quota(sequence.namespace)
+        return ("OK", 0, 0, blocks, copies, 0, None)
+
+    def commit(
+        self, sequence_id: int, until: int, digests: Sequence[bytes] = (), keep_token_count: int = 0
+    ) -> Committed:
+        """Tokens that have been computed."""
+        sequence = self.sequences.get(sequence_id)
+        if sequence is None:
+            return ("NOT_FOUND", [])
+        if until > sequence.token_count:
+            return ("TOO_LONG", [])
+        granted = sequence.token_count
+        if keep_token_count:
+            granted = min(granted, max(keep_token_count, until))
+        swaps: list[tuple[int, int, int]] = []
+        for number, kind in enumerate(self.kinds):
+            if kind.name == "state" and granted > until:
+                continue  # nobody would ask before it is overwritten
+            replaced = []
+            for position, digest in kind.filled(
+                sequence.committed, until, digests, digest_tokens=self.digest_tokens, prompt_end=sequence.prompt_end
+            ):
+                own = self._publish(sequence, number, position, digest, swaps)
+                if kind.name == "full_attention":
+                    replaced.append(own)
+                else:
+                    self._released(own)
+            for own in reversed(replaced):
+                self._released(own)
+        sequence.committed = until
+        if granted < sequence.token_count:
+            self._shrink(sequence, granted)
+        self._advance(sequence)
+        self._settle(sequence)
+        self._enforce_quota(sequence.namespace)
+        return ("OK", swaps)
+
+    def fork(self, parent_id: int, child_id: int, hold_until: float | None = None) -> str:
+        """A sequence that shares what its parent has committed."""
+        parent = self.sequences.get(parent_id)
+        if parent is None:
+            return "NOT_FOUND"
+        if child_id <= self.highest_id:
+            return "EXISTS"
+        if parent.token_count > parent.committed and any(kind.name == "state" for kind in self.kinds):
+            return "UNCOMMITTED"
+        shared = [
+            table[: kind.entries(parent.committed)] for kind, table in zip(self.kinds, parent.tables, strict=True)
+        ]
+        child = TwinSequence(parent.namespace, parent.committed, parent.committed, shared, parent.priority)
+        child.hold_until = hold_until
+        self.sequences[child_id] = child
+        self.highest_id = child_id
+        return "OK"
+
+    def free(self, sequence_id: int) -> str:
+        """Drops a sequence, kind after kind, tail first."""
+        sequence = self.sequences.get(sequence_id)
+        if sequence is None:
+            return "NOT_FOUND"
+        for table in sequence.tables:
+            while table:
+                last = table.pop()
+                if last is not None:
+                    self._released(last)
+        del self.sequences[sequence_id]
+        self._enforce_quota(sequence.namespace)
+        return "OK"
+
+    def expire_holds(self, now: float) -> list[int]:
+        """Frees the holds whose time has come."""
+        ended = [i for i, s in self.sequences.items() if s.hold_until is not None and s.hold_until <= now]
+        for sequence_id in ended:
+            self.free(sequence_id)
+        return ended
+
+    # -- parts of operations -------------------------------------------------------------------------------------------
+
+    def _admit(
+        self,
+        namespace: str,
+        found: tuple[int, list[list[Slot | None]]],
+        token_count: int,
+        prompt_token_count: int,
+        priority: int,
+    ) -> tuple[str, int, tuple[int, int] | None]:
+        """Whether a new sequence with these hits may come in: result, shortfall, victim."""
+        matched, tables = found
+        hits = [slot for table in tables for slot in table if slot is not None]
+        kept = [slot for slot in hits if self.kinds[slot.kind].name != "state"]  # a state is copied, and left
+        taken = sum(len(slot.blocks) for slot in kept)
+        needed = sum(
+            kind.width * (kind.entries(max(token_count, matched)) - (len(table) if kind.name != "state" else 0))
+            for kind, table in zip(self.kinds, tables, strict=True)
+        )
+        whole = taken + needed
+        if prompt_token_count > token_count:
+            whole = sum(kind.width * kind.peak(prompt_token_count, token_count) for kind in self.kinds)
+        if whole > self.block_count:
+            return "TOO_LONG", 0, None
+        revived = sum(len(slot.blocks) for slot in hits if not self.is_held(slot))
+        newly_held = sum(len(slot.blocks) for slot in kept if not self.is_held(slot))
+        over = self._over_quota(namespace, newly_held + needed)
+        if over > 0:
+            return "QUOTA", over, None
+        missing = whole - taken - (self.free_count() - revived)
+        if self.sequences:
+            missing += self.watermark + self.promised_count()
+        if missing > 0:
+            return "NO_SPACE", missing, self.victim(priority)
+        return "OK", 0, None
+
+    def _foreign(self, sequence: TwinSequence) -> list[Slot | None]:
+        """Per kind the slot that the next token goes into, if it is not this sequence's alone to write."""
+        slots: list[Slot | None] = []
+        for kind, table in zip(self.kinds, sequence.tables, strict=True):
+            position = kind.written_next(sequence.token_count)
+            slot = table[position] if position is not None and position < len(table) else None
+            is_foreign = slot is not None and (slot.key is not None or self.holders(slot) > 1)
+            slots.append(slot if is_foreign else None)
+        return slots
+
+    def _needs(self, sequence: TwinSequence, until: int) -> list[int]:
+        """Blocks per kind to hold so many tokens."""
+        return [
+            kind.width * (max(0, kind.entries(until) - len(table)) + (foreign is not None))
+            for kind, table, foreign in zip(self.kinds, sequence.tables, self._foreign(sequence), strict=True)
+        ]
+
+    def _grant(self, sequence: TwinSequence, until: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
+        """New slots at the end, and a copy instead of a foreign one; per group the new last entries, and the copies."""
+        blocks = self._take(sum(self._needs(sequence, until)))
+        copies: list[tuple[int, int]] = []
+        added = []
+        for number, (kind, foreign) in enumerate(zip(self.kinds, self._foreign(sequence), strict=True)):
+            table = sequence.tables[number]
+            first = len(table)
+            if foreign is not None:
+                first = table.index(foreign)
+                table[first] = Slot(number, sequence.namespace, [blocks.pop(0) for _ in kind.groups])
+                copies += zip(foreign.blocks, table[first].blocks, strict=True)
+                self._released(foreign)
+            while len(table) < kind.entries(until):
+                table.append(Slot(number, sequence.namespace, [blocks.pop(0) for _ in kind.groups]))
+            added.append(table[first:])
+        assert not blocks
+        self.copied += len(copies)
+        sequence.token_count = until
+        return self.by_group(added), copies
+
+    def _take(self, count: int) -> list[int]:
+        """Empty blocks, the one given back last first; where they are too few, cached ones leave first."""
+        while len(self.empty) < count:
+            self._evict(self.cached())
+        self.granted += count
+        return [self.empty.pop() for _ in range(count)]
+
+    def _evict(self, candidates: list[Slot]) -> None:
+        """The one released longest ago, or the one that the pool has chosen; never one with published descendants."""
+        if self.leaving is None:
+            slot = min(candidates, key=lambda slot: slot.released)
+        else:
+            kind, namespace, position, digest = self.leaving.popleft()
+            (slot,) = [
+                s for s in candidates if s.key and (*s.key[:3], s.key[3][-1]) == (kind, namespace, position, digest)
+            ]
+        parents = {(s.kind, s.namespace, s.key[3][:-1]) for s in self.published if s.key}
+        if self.kinds[slot.kind].name == "full_attention":
+            assert slot.key is not None
+            assert (slot.kind, slot.namespace, slot.key[3]) not in parents, "a parent leaves first"
+        self.evicted += len(slot.blocks)
+        self.published.remove(slot)
+        slot.key = None
+        self.empty += slot.blocks[::-1]
+
+    def _unpublish(self, slot: Slot) -> None:
+        """A checkpoint that is not worth its blocks any more."""
+        if self.leaving is not None:
+            assert slot.key is not None
+            assert self.leaving.popleft() == (*slot.key[:3], slot.key[3][-1])
+        self.published.remove(slot)
+        slot.key = None
+
+    def _released(self, slot: Slot) -> None:
+        """One table fewer names it; where it was the last, it is cached from now on, or empty."""
+        if self.is_held(slot):
+            return
+        if slot.key is not None:
+            self.clock += 1
+            slot.released = self.clock
+        else:
+            self.empty += slot.blocks[::-1]
+
+    def _publish(
+        self, sequence: TwinSequence, number: int, position: int, digest: bytes, swaps: list[tuple[int, int, int]]
+    ) -> Slot:
+        """Gives a slot its key, or replaces it by the one that has this key already; returns the slot it had."""
+        kind, table = self.kinds[number], sequence.tables[number]
+        index = 0 if kind.name == "state" else position
+        own = table[index]
+        assert own is not None
+        assert own.key is None
+        path: tuple[bytes, ...] = (digest,)
+        if kind.name == "full_attention" and position:
+            before = table[position - 1]
+            assert before is not None
+            assert before.key is not None, "a child under a private parent"
+            path = (*before.key[3], digest)
+        key = (number, sequence.namespace, position, path)
+        other = self.find(key)
+        if other is None:
+            own.key = key
+            self.published.append(own)
+            if kind.name == "state":
+                sequence.checkpoints.append(own)
+        else:
+            table[index] = other
+            swaps += [(group, index, block) for group, block in zip(kind.groups, other.blocks, strict=True)]
+        return own
+
+    def _shrink(self, sequence: TwinSequence, until: int) -> None:
+        for kind, table in zip(self.kinds, sequence.tables, strict=True):
+            while len(table) > kind.entries(until):
+                last = table.pop()
+                assert last is not None
+                self._released(last)
+        sequence.token_count = until
+
+    def _advance(self, sequence: TwinSequence) -> None:
+        """What has been published is not pending any more."""
+        count = sequence.committed // self.digest_tokens
+        if count >= len(sequence.announced):
+            sequence.announced, sequence.stops = [], []
+        elif count > sequence.stops[-1]:
+            sequence.stops.append(count)
+
+    def _settle(self, sequence: TwinSequence) -> None:
+        """Gives back what no token from the committed ones on reads, deepest first."""
+        for kind, table in zip(self.kinds, sequence.tables, strict=True):
+            for position in reversed(range(len(table))):
+                slot = table[position]
+                if slot is not None and kind.has_fallen_out(position, sequence.committed):
+                    table[position] = None
+                    self._released(slot)
+            own = [slot for slot in sequence.checkpoints if self.kinds[slot.kind] == kind]
+            while kind.name == "state" and len(own) > kind.checkpoints_max:
+                oldest = own.pop(0)
+                sequence.checkpoints.remove(oldest)
+                if oldest.key is not None and not self.is_held(oldest) and not oldest.hits:
+                    self._unpublish(oldest)
+                    self.empty += oldest.blocks[::-1]
+
+    def _over_quota(self, namespace: str, added: int) -> int:
+        limit = self.quotas.get(namespace, self.quotas.get("*", (None, None)))[0]
+        return 0 if limit is None or added <= 0 else self.held_count(namespace) + added - limit
+
+    def _enforce_quota(self, namespace: str) -> None:
+        """A namespace that leaves more behind than it may loses its own first."""
+        limit = self.quotas.get(namespace, self.quotas.get("*", (None, None)))[1]
+        while limit is not None and self.cached_count(namespace) > limit:
+            self._evict(self.cached(namespace))
+
+
+def refused(result: str) -> Grown:
+    """An answer that says no more."""
+    return (result, 0, 0, [], [], 0, None)

@@ -1,0 +1,257 @@
+"""The slow twin of `rebuild_tree` and `rebuild_runs`: an object for every position, linked one by one."""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple
+
+from quire_allocator.core.blocks import Namespace, Scoped
+from quire_allocator.core.groups.full import FullAttentionManager, RunPart
+from quire_allocator.core.groups.runs import Run, RunScope
+from quire_allocator.core.pool import Pool
+from quire_allocator.core.rebuild.report import BlockUse, ReportedPrefix, ReportedSequence, refuse
+from quire_allocator.core.rebuild.runs import manager_number
+from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
+
+_NONE: list[Node] = []  # children of a node without any; never appended to
+
+
+class Node:
+    """One published position.
+
+    Attributes:
+        blocks: one per group; `NULL_BLOCK` where the report has none.
+        ends: sequences whose published part ends here, or that borrow it.
+        is_borrowed: somebody's half-filled block is this one: it must be a run of its own.
+        is_held: a sequence ends here or below.
+        run: the one that it became a part of.
+    """
+
+    # Of a report there may be a million: what most never change is the class's.
+    children = _NONE
+    parent: Node | None = None
+    ends = 0
+    is_borrowed = False
+    is_held = False
+    rank = -1
+    run: Run | None = None
+
+    def __init__(self, digest: bytes, parent_digest: bytes, position: int, blocks: list[int]) -> None:
+        self.digest = digest
+        self.parent_digest = parent_digest
+        self.position = position
+        self.blocks = blocks
+
+
+class Place(NamedTuple):
+    """Where a sequence's published part ends (None: nowhere), and its own blocks beyond.
+
+    Attributes:
+        borrowed: the node that the first of those blocks is published as.
+        shares: that first block is half filled, and may be another sequence's too.
+        owns: blocks of the tail that are counted with this sequence.
+    """
+
+    scope: RunScope
+    end: Node | None
+    published: int
+    tail: array[int]
+    borrowed: Node | None
+    shares: bool
+    owns: int
+
+
+class NodeBuilder:
+    """What `RunBuilder` does, position by position."""
+
+    def __init__(self, manager: FullAttentionManager, pool: Pool, use: BlockUse) -> None:
+        self._manager = manager
+        self._pool = pool
+        self._use = use
+        self._trees: dict[str, dict[bytes, Node]] = {}
+        self._orders: dict[str, list[Node]] = {}  # of each namespace the nodes with a way to the root, parents first
+        self._by_block: dict[int, tuple[str, Node]] | None = None
+        self._sharers: dict[int, tuple[str, Node | None]] = {}  # first block of a half-filled position -> its prefix
+        self._parts: dict[int, list[RunPart]] = {}
+
+    def read(self, prefix: ReportedPrefix, column: int, first_place: int) -> None:
+        """Published blocks of the manager's group number `column`."""
+        nodes = self._trees.setdefault(prefix.namespace, {})
+        width, parent = self._manager.width, prefix.parent_digest
+        if bool(parent) != bool(prefix.first_position):
+            refuse("a prefix has a parent digest exactly where it does not begin at the root")
+        digests, position = prefix.digests, prefix.first_position
+        for start, block in zip(range(0, len(digests), DIGEST_BYTES), prefix.blocks, strict=True):
+            digest = digests[start : start + DIGEST_BYTES]
+            node = nodes.get(digest)
+            if node is None:
+                blocks = [NULL_BLOCK] * width
+                blocks[column] = block
+                nodes[digest] = Node(digest, parent, position, blocks)
+            elif node.position != position or node.parent_digest != parent:
+                refuse(f"the digest of block {block} stands at two places")
+            elif node.blocks[column] != NULL_BLOCK:
+                refuse(f"blocks {node.blocks[column]} and {block} carry one digest")
+            else:
+                node.blocks[column] = block
+            parent = digest
+            position += 1
+
+    def locate(self, space: Namespace, sequence: ReportedSequence) -> Place:
+        """Finds the end of what is published, and claims what is not."""
+        manager, committed, size = self._manager, sequence.committed_token_count, self._manager.block_size
+        if self._by_block is None:
+            self._by_block = self._link()
+        tables = [sequence.tables[group] for group in manager.groups]
+        length, published = -(-sequence.token_count // size), committed // size
+        if any(len(table) != length for table in tables):
+            refuse(f"the tables of sequence {sequence.sequence_id} do not hold its {sequence.token_count} tokens")
+        end = None
+        if published:
+            end = self._node_of(space, tables[0][published - 1], published - 1)
+            if end is None:
+                refuse(f"block {tables[0][published - 1]} of sequence {sequence.sequence_id} has no chain of digests")
+            end.ends += 1
+        tail = array("I", [table[position] for position in range(published, length) for table in tables])
+        scope = space.scopes[manager_number(self._pool, manager)]
+        assert isinstance(scope, RunScope)
+        shares = bool(committed % size)
+        borrowed = self._node_of(space, tail[0], published) if shares else None
+        if borrowed is not None and borrowed.parent is end:
+            borrowed.ends += 1
+            borrowed.is_borrowed = True
+            owned = tail[manager.width :]
+        elif shares and tail[0] in self._sharers:
+            if self._sharers[tail[0]] != (space.name, end):
+                refuse(f"block {tail[0]} is shared by sequences of different prefixes")
+            borrowed, owned = None, tail[manager.width :]
+        else:
+            if shares:
+                self._sharers[tail[0]] = (space.name, end)
+            borrowed, owned = None, tail
+        self._use.claim(owned)
+        return Place(scope, end, published, tail, borrowed, shares, len(owned))
+
+    def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
+        """Files all nodes with a way to the root as runs."""
+        if self._by_block is None:
+            self._by_block = self._link()
+        cached: list[tuple[int, int, Scoped]] = []
+        number = manager_number(self._pool, self._manager)
+        for name, order in self._orders.items():
+            scope = spaces[name].scopes[number]
+            assert isinstance(scope, RunScope)
+            for node in order:
+                if node.ends:
+                    _mark_held(node)
+                node.rank = max([ranks[block] for block in node.blocks])
+            for stretch in _stretches(order, self._manager.width):
+                run = self._file(scope, stretch)
+                if not stretch[0].is_held:
+                    cached.append((stretch[-1].rank, stretch[-1].position, run))
+        return cached
+
+    def part(self, place: Place) -> RunPart:
+        """Holds the run, and shares the half-filled block."""
+        tree = self._manager.tree
+        run = place.end.run if place.end is not None else place.scope.root
+        assert run is not None, "a located node was filed"
+        tree.hold(run)
+        part = RunPart(place.scope, run, place.published, place.tail)
+        place.scope.held += place.owns
+        if place.borrowed is not None:
+            assert place.borrowed.run is not None, "a located node was filed"
+            part.borrowed = place.borrowed.run
+            tree.hold(part.borrowed)
+        elif place.shares:
+            parts = self._parts.setdefault(place.tail[0], [])
+            parts.append(part)
+            if len(parts) == 2:
+                self._manager._sharers[place.tail[0]] = parts
+        return part
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _link(self) -> dict[int, tuple[str, Node]]:
+        """Links parents and children of complete nodes; returns nodes with a way to the root, by first block."""
+        by_block = {}
+        for name, nodes in self._trees.items():
+            roots = []
+            for node in nodes.values():
+                if NULL_BLOCK in node.blocks:
+                    continue
+                if not node.position:
+                    roots.append(node)
+                    continue
+                parent = nodes.get(node.parent_digest)
+                if parent is not None and parent.position == node.position - 1:
+                    node.parent = parent
+                    if parent.children is _NONE:
+                        parent.children = []
+                    parent.children.append(node)
+            order = self._orders[name] = _preorder(roots)
+            for node in order:
+                by_block[node.blocks[0]] = (name, node)
+            for node in set(nodes.values()) - set(order):
+                self._use.drop(array("I", node.blocks))
+        return by_block
+
+    def _node_of(self, space: Namespace, block: int, position: int) -> Node | None:
+        assert self._by_block is not None
+        name, node = self._by_block.get(block, ("", None))
+        return node if node is not None and name == space.name and node.position == position else None
+
+    def _file(self, scope: RunScope, stretch: list[Node]) -> Run:
+        """One run, cached until a sequence holds it."""
+        first = stretch[0]
+        parent = first.parent.run if first.parent is not None else scope.root
+        assert parent is not None, "parents come first"
+        blocks = array("I")
+        for node in stretch:
+            blocks.extend(node.blocks)
+        digests = b"".join([node.digest for node in stretch])
+        run = self._manager.tree.add_child(parent, digests, blocks, first.position)
+        run.live = 0
+        scope.cached += len(blocks)
+        self._pool.blocks.cached_count += len(blocks)
+        for node in stretch:
+            node.run = run
+        return run
+
+
+def _preorder(roots: list[Node]) -> list[Node]:
+    """Every node below, parents before children, only children right after their parents."""
+    order, pending = [], list(reversed(roots))
+    while pending:
+        node = pending.pop()
+        order.append(node)
+        pending.extend(node.children)
+    return order
+
+
+def _mark_held(node: Node) -> None:
+    """Whoever ends here holds all before it."""
+    above: Node | None = node
+    while above is not None and not above.is_held:
+        above.is_held = True
+        above = above.parent
+
+
+def _stretches(order: list[Node], width: int) -> list[list[Node]]:
+    """Nodes of one run each, in the same order."""
+    stretches: list[list[Node]] = []
+    for node in order:
+        above = node.parent
+        goes_on = (
+            above is not None
+            and len(above.children) == 1
+            and not above.ends
+            and not node.is_borrowed
+            and above.is_held == node.is_held
+            and (node.is_held or above.rank == node.rank + width or above.rank == node.rank == -1)
+        )
+        if goes_on:
+            stretches[-1].append(node)
+        else:
+            stretches.append([node])
+    return stretches

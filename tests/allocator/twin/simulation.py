@@ -1,0 +1,289 @@
+"""Random events on a pool, its twin, and the memory behind both; everything that can be seen is compared after each."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from tests.allocator.twin.compare import LRU, Comparison, Groups, Shape
+from tests.allocator.twin.memory import Writer
+
+NAMESPACES = ("", "blue")
+LIVE_MAX = 7  # sequences; more would leave no room to grow in
+
+FULL, SLIDING, CHUNKED, STATE = "full_attention", "sliding_window", "chunked_local", "state"
+
+
+def full(block_size: int) -> Groups:
+    return [(FULL, block_size, 0, 0)]
+
+
+def sliding(block_size: int, window: int) -> Groups:
+    return [(SLIDING, block_size, window, 0)]
+
+
+def chunked(block_size: int, window: int) -> Groups:
+    return [(CHUNKED, block_size, window, 0)]
+
+
+def state(block_size: int, checkpoints: int) -> Groups:
+    return [(STATE, block_size, 0, checkpoints)]
+
+
+EVERYTHING = sliding(2, 5) + full(2) + state(4, 2) + chunked(4, 8) + full(4) + sliding(2, 5) + state(4, 2)
+SHAPES = {
+    "full": Shape(11, 32, full(4)),
+    "full of 3 groups": Shape(24, 28, full(4) * 3),
+    "full of block size 1": Shape(12, 10, full(1)),
+    "full of 2 block sizes": Shape(20, 24, full(4) + full(2)),
+    "full with 2 sliding around it": Shape(24, 32, sliding(4, 8) + full(4) + sliding(4, 8)),
+    "sliding": Shape(10, 32, sliding(4, 6)),
+    "windows below a block, and of 1": Shape(30, 20, sliding(4, 2) + full(2) + sliding(2, 1)),
+    "block size 1 with windows": Shape(26, 12, sliding(1, 3) + full(1) + chunked(1, 4)),
+    "chunked with full": Shape(16, 32, full(4) + chunked(4, 8)),
+    "chunked, off the blocks": Shape(10, 30, chunked(4, 6)),
+    "state with full": Shape(20, 38, full(2) + state(8, 2)),
+    "state": Shape(8, 24, state(4, 3)),
+    "states of 2 kinds": Shape(22, 24, state(2, 1) + state(6, 3) + sliding(2, 5)),
+    "everything": Shape(110, 20, EVERYTHING),
+    "dishonest full": Shape(14, 20, full(2) * 2, is_honest=False),
+    "dishonest everything": Shape(90, 16, EVERYTHING, is_honest=False),
+}
+
+
+class Simulation(Comparison):
+    """Random events on one pool. Equal arguments make equal histories."""
+
+    def __init__(self, shape_name: str, seed: int, policy: str = LRU) -> None:
+        super().__init__(SHAPES[shape_name], random.Random(f"{shape_name} {policy} {seed}"), policy)
+        self.texts = [self._some_text(self.shape.tokens_max + 6) for _ in range(4)]
+        self.next_id = 1
+
+    def run(self, event_count: int) -> None:
+        """Applies events, comparing everything after each."""
+        events: list[tuple[Callable[[], None], int]] = [
+            (self.allocate, 10),
+            (self.grow, 12),
+            (self.commit, 14),
+            (self.fork, 3),
+            (self.free, 8),
+            (self.forward, 4),
+            (self.decode, 2),
+            (self.expire, 2),
+            (self.wrong, 1),
+        ]
+        calls, weights = [event for event, _ in events], [weight for _, weight in events]
+        for _ in range(event_count):
+            self.now += 1
+            self.pool.log.step = self.now
+            self.random.choices(calls, weights)[0]()
+            if self.random.random() < 0.002:
+                self.free_all()
+            self.compare()
+            self.compare_events()
+            if self.now % 32 == 0:
+                self.compare_free_order()
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def allocate(self) -> None:
+        """A prompt: often the beginning of a known text, now and then longer than the pool, or only its first chunk."""
+        if len(self.writers) >= LIVE_MAX:
+            self.free()
+            return
+        rng = self.random
+        length = rng.randint(1, self.shape.tokens_max // rng.choice((1, 1, 2)))
+        if rng.random() < 0.04:
+            length = self.shape.block_count * self.twin.digest_tokens + rng.randint(1, 8)
+        text = rng.choice(self.texts)[:length]
+        if rng.random() < 0.25:
+            text = text[: rng.randint(0, len(text))]
+        plan = text + self._some_text(length - len(text))
+        first = rng.randint(1, length) if rng.random() < 0.3 else length
+        if self.has_state and rng.random() < 0.5:  # an owner that wants checkpoints ends its passes there
+            first = (length - 1) // self.pool.spec.edge_tokens * self.pool.spec.edge_tokens or length
+        digests = self._digests(self.memory.numbers(plan), 0, length)
+        if rng.random() < 0.1:
+            digests = digests[: rng.randint(0, len(digests))]
+        namespace, priority = rng.choice(NAMESPACES), rng.choice((0, 0, 1, 2))
+        prompt = length if first < length or rng.random() < 0.1 else 0
+        defer = rng.randint(1, 2 * self.twin.digest_tokens) if rng.random() < 0.4 else 0
+        sequence_id, self.next_id = self.next_id, self.next_id + rng.randint(1, 3)
+        options = {"prompt_token_count": prompt, "priority": priority, "defer_token_count": defer}
+        answer = self.do("allocate", sequence_id, first, digests, namespace, **options)
+        if answer[0] != "OK":
+            self.next_id = sequence_id  # the id was not used up
+            return
+        self.memory.copy(answer[4])
+        token_count = self.twin.sequences[sequence_id].token_count
+        self.writers[sequence_id] = Writer(namespace, plan[:token_count], answer[1], plan)
+        self._number(sequence_id)
+        if rng.random() < 0.7:
+            self._forward_some(sequence_id)
+        if self.has_state and rng.random() < 0.5:
+            self._commit_all(sequence_id)
+
+    def grow(self) -> None:
+        """By a token, by many, by none, or beyond the pool."""
+        sequence_id = self._some_id(writable=True)
+        if sequence_id is None:
+            return
+        rng, size = self.random, self.twin.digest_tokens
+        granted = self.twin.sequences[sequence_id].token_count
+        beyond = self.shape.block_count * max(kind.block_size for kind in self.twin.kinds)
+        to_edge = size - granted % size
+        by = rng.choice((1, 1, 1, size, to_edge, to_edge, rng.randint(-2, 3 * size), rng.randint(1, 9), beyond))
+        token_count = max(1, granted + by)
+        if by == beyond and rng.random() < 0.8:
+            token_count = granted + 1
+        answer = self.do("grow", sequence_id, token_count)
+        self.memory.copy(answer[4])
+        if answer[0] == "OK" and token_count > granted:
+            self._extend(sequence_id, token_count)
+            if rng.random() < 0.7:
+                self._forward_some(sequence_id)
+            if self.has_state and rng.random() < 0.5:
+                self._commit_all(sequence_id)
+
+    def forward(self) -> None:
+        """Writes what has been granted, without asking the pool."""
+        sequence_id = self._some_id(writable=True)
+        if sequence_id is not None:
+            self._forward_some(sequence_id)
+
+    def commit(self) -> None:
+        """All that was written, or a part of it; now and then what was not accepted or was granted ahead goes back."""
+        sequence_id = self._some_id(writable=True)
+        if sequence_id is None:
+            return
+        rng, writer, sequence = self.random, self.writers[sequence_id], self.twin.sequences[sequence_id]
+        committed = sequence.committed
+        until = writer.written
+        if not self.has_state and rng.random() < 0.5:  # a state is always as far as it was written
+            until = rng.randint(committed, writer.written)
+        keep = rng.randint(1, sequence.token_count + 2) if rng.random() < 0.25 else 0
+        digests = self._digests(writer.numbers, committed, until)
+        assert self.pool.filled_block_count(sequence_id, until) == len(digests) == self.twin.filled(sequence_id, until)
+        _, swaps = self.do("commit", sequence_id, until, digests, keep_token_count=keep)
+        self.seen["swap"] += len(swaps)
+        self.seen["returned"] += sequence.token_count < len(writer.text)
+        if keep or (until < writer.written and rng.random() < 0.3):  # draft tokens were refused: others follow
+            writer.text, writer.written, writer.plan = writer.text[:until], until, []
+            self._extend(sequence_id, sequence.token_count)
+
+    def fork(self) -> None:
+        """Of any live sequence; now and then with an id that was used; some are holds."""
+        parent_id = self._some_id(writable=False)
+        if parent_id is None or len(self.writers) >= LIVE_MAX:
+            return
+        rng = self.random
+        if self.has_state and rng.random() < 0.8:  # else nearly every fork would be UNCOMMITTED
+            settled = [i for i, sequence in self.twin.sequences.items() if sequence.token_count == sequence.committed]
+            parent_id = rng.choice(settled or [parent_id])
+        child_id = self.next_id if rng.random() < 0.95 else rng.randint(0, self.next_id - 1)
+        until = float(self.now + rng.randint(1, 60)) if rng.random() < 0.4 else None
+        result = self.do("fork", parent_id, child_id, hold_until=until)
+        if result == "OK":
+            parent, committed = self.writers[parent_id], self.twin.sequences[parent_id].committed
+            self.writers[child_id] = Writer(parent.namespace, parent.text[:committed], committed, parent.plan)
+            self._number(child_id)
+            self.next_id = child_id + 1
+
+    def free(self) -> None:
+        """Any live sequence."""
+        sequence_id = self._some_id(writable=False)
+        if sequence_id is not None:
+            self.do("free", sequence_id)
+            del self.writers[sequence_id]
+
+    def free_all(self) -> None:
+        """Nobody is left; in an idle pool other rules hold for the next one."""
+        while self.writers:
+            self.free()
+
+    def decode(self) -> None:
+        """One token more for several sequences at once, as a step asks for it; often for the same as the last time."""
+        share = self.random.choice((0.7, 1.0, 1.0))
+        ids = [i for i in self.writers if self.twin.sequences[i].hold_until is None and self.random.random() < share]
+        counts = [self.twin.sequences[i].token_count + 1 for i in ids]
+        for sequence_id, answer in zip(ids, self.do_many(ids, counts), strict=True):
+            self.memory.copy(answer[4])
+            if answer[0] == "OK":
+                self._extend(sequence_id, self.twin.sequences[sequence_id].token_count)
+
+    def expire(self) -> None:
+        """Holds whose time has come."""
+        now = float(self.now - self.random.randint(0, 20))
+        ended = self.do("expire_holds", now)
+        for sequence_id in ended:
+            del self.writers[sequence_id]
+            self.seen["hold ended"] += 1
+
+    def wrong(self) -> None:
+        """Ids that are unknown, freed or used, and more tokens than were granted."""
+        pool, twin = self.pool, self.twin
+        dead = self.random.choice([i for i in range(self.next_id + 2) if i not in self.writers])
+        used = self.random.randint(0, twin.highest_id)
+        for event in [
+            ("free", dead),
+            ("grow", dead, 1),
+            ("fork", dead, dead),
+            ("commit", dead, 1),
+            ("allocate", used, 1),
+        ]:
+            self.do(*event)
+        for live in self.writers:
+            beyond = twin.sequences[live].token_count + 1
+            self.do("commit", live, beyond)
+            assert pool.filled_block_count(live, beyond) is None
+            lower = twin.sequences[live].committed - 1
+            assert lower < 0 or pool.filled_block_count(live, lower) == -1
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _some_id(self, *, writable: bool) -> int | None:
+        """Any live sequence; nobody writes to a hold."""
+        ids = [i for i in self.writers if not writable or self.twin.sequences[i].hold_until is None]
+        return self.random.choice(ids) if ids else None
+
+    def _some_text(self, length: int) -> list[int]:
+        """Half of the time one token over and over, so that equal blocks come up again and again."""
+        if self.random.random() < 0.5:
+            return [0] * length
+        return [self.random.randint(0, 1) for _ in range(length)]
+
+    def _digests(self, numbers: list[int], start: int, end: int) -> list[bytes]:
+        """Of the digest blocks that become full between two counts of tokens; made up unless the owner is honest."""
+        digests = self.memory.digests(numbers, start, end)
+        if self.shape.is_honest:
+            return digests
+        return [self.random.choice(b"ab").to_bytes(1, "big") * 32 for _ in digests]
+
+    def _extend(self, sequence_id: int, token_count: int) -> None:
+        """The text goes on: with the rest of the prompt, with what follows in a known text, or with anything."""
+        writer = self.writers[sequence_id]
+        follows = [text for text in (writer.plan, *self.texts) if text[: len(writer.text)] == writer.text]
+        if follows and (follows[0] is writer.plan or self.random.random() < 0.5):
+            writer.text += follows[0][len(writer.text) : token_count]
+        writer.text += self._some_text(token_count - len(writer.text))
+        self._number(sequence_id)
+
+    def _number(self, sequence_id: int) -> None:
+        writer = self.writers[sequence_id]
+        writer.numbers = self.memory.numbers(writer.text)
+
+    def _commit_all(self, sequence_id: int) -> None:
+        writer, sequence = self.writers[sequence_id], self.twin.sequences[sequence_id]
+        self._forward(sequence_id, sequence.token_count)
+        digests = self._digests(writer.numbers, sequence.committed, writer.written)
+        self.do("commit", sequence_id, writer.written, digests)
+
+    def _forward_some(self, sequence_id: int) -> None:
+        token_count = self.twin.sequences[sequence_id].token_count
+        self._forward(sequence_id, token_count if self.random.random() < 0.7 else self.random.randint(0, token_count))
+
+    def _forward(self, sequence_id: int, until: int) -> None:
+        writer = self.writers[sequence_id]
+        if self.shape.is_honest:
+            self.memory.write(writer, self.twin.sequences[sequence_id], until)
+        writer.written = max(writer.written, until)

@@ -1,0 +1,205 @@
+"""What the twin of a pool knows, and every question about it, answered by looking at everything.
+
+There are no counts, runs, heaps or indexes: a block is held if some table names it, the prefix index is the list of
+published slots.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tests.allocator.twin.kinds import NULL, kinds_of
+
+Key = tuple[
+    int, str, int, tuple[bytes, ...]
+]  # kind, namespace, position, digests from the root to it (or only its own)
+Removed = tuple[int, str, int, bytes]  # kind, namespace, position, digest
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """One position of all groups of one kind: a block for each of them."""
+
+    kind: int
+    namespace: str
+    blocks: list[int]
+    key: Key | None = None
+    hits: int = 0
+    released: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class TwinSequence:
+    """One live sequence; `tables` has one list of slots per kind, None where a slot was given back."""
+
+    namespace: str
+    token_count: int
+    committed: int
+    tables: list[list[Slot | None]]
+    priority: int = 0
+    prompt: int = 0  # its length, where only its first chunk was asked for
+    chunk: int = 0  # tokens that are computed at a time
+    prompt_end: int = 0
+    announced: list[bytes] = field(default_factory=list)
+    stops: list[int] = field(default_factory=list)
+    hold_until: float | None = None
+    checkpoints: list[Slot] = field(default_factory=list)
+
+
+class TwinState:
+    """Slots, sequences, and the blocks that are empty.
+
+    Attributes:
+        leaving: under policies other than LRU, what the pool evicted, in order; the twin checks that it was allowed.
+    """
+
+    def __init__(
+        self,
+        block_count: int,
+        groups: Sequence[tuple[str, int, int, int]],
+        watermark: int = 0,
+        quotas: dict[str, tuple[int | None, int | None]] | None = None,
+    ) -> None:
+        self.block_count = block_count
+        self.group_count = len(groups)
+        self.kinds = kinds_of(groups)
+        self.digest_tokens = min(kind.block_size for kind in self.kinds)
+        self.watermark = watermark
+        self.quotas = quotas or {}
+        self.sequences: dict[int, TwinSequence] = {}
+        self.highest_id = 0
+        self.empty = list(range(block_count))[::-1]  # the last one is granted next
+        self.published: list[Slot] = []
+        self.clock = 0
+        self.evicted = self.granted = self.copied = self.queried = self.hit = 0
+        self.leaving: deque[Removed] | None = None
+
+    # -- what can be observed ------------------------------------------------------------------------------------------
+
+    def all_slots(self) -> Iterator[tuple[TwinSequence, Slot]]:
+        """Every table entry with a block."""
+        for sequence in self.sequences.values():
+            for table in sequence.tables:
+                yield from ((sequence, slot) for slot in table if slot is not None)
+
+    def holders(self, slot: Slot) -> int:
+        """How many tables name it."""
+        return sum(table.count(slot) for sequence in self.sequences.values() for table in sequence.tables)
+
+    def is_held(self, slot: Slot) -> bool:
+        """Whether any table names it."""
+        return any(slot in table for sequence in self.sequences.values() for table in sequence.tables)
+
+    def cached(self, namespace: str | None = None) -> list[Slot]:
+        """Published slots in no table."""
+        held = {id(slot) for _, slot in self.all_slots()}
+        slots = [slot for slot in self.published if id(slot) not in held]
+        return slots if namespace is None else [slot for slot in slots if slot.namespace == namespace]
+
+    def cached_count(self, namespace: str | None = None) -> int:
+        """Blocks of those."""
+        return sum(len(slot.blocks) for slot in self.cached(namespace))
+
+    def held_count(self, namespace: str) -> int:
+        """Different blocks in tables of a namespace."""
+        return len(
+            {block for sequence, slot in self.all_slots() for block in slot.blocks if sequence.namespace == namespace}
+        )
+
+    def free_count(self) -> int:
+        """Blocks that can be granted."""
+        return len(self.empty) + self.cached_count()
+
+    def namespaces(self) -> set[str]:
+        """Those with sequences or published blocks."""
+        return {slot.namespace for slot in self.published} | {s.namespace for s in self.sequences.values()}
+
+    def tables(self, sequence_id: int) -> list[list[int]]:
+        """One table per group."""
+        return self.by_group(self.sequences[sequence_id].tables)
+
+    def promised(self, sequence: TwinSequence) -> int:
+        """Blocks that the rest of its prompt takes, as far as they are not in its tables yet."""
+        total = 0
+        for kind, table in zip(self.kinds, sequence.tables, strict=True):
+            now = sum(slot is not None for slot in table)
+            whole = kind.entries(sequence.prompt) - (len(table) - now)
+            total += kind.width * max(0, min(whole, kind.peak(sequence.prompt, sequence.chunk)) - now)
+        return total
+
+    def promised_count(self) -> int:
+        """Of all sequences."""
+        return sum(self.promised(sequence) for sequence in self.sequences.values() if sequence.prompt)
+
+    def find(self, key: Key) -> Slot | None:
+        """The published slot of a key."""
+        found = [slot for slot in self.published if slot.key == key]
+        assert len(found) <= 1, "two slots are published as the same thing"
+        return found[0] if found else None
+
+    def match(self, namespace: str, digests: Sequence[bytes]) -> tuple[int, list[list[Slot | None]]]:
+        """The longest prefix that every kind can serve, in tokens, and the tables that serve it."""
+        by_key = {slot.key: slot for slot in self.published}
+        for count in range(len(digests), -1, -1):
+            length = count * self.digest_tokens
+            tables = []
+            for number, kind in enumerate(self.kinds):
+                places = kind.serving(length, digests, self.digest_tokens)
+                if places is None:
+                    break
+                keys = [None if place is None else (number, namespace, *place) for place in places]
+                if any(key is not None and key not in by_key for key in keys):
+                    break
+                tables.append([None if key is None else by_key[key] for key in keys])
+            else:
+                return length, tables
+        raise AssertionError("the empty prefix always matches")
+
+    def pending(self, namespace: str, digests: Sequence[bytes], matched: int) -> int:
+        """Digests after the first `matched` that some sequence is computing."""
+        best = 0
+        for sequence in self.sequences.values():
+            if sequence.namespace != namespace or matched not in sequence.stops:
+                continue
+            common = matched
+            while common < min(len(digests), len(sequence.announced)) and digests[common] == sequence.announced[common]:
+                common += 1
+            if common > sequence.stops[-1]:
+                best = max(best, common - matched)
+        return best
+
+    def victim(self, priority: int, except_id: int = 0) -> tuple[int, int] | None:
+        """The sequence that loses least by being preempted, and how much."""
+        costs = []
+        for sequence_id, sequence in self.sequences.items():
+            if sequence.priority <= priority and sequence.hold_until is None and sequence_id != except_id:
+                others = {id(s) for other, s in self.all_slots() if other is not sequence}
+                kept = min(
+                    kind.kept([slot is None or id(slot) in others for slot in table], sequence.committed)
+                    for kind, table in zip(self.kinds, sequence.tables, strict=True)
+                )
+                costs.append((sequence.priority, max(0, sequence.committed - kept), -sequence_id))
+        return (-min(costs)[2], min(costs)[1]) if costs else None
+
+    def filled(self, sequence_id: int, token_count: int) -> int | None:
+        """As `Pool.filled_block_count`."""
+        sequence = self.sequences.get(sequence_id)
+        if sequence is None or token_count > sequence.token_count:
+            return None
+        if token_count < sequence.committed:
+            return -1
+        return sum(end > sequence.committed for end in range(self.digest_tokens, token_count + 1, self.digest_tokens))
+
+    def is_edge(self, token_count: int) -> bool:
+        """Whether a prefix of so many tokens can be served: blocks of all attention groups end there."""
+        return all(token_count % kind.block_size == 0 for kind in self.kinds if kind.name != "state")
+
+    def by_group(self, tables: list[list[Slot | None]]) -> list[list[int]]:
+        """Tables of kinds as tables of groups."""
+        result: list[list[int]] = [[] for _ in range(self.group_count)]
+        for kind, table in zip(self.kinds, tables, strict=True):
+            for column, group in enumerate(kind.groups):
+                result[group] = [NULL if slot is None else slot.blocks[column] for slot in table]
+        return result

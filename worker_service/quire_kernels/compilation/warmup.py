@@ -1,0 +1,105 @@
+"""Compiles what a model needs before the first request does, and counts compilations.
+
+A kernel is compiled once per combination of dtypes, compile-time values (head dims, ratio of heads, page size, which
+options there are) and divisibility of strides. Lengths, batch sizes and window sizes are none of these; how many query
+rows a request has chooses among three sizes of block. `warmup` runs every combination of a model once on a tiny batch;
+after it `count_compilations` should count nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+
+from quire_kernels.compilation.kinds import AttentionKind, LatentKind, Step, steps_of
+from quire_kernels.ops.sampling import greedy, sample
+
+WORKSPACE_BYTES = 256 << 20
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(slots=True)
+class CompilationCount:
+    """What was compiled while counting."""
+
+    kernels: list[str] = field(default_factory=list)  # a name per compilation
+
+    @property
+    def count(self) -> int:
+        """Compilations."""
+        return len(self.kernels)
+
+
+@contextmanager
+def count_compilations() -> Iterator[CompilationCount]:
+    """Counts what Triton compiles (or loads from its cache on disk) inside; nothing in the interpreter.
+
+    Other hooks are called as before. Not for several threads at once.
+    """
+    found = CompilationCount()
+    runtime = triton.knobs.runtime
+    before = runtime.jit_post_compile_hook
+
+    def hook(**arguments: Any) -> Any:
+        found.kernels.append(getattr(arguments.get("fn"), "name", "kernel"))
+        return before(**arguments) if before is not None else None
+
+    runtime.jit_post_compile_hook = hook
+    try:
+        yield found
+    finally:
+        runtime.jit_post_compile_hook = before
+
+
+def warmup(
+    kinds: Sequence[AttentionKind | LatentKind],
+    device: torch.device | str,
+    *,
+    logits_dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+) -> CompilationCount:
+    """Runs everything that is called for every kind of layer, in every size of block, once.
+
+    Holds for contiguous queries, keys and values, and for views of them whose strides are multiples of 16 (or, with
+    head dims that are none, are no multiples either) and whose addresses are aligned to 16 bytes. A model that
+    plans a layer in several ways (with and without a mask, causal and not) has a kind for each.
+    Not covered: `merge_states`, `packbits` in big bit order, and pairs of 4-D caches.
+
+    Args:
+        kinds: of the model's layers, each once.
+        device: where they will run.
+        logits_dtype: what `sample` and `greedy` will take; None: they are not called.
+        progress: called before each step with the steps done, all steps, and what comes next; and at the end.
+
+    Returns:
+        What was compiled.
+
+    Raises:
+        ValueError: a kind's numbers do not fit each other.
+    """
+    device = torch.device(device)
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    steps: list[Step] = [step for kind in dict.fromkeys(kinds) for step in steps_of(kind, workspace)]
+    if logits_dtype is not None:
+        steps.append(("sampling", lambda: _sample(torch.zeros(1, 64, dtype=logits_dtype, device=device))))
+    with count_compilations() as found:
+        for done, (title, step) in enumerate(steps):
+            if progress is not None:
+                progress(done, len(steps), title)
+            step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    if progress is not None:
+        progress(len(steps), len(steps), "done")
+    return found
+
+
+def _sample(logits: torch.Tensor) -> None:
+    greedy(logits)
+    sample(logits, torch.zeros(1, device=logits.device))

@@ -1,0 +1,231 @@
+"""`BatchDecodeWithPagedKVCacheWrapper`: FlashInfer's name and arguments over `decode_paged`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partialmethod
+from typing import Any
+
+import torch
+
+from quire_kernels.flashinfer.arguments import CONSTRUCTOR, DECODE_PLAN, DECODE_RUN, check_others
+from quire_kernels.flashinfer.common import (
+    DType,
+    PlannedTable,
+    check_planned,
+    check_table,
+    fixed_tensors,
+    planned_dtypes,
+    planned_options,
+    result_of,
+    run_options,
+    workspace_bytes,
+)
+from quire_kernels.ops.decode_paged import decode_paged
+from quire_kernels.shared.decode_work import DecodeWork, divide_decode
+from quire_kernels.shared.e4m3 import E4M3
+from quire_kernels.shared.options import AttentionOptions, Scale
+from quire_kernels.shared.paged_cache import PagedKVCache, check_kv_layout, unpack_paged_cache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    table: PlannedTable
+    division: DecodeWork
+    options: AttentionOptions
+    shape: tuple[int, int, int]  # query heads, KV heads, head dim
+    page_size: int
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+
+class BatchDecodeWithPagedKVCacheWrapper:
+    """One query per request against its pages.
+
+    Lifecycle: 1. made, with a workspace. 2. `plan`, once per forward pass: checks the page table, which may be on the
+    host, and divides the work. 3. `run`, once per layer: launches only, so a CUDA graph can capture it. With
+    `use_cuda_graph` a later `plan` of the same batch size writes to the same memory, and a replay sees it.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: torch.Tensor | None = None,
+        paged_kv_indices_buffer: torch.Tensor | None = None,
+        paged_kv_last_page_len_buffer: torch.Tensor | None = None,
+        **others: Any,
+    ) -> None:
+        """Takes the workspace; its device is where everything runs.
+
+        Args:
+            float_workspace_buffer: uint8, one dimension; partial results of split requests.
+            kv_layout: "NHD" or "HND".
+            use_cuda_graph: keep addresses from plan to plan; then the three buffers are needed.
+            use_tensor_cores: a hint, without effect: they are always used.
+            paged_kv_indptr_buffer: int32 `[batch + 1]`.
+            paged_kv_indices_buffer: int32, room for the most pages there will be.
+            paged_kv_last_page_len_buffer: int32 `[batch]`.
+            **others: see `flashinfer_arguments.CONSTRUCTOR`.
+
+        Raises:
+            ValueError: unknown layout, a buffer is missing or elsewhere, the workspace is not of bytes, or one of the
+                others cannot be honoured; names the argument.
+        """
+        check_others(type(self).__name__, CONSTRUCTOR, others)
+        check_kv_layout(kv_layout)
+        given = {
+            "paged_kv_indptr_buffer": paged_kv_indptr_buffer,
+            "paged_kv_indices_buffer": paged_kv_indices_buffer,
+            "paged_kv_last_page_len_buffer": paged_kv_last_page_len_buffer,
+        }
+        self._workspace = workspace_bytes(float_workspace_buffer)
+        self._kv_layout = kv_layout
+        self._use_cuda_graph = use_cuda_graph
+        self._tensors = fixed_tensors(self._workspace, use_cuda_graph, given)
+        self._planned: _Plan | None = None
+
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: DType | None = None,
+        kv_data_type: DType | None = None,
+        o_data_type: DType | None = None,
+        data_type: DType | None = None,
+        sm_scale: float | None = None,
+        *,
+        disable_split_kv: bool = False,
+        alibi_slopes: torch.Tensor | None = None,
+        **others: Any,
+    ) -> None:
+        """Checks the batch and divides its work.
+
+        Args:
+            indptr: int32 `[batch + 1]`, on any device.
+            indices: int32 `[indptr[batch]]` or longer.
+            last_page_len: int32 `[batch]`, in `1..page_size`.
+            num_qo_heads: a multiple of num_kv_heads, any.
+            num_kv_heads: KV heads.
+            head_dim: of keys and values.
+            page_size: tokens per page.
+            pos_encoding_mode: "NONE" or "ALIBI".
+            window_left: keys before its own position that a query sees, inclusive; -1: all.
+            logits_soft_cap: cap * tanh(x / cap) of the scores; None or 0: none.
+            q_data_type: float16, bfloat16 or float32; that of `data_type` (None), or else float16.
+            kv_data_type: that of `data_type` or of q (None), or float8_e4m3fn.
+            o_data_type: that of q.
+            data_type: FlashInfer's older name for both of the first two.
+            sm_scale: 1 / sqrt(head_dim) if None.
+            disable_split_kv: keys of a request are added up in one order, whatever the batch; slow for long ones.
+            alibi_slopes: float32 `[num_qo_heads]`; the paper's if None.
+            **others: see `flashinfer_arguments.DECODE_PLAN`.
+
+        Raises:
+            ValueError: an argument is out of range, does not fit, or cannot be honoured; names it.
+        """
+        check_others("plan", DECODE_PLAN, others)
+        device = self._workspace.device
+        q_dtype, kv_dtype = planned_dtypes(
+            q_data_type or data_type or "float16", kv_data_type or data_type, o_data_type
+        )
+        options = planned_options(
+            query_heads=num_qo_heads,
+            kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            alibi_slopes=alibi_slopes,
+            device=device,
+        )
+        shape = (num_qo_heads, num_kv_heads, head_dim)
+        before = self._planned if self._use_cuda_graph else None
+        if before is not None:
+            was = (before.shape, before.page_size, before.q_dtype, before.kv_dtype, before.options.window_left)
+            check_planned("use_cuda_graph: plan", (shape, page_size, q_dtype, kv_dtype, window_left), was)
+        checked = check_table(indptr, indices, last_page_len, page_size=page_size)
+        table = checked.place(self._tensors.put(checked.tensors))
+        division = divide_decode(
+            table.indptr, table.last_page_len, page_size=page_size, query_heads=num_qo_heads, kv_heads=num_kv_heads,
+            head_dim=head_dim, v_head_dim=head_dim, element_bytes=q_dtype.itemsize, is_fp8=kv_dtype == E4M3,
+            window_left=window_left, split_keys=not disable_split_kv, workspace=self._workspace,
+            out=None if before is None else before.division,
+        )  # fmt: skip
+        self._planned = _Plan(table, division, options, shape, page_size, q_dtype, kv_dtype)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: PagedKVCache,
+        *,
+        q_scale: Scale | None = None,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        window_left: int | None = None,
+        sinks: torch.Tensor | None = None,
+        **others: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attends one layer. Waits for nothing.
+
+        Args:
+            q: `[batch, num_qo_heads, head_dim]`, of q_data_type, any strides.
+            paged_kv_cache: 5-D or a pair of 4-D tensors in the wrapper's layout, of kv_data_type, any strides.
+            q_scale: factor of q, a number or float32 of one entry.
+            k_scale: factor of the cache's keys, a number or float32 `[num_kv_heads]`.
+            v_scale: factor of the cache's values, the same.
+            out: as the result, written in place; new if None.
+            lse: as the result, written in place; new if None.
+            return_lse: whether lse is given back.
+            window_left: None, or as planned.
+            sinks: float32 `[num_qo_heads]`, natural logarithms, unscaled, counted once and in lse.
+            **others: see `flashinfer_arguments.DECODE_RUN`.
+
+        Returns:
+            `[batch, num_qo_heads, head_dim]` of q's dtype, and with `return_lse` float32 `[batch, num_qo_heads]`, in
+            base 2. A request without keys gives zeros and -inf (or the lse of its sink).
+
+        Raises:
+            ValueError: there is no plan, or an argument is not what was planned or cannot be honoured; names it.
+        """
+        check_others("run", DECODE_RUN, others)
+        plan = self._planned
+        if plan is None:
+            raise ValueError("run needs a plan")
+        cache = unpack_paged_cache(paged_kv_cache, self._kv_layout)
+        heads, kv_heads, head_dim = plan.shape
+        check_planned("q", (tuple(q.shape), q.dtype), ((plan.division.work.batch, heads, head_dim), plan.q_dtype))
+        check_planned("paged_kv_cache dtype", cache.dtype, plan.kv_dtype)
+        check_planned(
+            "paged_kv_cache page_size, kv_heads, head dims",
+            (cache.page_size, cache.num_kv_heads, cache.head_dim, cache.v_head_dim),
+            (plan.page_size, kv_heads, head_dim, head_dim),
+        )
+        if window_left is not None:
+            check_planned("window_left", window_left, plan.options.window_left)
+        plan.table.check_pool("indices", cache.page_count)
+        options = run_options(
+            plan.options, kv_heads, q.device, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks
+        )
+        table = plan.table
+        result, result_lse = decode_paged(
+            q, cache, table.indptr, table.indices, table.last_page_len, options, plan.division, out=out, lse=lse
+        )
+        return result_of(result, result_lse, return_lse=return_lse)
+
+    begin_forward = plan
+    run_return_lse = partialmethod(run, return_lse=True)

@@ -1,0 +1,263 @@
+"""`BatchMLAPagedAttentionWrapper`: FlashInfer's name and arguments over `mla_paged`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire_kernels.flashinfer.arguments import MLA_CONSTRUCTOR, MLA_PLAN, MLA_RUN, check_others
+from quire_kernels.flashinfer.common import (
+    DType,
+    PlannedTable,
+    as_dtype,
+    check_planned,
+    fixed_tensors,
+    planned_dtypes,
+    result_of,
+    workspace_bytes,
+)
+from quire_kernels.ops.mla_paged import mla_paged
+from quire_kernels.shared.mla_work import MlaWork, divide_mla
+from quire_kernels.shared.paged_cache import check_index_tensor, check_page_table
+
+# Latents and their positional part: in one tensor, one after the other in its last dimension, or in two.
+Parts = torch.Tensor | Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What later plans of a graph may not change."""
+
+    heads: int
+    head_dim_ckv: int
+    head_dim_kpe: int
+    page_size: int
+    causal: bool
+    dtype: torch.dtype
+    is_decode: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    shape: _Shape
+    sm_scale: float
+    qo_indptr: torch.Tensor
+    table: PlannedTable  # last_page_len holds the lengths in tokens
+    token_count: int
+    division: MlaWork
+
+
+class BatchMLAPagedAttentionWrapper:
+    """Multi-head latent attention with absorbed queries, decode and prefill.
+
+    Lifecycle: 1. made. 2. `plan`, once per forward pass: checks the page table and divides the work, by keys if every
+    request has one query, else by query rows. 3. `run`, once per layer, launches only. With `use_cuda_graph` the first
+    plan fixes the batch size, the most query tokens, and whether it is decode.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        use_cuda_graph: bool = False,
+        qo_indptr: torch.Tensor | None = None,
+        kv_indptr: torch.Tensor | None = None,
+        kv_indices: torch.Tensor | None = None,
+        kv_len_arr: torch.Tensor | None = None,
+        **others: Any,
+    ) -> None:
+        """Takes the workspace, of which only the device matters here.
+
+        Args:
+            float_workspace_buffer: uint8, one dimension; its device is where everything runs.
+            use_cuda_graph: keep addresses from plan to plan; then the four buffers are needed.
+            qo_indptr: int32 `[batch + 1]`.
+            kv_indptr: int32 `[batch + 1]`.
+            kv_indices: int32, room for the most pages there will be.
+            kv_len_arr: int32 `[batch]`.
+            **others: see `flashinfer_arguments.MLA_CONSTRUCTOR`.
+
+        Raises:
+            ValueError: a buffer is missing, elsewhere, or of another batch, the workspace is not of bytes, or one of
+                the others cannot be honoured; names the argument.
+        """
+        check_others(type(self).__name__, MLA_CONSTRUCTOR, others)
+        given = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
+        self._use_cuda_graph = use_cuda_graph
+        self._tensors = fixed_tensors(workspace_bytes(float_workspace_buffer), use_cuda_graph, given)
+        self._batch: int | None = None
+        if use_cuda_graph:
+            assert qo_indptr is not None  # `fixed_tensors` has looked
+            assert kv_indptr is not None
+            assert kv_len_arr is not None
+            self._batch = kv_len_arr.shape[0]
+            check_index_tensor("qo_indptr", qo_indptr, length=self._batch + 1)
+            check_index_tensor("kv_indptr", kv_indptr, length=self._batch + 1)
+        self._planned: _Plan | None = None
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        kv_len_arr: torch.Tensor,
+        num_heads: int,
+        head_dim_ckv: int,
+        head_dim_kpe: int,
+        page_size: int,
+        causal: bool,
+        sm_scale: float,
+        q_data_type: DType,
+        kv_data_type: DType,
+        *,
+        output_dtype: DType | None = None,
+        **others: Any,
+    ) -> None:
+        """Checks the batch and divides its work. The index tensors may be on any device.
+
+        Args:
+            qo_indptr: int32 `[batch + 1]`, query tokens of each request.
+            kv_indptr: int32 `[batch + 1]`, pages of each request.
+            kv_indices: int32 `[kv_indptr[batch]]` or longer.
+            kv_len_arr: int32 `[batch]`, tokens of each request, the last of them in its last page.
+            num_heads: query heads.
+            head_dim_ckv: of latents, a power of two, such as 512.
+            head_dim_kpe: of their positional part, a power of two, such as 64.
+            page_size: tokens per page.
+            causal: right-aligned.
+            sm_scale: factor of the dot products: 1 / sqrt(of the head dim before absorption).
+            q_data_type: float16, bfloat16 or float32.
+            kv_data_type: the same.
+            output_dtype: the same.
+            **others: see `flashinfer_arguments.MLA_PLAN`.
+
+        Raises:
+            ValueError: an argument is out of range, does not fit, or cannot be honoured; names it.
+        """
+        check_others("plan", MLA_PLAN, others)
+        dtype, kv_dtype = planned_dtypes(q_data_type, kv_data_type)
+        check_planned("kv_data_type", kv_dtype, dtype)
+        if output_dtype is not None:
+            check_planned("output_dtype", as_dtype("output_dtype", output_dtype), dtype)
+        check_index_tensor("kv_len_arr", kv_len_arr)
+        check_index_tensor("qo_indptr", qo_indptr, length=kv_len_arr.shape[0] + 1)
+        check_index_tensor("kv_indptr", kv_indptr, length=kv_len_arr.shape[0] + 1)
+        whole = torch.full_like(kv_len_arr, page_size)  # lengths are checked under the name that they have here
+        check_page_table(kv_indptr, kv_indices, whole, page_count=None, page_size=page_size, prefix="kv_")
+        _check_lengths(kv_len_arr.tolist(), kv_indptr.diff().tolist(), page_size)
+        is_decode = bool((qo_indptr.diff() == 1).all())
+        shape = _Shape(num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, dtype, is_decode)
+        before = self._planned if self._use_cuda_graph else None
+        if before is not None:
+            check_planned("use_cuda_graph: plan", shape, before.shape)
+        if self._batch is not None and kv_len_arr.shape[0] != self._batch:
+            raise ValueError(f"kv_len_arr is of {kv_len_arr.shape[0]} requests, the graph of {self._batch}")
+        tokens = int(qo_indptr[-1])
+        if before is not None and tokens > before.division.token_count:
+            raise ValueError(f"qo_indptr has {tokens} tokens, the graph has room for {before.division.token_count}")
+        used = kv_indices[: int(kv_indptr[-1])]
+        placed = self._tensors.put(
+            {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": used, "kv_len_arr": kv_len_arr}
+        )
+        table = PlannedTable(
+            placed["kv_indptr"], placed["kv_indices"], placed["kv_len_arr"], int(used.max()) if used.numel() else -1
+        )
+        division = divide_mla(
+            placed["qo_indptr"], table.last_page_len, split_keys=is_decode, heads=num_heads, ckv_dim=head_dim_ckv,
+            token_count=tokens if before is None else before.division.token_count, element_bytes=dtype.itemsize,
+            page_size=page_size, out=None if before is None else before.division,
+        )  # fmt: skip
+        self._planned = _Plan(shape, sm_scale, placed["qo_indptr"], table, tokens, division)
+
+    def run(
+        self,
+        q_nope: torch.Tensor | None = None,
+        q_pe: torch.Tensor | None = None,
+        ckv_cache: torch.Tensor | None = None,
+        kpe_cache: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        *,
+        return_lse_base_on_e: bool = False,
+        query: Parts | None = None,
+        kv_cache: Parts | None = None,
+        **others: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attends one layer. Waits for nothing.
+
+        Args:
+            q_nope: `[qo_indptr[batch], num_heads, head_dim_ckv]`, absorbed, of q_data_type.
+            q_pe: `[qo_indptr[batch], num_heads, head_dim_kpe]`.
+            ckv_cache: `[pages, page_size, head_dim_ckv]`.
+            kpe_cache: `[pages, page_size, head_dim_kpe]`; both may be slices of one tensor.
+            out: as the result, written in place; new if None.
+            lse: as the result, written in place; new if None.
+            return_lse: whether lse is given back.
+            return_lse_base_on_e: in natural logarithms instead of base 2.
+            query: instead of the first two: both, or one tensor that has the second after the first in its last
+                dimension.
+            kv_cache: instead of the caches, the same.
+            **others: see `flashinfer_arguments.MLA_RUN`.
+
+        Returns:
+            `[tokens, num_heads, head_dim_ckv]`, and with `return_lse` float32 `[tokens, num_heads]`, in base 2. A query
+            that sees no key gives zeros and -inf.
+
+        Raises:
+            ValueError: there is no plan, or an argument is not what was planned or cannot be honoured; names it.
+        """
+        check_others("run", MLA_RUN, others)
+        plan = self._planned
+        if plan is None:
+            raise ValueError("run needs a plan")
+        shape = plan.shape
+        q_nope, q_pe = _both("query", query, (q_nope, q_pe), shape.head_dim_ckv)
+        ckv_cache, kpe_cache = _both("kv_cache", kv_cache, (ckv_cache, kpe_cache), shape.head_dim_ckv)
+        for name, tensor, dim in (("q_nope", q_nope, shape.head_dim_ckv), ("q_pe", q_pe, shape.head_dim_kpe)):
+            check_planned(
+                name, (tuple(tensor.shape), tensor.dtype), ((plan.token_count, shape.heads, dim), shape.dtype)
+            )
+        for name, tensor, dim in (
+            ("ckv_cache", ckv_cache, shape.head_dim_ckv),
+            ("kpe_cache", kpe_cache, shape.head_dim_kpe),
+        ):
+            check_planned(name, (tuple(tensor.shape[1:]), tensor.dtype), ((shape.page_size, dim), shape.dtype))
+        plan.table.check_pool("kv_indices", ckv_cache.shape[0])
+        result, result_lse = mla_paged(
+            q_nope, q_pe, ckv_cache, kpe_cache, plan.qo_indptr, plan.table.indptr, plan.table.indices,
+            plan.table.last_page_len, plan.division, sm_scale=plan.sm_scale, causal=shape.causal, out=out, lse=lse,
+        )  # fmt: skip
+        lse_base = "ln" if return_lse_base_on_e else "log2"
+        return result_of(result, result_lse, return_lse=return_lse, lse_base=lse_base)
+
+
+def _both(
+    name: str, together: Parts | None, apart: tuple[torch.Tensor | None, torch.Tensor | None], ckv_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latents and their positional part, however they were given."""
+    if together is not None:
+        if any(part is not None for part in apart):
+            raise ValueError(f"{name} is given, and so are its parts")
+        if isinstance(together, torch.Tensor):
+            return together[..., :ckv_dim], together[..., ckv_dim:]
+        if len(together) != 2:
+            raise ValueError(f"{name} must be a tensor or two, not {len(together)}")
+        return together[0], together[1]
+    if apart[0] is None or apart[1] is None:
+        raise ValueError(f"{name} is missing, or one of its parts")
+    return apart[0], apart[1]
+
+
+def _check_lengths(lengths: list[int], page_counts: list[int], page_size: int) -> None:
+    """Refuses a request whose last token is not in its last page.
+
+    Raises:
+        ValueError: there is one; names `kv_len_arr`.
+    """
+    for request, (length, pages) in enumerate(zip(lengths, page_counts, strict=True)):
+        low, high = max(0, (pages - 1) * page_size + 1), pages * page_size
+        if not low <= length <= high:
+            raise ValueError(f"kv_len_arr must be in {low}..{high}, that of request {request} is {length}")

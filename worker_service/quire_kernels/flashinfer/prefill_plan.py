@@ -1,0 +1,167 @@
+"""What the plans of both prefill wrappers share: shape, queries, masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from quire_kernels.flashinfer.common import check_planned
+from quire_kernels.shared.e4m3 import E4M3
+from quire_kernels.shared.launch import chip_of
+from quire_kernels.shared.options import AttentionOptions
+from quire_kernels.shared.paged_cache import check_indptr
+from quire_kernels.shared.prefill_rows import (
+    Masking,
+    PrefillWork,
+    divide_prefill,
+    mask_indptr_of,
+    prefill_tiling,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillShape:
+    """What later plans of a graph may not change."""
+
+    heads: int
+    kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+    page_size: int  # 0 without pages
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MaskRequest:
+    """The arguments of `plan` that say who sees whom."""
+
+    custom_mask: torch.Tensor | None
+    packed_custom_mask: torch.Tensor | None
+    causal: bool
+    chunk_size: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedQueries:
+    """A checked batch of ragged queries on the device."""
+
+    shape: PrefillShape
+    options: AttentionOptions
+    masking: Masking
+    qo_indptr: torch.Tensor  # int32 [batch + 1]
+    token_count: int
+    division: PrefillWork
+
+    def check_run(self, q: torch.Tensor) -> None:
+        """Refuses queries that are not what was planned.
+
+        Raises:
+            ValueError: shape or dtype differ.
+        """
+        shape = self.shape
+        check_planned(
+            "q", (tuple(q.shape), q.dtype), ((self.token_count, shape.heads, shape.head_dim_qk), shape.q_dtype)
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckedQueries:
+    """A checked batch of ragged queries, wherever its tensors live."""
+
+    shape: PrefillShape
+    options: AttentionOptions
+    masking: Masking
+    token_count: int
+    tensors: dict[str, torch.Tensor]  # qo_indptr and the mask, by the names of their buffers
+    before: PlannedQueries | None
+
+    def place(self, placed: dict[str, torch.Tensor]) -> PlannedQueries:
+        """Divides the work, of what `FixedTensors.put` gave."""
+        masking, qo_indptr, before = self.masking, placed["qo_indptr_buf"], self.before
+        if masking.custom_mask is not None:
+            masking = replace(masking, custom_mask=placed["custom_mask_buf"], mask_indptr=placed["mask_indptr_buf"])
+        group = self.shape.heads // self.shape.kv_heads
+        if before is None:
+            tiling = prefill_tiling(
+                chip_of(qo_indptr.device),
+                self.token_count * group // max(1, qo_indptr.shape[0] - 1),
+                self.shape.head_dim_qk,
+                self.shape.head_dim_vo,
+                self.shape.q_dtype.itemsize,
+                masked=masking.kind > 0,
+                is_fp8=self.shape.kv_dtype == E4M3,
+            )
+            division = divide_prefill(qo_indptr, token_count=self.token_count, group=group, tiling=tiling)
+        else:
+            division = divide_prefill(
+                qo_indptr,
+                token_count=before.division.token_count,
+                group=group,
+                tiling=before.division.tiling,
+                out=before.division,
+            )
+        return PlannedQueries(self.shape, self.options, masking, qo_indptr, self.token_count, division)
+
+
+def check_plan(
+    qo_indptr: torch.Tensor,
+    kv_lengths: torch.Tensor,
+    shape: PrefillShape,
+    options: AttentionOptions,
+    request: MaskRequest,
+    before: PlannedQueries | None,
+) -> CheckedQueries:
+    """Checks queries and masks; writes nothing.
+
+    Args:
+        qo_indptr: int32 `[batch + 1]`, on any device.
+        kv_lengths: int32 `[batch]`, on any device.
+        shape: heads, dims, dtypes.
+        options: of the scores.
+        request: masks.
+        before: of the graph whose memory will be written again, if there is one.
+
+    Raises:
+        ValueError: an argument does not fit, or a graph's shape, masks or room changed; names the argument.
+    """
+    check_indptr("qo_indptr", qo_indptr, batch=kv_lengths.shape[0])
+    token_count = int(qo_indptr[-1])
+    masking = requested_masking(qo_indptr, kv_lengths, request)
+    if before is not None:
+        was = before.masking
+        check_planned(
+            "use_cuda_graph: plan",
+            (shape, masking.causal, masking.chunk_size > 0, masking.kind, options.window_left >= 0),
+            (before.shape, was.causal, was.chunk_size > 0, was.kind, before.options.window_left >= 0),
+        )
+        if token_count > before.division.token_count:
+            raise ValueError(f"qo_indptr has {token_count} tokens, the graph room for {before.division.token_count}")
+    tensors = {"qo_indptr_buf": qo_indptr}
+    if masking.custom_mask is not None and masking.mask_indptr is not None:
+        tensors |= {"custom_mask_buf": masking.custom_mask, "mask_indptr_buf": masking.mask_indptr}
+    return CheckedQueries(shape, options, masking, token_count, tensors, before)
+
+
+def requested_masking(qo_indptr: torch.Tensor, kv_lengths: torch.Tensor, request: MaskRequest) -> Masking:
+    """Checks the size of a custom mask; as in FlashInfer it replaces causal.
+
+    Raises:
+        ValueError: both masks are given, or one has another dtype or size; names the argument.
+    """
+    name, mask = "custom_mask", request.custom_mask
+    if request.packed_custom_mask is not None:
+        if mask is not None:
+            raise ValueError("packed_custom_mask and custom_mask are both given")
+        name, mask = "packed_custom_mask", request.packed_custom_mask
+    if mask is None:
+        return Masking(causal=request.causal, chunk_size=request.chunk_size)
+    packed = name == "packed_custom_mask"
+    dtype = torch.uint8 if packed else torch.bool
+    if mask.dtype != dtype or mask.dim() != 1:
+        raise ValueError(f"{name} must be a flat {dtype} tensor, not {mask.dtype} {tuple(mask.shape)}")
+    mask_indptr = mask_indptr_of(qo_indptr, kv_lengths.to(qo_indptr.device), packed=packed)
+    if mask.shape[0] != int(mask_indptr[-1]):
+        raise ValueError(f"{name} must have {int(mask_indptr[-1])} entries, not {mask.shape[0]}")
+    return Masking(chunk_size=request.chunk_size, custom_mask=mask.contiguous(), mask_indptr=mask_indptr)

@@ -1,0 +1,1 @@
+"""One kernel a file, with its launcher and its reference."""

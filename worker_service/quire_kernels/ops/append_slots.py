@@ -1,0 +1,152 @@
+"""Writes new tokens' keys and values to slots: the worker's way to append.
+
+    page, offset = divmod(slot_mapping[t], page_size)
+    k_cache[page, offset, h, :] = append_key[t, h, :]         v_cache the same; fp8 caches quantise, see `append_token`
+
+One program per token and block of heads. A negative slot is skipped: padding of a batch of fixed size. Two tokens must
+not share a slot; which of them stays is undefined.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quire_kernels.shared.append_token import (
+    Scale,
+    configurations,
+    prepare,
+    store_reference,
+    write_key_and_value,
+)
+from quire_kernels.shared.paged_cache import PagedKVCache, unpack_paged_cache
+
+
+@triton.jit(do_not_specialize=["slot_count"], do_not_specialize_on_alignment=["slot_mapping_ptr"])
+def _append_slots_kernel(
+    key_ptr,
+    value_ptr,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    slot_mapping_ptr,
+    slot_count,
+    key_token_stride,
+    key_head_stride,
+    key_element_stride,
+    value_token_stride,
+    value_head_stride,
+    value_element_stride,
+    k_page_stride,
+    k_token_stride,
+    k_head_stride,
+    k_element_stride,
+    v_page_stride,
+    v_token_stride,
+    v_head_stride,
+    v_element_stride,
+    PAGE_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    K_SCALE_STRIDE: tl.constexpr,
+    V_SCALE_STRIDE: tl.constexpr,
+    QUANTISE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token)
+    if (slot >= 0) & (slot < slot_count):
+        page = slot // PAGE_SIZE
+        offset = slot % PAGE_SIZE
+        # fmt: off
+        write_key_and_value(
+            key_ptr, value_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, token, page, offset,
+            (key_token_stride, key_head_stride, key_element_stride),
+            (value_token_stride, value_head_stride, value_element_stride),
+            (k_page_stride, k_token_stride, k_head_stride, k_element_stride),
+            (v_page_stride, v_token_stride, v_head_stride, v_element_stride),
+            HEADS, K_DIM, V_DIM, BLOCK_HEADS, BLOCK_K, BLOCK_V, K_SCALE_STRIDE, V_SCALE_STRIDE, QUANTISE,
+        )
+        # fmt: on
+
+
+def append_slots(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    paged_kv_cache: PagedKVCache,
+    kv_layout: str = "NHD",
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+    *,
+    check: bool = True,
+) -> None:
+    """Writes keys and values of new tokens to their slots, in place.
+
+    With `check=False` nothing waits for the device, as CUDA graphs need; a slot outside the pool is then skipped. Call
+    `check_slots` once per batch instead, where it is planned.
+
+    Args:
+        append_key: `[tokens, num_kv_heads, head_dim]`, any strides; of the cache's dtype, or bf16, fp16 or fp32 if the
+            cache is fp8 e4m3.
+        append_value: the same for values.
+        slot_mapping: int64 `[tokens]`, slot = page * page_size + offset; negative skips the token.
+        paged_kv_cache: 5-D or a pair of 4-D tensors, any strides, see `append_paged_kv_cache`.
+        kv_layout: "NHD" or "HND".
+        k_scale: only for an fp8 cache that quantises: a number, or fp32 `[num_kv_heads]`; stored is key / k_scale.
+        v_scale: the same for values.
+        check: whether the slots are read and checked (see `check_slots`).
+
+    Raises:
+        ValueError: shape, dtype, device or layout do not fit; with `check`, also what `check_slots` refuses.
+    """
+    append = prepare(append_key, append_value, paged_kv_cache, kv_layout, k_scale, v_scale)
+    cache = append.cache
+    if slot_mapping.dtype != torch.int64 or slot_mapping.device != cache.device:
+        raise ValueError(f"slot_mapping must be int64 on {cache.device}: {slot_mapping.dtype}, {slot_mapping.device}")
+    if slot_mapping.shape != (append.token_count,) or not slot_mapping.is_contiguous():
+        raise ValueError(f"slot_mapping must be contiguous, [{append.token_count}], not {tuple(slot_mapping.shape)}")
+    slot_count = cache.page_count * cache.page_size
+    if check:
+        check_slots(slot_mapping, slot_count=slot_count)
+    append.launch(_append_slots_kernel, slot_mapping, slot_count)
+
+
+def check_slots(slot_mapping: torch.Tensor, *, slot_count: int) -> None:
+    """Refuses slots that would lose a token. Reads them, so on a GPU it waits: once per batch, not per layer.
+
+    Args:
+        slot_mapping: int64 `[tokens]`.
+        slot_count: slots of the pool, pages * page_size.
+
+    Raises:
+        ValueError: a slot is outside the pool, or two tokens have the same one.
+    """
+    slots = [slot for slot in slot_mapping.tolist() if slot >= 0]
+    if slots and max(slots) >= slot_count:
+        raise ValueError(f"slot_mapping: slot {max(slots)} of {slot_count}")
+    if len(set(slots)) != len(slots):
+        raise ValueError("slot_mapping: two tokens have the same slot")
+
+
+def append_slots_reference(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    paged_kv_cache: PagedKVCache,
+    kv_layout: str = "NHD",
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+) -> None:
+    """The same in plain torch, token by token, of arguments that are valid."""
+    cache = unpack_paged_cache(paged_kv_cache, kv_layout)
+    slots = [None if slot < 0 else divmod(slot, cache.page_size) for slot in slot_mapping.tolist()]
+    store_reference(append_key, append_value, slots, cache, k_scale, v_scale)
+
+
+CONFIGURATIONS = configurations(_append_slots_kernel, {"slot_mapping_ptr": "*i64", "slot_count": "i32"})

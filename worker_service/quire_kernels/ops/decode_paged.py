@@ -1,0 +1,267 @@
+"""Decode: one query per request against its paged keys, split over the keys.
+
+    out_i = softmax(score(q_i, K_i)) V_i         scores, sinks and lse: see `options`
+
+The keys of a request are cut into units (`decode_work`). One program attends the query heads of one KV head (they are
+the rows of a block of at least 16, so that tensor cores serve any ratio of heads) to the keys of one unit. A request of
+one unit is written directly; of several, partial results are written in float32 and merged (`merge_splits`). Division
+and lengths stay on the device under a grid of fixed size: a CUDA graph can be replayed after the page table's contents
+changed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from quire_kernels.ops.merge_splits import merge_splits
+from quire_kernels.shared.configurations import ARCHITECTURES, ELEMENT_BYTES, KernelConfiguration, unique
+from quire_kernels.shared.decode_work import DecodeWork, decode_tiling
+from quire_kernels.shared.launch import (
+    RUNTIME_STRIDES,
+    as_kernel_sees,
+    check_devices,
+    check_queries,
+    device_of,
+    head_dim_blocks,
+    is_interpreted,
+    option_arguments,
+    output_like,
+    strides_of,
+)
+from quire_kernels.shared.options import AttentionOptions
+from quire_kernels.shared.paged_cache import PagedCache, check_index_tensor
+from quire_kernels.shared.reference import attend, gather, visible
+from quire_kernels.shared.tile import (
+    MASK_NONE,
+    attend_keys,
+    finish_softmax,
+    load_queries,
+    score_factors,
+    start_softmax,
+    store_rows,
+)
+
+
+# fmt: off
+@triton.jit(
+    do_not_specialize=["batch", "window_left"],
+    do_not_specialize_on_alignment=[
+        "page_indptr", "page_indices", "last_page_len", "units", "unit_indptr", "lse", "partial_lse",
+    ],
+)
+def decode_paged_kernel(
+    q,  # [batch, heads, HEAD_DIM]
+    k, v,  # [pages, PAGE_SIZE, kv_heads, HEAD_DIM or V_DIM]
+    page_indptr, page_indices, last_page_len,
+    units, unit_indptr,  # see `work_units`
+    out, lse,  # [batch, heads, V_DIM] and, float32 or None, [batch, heads]; contiguous
+    partial_out, partial_lse,  # float32 [capacity, heads, V_DIM] and [capacity, heads], contiguous
+    sinks, slopes,  # float32 [heads] or None
+    k_scale, v_scale,  # float32 [kv_heads] or None
+    sm_scale, soft_cap, window_left, batch,
+    stride_q_token, stride_q_head, stride_q_dim,
+    stride_k_page, stride_k_token, stride_k_head, stride_k_dim,
+    stride_v_page, stride_v_token, stride_v_head, stride_v_dim,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr,  # query heads of a KV head
+    PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_V: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, UPCAST: tl.constexpr,
+):
+    """Program: unit outermost, then block of a KV head's query heads, then KV head."""
+    blocks_per_unit: tl.constexpr = KV_HEADS * ((GROUP + BLOCK_M - 1) // BLOCK_M)
+    heads: tl.constexpr = KV_HEADS * GROUP
+    unit = tl.program_id(0) // blocks_per_unit
+    if unit >= tl.load(unit_indptr + batch):
+        return
+    block = tl.program_id(0) % blocks_per_unit
+    kv_head = (block % KV_HEADS).to(tl.int64)
+    request = tl.load(units + unit * 4).to(tl.int64)
+    start = tl.load(units + unit * 4 + 1)
+    stop = tl.load(units + unit * 4 + 2)
+    siblings = tl.load(units + unit * 4 + 3)
+    first_page = tl.load(page_indptr + request)
+    page_count = tl.load(page_indptr + request + 1) - first_page
+    length = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request)
+    load_low = start
+    if WINDOW:
+        load_low = tl.maximum(start, length - 1 - window_left)
+    row = block // KV_HEADS * BLOCK_M + tl.arange(0, BLOCK_M)
+    valid = row < GROUP
+    head = kv_head * GROUP + row
+    q_row = request * stride_q_token + head * stride_q_head
+    q_part, q_tail = load_queries(q, q_row, valid, stride_q_dim, HEAD_DIM, BLOCK_D, BLOCK_TAIL, UPCAST)
+    is_first = unit == tl.load(unit_indptr + request)
+    acc, row_max, row_sum = start_softmax(sinks, head, valid, is_first, BLOCK_M, BLOCK_V)
+    slope, scale, output_scale = score_factors(slopes, head, valid, k_scale, v_scale, kv_head, sm_scale, BLOCK_M)
+    zero = tl.zeros((BLOCK_M,), dtype=tl.int32)
+    acc, row_max, row_sum = attend_keys(
+        acc, row_max, row_sum, q_part, q_tail, start, stop, load_low, stop, (zero + load_low, zero + stop),
+        zero + (length - 1), k + kv_head * stride_k_head, v + kv_head * stride_v_head, page_indices + first_page,
+        (stride_k_page, stride_k_token, stride_k_dim), (stride_v_page, stride_v_token, stride_v_dim),
+        scale, soft_cap, slope, None, zero, True, PAGE_SIZE, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V,
+        SOFT_CAP, slopes is not None, MASK_NONE, UPCAST,
+    )
+    result, result_lse = finish_softmax(acc, row_max, row_sum, output_scale)
+    if siblings == 1:
+        store_rows(out, lse, request * heads + head, valid, result, result_lse, V_DIM, BLOCK_V)
+    else:
+        partial_row = unit.to(tl.int64) * heads + head
+        store_rows(partial_out, partial_lse, partial_row, valid, result, result_lse, V_DIM, BLOCK_V)
+# fmt: on
+
+
+def decode_paged(
+    q: torch.Tensor,
+    cache: PagedCache,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    last_page_len: torch.Tensor,
+    options: AttentionOptions,
+    division: DecodeWork,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attends one query per request to its keys. Waits for nothing; the page table must have been checked.
+
+    Args:
+        q: `[batch, query_heads, head_dim]`, float16, bfloat16 or float32, any strides.
+        cache: of q's dtype or float8_e4m3fn.
+        indptr: int32 `[batch + 1]`.
+        indices: int32, page ids.
+        last_page_len: int32 `[batch]`.
+        options: scale, soft cap, window and so on.
+        division: by `divide_decode` of this page table, with these heads and this window.
+        out: `[batch, query_heads, v_head_dim]`, of q's dtype, contiguous; new if None.
+        lse: float32 `[batch, query_heads]`, contiguous; new if None.
+
+    Returns:
+        out, and lse in base 2; zeros and -inf for a request without keys.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride does not fit; names the argument.
+    """
+    batch, heads = q.shape[0], q.shape[1]
+    kv_heads, group = cache.num_kv_heads, q.shape[1] // cache.num_kv_heads
+    check_queries(q, head_dim=cache.head_dim, kv_heads=kv_heads, kv_dtype=cache.dtype)
+    check_index_tensor("indptr", indptr, length=batch + 1)
+    check_index_tensor("indices", indices)
+    check_index_tensor("last_page_len", last_page_len, length=batch)
+    check_devices(q.device, cache=cache.k, indptr=indptr, indices=indices, last_page_len=last_page_len)
+    options.check_heads(heads, kv_heads, q.device)
+    if division.work.batch != batch or division.partial_out.shape[1:] != (heads, cache.v_head_dim):
+        raise ValueError("division is of another batch, or other heads")
+    if division.window_left != options.window_left:
+        raise ValueError(f"window_left is {options.window_left}, the division is for {division.window_left}")
+    out = output_like("out", out, (batch, heads, cache.v_head_dim), q.dtype, q.device)
+    lse = output_like("lse", lse, (batch, heads), torch.float32, q.device)
+    if batch == 0:
+        return out, lse
+    tiling, interpreted = division.tiling, is_interpreted(decode_paged_kernel)
+    programs = division.work.capacity * kv_heads * triton.cdiv(group, tiling.block_m)
+    with device_of(decode_paged_kernel, q=q):
+        decode_paged_kernel[(programs,)](
+            q, as_kernel_sees(cache.k, interpreted=interpreted), as_kernel_sees(cache.v, interpreted=interpreted),
+            indptr, indices, last_page_len, division.work.units, division.work.indptr,
+            out, lse, division.partial_out, division.partial_lse, **option_arguments(options),
+            window_left=options.window_left, batch=batch, **strides_of(q, cache),
+            KV_HEADS=kv_heads, GROUP=group, PAGE_SIZE=cache.page_size, WINDOW=options.window_left >= 0,
+            **head_dim_blocks(cache.head_dim, cache.v_head_dim), BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
+            UPCAST=interpreted, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        )  # fmt: skip
+    merge_splits(division.partial_out, division.partial_lse, division.work, out, lse)
+    return out, lse
+
+
+def decode_paged_reference(
+    q: torch.Tensor,
+    cache: PagedCache,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    last_page_len: torch.Tensor,
+    options: AttentionOptions,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in plain torch, request by request: out and base-2 lse, both float64."""
+    outs, lses = [], []
+    for request in range(q.shape[0]):
+        k, v = gather(cache, indptr, indices, last_page_len, request)
+        seen = visible(1, k.shape[0], window_left=options.window_left)
+        out, lse = attend(q[request : request + 1], k, v, seen, options)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _configuration(
+    chip: str, dtype: str, cache_dtype: str, dims: tuple[int, int], group: int, page_size: int, options: bool
+) -> KernelConfiguration:
+    is_fp8 = ELEMENT_BYTES[cache_dtype] == 1
+    tiling = decode_tiling(chip, group, *dims, ELEMENT_BYTES[dtype], is_fp8=is_fp8)
+    signature = {
+        **dict.fromkeys(("q", "out"), f"*{dtype}"),
+        **dict.fromkeys(("k", "v"), f"*{cache_dtype}"),
+        **dict.fromkeys(("page_indptr", "page_indices", "last_page_len", "units", "unit_indptr"), "*i32"),
+        **dict.fromkeys(("lse", "partial_out", "partial_lse"), "*fp32"),
+        **dict.fromkeys(("sm_scale", "soft_cap"), "fp32"),
+        **dict.fromkeys(("window_left", "batch"), "i32"),
+        **dict.fromkeys(RUNTIME_STRIDES, "i32"),
+    }
+    optional = ("sinks", "slopes", "k_scale", "v_scale")
+    scales = ("k_scale", "v_scale") if is_fp8 else ()
+    present = optional if options else scales
+    title = (f"D{dims[0]}", f"V{dims[1]}", f"G{group}", f"P{page_size}")
+    return KernelConfiguration(
+        kernel=decode_paged_kernel,
+        name=" ".join([chip, dtype, "cache", cache_dtype, *title, *(["options"] if options else [])]),
+        signature={**signature, **dict.fromkeys(present, "*fp32")},
+        constexprs={
+            **{name: None for name in optional if name not in present},
+            **dict.fromkeys(("stride_q_dim", "stride_k_dim", "stride_v_dim"), 1),
+            "KV_HEADS": 8,
+            "GROUP": group,
+            "PAGE_SIZE": page_size,
+            "BLOCK_M": tiling.block_m,
+            "BLOCK_N": tiling.block_n,
+            "WINDOW": options,
+            "SOFT_CAP": options,
+            "UPCAST": False,
+            **head_dim_blocks(*dims),
+        },
+        aligned=frozenset({"q", "k", "v", "out", "partial_out", *RUNTIME_STRIDES}),
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        architectures=(chip,),
+    )
+
+
+def _variants(chip: str) -> Iterator[KernelConfiguration]:
+    """Head dims, ratios of heads, page sizes and dtypes as models have them; and each tiling with all options."""
+    fp8 = "fp8e4nv" if chip == "sm_90" else "u8"
+    usual, narrow, wide, latent = (128, 128), (64, 64), (256, 256), (192, 128)
+    for dims in (narrow, (80, 80), (96, 96), usual, wide, latent):
+        yield _configuration(chip, "bf16", "bf16", dims, 4, 16, False)
+    for group in (1, 5, 7, 8, 16, 32, 64):
+        yield _configuration(chip, "bf16", "bf16", usual, group, 16, False)
+    for page_size in (1, 64):
+        yield _configuration(chip, "bf16", "bf16", usual, 4, page_size, False)
+    yield _configuration(chip, "bf16", fp8, usual, 8, 16, False)
+    for dtype in ("fp16", "fp32"):
+        yield _configuration(chip, dtype, dtype, usual, 4, 16, False)
+        yield _configuration(chip, dtype, dtype, usual, 4, 16, True)
+    tilings = set()
+    for dtype in ("bf16", "fp32"):
+        for cache, dims, group in itertools.product((dtype, fp8), (wide, latent, usual), (4, 32, 64)):
+            found = _configuration(chip, dtype, cache, dims, group, 16, True)
+            tiling = (dtype, cache, found.constexprs["BLOCK_M"], found.constexprs["BLOCK_N"], found.num_warps)
+            if tiling not in tilings:
+                tilings.add(tiling)
+                yield found
+
+
+CONFIGURATIONS = unique(itertools.chain.from_iterable(_variants(chip) for chip in ARCHITECTURES))

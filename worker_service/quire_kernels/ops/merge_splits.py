@@ -1,0 +1,155 @@
+"""Merges the partial results of requests that were cut into several units.
+
+With partial outputs o_s and their base-2 log-sum-exps L_s over the units s of a request, per query head:
+
+    L = log2(sum_s 2^L_s);   o = sum_s 2^(L_s - L) o_s
+
+A request of one unit has been written directly and is left alone. One program per request and query head.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import triton
+import triton.language as tl
+
+from quire_kernels.shared.configurations import KernelConfiguration
+from quire_kernels.shared.launch import check_devices, device_of
+from quire_kernels.shared.work_units import WorkUnits
+
+LOG2_E = 1.4426950408889634
+BLOCK_SPLITS = 16
+NUM_WARPS = 4
+
+
+@triton.jit(do_not_specialize=["heads"], do_not_specialize_on_alignment=["partial_lse", "unit_indptr", "lse"])
+def merge_splits_kernel(
+    partial_out,  # float32 [capacity, heads, V_DIM], contiguous
+    partial_lse,  # float32 [capacity, heads], contiguous
+    unit_indptr,  # int32 [batch + 1]
+    out,  # [batch, heads, V_DIM]
+    lse,  # float32 [batch, heads], contiguous, or None
+    heads,
+    stride_out_token,
+    stride_out_head,
+    stride_out_dim,
+    V_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """Online over blocks of splits, so that any number of them may be merged."""
+    request = (tl.program_id(0) // heads).to(tl.int64)
+    head = tl.program_id(0) % heads
+    first = tl.load(unit_indptr + request)
+    count = tl.load(unit_indptr + request + 1) - first
+    if count <= 1:
+        return
+    dims = tl.arange(0, BLOCK_V)
+    lane = tl.arange(0, BLOCK_SPLITS)
+    acc = tl.zeros((BLOCK_V,), dtype=tl.float32)
+    running_max = tl.full((), float("-inf"), dtype=tl.float32)
+    running_sum = tl.zeros((), dtype=tl.float32)
+    for block in range(0, count, BLOCK_SPLITS):
+        valid = block + lane < count
+        row = (first + block + lane).to(tl.int64) * heads + head
+        part_lse = tl.load(partial_lse + row, mask=valid, other=float("-inf"))
+        part = tl.load(
+            partial_out + row[:, None] * V_DIM + dims[None, :],
+            mask=valid[:, None] & (dims < V_DIM)[None, :],
+            other=0.0,
+        )
+        new_max = tl.maximum(running_max, tl.max(part_lse, 0))
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weight = tl.exp2(part_lse - base)
+        alpha = tl.exp2(running_max - base)
+        acc = acc * alpha + tl.sum(part * weight[:, None], 0)
+        running_sum = running_sum * alpha + tl.sum(weight, 0)
+        running_max = new_max
+    nothing = running_sum == 0.0
+    safe_sum = tl.where(nothing, 1.0, running_sum)
+    target = out + request * stride_out_token + head.to(tl.int64) * stride_out_head + dims.to(tl.int64) * stride_out_dim
+    tl.store(target, (acc / safe_sum).to(out.dtype.element_ty), mask=dims < V_DIM)
+    if lse is not None:
+        tl.store(lse + request * heads + head, tl.where(nothing, float("-inf"), running_max + tl.log2(safe_sum)))
+
+
+def merge_splits(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    work: WorkUnits,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Writes `out` and `lse` of every request that has several units.
+
+    Args:
+        partial_out: float32 `[capacity, heads, v_head_dim]`, contiguous, row u of unit u.
+        partial_lse: float32 `[capacity, heads]`, contiguous, base 2.
+        work: the division.
+        out: `[batch, heads, v_head_dim]`, any strides, float16, bfloat16 or float32; written in place.
+        lse: float32 `[batch, heads]`, contiguous, base 2, written in place; or None.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride does not fit; names the argument.
+    """
+    batch, heads, v_head_dim = out.shape
+    if batch != work.batch:
+        raise ValueError(f"out has {batch} requests, the division {work.batch}")
+    for name, tensor, shape in (
+        ("partial_out", partial_out, (work.capacity, heads, v_head_dim)),
+        ("partial_lse", partial_lse, (work.capacity, heads)),
+        ("lse", lse, (batch, heads)),
+    ):
+        if tensor is not None and (
+            tensor.dtype != torch.float32 or tuple(tensor.shape) != shape or not tensor.is_contiguous()
+        ):
+            raise ValueError(f"{name} must be contiguous float32 {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
+    check_devices(out.device, partial_out=partial_out, partial_lse=partial_lse, lse=lse, units=work.units)
+    if batch == 0:
+        return
+    with device_of(merge_splits_kernel, out=out):
+        merge_splits_kernel[(batch * heads,)](
+            partial_out, partial_lse, work.indptr, out, lse, heads, *out.stride(),
+            V_DIM=v_head_dim, BLOCK_V=triton.next_power_of_2(v_head_dim), BLOCK_SPLITS=BLOCK_SPLITS,
+            num_warps=NUM_WARPS,
+        )  # fmt: skip
+
+
+def merge_splits_reference(
+    partial_out: torch.Tensor, partial_lse: torch.Tensor, unit_indptr: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output float64 `[batch, heads, v_head_dim]` and base-2 lse `[batch, heads]` of all requests, in plain torch."""
+    outs, lses = [], []
+    for start, stop in itertools.pairwise(unit_indptr):
+        natural = partial_lse[start:stop].double() / LOG2_E
+        total = natural.logsumexp(0)
+        weight = (natural - total).exp().nan_to_num(0.0)  # all -inf: nothing was seen
+        outs.append((partial_out[start:stop].double() * weight[..., None]).sum(0))
+        lses.append(total * LOG2_E)
+    return torch.stack(outs), torch.stack(lses)
+
+
+CONFIGURATIONS = tuple(
+    KernelConfiguration(
+        kernel=merge_splits_kernel,
+        name=f"{dtype} V{v_head_dim}",
+        signature={
+            **dict.fromkeys(("partial_out", "partial_lse", "lse"), "*fp32"),
+            "unit_indptr": "*i32",
+            "out": f"*{dtype}",
+            **dict.fromkeys(("heads", "stride_out_token", "stride_out_head"), "i32"),
+        },
+        constexprs={
+            "stride_out_dim": 1,
+            "V_DIM": v_head_dim,
+            "BLOCK_V": triton.next_power_of_2(v_head_dim),
+            "BLOCK_SPLITS": BLOCK_SPLITS,
+        },
+        aligned=frozenset({"partial_out", "out", "stride_out_token", "stride_out_head"}),
+        num_warps=NUM_WARPS,
+    )
+    for dtype in ("bf16", "fp16", "fp32")
+    for v_head_dim in (64, 96, 128, 256, 512)
+)

@@ -1,0 +1,189 @@
+"""Prefill: ragged queries against paged keys. Whole prompts, chunks of them, drafts to verify.
+
+    out_i = softmax(score(q_i, K)) V over the keys that query i sees      scores, sinks and lse: see `options`
+
+One program per block of query rows and KV head; who sees whom and how a block is attended to: see `prefill_rows`.
+Blocks are worked on from the last to the first: under a causal mask the last are the longest, and the short ones then
+fill the gaps at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from quire_kernels.shared.configurations import ARCHITECTURES, unique
+from quire_kernels.shared.launch import (
+    RUNTIME_STRIDES,
+    as_kernel_sees,
+    check_devices,
+    device_of,
+    is_interpreted,
+    strides_of,
+)
+from quire_kernels.shared.options import AttentionOptions
+from quire_kernels.shared.paged_cache import PagedCache, check_index_tensor
+from quire_kernels.shared.prefill_launch import prefill_configuration, prepare_prefill, tiling_variants
+from quire_kernels.shared.prefill_rows import Masking, PrefillWork, attend_requests, attend_rows
+from quire_kernels.shared.reference import gather
+
+
+# fmt: off
+@triton.jit(
+    do_not_specialize=["batch", "window_left", "chunk_size"],
+    do_not_specialize_on_alignment=[
+        "qo_indptr", "page_indptr", "page_indices", "last_page_len", "units", "unit_indptr", "lse",
+        "mask", "mask_indptr",
+    ],
+)
+def prefill_paged_kernel(
+    q,  # [tokens, heads, HEAD_DIM]
+    k, v,  # [pages, PAGE_SIZE, kv_heads, HEAD_DIM or V_DIM]
+    qo_indptr, page_indptr, page_indices, last_page_len,  # int32
+    units, unit_indptr,  # see `work_units`; items are rows
+    out, lse,  # [tokens, heads, V_DIM] and, float32 or None, [tokens, heads]; contiguous
+    sinks, slopes,  # float32 [heads] or None
+    k_scale, v_scale,  # float32 [kv_heads] or None
+    sm_scale, soft_cap, window_left, chunk_size, batch,
+    mask, mask_indptr,  # uint8 or None, int64 [batch + 1] or None
+    stride_q_token, stride_q_head, stride_q_dim,
+    stride_k_page, stride_k_token, stride_k_head, stride_k_dim,
+    stride_v_page, stride_v_token, stride_v_head, stride_v_dim,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr,  # query heads of a KV head
+    PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_V: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, MASK_KIND: tl.constexpr,
+    SOFT_CAP: tl.constexpr, UPCAST: tl.constexpr,
+):
+    """Program: unit outermost and backwards, then KV head."""
+    unit_count = tl.load(unit_indptr + batch)
+    unit = unit_count - 1 - tl.program_id(0) // KV_HEADS
+    if unit < 0:
+        return
+    kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
+    request = tl.load(units + unit * 4)
+    row_start = tl.load(units + unit * 4 + 1)
+    row_stop = tl.load(units + unit * 4 + 2)
+    q_begin = tl.load(qo_indptr + request)
+    q_len = tl.load(qo_indptr + request + 1) - q_begin
+    first_page = tl.load(page_indptr + request)
+    page_count = tl.load(page_indptr + request + 1) - first_page
+    kv_len = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request)
+    kv_len = tl.where(page_count > 0, kv_len, 0)
+    attend_rows(
+        q, q_begin, q_len, k + kv_head * stride_k_head, v + kv_head * stride_v_head, kv_len, kv_head,
+        page_indices + first_page, out, lse, row_start, row_stop,
+        sinks, slopes, k_scale, v_scale, sm_scale, soft_cap, window_left, chunk_size, mask, mask_indptr, request,
+        (stride_q_token, stride_q_head, stride_q_dim), (stride_k_page, stride_k_token, stride_k_dim),
+        (stride_v_page, stride_v_token, stride_v_dim),
+        KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, V_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V,
+        CAUSAL, WINDOW, CHUNKED, MASK_KIND, SOFT_CAP, UPCAST,
+    )
+# fmt: on
+
+
+def prefill_paged(
+    q: torch.Tensor,
+    cache: PagedCache,
+    qo_indptr: torch.Tensor,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    last_page_len: torch.Tensor,
+    options: AttentionOptions,
+    masking: Masking,
+    division: PrefillWork,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attends ragged queries to paged keys. Waits for nothing; the page table must have been checked.
+
+    Args:
+        q: `[tokens, query_heads, head_dim]`, float16, bfloat16 or float32, any strides.
+        cache: of q's dtype or float8_e4m3fn.
+        qo_indptr: int32 `[batch + 1]`, from 0 to tokens.
+        indptr: int32 `[batch + 1]`.
+        indices: int32, page ids.
+        last_page_len: int32 `[batch]`.
+        options: scale, soft cap, window and so on.
+        masking: causal, chunks, custom mask.
+        division: by `divide_prefill` of this qo_indptr.
+        out: `[tokens, query_heads, v_head_dim]`, of q's dtype, contiguous; new if None.
+        lse: float32 `[tokens, query_heads]`, contiguous; new if None.
+
+    Returns:
+        out, and lse in base 2; zeros and -inf for a query that sees no key.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride does not fit; names the argument.
+    """
+    batch, interpreted = division.work.batch, is_interpreted(prefill_paged_kernel)
+    check_index_tensor("indptr", indptr, length=batch + 1)
+    check_index_tensor("indices", indices)
+    check_index_tensor("last_page_len", last_page_len, length=batch)
+    check_devices(q.device, cache=cache.k, indptr=indptr, indices=indices, last_page_len=last_page_len)
+    launch = prepare_prefill(
+        q, qo_indptr, cache.num_kv_heads, (cache.head_dim, cache.v_head_dim), cache.dtype, options, masking, division,
+        out=out, lse=lse, interpreted=interpreted,
+    )  # fmt: skip
+    if not launch.is_empty:
+        with device_of(prefill_paged_kernel, q=q):
+            prefill_paged_kernel[launch.grid](
+                q, as_kernel_sees(cache.k, interpreted=interpreted), as_kernel_sees(cache.v, interpreted=interpreted),
+                qo_indptr, indptr, indices, last_page_len, division.work.units, division.work.indptr,
+                launch.out, launch.lse, **launch.arguments, **strides_of(q, cache), PAGE_SIZE=cache.page_size,
+            )  # fmt: skip
+    return launch.out, launch.lse
+
+
+def prefill_paged_reference(
+    q: torch.Tensor,
+    cache: PagedCache,
+    qo_indptr: torch.Tensor,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    last_page_len: torch.Tensor,
+    options: AttentionOptions,
+    masking: Masking,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in plain torch, request by request: out and base-2 lse, both float64."""
+    starts = qo_indptr.tolist()
+    return attend_requests(
+        q,
+        starts,
+        lambda request: gather(cache, indptr, indices, last_page_len, request),
+        options,
+        masking,
+    )
+
+
+def _variants(chip: str) -> Iterator[dict[str, Any]]:
+    """Head dims, ratios of heads, page sizes and dtypes as models have them; and each tiling with all options."""
+    usual: dict[str, Any] = {"dtype": "bf16", "dims": (128, 128)}
+    fp8 = "fp8e4nv" if chip == "sm_90" else "u8"
+    yield from (usual | {"dims": dims} for dims in ((64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128)))
+    yield from (usual | {"group": group} for group in (5, 7))
+    yield from (usual | {"rows": rows} for rows in (16, 64))
+    yield from (usual | {"page_size": page_size} for page_size in (1, 64))
+    yield from (usual | change for change in ({"mask": 1}, {"mask": 2}, {"causal": False}, {"cache": fp8}))
+    for dtype in ("fp16", "fp32"):
+        yield from (usual | {"dtype": dtype, "options": options} for options in (False, True))
+    yield from tiling_variants(chip, fp8)
+
+
+CONFIGURATIONS = unique(
+    prefill_configuration(
+        prefill_paged_kernel,
+        ("qo_indptr", "page_indptr", "page_indices", "last_page_len"),
+        RUNTIME_STRIDES,
+        chip=chip,
+        **variant,
+    )
+    for chip in ARCHITECTURES
+    for variant in _variants(chip)
+)

@@ -1,0 +1,185 @@
+"""Prefill of prompts whose keys are not in pages: ragged queries against ragged keys.
+
+    out_i = softmax(score(q_i, K)) V over the keys that query i sees      scores, sinks and lse: see `options`
+
+The same blocks of rows as `prefill_paged` (see `prefill_rows`), the keys of a request one after another. The head dims
+of keys and values may differ: 192 and 128 for the prefill of multi-head latent attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from quire_kernels.shared.configurations import ARCHITECTURES, unique
+from quire_kernels.shared.launch import as_kernel_sees, check_devices, device_of, is_interpreted
+from quire_kernels.shared.options import AttentionOptions
+from quire_kernels.shared.paged_cache import check_index_tensor
+from quire_kernels.shared.prefill_launch import prefill_configuration, prepare_prefill
+from quire_kernels.shared.prefill_rows import Masking, PrefillWork, attend_requests, attend_rows
+
+AXES = ("token", "head", "dim")
+
+
+# fmt: off
+@triton.jit(
+    do_not_specialize=["batch", "window_left", "chunk_size"],
+    do_not_specialize_on_alignment=[
+        "qo_indptr", "kv_indptr", "units", "unit_indptr", "lse", "mask", "mask_indptr",
+    ],
+)
+def prefill_ragged_kernel(
+    q,  # [tokens, heads, HEAD_DIM]
+    k, v,  # [kv_tokens, kv_heads, HEAD_DIM or V_DIM]
+    qo_indptr, kv_indptr,  # int32 [batch + 1]
+    units, unit_indptr,  # see `work_units`; items are rows
+    out, lse,  # [tokens, heads, V_DIM] and, float32 or None, [tokens, heads]; contiguous
+    sinks, slopes,  # float32 [heads] or None
+    k_scale, v_scale,  # float32 [kv_heads] or None
+    sm_scale, soft_cap, window_left, chunk_size, batch,
+    mask, mask_indptr,  # uint8 or None, int64 [batch + 1] or None
+    stride_q_token, stride_q_head, stride_q_dim,
+    stride_k_token, stride_k_head, stride_k_dim,
+    stride_v_token, stride_v_head, stride_v_dim,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr,  # query heads of a KV head
+    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_V: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, MASK_KIND: tl.constexpr,
+    SOFT_CAP: tl.constexpr, UPCAST: tl.constexpr,
+):
+    """Program: unit outermost and backwards, then KV head."""
+    unit_count = tl.load(unit_indptr + batch)
+    unit = unit_count - 1 - tl.program_id(0) // KV_HEADS
+    if unit < 0:
+        return
+    kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
+    request = tl.load(units + unit * 4)
+    row_start = tl.load(units + unit * 4 + 1)
+    row_stop = tl.load(units + unit * 4 + 2)
+    q_begin = tl.load(qo_indptr + request)
+    q_len = tl.load(qo_indptr + request + 1) - q_begin
+    kv_begin = tl.load(kv_indptr + request)
+    kv_len = tl.load(kv_indptr + request + 1) - kv_begin
+    attend_rows(
+        q, q_begin, q_len, k + kv_begin.to(tl.int64) * stride_k_token + kv_head * stride_k_head,
+        v + kv_begin.to(tl.int64) * stride_v_token + kv_head * stride_v_head, kv_len, kv_head,
+        None, out, lse, row_start, row_stop,
+        sinks, slopes, k_scale, v_scale, sm_scale, soft_cap, window_left, chunk_size, mask, mask_indptr, request,
+        (stride_q_token, stride_q_head, stride_q_dim), (0, stride_k_token, stride_k_dim),
+        (0, stride_v_token, stride_v_dim),
+        KV_HEADS, GROUP, 0, HEAD_DIM, V_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V,
+        CAUSAL, WINDOW, CHUNKED, MASK_KIND, SOFT_CAP, UPCAST,
+    )
+# fmt: on
+
+
+def prefill_ragged(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    options: AttentionOptions,
+    masking: Masking,
+    division: PrefillWork,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attends ragged queries to ragged keys. Waits for nothing; the indptrs must have been checked.
+
+    Args:
+        q: `[tokens, query_heads, head_dim]`, float16, bfloat16 or float32, any strides.
+        k: `[kv_tokens, kv_heads, head_dim]`, of q's dtype or float8_e4m3fn, any strides.
+        v: `[kv_tokens, kv_heads, v_head_dim]`, of k's dtype.
+        qo_indptr: int32 `[batch + 1]`, from 0 to tokens.
+        kv_indptr: int32 `[batch + 1]`, from 0 to kv_tokens.
+        options: scale, soft cap, window and so on.
+        masking: causal, chunks, custom mask.
+        division: by `divide_prefill` of this qo_indptr.
+        out: `[tokens, query_heads, v_head_dim]`, of q's dtype, contiguous; new if None.
+        lse: float32 `[tokens, query_heads]`, contiguous; new if None.
+
+    Returns:
+        out, and lse in base 2; zeros and -inf for a query that sees no key.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride does not fit; names the argument.
+    """
+    if k.dim() != 3 or v.dim() != 3 or k.shape[:2] != v.shape[:2] or 0 in k.shape[1:] or 0 in v.shape[1:]:
+        raise ValueError(f"k and v must be [tokens, kv_heads, dim], not {tuple(k.shape)} and {tuple(v.shape)}")
+    if v.dtype != k.dtype:
+        raise ValueError(f"v is {v.dtype}, k {k.dtype}")
+    interpreted = is_interpreted(prefill_ragged_kernel)
+    check_index_tensor("kv_indptr", kv_indptr, length=division.work.batch + 1)
+    check_devices(q.device, k=k, v=v, kv_indptr=kv_indptr)
+    launch = prepare_prefill(
+        q, qo_indptr, k.shape[1], (k.shape[2], v.shape[2]), k.dtype, options, masking, division,
+        out=out, lse=lse, interpreted=interpreted,
+    )  # fmt: skip
+    strides = {
+        f"stride_{name}_{axis}": stride
+        for name, tensor in (("q", q), ("k", k), ("v", v))
+        for axis, stride in zip(AXES, tensor.stride(), strict=True)
+    }
+    if not launch.is_empty:
+        with device_of(prefill_ragged_kernel, q=q):
+            prefill_ragged_kernel[launch.grid](
+                q, as_kernel_sees(k, interpreted=interpreted), as_kernel_sees(v, interpreted=interpreted),
+                qo_indptr, kv_indptr, division.work.units, division.work.indptr, launch.out, launch.lse,
+                **launch.arguments, **strides,
+            )  # fmt: skip
+    return launch.out, launch.lse
+
+
+def prefill_ragged_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    options: AttentionOptions,
+    masking: Masking,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in plain torch, request by request: out and base-2 lse, both float64."""
+    starts = kv_indptr.tolist()
+    if k.dtype.itemsize == 1:
+        k, v = k.float(), v.float()
+    return attend_requests(
+        q,
+        qo_indptr.tolist(),
+        lambda request: (k[starts[request] : starts[request + 1]], v[starts[request] : starts[request + 1]]),
+        options,
+        masking,
+    )
+
+
+def _variants(chip: str) -> Iterator[dict[str, Any]]:
+    """Fewer than of `prefill_paged`, whose inner loop this shares: keys without pages take fewer registers."""
+    usual: dict[str, Any] = {"dtype": "bf16", "dims": (128, 128)}
+    fp8 = "fp8e4nv" if chip == "sm_90" else "u8"
+    yield from (usual | {"dims": dims} for dims in ((64, 64), (80, 80), (96, 96), (128, 128), (256, 256)))
+    yield usual | {"dims": (192, 128), "group": 1}
+    yield from (usual | {"group": group} for group in (5, 7))
+    yield from (usual | change for change in ({"mask": 2}, {"causal": False}, {"cache": fp8}))
+    for dtype in ("fp16", "fp32"):
+        yield from (usual | {"dtype": dtype, "options": options} for options in (False, True))
+    yield usual | {"dims": (256, 256), "options": True}
+
+
+CONFIGURATIONS = unique(
+    prefill_configuration(
+        prefill_ragged_kernel,
+        ("qo_indptr", "kv_indptr"),
+        tuple(f"stride_{name}_{axis}" for name in "qkv" for axis in AXES[:2]),
+        chip=chip,
+        **variant,
+    )
+    for chip in ARCHITECTURES
+    for variant in _variants(chip)
+)

@@ -1,0 +1,1 @@
+"""What several kernels share: tiles, launches, the paged cache, options, and the float64 reference."""

@@ -1,0 +1,300 @@
+"""What both ways to append share: how one token's heads go to their slot, and what must hold of the tensors.
+
+    cache[page, offset, head, :] = token[head, :]                            same dtype: the bits are copied
+    cache[page, offset, head, :] = e4m3(token[head, :] / scale[head])        fp8 cache: quantised, saturating at 448
+
+A kernel sees every tensor as integers of its element's size, so any dtype without scales goes through one code path
+and nothing is rounded; only a quantising append reads floating-point numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from quire_kernels.shared.configurations import KernelConfiguration
+from quire_kernels.shared.e4m3 import E4M3, e4m3_from_float, quantise_reference
+from quire_kernels.shared.launch import device_of
+from quire_kernels.shared.paged_cache import PagedCache, PagedKVCache, unpack_paged_cache
+
+# What a caller may give as scale: none, one for all heads, or fp32 `[num_kv_heads]` on the cache's device.
+Scale = float | torch.Tensor | None
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+QUANTISABLE = (torch.bfloat16, torch.float16, torch.float32)
+TILE_ELEMENTS_MAX = 2048  # of the heads that one program writes
+NUM_WARPS = 4
+STRIDES = tuple(  # of the tensors in `Append.views`, as the kernels name them
+    f"{view}_{axis}_stride"
+    for view, axes in (
+        ("key", ("token", "head", "element")),
+        ("value", ("token", "head", "element")),
+        ("k", ("page", "token", "head", "element")),
+        ("v", ("page", "token", "head", "element")),
+    )
+    for axis in axes
+)
+
+
+@triton.jit
+def write_token(
+    source_ptr,
+    cache_ptr,
+    scale_ptr,
+    token,
+    page,
+    offset,
+    source_token_stride,
+    source_head_stride,
+    source_element_stride,
+    page_stride,
+    token_stride,
+    head_stride,
+    element_stride,
+    SCALE_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    QUANTISE: tl.constexpr,
+):
+    """Program axis 1 counts blocks of heads. `token`, `page` and `offset` are int64, so that no product overflows."""
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    element = tl.arange(0, BLOCK_DIM)
+    mask = (head < HEADS)[:, None] & (element < DIM)[None, :]
+    head = head.to(tl.int64)
+    element = element.to(tl.int64)
+    source = source_ptr + token * source_token_stride
+    source += head[:, None] * source_head_stride + element[None, :] * source_element_stride
+    data = tl.load(source, mask=mask, other=0)  # [BLOCK_HEADS, BLOCK_DIM]
+    if QUANTISE:
+        scale = tl.load(scale_ptr + head * SCALE_STRIDE, mask=head < HEADS, other=1.0)
+        data = data.to(tl.float32)
+        data = e4m3_from_float(tl.div_rn(data, tl.broadcast_to(scale[:, None], data.shape)))
+    target = cache_ptr + page * page_stride + offset * token_stride
+    target += head[:, None] * head_stride + element[None, :] * element_stride
+    tl.store(target, data, mask=mask)
+
+
+# fmt: off
+@triton.jit
+def write_key_and_value(
+    key_ptr, value_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, token, page, offset,
+    key_strides, value_strides,  # (token, head, element)
+    k_strides, v_strides,  # (page, token, head, element)
+    HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr, QUANTISE: tl.constexpr,
+):
+    """Both parts of a token, to its slot."""
+    write_token(
+        key_ptr, k_ptr, k_scale_ptr, token, page, offset, key_strides[0], key_strides[1], key_strides[2],
+        k_strides[0], k_strides[1], k_strides[2], k_strides[3],
+        K_SCALE_STRIDE, HEADS, K_DIM, BLOCK_HEADS, BLOCK_K, QUANTISE,
+    )
+    write_token(
+        value_ptr, v_ptr, v_scale_ptr, token, page, offset, value_strides[0], value_strides[1], value_strides[2],
+        v_strides[0], v_strides[1], v_strides[2], v_strides[3],
+        V_SCALE_STRIDE, HEADS, V_DIM, BLOCK_HEADS, BLOCK_V, QUANTISE,
+    )
+# fmt: on
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Append:
+    """Tensors of one append, checked and viewed as the kernels take them.
+
+    `views`, `strides` and `sizes` are the kernels' arguments of these kinds, in the order of their signatures.
+    """
+
+    cache: PagedCache
+    token_count: int
+    views: tuple[torch.Tensor | None, ...]  # key, value, k cache, v cache, k scale, v scale
+    strides: tuple[int, ...]  # of the first four, 3 + 3 + 4 + 4
+    sizes: dict[str, Any]  # constexprs
+
+    @property
+    def head_block_count(self) -> int:
+        """Programs per token."""
+        return triton.cdiv(self.cache.num_kv_heads, self.sizes["BLOCK_HEADS"])
+
+    def launch(self, kernel: Any, *places: Any) -> None:
+        """Runs a kernel over all tokens; `places` are its arguments that say where each goes."""
+        if self.token_count == 0:
+            return
+        with device_of(kernel, paged_kv_cache=self.cache.k):
+            kernel[(self.token_count, self.head_block_count)](
+                *self.views, *places, *self.strides, **self.sizes, num_warps=NUM_WARPS
+            )
+
+
+def prepare(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    paged_kv_cache: PagedKVCache,
+    kv_layout: str,
+    k_scale: Scale,
+    v_scale: Scale,
+) -> Append:
+    """Checks what can be checked without waiting for the device.
+
+    Args:
+        append_key: `[tokens, num_kv_heads, head_dim]`, any strides; of the cache's dtype, or bf16, fp16 or fp32 if the
+            cache is fp8 e4m3.
+        append_value: the same; its head dim is that of the values.
+        paged_kv_cache: see `quire_kernels.shared.paged_cache`.
+        kv_layout: "NHD" or "HND".
+        k_scale: of an fp8 cache; stored is `append_key / k_scale`.
+        v_scale: the same for values.
+
+    Raises:
+        ValueError: shape, dtype, device or layout do not fit, or a scale is no positive number; names the argument.
+    """
+    cache = unpack_paged_cache(paged_kv_cache, kv_layout)
+    _check_source("append_key", append_key, cache, cache.head_dim)
+    _check_source("append_value", append_value, cache, cache.v_head_dim)
+    if append_key.shape[0] != append_value.shape[0] or append_key.dtype != append_value.dtype:
+        raise ValueError(
+            f"append_value is {append_value.dtype} {tuple(append_value.shape)}, "
+            f"append_key {append_key.dtype} {tuple(append_key.shape)}"
+        )
+    quantise = cache.dtype == E4M3 and append_key.dtype != E4M3
+    for name, given in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if given is not None and not quantise:
+            raise ValueError(f"{name} needs an fp8 cache and keys that are not: {cache.dtype}, {append_key.dtype}")
+    sources = [append_key, append_value]
+    scales: tuple[torch.Tensor | None, ...] = (None, None)
+    scale_strides = {"K_SCALE_STRIDE": 0, "V_SCALE_STRIDE": 0}
+    if quantise:
+        k_scales, v_scales = _scale_tensor("k_scale", k_scale, cache), _scale_tensor("v_scale", v_scale, cache)
+        scales = (k_scales, v_scales)
+        scale_strides = {"K_SCALE_STRIDE": k_scales.stride(0), "V_SCALE_STRIDE": v_scales.stride(0)}
+    else:
+        sources = [_as_integers(source) for source in sources]
+    caches = [_as_integers(cache.k), _as_integers(cache.v)]
+    strides = [stride for view in (*sources, *caches) for stride in view.stride()]
+    sizes = tile_sizes(cache.num_kv_heads, cache.head_dim, cache.v_head_dim)
+    return Append(
+        cache=cache,
+        token_count=append_key.shape[0],
+        views=(*sources, *caches, *scales),
+        strides=tuple(strides),
+        sizes={"PAGE_SIZE": cache.page_size, **sizes, **scale_strides, "QUANTISE": quantise},
+    )
+
+
+def tile_sizes(num_kv_heads: int, head_dim: int, v_head_dim: int) -> dict[str, Any]:
+    """The constexprs that say what one program writes: at most `TILE_ELEMENTS_MAX`, unless one head has more."""
+    block_k, block_v = triton.next_power_of_2(head_dim), triton.next_power_of_2(v_head_dim)
+    fitting = max(1, TILE_ELEMENTS_MAX // max(block_k, block_v))
+    return {
+        "HEADS": num_kv_heads,
+        "K_DIM": head_dim,
+        "V_DIM": v_head_dim,
+        "BLOCK_HEADS": min(triton.next_power_of_2(num_kv_heads), fitting),
+        "BLOCK_K": block_k,
+        "BLOCK_V": block_v,
+    }
+
+
+def configurations(kernel: Any, index_types: dict[str, str]) -> tuple[KernelConfiguration, ...]:
+    """The specialisations of a kernel that appends, of common head dims.
+
+    Args:
+        kernel: what calls `write_token`, with arguments named as in `append_paged_kv_cache`.
+        index_types: Triton types of the arguments that are its own, such as `{"positions_ptr": "*i32"}`.
+    """
+    dims = (64, 80, 96, 128, 256)
+    pairs = {
+        ("i16", "i16"): dims,
+        ("bf16", "u8"): dims,
+        ("fp16", "u8"): (128,),
+        ("fp32", "u8"): (128,),
+        ("u8", "u8"): (128,),
+        ("i32", "i32"): (64, 128, 256),
+    }
+    return tuple(
+        _configuration(kernel, index_types, element, cache_element, head_dim)
+        for (element, cache_element), head_dims in pairs.items()
+        for head_dim in head_dims
+    )
+
+
+def _configuration(
+    kernel: Any, index_types: dict[str, str], element: str, cache_element: str, head_dim: int
+) -> KernelConfiguration:
+    quantise = element != cache_element
+    scales = ("k_scale_ptr", "v_scale_ptr")
+    signature = {
+        **dict.fromkeys(("key_ptr", "value_ptr"), f"*{element}"),
+        **dict.fromkeys(("k_ptr", "v_ptr"), f"*{cache_element}"),
+        **(dict.fromkeys(scales, "*fp32") if quantise else {}),
+        **dict.fromkeys((stride for stride in STRIDES if "element" not in stride), "i32"),
+    }
+    constexprs = {
+        **({} if quantise else dict.fromkeys(scales)),
+        **dict.fromkeys((stride for stride in STRIDES if "element" in stride), 1),
+        "PAGE_SIZE": 16,
+        **tile_sizes(8, head_dim, head_dim),
+        **dict.fromkeys(("K_SCALE_STRIDE", "V_SCALE_STRIDE"), int(quantise)),
+        "QUANTISE": quantise,
+    }
+    return KernelConfiguration(
+        kernel=kernel,
+        name=f"{element} to {'e4m3' if quantise else cache_element} D{head_dim}",
+        signature={**signature, **index_types},
+        constexprs=constexprs,
+        aligned=frozenset(signature),
+        num_warps=NUM_WARPS,
+    )
+
+
+def store_reference(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    slots: list[tuple[int, int] | None],
+    cache: PagedCache,
+    k_scale: Scale,
+    v_scale: Scale,
+) -> None:
+    """Plain torch: token i goes to its (page, offset in the page), or nowhere."""
+    for source, pages, scale in ((append_key, cache.k, k_scale), (append_value, cache.v, v_scale)):
+        data = source
+        if cache.dtype == E4M3 and source.dtype != E4M3:
+            factor = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32, device=source.device)
+            data = quantise_reference(source, factor.reshape(-1, 1))
+        stored, written = _as_integers(pages), _as_integers(data)
+        for token, slot in enumerate(slots):
+            if slot is not None:
+                stored[slot[0], slot[1]] = written[token]
+
+
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(INTEGERS[tensor.dtype.itemsize])
+
+
+def _check_source(name: str, source: torch.Tensor, cache: PagedCache, head_dim: int) -> None:
+    if source.dim() != 3 or source.shape[1:] != (cache.num_kv_heads, head_dim):
+        raise ValueError(f"{name} must be [tokens, {cache.num_kv_heads}, {head_dim}], not {tuple(source.shape)}")
+    if source.dtype != cache.dtype and not (cache.dtype == E4M3 and source.dtype in QUANTISABLE):
+        raise ValueError(f"{name} is {source.dtype}, the cache {cache.dtype}")
+    if source.device != cache.device:
+        raise ValueError(f"{name} is on {source.device}, the cache on {cache.device}")
+
+
+def _scale_tensor(name: str, scale: Scale, cache: PagedCache) -> torch.Tensor:
+    """fp32 `[num_kv_heads]`, or one for all heads with stride 0."""
+    if not isinstance(scale, torch.Tensor):
+        value = 1.0 if scale is None else float(scale)
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{name} must be a positive number, not {scale!r}")
+        return torch.full((1,), value, dtype=torch.float32, device=cache.device).expand(cache.num_kv_heads)
+    if scale.dtype != torch.float32 or scale.device != cache.device:
+        raise ValueError(f"{name} must be float32 on {cache.device}, not {scale.dtype} on {scale.device}")
+    if scale.shape not in ((1,), (cache.num_kv_heads,)):
+        raise ValueError(f"{name} must be [{cache.num_kv_heads}] or [1], not {tuple(scale.shape)}")
+    return scale.expand(cache.num_kv_heads) if scale.shape[0] == 1 else scale

@@ -1,0 +1,129 @@
+"""What the kernels that move whole blocks share: where the blocks of several tensors lie, as one table of numbers.
+
+A block id names one block in every buffer, such as one page in the tensor of each layer:
+
+    block b of buffer i  =  block_bytes[i] bytes from  base[i] + b * stride[i]
+
+A kernel reads base, stride and size from memory, three int64 a buffer, so that one launch serves all of them, whatever
+their number; bytes are moved as words, the largest type that every address is a multiple of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from quire_kernels.shared.launch import device_of
+
+CHUNK_WORDS = 1024  # of one block of one buffer, moved by one program: 8 KiB of 8-byte words
+NUM_WARPS = 4
+WORD_TYPES = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}  # by size in bytes
+BUFFER_FIELDS = 3  # base, stride, size
+
+
+@triton.jit
+def words_at(address, WORD: tl.constexpr):
+    """The int64 `address` as a pointer to words. Neighbouring threads move neighbouring words."""
+    return address.to(tl.pointer_type(WORD))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockBuffers:
+    """Where the blocks of several buffers lie."""
+
+    fields: tuple[int, ...]  # base, stride and size in bytes of each buffer
+    block_count: int  # of the smallest buffer
+    device: torch.device
+
+    @property
+    def buffer_count(self) -> int:
+        """Number of buffers."""
+        return len(self.fields) // BUFFER_FIELDS
+
+    @property
+    def block_bytes(self) -> tuple[int, ...]:
+        """Bytes of a block in each buffer."""
+        return self.fields[2::BUFFER_FIELDS]
+
+    def chunk_count(self, word_bytes: int) -> int:
+        """Programs for one block of the buffer whose blocks are largest."""
+        return -(-max(self.block_bytes) // (CHUNK_WORDS * word_bytes))
+
+    def word_bytes(self, *more: int) -> int:
+        """The largest word, of 1, 2, 4 or 8 bytes, that all addresses and sizes are multiples of, and `more`."""
+        return math.gcd(8, *self.fields, *more)
+
+    def current(self, kernel: Any) -> AbstractContextManager[object]:
+        """Makes the buffers' device the current one, where `kernel` is then launched.
+
+        Raises:
+            ValueError: they are in the host's memory, and the kernel is compiled.
+        """
+        return device_of(kernel, buffers=self.device)
+
+
+# What a caller may give as buffers.
+Buffers = Sequence[torch.Tensor] | BlockBuffers
+
+
+def word_constexprs(word_bytes: int) -> dict[str, object]:
+    """What the kernels must know about words."""
+    return {"WORD": WORD_TYPES[word_bytes], "WORD_BYTES": word_bytes, "CHUNK_WORDS": CHUNK_WORDS}
+
+
+def describe_buffers(buffers: Buffers) -> BlockBuffers:
+    """The table of some tensors. Made once, it may be used instead of them as long as they live.
+
+    Args:
+        buffers: each `[blocks, ...]` of any dtype, all on one device; a block is contiguous, blocks may lie apart.
+            A table is returned as it is.
+
+    Raises:
+        ValueError: there are none, one is empty, a block is not contiguous, or devices differ; names `buffers`.
+    """
+    if isinstance(buffers, BlockBuffers):
+        return buffers
+    if not buffers:
+        raise ValueError("buffers must not be empty")
+    fields: list[int] = []
+    for number, buffer in enumerate(buffers):
+        if buffer.dim() < 2 or buffer.numel() == 0:
+            raise ValueError(f"buffers[{number}] must be [blocks, ...] and not empty, not {tuple(buffer.shape)}")
+        if not buffer[0].is_contiguous():
+            raise ValueError(f"buffers[{number}]: a block must be contiguous, its strides are {buffer.stride()[1:]}")
+        if buffer.device != buffers[0].device:
+            raise ValueError(f"buffers[{number}] is on {buffer.device}, buffers[0] on {buffers[0].device}")
+        block_bytes = buffer[0].numel() * buffer.element_size()
+        stride_bytes = buffer.stride(0) * buffer.element_size()
+        if buffer.shape[0] > 1 and stride_bytes < block_bytes:
+            raise ValueError(f"buffers[{number}]: blocks of {block_bytes} bytes overlap, {stride_bytes} bytes apart")
+        fields += [buffer.data_ptr(), stride_bytes, block_bytes]
+    return BlockBuffers(tuple(fields), min(buffer.shape[0] for buffer in buffers), buffers[0].device)
+
+
+def check_blocks(name: str, blocks: Sequence[int], block_count: int, *, unique: bool) -> None:
+    """Refuses block ids outside the pool and, if `unique`, ids that come twice.
+
+    Raises:
+        ValueError: there is one; names the argument `name`.
+    """
+    for block in blocks:
+        if not 0 <= block < block_count:
+            raise ValueError(f"{name}: block {block} is outside the pool of {block_count} blocks")
+    if unique and len(set(blocks)) != len(blocks):
+        raise ValueError(f"{name}: a block comes twice")
+
+
+def upload(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64 `[numbers]` on the device; from pinned memory, so that the host does not wait for the copy."""
+    table = torch.tensor(numbers, dtype=torch.int64)
+    if device.type == "cpu":
+        return table
+    return table.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,91 @@
+"""How latent attention is divided: sizes of tiles, and who attends to which latents or works on which rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from quire_kernels.shared.launch import Tiling, chip_of, multiprocessor_count
+from quire_kernels.shared.paged_cache import check_index_tensor
+from quire_kernels.shared.work_units import WorkUnits, divide_work
+
+WAVES = 2  # programs per multiprocessor that decode aims at
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MlaWork:
+    """How a batch is divided."""
+
+    work: WorkUnits
+    tiling: Tiling
+    split_keys: bool  # every request has one query
+    heads: int
+    token_count: int
+    partial_out: torch.Tensor | None  # float32 [capacity, heads, ckv_dim], with split_keys
+    partial_lse: torch.Tensor | None  # float32 [capacity, heads]
+
+
+def mla_tiling(chip: str, heads: int, element_bytes: int) -> Tiling:
+    """Sizes for latents of 512 + 64, such that nothing spills: the accumulator of a row has 512 entries."""
+    if chip == "gfx942":
+        return Tiling(16, 16, num_warps=4, num_stages=1)
+    if element_bytes == 4:
+        return Tiling(16, 16, num_warps=8, num_stages=1)
+    if heads <= 16 or chip == "sm_80":
+        return Tiling(16, 32, num_warps=8 if chip == "sm_80" else 4, num_stages=3)
+    return Tiling(64, 32, num_warps=8, num_stages=3)
+
+
+def divide_mla(
+    qo_indptr: torch.Tensor,
+    kv_lengths: torch.Tensor,
+    *,
+    token_count: int,
+    split_keys: bool,
+    heads: int,
+    ckv_dim: int,
+    element_bytes: int,
+    page_size: int,
+    out: MlaWork | None = None,
+) -> MlaWork:
+    """Cuts the keys of each request (decode) or its rows (prefill) into units, on the device.
+
+    Args:
+        qo_indptr: int32 `[batch + 1]`.
+        kv_lengths: int32 `[batch]`, in tokens.
+        token_count: query tokens, or an upper bound.
+        split_keys: every request has exactly one query.
+        heads: query heads.
+        ckv_dim: of latents, a power of two.
+        element_bytes: of the queries.
+        page_size: tokens per page.
+        out: written instead of new tensors.
+
+    Raises:
+        ValueError: a dtype or shape does not fit.
+    """
+    check_index_tensor("qo_indptr", qo_indptr, length=kv_lengths.shape[0] + 1)
+    check_index_tensor("kv_lengths", kv_lengths)
+    device, batch = qo_indptr.device, kv_lengths.shape[0]
+    tiling = mla_tiling(chip_of(device), heads, element_bytes)
+    work = None if out is None else out.work
+    if not split_keys:
+        rows = qo_indptr.diff() * heads
+        capacity = triton.cdiv(token_count * heads, tiling.block_m) + batch
+        work = divide_work(
+            torch.zeros_like(rows), rows, unit_target=None, size_min=tiling.block_m, capacity=capacity, out=work
+        )
+        return out or MlaWork(work, tiling, split_keys, heads, token_count, None, None)
+    target = max(1, triton.cdiv(WAVES * multiprocessor_count(device), triton.cdiv(heads, tiling.block_m)))
+    size_min = max(2 * page_size, 2 * tiling.block_n)
+    work = divide_work(
+        torch.zeros_like(kv_lengths), kv_lengths, unit_target=target, size_min=size_min, alignment=tiling.block_n,
+        units_min=1, out=work,
+    )  # fmt: skip
+    if out is not None:
+        return out
+    partial_out = torch.empty(work.capacity, heads, ckv_dim, dtype=torch.float32, device=device)
+    partial_lse = torch.empty(work.capacity, heads, dtype=torch.float32, device=device)
+    return MlaWork(work, tiling, split_keys, heads, token_count, partial_out, partial_lse)

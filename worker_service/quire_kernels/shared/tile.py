@@ -1,0 +1,273 @@
+"""The inner loop that all attention kernels share: a block of query rows against a range of keys, online softmax.
+
+A query row is one head of one token; the rows of a block all read the same KV head. Per tile of BLOCK_N keys:
+
+    s = q k^T * scale, soft-capped, biased, masked, in units of log2
+    m' = max(m, rowmax(s));  p = 2^(s - m');  l = l 2^(m - m') + rowsum(p);  acc = acc 2^(m - m') + p v
+
+in float32; p is rounded to the type of the queries for the second product, as everyone does. Tiles are either free
+(every row sees every key: no mask at all) or edges (masked by row and at the loads). A slot outside
+`[load_low, load_high)` is never read: it may hold NaN, and 0 * NaN would outlive a mask after the product. Neither is
+its page id.
+
+Keys lie in pages, or, with PAGE_SIZE 0, one after another. The page ids of the next tile are loaded one iteration
+ahead: a load that depends on a load of the same iteration would keep the compiler from pipelining the keys.
+
+A head dim that is no power of two is cut in two for the first product, BLOCK_D + BLOCK_TAIL (96 = 64 + 32,
+192 = 128 + 64), and padded to BLOCK_V for the second.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire_kernels.shared.e4m3 import e4m3_to_float
+
+# Custom masks: none, one byte per (query, key), one bit per (query, key) in little bit order.
+MASK_NONE = tl.constexpr(0)
+MASK_BYTES = tl.constexpr(1)
+MASK_BITS = tl.constexpr(2)
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def as_operand(x, like, UPCAST: tl.constexpr):
+    """`x` as an operand of a product with `like`: bytes are e4m3; UPCAST is for the interpreter."""
+    if x.dtype == tl.uint8:
+        x = e4m3_to_float(x)
+    if UPCAST:
+        return x.to(tl.float32)
+    else:
+        return x.to(like.dtype)
+
+
+@triton.jit
+def load_query_dims(
+    q, row_offset, row_valid, stride_dim, DIM_START: tl.constexpr, DIM_STOP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Dims `[DIM_START, DIM_STOP)` of query rows, `[M, BLOCK]`, zero outside."""
+    dims = DIM_START + tl.arange(0, BLOCK)
+    valid = row_valid[:, None] & (dims < DIM_STOP)[None, :]
+    return tl.load(q + row_offset[:, None] + dims[None, :].to(tl.int64) * stride_dim, mask=valid, other=0.0)
+
+
+@triton.jit
+def load_queries(
+    q,
+    row_offset,  # [M] int64
+    row_valid,  # [M] bool
+    stride_dim,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Both parts of query rows, `[M, BLOCK_D]` and `[M, BLOCK_TAIL]`; the second is the first if there is none."""
+    part = load_query_dims(q, row_offset, row_valid, stride_dim, 0, BLOCK_D, BLOCK_D)
+    tail = part
+    if BLOCK_TAIL > 0:
+        tail = load_query_dims(q, row_offset, row_valid, stride_dim, BLOCK_D, HEAD_DIM, BLOCK_TAIL)
+    if UPCAST:
+        part = part.to(tl.float32)
+        tail = tail.to(tl.float32)
+    return part, tail
+
+
+@triton.jit
+def start_softmax(sinks, head, valid, is_first, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr):
+    """acc, row_max and row_sum before any key. A sink is counted once: where `is_first`."""
+    acc = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32)
+    row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    if sinks is not None:
+        if is_first:
+            row_max = tl.load(sinks + head, mask=valid, other=0.0) * LOG2_E
+            row_sum += 1.0
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def score_factors(slopes, head, valid, k_scale, v_scale, kv_head, sm_scale, BLOCK_M: tl.constexpr):
+    """ALiBi slope of each row, scale of the scores, scale of the output."""
+    slope = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    if slopes is not None:
+        slope = tl.load(slopes + head, mask=valid, other=0.0)
+    scale = sm_scale
+    if k_scale is not None:
+        scale = sm_scale * tl.load(k_scale + kv_head)
+    output_scale = 1.0
+    if v_scale is not None:
+        output_scale = tl.load(v_scale + kv_head)
+    return slope, scale, output_scale
+
+
+@triton.jit
+def store_rows(out, lse, row, valid, result, result_lse, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Writes rows of a contiguous output `[rows, V_DIM]` and, if there is one, of its lse; `row` int64 `[M]`."""
+    dims = tl.arange(0, BLOCK_V)
+    stored = valid[:, None] & (dims < V_DIM)[None, :]
+    tl.store(out + row[:, None] * V_DIM + dims[None, :], result.to(out.dtype.element_ty), mask=stored)
+    if lse is not None:
+        tl.store(lse + row, result_lse, mask=valid)
+
+
+@triton.jit
+def page_ids_of_tile(page_ids, start, load_low, load_high, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Page ids of the keys `[start, start + BLOCK_N)`: one if pages are that large, else one a key; int64."""
+    if PAGE_SIZE == 0:
+        return tl.zeros((), dtype=tl.int64)
+    elif PAGE_SIZE % BLOCK_N == 0:
+        valid = (start + BLOCK_N > load_low) & (start < load_high)
+        return tl.load(page_ids + start // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
+    else:
+        keys = start + tl.arange(0, BLOCK_N)
+        valid = (keys >= load_low) & (keys < load_high)
+        return tl.load(page_ids + keys // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
+
+
+@triton.jit
+def token_offsets(pages, start, strides, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Element offsets of the keys `[start, start + BLOCK_N)`, int64 `[BLOCK_N]`."""
+    lane = tl.arange(0, BLOCK_N)
+    if PAGE_SIZE == 0:
+        return (start + lane).to(tl.int64) * strides[1]
+    elif PAGE_SIZE % BLOCK_N == 0:
+        return pages * strides[0] + (start % PAGE_SIZE + lane).to(tl.int64) * strides[1]
+    else:
+        return pages * strides[0] + ((start + lane) % PAGE_SIZE).to(tl.int64) * strides[1]
+
+
+@triton.jit
+def load_tile(
+    base,
+    offsets,
+    key_valid,
+    stride_dim,
+    DIM_START: tl.constexpr,
+    DIM_STOP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """Dims `[DIM_START, DIM_STOP)` of a tile of keys or values, `[BLOCK_N, BLOCK]`, zero outside."""
+    dims = DIM_START + tl.arange(0, BLOCK)
+    pointers = base + offsets[:, None] + dims[None, :].to(tl.int64) * stride_dim
+    if DIM_STOP - DIM_START == BLOCK:
+        if EDGE:
+            return tl.load(pointers, mask=key_valid[:, None], other=0.0)
+        else:
+            return tl.load(pointers)
+    else:
+        valid = (dims < DIM_STOP)[None, :]
+        if EDGE:
+            valid = valid & key_valid[:, None]
+        return tl.load(pointers, mask=valid, other=0.0)
+
+
+@triton.jit
+def soft_capped(x, soft_cap):
+    """soft_cap * tanh(x / soft_cap), with exp2: the interpreter has no tanh."""
+    return soft_cap * (1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E / soft_cap)) + 1.0))
+
+
+@triton.jit
+def is_unmasked(mask, mask_row, keys, valid, MASK_KIND: tl.constexpr):
+    """Entries of a custom mask, bool `[M, BLOCK_N]`; `mask_row` int64 `[M]`, index of each row's first entry."""
+    index = mask_row[:, None] + keys[None, :]
+    if MASK_KIND == MASK_BITS:
+        byte = tl.load(mask + (index >> 3), mask=valid, other=0)
+        return ((byte.to(tl.int32) >> (index & 7).to(tl.int32)) & 1) != 0
+    else:
+        return tl.load(mask + index, mask=valid, other=0) != 0
+
+
+@triton.jit
+def softmax_step(s, v, q, acc, row_max, row_sum, EDGE: tl.constexpr, UPCAST: tl.constexpr):
+    """One tile of the online softmax; `s` in units of log2."""
+    new_max = tl.maximum(row_max, tl.max(s, 1))
+    if EDGE:  # -inf - -inf would be NaN
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    else:
+        base = new_max
+    p = tl.exp2(s - base[:, None])
+    alpha = tl.exp2(row_max - base)
+    row_sum = row_sum * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None]
+    acc = tl.dot(as_operand(p, q, UPCAST), as_operand(v, q, UPCAST), acc, input_precision="ieee")
+    return acc, new_max, row_sum
+
+
+@triton.jit
+def attend_keys(
+    acc,  # [M, BLOCK_V] float32
+    row_max,  # [M] float32, log2
+    row_sum,  # [M] float32
+    q,  # [M, BLOCK_D]
+    q_tail,  # [M, BLOCK_TAIL], anything if that is 0
+    start,  # first key, a multiple of BLOCK_N
+    stop,  # past the last
+    load_low,  # keys outside [load_low, load_high) are not read
+    load_high,
+    row_range,  # (low, high), each [M] int32: a row sees the keys [low, high)
+    position,  # [M] int32, of the queries among the keys
+    k,  # at the KV head (and, without pages, the first key) of the request
+    v,
+    page_ids,  # at the request's first page
+    k_strides,  # (page, token, element)
+    v_strides,
+    scale,  # natural units
+    soft_cap,
+    slope,  # [M] float32, natural units
+    mask,
+    mask_row,  # [M] int64
+    EDGE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    MASK_KIND: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Attends to the keys `[start, stop)`; gives acc, row_max, row_sum."""
+    pages = page_ids_of_tile(page_ids, start, load_low, load_high, PAGE_SIZE, BLOCK_N)
+    for tile in range(start, stop, BLOCK_N):
+        keys = tile + tl.arange(0, BLOCK_N)
+        key_valid = (keys >= load_low) & (keys < load_high)
+        next_pages = page_ids_of_tile(page_ids, tile + BLOCK_N, load_low, load_high, PAGE_SIZE, BLOCK_N)
+        offsets = token_offsets(pages, tile, k_strides, PAGE_SIZE, BLOCK_N)
+        k_tile = load_tile(k, offsets, key_valid, k_strides[2], 0, BLOCK_D, BLOCK_D, EDGE)
+        s = tl.dot(q, tl.trans(as_operand(k_tile, q, UPCAST)), input_precision="ieee")
+        if BLOCK_TAIL > 0:
+            tail = load_tile(k, offsets, key_valid, k_strides[2], BLOCK_D, HEAD_DIM, BLOCK_TAIL, EDGE)
+            s = tl.dot(q_tail, tl.trans(as_operand(tail, q, UPCAST)), s, input_precision="ieee")
+        offsets = token_offsets(pages, tile, v_strides, PAGE_SIZE, BLOCK_N)
+        v_tile = load_tile(v, offsets, key_valid, v_strides[2], 0, V_DIM, BLOCK_V, EDGE)
+        if SOFT_CAP:
+            s = soft_capped(s * scale, soft_cap) * LOG2_E
+        else:
+            s = s * (scale * LOG2_E)
+        if ALIBI:
+            s += (slope * LOG2_E)[:, None] * (keys[None, :] - position[:, None]).to(tl.float32)
+        if EDGE:
+            seen = (keys[None, :] >= row_range[0][:, None]) & (keys[None, :] < row_range[1][:, None])
+            if MASK_KIND != MASK_NONE:
+                seen = seen & is_unmasked(mask, mask_row, keys, seen, MASK_KIND)
+            s = tl.where(seen, s, float("-inf"))
+        acc, row_max, row_sum = softmax_step(s, v_tile, q, acc, row_max, row_sum, EDGE, UPCAST)
+        pages = next_pages
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def finish_softmax(acc, row_max, row_sum, v_scale):
+    """Output `[M, BLOCK_V]` and base-2 lse `[M]`; zeros and -inf where nothing was seen."""
+    nothing = row_sum == 0.0
+    out = acc * (v_scale / tl.where(nothing, 1.0, row_sum))[:, None]
+    lse = tl.where(nothing, float("-inf"), row_max + tl.log2(tl.where(nothing, 1.0, row_sum)))
+    return out, lse

@@ -1,0 +1,244 @@
+"""A transformers model, run on pages: loading, checking and running it.
+
+A model is loaded in four steps, each of which refuses by name what it finds:
+
+1. the files of the folder (`checkpoint`), 2. the configuration (`support`), 3. a first pass that computes nothing and
+notes which layers attend, to what shapes and with what options (`transformers_seam`), 4. a comparison: the model must
+give the same logits through its own attention and through pages. The last is there because the seam lies inside
+transformers, and because a mask or a state that is lost along the way gives wrong text without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from quire_worker.attention import PagedAttention, backend_for
+from quire_worker.cache import CacheSpec, KVCache
+from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
+from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError, fingerprint, weight_files
+from quire_worker.model.support import refuse_unsupported_config
+from quire_worker.model.transformers_seam import ATTENTION_NAME, PagedStep, ProbeStep, run
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# The check at load: tokens per sequence, and the largest difference of logits, as a part of their norm. In half
+# precision rounding alone moves the logits of a deep model by percents; a lost mask or state moves them by tens.
+_CHECK_TOKENS = 24
+_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedModel:
+    """A model, ready to run. Holds weights but no pages: a `KVCache` of `cache_spec` comes with every call."""
+
+    module: torch.nn.Module
+    attention: PagedAttention
+    cache_spec: CacheSpec
+    device: torch.device
+    architecture: str  # class name in transformers
+    fingerprint: bytes  # 32 bytes, see `checkpoint.fingerprint`
+    vocab_size: int  # logits per row
+    max_position: int  # tokens a sequence may have at most
+    eos_token_ids: frozenset[int]  # tokens that end a text; may be empty
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
+        """Writes the new tokens' keys and values to their pages and computes the logits that were asked for.
+
+        Args:
+            batch: on this model's device, block tables and slots within `cache`, ids below `vocab_size` and positions
+                below `max_position`. Two batches may not run at once.
+            cache: of this model's `cache_spec`; written in place.
+
+        Returns:
+            float32 `[rows, vocabulary]`, one row per chunk that needs logits.
+
+        Raises:
+            UnsupportedModelError: the model uses an option of attention that its first batches did not.
+        """
+        step = PagedStep(self.attention.plan(batch.attention, cache.spec), cache.layers)
+        return run(self.module, batch, step)
+
+
+def load_model(
+    folder: Path | str, *, block_size: int = 16, dtype: str = "auto", device: torch.device | str = "cpu"
+) -> PagedModel:
+    """Loads a checkpoint and checks that pages give what its own attention gives.
+
+    Args:
+        folder: `config.json` and safetensors, as transformers saves them. Nothing is downloaded, and no code in the
+            folder is run.
+        block_size: tokens per page.
+        dtype: "float32", "bfloat16" or "float16", of weights and pages; "auto" is float32 on a CPU and what the
+            checkpoint was saved in elsewhere.
+        device: of weights and pages.
+
+    Raises:
+        CheckpointError: the folder lacks something, or its weights do not fit its configuration.
+        UnsupportedModelError: the model is made of something that cannot be served from pages; the message names it.
+        ValueError: an unknown dtype, or a device without paged attention.
+    """
+    folder, device = Path(folder), torch.device(device)
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ValueError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}")
+    attention = backend_for(device)
+    model_fingerprint = fingerprint(folder)
+    config = _read_config(folder)
+    refuse_unsupported_config(config)
+    module = _read_weights(folder, DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto"), device)
+    cache_spec, vocab_size = _probe(module, block_size, device)
+    text_config = config.get_text_config()
+    max_position = getattr(text_config, "max_position_embeddings", None)
+    if max_position is None:
+        raise UnsupportedModelError(f"model type {config.model_type!r} does not say how long its sequences may be")
+    model = PagedModel(
+        module=module,
+        attention=attention,
+        cache_spec=cache_spec,
+        device=device,
+        architecture=type(module).__name__,
+        fingerprint=model_fingerprint,
+        vocab_size=vocab_size,
+        max_position=max_position,
+        eos_token_ids=_eos_token_ids(module),
+    )
+    _check_against_own_attention(model)
+    return model
+
+
+def _read_config(folder: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises what the many kinds of configuration happen to
+        raise CheckpointError(f"config.json in {folder} cannot be used: {error}") from error
+
+
+def _read_weights(folder: Path, dtype: torch.dtype | str, device: torch.device) -> Any:
+    weight_files(folder)
+    try:
+        with _quiet_progress():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except Exception as error:  # as above, and safetensors' own for damaged files
+        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # looked up in a table of its own
+            raise UnsupportedModelError("the model does not use transformers' attention interface") from error
+        raise CheckpointError(f"weights in {folder} cannot be loaded: {error}") from error
+    module, report = loaded  # because of `output_loading_info`
+    if report["missing_keys"]:
+        raise CheckpointError(f"weights in {folder} lack {_some(report['missing_keys'])}")
+    if report["unexpected_keys"]:
+        _log.warning("unused_weights", folder=folder.name, weights=_some(report["unexpected_keys"]))
+    return module.to(device).eval()
+
+
+def _probe(module: Any, block_size: int, device: torch.device) -> tuple[CacheSpec, int]:
+    """Shape of the pages and size of the vocabulary, from what arrives rather than from names in the configuration."""
+    model_type = module.config.model_type
+    layer_count = module.config.get_text_config().num_hidden_layers
+    step = ProbeStep()
+    batch = build_batch([Chunk([0, 0], 0, range(2), needs_logits=True)], block_size=block_size, device=device)
+    try:
+        logits = run(module, batch, step)
+    except (UnsupportedModelError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # each old architecture fails in its own way
+        raise UnsupportedModelError(f"model type {model_type!r} does not run on a flat batch: {error}") from error
+    legacy = sorted(set(range(layer_count)) ^ set(step.key_of_layer))
+    if legacy:
+        raise UnsupportedModelError(
+            f"model type {model_type!r} cannot be served: layers {legacy} do not go through transformers' attention"
+            " interface"
+        )
+    shapes = {(key.shape[1], key.shape[2], key.dtype) for key in step.key_of_layer.values()}
+    if len(shapes) > 1:
+        raise UnsupportedModelError(f"model type {model_type!r} cannot be served: the layers' keys differ: {shapes}")
+    if logits.shape[0] != 1:
+        raise UnsupportedModelError(f"model type {model_type!r} cannot be served: it computes logits of every token")
+    kv_head_count, head_dim, dtype = shapes.pop()
+    return CacheSpec(layer_count, kv_head_count, head_dim, block_size, dtype), logits.shape[1]
+
+
+def _check_against_own_attention(model: PagedModel) -> None:
+    """Two sequences, one of them in two chunks, through unwritten (NaN) pages in reverse order, must give the logits
+    that transformers' own attention gives for each at once. Finds what no configuration tells: a bias inside the mask,
+    a state beside keys and values, sequences of a flat batch that see each other.
+
+    Raises:
+        UnsupportedModelError: they do not.
+    """
+    spec, length = model.cache_spec, min(_CHECK_TOKENS, model.max_position)
+    first = [(7 * i + 1) % model.vocab_size for i in range(length)]
+    second = first[::-1]
+    block_count = -(-length // spec.block_size)
+    blocks = range(2 * block_count - 1, -1, -1)
+    cache = KVCache(spec, 2 * block_count, device=model.device)
+    for pages in cache.layers:
+        pages.fill_(float("nan"))
+    split = length // 2
+    steps = [
+        [Chunk(first[:split], 0, blocks[:block_count], needs_logits=False)],
+        [
+            Chunk(first[split:], split, blocks[:block_count], needs_logits=True),
+            Chunk(second, 0, blocks[block_count:], needs_logits=True),
+        ],
+    ]
+    for chunks in steps:
+        paged = model.forward(build_batch(chunks, block_size=spec.block_size, device=model.device), cache)
+
+    module: Any = model.module
+    module.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            own = module(torch.tensor([first, second], device=model.device), use_cache=False).logits[:, -1].float()
+    finally:
+        module.set_attn_implementation(ATTENTION_NAME)
+    difference = ((paged - own).norm() / own.norm()).item()
+    if not difference <= _CHECK_TOLERANCE[spec.dtype]:
+        raise UnsupportedModelError(
+            f"model type {module.config.model_type!r} cannot be served: through pages its logits differ from its own"
+            f" by {difference:.2g} of their norm"
+        )
+
+
+def _eos_token_ids(module: Any) -> frozenset[int]:
+    declared = module.generation_config.eos_token_id
+    if declared is None:
+        declared = module.config.get_text_config().eos_token_id
+    if declared is None:
+        return frozenset()
+    return frozenset([declared] if isinstance(declared, int) else declared)
+
+
+def _some(names: set[str]) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
+
+
+@contextmanager
+def _quiet_progress() -> Iterator[None]:
+    """Without transformers' progress bars, which would land among the log lines."""
+    bars: Any = transformers_logging
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            bars.enable_progress_bar()

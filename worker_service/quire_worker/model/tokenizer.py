@@ -1,0 +1,124 @@
+"""Text to tokens, and tokens to text as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import tokenizers
+from transformers import AutoTokenizer
+
+from quire_worker.model.checkpoint import CheckpointError
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character (yet) are decoded to
+
+
+class TokenizerError(Exception):
+    """The tokenizer failed on one text or some tokens. The message names the kind of error and nothing of the text."""
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """What the library raises as TokenizerError. A panic of its compiled part is no `Exception`."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise TokenizerError(f"the tokenizer raised {type(error).__name__}") from None
+
+
+class Tokenizer:
+    """The tokenizer that a checkpoint comes with."""
+
+    def __init__(self, folder: Path | str) -> None:
+        """Reads it from the folder alone; nothing is downloaded and no code of the checkpoint runs.
+
+        Raises:
+            CheckpointError: the folder has no tokenizer, or one that cannot be read.
+        """
+        try:
+            wrapped = AutoTokenizer.from_pretrained(Path(folder), local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # transformers raises what its many formats happen to
+            raise CheckpointError(f"no usable tokenizer in {folder}: {error}") from error
+        backend = getattr(wrapped, "backend_tokenizer", None)
+        if not isinstance(backend, tokenizers.Tokenizer):
+            raise CheckpointError(f"the tokenizer in {folder} ({type(wrapped).__name__}) has no tokenizer.json")
+        backend.no_truncation()  # a prompt that is too long is refused with its true length, never cut
+        backend.no_padding()
+        self._backend = backend
+        self._special_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; the model's may be larger, for padding."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with the special tokens that the checkpoint puts around a text (often one at the start).
+
+        Raises:
+            TokenizerError: the tokenizer cannot do it.
+        """
+        with _named():
+            return self._backend.encode(text).ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text without special tokens. Ids outside the vocabulary have no text.
+
+        Raises:
+            TokenizerError: the tokenizer cannot do it.
+        """
+        with _named():
+            return self._backend.decode(list(tokens), skip_special_tokens=True)
+
+    def new_stream(self) -> StreamDecoder:
+        """A decoder for one sample's tokens."""
+        return StreamDecoder(self, self._special_ids)
+
+
+class StreamDecoder:
+    """Decodes tokens as they come. The pieces, `flush` included, concatenate to `decode` of all tokens.
+
+    1. A token is *pending* while the text so far ends within a character: its bytes may be spread over several tokens.
+    2. When the text ends with a whole character, what is new is handed out, and the tokens it came from stay as the
+       *context* of those that follow: some tokenizers decode a token differently (a space less) at the start.
+    3. `flush` hands out what is pending, an incomplete character as U+FFFD.
+
+    So each push decodes a handful of tokens, not the whole text. One exception to the equality, with byte-fallback
+    tokenizers only: they decode a run of bytes that holds an invalid one to U+FFFD as a whole, which a stream that has
+    handed out the run's first characters cannot take back.
+
+    `push` and `flush` raise TokenizerError where `decode` does; the stream is over then.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, special_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._special_ids = special_ids
+        self._tokens: list[int] = []  # the context, then what is pending
+        self._context_count = 0
+        self._context_text = ""
+
+    def push(self, token: int) -> str:
+        """Takes one token and returns the text that it completes, often "" or more than its own."""
+        if token in self._special_ids:
+            return ""
+        self._tokens.append(token)
+        text = self._tokenizer.decode(self._tokens)
+        if text.endswith(REPLACEMENT) or len(text) <= len(self._context_text):
+            return ""
+        return self._hand_out(text)
+
+    def flush(self) -> str:
+        """Ends the text and returns what was pending; "" if nothing was."""
+        return self._hand_out(self._tokenizer.decode(self._tokens))
+
+    def _hand_out(self, text: str) -> str:
+        piece = text[len(self._context_text) :]
+        del self._tokens[: self._context_count]
+        self._context_count = len(self._tokens)
+        self._context_text = self._tokenizer.decode(self._tokens)
+        return piece

@@ -1,0 +1,103 @@
+"""Which waiting samples are let in: oldest first, as far as blocks, tokens and places go.
+
+A sample is let in when the blocks it needs, less those it will share with running samples, are free, and one more for
+each sample that runs: it may fill its last block with the next token. The first that does not fit ends the round, so
+that a large prompt is not passed by small ones for ever. If nothing runs, the oldest is let in whatever it needs.
+
+A sample whose prompt begins with a block that another one is computing right now waits for it without holding up
+those behind it: identical prompts cost one prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from quire.hashing import DIGEST_BYTES
+
+from quire_worker.scheduling.request import Sample
+
+
+class Room(NamedTuple):
+    """What is left of everything in this turn.
+
+    Attributes:
+        tokens: of the forward pass.
+        samples: that may run at a time, less those that do.
+        blocks: free ones at the allocator, and those that are held ahead; None where it has not said.
+        digest_bytes: of the step.
+    """
+
+    tokens: int
+    samples: int
+    blocks: int | None
+    digest_bytes: int
+
+
+class Admission(NamedTuple):
+    """One sample to let in: how many tokens to compute first, how many free blocks it takes at most, and the digests to
+    match."""
+
+    sample: Sample
+    token_count: int
+    block_count: int
+    digests: list[bytes]
+
+
+def admit(waiting: Sequence[Sample], running: Sequence[Sample], room: Room, *, block_size: int) -> list[Admission]:
+    """Chooses from `waiting`, which is sorted by age. Changes nothing but caches of digests."""
+    if not waiting:
+        return []
+    being_computed = _being_computed(running, block_size)
+    tokens, samples, blocks, digest_bytes = room
+    admitted: list[Admission] = []
+    for sample in waiting:
+        if tokens == 0 or digest_bytes < DIGEST_BYTES:
+            break
+        digests = sample.digests(block_size, 0, (len(sample.tokens) - 1) // block_size)
+        if not being_computed.isdisjoint(digests):
+            continue
+        shared = _held_count(digests, running, block_size)
+        needed = -(-len(sample.tokens) // block_size) - shared
+        alone = not running and not admitted
+        if not alone and (samples < _places(sample) or (blocks is not None and needed + len(running) + 1 > blocks)):
+            break
+        token_count = min(len(sample.tokens) - shared * block_size, tokens)
+        sent = digests[: digest_bytes // DIGEST_BYTES]  # fewer only shorten what can be found
+        admitted.append(Admission(sample, token_count, needed, sent))
+        being_computed.update(digests[shared:])
+        tokens -= token_count
+        samples -= _places(sample)
+        digest_bytes -= len(sent) * DIGEST_BYTES
+        if blocks is not None:
+            blocks -= needed + 1
+    return admitted
+
+
+def _being_computed(running: Sequence[Sample], block_size: int) -> set[bytes]:
+    """Digests of prompt blocks that are not computed yet. What is computed is published, at the latest with the step
+    that lets somebody in."""
+    digests = set[bytes]()
+    for sample in running:
+        computed, end = sample.computed // block_size, (len(sample.tokens) - 1) // block_size
+        if end > computed:
+            digests.update(sample.digests(block_size, computed, end))
+    return digests
+
+
+def _held_count(digests: Sequence[bytes], running: Sequence[Sample], block_size: int) -> int:
+    """Leading blocks that somebody who runs holds. Whoever has the same digest at one place has it at all before."""
+    count = 0
+    for sample in running:
+        end = min(len(digests), sample.computed // block_size)
+        for digest in sample.digests(block_size, count, end):
+            if digest != digests[count]:
+                break
+            count += 1
+    return count
+
+
+def _places(sample: Sample) -> int:
+    """Samples that will run because of this one: the first brings all forks of its request."""
+    is_first = sample.index == 0 and sample.output_token_count == 0
+    return int(sample.request.sampling.n) if is_first else 1

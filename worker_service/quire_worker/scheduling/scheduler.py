@@ -1,0 +1,363 @@
+"""Continuous batching: which tokens of which samples go through the model next, and what the allocator is asked for.
+
+Pure: no torch, grpc, clock or randomness. One turn of the engine:
+
+    1. plan      what to commit, free, fork and grow, as one step for the allocator: samples that run, oldest first,
+                 then waiting ones as far as the token budget goes (prompts are cut into chunks by it)
+    2. schedule  the allocator's answer: whoever got its blocks is in the batch; if a running sample did not, the
+                 newest one is preempted, and its blocks are there for the next turn
+                 what the next turns will need, and who is let in then, is asked for ahead, while the batch is
+                 computed (`plan_ahead`), so that a turn finds it granted and plans without asking
+                 (`plan_without_asking`). So do others while the answer to a plan is late: it is taken in later
+                 (`settle`)
+    3. advance   the batch has been computed
+    4. extend    one more token was sampled; finish says why a sample ends
+
+Order is by age, always: the oldest sample is asked for first and preempted last, so it always gets on. Who is let in is
+decided in `admission.py`, how many blocks are asked for ahead in `quire.ahead`; who is where is kept in
+`roster.py`.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Sequence
+
+from quire.protocol.packing import unpack_uint64
+from quire.protocol.steps import Copy, GrowOutcome, Result, StepOutcome
+from quire.session.lookahead import Decoding, Unit, give_back, needs_of
+
+from quire_worker.scheduling import lookahead
+from quire_worker.scheduling.admission import Admission, Room, admit
+from quire_worker.scheduling.plan import Batch, Plan, Work
+from quire_worker.scheduling.request import FinishReason, Request, Sample
+from quire_worker.scheduling.roster import Roster, age_of
+
+
+class Scheduler(Roster):
+    """Decides about the samples of one worker.
+
+    Args:
+        block_size: tokens per block.
+        sequence_tokens_max: longest sequence that the model and the pool can hold.
+        batch_tokens_max: tokens per forward pass.
+        running_max: samples that run at a time.
+        ahead_tokens: for which a sample that decodes asks for room beyond its next token.
+        digest_bytes_max: of the digests that one step may carry for new sequences.
+        commit_blocks_max: whose digests one step may carry. Without an allocator nobody computes beyond that. At least
+            those of a forward pass.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        sequence_tokens_max: int,
+        batch_tokens_max: int,
+        running_max: int,
+        ahead_tokens: int = 0,
+        digest_bytes_max: int = 512 << 10,
+        commit_blocks_max: int = 10 << 10,
+    ) -> None:
+        super().__init__(block_size)
+        self.sequence_tokens_max = sequence_tokens_max
+        self.batch_tokens_max = batch_tokens_max
+        self.running_max = running_max
+        self.ahead_tokens = ahead_tokens
+        self.digest_bytes_max = digest_bytes_max
+        self.commit_blocks_max = commit_blocks_max
+        self._unit = Unit.of(block_size)
+        self._last_sequence_id = 0
+        self._free_block_count: int | None = None
+        self._copies: list[Copy] = []  # to run before the next batch
+
+    # -- one turn ------------------------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        """Decides what to ask for."""
+        plan = Plan()
+        filled = self._take_filled()
+        self._fork(plan)
+        freed_ahead = self._free(plan)
+        budget = self.batch_tokens_max
+        for sample in self.running:
+            token_count = min(len(sample.tokens) - sample.computed, budget)
+            if token_count == 0:
+                break
+            budget -= token_count
+            plan.wanted.append((sample, token_count))
+            if sample.computed + token_count > sample.granted:
+                self._grow(plan, sample, self._round_up(sample.computed + token_count))
+        room = self._room()
+        missing = len(plan.grows) - (self._free_block_count or 0) - freed_ahead
+        admissions = self._choose(budget, None if room is None else room + freed_ahead - len(plan.grows))
+        missing += self._let_in(plan, admissions)
+        self._commit(plan, filled, self._given_back(missing))
+        return plan
+
+    def plan_without_asking(self) -> Plan:
+        """A turn of those for whom everything is granted already. It is not whole if the allocator has to be asked for
+        others that run, or nobody runs. Parents wait for their forks, which share all that they have committed."""
+        filled_max = self.batch_tokens_max // self.block_size + len(self.running)  # by one pass
+        if self._uncommitted_block_count() + filled_max > self.commit_blocks_max:
+            return Plan(is_whole=False)
+        plan, budget = Plan(is_whole=bool(self.running)), self.batch_tokens_max
+        parents = {sample.fork_of for sample in self.running}
+        for sample in self.running:
+            token_count = min(len(sample.tokens) - sample.computed, budget)
+            is_forking = sample.fork_of is not None or sample in parents
+            if is_forking or sample.computed + token_count > sample.granted:
+                plan.is_whole = False
+            elif token_count:
+                budget -= token_count
+                plan.wanted.append((sample, token_count))
+        plan.tokens_left = budget
+        return plan
+
+    def has_to_ask(self, ready: Plan) -> bool:
+        """Whether a turn of those who are `ready` leaves out somebody who runs, or could be let in. Changes nothing but
+        caches of digests."""
+        if not ready.is_whole:
+            return True
+        return self._can_admit(ready.tokens_left) and bool(self._choose(ready.tokens_left, self._room()))
+
+    def plan_ahead(self, work: Sequence[Work], *, may_wait: bool = False) -> Plan:
+        """What to ask for while `work` is computed: commits of earlier passes, frees, room for the tokens to come of
+        each sample that goes on after this pass, and who is let in then, as far as that is certain: without blocks that
+        others would have to give back, and nobody who could share what is being computed.
+
+        Args:
+            work: of this pass.
+            may_wait: ask for nothing at all if there are only commits and frees.
+        """
+        plan = Plan()
+        samples = lookahead.going_on(work, self.sequence_tokens_max)
+        budget = max(0, self.batch_tokens_max - lookahead.tokens_after(self.running, work, samples))
+        needs = self._needs_of(samples, self._free_block_count or 0)
+        if may_wait and not needs and not self._can_admit(budget):
+            return plan
+        filled = self._take_filled()
+        self._commit(plan, filled, {})
+        free = (self._free_block_count or 0) + self._free(plan)
+        admissions = self._choose(budget, free - sum(each.lacks_room for each in samples))
+        for sample, token_count in self._needs_of(samples, free - sum(each.block_count for each in admissions)):
+            self._grow(plan, sample, token_count)
+        self._let_in(plan, admissions)
+        return plan
+
+    def schedule(self, plan: Plan, outcome: StepOutcome) -> Batch:
+        """Takes in the allocator's answer and says what to run.
+
+        Raises:
+            AssertionError: the allocator and this scheduler disagree about which sequences live.
+        """
+        denied = self.settle(plan, outcome)
+        if any(sample not in plan.admitted and not sample.has_ended for sample in denied):
+            denied.add(self.preempt_newest())
+        work = [
+            Work(sample, min(token_count, len(sample.tokens) - sample.computed))
+            for sample, token_count in plan.wanted
+            if sample not in denied and not sample.has_ended
+        ]
+        if not work:  # the copies wait for a batch
+            return Batch([], [])
+        copies, self._copies = self._copies, []
+        return Batch(copies, work)
+
+    def settle(self, plan: Plan, outcome: StepOutcome) -> set[Sample]:
+        """Takes in the answer to any plan; copies wait for the next batch. Returns who got no room: it asks again when
+        it needs it.
+
+        Raises:
+            AssertionError: the allocator and this scheduler disagree about which sequences live.
+        """
+        self._take_commits(plan, outcome)
+        for parent, child in plan.forks:
+            child.table, child.fork_of = parent.table[: -(-child.computed // self.block_size)], None
+        self._copies += outcome.copies
+        return {
+            sample
+            for (sample, token_count), grown in zip(plan.grows, outcome.grows, strict=True)
+            if not self._take(sample, token_count, grown, is_new=sample in plan.admitted)
+        }
+
+    @staticmethod
+    def forbidden(plan: Plan, outcome: StepOutcome) -> list[Request]:
+        """Those that the allocator will never let in: to be ended before the answer is taken in."""
+        rows = zip(plan.grows, outcome.grows, strict=True)
+        return [sample.request for (sample, _), grown in rows if grown.result is Result.FORBIDDEN]
+
+    def advance(self, work: Iterable[Work]) -> None:
+        """The batch has been computed; what was not must never be committed."""
+        for sample, token_count in work:
+            sample.computed += token_count
+
+    def extend(self, sample: Sample, token: int, *, is_stop: bool) -> None:
+        """A token was sampled. A stop token ends the sample and is not kept; so does the longest length."""
+        if is_stop:
+            self.finish(sample, FinishReason.STOP)
+            return
+        sample.tokens.append(token)
+        sample.request.usage.output_token_count += 1
+        longest = len(sample.tokens) >= self.sequence_tokens_max
+        if longest or sample.output_token_count >= sample.request.sampling.max_tokens:
+            self.finish(sample, FinishReason.LENGTH)
+
+    # -- the allocator's state is gone ---------------------------------------------------------------------------------
+
+    def forget_blocks(self) -> None:
+        """Everything that ran waits to be computed again."""
+        super().forget_blocks()
+        self._free_block_count = None
+        self._copies.clear()
+
+    def start_over(self, plan: Plan) -> None:
+        """The allocator refused the step of a plan: all that it still holds for us is freed with the next one."""
+        held = [sample.sequence_id for sample in (*self.running, *self.leaving) if sample.sequence_id]
+        unfreed = unpack_uint64(plan.step.message.frees.sequences)
+        self.forget_blocks()
+        self.to_free = sorted({*held, *unfreed})
+
+    # -- parts of a plan -----------------------------------------------------------------------------------------------
+
+    def _uncommitted_block_count(self) -> int:
+        """Blocks that the next commit publishes."""
+        return sum(
+            sample.computed // self.block_size - sample.committed // self.block_size
+            for sample in (*self.running, *self.leaving)
+        )
+
+    def _take_filled(self) -> dict[Sample, list[bytes]]:
+        """Who filled blocks since the last commit, and their digests. Also parents of forks, which share only what is
+        committed. From now on it all counts as committed."""
+        parents = {sample.fork_of for sample in self.running}
+        filled = {}
+        for sample in self.running + self.leaving:
+            first, end = sample.committed // self.block_size, sample.computed // self.block_size
+            if sample.sequence_id and (end > first or (sample in parents and sample.computed > sample.committed)):
+                filled[sample] = sample.digests(self.block_size, first, end)
+                sample.committed = sample.computed
+        return filled
+
+    def _commit(self, plan: Plan, filled: dict[Sample, list[bytes]], kept: dict[Sample, int]) -> None:
+        """Commits whoever filled a block or gives some back, keeping room for so many tokens."""
+        for sample in {**filled, **kept}:
+            plan.step.commit(sample.sequence_id, sample.computed, filled.get(sample, ()), kept.get(sample, 0))
+        for sample, token_count in kept.items():
+            sample.request.usage.granted_block_count -= (sample.granted - token_count) // self.block_size
+            del sample.table[token_count // self.block_size :]
+            sample.committed, sample.granted = sample.computed, token_count
+
+    def _fork(self, plan: Plan) -> None:
+        for sample in self.running:
+            if sample.fork_of is not None:
+                sample.sequence_id = self._new_sequence_id()
+                plan.step.fork(sample.fork_of.sequence_id, sample.sequence_id)
+                plan.forks.append((sample.fork_of, sample))
+
+    def _free(self, plan: Plan) -> int:
+        """Frees who left; a parent of this step's forks stays one step longer, since frees come before forks. Returns
+        how many blocks they held ahead, which are free at once: nobody shares them."""
+        parents = {parent for parent, _ in plan.forks}
+        freed_ahead = 0
+        for sample in self.leaving:
+            if sample not in parents:
+                plan.step.free(sample.sequence_id)
+                freed_ahead += lookahead.block_count_of(sample, self.block_size)
+        self.leaving = [sample for sample in self.leaving if sample in parents]
+        for sequence_id in self.to_free:
+            plan.step.free(sequence_id)
+        self.to_free.clear()
+        return freed_ahead
+
+    def _grow(self, plan: Plan, sample: Sample, token_count: int) -> None:
+        plan.step.grow(sample.sequence_id, token_count)
+        plan.grows.append((sample, token_count))
+
+    def _can_admit(self, budget: int) -> bool:
+        return bool(self.waiting) and budget > 0 and len(self.running) < self.running_max
+
+    def _room(self) -> int | None:
+        """Blocks that are free, or held ahead, which is as good; None where the allocator has not said."""
+        if self._free_block_count is None:
+            return None
+        held = sum(lookahead.block_count_of(sample, self.block_size) for sample in self.running + self.leaving)
+        return self._free_block_count + held
+
+    def _needs_of(self, samples: Sequence[Decoding[Sample]], free_block_count: int) -> list[tuple[Sample, int]]:
+        return needs_of(samples, free_block_count, ahead_tokens=self.ahead_tokens, unit=self._unit)
+
+    def _given_back(self, block_count: int) -> dict[Sample, int]:
+        """Who gives back so many blocks that it holds ahead, and for how many tokens each keeps room."""
+        if block_count <= 0:
+            return {}
+        holders = [(sample, sample.granted, len(sample.tokens)) for sample in self.running + self.leaving]
+        return give_back(holders, block_count, self._unit)
+
+    def _choose(self, budget: int, free_block_count: int | None) -> list[Admission]:
+        room = Room(
+            tokens=budget,
+            samples=self.running_max - len(self.running),
+            blocks=free_block_count,
+            digest_bytes=self.digest_bytes_max,
+        )
+        return admit(self.waiting, self.running, room, block_size=self.block_size)
+
+    def _let_in(self, plan: Plan, admissions: Iterable[Admission]) -> int:
+        """Returns how many blocks they take at most."""
+        block_count = 0
+        for sample, token_count, needed, digests in admissions:
+            capacity = self._round_up(len(sample.tokens))
+            plan.step.allocate(self._new_sequence_id(), capacity, digests, sample.request.namespace)
+            plan.grows.append((sample, capacity))
+            plan.wanted.append((sample, token_count))
+            plan.admitted.add(sample)
+            block_count += needed
+        return block_count
+
+    # -- parts of an answer --------------------------------------------------------------------------------------------
+
+    def _take_commits(self, plan: Plan, outcome: StepOutcome) -> None:
+        assert not any((*outcome.commits, *outcome.forks)), "the allocator lost a sequence"
+        if plan.step:
+            self._free_block_count = outcome.free_block_count
+        if outcome.swaps:
+            by_id = {sample.sequence_id: sample for sample in (*self.running, *self.leaving)}
+            for swap in outcome.swaps:  # of a sample that was freed with this step nobody asks any more
+                if swap.sequence_id in by_id:
+                    by_id[swap.sequence_id].table[swap.position] = swap.block
+
+    def _take(self, sample: Sample, token_count: int, grown: GrowOutcome, *, is_new: bool) -> bool:
+        """Notes what the allocator granted; False if that was nothing."""
+        if grown.result in (Result.NO_SPACE, Result.FORBIDDEN):
+            return False
+        assert grown.result is Result.OK, f"the allocator answered {grown.result.name} to a grow"
+        if is_new:
+            sample.sequence_id = grown.sequence_id
+        if is_new and sample.has_ended:  # cancelled while the allocator was being asked
+            self.leaving.append(sample)
+            return False
+        (blocks,) = grown.blocks
+        usage = sample.request.usage
+        matched_block_count = grown.matched_token_count // self.block_size
+        if not sample.has_ended:  # else it has no use for them
+            usage.granted_block_count += len(blocks) - matched_block_count
+        if is_new:
+            self.waiting.remove(sample)
+            insort(self.running, sample, key=age_of)
+            sample.table = list(blocks)
+            sample.computed = sample.committed = grown.matched_token_count
+            if not sample.request.admitted:
+                sample.request.admitted = True
+                usage.cached_token_count = grown.matched_token_count
+        else:
+            sample.table[token_count // self.block_size - len(blocks) :] = blocks
+        sample.granted = token_count
+        return True
+
+    def _round_up(self, token_count: int) -> int:
+        return -(-token_count // self.block_size) * self.block_size
+
+    def _new_sequence_id(self) -> int:
+        self._last_sequence_id += 1
+        return self._last_sequence_id

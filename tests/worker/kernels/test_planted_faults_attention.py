@@ -16,8 +16,9 @@ from quire_kernels.shared.options import AttentionOptions
 from quire_kernels.shared.paged_cache import kv_lengths
 from quire_kernels.shared.prefill_rows import Masking, divide_prefill, mask_indptr_of, prefill_tiling
 
+from tests.worker.kernels.planting import MODULES, Fault, plant
+
 from .attention_scene import Scene, assert_close
-from .planting import Fault, plant
 
 Check = Callable[[torch.device], None]
 

@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 from grpc import aio
 from quire._serving.rpc import Authorize, abort, permit_everything
 from quire.errors import QuireError, Reason
-from quire.protocol.permissions import Grant
+from quire.protocol.permissions import Permissions
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 
@@ -42,7 +42,7 @@ ResponseT = TypeVar("ResponseT", bound=Message)
 
 
 def unary(
-    handler: Callable[[AllocatorService, RequestT, Grant], ResponseT],
+    handler: Callable[[AllocatorService, RequestT, Permissions], ResponseT],
 ) -> Callable[[AllocatorService, RequestT, Context], Awaitable[ResponseT]]:
     """Turns a plain function into a handler: it is told what the caller may do, refusals become errors with a reason,
     every call is counted."""
@@ -149,10 +149,10 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     # -- unary sessions ------------------------------------------------------------------------------------------------
 
     @unary
-    def OpenSession(self, request: pb.OpenSessionRequest, grant: Grant) -> pb.OpenSessionResponse:
+    def OpenSession(self, request: pb.OpenSessionRequest, permissions: Permissions) -> pb.OpenSessionResponse:
         require(not self.sessions.draining, "the allocator is shutting down", "DRAINING")
         name = translate.pool_name(request.pool)
-        authorization.require_owning(grant, name)
+        authorization.require_owning(permissions, name)
         self.sessions.check_quarantine(name, self.clock())
         owner = self.directory.open_unary(
             name=name,
@@ -167,12 +167,12 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         )
 
     @unary
-    def KeepAlive(self, request: pb.KeepAliveRequest, grant: Grant) -> pb.KeepAliveResponse:
-        self.directory.renew(self._owner(request.session_id, grant), self.clock())
+    def KeepAlive(self, request: pb.KeepAliveRequest, permissions: Permissions) -> pb.KeepAliveResponse:
+        self.directory.renew(self._owner(request.session_id, permissions), self.clock())
         return pb.KeepAliveResponse(lease_ms=int(self.directory.lease_s * 1000))
 
     @unary
-    def Allocate(self, request: pb.AllocateRequest, grant: Grant) -> pb.AllocateResponse:
+    def Allocate(self, request: pb.AllocateRequest, permissions: Permissions) -> pb.AllocateResponse:
         digests = translate.digests(request.digests)
         namespace = translate.namespace(request.namespace)
         require(request.token_count > 0, "token_count must be at least 1")
@@ -201,10 +201,10 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
                 victim=translate.victim(grown.victim),
             )
 
-        return self._once(request, grant, "grow", operate)
+        return self._once(request, permissions, "grow", operate)
 
     @unary
-    def Grow(self, request: pb.GrowRequest, grant: Grant) -> pb.GrowResponse:
+    def Grow(self, request: pb.GrowRequest, permissions: Permissions) -> pb.GrowResponse:
         require(request.token_count > 0, "token_count must be at least 1")
 
         def operate(owner: Ownership) -> pb.GrowResponse:
@@ -219,10 +219,10 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
                 victim=translate.victim(grown.victim),
             )
 
-        return self._once(request, grant, "grow", operate)
+        return self._once(request, permissions, "grow", operate)
 
     @unary
-    def Fork(self, request: pb.ForkRequest, grant: Grant) -> pb.ForkResponse:
+    def Fork(self, request: pb.ForkRequest, permissions: Permissions) -> pb.ForkResponse:
         require(request.hold_ms <= limits.HOLD_MS_MAX, f"hold_ms is at most {limits.HOLD_MS_MAX}")
         hold_until = step_apply.hold_until(request.hold_ms, self.clock())
 
@@ -231,10 +231,10 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
             done = owner.pool.fork(request.parent_id, request.child_id, hold_until=hold_until)
             return pb.ForkResponse(result=_wire(done))
 
-        return self._once(request, grant, "fork", operate)
+        return self._once(request, permissions, "fork", operate)
 
     @unary
-    def Commit(self, request: pb.CommitRequest, grant: Grant) -> pb.CommitResponse:
+    def Commit(self, request: pb.CommitRequest, permissions: Permissions) -> pb.CommitResponse:
         digests = translate.digests(request.digests)
 
         def operate(owner: Ownership) -> pb.CommitResponse:
@@ -251,18 +251,21 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
                 swap_blocks=(swap.block for swap in done.swaps),
             )
 
-        return self._once(request, grant, "commit", operate)
+        return self._once(request, permissions, "commit", operate)
 
     @unary
-    def Free(self, request: pb.FreeRequest, grant: Grant) -> pb.FreeResponse:
+    def Free(self, request: pb.FreeRequest, permissions: Permissions) -> pb.FreeResponse:
         return self._once(
-            request, grant, "free", lambda owner: pb.FreeResponse(result=_wire(owner.pool.free(request.sequence_id)))
+            request,
+            permissions,
+            "free",
+            lambda owner: pb.FreeResponse(result=_wire(owner.pool.free(request.sequence_id))),
         )
 
     @unary
-    def CloseSession(self, request: pb.CloseSessionRequest, grant: Grant) -> pb.CloseSessionResponse:
+    def CloseSession(self, request: pb.CloseSessionRequest, permissions: Permissions) -> pb.CloseSessionResponse:
         try:
-            owner = self._owner(request.session_id, grant)
+            owner = self._owner(request.session_id, permissions)
         except Refusal as refusal:
             if refusal.reason != "SESSION_UNKNOWN":
                 raise
@@ -273,32 +276,32 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     # -- reading -------------------------------------------------------------------------------------------------------
 
     @unary
-    def MatchPrefix(self, request: pb.MatchPrefixRequest, grant: Grant) -> pb.MatchPrefixResponse:
+    def MatchPrefix(self, request: pb.MatchPrefixRequest, permissions: Permissions) -> pb.MatchPrefixResponse:
         digests, namespace = translate.digests(request.digests), translate.namespace(request.namespace)
-        authorization.require_namespace(grant, namespace)
+        authorization.require_namespace(permissions, namespace)
         found = []
-        for owner in self._observable(grant):
+        for owner in self._observable(permissions):
             matched = owner.pool.match_acknowledged(namespace, digests)
             if matched:
                 found.append(pb.PrefixMatch(pool=owner.name, matched_token_count=matched))
         return pb.MatchPrefixResponse(matches=sorted(found, key=lambda m: (-m.matched_token_count, m.pool)))
 
     @unary
-    def ListPools(self, request: pb.ListPoolsRequest, grant: Grant) -> pb.ListPoolsResponse:
+    def ListPools(self, request: pb.ListPoolsRequest, permissions: Permissions) -> pb.ListPoolsResponse:
         now = self.clock()
-        return pb.ListPoolsResponse(pools=[views.summary(owner, now) for owner in self._observable(grant)])
+        return pb.ListPoolsResponse(pools=[views.summary(owner, now) for owner in self._observable(permissions)])
 
     @unary
-    def GetPool(self, request: pb.GetPoolRequest, grant: Grant) -> pb.GetPoolResponse:
+    def GetPool(self, request: pb.GetPoolRequest, permissions: Permissions) -> pb.GetPoolResponse:
         name = translate.pool_name(request.pool)
-        authorization.require_observing(grant, name)
+        authorization.require_observing(permissions, name)
         owner = self.directory.pool(name)
         response = pb.GetPoolResponse(summary=views.summary(owner, self.clock()))
         if request.view == pb.POOL_VIEW_BLOCKS:
             views.add_block_states(owner.pool, request, response)
-            views.add_sequences(owner.pool, request, response, grant)
+            views.add_sequences(owner.pool, request, response, permissions)
         elif request.view == pb.POOL_VIEW_USAGE:
-            views.add_usage(owner.pool, response, grant)
+            views.add_usage(owner.pool, response, permissions)
         return response
 
     async def WatchEvents(  # type: ignore[override]  # events go through context.write
@@ -323,22 +326,24 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
 
     # -- shared --------------------------------------------------------------------------------------------------------
 
-    def _observable(self, grant: Grant) -> list[Ownership]:
+    def _observable(self, permissions: Permissions) -> list[Ownership]:
         """The open pools that a caller may know of, by name."""
-        return [owner for owner in self.directory.open_pools() if grant.may_observe(owner.name)]
+        return [owner for owner in self.directory.open_pools() if permissions.may_observe(owner.name)]
 
-    def _owner(self, session_id: bytes, grant: Grant) -> Ownership:
+    def _owner(self, session_id: bytes, permissions: Permissions) -> Ownership:
         """The unary session that a call names."""
         owner = self.directory.session(session_id)
-        authorization.require_owning(grant, owner.name)
+        authorization.require_owning(permissions, owner.name)
         require(owner.unary, "this pool is owned over the Session stream", "FENCED")
         return owner
 
-    def _once(self, request: Any, grant: Grant, operation: str, operate: Callable[[Ownership], ResponseT]) -> ResponseT:
+    def _once(
+        self, request: Any, permissions: Permissions, operation: str, operate: Callable[[Ownership], ResponseT]
+    ) -> ResponseT:
         """Applies an operation, or returns the answer that its request id had before. Only what is not refused renews
         the session's lease."""
-        owner = self._owner(request.session_id, grant)
-        authorization.require_operation(grant, owner.pool, request)
+        owner = self._owner(request.session_id, permissions)
+        authorization.require_operation(permissions, owner.pool, request)
         request_id = translate.request_id(request.request_id)
         # With its type: requests of two types that carry equal numbers are equal bytes.
         content = type(request).__name__.encode() + request.SerializeToString(deterministic=True)

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 from grpc import aio
-from quire.protocol.permissions import Grant
+from quire.protocol.permissions import Permissions
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits
@@ -54,21 +54,21 @@ class Watching:
         for pool in list(self._watchers):
             self.wake(pool)
 
-    async def serve(self, request: pb.WatchEventsRequest, context: Context, grant: Grant) -> None:
+    async def serve(self, request: pb.WatchEventsRequest, context: Context, permissions: Permissions) -> None:
         """Sends events until the caller leaves.
 
         Raises:
             Refusal: POOL_FORBIDDEN, POOL_UNKNOWN, LIMIT, WATCHER_SLOW, DRAINING.
         """
         name = translate.pool_name(request.pool)
-        authorization.require_observing(grant, name)
+        authorization.require_observing(permissions, name)
         self._directory.pool(name)
         require(self._count < limits.WATCHERS_MAX, f"at most {limits.WATCHERS_MAX} watchers are served", "LIMIT")
         news = asyncio.Event()
         self._watchers[name].add(news)
         self._count += 1
         try:
-            watcher = _Watcher(self._directory, name, context, grant)
+            watcher = _Watcher(self._directory, name, context, permissions)
             cursor = request.cursor
             session_id = request.session_id
             while True:
@@ -86,11 +86,11 @@ class Watching:
 class _Watcher:
     """One watch of one pool."""
 
-    def __init__(self, directory: Directory, name: str, context: Context, grant: Grant) -> None:
+    def __init__(self, directory: Directory, name: str, context: Context, permissions: Permissions) -> None:
         self._directory = directory
         self._name = name
         self._context = context
-        self._grant = grant
+        self._permissions = permissions
 
     async def catch_up(self, session_id: bytes, cursor: int) -> tuple[bytes, int]:
         """Sends what there is after a cursor of a session, and returns where it came to."""
@@ -113,7 +113,7 @@ class _Watcher:
 
         await self._context.write(message(cleared=pb.IndexCleared()))
         for stretch in index.walk_acknowledged(pool):
-            if self._grant.may_use(stretch.namespace):
+            if self._permissions.may_use(stretch.namespace):
                 for piece in index.pieces(stretch):
                     await self._context.write(message(groups=piece.groups, stored=_stored(piece)))
         until = pool.log.last_cursor
@@ -129,7 +129,7 @@ class _Watcher:
             raise Refusal("WATCHER_SLOW", f"events after {cursor} are no longer kept; start over from a snapshot")
         # Taken at once: the log moves on while a message waits for its caller.
         for number, event in list(log.after(cursor, min(limits.EVENTS_PER_TURN_MAX, until - cursor))):
-            if self._grant.may_use(event.scope.namespace.name):
+            if self._permissions.may_use(event.scope.namespace.name):
                 for message in _messages(owner.name, session_id, number, event):
                     await self._context.write(message)
             cursor = number
@@ -151,7 +151,7 @@ def _messages(pool: str, session_id: bytes, cursor: int, event: Event) -> Iterat
         yield message
 
 
-def _stored(stretch: index.Stretch) -> pb.BlocksStored:
+def _stored(stretch: index.IndexedStretch) -> pb.BlocksStored:
     return pb.BlocksStored(
         namespace=stretch.namespace,
         parent_digest=stretch.parent_digest,

@@ -11,7 +11,7 @@ import pytest
 from quire import AsyncAllocatorClient, GroupKind, GroupSpec, PoolSpec, Quota
 from quire.protocol.steps import Result, StepBuilder, StepOutcome
 from quire.session import PoolSession
-from quire.session.lookahead import Decoding, Unit, give_back, needs_of
+from quire.session.lookahead import Decoding, Increment, give_back, needs_of
 
 from tests.allocator.service.harness import running_allocator
 
@@ -26,17 +26,17 @@ def blocks_of(token_count: int, sizes: tuple[int, ...]) -> int:
 def naive_needs(
     decoding: list[Decoding[int]], free_block_count: int, *, ahead_tokens: int, sizes: tuple[int, ...]
 ) -> list[tuple[int, int]]:
-    """The rules of `quire.session.lookahead` again, one whole unit after the other."""
+    """The rules of `quire.session.lookahead` again, one whole increment after the other."""
     if not any(each.granted < min(each.length + ahead_tokens, each.last) for each in decoding):
         return []
-    unit = math.lcm(*sizes)
+    increment = math.lcm(*sizes)
     room = {each.sequence: each.granted for each in decoding}
     free = free_block_count
 
     def add_unit(sequence: int) -> int:
-        """What it costs to fill up to the next multiple of a unit."""
+        """What it costs to fill up to the next multiple of a increment."""
         before = room[sequence]
-        room[sequence] = (before // unit + 1) * unit
+        room[sequence] = (before // increment + 1) * increment
         return blocks_of(room[sequence], sizes) - blocks_of(before, sizes)
 
     for each in decoding:
@@ -52,7 +52,7 @@ def naive_needs(
             if min(each.length, each.last) > each.granted
         ]
     for each in decoding:
-        wanted = min(each.length + ahead_tokens + (unit if ahead_tokens else 0), each.last)
+        wanted = min(each.length + ahead_tokens + (increment if ahead_tokens else 0), each.last)
         while room[each.sequence] < wanted:
             before = room[each.sequence]
             cost = add_unit(each.sequence)
@@ -68,8 +68,8 @@ def test_needs_are_those_of_a_naive_twin_and_never_more_than_is_free(seed: int) 
     dice = random.Random(seed)
     for _ in range(200):
         sizes = dice.choice([(1,), (4,), (16,), (16, 8), (8, 16, 16), (4, 6)])
-        unit = Unit.of(*sizes)
-        ahead_tokens = dice.choice([0, 1, unit.token_count, 50])
+        increment = Increment.of(*sizes)
+        ahead_tokens = dice.choice([0, 1, increment.token_count, 50])
         decoding = []
         for number in range(dice.randrange(6)):
             length = dice.randrange(1, 100)
@@ -77,12 +77,12 @@ def test_needs_are_those_of_a_naive_twin_and_never_more_than_is_free(seed: int) 
             decoding.append(Decoding(number, granted, length, length + dice.randrange(-1, 80)))
         free = dice.randrange(40)
         expected = naive_needs(decoding, free, ahead_tokens=ahead_tokens, sizes=sizes)
-        asks = needs_of(decoding, free, ahead_tokens=ahead_tokens, unit=unit)
+        asks = needs_of(decoding, free, ahead_tokens=ahead_tokens, increment=increment)
         assert asks == expected
         granted_to = {each.sequence: each.granted for each in decoding}
         taken = sum(blocks_of(room, sizes) - blocks_of(granted_to[each], sizes) for each, room in asks)
         least = sum(
-            max(0, blocks_of(unit.least(min(each.length, each.last)), sizes) - blocks_of(each.granted, sizes))
+            max(0, blocks_of(increment.least(min(each.length, each.last)), sizes) - blocks_of(each.granted, sizes))
             for each in decoding
             if each.lacks_room
         )
@@ -99,14 +99,15 @@ def test_no_more_is_given_back_than_a_block_too_much_and_nobody_loses_what_it_ne
             length = dice.randrange(1, 100)
             holders.append((number, length + dice.randrange(60), length))
         missing = dice.randrange(30)
-        kept = give_back(holders, missing, Unit.of(*sizes))
+        kept = give_back(holders, missing, Increment.of(*sizes))
         freed = {
             each: blocks_of(granted, sizes) - blocks_of(kept.get(each, granted), sizes) for each, granted, _ in holders
         }
         for each, granted, length in holders:
             assert length <= kept.get(each, granted) <= granted
         spare = sum(
-            blocks_of(granted, sizes) - min(blocks_of(granted, sizes), blocks_of(Unit.of(*sizes).least(length), sizes))
+            blocks_of(granted, sizes)
+            - min(blocks_of(granted, sizes), blocks_of(Increment.of(*sizes).least(length), sizes))
             for _, granted, length in holders
         )
         assert sum(freed.values()) >= min(missing, spare)
@@ -115,7 +116,7 @@ def test_no_more_is_given_back_than_a_block_too_much_and_nobody_loses_what_it_ne
         assert all(freed[each] > 0 for each in kept)
         for each, granted, length in holders[oldest + 1 :]:
             if each not in kept:
-                assert Unit.of(*sizes).least(length) >= granted, "a newer one had some to give"
+                assert Increment.of(*sizes).least(length) >= granted, "a newer one had some to give"
 
 
 async def opened(client: AsyncAllocatorClient, spec: PoolSpec, lengths: list[int], *, ahead_tokens: int) -> PoolSession:
@@ -282,6 +283,6 @@ async def test_room_for_less_than_nothing_is_refused() -> None:
 
 
 def test_states_alone_take_no_blocks_ahead() -> None:
-    unit = Unit.of()
+    increment = Increment.of()
     sequences = [Decoding(number, 5, 6, 9) for number in range(3)]
-    assert needs_of(sequences, 0, ahead_tokens=2, unit=unit) == [(number, 9) for number in range(3)]
+    assert needs_of(sequences, 0, ahead_tokens=2, increment=increment) == [(number, 9) for number in range(3)]

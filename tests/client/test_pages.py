@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 
 import pytest
-from quire.session.pages import Pages, Published, Scope
+from quire.session.pages import DigestSpace, Pages, Published
 
 BLOCKS = 96
 
@@ -19,7 +19,9 @@ class NaivePages:
         self.carried: dict[int, Published] = {}
         self.stamps: dict[int, tuple[int, int, int]] = {}
 
-    def publish(self, scope: Scope, first: int, before: int | None, digests: bytes, blocks: Sequence[int]) -> None:
+    def publish(
+        self, scope: DigestSpace, first: int, before: int | None, digests: bytes, blocks: Sequence[int]
+    ) -> None:
         parent = self.carried[before].digest if before in self.carried else b""
         for offset, block in enumerate(blocks):
             digest = digests[offset * 32 : offset * 32 + 32]
@@ -52,14 +54,14 @@ def order(pages: Pages) -> list[int]:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_random_history_is_known_as_block_by_block(seed: int) -> None:
     dice, pages, naive = random.Random(seed), Pages(), NaivePages()
-    chains: list[tuple[Scope, int, int, bytes]] = []  # scope, next position, last block and its digest
+    chains: list[tuple[DigestSpace, int, int, bytes]] = []  # scope, next position, last block and its digest
     for step in range(1, 400):
         free = [block for block in range(BLOCKS) if dice.random() < 0.15]
         dice.shuffle(free)
         for target in (pages, naive):
             target.grant(free)
         if free and dice.random() < 0.8:
-            scope, first, before = Scope(dice.choice(["", "a"]), dice.randrange(2)), 0, None
+            scope, first, before = DigestSpace(dice.choice(["", "a"]), dice.randrange(2)), 0, None
             if chains and dice.random() < 0.6:
                 scope, first, before, _ = dice.choice(chains)
             digests = dice.randbytes(32 * len(free))
@@ -88,7 +90,7 @@ def check_bounds(pages: Pages) -> None:
 
 
 def test_decoding_extends_one_stretch() -> None:
-    pages, scope = Pages(), Scope("", 0)
+    pages, scope = Pages(), DigestSpace("", 0)
     pages.publish(scope, 0, None, bytes(64), array("I", [5, 6]))
     for position in range(2, 50):
         pages.publish(scope, position, position + 4, bytes([position]) * 32, array("I", [position + 5]))
@@ -98,7 +100,7 @@ def test_decoding_extends_one_stretch() -> None:
 
 
 def test_what_forks_publish_parts_at_their_common_parent() -> None:
-    pages, scope = Pages(), Scope("", 0)
+    pages, scope = Pages(), DigestSpace("", 0)
     pages.publish(scope, 0, None, b"a" * 32, array("I", [1]))
     pages.publish(scope, 1, 1, b"b" * 32, array("I", [2]))
     pages.publish(scope, 1, 1, b"c" * 32, array("I", [3]))
@@ -108,7 +110,7 @@ def test_what_forks_publish_parts_at_their_common_parent() -> None:
 
 def test_outdated_releases_do_not_pile_up() -> None:
     pages, blocks = Pages(), list(range(64))
-    pages.publish(Scope("", 0), 0, None, bytes(64 * 32), array("I", blocks))
+    pages.publish(DigestSpace("", 0), 0, None, bytes(64 * 32), array("I", blocks))
     for step in range(1, 2_000):
         pages.release(step, 0, 0, blocks[: 64 - step % 64])
     assert sum(len(release.blocks) for release in pages.releases()) <= 5 * 4_096

@@ -14,7 +14,7 @@ from quire.protocol.packing import unpack_uint32
 from quire.session import block_report
 from quire.session.block_report import report_chunks
 from quire.session.ledger import Ledger, LedgerSequence
-from quire.session.pages import Scope
+from quire.session.pages import DigestSpace
 from quire.v1 import allocator_pb2 as pb
 
 LARGEST = 0xFFFFFFFF
@@ -68,7 +68,7 @@ def ledger_of(shape: Shape) -> Ledger:
         size = 1 + number % shape.stretch_blocks if number else shape.long_stretch_blocks
         block -= size
         blocks = array("I", range(block, block + size))
-        scope = Scope(names[number % len(names)], number % shape.group_count)
+        scope = DigestSpace(names[number % len(names)], number % shape.group_count)
         digests = b"".join(own.to_bytes(32, "little") for own in blocks)
         ledger.pages.publish(scope, 1 << 30, None, digests, blocks)
         if number % 3:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quire.protocol.permissions import EVERYTHING, KINDS, Grant, Patterns, grant_of, uris_of
+from quire.protocol.permissions import EVERYTHING, KINDS, Patterns, Permissions, permissions_of, uris_of
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 NAMES = TEXT.filter(lambda name: not name.endswith("*"))
@@ -13,12 +13,12 @@ NAMES = TEXT.filter(lambda name: not name.endswith("*"))
 
 def allowed(uri: str, name: str) -> list[str]:
     """What one URI permits to do with one name."""
-    grant = grant_of([uri])
+    permissions = permissions_of([uri])
     answers = {
-        "own": grant.may_own(name),
-        "observe": grant.may_observe(name),
-        "use": grant.may_use(name),
-        "observe all": grant.may_observe_all,
+        "own": permissions.may_own(name),
+        "observe": permissions.may_observe(name),
+        "use": permissions.may_use(name),
+        "observe all": permissions.may_observe_all,
     }
     return [verb for verb, answer in answers.items() if answer]
 
@@ -58,28 +58,28 @@ def test_a_uri_permits_this_and_no_more(uri: str, name: str, verbs: list[str]) -
 
 
 def test_no_uri_permits_nothing_and_everything_is_everything() -> None:
-    assert grant_of([]) == Grant()
+    assert permissions_of([]) == Permissions()
     for name in ("", "a", "größe"):
-        nobody = Grant()
+        nobody = Permissions()
         assert [nobody.may_own(name), nobody.may_observe(name), nobody.may_use(name)] == [False] * 3
         assert EVERYTHING.may_own(name)
         assert EVERYTHING.may_observe(name)
         assert EVERYTHING.may_use(name)
-    assert not Grant().may_observe_all
+    assert not Permissions().may_observe_all
 
 
 @given(kind=st.sampled_from(KINDS), written=NAMES, asked=NAMES)
 def test_a_name_that_is_written_down_permits_itself_alone(kind: str, written: str, asked: str) -> None:
     (uri,) = uris_of(Patterns(**{kind: [written]}))
     assert uri.isascii()
-    grant = grant_of([uri])
-    may = {"pool": grant.may_own, "observe": grant.may_observe, "namespace": grant.may_use}[kind]
+    permissions = permissions_of([uri])
+    may = {"pool": permissions.may_own, "observe": permissions.may_observe, "namespace": permissions.may_use}[kind]
     assert may(written)
     assert may(asked) == (asked == written)
 
 
 @given(written=NAMES, ending=TEXT, asked=TEXT)
 def test_a_trailing_star_permits_every_ending(written: str, ending: str, asked: str) -> None:
-    grant = grant_of(uris_of(Patterns(namespace=[f"{written}*"])))
-    assert grant.may_use(written + ending)
-    assert grant.may_use(asked) == asked.startswith(written)
+    permissions = permissions_of(uris_of(Patterns(namespace=[f"{written}*"])))
+    assert permissions.may_use(written + ending)
+    assert permissions.may_use(asked) == asked.startswith(written)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from quire.errors import QuireError, Reason
-from quire.protocol.permissions import EVERYTHING, Grant, grant_of
+from quire.protocol.permissions import EVERYTHING, Permissions, permissions_of
 from quire.protocol.steps import Result, StepBuilder
 from quire.session.owner import Phase, PoolOwner, Verdict
 from quire.v1 import allocator_pb2 as pb
@@ -22,9 +22,9 @@ from tests.allocator.session.test_machine import run
 from tests.simulation.histories import pool_spec
 from tests.simulation.world import Quiet
 
-RED = grant_of(["quire://pool/*", "quire://namespace/red"])
-BLUE = grant_of(["quire://pool/*", "quire://namespace/blue"])
-BOTH = grant_of(["quire://pool/*", "quire://namespace/red", "quire://namespace/blue"])
+RED = permissions_of(["quire://pool/*", "quire://namespace/red"])
+BLUE = permissions_of(["quire://pool/*", "quire://namespace/blue"])
+BOTH = permissions_of(["quire://pool/*", "quire://namespace/red", "quire://namespace/blue"])
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def owner(kind: str = "full") -> PoolOwner:
     return PoolOwner("pool", pool_spec(kind, 32), incarnation=b"owner".ljust(16), window=1)
 
 
-def attach(sessions: Sessions, side: PoolOwner, grant: Grant) -> SessionMachine:
-    machine = SessionMachine(sessions, grant=grant)
+def attach(sessions: Sessions, side: PoolOwner, permissions: Permissions) -> SessionMachine:
+    machine = SessionMachine(sessions, permissions=permissions)
     side.attach()
     run(machine, side)
     assert side.phase is Phase.OPEN
@@ -72,9 +72,9 @@ def live(sessions: Sessions) -> dict[int, str]:
     return {number: sequence.namespace.name for number, sequence in sequences.items()}
 
 
-@pytest.mark.parametrize("grant", [Grant(), grant_of(["quire://observe/*", "quire://namespace/*"])])
-def test_a_pool_that_one_may_not_own_cannot_be_attached(sessions: Sessions, grant: Grant) -> None:
-    side, machine = owner(), SessionMachine(sessions, grant=grant)
+@pytest.mark.parametrize("permissions", [Permissions(), permissions_of(["quire://observe/*", "quire://namespace/*"])])
+def test_a_pool_that_one_may_not_own_cannot_be_attached(sessions: Sessions, permissions: Permissions) -> None:
+    side, machine = owner(), SessionMachine(sessions, permissions=permissions)
     side.attach()
     with pytest.raises(Refusal) as caught:
         machine.receive(side.outbox.popleft(), 0.0)
@@ -88,7 +88,7 @@ def test_an_attach_that_is_not_permitted_fences_nobody(sessions: Sessions) -> No
     ask(machine, side, allocating(1, "red"))
     side.lose()
     side.attach()
-    intruder = SessionMachine(sessions, grant=grant_of(["quire://pool/other", "quire://namespace/*"]))
+    intruder = SessionMachine(sessions, permissions=permissions_of(["quire://pool/other", "quire://namespace/*"]))
     with pytest.raises(Refusal, match="does not permit owning"):
         intruder.receive(side.outbox.popleft(), 0.0)
     assert machine.ending is None
@@ -147,11 +147,13 @@ def fork_below_another(step: StepBuilder) -> None:
     step.fork(1, 2)
 
 
-@pytest.mark.parametrize("grant", [RED, EVERYTHING])
+@pytest.mark.parametrize("permissions", [RED, EVERYTHING])
 @pytest.mark.parametrize("fork", [fork_of_a_missing_parent, fork_of_a_parent_that_is_freed, fork_below_another])
-def test_a_grow_of_what_could_not_be_forked_makes_no_sequence(sessions: Sessions, fork: Any, grant: Grant) -> None:
+def test_a_grow_of_what_could_not_be_forked_makes_no_sequence(
+    sessions: Sessions, fork: Any, permissions: Permissions
+) -> None:
     side = owner()
-    machine = attach(sessions, side, grant)
+    machine = attach(sessions, side, permissions)
     ask(machine, side, allocating(1, "red"))
     step = StepBuilder()
     fork(step)
@@ -160,10 +162,12 @@ def test_a_grow_of_what_could_not_be_forked_makes_no_sequence(sessions: Sessions
     assert 2 not in live(sessions)
 
 
-@pytest.mark.parametrize("grant", [RED, EVERYTHING])
-def test_nor_does_one_of_the_child_of_a_state_that_is_not_committed(sessions: Sessions, grant: Grant) -> None:
+@pytest.mark.parametrize("permissions", [RED, EVERYTHING])
+def test_nor_does_one_of_the_child_of_a_state_that_is_not_committed(
+    sessions: Sessions, permissions: Permissions
+) -> None:
     side = owner("state")
-    machine = attach(sessions, side, grant)
+    machine = attach(sessions, side, permissions)
     ask(machine, side, allocating(1, "red"))
     step = StepBuilder()
     step.fork(1, 2)
@@ -172,10 +176,10 @@ def test_nor_does_one_of_the_child_of_a_state_that_is_not_committed(sessions: Se
     assert live(sessions) == {1: "red"}
 
 
-@pytest.mark.parametrize("grant", [RED, EVERYTHING])
-def test_nor_one_of_the_child_of_a_hold_whose_time_came(sessions: Sessions, grant: Grant) -> None:
+@pytest.mark.parametrize("permissions", [RED, EVERYTHING])
+def test_nor_one_of_the_child_of_a_hold_whose_time_came(sessions: Sessions, permissions: Permissions) -> None:
     side = owner()
-    machine = attach(sessions, side, grant)
+    machine = attach(sessions, side, permissions)
     ask(machine, side, allocating(1, "red"))
     step = StepBuilder()
     step.fork(1, 2, hold_ms=1)
@@ -194,13 +198,13 @@ def test_a_session_with_sequences_of_another_namespace_is_neither_resumed_nor_re
     side.lose()
     side.attach()
     with pytest.raises(Refusal, match="this namespace"):
-        SessionMachine(sessions, grant=BLUE).receive(side.outbox.popleft(), 0.0)
+        SessionMachine(sessions, permissions=BLUE).receive(side.outbox.popleft(), 0.0)
     assert machine.ending is None
     side.lose()
     sessions.directory.remove(sessions.directory.pool("pool"))
     side.attach()
     with pytest.raises(Refusal, match="this namespace"):
-        run(SessionMachine(sessions, grant=BLUE), side)
+        run(SessionMachine(sessions, permissions=BLUE), side)
     assert sessions.directory.open_pools() == []
 
 
@@ -233,7 +237,7 @@ async def test_a_reader_is_shown_its_own_namespaces_and_pools_only() -> None:
     async with running_allocator() as allocator:
         await a_red_and_a_blue_prefix(allocator, "seen")
         await a_red_and_a_blue_prefix(allocator, "hidden")
-        allocator.service.authorize = lambda _context: grant_of(["quire://observe/seen", "quire://namespace/red"])
+        allocator.service.authorize = lambda _context: permissions_of(["quire://observe/seen", "quire://namespace/red"])
         stub = allocator.stub
         assert [pool.pool for pool in (await stub.ListPools(pb.ListPoolsRequest())).pools] == ["seen"]
         request = pb.MatchPrefixRequest(namespace="red", digests=d("re"))

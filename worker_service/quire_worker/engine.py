@@ -182,11 +182,11 @@ class Engine:
         One step is under way at a time. Its answer is waited for only by those who need it: while the allocator is
         slow, or gone, whoever has room goes on.
         """
-        if self._asked is not None and self._asked.answer.done() and not await self._settle():
+        if self._asked is not None and self._asked.answer.done() and not await self._take_in():
             return None
         ready = self.scheduler.plan_without_asking()
         if self._asked is not None and self.scheduler.has_to_ask(ready) and await self._is_answered(ready):
-            if not await self._settle():
+            if not await self._take_in():
                 return None
             ready = self.scheduler.plan_without_asking()
         if self._asked is not None or not self.scheduler.has_to_ask(ready):
@@ -221,14 +221,14 @@ class Engine:
         self.telemetry.allocator_wait_s += self._clock() - started
         return self._asked.answer.done()
 
-    async def _settle(self) -> bool:
+    async def _take_in(self) -> bool:
         """Takes in an answer that came late; False if everything that ran has to start again."""
         assert self._asked is not None
         plan = self._asked.plan
         outcome = await self._answer()
         if outcome is None:
             return False
-        self.scheduler.settle(plan, outcome)
+        self.scheduler.take_in(plan, outcome)
         self.telemetry.observe_blocks(outcome, self.scheduler.running, self.cache.block_count)
         return True
 

@@ -13,7 +13,7 @@ from grpc import aio
 from quire._serving.rpc import Authorize, abort, permit_everything
 from quire.errors import InternalError, QuireError, Reason
 from quire.protocol.limits import NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
-from quire.protocol.permissions import Grant
+from quire.protocol.permissions import Permissions
 from quire.v1 import worker_pb2 as pb
 from quire.v1 import worker_pb2_grpc as pb_grpc
 
@@ -101,11 +101,11 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
 
     # -- parts of Generate ---------------------------------------------------------------------------------------------
 
-    async def _submit(self, request: pb.GenerateRequest, grant: Grant) -> Request:
+    async def _submit(self, request: pb.GenerateRequest, permissions: Permissions) -> Request:
         self._check_serving()
         _require(len(request.request_id) <= REQUEST_ID_CHARACTERS_MAX, "request_id must be at most 64 characters")
         _require(len(request.namespace.encode()) <= NAMESPACE_BYTES_MAX, "namespace must be at most 128 bytes")
-        if not grant.may_use(request.namespace):
+        if not permissions.may_use(request.namespace):
             raise QuireError.of(Reason.NAMESPACE_FORBIDDEN, "the certificate does not permit this namespace")
         sampling = _sampling(request.sampling)
         request_id = request.request_id or uuid.uuid4().hex

@@ -26,7 +26,7 @@ from quire_allocator.core.spec import GrowResult, PoolSpec, Result, Victim
 VICTIMS_EXAMINED_MAX: Final = 1024  # newest sequences: looking at all of a large pool would hold up everybody's steps
 
 
-class Candidate(NamedTuple):
+class Applicant(NamedTuple):
     """A new sequence that asks to be let in."""
 
     space: Namespace
@@ -61,26 +61,26 @@ class Gates:
         """Free blocks that a new sequence must leave."""
         return self._spec.watermark_block_count + self.promised_block_count if self._sequences else 0
 
-    def refuse_new(self, candidate: Candidate, needed: int, revived: int) -> GrowResult | None:
+    def refuse_new(self, applicant: Applicant, needed: int, revived: int) -> GrowResult | None:
         """Why a new sequence that needs so many blocks now, beside cached ones of its hits, is not let in; or None."""
-        taken = sum([hit.block_count for hit in candidate.hits])
+        taken = sum([hit.block_count for hit in applicant.hits])
         whole = needed
-        if candidate.prompt_token_count > candidate.token_count:
-            peak = sum(m.peak(candidate.prompt_token_count, candidate.token_count) for m in self._managers)
+        if applicant.prompt_token_count > applicant.token_count:
+            peak = sum(m.peak(applicant.prompt_token_count, applicant.token_count) for m in self._managers)
             whole = max(needed, peak - taken)
         if taken + whole > self._spec.block_count:
-            return GrowResult(Result.TOO_LONG, 0, candidate.pending_token_count)
-        if 0 < candidate.defer_token_count <= candidate.pending_token_count:
-            return GrowResult(Result.PENDING, candidate.matched_token_count, candidate.pending_token_count)
-        hits = zip(self._managers, candidate.hits)
+            return GrowResult(Result.TOO_LONG, 0, applicant.pending_token_count)
+        if 0 < applicant.defer_token_count <= applicant.pending_token_count:
+            return GrowResult(Result.PENDING, applicant.matched_token_count, applicant.pending_token_count)
+        hits = zip(self._managers, applicant.hits)
         kept = sum([hit.cached_block_count for m, hit in hits if not m.in_place])  # a state is copied, and let go
-        over = self._over_quota(candidate.space, needed + kept)
+        over = self._over_quota(applicant.space, needed + kept)
         if over > 0:
-            return GrowResult(Result.QUOTA, 0, candidate.pending_token_count, shortfall=over)
+            return GrowResult(Result.QUOTA, 0, applicant.pending_token_count, shortfall=over)
         missing = whole + revived + self.reserved_block_count - self._blocks.free_count
         if missing > 0:
-            victim = self.cheapest_victim(candidate.priority)
-            return GrowResult(Result.NO_SPACE, 0, candidate.pending_token_count, shortfall=missing, victim=victim)
+            victim = self.cheapest_victim(applicant.priority)
+            return GrowResult(Result.NO_SPACE, 0, applicant.pending_token_count, shortfall=missing, victim=victim)
         return None
 
     def refuse_grow(

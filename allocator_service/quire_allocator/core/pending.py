@@ -15,7 +15,7 @@ from __future__ import annotations
 from quire_allocator.core.spec import DIGEST_BYTES
 
 
-class Chain:
+class Announcement:
     """What one sequence announced: the first `digest_count` digests of its prompt, those already published included."""
 
     __slots__ = ("digest_count", "digests", "namespace", "next_digest", "places")
@@ -36,18 +36,18 @@ class PendingPrefixes:
     """Every chain of a pool."""
 
     def __init__(self) -> None:
-        self._places: dict[bytes, list[Chain]] = {}
+        self._places: dict[bytes, list[Announcement]] = {}
 
-    def announce(self, namespace: str, digests: bytes, next_digest: int, digest_count: int) -> Chain | None:
+    def announce(self, namespace: str, digests: bytes, next_digest: int, digest_count: int) -> Announcement | None:
         """A new sequence will compute the first `digest_count` of `digests`, from number `next_digest` on; None where
         nothing is left of them."""
         if next_digest >= digest_count:
             return None
-        chain = Chain(namespace, digests, next_digest, digest_count)
+        chain = Announcement(namespace, digests, next_digest, digest_count)
         self._add_place(chain)
         return chain
 
-    def advance(self, chain: Chain, next_digest: int) -> bool:
+    def advance(self, chain: Announcement, next_digest: int) -> bool:
         """The chain is published up to there; returns whether anything is still pending."""
         if next_digest >= chain.digest_count:
             self.drop(chain)
@@ -57,7 +57,7 @@ class PendingPrefixes:
             self._add_place(chain)
         return True
 
-    def drop(self, chain: Chain) -> None:
+    def drop(self, chain: Announcement) -> None:
         """Nobody computes it any more."""
         for place in chain.places:
             key = chain.key(place)
@@ -82,7 +82,7 @@ class PendingPrefixes:
     def __len__(self) -> int:
         return len(self._places)
 
-    def _add_place(self, chain: Chain) -> None:
+    def _add_place(self, chain: Announcement) -> None:
         chain.places.append(chain.next_digest)
         key = chain.key(chain.next_digest)
         chains = self._places.get(key)

@@ -25,7 +25,7 @@ from __future__ import annotations
 from array import array
 from typing import Final
 
-from quire_allocator.core.admission import Candidate, Gates
+from quire_allocator.core.admission import Applicant, Gates
 from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.events import EventLog, digest_count_before
 from quire_allocator.core.groups.coordinator import Coordinator
@@ -56,8 +56,8 @@ class Pool:
         self.digest_tokens = spec.block_size
         self.blocks = Blocks(spec.block_count, spec.eviction_policy)
         self.log = EventLog()
-        self.groups = Coordinator(spec, self.blocks, self.log)
-        self.managers = self.groups.managers
+        self.coordinator = Coordinator(spec, self.blocks, self.log)
+        self.managers = self.coordinator.managers
         self.sequences: dict[int, SequenceState] = {}
         self.gates = Gates(spec, self.blocks, self.managers, self.sequences)
         self.pending = PendingPrefixes()
@@ -75,8 +75,8 @@ class Pool:
 
     def match(self, namespace: str, digests: bytes) -> int:
         """Leading tokens that every group can serve. A hint: changes nothing, not even the eviction order."""
-        space = self.blocks.namespaces.get(namespace) or self.groups.new_namespace(namespace)
-        return self.groups.find(space, digests, len(digests) // DIGEST_BYTES * self.digest_tokens)[1]
+        space = self.blocks.namespaces.get(namespace) or self.coordinator.new_namespace(namespace)
+        return self.coordinator.find(space, digests, len(digests) // DIGEST_BYTES * self.digest_tokens)[1]
 
     def match_acknowledged(self, namespace: str, digests: bytes) -> int:
         """The same for others than the owner: without what steps have stored that it has not acknowledged."""
@@ -117,10 +117,10 @@ class Pool:
         """
         if sequence_id <= self.last_sequence_id:
             return GrowResult(Result.EXISTS)
-        space = self.blocks.namespaces.get(namespace) or self.groups.new_namespace(namespace)
+        space = self.blocks.namespaces.get(namespace) or self.coordinator.new_namespace(namespace)
         prompt = max(token_count, prompt_token_count)
         limit = min((prompt - 1) // self.digest_tokens, len(digests) // DIGEST_BYTES)
-        hits, matched = self.groups.find(space, digests, limit * self.digest_tokens)
+        hits, matched = self.coordinator.find(space, digests, limit * self.digest_tokens)
         chunk, token_count = token_count, max(token_count, matched)
         place, pending = matched // self.digest_tokens, 0
         if len(self.pending):
@@ -130,8 +130,8 @@ class Pool:
         left = self.blocks.free_count - needed - revived
         # Where as much is left as must be, it also fits the pool: what it shares is not free.
         if prompt > chunk or space.quota is not None or left < self.gates.reserved_block_count or defer_token_count:
-            candidate = Candidate(space, hits, matched, chunk, prompt_token_count, priority, pending, defer_token_count)
-            refused = self.gates.refuse_new(candidate, needed, revived)
+            applicant = Applicant(space, hits, matched, chunk, prompt_token_count, priority, pending, defer_token_count)
+            refused = self.gates.refuse_new(applicant, needed, revived)
             if refused is not None and refused.result is Result.NO_SPACE and matched and not self.sequences:
                 # With the state to copy from, a hit may need more room than there is, and nobody would ever make room.
                 return self.allocate(
@@ -144,9 +144,9 @@ class Pool:
         # Hits are held before anything is taken: taking evicts.
         self.blocks.namespaces[namespace] = space
         space.sequence_count += 1  # or it would be forgotten with its last cached block
-        sequence = self.groups.open(space, hits, matched, prompt, priority)
+        sequence = self.coordinator.open(space, hits, matched, prompt, priority)
         copies: list[Copy] = []
-        self.groups.grant(sequence, needs, token_count, copies)
+        self.coordinator.grant(sequence, needs, token_count, copies)
         self.granted_block_count += needed
         self.copy_count += len(copies)
         if prompt > chunk:
@@ -177,31 +177,31 @@ class Pool:
         """Grows a sequence beyond its limit."""
         if self._takes_next_blocks(sequence, token_count):
             self.gates.note_change()
-            self.granted_block_count += self.groups.group_count
-            return GrowResult(_OK, 0, 0, self.groups.append(sequence, token_count), ())
+            self.granted_block_count += self.coordinator.group_count
+            return GrowResult(_OK, 0, 0, self.coordinator.append(sequence, token_count), ())
         before = sequence.token_count
         needs = [m.needed(part, before, token_count) for m, part in zip(self.managers, sequence.parts)]
         needed = sum(needs)
         refused = self.gates.refuse_grow(sequence_id, sequence, token_count, needed)
         if refused is not None:
-            is_short = refused.result is Result.NO_SPACE and self.groups.in_place
+            is_short = refused.result is Result.NO_SPACE and self.coordinator.in_place
             if is_short and self.gates.give_up_checkpoints(sequence, refused.shortfall):
                 return self._extend(sequence_id, sequence, token_count)
             return refused
         self.gates.note_change()
         copies: list[Copy] = []
-        granted = self.groups.grant(sequence, needs, token_count, copies)
+        granted = self.coordinator.grant(sequence, needs, token_count, copies)
         self.granted_block_count += needed
         self.copy_count += len(copies)
         if sequence.promised:
             self.gates.promise(sequence)
         if copies:  # what was copied may be cached now
             self.gates.enforce_cache_quota(sequence.namespace)
-        return GrowResult(Result.OK, 0, 0, self.groups.added(sequence, granted) if needed else (), copies)
+        return GrowResult(Result.OK, 0, 0, self.coordinator.added(sequence, granted) if needed else (), copies)
 
     def _takes_next_blocks(self, sequence: SequenceState, token_count: int) -> bool:
         """Decoding's own path: one free block for every group, at a block edge, and nothing else to be looked at."""
-        size, groups = self.digest_tokens, self.groups
+        size, groups = self.digest_tokens, self.coordinator
         return (
             groups.in_step
             and not sequence.limit % size
@@ -235,7 +235,7 @@ class Pool:
             batch = [self.sequences.get(sequence_id) for sequence_id in sequence_ids]
             if None not in batch:
                 self._batch, self._batch_ids = batch, sequence_ids[:]
-        grants, others, takes_one = Grants(), [], self.groups.group_count == 1
+        grants, others, takes_one = Grants(), [], self.coordinator.group_count == 1
         for number, (sequence, token_count) in enumerate(zip(batch, token_counts)):
             if sequence is None:
                 others.append((number, GrowResult(Result.NOT_FOUND)))
@@ -243,7 +243,7 @@ class Pool:
                 if takes_one and self._takes_next_blocks(sequence, token_count):
                     self.gates.note_change()
                     self.granted_block_count += 1
-                    grants.add_one(number, self.groups.append_one(sequence, token_count))
+                    grants.add_one(number, self.coordinator.append_one(sequence, token_count))
                 else:
                     grown = self._extend(sequence_ids[number], sequence, token_count)
                     if grown.blocks:
@@ -287,14 +287,14 @@ class Pool:
                     manager.commit(part, committed, token_count, digests, swaps)
         sequence.committed_token_count = token_count
         if granted < sequence.token_count:
-            self.groups.shrink(sequence, granted)
+            self.coordinator.shrink(sequence, granted)
         if sequence.chain is not None and not self.pending.advance(sequence.chain, token_count // self.digest_tokens):
             sequence.chain = None
-        self.groups.settle(sequence)
-        if self.groups.settles:
+        self.coordinator.settle(sequence)
+        if self.coordinator.settles:
             self.gates.enforce_cache_quota(sequence.namespace)
-        if self.groups.in_place or keep_token_count:
-            self.groups.note_limit(sequence)
+        if self.coordinator.in_place or keep_token_count:
+            self.coordinator.note_limit(sequence)
         if sequence.prompt_token_count:
             self.gates.promise(sequence)
         return CommitResult(Result.OK, swaps) if swaps else _COMMITTED
@@ -329,14 +329,16 @@ class Pool:
         if child_id <= self.last_sequence_id:
             return Result.EXISTS
         length = parent.committed_token_count
-        if self.groups.in_place and parent.token_count > length:
+        if self.coordinator.in_place and parent.token_count > length:
             return Result.UNCOMMITTED
         self.gates.note_change()
         parts = tuple([manager.fork(part, length) for manager, part in zip(self.managers, parent.parts)])
         child = SequenceState(parent.namespace, length, parent.priority, parts)
         child.quiet_until = parent.quiet_until
-        if self.groups.in_place or length % self._edge_tokens:  # a block is shared that either side has yet to write
-            self.groups.note_limit(parent)
+        if (
+            self.coordinator.in_place or length % self._edge_tokens
+        ):  # a block is shared that either side has yet to write
+            self.coordinator.note_limit(parent)
         parent.namespace.sequence_count += 1
         if hold_until is not None:
             child.is_hold = True
@@ -387,7 +389,7 @@ class Pool:
 
     def tables(self, sequence: SequenceState) -> tuple[array[int], ...]:
         """One table per group; `NULL_BLOCK` where a block was given back."""
-        return self.groups.tables(sequence)
+        return self.coordinator.tables(sequence)
 
     def table_entry_count(self) -> int:
         """Blocks in all tables, shared ones each time: what separate caches would hold."""

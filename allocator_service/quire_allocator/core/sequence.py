@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire_allocator.core.blocks import Namespace
-from quire_allocator.core.pending import Chain
+from quire_allocator.core.pending import Announcement
 
 
 class SequenceState:
@@ -49,6 +49,6 @@ class SequenceState:
         self.chunk_token_count = 0
         self.promised = 0
         self.priority = priority
-        self.chain: Chain | None = None
+        self.chain: Announcement | None = None
         self.is_hold = False
         self.parts = parts

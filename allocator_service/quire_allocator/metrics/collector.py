@@ -1,6 +1,6 @@
 """The allocator's metrics, read from directory and telemetry at scrape.
 
-Apart from `telemetry.py`, which is compiled: a compiled class that derives from one that is not does not work in every
+Apart from `counters.py`, which is compiled: a compiled class that derives from one that is not does not work in every
 release of Python.
 """
 

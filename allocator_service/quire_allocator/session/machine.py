@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
 from quire.protocol.limits import PROTOCOL_VERSION
-from quire.protocol.permissions import EVERYTHING, Grant
+from quire.protocol.permissions import EVERYTHING, Permissions
 from quire.protocol.state_digest import STATE_DIGEST_ENTRIES_MAX, STATE_DIGEST_STEPS, SequenceRow, in_turn, state_digest
 from quire.v1 import allocator_pb2 as pb
 
@@ -53,7 +53,7 @@ class SessionMachine:
     Args:
         sessions: what it belongs to.
         on_end: called once when it is ended from outside; `ending` says why.
-        grant: what the caller may do.
+        permissions: what the caller may do.
 
     Attributes:
         phase: see the module's docstring.
@@ -63,7 +63,7 @@ class SessionMachine:
     """
 
     def __init__(
-        self, sessions: Sessions, on_end: Callable[[], None] = lambda: None, grant: Grant = EVERYTHING
+        self, sessions: Sessions, on_end: Callable[[], None] = lambda: None, permissions: Permissions = EVERYTHING
     ) -> None:
         self.phase = Phase.ATTACHING
         self.owner: Ownership | None = None
@@ -72,8 +72,8 @@ class SessionMachine:
         self._sessions = sessions
         self._directory = sessions.directory
         self._on_end = on_end
-        self._grant = grant
-        self._is_restricted = not grant.namespaces.are_all  # asked once a stream: every step would wait for it
+        self._permissions = permissions
+        self._is_restricted = not permissions.namespaces.are_all  # asked once a stream: every step would wait for it
         self._spec: PoolSpec | None = None
         self._report: StagedReport | None = None
         self._report_heard = 0.0
@@ -124,10 +124,10 @@ class SessionMachine:
         require(1 <= attach.window <= limits.WINDOW_MAX, f"window must be 1 to {limits.WINDOW_MAX}")
         self._spec = translate.pool_spec(attach.spec)
         name = translate.pool_name(attach.pool)
-        authorization.require_owning(self._grant, name)
+        authorization.require_owning(self._permissions, name)
         known = self._directory.find_session(attach.resume_session)
         if known is not None and known.name == name:
-            authorization.require_sequences(self._grant, known.pool)
+            authorization.require_sequences(self._permissions, known.pool)
         self._sessions.check_quarantine(name, now)
         resumes = known is not None and known.name == name and known.incarnation == attach.incarnation
         if attach.last_step and not resumes:  # else there is nothing to report, most likely
@@ -189,7 +189,7 @@ class SessionMachine:
             self._report = StagedReport(spec)
         report = self._report
         if request.HasField("report_chunk"):
-            authorization.require_report(self._grant, request.report_chunk)
+            authorization.require_report(self._permissions, request.report_chunk)
             self._reserve_report(now)
             sessions.apply(owner, lambda: report.add(request.report_chunk, now), now)
             self._directory.renew(owner, now)
@@ -255,7 +255,7 @@ class SessionMachine:
             return cast("pb.SessionReply", kept)
         arrays = step_checks.check_step(owner.pool, step)
         if self._is_restricted:
-            arrays.forbidden = authorization.forbidden_rows(self._grant, owner.pool, arrays)
+            arrays.forbidden = authorization.forbidden_rows(self._permissions, owner.pool, arrays)
         answer = pb.SessionReply()
         reply = answer.step_reply
         reply.session_id, reply.number = session_id, number

@@ -22,7 +22,7 @@ from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.rebuild.rebuild import Rebuild
-from quire_allocator.core.rebuild.report import Report, ReportedPrefix, ReportedSequence
+from quire_allocator.core.rebuild.report import Report, ReportedSequence, ReportedStretch
 from quire_allocator.core.spec import PoolSpec
 from quire_allocator.wire import translate
 from quire_allocator.wire.translate import require
@@ -195,9 +195,9 @@ class _Freed:
         return array("I", [row[-1] for row in sorted(zip(*self._columns, strict=True))])
 
 
-def _prefix(message: pb.ReportedPrefix, names: list[str]) -> ReportedPrefix:
+def _prefix(message: pb.ReportedPrefix, names: list[str]) -> ReportedStretch:
     blocks: array[int] = unpack_uint32(_words(message.blocks, "blocks"))
-    return ReportedPrefix(
+    return ReportedStretch(
         _name(names, message.namespace),
         message.group,
         message.first_position,

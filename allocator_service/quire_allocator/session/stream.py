@@ -20,7 +20,7 @@ from grpc import aio
 from quire._serving.rpc import abort
 from quire.errors import QuireError, Reason
 from quire.protocol.limits import HEARTBEAT_S, SILENCE_S
-from quire.protocol.permissions import Grant
+from quire.protocol.permissions import Permissions
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits
@@ -49,7 +49,9 @@ def _collection_paused() -> Iterator[None]:
 class SessionStream:
     """Handler of one stream."""
 
-    def __init__(self, service: AllocatorService, context: aio.ServicerContext[Any, Any], grant: Grant) -> None:
+    def __init__(
+        self, service: AllocatorService, context: aio.ServicerContext[Any, Any], permissions: Permissions
+    ) -> None:
         self._service = service
         self._context = context
         task = asyncio.current_task()
@@ -58,7 +60,7 @@ class SessionStream:
         self._reading = False
         self._beating: asyncio.Task[None] | None = None
         self._reported = asyncio.Event()
-        self._machine = SessionMachine(service.sessions, self._interrupt, grant)
+        self._machine = SessionMachine(service.sessions, self._interrupt, permissions)
 
     async def run(self) -> None:
         """Serves the stream until it ends."""

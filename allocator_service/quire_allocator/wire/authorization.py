@@ -11,7 +11,7 @@ from __future__ import annotations
 from itertools import repeat
 from typing import Any
 
-from quire.protocol.permissions import Grant
+from quire.protocol.permissions import Permissions
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator.core.pool import Pool
@@ -19,77 +19,77 @@ from quire_allocator.wire.step_columns import StepArrays
 from quire_allocator.wire.translate import require
 
 
-def require_owning(grant: Grant, pool: str) -> None:
+def require_owning(permissions: Permissions, pool: str) -> None:
     """Refuses who may not own a pool.
 
     Raises:
         Refusal: POOL_FORBIDDEN.
     """
-    require(grant.may_own(pool), "the certificate does not permit owning this pool", "POOL_FORBIDDEN")
+    require(permissions.may_own(pool), "the certificate does not permit owning this pool", "POOL_FORBIDDEN")
 
 
-def require_observing(grant: Grant, pool: str) -> None:
+def require_observing(permissions: Permissions, pool: str) -> None:
     """Refuses who may not know of a pool, whether or not there is one.
 
     Raises:
         Refusal: POOL_FORBIDDEN.
     """
-    require(grant.may_observe(pool), "the certificate does not permit looking into this pool", "POOL_FORBIDDEN")
+    require(permissions.may_observe(pool), "the certificate does not permit looking into this pool", "POOL_FORBIDDEN")
 
 
-def require_namespace(grant: Grant, namespace: str) -> None:
+def require_namespace(permissions: Permissions, namespace: str) -> None:
     """Refuses a namespace. The message does not name it: it may be a tenant's, and messages are logged.
 
     Raises:
         Refusal: NAMESPACE_FORBIDDEN.
     """
-    require(grant.may_use(namespace), "the certificate does not permit this namespace", "NAMESPACE_FORBIDDEN")
+    require(permissions.may_use(namespace), "the certificate does not permit this namespace", "NAMESPACE_FORBIDDEN")
 
 
-def require_operation(grant: Grant, pool: Pool, request: Any) -> None:
+def require_operation(permissions: Permissions, pool: Pool, request: Any) -> None:
     """Refuses a unary operation in another namespace; a sequence that is not there is the operation's to answer.
 
     Raises:
         Refusal: NAMESPACE_FORBIDDEN.
     """
     if isinstance(request, pb.AllocateRequest):
-        require_namespace(grant, request.namespace)
+        require_namespace(permissions, request.namespace)
         return
     sequence = pool.sequences.get(request.parent_id if isinstance(request, pb.ForkRequest) else request.sequence_id)
     if sequence is not None:
-        require_namespace(grant, sequence.namespace.name)
+        require_namespace(permissions, sequence.namespace.name)
 
 
-def require_sequences(grant: Grant, pool: Pool) -> None:
+def require_sequences(permissions: Permissions, pool: Pool) -> None:
     """Refuses a session that has live sequences of another namespace.
 
     Raises:
         Refusal: NAMESPACE_FORBIDDEN.
     """
-    if not grant.namespaces.are_all:
+    if not permissions.namespaces.are_all:
         for namespace in {sequence.namespace.name for sequence in pool.sequences.values()}:
-            require_namespace(grant, namespace)
+            require_namespace(permissions, namespace)
 
 
-def require_report(grant: Grant, chunk: pb.ReportChunk) -> None:
+def require_report(permissions: Permissions, chunk: pb.ReportChunk) -> None:
     """Refuses a part of a report that names another namespace, before anything is made of it.
 
     Raises:
         Refusal: NAMESPACE_FORBIDDEN.
     """
-    if not grant.namespaces.are_all:
+    if not permissions.namespaces.are_all:
         for namespace in chunk.namespaces:
-            require_namespace(grant, namespace)
+            require_namespace(permissions, namespace)
 
 
-def forbidden_rows(grant: Grant, pool: Pool, arrays: StepArrays) -> frozenset[int]:
+def forbidden_rows(permissions: Permissions, pool: Pool, arrays: StepArrays) -> frozenset[int]:
     """Rows of a checked step's grows that must not make a sequence: FORBIDDEN, where they otherwise would. The rest of
     the step is not theirs: a worker has one certificate for all its callers."""
-    if not arrays.has_new or grant.namespaces.are_all:
+    if not arrays.has_new or permissions.namespaces.are_all:
         return frozenset()
     rows = zip(arrays.grow_sequences, arrays.grow_namespaces or repeat(""), strict=False)
     return frozenset(
         row
         for row, (sequence_id, namespace) in enumerate(rows)
-        if sequence_id > pool.last_sequence_id and not grant.may_use(namespace)
+        if sequence_id > pool.last_sequence_id and not permissions.may_use(namespace)
     )

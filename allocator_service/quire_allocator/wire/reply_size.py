@@ -45,14 +45,14 @@ def commit_answer_bytes_max(pool: Pool, digest_count: int) -> int:
 
 def step_reply_bytes_max(pool: Pool, arrays: StepArrays, *, exact: bool = False) -> int:
     """Of the reply to a step whose arrays agree in length; cheaper and coarser where it fits anyway, unless `exact`."""
-    groups = pool.groups.group_count
+    groups = pool.coordinator.group_count
     grows = len(arrays.grow_sequences)
     fixed = arrays.operation_count + 2 * NUMBER_BYTES * len(pool.holds)  # a byte for each result
     if arrays.digest_count:
         fixed += commit_answer_bytes_max(pool, arrays.digest_count)
     fixed += grows * (GROW_BYTES + groups * (NUMBER_BYTES + COPY_BYTES))
     # Most steps are so small that they would fit even if every sequence were new.
-    coarse = fixed + groups * NUMBER_BYTES * (arrays.tokens // pool.groups.digest_tokens + grows)
+    coarse = fixed + groups * NUMBER_BYTES * (arrays.tokens // pool.coordinator.digest_tokens + grows)
     if coarse <= limits.ANSWER_BYTES_MAX and not exact:
         return coarse
     return fixed + NUMBER_BYTES * _entries_added(pool, arrays)

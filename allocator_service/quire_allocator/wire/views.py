@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.protocol.permissions import Grant
+from quire.protocol.permissions import Permissions
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits
@@ -47,11 +47,13 @@ def add_block_states(pool: Pool, request: pb.GetPoolRequest, response: pb.GetPoo
     response.truncated |= end < pool.blocks.block_count
 
 
-def add_sequences(pool: Pool, request: pb.GetPoolRequest, response: pb.GetPoolResponse, grant: Grant) -> None:
+def add_sequences(
+    pool: Pool, request: pb.GetPoolRequest, response: pb.GetPoolResponse, permissions: Permissions
+) -> None:
     """Adds as many sequences as one answer carries; the tables of the last one may have to go on in the next."""
     bytes_left = limits.SEQUENCE_BYTES_PER_ANSWER_MAX
     for sequence_id in sorted(key for key in pool.sequences if key > request.after_sequence_id):
-        if not grant.may_use(pool.sequences[sequence_id].namespace.name):
+        if not permissions.may_use(pool.sequences[sequence_id].namespace.name):
             continue
         if bytes_left <= 0 or (response.sequences and response.sequences[-1].continues):
             response.truncated = True
@@ -64,7 +66,7 @@ def add_sequences(pool: Pool, request: pb.GetPoolRequest, response: pb.GetPoolRe
         bytes_left -= info.ByteSize()
 
 
-def add_usage(pool: Pool, response: pb.GetPoolResponse, grant: Grant) -> None:
+def add_usage(pool: Pool, response: pb.GetPoolResponse, permissions: Permissions) -> None:
     """Adds the largest namespaces and prefixes, and how scattered things are."""
     runs, run_blocks = usage.run_counts(pool)
     response.usage.CopyFrom(
@@ -76,11 +78,11 @@ def add_usage(pool: Pool, response: pb.GetPoolResponse, grant: Grant) -> None:
                     cached_block_count=use.cached_block_count,
                     sequence_count=use.sequence_count,
                 )
-                for use in usage.namespaces(pool, grant.may_use)
+                for use in usage.namespaces(pool, permissions.may_use)
             ],
-            namespace_count=sum(map(grant.may_use, pool.blocks.namespaces)),
-            longest_prefixes=map(_prefix, usage.longest_prefixes(pool, grant.may_use)),
-            most_shared_prefixes=map(_prefix, usage.most_shared_prefixes(pool, grant.may_use)),
+            namespace_count=sum(map(permissions.may_use, pool.blocks.namespaces)),
+            longest_prefixes=map(_prefix, usage.longest_prefixes(pool, permissions.may_use)),
+            most_shared_prefixes=map(_prefix, usage.most_shared_prefixes(pool, permissions.may_use)),
             run_count=runs,
             run_block_count=run_blocks,
             free_block_count=pool.blocks.free_count,

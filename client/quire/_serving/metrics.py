@@ -18,10 +18,10 @@ from prometheus_client.registry import Collector
 
 from quire._serving.tls import ServerTls
 from quire._transport import address
-from quire.protocol.permissions import EVERYTHING, Grant, grant_of
+from quire.protocol.permissions import EVERYTHING, Permissions, permissions_of
 
 log = structlog.get_logger()
-GRANT_KEY = "quire.grant"  # in a request's environment
+PERMISSIONS_KEY = "quire.permissions"  # in a request's environment
 Wsgi = Callable[[dict[str, object], Callable[..., object]], Iterable[bytes]]
 
 
@@ -99,12 +99,12 @@ class _QuietHandler(WSGIRequestHandler):
     def get_environ(self) -> dict[str, Any]:
         """As WSGI has it, and what the caller may do."""
         tls = getattr(self.server, "tls", None)
-        grant = EVERYTHING
+        permissions = EVERYTHING
         if tls is not None and tls.verifies_clients:
             assert isinstance(self.connection, ssl.SSLSocket)
             certificate: dict[str, Any] = self.connection.getpeercert() or {}
-            grant = grant_of(name for kind, name in certificate.get("subjectAltName", ()) if kind == "URI")
-        return {**super().get_environ(), GRANT_KEY: grant}
+            permissions = permissions_of(name for kind, name in certificate.get("subjectAltName", ()) if kind == "URI")
+        return {**super().get_environ(), PERMISSIONS_KEY: permissions}
 
     def log_message(self, format: str, *args: object) -> None:
         """A scrape every few seconds is no news."""
@@ -116,8 +116,8 @@ def _guarded(app: Wsgi, token: str | None) -> Wsgi:
         if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
             start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
             return [b"a bearer token is asked for\n"]
-        grant = environ[GRANT_KEY]
-        if not (isinstance(grant, Grant) and grant.may_observe_all):
+        permissions = environ[PERMISSIONS_KEY]
+        if not (isinstance(permissions, Permissions) and permissions.may_observe_all):
             start_response("403 Forbidden", [("Content-Type", "text/plain")])
             return [b"the certificate does not permit looking into every pool\n"]
         if environ.get("PATH_INFO") != "/metrics":

@@ -12,10 +12,10 @@ import structlog
 from grpc import aio
 
 from quire.errors import QuireError, Reason, to_metadata
-from quire.protocol.permissions import EVERYTHING, Grant, grant_of
+from quire.protocol.permissions import EVERYTHING, Permissions, permissions_of
 
 Handler = Any  # grpc.RpcMethodHandler, which is generic for type checkers only
-Authorize: TypeAlias = "Callable[[aio.ServicerContext[Any, Any]], Grant]"  # what the caller of a call may do
+Authorize: TypeAlias = "Callable[[aio.ServicerContext[Any, Any]], Permissions]"  # what the caller of a call may do
 
 log = structlog.get_logger()
 
@@ -26,19 +26,19 @@ async def abort(context: aio.ServicerContext[Any, Any], error: QuireError) -> No
     raise AssertionError("abort returned")
 
 
-def permit_everything(_context: aio.ServicerContext[Any, Any]) -> Grant:
+def permit_everything(_context: aio.ServicerContext[Any, Any]) -> Permissions:
     """Where callers show no certificate: on loopback, and with a token, of which there is one for all."""
     return EVERYTHING
 
 
-def permit_as_certified(context: aio.ServicerContext[Any, Any]) -> Grant:
+def permit_as_certified(context: aio.ServicerContext[Any, Any]) -> Permissions:
     """What the certificate of the call's connection says; nothing without one."""
     return _certified(tuple(context.auth_context().get("peer_uri", ())))
 
 
 @lru_cache(maxsize=1024)
-def _certified(uris: tuple[bytes, ...]) -> Grant:
-    return grant_of(uri.decode("ascii", errors="replace") for uri in uris)
+def _certified(uris: tuple[bytes, ...]) -> Permissions:
+    return permissions_of(uri.decode("ascii", errors="replace") for uri in uris)
 
 
 class TokenInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only

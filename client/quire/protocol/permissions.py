@@ -51,7 +51,7 @@ class Patterns(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class Permissions:
     """What one caller may do.
 
     Attributes:
@@ -92,7 +92,7 @@ def uris_of(patterns: Patterns) -> list[str]:
     ]
 
 
-def grant_of(uris: Iterable[str]) -> Grant:
+def permissions_of(uris: Iterable[str]) -> Permissions:
     """What a certificate with these URIs permits."""
     exact: dict[str, set[str]] = {kind: set() for kind in KINDS}
     prefixes: dict[str, set[str]] = {kind: set() for kind in KINDS}
@@ -107,8 +107,8 @@ def grant_of(uris: Iterable[str]) -> Grant:
                 exact[kind].add(unquote(name, errors="strict"))
         except UnicodeDecodeError:  # not the name of anything
             continue
-    return Grant(*(Names(frozenset(exact[kind]), tuple(sorted(prefixes[kind]))) for kind in KINDS))
+    return Permissions(*(Names(frozenset(exact[kind]), tuple(sorted(prefixes[kind]))) for kind in KINDS))
 
 
 EVERYTHING_PATTERNS: Final = Patterns(("*",), ("*",), ("*",))
-EVERYTHING: Final = grant_of(uris_of(EVERYTHING_PATTERNS))
+EVERYTHING: Final = permissions_of(uris_of(EVERYTHING_PATTERNS))

@@ -18,7 +18,7 @@ from quire.hashing import DIGEST_BYTES
 from quire.protocol.limits import REPORT_CHUNK_BYTES_MAX, REPORT_CHUNK_ENTRIES_MAX
 from quire.protocol.packing import pack_uint32
 from quire.session.ledger import Ledger, LedgerSequence
-from quire.session.pages import Pages, Scope, Stretch
+from quire.session.pages import DigestSpace, Pages, PublishedStretch
 from quire.v1 import allocator_pb2 as pb
 
 # Sequences and stretches of one chunk. One costs an allocator as much as many blocks do, and between two chunks it
@@ -135,9 +135,9 @@ def _add_sequence(chunker: _Chunker, sequence_id: int, sequence: LedgerSequence,
             return
 
 
-def _may_repeat(parts: Sequence[Stretch]) -> bool:
+def _may_repeat(parts: Sequence[PublishedStretch]) -> bool:
     """Whether two blocks of one group and namespace might carry one digest: two of them begin alike."""
-    words: dict[Scope, list[int]] = {}
+    words: dict[DigestSpace, list[int]] = {}
     for part in parts:
         first_words = memoryview(part.digests).cast("Q")[:: DIGEST_BYTES // 8]
         words.setdefault(part.scope, []).extend(first_words.tolist())
@@ -186,7 +186,7 @@ def _add_freed(chunker: _Chunker, pages: Pages, others: Set[int]) -> None:
         done = end
 
 
-def _add_stretch(chunker: _Chunker, stretch: Stretch) -> None:
+def _add_stretch(chunker: _Chunker, stretch: PublishedStretch) -> None:
     done, count = 0, len(stretch.blocks)
     while done < count:
         namespace = chunker.add_head(stretch.scope.namespace, STRETCH_BYTES, STRETCH_ENTRY_BYTES)

@@ -1,7 +1,7 @@
 """What the owner of a pool knows of it: block tables of live sequences, and what its pages carry.
 
 The owner has the pages, so this is the truth; the allocator's state is made of it again whenever that is lost
-(`reports.py`). Everything here, and in `pages.py`, follows from steps and their replies:
+(`block_report.py`). Everything here, and in `pages.py`, follows from steps and their replies:
 
     published    a commit filled a block and its digest went along, until the block is granted anew
     released     the last free (or grow or commit that let go of it) that named a published block
@@ -23,7 +23,7 @@ from quire.hashing import DIGEST_BYTES
 from quire.protocol.packing import entry_uint32, unpack_uint32, unpack_uint64
 from quire.protocol.state_digest import STATE_DIGEST_ENTRIES_MAX, SequenceRow, in_turn, state_digest
 from quire.protocol.steps import NULL_BLOCK, Copy, GrowOutcome, Result, StepOutcome, Swap
-from quire.session.pages import Pages, Scope
+from quire.session.pages import DigestSpace, Pages
 from quire.v1 import allocator_pb2 as pb
 
 _FULL, _STATE = pb.GROUP_KIND_FULL_ATTENTION, pb.GROUP_KIND_STATE
@@ -187,7 +187,7 @@ class Ledger:
             starts = range(begin * DIGEST_BYTES, len(digests), stride * DIGEST_BYTES)
             digests = b"".join([digests[start : start + DIGEST_BYTES] for start in starts])
         earlier = table[first - 1] if first else None
-        self.pages.publish(Scope(sequence.namespace, group), first, earlier, digests, table[first:end])
+        self.pages.publish(DigestSpace(sequence.namespace, group), first, earlier, digests, table[first:end])
 
     def _publish_state(self, sequence: LedgerSequence, group: int, token_count: int, digests: bytes) -> None:
         """Where a checkpoint belongs, if the running block is the sequence's alone."""
@@ -200,7 +200,7 @@ class Ledger:
             return
         digest = self._digest_at(digests, token_count, sequence.committed_token_count)
         position = token_count // self._digest_tokens
-        self.pages.publish(Scope(sequence.namespace, group), position, None, digest, array("I", [block]))
+        self.pages.publish(DigestSpace(sequence.namespace, group), position, None, digest, array("I", [block]))
 
     def _digest_at(self, digests: bytes, token_count: int, committed: int) -> bytes:
         start = (token_count // self._digest_tokens - 1 - committed // self._digest_tokens) * DIGEST_BYTES

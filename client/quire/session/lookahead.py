@@ -53,7 +53,7 @@ class Decoding(NamedTuple, Generic[K]):
         return min(self.length, self.last) > self.granted
 
 
-class Unit(NamedTuple):
+class Increment(NamedTuple):
     """By what the tables of a sequence grow: so many tokens, for which so many blocks are taken, all groups together.
 
     Attributes:
@@ -66,7 +66,7 @@ class Unit(NamedTuple):
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, *sizes: int) -> Unit:
+    def of(cls, *sizes: int) -> Increment:
         """Of groups of these block sizes."""
         token_count = math.lcm(*sizes)
         return cls(token_count, sum(token_count // size for size in sizes), sizes)
@@ -108,7 +108,9 @@ class RoomAhead:
             raise ValueError(f"room ahead for {token_count} tokens")
         self.token_count = token_count
         self._owner = owner
-        self._unit = Unit.of(*[each.block_size for each in owner.spec.groups if each.kind != pb.GROUP_KIND_STATE])
+        self._increment = Increment.of(
+            *[each.block_size for each in owner.spec.groups if each.kind != pb.GROUP_KIND_STATE]
+        )
 
     def ask(self, step: StepBuilder, decoding: Sequence[Decoding[int]], free_block_count: int | None = None) -> None:
         """Adds the grows that are due, which may be none, to the next step.
@@ -124,7 +126,9 @@ class RoomAhead:
                 step lets prompts in, too, or chunks are left of some. With 0, next tokens alone are asked for.
         """
         free = self._owner.ledger.free_block_count if free_block_count is None else free_block_count
-        for sequence_id, token_count in needs_of(decoding, free, ahead_tokens=self.token_count, unit=self._unit):
+        for sequence_id, token_count in needs_of(
+            decoding, free, ahead_tokens=self.token_count, increment=self._increment
+        ):
             step.grow(sequence_id, token_count)
 
     def give_back(self, block_count: int, holders: Sequence[tuple[int, int, int]]) -> dict[int, int]:
@@ -134,67 +138,71 @@ class RoomAhead:
             block_count: that are missing.
             holders: oldest first: id of a live sequence, tokens of room that it was granted, and those that it needs.
         """
-        return give_back(holders, block_count, self._unit)
+        return give_back(holders, block_count, self._increment)
 
 
 def needs_of(
-    decoding: Sequence[Decoding[K]], free_block_count: int, *, ahead_tokens: int, unit: Unit
+    decoding: Sequence[Decoding[K]], free_block_count: int, *, ahead_tokens: int, increment: Increment
 ) -> list[tuple[K, int]]:
     """Who asks for room while it is computed, and for how many tokens: whole units.
 
     Whose next token has no room asks for it in any case; the rest is within `free_block_count`. Where that is not even
-    enough for a unit for each of them, they ask for no more than their next token takes.
+    enough for an increment for each of them, they ask for no more than their next token takes.
 
     Args:
         decoding: oldest first.
         free_block_count: that nobody else is to get.
         ahead_tokens: of room beyond the next token.
-        unit: by what tables grow.
+        increment: by what tables grow.
     """
     if all(granted >= min(length + ahead_tokens, last) for _, granted, length, last in decoding):
         return []
     decoding = [each._replace(length=min(each.length, each.last)) for each in decoding]
-    more = ahead_tokens + unit.token_count if ahead_tokens else 0
+    more = ahead_tokens + increment.token_count if ahead_tokens else 0
     spare = free_block_count - sum(
-        unit.blocks(unit.up(each.length)) - unit.full(each.granted) for each in decoding if each.lacks_room
+        increment.blocks(increment.up(each.length)) - increment.full(each.granted)
+        for each in decoding
+        if each.lacks_room
     )
     if spare < 0:
-        return [(each.sequence, unit.least(each.length)) for each in decoding if each.lacks_room]
+        return [(each.sequence, increment.least(each.length)) for each in decoding if each.lacks_room]
     asks = []
     for sequence, granted, length, last in decoding:
-        held = unit.up(length) if length > granted else granted
-        room = _room_within(spare, held, min(length + more, last), unit)
-        spare -= unit.blocks(room) - unit.blocks(held)
+        held = increment.up(length) if length > granted else granted
+        room = _room_within(spare, held, min(length + more, last), increment)
+        spare -= increment.blocks(room) - increment.blocks(held)
         if room > granted:
             asks.append((sequence, room))
     return asks
 
 
-def _room_within(block_count: int, held: int, wanted: int, unit: Unit) -> int:
+def _room_within(block_count: int, held: int, wanted: int, increment: Increment) -> int:
     """Tokens of room, in whole units for `wanted` tokens, that so many blocks are enough for."""
-    begun = unit.up(held)
-    left = block_count - (unit.blocks(begun) - unit.blocks(held))
+    begun = increment.up(held)
+    left = block_count - (increment.blocks(begun) - increment.blocks(held))
     if wanted <= held or left < 0:
         return held
-    wanted = unit.up(wanted)
-    return min(wanted, begun + left // unit.block_count * unit.token_count) if unit.block_count else wanted
+    wanted = increment.up(wanted)
+    return (
+        min(wanted, begun + left // increment.block_count * increment.token_count) if increment.block_count else wanted
+    )
 
 
-def give_back(holders: Sequence[tuple[K, int, int]], block_count: int, unit: Unit) -> dict[K, int]:
+def give_back(holders: Sequence[tuple[K, int, int]], block_count: int, increment: Increment) -> dict[K, int]:
     """Who gives back so many blocks or all that there are, the newest first, and for how many tokens each keeps room.
 
     Args:
         holders: oldest first: sequence, tokens of room that it was granted, and those that it needs.
         block_count: that are missing.
-        unit: by what tables grow.
+        increment: by what tables grow.
     """
     kept: dict[K, int] = {}
-    size = min(unit.sizes, default=0)
+    size = min(increment.sizes, default=0)
     for sequence, granted, length in reversed(holders):
-        keep, needed = granted, unit.least(length)
-        while size and block_count > unit.blocks(granted) - unit.blocks(keep) and keep > needed:
+        keep, needed = granted, increment.least(length)
+        while size and block_count > increment.blocks(granted) - increment.blocks(keep) and keep > needed:
             keep = max(needed, (keep - 1) // size * size)
         if keep < granted:
             kept[sequence] = keep
-            block_count -= unit.blocks(granted) - unit.blocks(keep)
+            block_count -= increment.blocks(granted) - increment.blocks(keep)
     return kept

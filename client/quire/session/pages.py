@@ -33,14 +33,14 @@ class Published(NamedTuple):
     namespace: str
 
 
-class Scope(NamedTuple):
+class DigestSpace(NamedTuple):
     """Inside one, a digest names one block."""
 
     namespace: str
     group: int
 
 
-class Stretch:
+class PublishedStretch:
     """Consecutive blocks of one prefix in one group, each at most once.
 
     Attributes:
@@ -52,7 +52,9 @@ class Stretch:
 
     __slots__ = ("blocks", "digests", "first_position", "live", "parent", "scope", "sparse_at")
 
-    def __init__(self, scope: Scope, first_position: int, parent: bytes, digests: bytes, blocks: array[int]) -> None:
+    def __init__(
+        self, scope: DigestSpace, first_position: int, parent: bytes, digests: bytes, blocks: array[int]
+    ) -> None:
         self.scope = scope
         self.first_position = first_position
         self.parent = parent
@@ -65,11 +67,11 @@ class Stretch:
         """Digest of one block."""
         return bytes(self.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES])
 
-    def part(self, start: int, end: int) -> Stretch:
+    def part(self, start: int, end: int) -> PublishedStretch:
         """Blocks of [start, end), as a stretch of their own."""
         parent = self.digest_at(start - 1) if start else self.parent
         digests = bytes(self.digests[start * DIGEST_BYTES : end * DIGEST_BYTES])
-        return Stretch(self.scope, self.first_position + start, parent, digests, self.blocks[start:end])
+        return PublishedStretch(self.scope, self.first_position + start, parent, digests, self.blocks[start:end])
 
     def extend(self, digests: bytes, blocks: array[int]) -> None:
         """More blocks at the end of a whole one."""
@@ -100,14 +102,14 @@ class Pages:
     """
 
     def __init__(self) -> None:
-        self.published: dict[int, Stretch] = {}
+        self.published: dict[int, PublishedStretch] = {}
         self.released: dict[int, Release] = {}
         self._release_entries = 0  # of all releases, outdated ones included
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
     def publish(
-        self, scope: Scope, first_position: int, before: int | None, digests: bytes, blocks: array[int]
+        self, scope: DigestSpace, first_position: int, before: int | None, digests: bytes, blocks: array[int]
     ) -> None:
         """Consecutive blocks carry these digests from now on; `before` is the block before them, if there is one."""
         published = self.published
@@ -130,7 +132,7 @@ class Pages:
                 parent = stretch.digest_at(index)
                 stretch = None
         if stretch is None:
-            stretch = Stretch(scope, first_position, parent, digests, blocks)
+            stretch = PublishedStretch(scope, first_position, parent, digests, blocks)
         if len(blocks) == 1:
             published[blocks[0]] = stretch
         else:
@@ -155,11 +157,11 @@ class Pages:
 
     # -- what is there -------------------------------------------------------------------------------------------------
 
-    def stretches(self) -> list[Stretch]:
+    def stretches(self) -> list[PublishedStretch]:
         """Every stretch, in the order in which they were published."""
         return list(dict.fromkeys(self.published.values()))
 
-    def parts(self, stretch: Stretch, without: Set[int] = _NOTHING) -> Iterator[Stretch]:
+    def parts(self, stretch: PublishedStretch, without: Set[int] = _NOTHING) -> Iterator[PublishedStretch]:
         """What is left of a stretch, without some blocks."""
         if stretch.live == len(stretch.blocks) and without.isdisjoint(stretch.blocks):
             yield stretch
@@ -193,7 +195,7 @@ class Pages:
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _digest(self, stretch: Stretch, block: int) -> bytes:
+    def _digest(self, stretch: PublishedStretch, block: int) -> bytes:
         return stretch.digest_at(stretch.blocks.index(block))
 
     def _forget(self, block: int) -> None:

@@ -140,7 +140,7 @@ def forget_a_namespace(pool: Pool) -> None:
 
 
 def keep_a_namespace(pool: Pool) -> None:
-    pool.blocks.namespaces["gone"] = pool.groups.new_namespace("gone")
+    pool.blocks.namespaces["gone"] = pool.coordinator.new_namespace("gone")
 
 
 def lose_a_child(pool: Pool) -> None:

@@ -20,7 +20,7 @@ from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import index
 from quire_allocator.core.rebuild import rebuild as rebuild_module
 from quire_allocator.core.rebuild.rebuild import Rebuild
-from quire_allocator.core.rebuild.report import Report, ReportedPrefix, ReportedSequence
+from quire_allocator.core.rebuild.report import Report, ReportedSequence, ReportedStretch
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec
 from quire_allocator.session.machine import pool_digest
@@ -211,8 +211,8 @@ def sequence(number: int, tokens: int, committed: int, table: list[int], **field
     return ReportedSequence(number, "", tokens, committed, [array("I", table)], **fields)
 
 
-def prefix(first: int, parent: bytes, digests: bytes, blocks: list[int], group: int = 0) -> ReportedPrefix:
-    return ReportedPrefix("", group, first, parent, digests, array("I", blocks))
+def prefix(first: int, parent: bytes, digests: bytes, blocks: list[int], group: int = 0) -> ReportedStretch:
+    return ReportedStretch("", group, first, parent, digests, array("I", blocks))
 
 
 AB = prefix(0, b"", d("ab"), [0, 1])

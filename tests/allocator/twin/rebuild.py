@@ -9,7 +9,7 @@ from quire_allocator.core.blocks import Namespace, Scoped
 from quire_allocator.core.groups.full import FullAttentionManager, RunPart
 from quire_allocator.core.groups.runs import Run, RunScope
 from quire_allocator.core.pool import Pool
-from quire_allocator.core.rebuild.report import BlockUse, ReportedPrefix, ReportedSequence, refuse
+from quire_allocator.core.rebuild.report import BlockUse, ReportedSequence, ReportedStretch, refuse
 from quire_allocator.core.rebuild.runs import manager_number
 from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 
@@ -74,7 +74,7 @@ class NodeBuilder:
         self._sharers: dict[int, tuple[str, Node | None]] = {}  # first block of a half-filled position -> its prefix
         self._parts: dict[int, list[RunPart]] = {}
 
-    def read(self, prefix: ReportedPrefix, column: int, first_place: int) -> None:
+    def read(self, prefix: ReportedStretch, column: int, first_place: int) -> None:
         """Published blocks of the manager's group number `column`."""
         nodes = self._trees.setdefault(prefix.namespace, {})
         width, parent = self._manager.width, prefix.parent_digest

@@ -128,14 +128,14 @@ def copy_blocks(buffers: Buffers, sources: Sequence[int], destinations: Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class CopyChain:
     """Copies that must happen one after another: `(source, destination)`, where the source `HELD` is the held block."""
 
     held: int  # block whose bytes are held from the start, or NOTHING_HELD
     steps: tuple[tuple[int, int], ...]
 
 
-def plan_chains(sources: Sequence[int], destinations: Sequence[int]) -> list[Chain]:
+def plan_chains(sources: Sequence[int], destinations: Sequence[int]) -> list[CopyChain]:
     """Orders copies so that each block is read before it is overwritten.
 
     Every destination has one writer. So a destination that nobody (any more) has to read can be written at once; what
@@ -178,7 +178,7 @@ def plan_chains(sources: Sequence[int], destinations: Sequence[int]) -> list[Cha
             if source == first:
                 break
             destination = source
-    return [Chain(held.get(chain, NOTHING_HELD), tuple(chain_steps)) for chain, chain_steps in steps.items()]
+    return [CopyChain(held.get(chain, NOTHING_HELD), tuple(chain_steps)) for chain, chain_steps in steps.items()]
 
 
 def copy_blocks_reference(buffers: Sequence[torch.Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
@@ -190,7 +190,7 @@ def copy_blocks_reference(buffers: Sequence[torch.Tensor], sources: Sequence[int
 
 
 def _components(source_of: dict[int, int]) -> dict[int, int]:
-    """Chain of each destination: that of its source if somebody writes it, else its own."""
+    """CopyChain of each destination: that of its source if somebody writes it, else its own."""
     chain_of: dict[int, int] = {}
     for destination in source_of:
         path = []

@@ -9,7 +9,7 @@ Pure: no torch, grpc, clock or randomness. One turn of the engine:
                  what the next turns will need, and who is let in then, is asked for ahead, while the batch is
                  computed (`plan_ahead`), so that a turn finds it granted and plans without asking
                  (`plan_without_asking`). So do others while the answer to a plan is late: it is taken in later
-                 (`settle`)
+                 (`take_in`)
     3. advance   the batch has been computed
     4. extend    one more token was sampled; finish says why a sample ends
 
@@ -25,7 +25,7 @@ from collections.abc import Iterable, Sequence
 
 from quire.protocol.packing import unpack_uint64
 from quire.protocol.steps import Copy, GrowOutcome, Result, StepOutcome
-from quire.session.lookahead import Decoding, Unit, give_back, needs_of
+from quire.session.lookahead import Decoding, Increment, give_back, needs_of
 
 from quire_worker.scheduling import lookahead
 from quire_worker.scheduling.admission import Admission, Room, admit
@@ -66,7 +66,7 @@ class Scheduler(Roster):
         self.ahead_tokens = ahead_tokens
         self.digest_bytes_max = digest_bytes_max
         self.commit_blocks_max = commit_blocks_max
-        self._unit = Unit.of(block_size)
+        self._increment = Increment.of(block_size)
         self._last_sequence_id = 0
         self._free_block_count: int | None = None
         self._copies: list[Copy] = []  # to run before the next batch
@@ -151,7 +151,7 @@ class Scheduler(Roster):
         Raises:
             AssertionError: the allocator and this scheduler disagree about which sequences live.
         """
-        denied = self.settle(plan, outcome)
+        denied = self.take_in(plan, outcome)
         if any(sample not in plan.admitted and not sample.has_ended for sample in denied):
             denied.add(self.preempt_newest())
         work = [
@@ -164,7 +164,7 @@ class Scheduler(Roster):
         copies, self._copies = self._copies, []
         return Batch(copies, work)
 
-    def settle(self, plan: Plan, outcome: StepOutcome) -> set[Sample]:
+    def take_in(self, plan: Plan, outcome: StepOutcome) -> set[Sample]:
         """Takes in the answer to any plan; copies wait for the next batch. Returns who got no room: it asks again when
         it needs it.
 
@@ -285,14 +285,14 @@ class Scheduler(Roster):
         return self._free_block_count + held
 
     def _needs_of(self, samples: Sequence[Decoding[Sample]], free_block_count: int) -> list[tuple[Sample, int]]:
-        return needs_of(samples, free_block_count, ahead_tokens=self.ahead_tokens, unit=self._unit)
+        return needs_of(samples, free_block_count, ahead_tokens=self.ahead_tokens, increment=self._increment)
 
     def _given_back(self, block_count: int) -> dict[Sample, int]:
         """Who gives back so many blocks that it holds ahead, and for how many tokens each keeps room."""
         if block_count <= 0:
             return {}
         holders = [(sample, sample.granted, len(sample.tokens)) for sample in self.running + self.leaving]
-        return give_back(holders, block_count, self._unit)
+        return give_back(holders, block_count, self._increment)
 
     def _choose(self, budget: int, free_block_count: int | None) -> list[Admission]:
         room = Room(

@@ -1,4 +1,4 @@
-"""Which cached blocks leave first: the policies. What they rank, and the queue, is in `candidates.py`."""
+"""Which cached blocks leave first: the policies. What they rank, and the queue, is in `queue.py`."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from quire_allocator.core.pool import Pool
 from quire_allocator.core.spec import DIGEST_BYTES
 
 
-class Stretch(NamedTuple):
+class IndexedStretch(NamedTuple):
     """Consecutive published blocks of one prefix; fields as in `events.Event`."""
 
     namespace: str
@@ -30,7 +30,7 @@ class Stretch(NamedTuple):
 DIGESTS_PER_PIECE_MAX: Final = 4_096
 
 
-def pieces(stretch: Stretch) -> Iterator[Stretch]:
+def pieces(stretch: IndexedStretch) -> Iterator[IndexedStretch]:
     """The same in parts that fit a message."""
     size = DIGESTS_PER_PIECE_MAX * DIGEST_BYTES
     parent, position = stretch.parent_digest, stretch.first_position
@@ -40,7 +40,7 @@ def pieces(stretch: Stretch) -> Iterator[Stretch]:
         parent, position = digests[-DIGEST_BYTES:], position + DIGESTS_PER_PIECE_MAX
 
 
-def walk(pool: Pool) -> Iterator[Stretch]:
+def walk(pool: Pool) -> Iterator[IndexedStretch]:
     """Every published block, parents before children."""
     for space in list(pool.blocks.namespaces.values()):
         for manager, scope in zip(pool.managers, space.scopes, strict=True):
@@ -48,14 +48,14 @@ def walk(pool: Pool) -> Iterator[Stretch]:
             if isinstance(scope, RunScope):
                 for run in _walk_runs(scope.root):
                     parent = run.parent.last_digest if run.parent is not None else b""
-                    yield Stretch(space.name, groups, size, parent, bytes(run.digests), run.first_position)
+                    yield IndexedStretch(space.name, groups, size, parent, bytes(run.digests), run.first_position)
             elif isinstance(scope, UnitScope):
                 for unit in list(scope.index.values()):
                     if unit.key is not None:
-                        yield Stretch(space.name, groups, size, b"", unit.key[1], unit.key[0])
+                        yield IndexedStretch(space.name, groups, size, b"", unit.key[1], unit.key[0])
 
 
-def walk_acknowledged(pool: Pool) -> Iterator[Stretch]:
+def walk_acknowledged(pool: Pool) -> Iterator[IndexedStretch]:
     """The same for others than the owner: without what steps have stored that it has not acknowledged. The events of
     these follow when it has."""
     seen, untold = (-1, -1, ""), set[bytes]()
@@ -68,10 +68,10 @@ def walk_acknowledged(pool: Pool) -> Iterator[Stretch]:
             yield stretch._replace(digests=stretch.digests[: told * DIGEST_BYTES])
 
 
-def stretch_of(event: Event) -> Stretch:
+def stretch_of(event: Event) -> IndexedStretch:
     """What an event is about."""
     manager = event.scope.manager
-    return Stretch(
+    return IndexedStretch(
         event.scope.namespace.name,
         manager.groups,
         manager.spec.block_size,

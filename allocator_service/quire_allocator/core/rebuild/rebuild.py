@@ -22,7 +22,7 @@ from quire_allocator.core.groups.full import FullAttentionManager
 from quire_allocator.core.groups.states import StateManager
 from quire_allocator.core.groups.windows import WindowManager
 from quire_allocator.core.pool import Pool
-from quire_allocator.core.rebuild.report import BlockUse, Report, ReportedPrefix, ReportedSequence, refuse
+from quire_allocator.core.rebuild.report import BlockUse, Report, ReportedSequence, ReportedStretch, refuse
 from quire_allocator.core.rebuild.runs import RunBuilder
 from quire_allocator.core.rebuild.units import StateBuilder, WindowBuilder
 from quire_allocator.core.sequence import SequenceState
@@ -32,7 +32,7 @@ from quire_allocator.core.spec import DIGEST_BYTES, PoolSpec
 class Builder(Protocol):
     """Rebuilds what one manager has. The methods are called in this order, each for all there is."""
 
-    def read(self, prefix: ReportedPrefix, column: int, first_place: int) -> None:
+    def read(self, prefix: ReportedStretch, column: int, first_place: int) -> None:
         """Published blocks of the manager's group number `column`; see `BlockUse.publish` for places."""
 
     def locate(self, space: Namespace, sequence: ReportedSequence) -> Any:
@@ -76,7 +76,7 @@ class Rebuild:
             for column, group in enumerate(manager.groups)
         }
 
-    def read(self, prefix: ReportedPrefix) -> None:
+    def read(self, prefix: ReportedStretch) -> None:
         """Consecutive published blocks."""
         if prefix.group not in self._places:
             refuse(f"group {prefix.group} is none of the pool's {len(self._places)}")
@@ -119,7 +119,7 @@ class _Spaces:
     def get(self, name: str) -> Namespace:
         space = self._pool.blocks.namespaces.get(name)
         if space is None:
-            space = self._pool.blocks.namespaces[name] = self._pool.groups.new_namespace(name)
+            space = self._pool.blocks.namespaces[name] = self._pool.coordinator.new_namespace(name)
         return space
 
 
@@ -177,5 +177,5 @@ def _queue(pool: Pool, cached: list[tuple[int, int, Scoped]]) -> None:
         if not children:
             pool.blocks.push(entry)
     for sequence in pool.sequences.values():
-        pool.groups.note_limit(sequence)
-        pool.groups.settle(sequence)
+        pool.coordinator.note_limit(sequence)
+        pool.coordinator.settle(sequence)

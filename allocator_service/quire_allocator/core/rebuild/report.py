@@ -35,7 +35,7 @@ class ReportedSequence(NamedTuple):
     hold_until: float | None = None
 
 
-class ReportedPrefix(NamedTuple):
+class ReportedStretch(NamedTuple):
     """Consecutive published blocks of one prefix in one group.
 
     Attributes:
@@ -64,7 +64,7 @@ class Report:
     """
 
     sequences: list[ReportedSequence] = field(default_factory=list)
-    prefixes: list[ReportedPrefix] = field(default_factory=list)
+    prefixes: list[ReportedStretch] = field(default_factory=list)
     released: Sequence[int] = ()
     last_sequence_id: int = 0
 

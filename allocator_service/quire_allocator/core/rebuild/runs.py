@@ -1,7 +1,7 @@
 """Rebuilds full attention: published blocks into a tree, the tree into runs, sequences onto their ends.
 
-The segments of `rebuild_tree.py` are cut into runs where a sequence ends, where prefixes part, where held meets cached,
-and where the order of release jumps, so that blocks leave the cache one by one as they would have left.
+The stretches of `tree.py` are cut into runs where a sequence ends, where prefixes part, where held meets cached, and
+where the order of release jumps, so that blocks leave the cache one by one as they would have left.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from quire_allocator.core.blocks import Namespace, Scoped
 from quire_allocator.core.groups.full import FullAttentionManager, RunPart
 from quire_allocator.core.groups.runs import RunScope
 from quire_allocator.core.pool import Pool
-from quire_allocator.core.rebuild.report import BlockUse, ReportedPrefix, ReportedSequence, refuse
-from quire_allocator.core.rebuild.tree import Forest, Segment, Spot
+from quire_allocator.core.rebuild.report import BlockUse, ReportedSequence, ReportedStretch, refuse
+from quire_allocator.core.rebuild.tree import Forest, JoinedStretch, Spot
 from quire_allocator.core.spec import DIGEST_BYTES
 
 
@@ -50,7 +50,7 @@ class RunBuilder:
         self._sharers: dict[int, tuple[str, Spot | None, array[int]]] = {}
         self._parts: dict[int, list[RunPart]] = {}
 
-    def read(self, prefix: ReportedPrefix, column: int, first_place: int) -> None:
+    def read(self, prefix: ReportedStretch, column: int, first_place: int) -> None:
         """Published blocks of the manager's group number `column`."""
         self._forest.read(prefix, column, first_place)
 
@@ -67,7 +67,7 @@ class RunBuilder:
             end = self._forest.spot(space.name, tables[0][published - 1], published - 1)
             if end is None:
                 refuse(f"block {tables[0][published - 1]} of sequence {sequence.sequence_id} has no chain of digests")
-            end.segment.end_at(end.offset)
+            end.stretch.end_at(end.offset)
         tail = array("I", [table[position] for position in range(published, length) for table in tables])
         scope = space.scopes[self._number]
         assert isinstance(scope, RunScope)
@@ -77,8 +77,8 @@ class RunBuilder:
         if borrowed is not None and _before(borrowed) == end:
             if self._forest.blocks_at(borrowed) != half_filled:
                 refuse(f"sequence {sequence.sequence_id} shares a half-filled position in one group and not in another")
-            borrowed.segment.cuts.add(borrowed.offset)
-            borrowed.segment.end_at(borrowed.offset)
+            borrowed.stretch.cuts.add(borrowed.offset)
+            borrowed.stretch.end_at(borrowed.offset)
             owned = tail[manager.width :]
         elif shares and tail[0] in self._sharers:
             if self._sharers[tail[0]] != (space.name, end, half_filled):
@@ -94,28 +94,28 @@ class RunBuilder:
     def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
         """Files everything with a way to the root as runs."""
         self._link()
-        for segment in reversed(self._forest.order):
-            parent = segment.parent
+        for stretch in reversed(self._forest.order):
+            parent = stretch.parent
             if parent is not None:
-                parent.cuts.add(segment.parent_index + 1)
-                if segment.held:
-                    parent.held = max(parent.held, segment.parent_index + 1)
+                parent.cuts.add(stretch.parent_index + 1)
+                if stretch.held:
+                    parent.held = max(parent.held, stretch.parent_index + 1)
         cached: list[tuple[int, int, Scoped]] = []
-        for segment in self._forest.order:
-            scope = spaces[segment.namespace].scopes[self._number]
+        for stretch in self._forest.order:
+            scope = spaces[stretch.namespace].scopes[self._number]
             assert isinstance(scope, RunScope)
-            self._file(scope, segment, ranks, cached)
+            self._file(scope, stretch, ranks, cached)
         return cached
 
     def part(self, place: Place) -> RunPart:
         """Holds the run, and shares the half-filled block."""
         tree = self._manager.tree
-        run = place.end.segment.run_at(place.end.offset) if place.end is not None else place.scope.root
+        run = place.end.stretch.run_at(place.end.offset) if place.end is not None else place.scope.root
         tree.hold(run)
         part = RunPart(place.scope, run, place.published, place.tail)
         place.scope.held += place.owns
         if place.borrowed is not None:
-            part.borrowed = place.borrowed.segment.run_at(place.borrowed.offset)
+            part.borrowed = place.borrowed.stretch.run_at(place.borrowed.offset)
             tree.hold(part.borrowed)
         elif place.shares:
             parts = self._parts.setdefault(place.tail[0], [])
@@ -132,28 +132,28 @@ class RunBuilder:
             self._forest.link()
 
     def _file(
-        self, scope: RunScope, segment: Segment, ranks: array[int], cached: list[tuple[int, int, Scoped]]
+        self, scope: RunScope, stretch: JoinedStretch, ranks: array[int], cached: list[tuple[int, int, Scoped]]
     ) -> None:
-        """The runs of a segment, cached until sequences hold them."""
-        width, reach, held = self._manager.width, segment.reach, min(segment.held, segment.reach)
-        own_ranks = _ranks(segment.blocks[held * width : reach * width], width, ranks)
-        segment.cuts.add(held)
-        segment.cuts.update([held + jump for jump in _jumps(own_ranks, width)])
-        segment.starts = starts = [0, *sorted([cut for cut in segment.cuts if 0 < cut < reach])]
-        above = segment.parent
-        parent = above.run_at(segment.parent_index) if above is not None else scope.root
+        """The runs of a stretch, cached until sequences hold them."""
+        width, reach, held = self._manager.width, stretch.reach, min(stretch.held, stretch.reach)
+        own_ranks = _ranks(stretch.blocks[held * width : reach * width], width, ranks)
+        stretch.cuts.add(held)
+        stretch.cuts.update([held + jump for jump in _jumps(own_ranks, width)])
+        stretch.starts = starts = [0, *sorted([cut for cut in stretch.cuts if 0 < cut < reach])]
+        above = stretch.parent
+        parent = above.run_at(stretch.parent_index) if above is not None else scope.root
         for start, end in zip(starts, [*starts[1:], reach], strict=True):
             if start == end:  # not even its first position is complete
                 break
-            digests, blocks = segment.digests[start * DIGEST_BYTES : end * DIGEST_BYTES], segment.blocks
+            digests, blocks = stretch.digests[start * DIGEST_BYTES : end * DIGEST_BYTES], stretch.blocks
             own = blocks[start * width : end * width]
-            run = self._manager.tree.add_child(parent, digests, own, segment.first_position + start)
+            run = self._manager.tree.add_child(parent, digests, own, stretch.first_position + start)
             run.live = 0
             scope.cached += len(own)
             self._pool.blocks.cached_count += len(own)
-            segment.runs.append(run)
+            stretch.runs.append(run)
             if start >= held:
-                cached.append((own_ranks[end - 1 - held], segment.first_position + end - 1, run))
+                cached.append((own_ranks[end - 1 - held], stretch.first_position + end - 1, run))
             parent = run
 
 
@@ -164,10 +164,10 @@ def manager_number(pool: Pool, manager: object) -> int:
 
 def _before(spot: Spot) -> Spot | None:
     """The position before; None at the root."""
-    segment, offset = spot
+    stretch, offset = spot
     if offset:
-        return Spot(segment, offset - 1)
-    return Spot(segment.parent, segment.parent_index) if segment.parent is not None else None
+        return Spot(stretch, offset - 1)
+    return Spot(stretch.parent, stretch.parent_index) if stretch.parent is not None else None
 
 
 def _ranks(blocks: array[int], width: int, ranks: array[int]) -> list[int]:

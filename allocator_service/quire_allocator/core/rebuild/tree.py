@@ -1,7 +1,7 @@
 """What was reported of full attention, joined to trees: one for each namespace of one manager.
 
     1. read   prefixes as they come: every block and every digest gets a *place*, a number that only rises
-    2. link   prefixes that follow one another become one *segment*; segments are hung below one another
+    2. link   prefixes that follow one another become one *stretch*; stretches are hung below one another
 
 Nothing is made for a single block but its entries in two tables, by block and by digest: all else is slices. A digest
 names all before it too, so a table that ends in a position is the path to it.
@@ -15,11 +15,11 @@ from collections import Counter
 from typing import NamedTuple
 
 from quire_allocator.core.groups.runs import Run
-from quire_allocator.core.rebuild.report import BlockUse, ReportedPrefix, refuse
+from quire_allocator.core.rebuild.report import BlockUse, ReportedStretch, refuse
 from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 
 
-class Segment:
+class JoinedStretch:
     """Positions that follow one another in one prefix.
 
     Attributes:
@@ -48,14 +48,14 @@ class Segment:
         "starts",
     )
 
-    def __init__(self, first: ReportedPrefix, digests: bytes, blocks: array[int]) -> None:
+    def __init__(self, first: ReportedStretch, digests: bytes, blocks: array[int]) -> None:
         self.namespace = first.namespace
         self.first_position = first.first_position
         self.parent_digest = first.parent_digest
         self.digests = digests
         self.blocks = blocks
         self.reach = len(digests) // DIGEST_BYTES
-        self.parent: Segment | None = None
+        self.parent: JoinedStretch | None = None
         self.parent_index = 0
         self.is_rooted = False
         self.held = 0
@@ -80,19 +80,19 @@ class Segment:
 class Spot(NamedTuple):
     """One position."""
 
-    segment: Segment
+    stretch: JoinedStretch
     offset: int
 
 
 class Piece:
-    """A reported prefix of the manager's first group, and where its blocks stand in a segment."""
+    """A reported prefix of the manager's first group, and where its blocks stand in a stretch."""
 
-    __slots__ = ("first_place", "offset", "prefix", "segment")
+    __slots__ = ("first_place", "offset", "prefix", "stretch")
 
-    def __init__(self, prefix: ReportedPrefix, first_place: int) -> None:
+    def __init__(self, prefix: ReportedStretch, first_place: int) -> None:
         self.prefix = prefix
         self.first_place = first_place
-        self.segment: Segment | None = None  # until it is linked
+        self.stretch: JoinedStretch | None = None  # until it is linked
         self.offset = 0
 
     @property
@@ -115,25 +115,25 @@ class Tree:
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
         self.places: dict[bytes, int] = {}
-        self.others: list[tuple[int, ReportedPrefix]] = []
+        self.others: list[tuple[int, ReportedStretch]] = []
 
 
 class Forest:
     """All namespaces of a manager with `width` groups.
 
     Attributes:
-        order: once linked, the segments with a way to the root, parents first.
+        order: once linked, the stretches with a way to the root, parents first.
     """
 
     def __init__(self, width: int, use: BlockUse) -> None:
-        self.order: list[Segment] = []
+        self.order: list[JoinedStretch] = []
         self._width = width
         self._use = use
         self._trees: dict[str, Tree] = {}
         self._pieces: list[Piece] = []
         self._first_places: list[int] = []  # of the pieces
 
-    def read(self, prefix: ReportedPrefix, column: int, first_place: int) -> None:
+    def read(self, prefix: ReportedStretch, column: int, first_place: int) -> None:
         """Published blocks of group number `column`; the first one has that place, the others follow."""
         if bool(prefix.parent_digest) != bool(prefix.first_position):
             refuse("a prefix has a parent digest exactly where it does not begin at the root")
@@ -160,47 +160,47 @@ class Forest:
         if number < 0:
             return None
         piece = self._pieces[number]
-        segment, index = piece.segment, place - piece.first_place
-        if segment is None or index >= len(piece.prefix.blocks):
+        stretch, index = piece.stretch, place - piece.first_place
+        if stretch is None or index >= len(piece.prefix.blocks):
             return None
         index += piece.offset
-        fits = segment.namespace == namespace and segment.first_position + index == position
-        return Spot(segment, index) if fits and segment.is_rooted and index < segment.reach else None
+        fits = stretch.namespace == namespace and stretch.first_position + index == position
+        return Spot(stretch, index) if fits and stretch.is_rooted and index < stretch.reach else None
 
     def blocks_at(self, spot: Spot) -> array[int]:
         """Of a position, one for each group."""
         first = spot.offset * self._width
-        return spot.segment.blocks[first : first + self._width]
+        return spot.stretch.blocks[first : first + self._width]
 
     def link(self) -> None:
         """Joins what was read, and finds out what has a way to the root; once."""
         for tree in self._trees.values():
-            segments = [self._join(chain) for chain in _chains(tree.pieces)]
+            stretches = [self._join(chain) for chain in _chains(tree.pieces)]
             for column, prefix in tree.others:
                 self._fill(tree, column, prefix)
             if self._width > 1:
-                for segment in segments:
-                    if NULL_BLOCK in segment.blocks:
-                        segment.reach = segment.blocks.index(NULL_BLOCK) // self._width
-            self._hang(tree, segments)
-            for segment in segments:
-                kept = segment.reach if segment.is_rooted else 0
-                self._use.drop(segment.blocks[kept * self._width :])
+                for stretch in stretches:
+                    if NULL_BLOCK in stretch.blocks:
+                        stretch.reach = stretch.blocks.index(NULL_BLOCK) // self._width
+            self._hang(tree, stretches)
+            for stretch in stretches:
+                kept = stretch.reach if stretch.is_rooted else 0
+                self._use.drop(stretch.blocks[kept * self._width :])
 
-    def _join(self, chain: list[Piece]) -> Segment:
-        """The segment of prefixes that follow one another."""
+    def _join(self, chain: list[Piece]) -> JoinedStretch:
+        """The stretch of prefixes that follow one another."""
         first, blocks = chain[0].prefix, array("I")
         digests = b"".join([piece.prefix.digests for piece in chain]) if len(chain) > 1 else first.digests
-        segment = Segment(first, digests, blocks)
+        stretch = JoinedStretch(first, digests, blocks)
         for piece in chain:
-            piece.segment, piece.offset = segment, len(blocks)
+            piece.stretch, piece.offset = stretch, len(blocks)
             blocks.extend(piece.prefix.blocks)
         if self._width > 1:
-            segment.blocks = array("I", [NULL_BLOCK]) * (self._width * len(blocks))
-            segment.blocks[:: self._width] = blocks
-        return segment
+            stretch.blocks = array("I", [NULL_BLOCK]) * (self._width * len(blocks))
+            stretch.blocks[:: self._width] = blocks
+        return stretch
 
-    def _fill(self, tree: Tree, column: int, prefix: ReportedPrefix) -> None:
+    def _fill(self, tree: Tree, column: int, prefix: ReportedStretch) -> None:
         """Blocks of a further group, where the first one has the same digests; the others stay unused."""
         width, digests, blocks, done = self._width, prefix.digests, prefix.blocks, 0
         parent = prefix.parent_digest
@@ -210,47 +210,47 @@ class Forest:
             if place is None:
                 self._use.drop(blocks[done : done + 1])
             else:
-                segment, index = self._spot_at(place)
-                if segment.first_position + index != prefix.first_position + done:
+                stretch, index = self._spot_at(place)
+                if stretch.first_position + index != prefix.first_position + done:
                     refuse(f"the digest of block {blocks[done]} stands at two places")
-                if segment.digest_before(index) != parent:
+                if stretch.digest_before(index) != parent:
                     refuse(f"the digest of block {blocks[done]} stands at two places")
-                most = min(len(digests) - start, len(segment.digests) - index * DIGEST_BYTES)
-                if segment.digests.startswith(digests[start : start + most], index * DIGEST_BYTES):
+                most = min(len(digests) - start, len(stretch.digests) - index * DIGEST_BYTES)
+                if stretch.digests.startswith(digests[start : start + most], index * DIGEST_BYTES):
                     taken = most // DIGEST_BYTES
                 first, end = index * width + column, (index + taken) * width
-                for there, block in zip(segment.blocks[first:end:width], blocks[done:], strict=False):
+                for there, block in zip(stretch.blocks[first:end:width], blocks[done:], strict=False):
                     if there != NULL_BLOCK:
                         refuse(f"blocks {there} and {block} carry one digest")
-                segment.blocks[first:end:width] = blocks[done : done + taken]
+                stretch.blocks[first:end:width] = blocks[done : done + taken]
             done += taken
             parent = digests[(done - 1) * DIGEST_BYTES : done * DIGEST_BYTES]
 
-    def _hang(self, tree: Tree, segments: list[Segment]) -> None:
+    def _hang(self, tree: Tree, stretches: list[JoinedStretch]) -> None:
         """Parents and children; what hangs below the root is in order from then on."""
-        children: dict[Segment, list[Segment]] = {}
-        pending: list[Segment] = []
-        for segment in reversed(segments):
-            if not segment.first_position:
-                pending.append(segment)
+        children: dict[JoinedStretch, list[JoinedStretch]] = {}
+        pending: list[JoinedStretch] = []
+        for stretch in reversed(stretches):
+            if not stretch.first_position:
+                pending.append(stretch)
                 continue
-            place = tree.places.get(segment.parent_digest)
+            place = tree.places.get(stretch.parent_digest)
             if place is not None:
                 above, index = self._spot_at(place)
-                if above.first_position + index + 1 == segment.first_position and index < above.reach:
-                    segment.parent, segment.parent_index = above, index
-                    children.setdefault(above, []).append(segment)
+                if above.first_position + index + 1 == stretch.first_position and index < above.reach:
+                    stretch.parent, stretch.parent_index = above, index
+                    children.setdefault(above, []).append(stretch)
         while pending:
-            segment = pending.pop()
-            segment.is_rooted = True
-            self.order.append(segment)
-            pending.extend(children.get(segment, ()))
+            stretch = pending.pop()
+            stretch.is_rooted = True
+            self.order.append(stretch)
+            pending.extend(children.get(stretch, ()))
 
     def _spot_at(self, place: int) -> Spot:
         """The position of a digest."""
         piece = self._pieces[bisect_right(self._first_places, place) - 1]
-        assert piece.segment is not None, "joined before anything is looked up"
-        return Spot(piece.segment, piece.offset + place - piece.first_place)
+        assert piece.stretch is not None, "joined before anything is looked up"
+        return Spot(piece.stretch, piece.offset + place - piece.first_place)
 
 
 def _chains(pieces: list[Piece]) -> list[list[Piece]]:

@@ -10,7 +10,7 @@ from quire_allocator.core.groups.states import StatePart
 from quire_allocator.core.groups.units import Unit, UnitKey, UnitManager, UnitScope
 from quire_allocator.core.groups.windows import WindowPart
 from quire_allocator.core.pool import Pool
-from quire_allocator.core.rebuild.report import BlockUse, ReportedPrefix, ReportedSequence, refuse
+from quire_allocator.core.rebuild.report import BlockUse, ReportedSequence, ReportedStretch, refuse
 from quire_allocator.core.rebuild.runs import manager_number
 from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 
@@ -30,7 +30,7 @@ class UnitBuilder:
         self._by_block: dict[int, Unit] | None = None
         self._private: dict[int, tuple[Unit, int]] = {}  # first block -> unit, position
 
-    def read(self, prefix: ReportedPrefix, column: int, first_place: int) -> None:
+    def read(self, prefix: ReportedStretch, column: int, first_place: int) -> None:
         """Published blocks of the manager's group number `column`."""
         for offset, block in enumerate(prefix.blocks):
             digest = prefix.digests[offset * DIGEST_BYTES : (offset + 1) * DIGEST_BYTES]
@@ -65,7 +65,7 @@ class UnitBuilder:
                     continue
                 space = pool.blocks.namespaces.get(name)
                 if space is None:
-                    space = pool.blocks.namespaces[name] = pool.groups.new_namespace(name)
+                    space = pool.blocks.namespaces[name] = pool.coordinator.new_namespace(name)
                 scope = space.scopes[self._number]
                 assert isinstance(scope, UnitScope)
                 unit = Unit(scope, blocks)

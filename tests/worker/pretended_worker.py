@@ -109,7 +109,7 @@ class PretendedWorker:
     def turn(self, *, cancel_meanwhile: Request | None = None) -> None:
         self.turn_count += 1
         if not self.is_silent:
-            self.settle()
+            self.take_in()
         plan, outcome = self._plan()
         if cancel_meanwhile is not None:
             self.scheduler.cancel(cancel_meanwhile)
@@ -123,10 +123,10 @@ class PretendedWorker:
             self._asked = plan, self.ask(plan)
         self._compute(batch)
 
-    def settle(self) -> None:
+    def take_in(self) -> None:
         """Takes in the answer to what was asked."""
         if self._asked is not None:
-            self.scheduler.settle(*self._asked)
+            self.scheduler.take_in(*self._asked)
             self.scheduler.check_invariants()
             self._asked = None
 
@@ -146,7 +146,7 @@ class PretendedWorker:
         if goes_on:
             return ready, NOTHING_ASKED
         self.waited_count += 1
-        self.settle()
+        self.take_in()
         return self._plan()
 
     def _check_pool(self) -> None:

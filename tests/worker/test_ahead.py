@@ -27,7 +27,7 @@ def decoding(worker: PretendedWorker, prompt: list[int], **sampling: int) -> Req
     """A request whose prompt has been computed, and that has the answer to what it asked for meanwhile."""
     request = worker.submit(prompt, **sampling)
     worker.turn()
-    worker.settle()
+    worker.take_in()
     return request
 
 
@@ -42,7 +42,7 @@ def test_a_sample_that_decodes_has_room_for_so_many_tokens_and_asks_at_times(
     assert len(sample.table) == block_count  # 20 tokens of the prompt, the next one, those ahead, and one block
     for _ in range(20):
         worker.turn()
-        worker.settle()
+        worker.take_in()
         assert sample.granted >= len(sample.tokens) + ahead_tokens
         assert sample.granted < len(sample.tokens) + ahead_tokens + 2 * SIZE
     assert sum(map(len, worker.asks)) == 1 + 20 // (2 * SIZE if ahead_tokens else SIZE)
@@ -93,7 +93,7 @@ def test_decoding_goes_on_for_all_tokens_ahead_while_the_allocator_is_silent() -
         request = decoding(worker, prompt, max_tokens=41)
         for _ in range(turns_before):
             worker.turn()
-            worker.settle()
+            worker.take_in()
         worker.is_silent, waited_count, before = True, worker.waited_count, request.usage.output_token_count
         while worker.waited_count == waited_count:
             worker.turn()
@@ -179,7 +179,7 @@ def test_the_newest_gives_back_first() -> None:
     worker = worker_of(20, ahead_tokens=12)
     older, newer = (worker.submit(prompt, max_tokens=13) for prompt in prompts[:2])
     worker.turn()
-    worker.settle()
+    worker.take_in()
     newest = worker.submit(prompts[2], max_tokens=1)
     worker.turn()
     assert newest.is_done
@@ -208,7 +208,7 @@ def test_who_would_not_fit_either_way_takes_nothing() -> None:
     older = decoding(worker, prompts[0], max_tokens=30)
     large = worker.submit(numbers(60, seed=5), max_tokens=2)
     worker.turn()
-    worker.settle()
+    worker.take_in()
     assert worker.scheduler.waiting == large.samples
     assert len(older.samples[0].table) == 13
 
@@ -264,7 +264,7 @@ def test_commits_and_frees_go_along_with_what_somebody_waits_for() -> None:
     for _ in range(3):
         worker.turn()
     assert newer.is_done
-    worker.settle()
+    worker.take_in()
     assert worker.asks[1:] == [[], []]
     assert len(worker.pool.sequences) == 2, "it is still to be freed"
     worker.may_wait = False
@@ -293,7 +293,7 @@ def test_who_could_share_what_is_being_computed_waits_for_it() -> None:
     worker = worker_of(64, ahead_tokens=16)
     first = worker.submit(prompt, max_tokens=9)
     worker.turn()
-    worker.settle()
+    worker.take_in()
     second = worker.submit(prompt, max_tokens=9)
     worker.turn()
     assert second.usage.cached_token_count == 16
@@ -334,10 +334,10 @@ def test_nobody_is_let_in_ahead_while_the_prompt_of_another_takes_all_tokens() -
     first, second = worker.submit(numbers(45), max_tokens=3), worker.submit(numbers(9, seed=5), max_tokens=3)
     for _ in range(3):  # 15 tokens are left of the first, more than a turn has
         worker.turn()
-        worker.settle()
+        worker.take_in()
         assert worker.scheduler.waiting == second.samples
     worker.turn()
-    worker.settle()
+    worker.take_in()
     assert not worker.scheduler.waiting, "in the last turn of the first five tokens are left"
     worker.run()
     for request in (first, second):

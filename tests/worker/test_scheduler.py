@@ -237,7 +237,7 @@ def test_random_requests_in_tiny_pools_read_back_their_own_tokens(seed: int) -> 
         elif event < 0.28 and live:
             worker.scheduler.cancel(live.pop(dice.randrange(len(live))))
         elif event < 0.29:
-            worker.settle()
+            worker.take_in()
             lost = worker.scheduler.plan()
             if dice.random() < 0.5:
                 worker.scheduler.start_over(lost)

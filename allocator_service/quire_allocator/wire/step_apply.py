@@ -1,7 +1,7 @@
 """Applies one checked Step to a pool, commit, free, fork, grow, and describes what that did.
 
-A step is refused whole, before anything changes (`step_checks.py`), or applied whole: what a single operation cannot do is
-its `Result`.
+A step is refused whole, before anything changes (`step_checks.py`), or applied whole: what a single operation cannot do
+is its `Result`.
 """
 
 from __future__ import annotations

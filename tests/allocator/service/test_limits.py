@@ -91,23 +91,47 @@ EDGES: list[Edge] = [
 
 # Limits that are no count of something asked for, and the test that holds each.
 ELSEWHERE: dict[str, tuple[str, str]] = {
-    "REPORT_BLOCK_BYTES_MAX": ("allocator/test_report_limits.py", "test_no_report_of_a_pool_is_larger_than_it_may_be"),
-    "REPORT_SEQUENCE_BYTES_MAX": ("allocator/test_report_limits.py", "test_no_report_of_a_pool_is_larger_than_it_may"),
-    "REPORT_TABLE_BYTES_MAX": ("allocator/test_report_limits.py", "test_no_report_of_a_pool_is_larger_than_it_may_be"),
-    "QUARANTINES_MAX": ("allocator/test_machine.py", "test_a_step_that_trips_an_invariant_stops_the_pool"),
-    "QUARANTINE_WINDOW_S": ("allocator/test_service.py", "test_a_pool_that_breaks_a_third_time_is_opened_again_only"),
-    "EVENTS_PER_TURN_MAX": ("allocator/test_watch.py", "test_a_watcher_far_behind_is_served_in_turns"),
-    "REPORT_PAUSE_S": ("allocator/test_session_guards.py", "test_who_sends_no_report_loses_its_place"),
-    "CHANGES_PER_CHECK": ("allocator/test_session_guards.py", "test_a_block_that_is_given_back_twice_is_noticed"),
-    "ATTACH_TIMEOUT_S": ("allocator/test_session_stream.py", "test_a_stream_that_sends_no_attach_is_ended"),
-    "LEASE_S": ("allocator/test_limits.py", "test_the_lease_is_what_is_documented_unless_it_is_set"),
-    "LEASE_S_MIN": ("allocator/test_limits.py", "test_the_lease_is_what_is_documented_unless_it_is_set"),
-    "LEASE_S_MAX": ("allocator/test_limits.py", "test_the_lease_is_what_is_documented_unless_it_is_set"),
-    "STATES_PER_ANSWER_MAX": ("allocator/test_answers.py", "test_tables_of_several_groups_and_block_states_are_put"),
-    "SEQUENCE_BYTES_PER_ANSWER_MAX": ("allocator/test_answers.py", "test_tables_of_several_groups_and_block_states"),
-    "ANSWERS_KEPT_MAX": ("allocator/test_request_ids.py", "test_an_answer_is_kept_for_the_last_1024_requests"),
-    "ANSWER_BYTES_KEPT_MAX": ("allocator/test_directory.py", "test_an_answer_log_repeats_answers_refuses_other"),
-    "HEARTBEAT_S": ("allocator/test_session_stream.py", "test_while_a_report_is_awaited_the_server_says_by_itself"),
+    "REPORT_BLOCK_BYTES_MAX": (
+        "allocator/session/test_report_limits.py",
+        "test_no_report_of_a_pool_is_larger_than_it_may_be",
+    ),
+    "REPORT_SEQUENCE_BYTES_MAX": (
+        "allocator/session/test_report_limits.py",
+        "test_no_report_of_a_pool_is_larger_than_it_may",
+    ),
+    "REPORT_TABLE_BYTES_MAX": (
+        "allocator/session/test_report_limits.py",
+        "test_no_report_of_a_pool_is_larger_than_it_may_be",
+    ),
+    "QUARANTINES_MAX": ("allocator/session/test_machine.py", "test_a_step_that_trips_an_invariant_stops_the_pool"),
+    "QUARANTINE_WINDOW_S": (
+        "allocator/service/test_service.py",
+        "test_a_pool_that_breaks_a_third_time_is_opened_again_only",
+    ),
+    "EVENTS_PER_TURN_MAX": ("allocator/service/test_watch.py", "test_a_watcher_far_behind_is_served_in_turns"),
+    "REPORT_PAUSE_S": ("allocator/session/test_session_guards.py", "test_who_sends_no_report_loses_its_place"),
+    "CHANGES_PER_CHECK": (
+        "allocator/session/test_session_guards.py",
+        "test_a_block_that_is_given_back_twice_is_noticed",
+    ),
+    "ATTACH_TIMEOUT_S": ("allocator/session/test_session_stream.py", "test_a_stream_that_sends_no_attach_is_ended"),
+    "LEASE_S": ("allocator/service/test_limits.py", "test_the_lease_is_what_is_documented_unless_it_is_set"),
+    "LEASE_S_MIN": ("allocator/service/test_limits.py", "test_the_lease_is_what_is_documented_unless_it_is_set"),
+    "LEASE_S_MAX": ("allocator/service/test_limits.py", "test_the_lease_is_what_is_documented_unless_it_is_set"),
+    "STATES_PER_ANSWER_MAX": (
+        "allocator/service/test_answers.py",
+        "test_tables_of_several_groups_and_block_states_are_put",
+    ),
+    "SEQUENCE_BYTES_PER_ANSWER_MAX": (
+        "allocator/service/test_answers.py",
+        "test_tables_of_several_groups_and_block_states",
+    ),
+    "ANSWERS_KEPT_MAX": ("allocator/service/test_request_ids.py", "test_an_answer_is_kept_for_the_last_1024_requests"),
+    "ANSWER_BYTES_KEPT_MAX": ("allocator/core/test_directory.py", "test_an_answer_log_repeats_answers_refuses_other"),
+    "HEARTBEAT_S": (
+        "allocator/session/test_session_stream.py",
+        "test_while_a_report_is_awaited_the_server_says_by_itself",
+    ),
     "SILENCE_S": ("client/test_session.py", "test_a_process_that_stood_still_keeps_its_stream"),
 }
 

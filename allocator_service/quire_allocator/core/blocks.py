@@ -15,12 +15,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from typing import TYPE_CHECKING
 
 from quire_allocator.core.eviction.policies import DEFAULT_POLICY, POLICIES, Candidates, Entry, EvictionQueue
-
-if TYPE_CHECKING:
-    from quire_allocator.core.spec import GroupSpec, Quota
+from quire_allocator.core.spec import GroupSpec, Quota
 
 
 class Scope:

@@ -14,12 +14,11 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
+# `Event` names this class: with an import for type checkers only, its compiled module could not be the first to load.
+from quire_allocator.core.blocks import Scope
 from quire_allocator.core.spec import DIGEST_BYTES
-
-if TYPE_CHECKING:
-    from quire_allocator.core.blocks import Scope
 
 EVENTS_KEPT_MAX: Final = 65_536
 DIGEST_BYTES_KEPT_MAX: Final = 32 << 20
@@ -69,7 +68,7 @@ def digest_count_before(untold: set[bytes], digests: bytes) -> int:
 
 
 # Fields of an Event: making one costs as much as an append.
-_Record = tuple[int, Change, "Scope", bytes, int, bytes | bytearray, int, int]
+_Record = tuple[int, Change, Scope, bytes, int, bytes | bytearray, int, int]
 
 
 class EventLog:

@@ -3,14 +3,14 @@
 isort:skip_file
 The allocator: which sequence holds which block of KV cache.
 
-Words. A *pool* is the paged memory of one worker (or one tensor-parallel group). A *block* is `block_size` consecutive
-tokens of one sequence; a block id is an index into the worker's physical pages, 0 <= id < block_count. A *group* is a
-set of layers of one attention type; each sequence has one *block table* per group. Tokens and KV bytes never appear
-here: the allocator sees counts and digests.
+Words. A *pool* is the paged memory of one worker (or one tensor-parallel group). A *block* is `block_size`
+consecutive tokens of one sequence; a block id is an index into the worker's physical pages, 0 <= id < block_count. A
+*group* is a set of layers of one attention type; each sequence has one *block table* per group. Tokens and KV bytes
+never appear here: the allocator sees counts and digests.
 
 Encoding. Hot messages are structs of arrays: packed fixed-width numbers, and `bytes` for digests (32 bytes each,
-concatenated) and block ids (uint32 little-endian, concatenated). Arrays of one phase run in parallel. An array whose
-entries are all zero (or all RESULT_OK) may be sent empty.
+concatenated) and block ids (uint32 little-endian, concatenated). The arrays of one phase are parallel: entry i of
+each is about operation i. An array whose entries are all zero (or all RESULT_OK) may be sent empty.
 """
 
 from collections import abc as _abc
@@ -41,20 +41,20 @@ class _GroupKind:
 class _GroupKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GroupKind.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     GROUP_KIND_UNSPECIFIED: _GroupKind.ValueType  # 0
-    """Refused."""
+    """Never valid: a pool with such a group is refused."""
     GROUP_KIND_FULL_ATTENTION: _GroupKind.ValueType  # 1
-    """Every token attends to every earlier one; no block is given back before the sequence ends."""
+    """Every token attends to every earlier one; blocks are given back when the sequence ends, not before."""
     GROUP_KIND_SLIDING_WINDOW: _GroupKind.ValueType  # 2
-    """Tokens attend to the last `window` tokens, themselves included; blocks that fell out are given back when the tokens
-    after them are committed, and their table entries are null from then on.
+    """Tokens attend to the last `window` tokens, themselves included; blocks that fell out of every later token's window
+    are given back when the tokens after them are committed, and their table entries are null from then on.
     """
     GROUP_KIND_CHUNKED_LOCAL: _GroupKind.ValueType  # 3
     """Tokens attend inside their own chunk of `window` tokens; blocks of earlier chunks are given back."""
     GROUP_KIND_STATE: _GroupKind.ValueType  # 4
     """Recurrent state (mamba, linear attention): a block holds a state instead of tokens. A table has one entry, the
-    running block, which every forward pass overwrites. A commit that ends exactly at a multiple of `block_size`, or at
-    the last digest boundary of the prompt that leaves a token to compute, publishes it as a checkpoint; the next grow
-    then replaces it by a copy. A hit ends at a checkpoint.
+    running block, which every forward pass overwrites. Two commits publish the running block as a checkpoint: one that
+    ends exactly at a multiple of `block_size`, and one that ends at the last digest boundary of the prompt that leaves
+    a token to compute. The next grow then replaces the running block by a copy. A hit ends at a checkpoint.
     """
 
 class GroupKind(_GroupKind, metaclass=_GroupKindEnumTypeWrapper):
@@ -65,20 +65,20 @@ class GroupKind(_GroupKind, metaclass=_GroupKindEnumTypeWrapper):
     """
 
 GROUP_KIND_UNSPECIFIED: GroupKind.ValueType  # 0
-"""Refused."""
+"""Never valid: a pool with such a group is refused."""
 GROUP_KIND_FULL_ATTENTION: GroupKind.ValueType  # 1
-"""Every token attends to every earlier one; no block is given back before the sequence ends."""
+"""Every token attends to every earlier one; blocks are given back when the sequence ends, not before."""
 GROUP_KIND_SLIDING_WINDOW: GroupKind.ValueType  # 2
-"""Tokens attend to the last `window` tokens, themselves included; blocks that fell out are given back when the tokens
-after them are committed, and their table entries are null from then on.
+"""Tokens attend to the last `window` tokens, themselves included; blocks that fell out of every later token's window
+are given back when the tokens after them are committed, and their table entries are null from then on.
 """
 GROUP_KIND_CHUNKED_LOCAL: GroupKind.ValueType  # 3
 """Tokens attend inside their own chunk of `window` tokens; blocks of earlier chunks are given back."""
 GROUP_KIND_STATE: GroupKind.ValueType  # 4
 """Recurrent state (mamba, linear attention): a block holds a state instead of tokens. A table has one entry, the
-running block, which every forward pass overwrites. A commit that ends exactly at a multiple of `block_size`, or at
-the last digest boundary of the prompt that leaves a token to compute, publishes it as a checkpoint; the next grow
-then replaces it by a copy. A hit ends at a checkpoint.
+running block, which every forward pass overwrites. Two commits publish the running block as a checkpoint: one that
+ends exactly at a multiple of `block_size`, and one that ends at the last digest boundary of the prompt that leaves
+a token to compute. The next grow then replaces the running block by a copy. A hit ends at a checkpoint.
 """
 Global___GroupKind: _TypeAlias = GroupKind  # noqa: Y015
 
@@ -91,51 +91,60 @@ class _ResultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Result.ValueTy
     RESULT_OK: _Result.ValueType  # 0
     """Done."""
     RESULT_NO_SPACE: _Result.ValueType  # 1
-    """Not enough free blocks; `grow_shortfalls` says how many are missing."""
+    """There are not enough free blocks; `grow_shortfalls` says how many are missing."""
     RESULT_NOT_FOUND: _Result.ValueType  # 2
     """The sequence is not live."""
     RESULT_EXISTS: _Result.ValueType  # 3
     """The id of a new sequence is in use, or not higher than every earlier one."""
     RESULT_TOO_LONG: _Result.ValueType  # 4
-    """More tokens than the pool could ever hold for one sequence, or committed beyond what was granted."""
+    """The tokens are more than the pool could ever hold for one sequence, or a commit goes beyond the tokens that the
+    sequence can hold.
+    """
     RESULT_PENDING: _Result.ValueType  # 5
-    """A new sequence asked to be deferred, and others are computing its prefix: ask again when they have committed it."""
+    """The grow of a new sequence set `defer_token_counts`, and other sequences are computing its prefix: ask again when
+    they have committed it.
+    """
     RESULT_QUOTA: _Result.ValueType  # 6
-    """The namespace would hold more blocks than its quota; `grow_shortfalls` says how many too many."""
+    """The namespace would hold more blocks than its quota allows; `grow_shortfalls` says by how many."""
     RESULT_UNCOMMITTED: _Result.ValueType  # 7
-    """A fork in a pool with STATE groups, of a parent with granted tokens that are not committed: its state may be beyond
-    them already.
+    """A fork, in a pool with STATE groups, of a parent that has room for tokens that it has not committed: its running
+    block may hold the state after some of them, which no fork can share.
     """
     RESULT_FORBIDDEN: _Result.ValueType  # 8
-    """A new sequence in a namespace that the caller's certificate does not permit."""
+    """The new sequence is in a namespace that the caller's certificate does not permit."""
 
 class Result(_Result, metaclass=_ResultEnumTypeWrapper):
     """---------------------------------------------------------------------------------------------------------------------
     Steps
 
-    Result: what one operation did. All but OK change nothing and still consume the step's number.
+    Result: what one operation did. An operation with another result than OK changed nothing; the step counts as applied
+    all the same.
     """
 
 RESULT_OK: Result.ValueType  # 0
 """Done."""
 RESULT_NO_SPACE: Result.ValueType  # 1
-"""Not enough free blocks; `grow_shortfalls` says how many are missing."""
+"""There are not enough free blocks; `grow_shortfalls` says how many are missing."""
 RESULT_NOT_FOUND: Result.ValueType  # 2
 """The sequence is not live."""
 RESULT_EXISTS: Result.ValueType  # 3
 """The id of a new sequence is in use, or not higher than every earlier one."""
 RESULT_TOO_LONG: Result.ValueType  # 4
-"""More tokens than the pool could ever hold for one sequence, or committed beyond what was granted."""
+"""The tokens are more than the pool could ever hold for one sequence, or a commit goes beyond the tokens that the
+sequence can hold.
+"""
 RESULT_PENDING: Result.ValueType  # 5
-"""A new sequence asked to be deferred, and others are computing its prefix: ask again when they have committed it."""
+"""The grow of a new sequence set `defer_token_counts`, and other sequences are computing its prefix: ask again when
+they have committed it.
+"""
 RESULT_QUOTA: Result.ValueType  # 6
-"""The namespace would hold more blocks than its quota; `grow_shortfalls` says how many too many."""
+"""The namespace would hold more blocks than its quota allows; `grow_shortfalls` says by how many."""
 RESULT_UNCOMMITTED: Result.ValueType  # 7
-"""A fork in a pool with STATE groups, of a parent with granted tokens that are not committed: its state may be beyond
-them already.
+"""A fork, in a pool with STATE groups, of a parent that has room for tokens that it has not committed: its running
+block may hold the state after some of them, which no fork can share.
 """
 RESULT_FORBIDDEN: Result.ValueType  # 8
-"""A new sequence in a namespace that the caller's certificate does not permit."""
+"""The new sequence is in a namespace that the caller's certificate does not permit."""
 Global___Result: _TypeAlias = Result  # noqa: Y015
 
 class _SessionKind:
@@ -152,7 +161,7 @@ class _SessionKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SessionKi
     """With unary calls."""
 
 class SessionKind(_SessionKind, metaclass=_SessionKindEnumTypeWrapper):
-    """SessionKind: how a pool's owner talks."""
+    """SessionKind: how a pool's owner talks to the allocator."""
 
 SESSION_KIND_UNSPECIFIED: SessionKind.ValueType  # 0
 """Never sent."""
@@ -171,19 +180,19 @@ class _PoolViewEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolView.Val
     POOL_VIEW_UNSPECIFIED: _PoolView.ValueType  # 0
     """The summary."""
     POOL_VIEW_BLOCKS: _PoolView.ValueType  # 1
-    """Also the state of every block and a page of sequences with their tables."""
+    """The summary, the state of every block, and a page of sequences with their tables."""
     POOL_VIEW_USAGE: _PoolView.ValueType  # 2
-    """Also where its memory goes: namespaces, longest and most shared prefixes."""
+    """The summary, and where the memory goes: namespaces, longest and most shared prefixes."""
 
 class PoolView(_PoolView, metaclass=_PoolViewEnumTypeWrapper):
-    """PoolView: how much GetPool tells."""
+    """PoolView: what GetPool tells beside the summary."""
 
 POOL_VIEW_UNSPECIFIED: PoolView.ValueType  # 0
 """The summary."""
 POOL_VIEW_BLOCKS: PoolView.ValueType  # 1
-"""Also the state of every block and a page of sequences with their tables."""
+"""The summary, the state of every block, and a page of sequences with their tables."""
 POOL_VIEW_USAGE: PoolView.ValueType  # 2
-"""Also where its memory goes: namespaces, longest and most shared prefixes."""
+"""The summary, and where the memory goes: namespaces, longest and most shared prefixes."""
 Global___PoolView: _TypeAlias = PoolView  # noqa: Y015
 
 @_typing.final
@@ -199,14 +208,15 @@ class GroupSpec(_message.Message):
     kind: Global___GroupKind.ValueType
     """Attention type of all layers of the group."""
     block_size: _builtins.int
-    """Tokens a block holds, 1 to 65,536; of STATE, tokens between two checkpoints. A digest covers as many tokens as the
-    smallest block of the pool; every block_size is a multiple of it, else FAILED_PRECONDITION / LAYOUT.
+    """Tokens that a block holds, 1 to 65,536; of STATE, tokens between two checkpoints. A digest covers as many tokens as
+    the smallest block of the pool; every block_size must be a multiple of the smallest, else FAILED_PRECONDITION /
+    LAYOUT.
     """
     window: _builtins.int
-    """Tokens, for SLIDING_WINDOW and CHUNKED_LOCAL, 1 to 16,777,216; 0 otherwise."""
+    """Tokens of the window or chunk, for SLIDING_WINDOW and CHUNKED_LOCAL, 1 to 16,777,216; 0 otherwise."""
     checkpoints_max: _builtins.int
-    """Of STATE: checkpoints that one sequence may leave in the cache without anybody having used them; 0 for the default
-    of 16. Otherwise 0.
+    """Of STATE: checkpoints that one sequence may leave in the cache although no sequence has used them; 0 stands for the
+    default of 16. Otherwise 0.
     """
     def __init__(
         self,
@@ -236,9 +246,11 @@ class Quota(_message.Message):
     namespace: _builtins.str
     """Its name; "*" stands for every namespace that no other quota names."""
     held_blocks_max: _builtins.int
-    """Blocks that its sequences may hold, shared ones counted once. Beyond: RESULT_QUOTA. Absent: no limit."""
+    """Blocks that its sequences may hold, shared ones counted once. An operation that would go beyond is answered
+    RESULT_QUOTA. Absent: no limit.
+    """
     cached_blocks_max: _builtins.int
-    """Blocks that it may leave in the cache. Beyond, its own leave first. Absent: no limit."""
+    """Cached blocks that it may have. Beyond this number, its own cached blocks are evicted first. Absent: no limit."""
     def __init__(
         self,
         *,
@@ -275,7 +287,7 @@ class PoolSpec(_message.Message):
     QUOTAS_FIELD_NUMBER: _builtins.int
     EVICTION_POLICY_FIELD_NUMBER: _builtins.int
     block_count: _builtins.int
-    """Physical blocks, shared by all groups, 1 to 16,777,216. Those of all pools together are limited too:
+    """Physical blocks, shared by all groups, 1 to 16,777,216. The blocks of all pools together are limited too:
     RESOURCE_EXHAUSTED / LIMIT.
     """
     cache_layout: _builtins.str
@@ -283,18 +295,20 @@ class PoolSpec(_message.Message):
     model_fingerprint: _builtins.bytes
     """Identifies the weights; part of every digest's root. At most 64 bytes."""
     watermark_block_count: _builtins.int
-    """Free blocks that a new sequence must leave for those that run, as long as any does."""
+    """Free blocks that a new sequence must leave for the running ones, as long as any sequence runs."""
     eviction_policy: _builtins.str
-    """Which cached blocks leave first: "lru", "cost", or one of the names in docs/eviction.md; empty for the default."""
+    """Which cached blocks are evicted first: "lru", "cost", or one of the names in docs/eviction.md; empty for the
+    default.
+    """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupSpec]:
-        """At least one. All blocks of a pool are of equal size in bytes whatever their group; a block belongs to one group at
-        a time.
+        """At least one group. All blocks of a pool have the same size in bytes, whatever their group; a block belongs to one
+        group at a time.
         """
 
     @_builtins.property
     def quotas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Quota]:
-        """At most one per namespace, 1,024 in all."""
+        """Quotas of namespaces, at most one for each and 1,024 in all."""
 
     def __init__(
         self,
@@ -387,7 +401,7 @@ class SessionRequest(_message.Message):
 
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat:
-        """Sent every second when nothing else was; renews the lease."""
+        """Sent every second in which the owner sent nothing else; renews the lease."""
 
     @_builtins.property
     def detach(self) -> Global___Detach:
@@ -426,11 +440,11 @@ class SessionReply(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def resumed(self) -> Global___Resumed:
-        """The server still has the state of `resume_session`: send the unanswered steps again, byte for byte."""
+        """The server still has the state of `resume_session`: the owner sends its unanswered steps again, byte for byte."""
 
     @_builtins.property
     def report_required(self) -> Global___ReportRequired:
-        """The server has no such state: send a block report (an empty one for an empty pool)."""
+        """The server has no such state: the owner sends a block report, an empty one for an empty pool."""
 
     @_builtins.property
     def ready(self) -> Global___Ready:
@@ -442,7 +456,7 @@ class SessionReply(_message.Message):
 
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat:
-        """Answer to a heartbeat; from ReportRequired to Ready, sent by the server every second without being asked."""
+        """Answer to a heartbeat. From ReportRequired to Ready the server sends one every second without being asked."""
 
     def __init__(
         self,
@@ -465,8 +479,9 @@ Global___SessionReply: _TypeAlias = SessionReply  # noqa: Y015
 
 @_typing.final
 class Attach(_message.Message):
-    """Attach: takes or takes back a pool. Same incarnation and an epoch not higher than seen: ABORTED / FENCED. Another
-    incarnation while the owner's lease lives: ALREADY_EXISTS / POOL_OWNED. Otherwise every older stream is fenced.
+    """Attach: takes a pool, or takes it back. An epoch that is not higher than every earlier one of this incarnation fails
+    with ABORTED / FENCED. Another incarnation fails with ALREADY_EXISTS / POOL_OWNED while the owner's lease lives. An
+    accepted attach fences every older stream of the pool.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -480,22 +495,24 @@ class Attach(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """Protocol version: 1. Another: FAILED_PRECONDITION / VERSION."""
+    """Protocol version: 1. Any other fails with FAILED_PRECONDITION / VERSION."""
     pool: _builtins.str
     """Name of the pool, 1 to 128 characters of [A-Za-z0-9._/-]."""
     incarnation: _builtins.bytes
     """Random 16 bytes, one per life of the process that holds the tables."""
     epoch: _builtins.int
-    """Grows with every attach of that incarnation, from 1."""
+    """Number of this attach: 1 for the first of that incarnation, higher for each later one."""
     resume_session: _builtins.bytes
-    """Session id to resume; empty if there is none. Equal step numbers prove nothing."""
+    """Session id to resume; empty if there is none. Equal step numbers alone do not prove that the server has this
+    session's state.
+    """
     last_step: _builtins.int
     """Number of the last step whose reply the owner applied; 0 if none."""
     window: _builtins.int
-    """Steps the owner wants to have unanswered at a time, 1 to 8."""
+    """Steps that the owner wants to have unanswered at a time, 1 to 8."""
     @_builtins.property
     def spec(self) -> Global___PoolSpec:
-        """The pool's specification; must equal the earlier one when resuming."""
+        """The pool's specification; where a session is resumed it must equal that session's."""
 
     def __init__(
         self,
@@ -519,7 +536,7 @@ Global___Attach: _TypeAlias = Attach  # noqa: Y015
 
 @_typing.final
 class Resumed(_message.Message):
-    """Resumed: state and session id are those the owner named."""
+    """Resumed: the server has the state of the session that the owner named."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -555,7 +572,7 @@ Global___Resumed: _TypeAlias = Resumed  # noqa: Y015
 
 @_typing.final
 class ReportRequired(_message.Message):
-    """ReportRequired: the server must be told the state of the pool before it grants anything."""
+    """ReportRequired: the owner must report the state of its pool before the server grants anything."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -572,10 +589,11 @@ Global___ReportRequired: _TypeAlias = ReportRequired  # noqa: Y015
 
 @_typing.final
 class ReportChunk(_message.Message):
-    """ReportChunk: part of the owner's account of its pool: at most 4,096 entries (sequences, published blocks and freed
-    blocks together) and 256 KiB. Chunks are staged and swapped in whole by ReportEnd. In all at most what the pool can need:
-    256 bytes for each of its blocks, 256 and 8 a group for each sequence that it may have, and table entries of sequences
-    that share blocks, 67,108,864 of them; beyond: RESOURCE_EXHAUSTED / TOO_LARGE. Few reports at a time:
+    """ReportChunk: part of the owner's account of its pool, at most 4,096 entries (sequences, published blocks and freed
+    blocks together) and 256 KiB. The server stages chunks, and ReportEnd puts all of them in force at once. A whole
+    report may take what the pool can need: 256 bytes for each of its blocks, 256 bytes and 8 a group for each sequence
+    that it may have, and 67,108,864 table entries beyond one for each block, for sequences that share blocks. A larger
+    one fails with RESOURCE_EXHAUSTED / TOO_LARGE. The server stages few reports at a time and refuses others with
     RESOURCE_EXHAUSTED / REPORT_ADMISSION.
     """
 
@@ -595,16 +613,16 @@ class ReportChunk(_message.Message):
     PUBLISHED_POSITIONS_FIELD_NUMBER: _builtins.int
     PREFIXES_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """0, 1, 2, ... within one report."""
+    """Number of the chunk within its report: 0, 1, 2, ..."""
     @_builtins.property
     @_deprecated("""This field has been marked as deprecated using proto field options.""")
     def published_blocks(self) -> _builtins.bytes:
-        """Superseded by `prefixes`, together with the other four fields on published blocks; NOT_SUPPORTED if any is set."""
+        """Superseded by `prefixes`, as are the other four fields on published blocks; NOT_SUPPORTED if any is set."""
 
     @published_blocks.setter
     @_deprecated("""This field has been marked as deprecated using proto field options.""")
     def published_blocks(self, value: _builtins.bytes) -> None:
-        """Superseded by `prefixes`, together with the other four fields on published blocks; NOT_SUPPORTED if any is set."""
+        """Superseded by `prefixes`, as are the other four fields on published blocks; NOT_SUPPORTED if any is set."""
 
     @_builtins.property
     @_deprecated("""This field has been marked as deprecated using proto field options.""")
@@ -613,13 +631,13 @@ class ReportChunk(_message.Message):
     @_deprecated("""This field has been marked as deprecated using proto field options.""")
     def published_digests(self, value: _builtins.bytes) -> None: ...
     freed_blocks: _builtins.bytes
-    """Published blocks that no table holds and that were freed, in any order: block ids, uint32 little-endian. They leave
-    the cache in the order of their frees; those that were never freed leave before them.
+    """Published blocks that no table holds and that were freed, in any order: block ids, uint32 little-endian. They are
+    evicted in the order of their frees, after the cached blocks that were never freed.
     """
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReportedSequence]:
-        """Live sequences, by rising id. One whose tables do not fit goes on in a later chunk: the same id with the same counts,
-        and tables whose entries follow those sent before.
+        """Live sequences, by rising id. A sequence whose tables do not fit goes on in a later chunk, with the same id, the
+        same counts, and tables whose entries follow those sent before.
         """
 
     @_builtins.property
@@ -627,17 +645,19 @@ class ReportChunk(_message.Message):
     def published_namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def freed_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Step number of the last free that named each of them."""
+        """Number of the step that freed each of them last."""
 
     @_builtins.property
     def freed_operations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Operation within that step, and rank in the order in which that operation released its blocks."""
+        """Index of the operation within that step, and rank of the block in the order in which that operation released its
+        blocks.
+        """
 
     @_builtins.property
     def freed_positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Table of namespaces that this chunk refers to."""
+        """Namespaces that this chunk refers to by index."""
 
     @_builtins.property
     @_deprecated("""This field has been marked as deprecated using proto field options.""")
@@ -649,8 +669,8 @@ class ReportChunk(_message.Message):
     def published_positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReportedPrefix]:
-        """Blocks with a published digest, held or not. A block whose ancestors are missing is not taken over unless a table
-        holds it, which is refused.
+        """Stretches of published blocks, held or not. A block of full attention whose ancestors are not reported is left out;
+        where a table holds such a block, the report is refused.
         """
 
     def __init__(
@@ -680,7 +700,7 @@ Global___ReportChunk: _TypeAlias = ReportChunk  # noqa: Y015
 
 @_typing.final
 class ReportedPrefix(_message.Message):
-    """ReportedPrefix: consecutive published blocks of one prefix in one group."""
+    """ReportedPrefix: a stretch, which is consecutive published blocks of one prefix, in one group."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -695,9 +715,11 @@ class ReportedPrefix(_message.Message):
     group: _builtins.int
     """The group that the blocks belong to."""
     first_position: _builtins.int
-    """Index in the table of the first one; of STATE, digest blocks up to and with the checkpoint."""
+    """Index of its first block in a table; of STATE, digest blocks from the root to the checkpoint, the last one
+    included.
+    """
     parent_digest: _builtins.bytes
-    """Digest of the block before the first one; empty at the root, and ignored in groups other than full attention."""
+    """Digest of the block before its first one; empty at the root, and ignored in groups other than full attention."""
     digests: _builtins.bytes
     """Digests, 32 bytes each."""
     blocks: _builtins.bytes
@@ -745,10 +767,10 @@ class ReportedSequence(_message.Message):
     priority: _builtins.int
     """As in GrowPhase."""
     prompt_token_count: _builtins.int
-    """Of its first grow: the prompt's length, and the end of its first chunk. 0 for a fork."""
+    """Tokens that its first grow named: the prompt's length, and the end of the first chunk. 0 for a fork."""
     chunk_token_count: _builtins.int
     hold_remaining_ms: _builtins.int
-    """Of a hold: what is left of its time."""
+    """Of a hold: milliseconds until it ends."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
         """One table per group, or the part of each that follows what earlier chunks carried."""
@@ -784,7 +806,9 @@ class BlockTable(_message.Message):
 
     BLOCKS_FIELD_NUMBER: _builtins.int
     blocks: _builtins.bytes
-    """Block ids, uint32 little-endian; 0xFFFFFFFF where a block was given back (windowed groups). Of a STATE group one entry."""
+    """Block ids, uint32 little-endian; 0xFFFFFFFF where a block was given back (windowed groups). A table of a STATE
+    group has one entry.
+    """
     def __init__(
         self,
         *,
@@ -800,7 +824,7 @@ Global___BlockTable: _TypeAlias = BlockTable  # noqa: Y015
 
 @_typing.final
 class ReportEnd(_message.Message):
-    """ReportEnd: closes the report; the server checks it, swaps it in whole and answers Ready."""
+    """ReportEnd: closes the report; the server checks it, puts all of it in force at once and answers Ready."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -809,13 +833,13 @@ class ReportEnd(_message.Message):
     SHA256_FIELD_NUMBER: _builtins.int
     LAST_SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     chunk_count: _builtins.int
-    """Number of chunks sent; 0 reports an empty pool."""
+    """Chunks that were sent; 0 reports an empty pool."""
     last_step: _builtins.int
-    """Last step that the owner applied in its life; the next one is expected to be one higher."""
+    """Number of the last step whose reply the owner applied, in any session; the next step carries the number after it."""
     sha256: _builtins.bytes
     """SHA-256 over the serialized chunks in order; of nothing when there is none."""
     last_sequence_id: _builtins.int
-    """Highest sequence id that was ever created; ids go on above it."""
+    """Highest sequence id that was ever created; a new sequence needs a higher one."""
     def __init__(
         self,
         *,
@@ -874,14 +898,14 @@ Global___Ready: _TypeAlias = Ready  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Heartbeat: keeps the lease."""
+    """Heartbeat: renews the lease."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ACK_FIELD_NUMBER: _builtins.int
     ack: _builtins.int
-    """From the owner: number of the last reply that it applied, as in Step; what was done up to there may be told to
-    others. 0 in the answer.
+    """From the owner: number of the last step whose reply it applied, as in Step; watchers may be told of the steps up to
+    that one. 0 in the answer.
     """
     def __init__(
         self,
@@ -898,7 +922,7 @@ Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
 class Detach(_message.Message):
-    """Detach: the owner leaves; tables and index of the pool are dropped."""
+    """Detach: the owner leaves; the server drops the tables and the index of the pool."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -915,14 +939,14 @@ Global___Detach: _TypeAlias = Detach  # noqa: Y015
 
 @_typing.final
 class Step(_message.Message):
-    """Step: operations, atomic, applied in exactly this order of phases: commit, free, fork, grow. Operations name
-    sequences, never blocks. Repeating a step with equal bytes while its reply is kept returns that reply; other bytes:
-    FAILED_PRECONDITION / STEP_MISMATCH; another number: OUT_OF_RANGE / STEP_GAP. A malformed step is refused whole and its
-    number is not consumed; so is one whose reply might exceed `Limits.message_bytes_max`: RESOURCE_EXHAUSTED /
-    TOO_LARGE.
+    """Step: operations that are applied together, in exactly this order of phases: commit, free, fork, grow. Operations
+    name sequences, never blocks. A step that is repeated with equal bytes while its reply is kept gets that reply; with
+    other bytes it fails with FAILED_PRECONDITION / STEP_MISMATCH, and a step with any number but the next one fails with
+    OUT_OF_RANGE / STEP_GAP. A malformed step is refused whole, and its number may be used again; so is a step whose
+    reply might exceed `Limits.message_bytes_max`, with RESOURCE_EXHAUSTED / TOO_LARGE.
 
-    Columns of operations are `bytes` of little-endian integers, of the width that stands with each: on the wire what a
-    packed fixed32 or fixed64 would be (docs/decisions/0013).
+    Columns of operations are `bytes` of little-endian integers, of the width that each comment names. On the wire they
+    are what a packed fixed32 or fixed64 would be (docs/decisions/0013).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -939,10 +963,10 @@ class Step(_message.Message):
     number: _builtins.int
     """One higher than the step before."""
     ack: _builtins.int
-    """Number of the last reply that the owner applied; the server forgets replies up to it."""
+    """Number of the last step whose reply the owner applied; the server drops the kept replies up to that one."""
     @_builtins.property
     def commits(self) -> Global___CommitPhase:
-        """Tokens computed by forward passes that have finished."""
+        """Tokens that finished forward passes have computed."""
 
     @_builtins.property
     def frees(self) -> Global___FreePhase:
@@ -989,17 +1013,18 @@ class CommitPhase(_message.Message):
     sequences: _builtins.bytes
     """One entry per operation: the sequence. uint64."""
     token_counts: _builtins.bytes
-    """Tokens of the sequence computed so far, not below the count committed before. uint32."""
+    """Tokens of the sequence computed so far, at least as many as were committed before. uint32."""
     digest_counts: _builtins.bytes
-    """Blocks that each operation fills, that is full blocks between its old and its new count; another number, or two
-    operations on one sequence, make the step malformed. Empty when no operation fills any. uint32.
+    """Per operation, the digest blocks that it fills: with digest blocks of 16 tokens, a commit from 30 tokens to 64
+    fills 3. Another number, or two operations on one sequence, make the step malformed. Empty when no operation fills
+    any. uint32.
     """
     digests: _builtins.bytes
     """The digests of those blocks, 32 bytes each, operation after operation."""
     keep_token_counts: _builtins.bytes
-    """Per operation, tokens that the sequence shall be able to hold from now on: blocks beyond are given back, such as
-    those granted ahead for draft tokens that were not accepted. 0, or below the committed tokens: keep what those need.
-    Empty: nothing is given back. uint32.
+    """Per operation, tokens that the sequence shall be able to hold from now on. Blocks beyond them are given back, such
+    as those granted ahead for draft tokens that were not accepted. 0, or fewer than the committed tokens: the sequence
+    keeps the blocks of its committed tokens. Empty: nothing is given back. uint32.
     """
     def __init__(
         self,
@@ -1020,8 +1045,8 @@ Global___CommitPhase: _TypeAlias = CommitPhase  # noqa: Y015
 
 @_typing.final
 class FreePhase(_message.Message):
-    """FreePhase: drops sequences, in this order; within a sequence the tail leaves first, and of one position group after
-    group.
+    """FreePhase: drops sequences, in this order. Within a sequence the last position is released first, and within a
+    position one group after the other.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1056,8 +1081,8 @@ class ForkPhase(_message.Message):
     children: _builtins.bytes
     """Id of the new sequence, higher than every earlier id. uint64."""
     hold_ms: _builtins.bytes
-    """Per operation, milliseconds after which the child is freed by itself: a hold, which nobody writes to (a pin, or the
-    source of a transfer). 0, or empty: an ordinary sequence. At most 86,400,000. uint32.
+    """Per operation, milliseconds after which the server frees the child by itself. Such a child is a hold, which nobody
+    writes to (a pin, or the source of a transfer). 0, or empty: an ordinary sequence. At most 86,400,000. uint32.
     """
     def __init__(
         self,
@@ -1076,8 +1101,8 @@ Global___ForkPhase: _TypeAlias = ForkPhase  # noqa: Y015
 
 @_typing.final
 class GrowPhase(_message.Message):
-    """GrowPhase: creates sequences (an id higher than every earlier one) and extends live ones (any other id, and those of
-    the step's forks, whatever became of them).
+    """GrowPhase: creates sequences (an id higher than every earlier one) and extends live ones (any other id). The id of a
+    child of this step's forks never creates a sequence here, even where its fork was refused.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1094,9 +1119,9 @@ class GrowPhase(_message.Message):
     sequences: _builtins.bytes
     """One entry per operation: the sequence. uint64."""
     token_counts: _builtins.bytes
-    """Tokens that the sequence must be able to hold afterwards. For a new one: the prompt's length, or the end of its
-    first chunk; it holds more where more of a longer prompt is shared. The shared prefix is always shorter than the
-    prompt, so that at least one token is computed. uint32.
+    """Tokens that the sequence must be able to hold afterwards. For a new one these are the prompt's length, or the end
+    of its first chunk; where a longer part of the prompt is shared, the sequence holds that part. The shared prefix is
+    always shorter than the prompt, so that at least one token is computed. uint32.
     """
     digest_counts: _builtins.bytes
     """Digests to match per operation; only for new sequences. Empty when no operation has any. uint32."""
@@ -1105,18 +1130,19 @@ class GrowPhase(_message.Message):
     namespace_indices: _builtins.bytes
     """Per operation, index into `namespaces`; empty when all are 0. Ignored for live sequences. uint32."""
     prompt_token_counts: _builtins.bytes
-    """For new sequences, each array empty when all are 0. Length of the whole prompt, where `token_counts` is only its
-    first chunk: it is let in only if all of it would fit, and the rest is kept free from later admissions. uint32.
+    """This column and the next two are for new sequences, and empty when all entries are 0. Length of the whole prompt,
+    where `token_counts` is only the end of its first chunk: the sequence is let in only if the whole prompt would fit,
+    and blocks for the rest are promised to it, which keeps them from later admissions. uint32.
     """
     priorities: _builtins.bytes
-    """Importance: for a sequence of one priority none of a higher one is ever named as a victim. uint32."""
+    """Importance: where a sequence lacks blocks, no sequence of a higher priority is named as its victim. uint32."""
     defer_token_counts: _builtins.bytes
-    """Answer RESULT_PENDING instead of granting if others are computing at least so many tokens of its prefix. 0: never.
-    uint32.
+    """Where other sequences are computing at least so many tokens of its prefix, the answer is RESULT_PENDING instead of
+    a grant. 0: never. uint32.
     """
     @_builtins.property
     def namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Namespaces named by this step, each at most 128 bytes. Empty means the one namespace ""."""
+        """Namespaces that this step refers to by index, each at most 128 bytes. Empty: the one namespace ""."""
 
     def __init__(
         self,
@@ -1171,25 +1197,25 @@ class StepReply(_message.Message):
     session_id: _builtins.bytes
     """The session, 16 bytes."""
     number: _builtins.int
-    """The step answered."""
+    """Number of the step that is answered."""
     granted_grows: _builtins.bytes
-    """Indices of the grows that changed a table, rising. For each of them, per group (group fastest), how many ids in
-    `blocks` are its own: the *last* entries of the sequence's table, replacing what stood there; of a new sequence, the
-    whole table.
-    These three are uint32 little-endian, as the columns of a Step are.
+    """Indices of the grows that changed a table, rising. `block_counts` says for each of them, group after group, how
+    many of the ids in `blocks` belong to it. They are the *last* entries of the sequence's table and replace what
+    stood there; of a new sequence they are the whole table. These three columns are uint32 little-endian, as the
+    columns of a Step are.
     """
     block_counts: _builtins.bytes
     blocks: _builtins.bytes
-    """Block ids in that order; 0xFFFFFFFF for an entry without a block."""
+    """Block ids in the order of `block_counts`; 0xFFFFFFFF for an entry without a block."""
     free_block_count: _builtins.int
     """Blocks that can be granted after this step (empty and cached)."""
     state_digest: _builtins.bytes
-    """Digest of the pool's state after every 64th step, of large tables a part each time (docs/session.md); else empty. An
-    owner whose own differs attaches without `resume_session` and reports.
+    """Digest of the pool's state after every 64th step, of large tables a part each time (docs/session.md); otherwise
+    empty. An owner whose own digest differs attaches without `resume_session` and reports.
     """
     @_builtins.property
     def commit_results(self) -> _containers.RepeatedScalarFieldContainer[Global___Result.ValueType]:
-        """Results per operation of each phase; empty when all are RESULT_OK."""
+        """Per operation of each phase, its result; each array is empty when all are RESULT_OK."""
 
     @_builtins.property
     def free_results(self) -> _containers.RepeatedScalarFieldContainer[Global___Result.ValueType]: ...
@@ -1199,8 +1225,9 @@ class StepReply(_message.Message):
     def grow_results(self) -> _containers.RepeatedScalarFieldContainer[Global___Result.ValueType]: ...
     @_builtins.property
     def swap_operations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Commits that met a digest which another block already carries: the sequence's table entry now names that block and
-        its own was dropped. Index of the commit, group, index in the table, block to use from now on.
+        """Swaps: a commit met a digest that another block already carries, so the sequence's table entry now names that
+        block, and the sequence's own block was dropped. Per swap, index of the commit, group, index in the table, and
+        block to use from now on.
         """
 
     @_builtins.property
@@ -1221,25 +1248,27 @@ class StepReply(_message.Message):
     def copy_destinations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def grow_shortfalls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Per grow: blocks that were missing where the result is NO_SPACE, or too many where it is QUOTA. Empty when all are
-        0.
+        """Per grow: blocks that are missing where the result is NO_SPACE, or that exceed the quota where it is QUOTA. Empty
+        when all are 0.
         """
 
     @_builtins.property
     def pending_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Per grow of a new sequence: tokens after the matched ones that others are computing. Empty when all are 0."""
+        """Per grow of a new sequence: tokens of its prefix, after the matched ones, that other sequences are computing. Empty
+        when all are 0.
+        """
 
     @_builtins.property
     def victim_sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Per grow where the result is NO_SPACE: the sequence that is cheapest to preempt (0: none), and the tokens that it
-        would have to compute again. Empty when all are 0.
+        """Per grow where the result is NO_SPACE: the victim, which is the sequence that is cheapest to preempt (0: there is
+        none), and the tokens that it would have to compute again. Empty when all are 0.
         """
 
     @_builtins.property
     def victim_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def expired_holds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Holds whose time had come: they were freed before the first phase."""
+        """Holds whose time was over: the server freed them before the first phase."""
 
     def __init__(
         self,
@@ -1281,7 +1310,7 @@ class OpenSessionRequest(_message.Message):
     """---------------------------------------------------------------------------------------------------------------------
     Unary sessions
 
-    OpenSessionRequest: as Attach, with an empty pool.
+    OpenSessionRequest: asks for a pool as Attach does, and starts with an empty one.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1290,7 +1319,7 @@ class OpenSessionRequest(_message.Message):
     POOL_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Chosen by the caller, 1 to 64 characters; a repeated id returns the first answer."""
+    """Id chosen by the caller, 1 to 64 characters; a request with a repeated id returns the first answer."""
     pool: _builtins.str
     """Name of the pool, 1 to 128 characters of [A-Za-z0-9._/-]."""
     @_builtins.property
@@ -1322,7 +1351,7 @@ class OpenSessionResponse(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
-    """16 bytes; whoever knows it may act on the pool."""
+    """Id of the session, 16 bytes; every later call carries it."""
     lease_ms: _builtins.int
     """Milliseconds without a call after which the pool is dropped."""
     @_builtins.property
@@ -1406,18 +1435,19 @@ class AllocateRequest(_message.Message):
     session_id: _builtins.bytes
     """The session."""
     request_id: _builtins.str
-    """Chosen by the caller, 1 to 64 characters. Answers are kept for the last 1,024 requests of all operations, of large
-    answers fewer (16 MiB in all), and no longer than the session. The same id with other content, or for another
-    operation, is FAILED_PRECONDITION / STEP_MISMATCH. A refused request does not use up its id.
+    """Id chosen by the caller, 1 to 64 characters. The server keeps the answers to the last 1,024 requests of all
+    operations, fewer where they are large (16 MiB in all), and no longer than the session. The same id with other
+    content, or for another operation, fails with FAILED_PRECONDITION / STEP_MISMATCH. The id of a refused request may
+    be used again.
     """
     sequence_id: _builtins.int
     """Id of the new sequence, higher than every earlier one."""
     token_count: _builtins.int
-    """Tokens it must be able to hold, at least 1. More than one answer can list blocks for (half a million, all groups
-    together): RESOURCE_EXHAUSTED / TOO_LARGE; allocate fewer and grow.
+    """Tokens that it must be able to hold, at least 1. One answer can list some 500,000 blocks, all groups together; a
+    request that needs more fails with RESOURCE_EXHAUSTED / TOO_LARGE: allocate fewer and grow.
     """
     digests: _builtins.bytes
-    """Digests of its full blocks in order, 32 bytes each; as many as may be shared."""
+    """Digests of its full blocks in order, 32 bytes each; the blocks of a matching prefix are shared."""
     namespace: _builtins.str
     """Namespace that it shares prefixes in, at most 128 bytes."""
     prompt_token_count: _builtins.int
@@ -1492,7 +1522,7 @@ class AllocateResponse(_message.Message):
     shortfall: _builtins.int
     """Blocks missing where the result is NO_SPACE, too many where it is QUOTA."""
     pending_token_count: _builtins.int
-    """Tokens after the matched ones that others are computing."""
+    """Tokens of its prefix, after the matched ones, that other sequences are computing."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
         """The whole table of each group."""
@@ -1544,8 +1574,8 @@ class GrowRequest(_message.Message):
     sequence_id: _builtins.int
     """A live sequence."""
     token_count: _builtins.int
-    """Tokens it must be able to hold; fewer than it holds already changes nothing. Too large an answer is refused as for
-    Allocate.
+    """Tokens that it must be able to hold; a number that it can hold already changes nothing. A request whose answer
+    would be too large is refused as for Allocate.
     """
     def __init__(
         self,
@@ -1825,7 +1855,7 @@ Global___CloseSessionRequest: _TypeAlias = CloseSessionRequest  # noqa: Y015
 
 @_typing.final
 class CloseSessionResponse(_message.Message):
-    """CloseSessionResponse: nothing to say."""
+    """CloseSessionResponse: the session is closed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1855,8 +1885,8 @@ class MatchPrefixRequest(_message.Message):
     namespace: _builtins.str
     """Namespace, at most 128 bytes."""
     digests: _builtins.bytes
-    """Digests of the prompt's full blocks in order, 32 bytes each. Their root names model, layout and block size, so
-    only pools that can serve the prefix match.
+    """Digests of the prompt's full blocks in order, 32 bytes each. The root of the digests names model, layout and block
+    size, so that only pools that can serve the prefix match.
     """
     def __init__(
         self,
@@ -1900,7 +1930,7 @@ Global___MatchPrefixResponse: _TypeAlias = MatchPrefixResponse  # noqa: Y015
 
 @_typing.final
 class PrefixMatch(_message.Message):
-    """PrefixMatch: what one pool has."""
+    """PrefixMatch: what one pool has published of the prompt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1926,7 +1956,7 @@ Global___PrefixMatch: _TypeAlias = PrefixMatch  # noqa: Y015
 
 @_typing.final
 class ListPoolsRequest(_message.Message):
-    """ListPoolsRequest: everything."""
+    """ListPoolsRequest: asks for every pool."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1991,25 +2021,27 @@ class PoolSummary(_message.Message):
     session_kind: Global___SessionKind.ValueType
     """How its owner talks."""
     connected: _builtins.bool
-    """Whether the owner's stream is up (always true for unary sessions); if not, the lease is running out."""
+    """Whether the owner's stream is up (always true for unary sessions); where it is not, nothing renews the lease."""
     lease_remaining_ms: _builtins.int
     """Milliseconds until the lease ends."""
     empty_block_count: _builtins.int
-    """Blocks never written or dropped, without a digest."""
+    """Blocks that no sequence holds and that carry no digest."""
     cached_block_count: _builtins.int
-    """Blocks that nobody holds but that can be hit."""
+    """Blocks that no sequence holds but that can be hit."""
     held_block_count: _builtins.int
     """Blocks in at least one table."""
     sequence_count: _builtins.int
     """Live sequences."""
     table_entry_count: _builtins.int
-    """Sum of the lengths of all tables: what separate caches would hold. Above held_block_count by what is shared."""
+    """Sum of the lengths of all tables: the blocks that separate caches would hold. It exceeds `held_block_count` by what
+    is shared.
+    """
     last_step: _builtins.int
-    """Last step applied."""
+    """Number of the last step that was applied."""
     unwritten_slot_count: _builtins.int
-    """Tokens of room in held blocks of the first group that is not STATE that nothing has been committed to: granted
-    ahead, or the rest of last blocks (internal waste). As each table sees it: a half-filled block that forks share
-    counts for each of them.
+    """Tokens for which held blocks have room but no token is committed: room granted ahead, and the rest of last blocks
+    (internal waste). It is counted in the first group that is not STATE, and table by table: a half-filled block that
+    two forks share counts twice.
     """
     promised_block_count: _builtins.int
     """Blocks promised to prompts that are still growing."""
@@ -2021,7 +2053,9 @@ class PoolSummary(_message.Message):
 
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupUsage]:
-        """Blocks by group, in order of the groups; groups of one specification are handled alike and have equal numbers."""
+        """Blocks by group, in order of the groups. Groups of one specification have equal numbers, since the same happens to
+        all of them.
+        """
 
     def __init__(
         self,
@@ -2081,8 +2115,9 @@ Global___GroupUsage: _TypeAlias = GroupUsage  # noqa: Y015
 
 @_typing.final
 class GetPoolRequest(_message.Message):
-    """GetPoolRequest: one pool. A large one takes several answers: while the last is `truncated`, ask again from where its
-    block states and its sequences ended. What is in namespaces that the caller may not use is left out, but for counts.
+    """GetPoolRequest: asks for one pool. A large pool takes several answers: while the last answer is `truncated`, ask
+    again from where its block states and its sequences ended. The answer leaves out what is in namespaces that the
+    caller may not use, except for counts.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2099,7 +2134,7 @@ class GetPoolRequest(_message.Message):
     after_sequence_id: _builtins.int
     """With POOL_VIEW_BLOCKS: only sequences with a higher id, to page through many."""
     first_block: _builtins.int
-    """With POOL_VIEW_BLOCKS: states from this block on. Beyond the last one: none."""
+    """With POOL_VIEW_BLOCKS: block states from this block on; none where it is beyond the last block."""
     first_entry: _builtins.int
     """With POOL_VIEW_BLOCKS: of the sequence `after_sequence_id + 1`, table entries from this index on."""
     def __init__(
@@ -2147,7 +2182,7 @@ class GetPoolResponse(_message.Message):
 
     @_builtins.property
     def usage(self) -> Global___PoolUsage:
-        """With POOL_VIEW_USAGE."""
+        """Where the memory goes, with POOL_VIEW_USAGE."""
 
     def __init__(
         self,
@@ -2169,7 +2204,7 @@ Global___GetPoolResponse: _TypeAlias = GetPoolResponse  # noqa: Y015
 
 @_typing.final
 class PoolUsage(_message.Message):
-    """PoolUsage: where the memory of a pool goes. Lists hold the first 32, largest first."""
+    """PoolUsage: where the memory of a pool goes. Each list has at most 32 entries, the largest first."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2183,24 +2218,26 @@ class PoolUsage(_message.Message):
     FREE_STRETCH_COUNT_FIELD_NUMBER: _builtins.int
     namespace_count: _builtins.int
     run_count: _builtins.int
-    """Stretches that the index of full attention consists of, and blocks in them: many short ones are its fragmentation."""
+    """Runs, which are the stretches that the index of full attention consists of, and blocks in them: many short runs
+    mean that the index is fragmented.
+    """
     run_block_count: _builtins.int
     free_block_count: _builtins.int
-    """Free blocks, and the stretches of consecutive ids that they form: fragmentation of the physical pages, which costs
-    nothing but longer copy lists.
+    """Free blocks, and the ranges of consecutive ids that they form: many short ranges mean that the physical pages are
+    fragmented, which costs nothing but longer copy lists.
     """
     free_stretch_count: _builtins.int
     @_builtins.property
     def namespaces(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamespaceUsage]:
-        """Namespaces by blocks held and cached; how many there are in all."""
+        """Namespaces by blocks held and cached, and how many namespaces there are in all."""
 
     @_builtins.property
     def longest_prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixUsage]:
-        """Published prefixes of full attention by length, each down to its deepest block."""
+        """Published prefixes of full attention by length, each up to its deepest block."""
 
     @_builtins.property
     def most_shared_prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixUsage]:
-        """Stretches of blocks by the tables that hold them, most first."""
+        """Stretches by the number of tables that hold them."""
 
     def __init__(
         self,
@@ -2269,12 +2306,12 @@ class PrefixUsage(_message.Message):
     namespace: _builtins.str
     """Namespace of the prefix."""
     digest_prefix: _builtins.bytes
-    """First 8 bytes of the digest of its last block: enough to tell prefixes apart, not to ask for them."""
+    """First 8 bytes of the digest of its last block: enough to tell prefixes apart, too little to ask for one."""
     token_count: _builtins.int
-    """Tokens from the root to its end, and blocks of the stretch, all its groups together."""
+    """Tokens from the root to the end of the stretch, and blocks of the stretch, all its groups together."""
     block_count: _builtins.int
     holder_count: _builtins.int
-    """Sequences whose tables hold all of it."""
+    """Sequences whose tables hold the whole stretch."""
     def __init__(
         self,
         *,
@@ -2294,7 +2331,7 @@ Global___PrefixUsage: _TypeAlias = PrefixUsage  # noqa: Y015
 
 @_typing.final
 class SequenceInfo(_message.Message):
-    """SequenceInfo: one live sequence."""
+    """SequenceInfo: one live sequence with its tables."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2310,12 +2347,14 @@ class SequenceInfo(_message.Message):
     namespace: _builtins.str
     """Its namespace."""
     token_count: _builtins.int
-    """Tokens it can hold, and tokens computed."""
+    """Tokens that it can hold, and tokens that it has committed."""
     committed_token_count: _builtins.int
     first_entry: _builtins.int
-    """Index of the first entry of every table here; not 0 where an answer goes on with a long sequence."""
+    """Index of the first entry of every table here; above 0 where an earlier answer carried the first entries."""
     continues: _builtins.bool
-    """True if the tables go on: ask again with `after_sequence_id` one below this id and the next entry's index."""
+    """True if the tables go on: ask again with `after_sequence_id` one below this id, and `first_entry` at the next
+    entry.
+    """
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
         """One table per group, from `first_entry` on."""
@@ -2344,7 +2383,7 @@ class WatchEventsRequest(_message.Message):
     """---------------------------------------------------------------------------------------------------------------------
     Watching
 
-    WatchEventsRequest: one pool.
+    WatchEventsRequest: asks for the events of one pool.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2355,9 +2394,10 @@ class WatchEventsRequest(_message.Message):
     pool: _builtins.str
     """Its name."""
     session_id: _builtins.bytes
-    """To go on where an earlier watch ended: session and cursor of the last event it got, which must not lie before
-    `snapshot_end`: what was missing of that snapshot would never come. Without them, or where they cannot be resumed
-    (another session, or events no longer kept), the watch starts over: `cleared`, then a snapshot.
+    """Session and cursor of the last event that an earlier watch got, to go on from there. That event must be the
+    snapshot's `snapshot_end` or a later one: a watch that goes on from the middle of a snapshot never gets the rest of
+    it. Without the two fields, or where the server cannot resume (another session, or events that are no longer kept),
+    the watch starts over with `cleared` and a snapshot.
     """
     cursor: _builtins.int
     def __init__(
@@ -2377,10 +2417,10 @@ Global___WatchEventsRequest: _TypeAlias = WatchEventsRequest  # noqa: Y015
 
 @_typing.final
 class CacheEvent(_message.Message):
-    """CacheEvent: one change of a pool's prefix index, in a namespace that the caller may use. Told only once the owner has acknowledged the step that made it; a
-    snapshot tells everything that can be hit. During the snapshot, blocks may be told that a later event tells again, and a block that is told may already be
-    gone, with its `removed` still to come: apply `stored` and `removed` as they come, and the index is exact from
-    `snapshot_end` on.
+    """CacheEvent: one change of a pool's prefix index, in a namespace that the caller may use. Watchers get a change when
+    the owner has acknowledged the step that made it. A snapshot names everything that can be hit. It may name blocks
+    that a later `stored` names again, and blocks that are gone already and whose `removed` is still to come. A watcher
+    that applies `stored` and `removed` in order has the exact index from `snapshot_end` on.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2402,7 +2442,7 @@ class CacheEvent(_message.Message):
     step: _builtins.int
     @_builtins.property
     def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The groups: all of one specification change together."""
+        """Groups that the change is about: all groups of one specification change together."""
 
     @_builtins.property
     def stored(self) -> Global___BlocksStored:
@@ -2410,15 +2450,15 @@ class CacheEvent(_message.Message):
 
     @_builtins.property
     def removed(self) -> Global___BlocksRemoved:
-        """Digests no longer hit: no other block carries them."""
+        """Digests no longer hit: no block carries them any more."""
 
     @_builtins.property
     def cleared(self) -> Global___IndexCleared:
-        """Nothing hits any more: a new session, or the start of a snapshot."""
+        """Nothing can be hit any more: a new session or a snapshot begins."""
 
     @_builtins.property
     def snapshot_end(self) -> Global___SnapshotEnd:
-        """Everything that was there when the watch began has been told, and what changed meanwhile."""
+        """The snapshot is complete, and so are the changes that were made while it was sent."""
 
     def __init__(
         self,
@@ -2445,7 +2485,7 @@ Global___CacheEvent: _TypeAlias = CacheEvent  # noqa: Y015
 
 @_typing.final
 class BlocksStored(_message.Message):
-    """BlocksStored: consecutive blocks of one prefix."""
+    """BlocksStored: a stretch of blocks that can be hit from now on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2457,7 +2497,7 @@ class BlocksStored(_message.Message):
     namespace: _builtins.str
     """Namespace of the prefix."""
     parent_digest: _builtins.bytes
-    """Digest of the block before the first one; empty at the root, and in groups other than full attention, whose blocks
+    """Digest of the block before its first one; empty at the root, and in groups other than full attention, whose blocks
     need no ancestors.
     """
     digests: _builtins.bytes
@@ -2465,7 +2505,9 @@ class BlocksStored(_message.Message):
     block_size: _builtins.int
     """Tokens per block."""
     first_position: _builtins.int
-    """Blocks before the first one in its prefix; of STATE, digest blocks up to and with the checkpoint."""
+    """Blocks of the prefix before the first one here; of STATE, digest blocks from the root to the checkpoint, the last
+    one included.
+    """
     def __init__(
         self,
         *,
@@ -2485,7 +2527,7 @@ Global___BlocksStored: _TypeAlias = BlocksStored  # noqa: Y015
 
 @_typing.final
 class BlocksRemoved(_message.Message):
-    """BlocksRemoved: digests that left the index, consecutive blocks of one prefix."""
+    """BlocksRemoved: digests that left the index, of consecutive blocks of one prefix."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2515,7 +2557,7 @@ Global___BlocksRemoved: _TypeAlias = BlocksRemoved  # noqa: Y015
 
 @_typing.final
 class IndexCleared(_message.Message):
-    """IndexCleared: nothing hits any more."""
+    """IndexCleared: nothing can be hit any more."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2532,7 +2574,7 @@ Global___IndexCleared: _TypeAlias = IndexCleared  # noqa: Y015
 
 @_typing.final
 class SnapshotEnd(_message.Message):
-    """SnapshotEnd: nothing to say."""
+    """SnapshotEnd: the snapshot is complete."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2552,7 +2594,7 @@ class RouteRequest(_message.Message):
     """---------------------------------------------------------------------------------------------------------------------
     Shapes fixed with v1 for a call that no server offers yet
 
-    RouteRequest: where should this prompt go?
+    RouteRequest: asks where a prompt should go.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2566,7 +2608,7 @@ class RouteRequest(_message.Message):
     digests: _builtins.bytes
     """Digests of its full blocks, 32 bytes each."""
     prompt_token_count: _builtins.int
-    """Its length, and how many tokens are expected to follow."""
+    """Tokens of the prompt, and tokens that are expected to follow."""
     output_token_count: _builtins.int
     def __init__(
         self,
@@ -2586,7 +2628,7 @@ Global___RouteRequest: _TypeAlias = RouteRequest  # noqa: Y015
 
 @_typing.final
 class RouteResponse(_message.Message):
-    """RouteResponse: candidates, best first."""
+    """RouteResponse: the workers that may serve the prompt, best first."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2610,7 +2652,7 @@ Global___RouteResponse: _TypeAlias = RouteResponse  # noqa: Y015
 
 @_typing.final
 class RouteCandidate(_message.Message):
-    """RouteCandidate: one worker."""
+    """RouteCandidate: one worker that may serve the prompt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2622,7 +2664,7 @@ class RouteCandidate(_message.Message):
     """Its pool and the address of its WorkerService."""
     worker_address: _builtins.str
     matched_token_count: _builtins.int
-    """Leading tokens that it has published, and blocks that it can grant."""
+    """Leading tokens of the prompt that its pool has published, and blocks that can be granted in it."""
     free_block_count: _builtins.int
     def __init__(
         self,

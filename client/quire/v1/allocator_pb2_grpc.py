@@ -27,7 +27,7 @@ if _version_not_supported:
 
 class AllocatorServiceStub:
     """Serves the block tables of every attached pool. One pool has one owner at a time: a stream (`Session`) or a unary
-    session (`OpenSession`). Errors carry a `Reason` (errors.proto).
+    session (`OpenSession`). Every error carries a `Reason` (errors.proto).
     """
 
     def __init__(self, channel):
@@ -105,106 +105,111 @@ class AllocatorServiceStub:
 
 class AllocatorServiceServicer:
     """Serves the block tables of every attached pool. One pool has one owner at a time: a stream (`Session`) or a unary
-    session (`OpenSession`). Errors carry a `Reason` (errors.proto).
+    session (`OpenSession`). Every error carries a `Reason` (errors.proto).
     """
 
     def Session(self, request_iterator, context):
-        """Session: the owner's stream, one per pool. First message `Attach` within 5 s, else DEADLINE_EXCEEDED / IDLE; then
-        numbered steps. gRPC retries and hedging must be off: an error ends the stream and the owner attaches again.
+        """Session: carries the operations of one owner on one pool. The first message is `Attach`; where it does not come
+        within 5 s, the stream ends with DEADLINE_EXCEEDED / IDLE. Numbered steps follow. gRPC retries and hedging must be
+        off: an error ends the stream, and the owner attaches again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenSession(self, request, context):
-        """OpenSession: takes ownership of a pool without a stream, for scripts and engines that do not stream. Same lease and
-        the same operations. Idempotent by `request_id`. ALREADY_EXISTS / POOL_OWNED while another owner's lease lives.
+        """OpenSession: takes ownership of a pool without a stream, for scripts and engines that do not stream. Its lease and
+        its operations are those of a stream. Idempotent by `request_id`. It fails with ALREADY_EXISTS / POOL_OWNED while
+        another owner's lease lives.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def KeepAlive(self, request, context):
-        """KeepAlive: renews the lease (every unary call does) and says what remains. Idempotent.
+        """KeepAlive: renews the lease, as every unary call does, and says how long it lasts. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Allocate(self, request, context):
-        """Allocate: a new sequence with blocks for `token_count` tokens; the longest published prefix of `digests` is shared
-        instead of granted. All or nothing. Idempotent by `request_id`.
+        """Allocate: creates a sequence with blocks for `token_count` tokens. It shares the longest published prefix that
+        `digests` name; only the blocks after that prefix are granted. Where not all of this is possible, nothing is done.
+        Idempotent by `request_id`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Grow(self, request, context):
-        """Grow: blocks so that a live sequence can hold `token_count` tokens. If the block of its next token is shared, the
-        answer replaces it and carries the copy to run before writing. All or nothing. Idempotent by `request_id`.
+        """Grow: grants blocks to a live sequence until it can hold `token_count` tokens. If the block of its next token is
+        shared, the answer replaces that block and carries the copy to run before writing. Where not all of this is
+        possible, nothing is done. Idempotent by `request_id`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Fork(self, request, context):
-        """Fork: a new sequence that shares every computed block of its parent, the half-filled last one included. Never
-        needs space. Idempotent by `request_id`.
+        """Fork: creates a sequence that shares every computed block of its parent, the half-filled last one included. A fork
+        never needs space. Idempotent by `request_id`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Commit: tokens up to `token_count` have been computed; the blocks that became full are published under their
-        digests and can be hit from now on. Idempotent by `request_id`.
+        """Commit: tells the allocator that the first `token_count` tokens have been computed. It publishes the blocks that
+        became full under their digests; they can be hit from now on. Idempotent by `request_id`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Free(self, request, context):
-        """Free: drops a sequence. Published blocks that nobody else holds stay cached until evicted. Idempotent by
-        `request_id`.
+        """Free: drops a sequence. Published blocks that no other sequence holds stay cached until they are evicted.
+        Idempotent by `request_id`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseSession(self, request, context):
-        """CloseSession: gives the pool back; its tables and its prefix index are dropped. Idempotent: closing an unknown
-        session succeeds.
+        """CloseSession: gives the pool back; the allocator drops its tables and its prefix index. Idempotent: closing an
+        unknown session succeeds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def MatchPrefix(self, request, context):
-        """MatchPrefix: how much of a prompt each attached pool has published. A hint that holds nothing: only growing a new
-        sequence takes references. Read-only.
+        """MatchPrefix: says how much of a prompt each attached pool has published. The answer is a hint: the blocks may be
+        evicted before a sequence is created that shares them. Read-only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListPools(self, request, context):
-        """ListPools: a summary of every attached pool, by name. Read-only.
+        """ListPools: summarizes every attached pool, by name. Read-only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetPool(self, request, context):
-        """GetPool: one pool; by view also who holds what, or where its memory goes. NOT_FOUND / POOL_UNKNOWN. Read-only.
+        """GetPool: describes one pool; with a view it also says which sequence holds which block, or where the memory goes.
+        It fails with NOT_FOUND / POOL_UNKNOWN where no pool has that name. Read-only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchEvents(self, request, context):
-        """WatchEvents: what a pool can hit, as a snapshot, then every change in order, for routers and mirrors. Resumable by
-        session and cursor. A watcher that falls too far behind is dropped with RESOURCE_EXHAUSTED / WATCHER_SLOW; when the
-        pool goes, the stream ends with NOT_FOUND / POOL_UNKNOWN. Read-only.
+        """WatchEvents: tells routers and mirrors which blocks of a pool can be hit, as a snapshot, and then every change in
+        order. A watch is resumed by session and cursor. A watcher that falls too far behind is dropped with
+        RESOURCE_EXHAUSTED / WATCHER_SLOW; when the pool goes, the stream ends with NOT_FOUND / POOL_UNKNOWN. Read-only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -288,7 +293,7 @@ def add_AllocatorServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class AllocatorService:
     """Serves the block tables of every attached pool. One pool has one owner at a time: a stream (`Session`) or a unary
-    session (`OpenSession`). Errors carry a `Reason` (errors.proto).
+    session (`OpenSession`). Every error carries a `Reason` (errors.proto).
     """
 
     @staticmethod

@@ -3,14 +3,14 @@
 isort:skip_file
 The allocator: which sequence holds which block of KV cache.
 
-Words. A *pool* is the paged memory of one worker (or one tensor-parallel group). A *block* is `block_size` consecutive
-tokens of one sequence; a block id is an index into the worker's physical pages, 0 <= id < block_count. A *group* is a
-set of layers of one attention type; each sequence has one *block table* per group. Tokens and KV bytes never appear
-here: the allocator sees counts and digests.
+Words. A *pool* is the paged memory of one worker (or one tensor-parallel group). A *block* is `block_size`
+consecutive tokens of one sequence; a block id is an index into the worker's physical pages, 0 <= id < block_count. A
+*group* is a set of layers of one attention type; each sequence has one *block table* per group. Tokens and KV bytes
+never appear here: the allocator sees counts and digests.
 
 Encoding. Hot messages are structs of arrays: packed fixed-width numbers, and `bytes` for digests (32 bytes each,
-concatenated) and block ids (uint32 little-endian, concatenated). Arrays of one phase run in parallel. An array whose
-entries are all zero (or all RESULT_OK) may be sent empty.
+concatenated) and block ids (uint32 little-endian, concatenated). The arrays of one phase are parallel: entry i of
+each is about operation i. An array whose entries are all zero (or all RESULT_OK) may be sent empty.
 """
 
 from collections import abc as _abc
@@ -38,7 +38,7 @@ GRPC_VERSION: str
 
 class AllocatorServiceStub:
     """Serves the block tables of every attached pool. One pool has one owner at a time: a stream (`Session`) or a unary
-    session (`OpenSession`). Errors carry a `Reason` (errors.proto).
+    session (`OpenSession`). Every error carries a `Reason` (errors.proto).
     """
 
     @_typing.overload
@@ -46,111 +46,123 @@ class AllocatorServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AllocatorServiceAsyncStub: ...
     Session: _grpc.StreamStreamMultiCallable[_allocator_pb2.SessionRequest, _allocator_pb2.SessionReply]
-    """Session: the owner's stream, one per pool. First message `Attach` within 5 s, else DEADLINE_EXCEEDED / IDLE; then
-    numbered steps. gRPC retries and hedging must be off: an error ends the stream and the owner attaches again.
+    """Session: carries the operations of one owner on one pool. The first message is `Attach`; where it does not come
+    within 5 s, the stream ends with DEADLINE_EXCEEDED / IDLE. Numbered steps follow. gRPC retries and hedging must be
+    off: an error ends the stream, and the owner attaches again.
     """
     OpenSession: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.OpenSessionRequest, _allocator_pb2.OpenSessionResponse]
-    """OpenSession: takes ownership of a pool without a stream, for scripts and engines that do not stream. Same lease and
-    the same operations. Idempotent by `request_id`. ALREADY_EXISTS / POOL_OWNED while another owner's lease lives.
+    """OpenSession: takes ownership of a pool without a stream, for scripts and engines that do not stream. Its lease and
+    its operations are those of a stream. Idempotent by `request_id`. It fails with ALREADY_EXISTS / POOL_OWNED while
+    another owner's lease lives.
     """
     KeepAlive: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.KeepAliveRequest, _allocator_pb2.KeepAliveResponse]
-    """KeepAlive: renews the lease (every unary call does) and says what remains. Idempotent."""
+    """KeepAlive: renews the lease, as every unary call does, and says how long it lasts. Idempotent."""
     Allocate: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.AllocateRequest, _allocator_pb2.AllocateResponse]
-    """Allocate: a new sequence with blocks for `token_count` tokens; the longest published prefix of `digests` is shared
-    instead of granted. All or nothing. Idempotent by `request_id`.
+    """Allocate: creates a sequence with blocks for `token_count` tokens. It shares the longest published prefix that
+    `digests` name; only the blocks after that prefix are granted. Where not all of this is possible, nothing is done.
+    Idempotent by `request_id`.
     """
     Grow: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GrowRequest, _allocator_pb2.GrowResponse]
-    """Grow: blocks so that a live sequence can hold `token_count` tokens. If the block of its next token is shared, the
-    answer replaces it and carries the copy to run before writing. All or nothing. Idempotent by `request_id`.
+    """Grow: grants blocks to a live sequence until it can hold `token_count` tokens. If the block of its next token is
+    shared, the answer replaces that block and carries the copy to run before writing. Where not all of this is
+    possible, nothing is done. Idempotent by `request_id`.
     """
     Fork: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.ForkRequest, _allocator_pb2.ForkResponse]
-    """Fork: a new sequence that shares every computed block of its parent, the half-filled last one included. Never
-    needs space. Idempotent by `request_id`.
+    """Fork: creates a sequence that shares every computed block of its parent, the half-filled last one included. A fork
+    never needs space. Idempotent by `request_id`.
     """
     Commit: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.CommitRequest, _allocator_pb2.CommitResponse]
-    """Commit: tokens up to `token_count` have been computed; the blocks that became full are published under their
-    digests and can be hit from now on. Idempotent by `request_id`.
+    """Commit: tells the allocator that the first `token_count` tokens have been computed. It publishes the blocks that
+    became full under their digests; they can be hit from now on. Idempotent by `request_id`.
     """
     Free: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.FreeRequest, _allocator_pb2.FreeResponse]
-    """Free: drops a sequence. Published blocks that nobody else holds stay cached until evicted. Idempotent by
-    `request_id`.
+    """Free: drops a sequence. Published blocks that no other sequence holds stay cached until they are evicted.
+    Idempotent by `request_id`.
     """
     CloseSession: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.CloseSessionRequest, _allocator_pb2.CloseSessionResponse]
-    """CloseSession: gives the pool back; its tables and its prefix index are dropped. Idempotent: closing an unknown
-    session succeeds.
+    """CloseSession: gives the pool back; the allocator drops its tables and its prefix index. Idempotent: closing an
+    unknown session succeeds.
     """
     MatchPrefix: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.MatchPrefixRequest, _allocator_pb2.MatchPrefixResponse]
-    """MatchPrefix: how much of a prompt each attached pool has published. A hint that holds nothing: only growing a new
-    sequence takes references. Read-only.
+    """MatchPrefix: says how much of a prompt each attached pool has published. The answer is a hint: the blocks may be
+    evicted before a sequence is created that shares them. Read-only.
     """
     ListPools: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.ListPoolsRequest, _allocator_pb2.ListPoolsResponse]
-    """ListPools: a summary of every attached pool, by name. Read-only."""
+    """ListPools: summarizes every attached pool, by name. Read-only."""
     GetPool: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolRequest, _allocator_pb2.GetPoolResponse]
-    """GetPool: one pool; by view also who holds what, or where its memory goes. NOT_FOUND / POOL_UNKNOWN. Read-only."""
+    """GetPool: describes one pool; with a view it also says which sequence holds which block, or where the memory goes.
+    It fails with NOT_FOUND / POOL_UNKNOWN where no pool has that name. Read-only.
+    """
     WatchEvents: _grpc.UnaryStreamMultiCallable[_allocator_pb2.WatchEventsRequest, _allocator_pb2.CacheEvent]
-    """WatchEvents: what a pool can hit, as a snapshot, then every change in order, for routers and mirrors. Resumable by
-    session and cursor. A watcher that falls too far behind is dropped with RESOURCE_EXHAUSTED / WATCHER_SLOW; when the
-    pool goes, the stream ends with NOT_FOUND / POOL_UNKNOWN. Read-only.
+    """WatchEvents: tells routers and mirrors which blocks of a pool can be hit, as a snapshot, and then every change in
+    order. A watch is resumed by session and cursor. A watcher that falls too far behind is dropped with
+    RESOURCE_EXHAUSTED / WATCHER_SLOW; when the pool goes, the stream ends with NOT_FOUND / POOL_UNKNOWN. Read-only.
     """
 
 @_typing.type_check_only
 class AllocatorServiceAsyncStub(AllocatorServiceStub):
     """Serves the block tables of every attached pool. One pool has one owner at a time: a stream (`Session`) or a unary
-    session (`OpenSession`). Errors carry a `Reason` (errors.proto).
+    session (`OpenSession`). Every error carries a `Reason` (errors.proto).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Session: _aio.StreamStreamMultiCallable[_allocator_pb2.SessionRequest, _allocator_pb2.SessionReply]  # type: ignore[assignment]
-    """Session: the owner's stream, one per pool. First message `Attach` within 5 s, else DEADLINE_EXCEEDED / IDLE; then
-    numbered steps. gRPC retries and hedging must be off: an error ends the stream and the owner attaches again.
+    """Session: carries the operations of one owner on one pool. The first message is `Attach`; where it does not come
+    within 5 s, the stream ends with DEADLINE_EXCEEDED / IDLE. Numbered steps follow. gRPC retries and hedging must be
+    off: an error ends the stream, and the owner attaches again.
     """
     OpenSession: _aio.UnaryUnaryMultiCallable[_allocator_pb2.OpenSessionRequest, _allocator_pb2.OpenSessionResponse]  # type: ignore[assignment]
-    """OpenSession: takes ownership of a pool without a stream, for scripts and engines that do not stream. Same lease and
-    the same operations. Idempotent by `request_id`. ALREADY_EXISTS / POOL_OWNED while another owner's lease lives.
+    """OpenSession: takes ownership of a pool without a stream, for scripts and engines that do not stream. Its lease and
+    its operations are those of a stream. Idempotent by `request_id`. It fails with ALREADY_EXISTS / POOL_OWNED while
+    another owner's lease lives.
     """
     KeepAlive: _aio.UnaryUnaryMultiCallable[_allocator_pb2.KeepAliveRequest, _allocator_pb2.KeepAliveResponse]  # type: ignore[assignment]
-    """KeepAlive: renews the lease (every unary call does) and says what remains. Idempotent."""
+    """KeepAlive: renews the lease, as every unary call does, and says how long it lasts. Idempotent."""
     Allocate: _aio.UnaryUnaryMultiCallable[_allocator_pb2.AllocateRequest, _allocator_pb2.AllocateResponse]  # type: ignore[assignment]
-    """Allocate: a new sequence with blocks for `token_count` tokens; the longest published prefix of `digests` is shared
-    instead of granted. All or nothing. Idempotent by `request_id`.
+    """Allocate: creates a sequence with blocks for `token_count` tokens. It shares the longest published prefix that
+    `digests` name; only the blocks after that prefix are granted. Where not all of this is possible, nothing is done.
+    Idempotent by `request_id`.
     """
     Grow: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GrowRequest, _allocator_pb2.GrowResponse]  # type: ignore[assignment]
-    """Grow: blocks so that a live sequence can hold `token_count` tokens. If the block of its next token is shared, the
-    answer replaces it and carries the copy to run before writing. All or nothing. Idempotent by `request_id`.
+    """Grow: grants blocks to a live sequence until it can hold `token_count` tokens. If the block of its next token is
+    shared, the answer replaces that block and carries the copy to run before writing. Where not all of this is
+    possible, nothing is done. Idempotent by `request_id`.
     """
     Fork: _aio.UnaryUnaryMultiCallable[_allocator_pb2.ForkRequest, _allocator_pb2.ForkResponse]  # type: ignore[assignment]
-    """Fork: a new sequence that shares every computed block of its parent, the half-filled last one included. Never
-    needs space. Idempotent by `request_id`.
+    """Fork: creates a sequence that shares every computed block of its parent, the half-filled last one included. A fork
+    never needs space. Idempotent by `request_id`.
     """
     Commit: _aio.UnaryUnaryMultiCallable[_allocator_pb2.CommitRequest, _allocator_pb2.CommitResponse]  # type: ignore[assignment]
-    """Commit: tokens up to `token_count` have been computed; the blocks that became full are published under their
-    digests and can be hit from now on. Idempotent by `request_id`.
+    """Commit: tells the allocator that the first `token_count` tokens have been computed. It publishes the blocks that
+    became full under their digests; they can be hit from now on. Idempotent by `request_id`.
     """
     Free: _aio.UnaryUnaryMultiCallable[_allocator_pb2.FreeRequest, _allocator_pb2.FreeResponse]  # type: ignore[assignment]
-    """Free: drops a sequence. Published blocks that nobody else holds stay cached until evicted. Idempotent by
-    `request_id`.
+    """Free: drops a sequence. Published blocks that no other sequence holds stay cached until they are evicted.
+    Idempotent by `request_id`.
     """
     CloseSession: _aio.UnaryUnaryMultiCallable[_allocator_pb2.CloseSessionRequest, _allocator_pb2.CloseSessionResponse]  # type: ignore[assignment]
-    """CloseSession: gives the pool back; its tables and its prefix index are dropped. Idempotent: closing an unknown
-    session succeeds.
+    """CloseSession: gives the pool back; the allocator drops its tables and its prefix index. Idempotent: closing an
+    unknown session succeeds.
     """
     MatchPrefix: _aio.UnaryUnaryMultiCallable[_allocator_pb2.MatchPrefixRequest, _allocator_pb2.MatchPrefixResponse]  # type: ignore[assignment]
-    """MatchPrefix: how much of a prompt each attached pool has published. A hint that holds nothing: only growing a new
-    sequence takes references. Read-only.
+    """MatchPrefix: says how much of a prompt each attached pool has published. The answer is a hint: the blocks may be
+    evicted before a sequence is created that shares them. Read-only.
     """
     ListPools: _aio.UnaryUnaryMultiCallable[_allocator_pb2.ListPoolsRequest, _allocator_pb2.ListPoolsResponse]  # type: ignore[assignment]
-    """ListPools: a summary of every attached pool, by name. Read-only."""
+    """ListPools: summarizes every attached pool, by name. Read-only."""
     GetPool: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolRequest, _allocator_pb2.GetPoolResponse]  # type: ignore[assignment]
-    """GetPool: one pool; by view also who holds what, or where its memory goes. NOT_FOUND / POOL_UNKNOWN. Read-only."""
+    """GetPool: describes one pool; with a view it also says which sequence holds which block, or where the memory goes.
+    It fails with NOT_FOUND / POOL_UNKNOWN where no pool has that name. Read-only.
+    """
     WatchEvents: _aio.UnaryStreamMultiCallable[_allocator_pb2.WatchEventsRequest, _allocator_pb2.CacheEvent]  # type: ignore[assignment]
-    """WatchEvents: what a pool can hit, as a snapshot, then every change in order, for routers and mirrors. Resumable by
-    session and cursor. A watcher that falls too far behind is dropped with RESOURCE_EXHAUSTED / WATCHER_SLOW; when the
-    pool goes, the stream ends with NOT_FOUND / POOL_UNKNOWN. Read-only.
+    """WatchEvents: tells routers and mirrors which blocks of a pool can be hit, as a snapshot, and then every change in
+    order. A watch is resumed by session and cursor. A watcher that falls too far behind is dropped with
+    RESOURCE_EXHAUSTED / WATCHER_SLOW; when the pool goes, the stream ends with NOT_FOUND / POOL_UNKNOWN. Read-only.
     """
 
 class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
     """Serves the block tables of every attached pool. One pool has one owner at a time: a stream (`Session`) or a unary
-    session (`OpenSession`). Errors carry a `Reason` (errors.proto).
+    session (`OpenSession`). Every error carries a `Reason` (errors.proto).
     """
 
     @_abc_1.abstractmethod
@@ -159,8 +171,9 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_allocator_pb2.SessionRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_allocator_pb2.SessionReply], _abc.AsyncIterator[_allocator_pb2.SessionReply]]:
-        """Session: the owner's stream, one per pool. First message `Attach` within 5 s, else DEADLINE_EXCEEDED / IDLE; then
-        numbered steps. gRPC retries and hedging must be off: an error ends the stream and the owner attaches again.
+        """Session: carries the operations of one owner on one pool. The first message is `Attach`; where it does not come
+        within 5 s, the stream ends with DEADLINE_EXCEEDED / IDLE. Numbered steps follow. gRPC retries and hedging must be
+        off: an error ends the stream, and the owner attaches again.
         """
 
     @_abc_1.abstractmethod
@@ -169,8 +182,9 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.OpenSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.OpenSessionResponse, _abc.Awaitable[_allocator_pb2.OpenSessionResponse]]:
-        """OpenSession: takes ownership of a pool without a stream, for scripts and engines that do not stream. Same lease and
-        the same operations. Idempotent by `request_id`. ALREADY_EXISTS / POOL_OWNED while another owner's lease lives.
+        """OpenSession: takes ownership of a pool without a stream, for scripts and engines that do not stream. Its lease and
+        its operations are those of a stream. Idempotent by `request_id`. It fails with ALREADY_EXISTS / POOL_OWNED while
+        another owner's lease lives.
         """
 
     @_abc_1.abstractmethod
@@ -179,7 +193,7 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.KeepAliveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.KeepAliveResponse, _abc.Awaitable[_allocator_pb2.KeepAliveResponse]]:
-        """KeepAlive: renews the lease (every unary call does) and says what remains. Idempotent."""
+        """KeepAlive: renews the lease, as every unary call does, and says how long it lasts. Idempotent."""
 
     @_abc_1.abstractmethod
     def Allocate(
@@ -187,8 +201,9 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.AllocateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.AllocateResponse, _abc.Awaitable[_allocator_pb2.AllocateResponse]]:
-        """Allocate: a new sequence with blocks for `token_count` tokens; the longest published prefix of `digests` is shared
-        instead of granted. All or nothing. Idempotent by `request_id`.
+        """Allocate: creates a sequence with blocks for `token_count` tokens. It shares the longest published prefix that
+        `digests` name; only the blocks after that prefix are granted. Where not all of this is possible, nothing is done.
+        Idempotent by `request_id`.
         """
 
     @_abc_1.abstractmethod
@@ -197,8 +212,9 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.GrowRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.GrowResponse, _abc.Awaitable[_allocator_pb2.GrowResponse]]:
-        """Grow: blocks so that a live sequence can hold `token_count` tokens. If the block of its next token is shared, the
-        answer replaces it and carries the copy to run before writing. All or nothing. Idempotent by `request_id`.
+        """Grow: grants blocks to a live sequence until it can hold `token_count` tokens. If the block of its next token is
+        shared, the answer replaces that block and carries the copy to run before writing. Where not all of this is
+        possible, nothing is done. Idempotent by `request_id`.
         """
 
     @_abc_1.abstractmethod
@@ -207,8 +223,8 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.ForkRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.ForkResponse, _abc.Awaitable[_allocator_pb2.ForkResponse]]:
-        """Fork: a new sequence that shares every computed block of its parent, the half-filled last one included. Never
-        needs space. Idempotent by `request_id`.
+        """Fork: creates a sequence that shares every computed block of its parent, the half-filled last one included. A fork
+        never needs space. Idempotent by `request_id`.
         """
 
     @_abc_1.abstractmethod
@@ -217,8 +233,8 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.CommitRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.CommitResponse, _abc.Awaitable[_allocator_pb2.CommitResponse]]:
-        """Commit: tokens up to `token_count` have been computed; the blocks that became full are published under their
-        digests and can be hit from now on. Idempotent by `request_id`.
+        """Commit: tells the allocator that the first `token_count` tokens have been computed. It publishes the blocks that
+        became full under their digests; they can be hit from now on. Idempotent by `request_id`.
         """
 
     @_abc_1.abstractmethod
@@ -227,8 +243,8 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.FreeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.FreeResponse, _abc.Awaitable[_allocator_pb2.FreeResponse]]:
-        """Free: drops a sequence. Published blocks that nobody else holds stay cached until evicted. Idempotent by
-        `request_id`.
+        """Free: drops a sequence. Published blocks that no other sequence holds stay cached until they are evicted.
+        Idempotent by `request_id`.
         """
 
     @_abc_1.abstractmethod
@@ -237,8 +253,8 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.CloseSessionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.CloseSessionResponse, _abc.Awaitable[_allocator_pb2.CloseSessionResponse]]:
-        """CloseSession: gives the pool back; its tables and its prefix index are dropped. Idempotent: closing an unknown
-        session succeeds.
+        """CloseSession: gives the pool back; the allocator drops its tables and its prefix index. Idempotent: closing an
+        unknown session succeeds.
         """
 
     @_abc_1.abstractmethod
@@ -247,8 +263,8 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.MatchPrefixRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.MatchPrefixResponse, _abc.Awaitable[_allocator_pb2.MatchPrefixResponse]]:
-        """MatchPrefix: how much of a prompt each attached pool has published. A hint that holds nothing: only growing a new
-        sequence takes references. Read-only.
+        """MatchPrefix: says how much of a prompt each attached pool has published. The answer is a hint: the blocks may be
+        evicted before a sequence is created that shares them. Read-only.
         """
 
     @_abc_1.abstractmethod
@@ -257,7 +273,7 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.ListPoolsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.ListPoolsResponse, _abc.Awaitable[_allocator_pb2.ListPoolsResponse]]:
-        """ListPools: a summary of every attached pool, by name. Read-only."""
+        """ListPools: summarizes every attached pool, by name. Read-only."""
 
     @_abc_1.abstractmethod
     def GetPool(
@@ -265,7 +281,9 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.GetPoolRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_pb2.GetPoolResponse, _abc.Awaitable[_allocator_pb2.GetPoolResponse]]:
-        """GetPool: one pool; by view also who holds what, or where its memory goes. NOT_FOUND / POOL_UNKNOWN. Read-only."""
+        """GetPool: describes one pool; with a view it also says which sequence holds which block, or where the memory goes.
+        It fails with NOT_FOUND / POOL_UNKNOWN where no pool has that name. Read-only.
+        """
 
     @_abc_1.abstractmethod
     def WatchEvents(
@@ -273,9 +291,9 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_pb2.WatchEventsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_allocator_pb2.CacheEvent], _abc.AsyncIterator[_allocator_pb2.CacheEvent]]:
-        """WatchEvents: what a pool can hit, as a snapshot, then every change in order, for routers and mirrors. Resumable by
-        session and cursor. A watcher that falls too far behind is dropped with RESOURCE_EXHAUSTED / WATCHER_SLOW; when the
-        pool goes, the stream ends with NOT_FOUND / POOL_UNKNOWN. Read-only.
+        """WatchEvents: tells routers and mirrors which blocks of a pool can be hit, as a snapshot, and then every change in
+        order. A watch is resumed by session and cursor. A watcher that falls too far behind is dropped with
+        RESOURCE_EXHAUSTED / WATCHER_SLOW; when the pool goes, the stream ends with NOT_FOUND / POOL_UNKNOWN. Read-only.
         """
 
 def add_AllocatorServiceServicer_to_server(servicer: AllocatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

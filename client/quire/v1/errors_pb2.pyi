@@ -4,10 +4,10 @@ isort:skip_file
 Why a call failed, for programs.
 
 Every error carries a canonical gRPC status code and, in `grpc-status-details-bin`, one `google.rpc.ErrorInfo` whose
-`domain` is "quire.dev" and whose `reason` is the name of a `Reason` without its prefix; where the comment says "with a
-delay" also one `google.rpc.RetryInfo`: the same call may go through after that time. Callers add jitter to it. The table of codes and client
-exceptions is `quire/errors.py`; nobody parses the text. What an operation inside a step answers (no space, not found)
-is a `Result` in the reply and not an error.
+`domain` is "quire.dev" and whose `reason` is the name of a `Reason` without its prefix; where the comment says "with
+a delay" it also carries one `google.rpc.RetryInfo`: the same call may succeed after that time, to which callers add
+jitter. `quire/errors.py` has the table of codes and client exceptions; no program parses the text. Where an
+operation inside a step cannot be done (no space, not found), that is a `Result` in the reply and not an error.
 """
 
 from google.protobuf import descriptor as _descriptor
@@ -46,13 +46,13 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_POOL_OWNED: _Reason.ValueType  # 11
     """ALREADY_EXISTS: another live owner holds the pool; try again after its lease (the message says how long)."""
     REASON_FENCED: _Reason.ValueType  # 12
-    """ABORTED: a newer stream or session of the same owner has taken over; this one is dead."""
+    """ABORTED: a newer stream or session of the same owner has taken over the pool; this one is over."""
     REASON_SESSION_UNKNOWN: _Reason.ValueType  # 20
     """FAILED_PRECONDITION: the session expired, was closed or never existed; attach again."""
     REASON_STEP_MISMATCH: _Reason.ValueType  # 21
     """FAILED_PRECONDITION: a step number or request id was used before with other content."""
     REASON_STEP_GAP: _Reason.ValueType  # 22
-    """OUT_OF_RANGE: a step number is neither the next one nor one whose reply is still kept."""
+    """OUT_OF_RANGE: a step's number is neither the next one nor one whose reply is still kept."""
     REASON_VERSION: _Reason.ValueType  # 23
     """FAILED_PRECONDITION: the protocol version is not served."""
     REASON_LAYOUT: _Reason.ValueType  # 24
@@ -60,12 +60,12 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_NOT_SUPPORTED: _Reason.ValueType  # 25
     """UNIMPLEMENTED: a part of v1 that this server does not serve; the message names it."""
     REASON_LIMIT: _Reason.ValueType  # 30
-    """RESOURCE_EXHAUSTED: as many pools, blocks, streams, watchers or live sequences as are allowed are there; the message
-    names the limit. With a delay.
+    """RESOURCE_EXHAUSTED: the server has as many pools, blocks, streams, watchers or live sequences as it allows; the
+    message names the limit. With a delay.
     """
     REASON_TOO_LARGE: _Reason.ValueType  # 31
-    """RESOURCE_EXHAUSTED: a message, a table, the number of its operations or entries, or its answer, is larger than
-    allowed. Waiting does not help.
+    """RESOURCE_EXHAUSTED: a message, its answer, a table, or the number of operations or entries is larger than allowed.
+    Waiting does not help.
     """
     REASON_REPORT_ADMISSION: _Reason.ValueType  # 32
     """RESOURCE_EXHAUSTED: too many block reports are under way; attach again. With a delay."""
@@ -74,7 +74,7 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_WATCHER_SLOW: _Reason.ValueType  # 34
     """RESOURCE_EXHAUSTED: this watch fell behind the events that are kept; start it over from a snapshot."""
     REASON_OUT_OF_MEMORY: _Reason.ValueType  # 36
-    """RESOURCE_EXHAUSTED: the worker's device had no memory left to compute this request, not even by itself."""
+    """RESOURCE_EXHAUSTED: the worker's device has too little memory to compute this request, even by itself."""
     REASON_DRAINING: _Reason.ValueType  # 40
     """UNAVAILABLE: the server is shutting down and takes no new work. With a delay."""
     REASON_ALLOCATOR_LOST: _Reason.ValueType  # 41
@@ -84,15 +84,16 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_TOKEN: _Reason.ValueType  # 50
     """UNAUTHENTICATED: the bearer token is missing or wrong."""
     REASON_POOL_FORBIDDEN: _Reason.ValueType  # 51
-    """PERMISSION_DENIED: the caller's certificate does not permit this pool, whether or not there is one."""
+    """PERMISSION_DENIED: the caller's certificate does not permit this pool, whether or not the pool is attached."""
     REASON_NAMESPACE_FORBIDDEN: _Reason.ValueType  # 52
-    """PERMISSION_DENIED: the caller's certificate does not permit a namespace that the call has to do with."""
+    """PERMISSION_DENIED: the caller's certificate does not permit a namespace that the call concerns."""
     REASON_POOL_QUARANTINED: _Reason.ValueType  # 60
-    """INTERNAL: an invariant of this pool was found broken; the pool takes no step until it is attached anew. After three
-    times in ten minutes it is refused until the first of them is ten minutes ago: with a delay.
+    """INTERNAL: the allocator found an invariant of this pool broken; the pool takes no step until its owner attaches
+    again. A pool that broke three times within ten minutes is refused until the first of the three is ten minutes ago;
+    then with a delay.
     """
     REASON_MODEL_FAILED: _Reason.ValueType  # 61
-    """INTERNAL: the forward pass of this request failed, or gave no numbers."""
+    """INTERNAL: the forward pass of this request failed, or its result was not a number (NaN)."""
     REASON_TOKENIZER_FAILED: _Reason.ValueType  # 62
     """INTERNAL: the worker's tokenizer failed on this request's text or tokens."""
 
@@ -116,13 +117,13 @@ REASON_POOL_UNKNOWN: Reason.ValueType  # 10
 REASON_POOL_OWNED: Reason.ValueType  # 11
 """ALREADY_EXISTS: another live owner holds the pool; try again after its lease (the message says how long)."""
 REASON_FENCED: Reason.ValueType  # 12
-"""ABORTED: a newer stream or session of the same owner has taken over; this one is dead."""
+"""ABORTED: a newer stream or session of the same owner has taken over the pool; this one is over."""
 REASON_SESSION_UNKNOWN: Reason.ValueType  # 20
 """FAILED_PRECONDITION: the session expired, was closed or never existed; attach again."""
 REASON_STEP_MISMATCH: Reason.ValueType  # 21
 """FAILED_PRECONDITION: a step number or request id was used before with other content."""
 REASON_STEP_GAP: Reason.ValueType  # 22
-"""OUT_OF_RANGE: a step number is neither the next one nor one whose reply is still kept."""
+"""OUT_OF_RANGE: a step's number is neither the next one nor one whose reply is still kept."""
 REASON_VERSION: Reason.ValueType  # 23
 """FAILED_PRECONDITION: the protocol version is not served."""
 REASON_LAYOUT: Reason.ValueType  # 24
@@ -130,12 +131,12 @@ REASON_LAYOUT: Reason.ValueType  # 24
 REASON_NOT_SUPPORTED: Reason.ValueType  # 25
 """UNIMPLEMENTED: a part of v1 that this server does not serve; the message names it."""
 REASON_LIMIT: Reason.ValueType  # 30
-"""RESOURCE_EXHAUSTED: as many pools, blocks, streams, watchers or live sequences as are allowed are there; the message
-names the limit. With a delay.
+"""RESOURCE_EXHAUSTED: the server has as many pools, blocks, streams, watchers or live sequences as it allows; the
+message names the limit. With a delay.
 """
 REASON_TOO_LARGE: Reason.ValueType  # 31
-"""RESOURCE_EXHAUSTED: a message, a table, the number of its operations or entries, or its answer, is larger than
-allowed. Waiting does not help.
+"""RESOURCE_EXHAUSTED: a message, its answer, a table, or the number of operations or entries is larger than allowed.
+Waiting does not help.
 """
 REASON_REPORT_ADMISSION: Reason.ValueType  # 32
 """RESOURCE_EXHAUSTED: too many block reports are under way; attach again. With a delay."""
@@ -144,7 +145,7 @@ REASON_QUEUE_FULL: Reason.ValueType  # 33
 REASON_WATCHER_SLOW: Reason.ValueType  # 34
 """RESOURCE_EXHAUSTED: this watch fell behind the events that are kept; start it over from a snapshot."""
 REASON_OUT_OF_MEMORY: Reason.ValueType  # 36
-"""RESOURCE_EXHAUSTED: the worker's device had no memory left to compute this request, not even by itself."""
+"""RESOURCE_EXHAUSTED: the worker's device has too little memory to compute this request, even by itself."""
 REASON_DRAINING: Reason.ValueType  # 40
 """UNAVAILABLE: the server is shutting down and takes no new work. With a delay."""
 REASON_ALLOCATOR_LOST: Reason.ValueType  # 41
@@ -154,15 +155,16 @@ REASON_IDLE: Reason.ValueType  # 42
 REASON_TOKEN: Reason.ValueType  # 50
 """UNAUTHENTICATED: the bearer token is missing or wrong."""
 REASON_POOL_FORBIDDEN: Reason.ValueType  # 51
-"""PERMISSION_DENIED: the caller's certificate does not permit this pool, whether or not there is one."""
+"""PERMISSION_DENIED: the caller's certificate does not permit this pool, whether or not the pool is attached."""
 REASON_NAMESPACE_FORBIDDEN: Reason.ValueType  # 52
-"""PERMISSION_DENIED: the caller's certificate does not permit a namespace that the call has to do with."""
+"""PERMISSION_DENIED: the caller's certificate does not permit a namespace that the call concerns."""
 REASON_POOL_QUARANTINED: Reason.ValueType  # 60
-"""INTERNAL: an invariant of this pool was found broken; the pool takes no step until it is attached anew. After three
-times in ten minutes it is refused until the first of them is ten minutes ago: with a delay.
+"""INTERNAL: the allocator found an invariant of this pool broken; the pool takes no step until its owner attaches
+again. A pool that broke three times within ten minutes is refused until the first of the three is ten minutes ago;
+then with a delay.
 """
 REASON_MODEL_FAILED: Reason.ValueType  # 61
-"""INTERNAL: the forward pass of this request failed, or gave no numbers."""
+"""INTERNAL: the forward pass of this request failed, or its result was not a number (NaN)."""
 REASON_TOKENIZER_FAILED: Reason.ValueType  # 62
 """INTERNAL: the worker's tokenizer failed on this request's text or tokens."""
 Global___Reason: _TypeAlias = Reason  # noqa: Y015

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class WorkerServiceStub:
-    """One model on one pool. Errors carry a `Reason` (errors.proto) and concern the one request that met them.
+    """Serves one model on one pool. Every error carries a `Reason` (errors.proto) and concerns only the request that it
+    answers.
     """
 
     def __init__(self, channel):
@@ -48,20 +49,22 @@ class WorkerServiceStub:
 
 
 class WorkerServiceServicer:
-    """One model on one pool. Errors carry a `Reason` (errors.proto) and concern the one request that met them.
+    """Serves one model on one pool. Every error carries a `Reason` (errors.proto) and concerns only the request that it
+    answers.
     """
 
     def Generate(self, request, context):
-        """Generate: continues a prompt, streaming as tokens come. Samples of one request (`n` > 1) are forks of one prefill
-        and arrive interleaved. Cancelling the call, its deadline and a lost connection free its blocks at once. Not
-        idempotent; safe to repeat, since greedy and seeded requests give the same text again.
+        """Generate: continues a prompt and streams the tokens as they are computed. Samples of one request (`n` > 1) are
+        forks of one prefill and arrive interleaved. A cancelled call, a passed deadline and a lost connection free the
+        request's blocks at once. The call is not idempotent but safe to repeat: greedy and seeded requests give the same
+        text again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """GetStatus: what the worker is and does. Read-only.
+        """GetStatus: says what the worker serves, and counts what it has done. Read-only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,7 +92,8 @@ def add_WorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerService:
-    """One model on one pool. Errors carry a `Reason` (errors.proto) and concern the one request that met them.
+    """Serves one model on one pool. Every error carries a `Reason` (errors.proto) and concerns only the request that it
+    answers.
     """
 
     @staticmethod

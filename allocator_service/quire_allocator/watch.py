@@ -156,6 +156,6 @@ def _stored(stretch: index.IndexedStretch) -> pb.BlocksStored:
         namespace=stretch.namespace,
         parent_digest=stretch.parent_digest,
         digests=stretch.digests,
-        block_size=stretch.block_size,
+        block_size=stretch.spec.block_size,
         first_position=stretch.first_position,
     )

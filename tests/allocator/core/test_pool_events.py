@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from quire_allocator.core.events import Change, Event
 from quire_allocator.core.pool import Pool
+from quire_allocator.core.readers import index
+from quire_allocator.core.spec import GroupSpec
 
-from tests.allocator.core.pools import commit, computed, d, full, make_pool, sliding, state
+from tests.allocator.core.pools import chunked, commit, computed, d, forget, full, make_pool, sliding, state
 
 Told = list[tuple[str, str, int, str, int]]  # change, digests, first position, parent, manager
 
@@ -111,8 +114,7 @@ def test_groups_of_one_kind_tell_together_and_kinds_apart() -> None:
     computed(pool, 1, "ab")
     assert all_told(pool) == [
         ("STORED", "ab", 0, "", 0),
-        ("STORED", "a", 0, "", 1),  # windowed groups have no parents: each block is found by its own digest
-        ("STORED", "b", 1, "", 1),
+        ("STORED", "ab", 0, "", 1),
     ]
     assert [manager.groups for manager in pool.managers] == [(1,), (0, 2)]
 
@@ -120,9 +122,68 @@ def test_groups_of_one_kind_tell_together_and_kinds_apart() -> None:
 def test_falling_out_of_a_window_is_no_event_and_eviction_is() -> None:
     pool = make_pool(4, sliding(4, 4))
     computed(pool, 1, "abc")
-    assert [event[:3] for event in all_told(pool)] == [("STORED", "a", 0), ("STORED", "b", 1), ("STORED", "c", 2)]
+    assert [event[:3] for event in all_told(pool)] == [("STORED", "abc", 0)]
     pool.allocate(2, 8)  # one is empty, and of the two that fell out the deeper goes
-    assert [event[:3] for event in all_told(pool)[3:]] == [("REMOVED", "b", 1)]
+    assert [event[:3] for event in all_told(pool)[1:]] == [("REMOVED", "b", 1)]
+
+
+@pytest.mark.parametrize("group", [full(8), sliding(8, 40), sliding(8, 8), chunked(8, 32)])
+def test_what_one_commit_stores_is_one_event_in_each_kind_of_group(group: GroupSpec) -> None:
+    pool = make_pool(16, group)
+    pool.allocate(1, 128)
+    commit(pool, 1, "abcdefghijklmnop", 128)
+    assert all_told(pool) == [("STORED", "abcdefghijklmnop", 0, "", 0)]
+
+
+def test_the_next_commit_of_a_window_is_an_event_without_a_parent() -> None:
+    pool = make_pool(20, sliding(8, 40))
+    pool.allocate(1, 128)
+    commit(pool, 1, "ab", 20)
+    commit(pool, 1, "abcdef", 50)
+    # Windowed groups name no parents: a block is found by its own digest, whatever became of the one before.
+    assert all_told(pool) == [("STORED", "ab", 0, "", 0), ("STORED", "cdef", 2, "", 0)]
+
+
+def test_a_commit_of_larger_window_blocks_tells_their_own_digests_only() -> None:
+    pool = make_pool(40, full(4), sliding(8, 40))
+    pool.allocate(1, 40)
+    commit(pool, 1, "abc", 12)
+    commit(pool, 1, "abcdefghij", 40)
+    assert [event for event in all_told(pool) if event[4] == 1] == [
+        ("STORED", "b", 0, "", 1),
+        ("STORED", "dfhj", 1, "", 1),
+    ]
+
+
+def test_what_was_stored_by_others_parts_what_a_commit_of_a_window_tells() -> None:
+    pool = make_pool(20, sliding(4, 40))
+    computed(pool, 1, "abcdef")
+    pool.allocate(2, 24)
+    pool.free(1)
+    forget(pool, 0, [0, 1, 4])
+    commit(pool, 2, "abcdef", 24)  # its own copies of what is gone, and what is still there
+    assert [event for event in all_told(pool) if event[0] == "STORED"] == [
+        ("STORED", "abcdef", 0, "", 0),
+        ("STORED", "ab", 0, "", 0),
+        ("STORED", "e", 4, "", 0),
+    ]
+
+
+def test_pieces_of_a_long_event_name_a_parent_in_full_attention_only() -> None:
+    count = index.DIGESTS_PER_PIECE_MAX + 1
+    digests = b"".join(number.to_bytes(32) for number in range(count))
+    pool = make_pool(2 * count, full(4), sliding(4, 4))
+    pool.allocate(1, 4 * count)
+    pool.commit(1, 4 * count, digests)
+    pool.log.publish(0)
+    told = [piece for _, event in pool.log.after(0, 9) for piece in index.pieces(index.stretch_of(event))]
+    assert [(piece.groups, piece.first_position, piece.parent_digest) for piece in told] == [
+        ((0,), 0, b""),
+        ((0,), count - 1, digests[-64:-32]),
+        ((1,), 0, b""),
+        ((1,), count - 1, b""),
+    ]
+    assert b"".join(piece.digests for piece in told) == digests * 2
 
 
 def test_a_checkpoint_that_is_dropped_or_given_up_is_removed() -> None:

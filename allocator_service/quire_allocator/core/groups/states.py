@@ -125,6 +125,7 @@ class StateManager(UnitManager):
         key = (until // self._digest_tokens, digest)
         own, part.unit = part.unit, self._publish(part.scope, part.unit, key, swaps, 0)
         if part.unit is own:
+            self._log.stored(part.scope, b"", digest, key[0])
             part.checkpoints.append(own)
 
     def settle(self, part: StatePart, committed: int) -> int:

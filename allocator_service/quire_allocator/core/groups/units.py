@@ -137,13 +137,13 @@ class UnitManager(Manager):
             self._blocks.give_back(unit.blocks)
 
     def _publish(self, scope: UnitScope, unit: Unit, key: UnitKey, swaps: list[Swap], position: int) -> Unit:
-        """Gives a private unit its key; returns the unit to use from now on, which may be one published before."""
+        """Gives a private unit its key, of which the caller tells the log. Returns the unit to use from now on: another
+        one where the key was published before."""
         other = scope.index.get(key)
         if other is None:
             scope.index[key] = unit
             unit.key = key
             self._blocks.policy.stored(unit, None)
-            self._log.stored(scope, b"", key[1], key[0])
             return unit
         swaps.extend(Swap(group, position, block) for group, block in zip(self.groups, other.blocks))
         self._hold(other)

@@ -106,14 +106,22 @@ class WindowManager(UnitManager):
         """Nothing is overwritten."""
 
     def commit(self, part: WindowPart, committed: int, until: int, digests: bytes, swaps: list[Swap]) -> None:
-        """Publishes the positions that became full."""
+        """Publishes the positions that became full, and tells the log of new ones that follow one another at once."""
         step = self._stride * DIGEST_BYTES
+        scope, position, new = part.scope, 0, list[bytes]()
         end = (committed // self.block_size + 1) * step - committed // self._digest_tokens * DIGEST_BYTES
         for position in range(committed // self.block_size, until // self.block_size):
             i = position - part.first
-            key = (position, digests[end - DIGEST_BYTES : end])
-            part.units[i] = self._publish(part.scope, part.units[i], key, swaps, position)
+            digest, own = digests[end - DIGEST_BYTES : end], part.units[i]
+            unit = part.units[i] = self._publish(scope, own, (position, digest), swaps, position)
+            if unit is own:
+                new.append(digest)
+            elif new:
+                self._log.stored(scope, b"", b"".join(new), position - len(new))
+                new = []
             end += step
+        if new:
+            self._log.stored(scope, b"", b"".join(new), position + 1 - len(new))
 
     def settle(self, part: WindowPart, committed: int) -> int:
         """Gives back what fell out, deepest first: of what stays cached, short prefixes serve most prompts."""

@@ -13,15 +13,15 @@ from quire_allocator.core.events import Event, digest_count_before
 from quire_allocator.core.groups.runs import Run, RunScope
 from quire_allocator.core.groups.units import UnitScope
 from quire_allocator.core.pool import Pool
-from quire_allocator.core.spec import DIGEST_BYTES
+from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, GroupSpec
 
 
 class IndexedStretch(NamedTuple):
-    """Consecutive published blocks of one prefix; fields as in `events.Event`."""
+    """Consecutive published blocks of one prefix, in the groups of one specification; fields as in `events.Event`."""
 
     namespace: str
     groups: tuple[int, ...]
-    block_size: int
+    spec: GroupSpec
     parent_digest: bytes
     digests: bytes
     first_position: int
@@ -31,28 +31,29 @@ DIGESTS_PER_PIECE_MAX: Final = 4_096
 
 
 def pieces(stretch: IndexedStretch) -> Iterator[IndexedStretch]:
-    """The same in parts that fit a message."""
+    """The same in parts that fit a message. Only blocks of full attention need the one before them, and name it."""
+    names_parent = stretch.spec.kind is GroupKind.FULL_ATTENTION
     size = DIGESTS_PER_PIECE_MAX * DIGEST_BYTES
     parent, position = stretch.parent_digest, stretch.first_position
     for start in range(0, len(stretch.digests), size):
         digests = stretch.digests[start : start + size]
         yield stretch._replace(parent_digest=parent, digests=digests, first_position=position)
-        parent, position = digests[-DIGEST_BYTES:], position + DIGESTS_PER_PIECE_MAX
+        parent, position = digests[-DIGEST_BYTES:] if names_parent else b"", position + DIGESTS_PER_PIECE_MAX
 
 
 def walk(pool: Pool) -> Iterator[IndexedStretch]:
     """Every published block, parents before children."""
     for space in list(pool.blocks.namespaces.values()):
         for manager, scope in zip(pool.managers, space.scopes, strict=True):
-            groups, size = manager.groups, manager.spec.block_size
+            groups, spec = manager.groups, manager.spec
             if isinstance(scope, RunScope):
                 for run in _walk_runs(scope.root):
                     parent = run.parent.last_digest if run.parent is not None else b""
-                    yield IndexedStretch(space.name, groups, size, parent, bytes(run.digests), run.first_position)
+                    yield IndexedStretch(space.name, groups, spec, parent, bytes(run.digests), run.first_position)
             elif isinstance(scope, UnitScope):
                 for unit in list(scope.index.values()):
                     if unit.key is not None:
-                        yield IndexedStretch(space.name, groups, size, b"", unit.key[1], unit.key[0])
+                        yield IndexedStretch(space.name, groups, spec, b"", unit.key[1], unit.key[0])
 
 
 def walk_acknowledged(pool: Pool) -> Iterator[IndexedStretch]:
@@ -74,7 +75,7 @@ def stretch_of(event: Event) -> IndexedStretch:
     return IndexedStretch(
         event.scope.namespace.name,
         manager.groups,
-        manager.spec.block_size,
+        manager.spec,
         event.parent_digest,
         event.digests,
         event.first_position,

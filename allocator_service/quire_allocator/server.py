@@ -21,7 +21,7 @@ from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.metrics.collector import AllocatorCollector
-from quire_allocator.metrics.counters import Telemetry
+from quire_allocator.metrics.counters import Counters
 from quire_allocator.service import AllocatorService
 from quire_allocator.session.lease_watch import LeaseWatch
 
@@ -66,12 +66,12 @@ async def serve(options: argparse.Namespace) -> None:
     stop = stop_event()
     server = Server(options, service_name="quire.v1.AllocatorService")
     directory = Directory(lease_s=options.lease, pools_max=limits.POOLS_MAX)
-    telemetry = Telemetry()
+    counters = Counters()
     service = AllocatorService(
-        directory, telemetry, check_invariants=options.check_invariants, authorize=server.authorize
+        directory, counters, check_invariants=options.check_invariants, authorize=server.authorize
     )
     pb_grpc.add_AllocatorServiceServicer_to_server(service, server.grpc)
-    await server.start(AllocatorCollector(directory, telemetry))
+    await server.start(AllocatorCollector(directory, counters))
     gc.freeze()  # what lives from here on is small; a full collection would stall every stream
     gc.set_threshold(YOUNG_OBJECTS_MAX)
     await server.announce()

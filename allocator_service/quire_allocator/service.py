@@ -28,8 +28,8 @@ from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import DIGEST_BYTES, CommitResult, GrowResult, Result
-from quire_allocator.metrics.counters import Telemetry
-from quire_allocator.session.registry import Sessions
+from quire_allocator.metrics.counters import Counters
+from quire_allocator.session.registry import SessionRegistry
 from quire_allocator.session.stream import SessionStream
 from quire_allocator.watch import Watching
 from quire_allocator.wire import authorization, reply_size, step_apply, step_checks, translate, views
@@ -53,11 +53,11 @@ def unary(
             response = handler(self, request, self.authorize(context))
         except Refusal as refusal:
             error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s)
-            self.telemetry.count_rpc(handler.__name__, error.code.name)
+            self.counters.count_rpc(handler.__name__, error.code.name)
             if error.code is grpc.StatusCode.PERMISSION_DENIED:
                 log.warning("call refused", method=handler.__name__, reason=error.reason, peer=context.peer())
             await abort(context, error)
-        self.telemetry.count_rpc(handler.__name__, "OK")
+        self.counters.count_rpc(handler.__name__, "OK")
         return response
 
     return call
@@ -66,8 +66,8 @@ def unary(
 class _Witness:
     """Tells logs, metrics and watchers what happens to pools; see `sessions.Observer`."""
 
-    def __init__(self, telemetry: Telemetry, watching: Watching) -> None:
-        self._telemetry = telemetry
+    def __init__(self, counters: Counters, watching: Watching) -> None:
+        self._counters = counters
         self._watching = watching
 
     def opened(self, owner: Ownership) -> None:
@@ -87,7 +87,7 @@ class _Witness:
 
     def dropped(self, owner: Ownership) -> None:
         log.info("pool detached", pool=owner.name)
-        self._telemetry.forget(owner.name)
+        self._counters.forget(owner.name)
         self._watching.wake(owner.name)
 
     def expired(self, owner: Ownership) -> None:
@@ -98,9 +98,9 @@ class _Witness:
 
     def quarantined(self, owner: Ownership, error: Exception) -> None:
         log.error("pool quarantined", pool=owner.name, exc_info=error)
-        self._telemetry.quarantine_count += 1
+        self._counters.quarantine_count += 1
         if owner.unary:  # it is gone; a stream's is reported anew
-            self._telemetry.forget(owner.name)
+            self._counters.forget(owner.name)
         self._watching.wake(owner.name)
 
 
@@ -110,7 +110,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     def __init__(
         self,
         directory: Directory,
-        telemetry: Telemetry,
+        counters: Counters,
         *,
         check_invariants: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -118,16 +118,16 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     ) -> None:
         self.directory = directory
         self.authorize = authorize
-        self.telemetry = telemetry
+        self.counters = counters
         self.clock = clock
         self.watching = Watching(directory)
-        self.sessions = Sessions(
+        self.sessions = SessionRegistry(
             directory,
-            _Witness(telemetry, self.watching),
+            _Witness(counters, self.watching),
             new_session_id=lambda: secrets.token_bytes(16),
             check_invariants=check_invariants,
         )
-        telemetry.refused_pool_count = lambda: self.sessions.refused_pool_count(self.clock())
+        counters.refused_pool_count = lambda: self.sessions.refused_pool_count(self.clock())
 
     # -- the owner's stream --------------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         self.sessions.drain()
 
     def expire_leases(self, until: float) -> None:
-        """See `Sessions.expire`; called by the server's timer."""
+        """See `SessionRegistry.expire`; called by the server's timer."""
         self.sessions.expire(until)
 
     # -- unary sessions ------------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
             code = "CANCELLED"
             raise
         finally:
-            self.telemetry.count_rpc("WatchEvents", code)
+            self.counters.count_rpc("WatchEvents", code)
 
     # -- shared --------------------------------------------------------------------------------------------------------
 
@@ -356,7 +356,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         self.directory.renew(owner, self.clock())
         self.sessions.publish(owner)
         owner.answers.record(request_id, sha256, response, size=response.ByteSize())
-        self.telemetry.of(owner.name).count(operation, response.result)  # type: ignore[attr-defined]
+        self.counters.of(owner.name).count(operation, response.result)  # type: ignore[attr-defined]
         return response
 
 

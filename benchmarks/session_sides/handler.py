@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.session.machine import SessionMachine
-from quire_allocator.session.registry import Sessions
+from quire_allocator.session.registry import SessionRegistry
 
 
 class _Nobody:
@@ -25,7 +25,7 @@ class Handler:
 
     def __init__(self) -> None:
         directory = Directory(lease_s=3600.0, pools_max=1)
-        sessions = Sessions(directory, _Nobody(), new_session_id=lambda: bytes(range(16)))
+        sessions = SessionRegistry(directory, _Nobody(), new_session_id=lambda: bytes(range(16)))
         self._machine = SessionMachine(sessions)
 
     async def ask(self, request: bytes) -> bytes:

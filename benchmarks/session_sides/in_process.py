@@ -10,7 +10,7 @@ from quire.session.owner import PoolOwner
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.session.machine import SessionMachine
-from quire_allocator.session.registry import Sessions
+from quire_allocator.session.registry import SessionRegistry
 
 
 class _Nobody:
@@ -39,7 +39,7 @@ class InProcess:
     def replace_allocator(self) -> None:
         """The allocator is gone, and another one, which knows nothing, is told by a report."""
         directory = Directory(lease_s=3600, pools_max=1)
-        self._machine = SessionMachine(Sessions(directory, _Nobody(), new_session_id=lambda: os.urandom(16)))
+        self._machine = SessionMachine(SessionRegistry(directory, _Nobody(), new_session_id=lambda: os.urandom(16)))
         self._owner.lose()
         self._owner.attach()
         self._exchange()

@@ -16,7 +16,7 @@ from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.core.pool import Pool
-from quire_allocator.metrics.counters import Telemetry
+from quire_allocator.metrics.counters import Counters
 from quire_allocator.service import AllocatorService
 from quire_allocator.session.machine import SessionMachine
 from quire_allocator.session.stream import SessionStream
@@ -69,7 +69,7 @@ class Setting:
     server: aio.Server | None = None
 
     async def start_allocator(self, *options: tuple[str, int]) -> None:
-        self.service = LossyService(Directory(lease_s=self.lease_s, pools_max=4), Telemetry(), check_invariants=True)
+        self.service = LossyService(Directory(lease_s=self.lease_s, pools_max=4), Counters(), check_invariants=True)
         self.server = aio.server(options=[("grpc.so_reuseport", 0), *options])
         pb_grpc.add_AllocatorServiceServicer_to_server(self.service, self.server)
         self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")

@@ -32,7 +32,7 @@ from quire_allocator.core.events import EventLog
 from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import index
-from quire_allocator.metrics.counters import Telemetry
+from quire_allocator.metrics.counters import Counters
 from quire_allocator.service import AllocatorService
 
 pytestmark = pytest.mark.timeout(60)
@@ -95,7 +95,7 @@ class Scene:
 
 @asynccontextmanager
 async def setting(spec: PoolSpec) -> AsyncIterator[Scene]:
-    service = AllocatorService(Directory(lease_s=60, pools_max=4), Telemetry(), check_invariants=True)
+    service = AllocatorService(Directory(lease_s=60, pools_max=4), Counters(), check_invariants=True)
     scene = Scene(spec, service)
     await scene.serve()
     try:

@@ -27,7 +27,7 @@ from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.refusal import Refusal
-from quire_allocator.metrics.counters import Telemetry
+from quire_allocator.metrics.counters import Counters
 from quire_allocator.service import AllocatorService
 from quire_allocator.session.machine import SessionMachine, pool_digest
 
@@ -79,7 +79,7 @@ class Episode:
         self.malformer = Malformer(chance)
         self.plausible = Plausible(chance)
         self.directory = Directory(lease_s=10.0, pools_max=6, blocks_max=400)
-        self.service = AllocatorService(self.directory, Telemetry(), clock=self.clock)
+        self.service = AllocatorService(self.directory, Counters(), clock=self.clock)
         self.sessions = self.service.sessions
         self.sessions.observer, self.sessions.new_session_id = Quiet(), lambda: chance.randbytes(16)
         self._incarnations = itertools.count(1)

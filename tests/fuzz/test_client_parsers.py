@@ -20,7 +20,7 @@ from quire.v1 import allocator_pb2 as pb
 from quire.v1 import worker_pb2 as worker_pb
 from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.session.machine import SessionMachine
-from quire_allocator.session.registry import Sessions
+from quire_allocator.session.registry import SessionRegistry
 
 from tests.fuzz.messages import Malformer
 from tests.fuzz.requests import Plausible
@@ -87,7 +87,7 @@ class Pair:
     def __init__(self, chance: random.Random) -> None:
         ids = itertools.count(1)
         directory = Directory(lease_s=10.0, pools_max=2)
-        self.sessions = Sessions(directory, Quiet(), new_session_id=lambda: next(ids).to_bytes(16, "big"))
+        self.sessions = SessionRegistry(directory, Quiet(), new_session_id=lambda: next(ids).to_bytes(16, "big"))
         kinds = chance.choice(sorted(GROUPS))
         self.owner = PoolOwner("pool", pool_spec(kinds, 24), incarnation=bytes(16))
         self.machine = SessionMachine(self.sessions)

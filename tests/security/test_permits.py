@@ -15,7 +15,7 @@ from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.session.machine import SessionMachine, pool_digest
-from quire_allocator.session.registry import Sessions
+from quire_allocator.session.registry import SessionRegistry
 
 from tests.allocator.service.harness import Allocator, UnaryOwner, d, running_allocator
 from tests.allocator.session.test_machine import run
@@ -28,17 +28,19 @@ BOTH = permissions_of(["quire://pool/*", "quire://namespace/red", "quire://names
 
 
 @pytest.fixture
-def sessions() -> Sessions:
+def sessions() -> SessionRegistry:
     ids: Iterator[int] = itertools.count(1)
     directory = Directory(lease_s=10.0, pools_max=8)
-    return Sessions(directory, Quiet(), new_session_id=lambda: next(ids).to_bytes(16, "big"), check_invariants=True)
+    return SessionRegistry(
+        directory, Quiet(), new_session_id=lambda: next(ids).to_bytes(16, "big"), check_invariants=True
+    )
 
 
 def owner(kind: str = "full") -> PoolOwner:
     return PoolOwner("pool", pool_spec(kind, 32), incarnation=b"owner".ljust(16), window=1)
 
 
-def attach(sessions: Sessions, side: PoolOwner, permissions: Permissions) -> SessionMachine:
+def attach(sessions: SessionRegistry, side: PoolOwner, permissions: Permissions) -> SessionMachine:
     machine = SessionMachine(sessions, permissions=permissions)
     side.attach()
     run(machine, side)
@@ -66,14 +68,14 @@ def allocating(sequence_id: int, namespace: str, token_count: int = 4) -> StepBu
     return step
 
 
-def live(sessions: Sessions) -> dict[int, str]:
+def live(sessions: SessionRegistry) -> dict[int, str]:
     """Namespaces of the pool's sequences."""
     sequences = sessions.directory.pool("pool").pool.sequences
     return {number: sequence.namespace.name for number, sequence in sequences.items()}
 
 
 @pytest.mark.parametrize("permissions", [Permissions(), permissions_of(["quire://observe/*", "quire://namespace/*"])])
-def test_a_pool_that_one_may_not_own_cannot_be_attached(sessions: Sessions, permissions: Permissions) -> None:
+def test_a_pool_that_one_may_not_own_cannot_be_attached(sessions: SessionRegistry, permissions: Permissions) -> None:
     side, machine = owner(), SessionMachine(sessions, permissions=permissions)
     side.attach()
     with pytest.raises(Refusal) as caught:
@@ -82,7 +84,7 @@ def test_a_pool_that_one_may_not_own_cannot_be_attached(sessions: Sessions, perm
     assert sessions.directory.open_pools() == []
 
 
-def test_an_attach_that_is_not_permitted_fences_nobody(sessions: Sessions) -> None:
+def test_an_attach_that_is_not_permitted_fences_nobody(sessions: SessionRegistry) -> None:
     side = owner()
     machine = attach(sessions, side, EVERYTHING)
     ask(machine, side, allocating(1, "red"))
@@ -95,7 +97,7 @@ def test_an_attach_that_is_not_permitted_fences_nobody(sessions: Sessions) -> No
     assert live(sessions) == {1: "red"}
 
 
-def test_only_the_sequence_in_another_namespace_is_refused(sessions: Sessions) -> None:
+def test_only_the_sequence_in_another_namespace_is_refused(sessions: SessionRegistry) -> None:
     side = owner()
     machine = attach(sessions, side, RED)
     ask(machine, side, allocating(1, "red"))
@@ -109,7 +111,7 @@ def test_only_the_sequence_in_another_namespace_is_refused(sessions: Sessions) -
     assert side.ledger.digest() == pool_digest(sessions.directory.pool("pool").pool)
 
 
-def test_a_refused_sequence_may_be_asked_for_in_its_own_namespace(sessions: Sessions) -> None:
+def test_a_refused_sequence_may_be_asked_for_in_its_own_namespace(sessions: SessionRegistry) -> None:
     side = owner()
     machine = attach(sessions, side, RED)
     assert grown(machine, side, allocating(1, "")) == [Result.FORBIDDEN]
@@ -120,7 +122,7 @@ def test_a_refused_sequence_may_be_asked_for_in_its_own_namespace(sessions: Sess
     assert live(sessions) == {1: "red"}
 
 
-def test_a_child_grows_in_the_namespace_of_its_parent_in_the_very_step_of_its_fork(sessions: Sessions) -> None:
+def test_a_child_grows_in_the_namespace_of_its_parent_in_the_very_step_of_its_fork(sessions: SessionRegistry) -> None:
     side = owner()
     machine = attach(sessions, side, RED)
     ask(machine, side, allocating(1, "red"))
@@ -150,7 +152,7 @@ def fork_below_another(step: StepBuilder) -> None:
 @pytest.mark.parametrize("permissions", [RED, EVERYTHING])
 @pytest.mark.parametrize("fork", [fork_of_a_missing_parent, fork_of_a_parent_that_is_freed, fork_below_another])
 def test_a_grow_of_what_could_not_be_forked_makes_no_sequence(
-    sessions: Sessions, fork: Any, permissions: Permissions
+    sessions: SessionRegistry, fork: Any, permissions: Permissions
 ) -> None:
     side = owner()
     machine = attach(sessions, side, permissions)
@@ -164,7 +166,7 @@ def test_a_grow_of_what_could_not_be_forked_makes_no_sequence(
 
 @pytest.mark.parametrize("permissions", [RED, EVERYTHING])
 def test_nor_does_one_of_the_child_of_a_state_that_is_not_committed(
-    sessions: Sessions, permissions: Permissions
+    sessions: SessionRegistry, permissions: Permissions
 ) -> None:
     side = owner("state")
     machine = attach(sessions, side, permissions)
@@ -177,7 +179,7 @@ def test_nor_does_one_of_the_child_of_a_state_that_is_not_committed(
 
 
 @pytest.mark.parametrize("permissions", [RED, EVERYTHING])
-def test_nor_one_of_the_child_of_a_hold_whose_time_came(sessions: Sessions, permissions: Permissions) -> None:
+def test_nor_one_of_the_child_of_a_hold_whose_time_came(sessions: SessionRegistry, permissions: Permissions) -> None:
     side = owner()
     machine = attach(sessions, side, permissions)
     ask(machine, side, allocating(1, "red"))
@@ -191,7 +193,9 @@ def test_nor_one_of_the_child_of_a_hold_whose_time_came(sessions: Sessions, perm
     assert live(sessions) == {1: "red"}
 
 
-def test_a_session_with_sequences_of_another_namespace_is_neither_resumed_nor_reported(sessions: Sessions) -> None:
+def test_a_session_with_sequences_of_another_namespace_is_neither_resumed_nor_reported(
+    sessions: SessionRegistry,
+) -> None:
     side = owner()
     machine = attach(sessions, side, BOTH)
     ask(machine, side, allocating(1, "red"))

@@ -18,7 +18,7 @@ from quire_allocator.core.rebuild.runs import RunBuilder
 from quire_allocator.core.rebuild.units import StateBuilder, UnitBuilder
 from quire_allocator.session import staged_report
 from quire_allocator.session.machine import SessionMachine
-from quire_allocator.session.registry import Sessions
+from quire_allocator.session.registry import SessionRegistry
 from quire_allocator.wire import step_apply
 
 from tests.simulation.planting import plant
@@ -97,7 +97,7 @@ def _an_old_stream_disconnects_the_new_one(original: Any, self: Any, owner: Any,
     owner.stream = None
 
 
-@plant(Sessions, "drop")
+@plant(SessionRegistry, "drop")
 def _an_expired_pool_is_only_hidden(original: Any, self: Any, owner: Any) -> None:
     original(self, owner)
     owner.session_id = b""
@@ -144,29 +144,29 @@ def _events_are_told_before_they_are_acknowledged(original: Any, self: Any, ackn
 
 
 @plant(step_apply, "apply_step")
-def _frees_come_before_commits(original: Any, pool: Any, arrays: Any, now: float, reply: Any) -> None:
-    results = {sequence_id: pool.free(sequence_id) for sequence_id in arrays.frees}
+def _frees_come_before_commits(original: Any, pool: Any, columns: Any, now: float, reply: Any) -> None:
+    results = {sequence_id: pool.free(sequence_id) for sequence_id in columns.frees}
     with mock.patch.object(pool, "free", results.get):
-        original(pool, arrays, now, reply)
+        original(pool, columns, now, reply)
 
 
 @plant(step_apply, "apply_step")
-def _grows_come_before_frees(original: Any, pool: Any, arrays: Any, now: float, reply: Any) -> None:
+def _grows_come_before_frees(original: Any, pool: Any, columns: Any, now: float, reply: Any) -> None:
     late: list[int] = []
     with mock.patch.object(pool, "free", lambda sequence_id: late.append(sequence_id) or Result.OK):
-        original(pool, arrays, now, reply)
+        original(pool, columns, now, reply)
     reply.free_results.extend([int(pool.free(sequence_id)) for sequence_id in late])
 
 
 @plant(step_apply, "_grow")
-def _copies_are_not_told(original: Any, pool: Any, arrays: Any, reply: Any) -> None:
-    original(pool, arrays, reply)
+def _copies_are_not_told(original: Any, pool: Any, columns: Any, reply: Any) -> None:
+    original(pool, columns, reply)
     del reply.copy_sources[:], reply.copy_destinations[:]
 
 
 @plant(step_apply, "_commit")
-def _swaps_are_not_told(original: Any, pool: Any, arrays: Any, reply: Any) -> None:
-    original(pool, arrays, reply)
+def _swaps_are_not_told(original: Any, pool: Any, columns: Any, reply: Any) -> None:
+    original(pool, columns, reply)
     del reply.swap_operations[:], reply.swap_groups[:], reply.swap_indices[:], reply.swap_blocks[:]
 
 

@@ -21,7 +21,7 @@ from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.session.machine import Phase as StreamPhase
 from quire_allocator.session.machine import SessionMachine
-from quire_allocator.session.registry import Sessions
+from quire_allocator.session.registry import SessionRegistry
 
 from tests.simulation.histories import History
 
@@ -76,7 +76,7 @@ class Allocator:
         """A new process."""
         self.directory = Directory(lease_s=LEASE_S, pools_max=2)
         self.observer = Quiet()
-        self.sessions = Sessions(
+        self.sessions = SessionRegistry(
             self.directory, self.observer, new_session_id=lambda: self._rng.randbytes(16), check_invariants=False
         )
         self.heard = {}

@@ -17,7 +17,7 @@ from quire.errors import QuireError
 from quire.protocol.permissions import EVERYTHING, Grant
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire_allocator.core.ownership.directory import Directory
-from quire_allocator.metrics.counters import Telemetry
+from quire_allocator.metrics.counters import Counters
 from quire_allocator.service import AllocatorService
 from quire_worker.cache import KVCache
 from quire_worker.engine import Engine
@@ -92,7 +92,7 @@ class AllocatorServer:
         self.directory = Directory(lease_s=10, pools_max=8)
         self._server = aio.server(options=[("grpc.so_reuseport", 0)])
         service = AllocatorService(
-            self.directory, Telemetry(), check_invariants=True, authorize=lambda _context: self.grant
+            self.directory, Counters(), check_invariants=True, authorize=lambda _context: self.grant
         )
         pb_grpc.add_AllocatorServiceServicer_to_server(service, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")

@@ -1,4 +1,4 @@
-"""The allocator's metrics, read from directory and telemetry at scrape.
+"""The allocator's metrics, read from directory and counters at scrape.
 
 Apart from `counters.py`, which is compiled: a compiled class that derives from one that is not does not work in every
 release of Python.
@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.core.spec import Result
-from quire_allocator.metrics.counters import Telemetry
+from quire_allocator.metrics.counters import Counters
 
 METRIC_NAMES = frozenset(
     {
@@ -37,20 +37,20 @@ METRIC_NAMES = frozenset(
 
 
 class AllocatorCollector(Collector):
-    """Reads directory and telemetry at scrape.
+    """Reads directory and counters at scrape.
 
     It runs in the metrics server's thread: it copies what it iterates over, and a number may be one step old.
     """
 
-    def __init__(self, directory: Directory, telemetry: Telemetry) -> None:
+    def __init__(self, directory: Directory, counters: Counters) -> None:
         self._directory = directory
-        self._telemetry = telemetry
+        self._counters = counters
 
     def collect(self) -> Iterator[Metric]:
         """The families of `METRIC_NAMES`."""
         yield from self._process()
-        yield from self._gauges()
-        yield from self._counters()
+        yield from self._pool_gauges()
+        yield from self._pool_counters()
 
     def _process(self) -> Iterator[Metric]:
         owners = self._directory.open_pools()
@@ -60,7 +60,7 @@ class AllocatorCollector(Collector):
         sessions.add_metric(["unary"], sum(owner.unary for owner in owners))
         yield sessions
         rpcs = CounterMetricFamily("quire_allocator_rpc", "Calls ended, by method and code.", labels=["method", "code"])
-        for (method, code), count in list(self._telemetry.rpcs.items()):
+        for (method, code), count in list(self._counters.rpcs.items()):
             rpcs.add_metric([method, code], count)
         yield rpcs
         yield CounterMetricFamily(
@@ -71,15 +71,15 @@ class AllocatorCollector(Collector):
         yield CounterMetricFamily(
             "quire_allocator_quarantines",
             "Pools stopped because an invariant of theirs broke.",
-            value=self._telemetry.quarantine_count,
+            value=self._counters.quarantine_count,
         )
         yield GaugeMetricFamily(
             "quire_allocator_refused_pools",
             "Pools that broke so often that nobody may attach them for now.",
-            value=self._telemetry.refused_pool_count(),
+            value=self._counters.refused_pool_count(),
         )
 
-    def _gauges(self) -> Iterator[Metric]:
+    def _pool_gauges(self) -> Iterator[Metric]:
         blocks = GaugeMetricFamily("quire_allocator_blocks", "Blocks by state.", labels=["pool", "state"])
         sequences = GaugeMetricFamily("quire_allocator_sequences", "Live sequences.", labels=["pool"])
         for owner in self._directory.open_pools():
@@ -91,7 +91,7 @@ class AllocatorCollector(Collector):
         yield blocks
         yield sequences
 
-    def _counters(self) -> Iterator[Metric]:
+    def _pool_counters(self) -> Iterator[Metric]:
         operations = CounterMetricFamily(
             "quire_allocator_operations", "Operations applied, by result.", labels=["pool", "op", "code"]
         )
@@ -108,7 +108,7 @@ class AllocatorCollector(Collector):
         evictions = CounterMetricFamily("quire_allocator_evictions", "Cached blocks granted anew.", labels=["pool"])
         copies = CounterMetricFamily("quire_allocator_copies", "Copy-on-write copies ordered.", labels=["pool"])
         for owner in self._directory.open_pools():
-            name, pool, numbers = owner.name, owner.pool, self._telemetry.seen(owner.name)
+            name, pool, numbers = owner.name, owner.pool, self._counters.seen(owner.name)
             for (operation, result), count in list(numbers.operations.items()):
                 operations.add_metric([name, operation, Result(result).name], count)
             steps.add_metric([name], numbers.step_count)

@@ -14,7 +14,7 @@ from quire._serving.metrics import Histogram
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator.core.spec import Result
-from quire_allocator.wire.step_columns import StepArrays
+from quire_allocator.wire.step_columns import StepColumns
 
 STEP_SECONDS_BOUNDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0)
 
@@ -24,7 +24,7 @@ _FORKED: Final = ("fork", int(Result.OK))
 _GROWN: Final = ("grow", int(Result.OK))
 
 
-class PoolTelemetry:
+class PoolCounters:
     """What happened in one pool."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class PoolTelemetry:
         """Counts operations of one kind and result."""
         self._add((operation, result), number)
 
-    def observe_step(self, step: StepArrays, reply: pb.StepReply, seconds: float) -> None:
+    def observe_step(self, step: StepColumns, reply: pb.StepReply, seconds: float) -> None:
         """Counts a step that was applied: one update per phase unless something was refused."""
         self.step_count += 1
         self.step_seconds.observe(seconds)
@@ -65,26 +65,26 @@ class PoolTelemetry:
         self.operations[key] = self.operations.get(key, 0) + number
 
 
-class Telemetry:
+class Counters:
     """Of the whole process. A pool's numbers go with the pool."""
 
     def __init__(self) -> None:
         self.rpcs: Counter[tuple[str, str]] = Counter()  # (method, code)
         self.quarantine_count = 0
         self.refused_pool_count: Callable[[], int] = lambda: 0  # set by who knows
-        self._pools: defaultdict[str, PoolTelemetry] = defaultdict(PoolTelemetry)
+        self._pools: defaultdict[str, PoolCounters] = defaultdict(PoolCounters)
 
     def count_rpc(self, method: str, code: str) -> None:
         """One call ended."""
         self.rpcs[method, code] += 1
 
-    def of(self, pool: str) -> PoolTelemetry:
+    def of(self, pool: str) -> PoolCounters:
         """Numbers of one pool, to be counted in."""
         return self._pools[pool]
 
-    def seen(self, pool: str) -> PoolTelemetry:
+    def seen(self, pool: str) -> PoolCounters:
         """Those to be shown. From another thread, in which the pool may be gone by now: nothing is made to be kept."""
-        return self._pools.get(pool) or PoolTelemetry()
+        return self._pools.get(pool) or PoolCounters()
 
     def forget(self, pool: str) -> None:
         """The pool is gone."""

@@ -11,7 +11,7 @@ Lifecycle of a `SessionMachine`, one for each stream:
 Pure: time comes with every call, session ids from a function that the caller gives, what is to be told to people goes
 to an `Observer`. `stream.py` is the shell around it for gRPC, `tests/simulation` another one.
 
-One caller at a time: no method may be interrupted by another one of any stream of the same `Sessions`.
+One caller at a time: no method may be interrupted by another one of any stream of the same `SessionRegistry`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from quire_allocator.core.ownership.directory import Ownership
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import PoolSpec
-from quire_allocator.session.registry import Sessions
+from quire_allocator.session.registry import SessionRegistry
 from quire_allocator.session.staged_report import StagedReport
 from quire_allocator.wire import authorization, step_apply, step_checks, translate
-from quire_allocator.wire.step_columns import StepArrays
+from quire_allocator.wire.step_columns import StepColumns
 from quire_allocator.wire.translate import require
 
 
@@ -63,12 +63,15 @@ class SessionMachine:
     """
 
     def __init__(
-        self, sessions: Sessions, on_end: Callable[[], None] = lambda: None, permissions: Permissions = EVERYTHING
+        self,
+        sessions: SessionRegistry,
+        on_end: Callable[[], None] = lambda: None,
+        permissions: Permissions = EVERYTHING,
     ) -> None:
         self.phase = Phase.ATTACHING
         self.owner: Ownership | None = None
         self.ending: Refusal | None = None
-        self.applied: StepArrays | None = None
+        self.applied: StepColumns | None = None
         self._sessions = sessions
         self._directory = sessions.directory
         self._on_end = on_end
@@ -253,15 +256,15 @@ class SessionMachine:
         kept = owner.steps.replay(number, step)
         if kept is not None:
             return cast("pb.SessionReply", kept)
-        arrays = step_checks.check_step(owner.pool, step)
+        columns = step_checks.check_step(owner.pool, step)
         if self._is_restricted:
-            arrays.forbidden = authorization.forbidden_rows(self._permissions, owner.pool, arrays)
+            columns.forbidden = authorization.forbidden_rows(self._permissions, owner.pool, columns)
         answer = pb.SessionReply()
         reply = answer.step_reply
         reply.session_id, reply.number = session_id, number
 
         def operate() -> None:
-            step_apply.apply_step(owner.pool, arrays, now, reply)
+            step_apply.apply_step(owner.pool, columns, now, reply)
             if not number % STATE_DIGEST_STEPS:
                 reply.state_digest = digest_after(owner.pool, number)
 
@@ -269,7 +272,7 @@ class SessionMachine:
         owner.steps.record(step, answer)
         owner.steps.forget(ack)
         self._sessions.publish(owner, ack)
-        self.applied = arrays
+        self.applied = columns
         return answer
 
 

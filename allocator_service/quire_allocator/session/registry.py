@@ -46,7 +46,7 @@ class Observer(Protocol):
         """An invariant of the pool broke."""
 
 
-class Sessions:
+class SessionRegistry:
     """Every stream and every pool of one allocator."""
 
     def __init__(

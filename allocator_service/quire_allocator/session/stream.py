@@ -82,7 +82,7 @@ class SessionStream:
             if self._beating is not None:
                 self._beating.cancel()
             machine.close()
-            self._service.telemetry.count_rpc("Session", code)
+            self._service.counters.count_rpc("Session", code)
 
     async def _answer(self, request: pb.SessionRequest | None) -> None:
         machine = self._machine
@@ -96,7 +96,7 @@ class SessionStream:
         seconds = time.perf_counter() - started
         applied, numbers = machine.applied, None
         if applied is not None and machine.owner is not None:  # here: once the answer is out the pool may be gone
-            numbers = self._service.telemetry.of(machine.owner.name)
+            numbers = self._service.counters.of(machine.owner.name)
         if self._beating is not None and machine.phase is not Phase.REPORTING:
             await self._stop_beating()
         try:

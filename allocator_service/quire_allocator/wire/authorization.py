@@ -15,7 +15,7 @@ from quire.protocol.permissions import Permissions
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator.core.pool import Pool
-from quire_allocator.wire.step_columns import StepArrays
+from quire_allocator.wire.step_columns import StepColumns
 from quire_allocator.wire.translate import require
 
 
@@ -82,12 +82,12 @@ def require_report(permissions: Permissions, chunk: pb.ReportChunk) -> None:
             require_namespace(permissions, namespace)
 
 
-def forbidden_rows(permissions: Permissions, pool: Pool, arrays: StepArrays) -> frozenset[int]:
+def forbidden_rows(permissions: Permissions, pool: Pool, columns: StepColumns) -> frozenset[int]:
     """Rows of a checked step's grows that must not make a sequence: FORBIDDEN, where they otherwise would. The rest of
     the step is not theirs: a worker has one certificate for all its callers."""
-    if not arrays.has_new or permissions.namespaces.are_all:
+    if not columns.has_new or permissions.namespaces.are_all:
         return frozenset()
-    rows = zip(arrays.grow_sequences, arrays.grow_namespaces or repeat(""), strict=False)
+    rows = zip(columns.grow_sequences, columns.grow_namespaces or repeat(""), strict=False)
     return frozenset(
         row
         for row, (sequence_id, namespace) in enumerate(rows)

@@ -10,7 +10,7 @@ from itertools import repeat
 from quire_allocator import limits
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.refusal import Refusal
-from quire_allocator.wire.step_columns import StepArrays
+from quire_allocator.wire.step_columns import StepColumns
 
 NUMBER_BYTES = 4  # a block id, or an entry of a packed array
 COPY_BYTES = 3 * NUMBER_BYTES  # source, destination, and the destination among the blocks
@@ -43,27 +43,28 @@ def commit_answer_bytes_max(pool: Pool, digest_count: int) -> int:
     return digest_count * len(pool.spec.groups) * SWAP_BYTES
 
 
-def step_reply_bytes_max(pool: Pool, arrays: StepArrays, *, exact: bool = False) -> int:
-    """Of the reply to a step whose arrays agree in length; cheaper and coarser where it fits anyway, unless `exact`."""
+def step_reply_bytes_max(pool: Pool, columns: StepColumns, *, exact: bool = False) -> int:
+    """Bounds the reply to a step whose columns agree in length. Unless `exact`, the bound is cheaper and coarser where
+    even that fits."""
     groups = pool.coordinator.group_count
-    grows = len(arrays.grow_sequences)
-    fixed = arrays.operation_count + 2 * NUMBER_BYTES * len(pool.holds)  # a byte for each result
-    if arrays.digest_count:
-        fixed += commit_answer_bytes_max(pool, arrays.digest_count)
+    grows = len(columns.grow_sequences)
+    fixed = columns.operation_count + 2 * NUMBER_BYTES * len(pool.holds)  # a byte for each result
+    if columns.digest_count:
+        fixed += commit_answer_bytes_max(pool, columns.digest_count)
     fixed += grows * (GROW_BYTES + groups * (NUMBER_BYTES + COPY_BYTES))
     # Most steps are so small that they would fit even if every sequence were new.
-    coarse = fixed + groups * NUMBER_BYTES * (arrays.tokens // pool.coordinator.digest_tokens + grows)
+    coarse = fixed + groups * NUMBER_BYTES * (columns.tokens // pool.coordinator.digest_tokens + grows)
     if coarse <= limits.ANSWER_BYTES_MAX and not exact:
         return coarse
-    return fixed + NUMBER_BYTES * _entries_added(pool, arrays)
+    return fixed + NUMBER_BYTES * _entries_added(pool, columns)
 
 
-def _entries_added(pool: Pool, arrays: StepArrays) -> int:
+def _entries_added(pool: Pool, columns: StepColumns) -> int:
     """Most table entries that all grows of a step can answer with, all groups together."""
-    held = _forked(pool, arrays)
+    held = _forked(pool, columns)
     total = 0
-    prompts = arrays.prompt_token_counts or repeat(0)
-    rows = zip(arrays.grow_sequences, arrays.grow_token_counts, prompts)
+    prompts = columns.prompt_token_counts or repeat(0)
+    rows = zip(columns.grow_sequences, columns.grow_token_counts, prompts)
     for sequence_id, chunk, prompt in rows:
         token_count = max(chunk, prompt)  # of a longer prompt more may be matched than the first chunk
         before = held.get(sequence_id)
@@ -74,10 +75,10 @@ def _entries_added(pool: Pool, arrays: StepArrays) -> int:
     return total
 
 
-def _forked(pool: Pool, arrays: StepArrays) -> dict[int, int]:
+def _forked(pool: Pool, columns: StepColumns) -> dict[int, int]:
     """Tokens that the children of a step's forks hold at least, for forks that will be done."""
-    freed, held, last = set(arrays.frees), dict[int, int](), pool.last_sequence_id
-    for parent_id, child_id in zip(arrays.parents, arrays.children):
+    freed, held, last = set(columns.frees), dict[int, int](), pool.last_sequence_id
+    for parent_id, child_id in zip(columns.parents, columns.children):
         parent = pool.sequences.get(parent_id) if parent_id not in freed else None
         if child_id > last and (parent is not None or parent_id in held):
             held[child_id] = parent.committed_token_count if parent is not None else held[parent_id]

@@ -16,31 +16,31 @@ from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.spec import Grants, GrowResult, Result
 from quire_allocator.wire import translate
-from quire_allocator.wire.step_columns import StepArrays
+from quire_allocator.wire.step_columns import StepColumns
 
 
-def apply_step(pool: Pool, arrays: StepArrays, now: float, reply: pb.StepReply) -> None:
+def apply_step(pool: Pool, columns: StepColumns, now: float, reply: pb.StepReply) -> None:
     """Applies a checked step and describes what it did, in a reply that has its number and nothing else yet. `now` is
     in seconds, for holds."""
     pool.log.step = reply.number
     if pool.holds:
         reply.expired_holds.extend(pool.expire_holds(now))
-    if arrays.commit_sequences:
-        _commit(pool, arrays, reply)
-    if arrays.frees:
-        _free(pool, arrays, reply)
-    if arrays.parents:
-        _fork(pool, arrays, reply, now)
-    if arrays.grow_sequences:
-        _grow(pool, arrays, reply)
+    if columns.commit_sequences:
+        _commit(pool, columns, reply)
+    if columns.frees:
+        _free(pool, columns, reply)
+    if columns.parents:
+        _fork(pool, columns, reply, now)
+    if columns.grow_sequences:
+        _grow(pool, columns, reply)
     reply.free_block_count = pool.blocks.free_count
 
 
-def _commit(pool: Pool, arrays: StepArrays, reply: pb.StepReply) -> None:
+def _commit(pool: Pool, columns: StepColumns, reply: pb.StepReply) -> None:
     results = list[pb.Result.ValueType]()
-    digests = arrays.commit_digests or repeat(b"")
-    kept = arrays.keep_token_counts or repeat(0)
-    rows = zip(arrays.commit_sequences, arrays.commit_token_counts, digests, kept)
+    digests = columns.commit_digests or repeat(b"")
+    kept = columns.keep_token_counts or repeat(0)
+    rows = zip(columns.commit_sequences, columns.commit_token_counts, digests, kept)
     for operation, (sequence, token_count, dealt, keep) in enumerate(rows):
         result, swaps = pool.commit(sequence, token_count, dealt, keep)
         results.append(_wire(result))
@@ -51,22 +51,22 @@ def _commit(pool: Pool, arrays: StepArrays, reply: pb.StepReply) -> None:
             reply.swap_blocks.append(swap.block)
     if _any_refused(results):
         reply.commit_results.extend(results)
-        arrays.has_refused = True
+        columns.has_refused = True
 
 
-def _free(pool: Pool, arrays: StepArrays, reply: pb.StepReply) -> None:
-    results = [_wire(pool.free(sequence)) for sequence in arrays.frees]
+def _free(pool: Pool, columns: StepColumns, reply: pb.StepReply) -> None:
+    results = [_wire(pool.free(sequence)) for sequence in columns.frees]
     if _any_refused(results):
         reply.free_results.extend(results)
-        arrays.has_refused = True
+        columns.has_refused = True
 
 
-def _fork(pool: Pool, arrays: StepArrays, reply: pb.StepReply, now: float) -> None:
-    rows = zip(arrays.parents, arrays.children, arrays.hold_ms or repeat(0))
+def _fork(pool: Pool, columns: StepColumns, reply: pb.StepReply, now: float) -> None:
+    rows = zip(columns.parents, columns.children, columns.hold_ms or repeat(0))
     results = [_wire(pool.fork(parent, child, hold_until=hold_until(hold, now))) for parent, child, hold in rows]
     if _any_refused(results):
         reply.fork_results.extend(results)
-        arrays.has_refused = True
+        columns.has_refused = True
 
 
 def hold_until(hold_ms: int, now: float) -> float | None:
@@ -74,12 +74,12 @@ def hold_until(hold_ms: int, now: float) -> float | None:
     return now + hold_ms / 1000 if hold_ms else None
 
 
-def _grow(pool: Pool, arrays: StepArrays, reply: pb.StepReply) -> None:
+def _grow(pool: Pool, columns: StepColumns, reply: pb.StepReply) -> None:
     """Live sequences that have room already are the most; only the others leave anything in the reply."""
-    if arrays.has_new:
-        grants, others = _grow_each(pool, arrays)
+    if columns.has_new:
+        grants, others = _grow_each(pool, columns)
     else:
-        grants, others = pool.grow_many(arrays.grow_sequences, arrays.grow_token_counts)
+        grants, others = pool.grow_many(columns.grow_sequences, columns.grow_token_counts)
     if grants.rows:
         reply.granted_grows = pack_uint32(grants.rows)
         reply.block_counts = pack_uint32(grants.counts)
@@ -92,27 +92,27 @@ def _grow(pool: Pool, arrays: StepArrays, reply: pb.StepReply) -> None:
         if grown.result or grown.matched_token_count or grown.pending_token_count:
             is_plain = False
     if not is_plain:
-        _describe(arrays, others, reply)
+        _describe(columns, others, reply)
 
 
-def _grow_each(pool: Pool, arrays: StepArrays) -> tuple[Grants, list[tuple[int, GrowResult]]]:
+def _grow_each(pool: Pool, columns: StepColumns) -> tuple[Grants, list[tuple[int, GrowResult]]]:
     """As `Pool.grow_many`, new sequences among live ones."""
     grants, others = Grants(), []
-    unborn = {child for child in arrays.children if child > pool.last_sequence_id}  # their forks were refused
-    for number, (sequence, token_count) in enumerate(zip(arrays.grow_sequences, arrays.grow_token_counts)):
+    unborn = {child for child in columns.children if child > pool.last_sequence_id}  # their forks were refused
+    for number, (sequence, token_count) in enumerate(zip(columns.grow_sequences, columns.grow_token_counts)):
         if sequence in unborn:
             grown = GrowResult(Result.NOT_FOUND)
-        elif sequence > pool.last_sequence_id and number in arrays.forbidden:
+        elif sequence > pool.last_sequence_id and number in columns.forbidden:
             grown = GrowResult(Result.FORBIDDEN)
         elif sequence > pool.last_sequence_id:
             grown = pool.allocate(
                 sequence,
                 token_count,
-                arrays.grow_digests[number] if arrays.grow_digests else b"",
-                arrays.grow_namespaces[number] if arrays.grow_namespaces else "",
-                prompt_token_count=arrays.prompt_token_counts[number] if arrays.prompt_token_counts else 0,
-                priority=arrays.priorities[number] if arrays.priorities else 0,
-                defer_token_count=arrays.defer_token_counts[number] if arrays.defer_token_counts else 0,
+                columns.grow_digests[number] if columns.grow_digests else b"",
+                columns.grow_namespaces[number] if columns.grow_namespaces else "",
+                prompt_token_count=columns.prompt_token_counts[number] if columns.prompt_token_counts else 0,
+                priority=columns.priorities[number] if columns.priorities else 0,
+                defer_token_count=columns.defer_token_counts[number] if columns.defer_token_counts else 0,
             )
         else:
             grown = pool.grow(sequence, token_count)
@@ -122,11 +122,11 @@ def _grow_each(pool: Pool, arrays: StepArrays) -> tuple[Grants, list[tuple[int, 
     return grants, others
 
 
-def _describe(arrays: StepArrays, others: Sequence[tuple[int, GrowResult]], reply: pb.StepReply) -> None:
-    """The arrays with one number per grow, each left empty where all are 0."""
-    count = len(arrays.grow_sequences)
+def _describe(columns: StepColumns, others: Sequence[tuple[int, GrowResult]], reply: pb.StepReply) -> None:
+    """The columns with one number per grow, each left empty where all are 0."""
+    count = len(columns.grow_sequences)
     if any(grown.result for _, grown in others):
-        arrays.has_refused = True
+        columns.has_refused = True
         results = [_wire(Result.OK)] * count
         shortfalls, victims, lost = [0] * count, [0] * count, [0] * count
         for number, grown in others:

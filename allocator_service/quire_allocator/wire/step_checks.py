@@ -13,7 +13,7 @@ from quire_allocator.core.pool import Pool
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import DIGEST_BYTES
 from quire_allocator.wire import reply_size, translate
-from quire_allocator.wire.step_columns import StepArrays
+from quire_allocator.wire.step_columns import StepColumns
 from quire_allocator.wire.translate import require
 
 _STEP_TOO_LARGE: Final = f"a step has at most {limits.STEP_BYTES_MAX} bytes"
@@ -22,62 +22,62 @@ _TOO_MANY_SEQUENCES: Final = f"a pool has at most {limits.SEQUENCES_MAX} live se
 _HOLD_TOO_LONG: Final = f"hold_ms is at most {limits.HOLD_MS_MAX}"
 
 
-def check_step(pool: Pool, step: pb.Step) -> StepArrays:
+def check_step(pool: Pool, step: pb.Step) -> StepColumns:
     """Everything that can be wrong with a step as a whole. Changes nothing.
 
     Raises:
         Refusal: MALFORMED, TOO_LARGE or LIMIT.
     """
-    arrays = StepArrays(step)
-    if arrays.size_max > limits.STEP_BYTES_MAX:  # to know it exactly, the step is encoded once more
+    columns = StepColumns(step)
+    if columns.size_max > limits.STEP_BYTES_MAX:  # to know it exactly, the step is encoded once more
         require(step.ByteSize() <= limits.STEP_BYTES_MAX, _STEP_TOO_LARGE, "TOO_LARGE")
-    require(arrays.operation_count <= limits.OPERATIONS_PER_STEP_MAX, _TOO_MANY_OPERATIONS, "TOO_LARGE")
+    require(columns.operation_count <= limits.OPERATIONS_PER_STEP_MAX, _TOO_MANY_OPERATIONS, "TOO_LARGE")
     if step.HasField("commits"):
-        _check_commits(pool, arrays)
+        _check_commits(pool, columns)
     if step.HasField("forks"):
-        _check_forks(arrays)
-    _check_grows(arrays)
-    arrays.has_new = bool(arrays.children) or pool.names_new(arrays.grow_sequences)
-    if arrays.has_new:
-        _check_sequence_count(pool, arrays)
-    reply_size.check(reply_size.step_reply_bytes_max(pool, arrays))
-    return arrays
+        _check_forks(columns)
+    _check_grows(columns)
+    columns.has_new = bool(columns.children) or pool.names_new(columns.grow_sequences)
+    if columns.has_new:
+        _check_sequence_count(pool, columns)
+    reply_size.check(reply_size.step_reply_bytes_max(pool, columns))
+    return columns
 
 
-def _check_commits(pool: Pool, arrays: StepArrays) -> None:
-    sequences = arrays.commit_sequences
+def _check_commits(pool: Pool, columns: StepColumns) -> None:
+    sequences = columns.commit_sequences
     count = len(sequences)
-    arrays.commit_digests = _deal(arrays.commit_digest_counts, count, arrays.commit_digest_data, "commits")
-    _check_optional(arrays.keep_token_counts, count, "commits", "keep_token_counts")
+    columns.commit_digests = _deal(columns.commit_digest_counts, count, columns.commit_digest_data, "commits")
+    _check_optional(columns.keep_token_counts, count, "commits", "keep_token_counts")
     if not count:
         return
     require(len(set(sequences)) == count, "commits: a sequence occurs twice")
-    dealt = map(len, arrays.commit_digests) if arrays.commit_digests else repeat(0)
-    for sequence, token_count, size in zip(sequences, arrays.commit_token_counts, dealt):
-        arrays.digest_count += size // DIGEST_BYTES
+    dealt = map(len, columns.commit_digests) if columns.commit_digests else repeat(0)
+    for sequence, token_count, size in zip(sequences, columns.commit_token_counts, dealt):
+        columns.digest_count += size // DIGEST_BYTES
         check_commit(pool, sequence, token_count, size // DIGEST_BYTES)
 
 
-def _check_forks(arrays: StepArrays) -> None:
-    count = len(arrays.parents)
-    require(len(arrays.children) == count, "forks: one child per parent")
-    _check_optional(arrays.hold_ms, count, "forks", "hold_ms")
-    require(not arrays.hold_ms or max(arrays.hold_ms) <= limits.HOLD_MS_MAX, _HOLD_TOO_LONG)
+def _check_forks(columns: StepColumns) -> None:
+    count = len(columns.parents)
+    require(len(columns.children) == count, "forks: one child per parent")
+    _check_optional(columns.hold_ms, count, "forks", "hold_ms")
+    require(not columns.hold_ms or max(columns.hold_ms) <= limits.HOLD_MS_MAX, _HOLD_TOO_LONG)
 
 
-def _check_grows(arrays: StepArrays) -> None:
+def _check_grows(columns: StepColumns) -> None:
     tokens = 0
-    for token_count in arrays.grow_token_counts:
+    for token_count in columns.grow_token_counts:
         if not token_count:
             raise Refusal("MALFORMED", "grows: token_count must be at least 1")
         tokens += token_count
-    count = len(arrays.grow_sequences)
-    _check_optional(arrays.prompt_token_counts, count, "grows", "prompt_token_counts")
-    _check_optional(arrays.priorities, count, "grows", "priorities")
-    _check_optional(arrays.defer_token_counts, count, "grows", "defer_token_counts")
-    arrays.tokens = tokens + sum(arrays.prompt_token_counts) if arrays.prompt_token_counts else tokens
-    arrays.grow_digests = _deal(arrays.grow_digest_counts, count, arrays.grow_digest_data, "grows")
-    arrays.grow_namespaces = _namespaces(arrays, count)
+    count = len(columns.grow_sequences)
+    _check_optional(columns.prompt_token_counts, count, "grows", "prompt_token_counts")
+    _check_optional(columns.priorities, count, "grows", "priorities")
+    _check_optional(columns.defer_token_counts, count, "grows", "defer_token_counts")
+    columns.tokens = tokens + sum(columns.prompt_token_counts) if columns.prompt_token_counts else tokens
+    columns.grow_digests = _deal(columns.grow_digest_counts, count, columns.grow_digest_data, "grows")
+    columns.grow_namespaces = _namespaces(columns, count)
 
 
 def check_commit(pool: Pool, sequence: int, token_count: int, digest_count: int) -> None:
@@ -91,11 +91,11 @@ def check_commit(pool: Pool, sequence: int, token_count: int, digest_count: int)
         raise Refusal("MALFORMED", f"commit of sequence {sequence}: {digest_count} digests for {filled} full blocks")
 
 
-def _check_sequence_count(pool: Pool, arrays: StepArrays) -> None:
-    if len(pool.sequences) + arrays.operation_count <= limits.SEQUENCES_MAX:
+def _check_sequence_count(pool: Pool, columns: StepColumns) -> None:
+    if len(pool.sequences) + columns.operation_count <= limits.SEQUENCES_MAX:
         return
-    new = len(arrays.children) + sum(sequence > pool.last_sequence_id for sequence in arrays.grow_sequences)
-    freed = sum(sequence in pool.sequences for sequence in set(arrays.frees))
+    new = len(columns.children) + sum(sequence > pool.last_sequence_id for sequence in columns.grow_sequences)
+    freed = sum(sequence in pool.sequences for sequence in set(columns.frees))
     require(len(pool.sequences) - freed + new <= limits.SEQUENCES_MAX, _TOO_MANY_SEQUENCES, "LIMIT")
 
 
@@ -125,11 +125,11 @@ def _deal(counts: Sequence[int], operations: int, data: bytes, phase: str) -> Se
     return dealt
 
 
-def _namespaces(arrays: StepArrays, count: int) -> Sequence[str]:
-    indices = arrays.namespace_indices
-    if not indices and not arrays.namespaces:
+def _namespaces(columns: StepColumns, count: int) -> Sequence[str]:
+    indices = columns.namespace_indices
+    if not indices and not columns.namespaces:
         return ()
-    names = [translate.namespace(name) for name in arrays.namespaces]
+    names = [translate.namespace(name) for name in columns.namespaces]
     require(len(indices) in (0, count), "grows: one namespace_index per sequence, or none at all")
     require(not indices or max(indices) < max(1, len(names)), "grows: a namespace_index is out of range")
     if not names:

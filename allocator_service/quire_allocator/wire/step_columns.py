@@ -18,7 +18,7 @@ _FRAME_BYTES: Final = 256  # of everything in a step but its columns, at most
 _NAME_FRAME_BYTES: Final = 8  # of one namespace, beside its characters of up to 4 bytes
 
 
-class StepArrays:
+class StepColumns:
     """A step by operations. What no operation has is empty.
 
     Attributes:

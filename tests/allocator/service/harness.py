@@ -22,7 +22,7 @@ from quire.session.call_status import Ending
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire_allocator.core.ownership.directory import BLOCKS_OF_ALL_POOLS_MAX, Directory
-from quire_allocator.metrics.counters import Telemetry
+from quire_allocator.metrics.counters import Counters
 from quire_allocator.service import AllocatorService
 
 MESSAGE_OPTIONS = [
@@ -67,7 +67,7 @@ async def running_allocator(
     """Serves until the block ends; every pool must be consistent then."""
     clock = Clock()
     directory = Directory(lease_s=10.0, pools_max=pools_max, blocks_max=blocks_max)
-    service = AllocatorService(directory, Telemetry(), check_invariants=check_invariants, clock=clock)
+    service = AllocatorService(directory, Counters(), check_invariants=check_invariants, clock=clock)
     server = aio.server(interceptors=[ReadingInterceptor()], options=MESSAGE_OPTIONS)
     pb_grpc.add_AllocatorServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")

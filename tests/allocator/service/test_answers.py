@@ -109,10 +109,10 @@ def test_a_reply_is_never_larger_than_foreseen(groups: int) -> None:
     ]
     for number, phase in enumerate(phases, 1):
         step = pb.Step(number=number, **phase)
-        arrays, reply = step_checks.check_step(pool, step), pb.StepReply(number=number)
-        coarse = reply_size.step_reply_bytes_max(pool, arrays)
-        exact = reply_size.step_reply_bytes_max(pool, arrays, exact=True)
-        step_apply.apply_step(pool, arrays, 0.0, reply)
+        columns, reply = step_checks.check_step(pool, step), pb.StepReply(number=number)
+        coarse = reply_size.step_reply_bytes_max(pool, columns)
+        exact = reply_size.step_reply_bytes_max(pool, columns, exact=True)
+        step_apply.apply_step(pool, columns, 0.0, reply)
         assert reply.ByteSize() - 100 <= exact <= coarse, f"step {number}"
         pool.check_invariants()
 

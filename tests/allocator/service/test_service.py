@@ -199,7 +199,7 @@ async def test_a_defect_quarantines_the_one_pool_and_spares_the_others(allocator
     allocator.service.directory.pool("a").pool.blocks.cached_count += 1  # the defect
     with refused(Reason.POOL_QUARANTINED):
         await broken.call("Grow", sequence_id=1, token_count=7)
-    assert "a" not in allocator.service.telemetry._pools, "its counters go with it"
+    assert "a" not in allocator.service.counters._pools, "its counters go with it"
     with refused(Reason.SESSION_UNKNOWN):
         await broken.call("Grow", sequence_id=1, token_count=7)
     assert (await sound.call("Allocate", sequence_id=1, token_count=6)).result == pb.RESULT_OK
@@ -217,9 +217,9 @@ async def test_a_pool_that_breaks_a_third_time_is_opened_again_only_ten_minutes_
         await UnaryOwner.open(allocator, "a")
     error = from_rpc_error(caught.value)
     assert (error.reason, error.retry_after_s) == (Reason.POOL_QUARANTINED, RETRY_AFTER_S_MAX)
-    assert allocator.service.telemetry.refused_pool_count() == 1
+    assert allocator.service.counters.refused_pool_count() == 1
     allocator.pass_time(limits.QUARANTINE_WINDOW_S)
-    assert allocator.service.telemetry.refused_pool_count() == 0
+    assert allocator.service.counters.refused_pool_count() == 0
     await UnaryOwner.open(allocator, "a")
 
 
@@ -343,7 +343,7 @@ async def test_calls_are_counted_by_method_and_code(allocator: Allocator) -> Non
     await owner.call("Allocate", sequence_id=1, token_count=1)
     with refused(Reason.MALFORMED):
         await owner.call("Allocate", sequence_id=2)
-    rpcs = allocator.service.telemetry.rpcs
+    rpcs = allocator.service.counters.rpcs
     assert rpcs["Allocate", "OK"] == 1
     assert rpcs["Allocate", "INVALID_ARGUMENT"] == 1
-    assert dict(allocator.service.telemetry.of("a").operations) == {("grow", pb.RESULT_OK): 1}
+    assert dict(allocator.service.counters.of("a").operations) == {("grow", pb.RESULT_OK): 1}

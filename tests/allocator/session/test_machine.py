@@ -15,7 +15,7 @@ from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.session.machine import SessionMachine
-from quire_allocator.session.registry import Sessions
+from quire_allocator.session.registry import SessionRegistry
 
 from tests.simulation.histories import pool_spec
 from tests.simulation.world import Quiet
@@ -24,10 +24,10 @@ SPEC = pool_spec("full", 32)
 
 
 @pytest.fixture
-def sessions() -> Sessions:
+def sessions() -> SessionRegistry:
     ids: Iterator[int] = itertools.count(1)
     directory = Directory(lease_s=10.0, pools_max=8)
-    return Sessions(directory, Quiet(), new_session_id=lambda: next(ids).to_bytes(16, "big"))
+    return SessionRegistry(directory, Quiet(), new_session_id=lambda: next(ids).to_bytes(16, "big"))
 
 
 def owner(name: str = "pool", window: int = 1) -> PoolOwner:
@@ -45,7 +45,7 @@ def run(machine: SessionMachine, side: PoolOwner, now: float = 0.0) -> list[Answ
     return answers
 
 
-def attached(sessions: Sessions, side: PoolOwner, now: float = 0.0) -> SessionMachine:
+def attached(sessions: SessionRegistry, side: PoolOwner, now: float = 0.0) -> SessionMachine:
     machine = SessionMachine(sessions)
     side.attach()
     run(machine, side, now)
@@ -59,7 +59,7 @@ def allocate(sequence_id: int, token_count: int = 5) -> StepBuilder:
     return step
 
 
-def test_steps_submitted_before_the_stream_is_up_go_out_when_it_is(sessions: Sessions) -> None:
+def test_steps_submitted_before_the_stream_is_up_go_out_when_it_is(sessions: SessionRegistry) -> None:
     side = owner(window=3)
     for number in (1, 2, 3):
         assert side.submit(allocate(number)) == number
@@ -70,7 +70,7 @@ def test_steps_submitted_before_the_stream_is_up_go_out_when_it_is(sessions: Ses
     assert side.has_room
 
 
-def test_every_64th_answer_carries_a_digest_and_one_that_differs_leads_to_a_report(sessions: Sessions) -> None:
+def test_every_64th_answer_carries_a_digest_and_one_that_differs_leads_to_a_report(sessions: SessionRegistry) -> None:
     side = owner()
     machine = attached(sessions, side)
     for number in range(1, STATE_DIGEST_STEPS):
@@ -88,7 +88,7 @@ def test_every_64th_answer_carries_a_digest_and_one_that_differs_leads_to_a_repo
 
 
 def test_of_a_large_pool_each_digest_covers_a_part_and_what_differs_is_found_in_a_while(
-    sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+    sessions: SessionRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("quire_allocator.session.machine", "quire.session.ledger"):
         monkeypatch.setattr(f"{module}.STATE_DIGEST_ENTRIES_MAX", 300)  # two sequences of nine
@@ -108,7 +108,9 @@ def test_of_a_large_pool_each_digest_covers_a_part_and_what_differs_is_found_in_
     assert side.disagreement_count == 1
 
 
-def test_a_step_that_trips_an_invariant_stops_the_pool_and_the_third_time_for_ten_minutes(sessions: Sessions) -> None:
+def test_a_step_that_trips_an_invariant_stops_the_pool_and_the_third_time_for_ten_minutes(
+    sessions: SessionRegistry,
+) -> None:
     side = owner()
     machine = attached(sessions, side)
     sessions.check_invariants = True
@@ -134,7 +136,7 @@ def test_a_step_that_trips_an_invariant_stops_the_pool_and_the_third_time_for_te
     assert run(machine, side)[0].outcome.grows[0].result is Result.OK
 
 
-def test_only_so_many_reports_are_staged_at_a_time_and_empty_ones_do_not_count(sessions: Sessions) -> None:
+def test_only_so_many_reports_are_staged_at_a_time_and_empty_ones_do_not_count(sessions: SessionRegistry) -> None:
     chunk = pb.ReportChunk(namespaces=[""], sequences=[pb.ReportedSequence(sequence_id=1, tables=[pb.BlockTable()])])
     staging = []
     for number in range(limits.REPORTS_MAX):
@@ -159,7 +161,7 @@ def test_only_so_many_reports_are_staged_at_a_time_and_empty_ones_do_not_count(s
     assert machine.receive(pb.SessionRequest(report_chunk=chunk), 0.0) == []
 
 
-def test_who_has_applied_steps_waits_before_it_puts_its_report_together(sessions: Sessions) -> None:
+def test_who_has_applied_steps_waits_before_it_puts_its_report_together(sessions: SessionRegistry) -> None:
     for number in range(limits.REPORTS_MAX):
         side, machine = owner(f"staging-{number}"), SessionMachine(sessions)
         side.last_step = 7
@@ -191,7 +193,7 @@ WRONG_CHUNKS: list[tuple[pb.ReportChunk, str]] = [
 
 @pytest.mark.parametrize(("chunk", "reason"), WRONG_CHUNKS, ids=range(len(WRONG_CHUNKS)))
 def test_a_wrong_chunk_is_refused_and_the_pool_that_was_there_stays(
-    sessions: Sessions, chunk: pb.ReportChunk, reason: str
+    sessions: SessionRegistry, chunk: pb.ReportChunk, reason: str
 ) -> None:
     side = owner()
     machine = attached(sessions, side)
@@ -211,7 +213,7 @@ def test_a_wrong_chunk_is_refused_and_the_pool_that_was_there_stays(
     attached(sessions, side)
 
 
-def test_a_sequence_that_goes_on_in_another_chunk_with_other_counts_is_refused(sessions: Sessions) -> None:
+def test_a_sequence_that_goes_on_in_another_chunk_with_other_counts_is_refused(sessions: SessionRegistry) -> None:
     side, machine = owner(), SessionMachine(sessions)
     side.attach()
     machine.receive(side.outbox.popleft(), 0.0)

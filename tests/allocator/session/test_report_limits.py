@@ -10,7 +10,7 @@ from grpc import aio
 from quire.errors import Reason, from_rpc_error
 from quire.session.block_report import report_chunks
 from quire.session.ledger import Ledger, LedgerSequence
-from quire.session.pages import Scope
+from quire.session.pages import DigestSpace
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
 from quire_allocator.core.refusal import Refusal
@@ -51,9 +51,9 @@ def ledger_of(worst: Worst) -> Ledger:
         ledger.sequences[LARGEST + number] = sequence
     before = array("I", [LARGEST - 1])
     for block in range(block_count):
-        scope = Scope(f"{block:b>128}", group_count - 1)
-        ledger.pages.publish(scope, LARGEST - 2, None, bytes(32), before)
-        ledger.pages.publish(scope, LARGEST, before[0], block.to_bytes(32, "big"), array("I", [block]))
+        space = DigestSpace(f"{block:b>128}", group_count - 1)
+        ledger.pages.publish(space, LARGEST - 2, None, bytes(32), before)
+        ledger.pages.publish(space, LARGEST, before[0], block.to_bytes(32, "big"), array("I", [block]))
         ledger.pages.grant(before)
         if freed:
             ledger.pages.release((1 << 64) - 1, LARGEST, block, [block])
@@ -83,7 +83,7 @@ def test_no_report_of_a_pool_is_larger_than_it_may_be(worst: Worst, monkeypatch:
 @pytest.mark.parametrize("block_count", [1, 100_000, limits.BLOCKS_MAX])
 def test_a_pool_that_is_cached_from_end_to_end_can_be_reported(block_count: int) -> None:
     ledger, blocks = Ledger(pb.PoolSpec(block_count=10_000, groups=[FULL])), array("I", range(10_000))
-    ledger.pages.publish(Scope("", 0), 0, None, b"".join(i.to_bytes(32, "big") for i in blocks), blocks)
+    ledger.pages.publish(DigestSpace("", 0), 0, None, b"".join(i.to_bytes(32, "big") for i in blocks), blocks)
     ledger.pages.release(1 << 40, 1, 0, blocks)
     block_bytes = sum(chunk.ByteSize() for chunk in report_chunks(ledger, 0.0)) / 10_000
     assert 56 < block_bytes < 56.1

@@ -16,7 +16,7 @@ from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.session.machine import Phase, SessionMachine
-from quire_allocator.session.registry import Sessions
+from quire_allocator.session.registry import SessionRegistry
 from quire_allocator.wire.translate import pool_spec as core_spec
 
 from tests.simulation.histories import pool_spec
@@ -31,10 +31,10 @@ def witness() -> Quiet:
 
 
 @pytest.fixture
-def sessions(witness: Quiet) -> Sessions:
+def sessions(witness: Quiet) -> SessionRegistry:
     ids: Iterator[int] = itertools.count(1)
     directory = Directory(lease_s=30.0, pools_max=8)
-    return Sessions(directory, witness, new_session_id=lambda: next(ids).to_bytes(16, "big"))
+    return SessionRegistry(directory, witness, new_session_id=lambda: next(ids).to_bytes(16, "big"))
 
 
 def owner(name: str, last_step: int = 0) -> PoolOwner:
@@ -49,14 +49,14 @@ def talk(stream: SessionMachine, side: PoolOwner, now: float = 0.0) -> None:
             side.receive(reply, now)
 
 
-def attached(sessions: Sessions, name: str) -> tuple[SessionMachine, PoolOwner]:
+def attached(sessions: SessionRegistry, name: str) -> tuple[SessionMachine, PoolOwner]:
     side, stream = owner(name), SessionMachine(sessions)
     side.attach()
     talk(stream, side)
     return stream, side
 
 
-def claimed(sessions: Sessions, name: str, now: float = 0.0) -> SessionMachine:
+def claimed(sessions: SessionRegistry, name: str, now: float = 0.0) -> SessionMachine:
     """A stream that has a place for its report, and has sent none of it."""
     side, stream = owner(name, last_step=7), SessionMachine(sessions)
     side.attach()
@@ -89,7 +89,7 @@ def pool_of(stream: SessionMachine) -> Ownership:
 # -- a defect of ours stops its pool and nothing else ------------------------------------------------------------------
 
 
-def test_a_block_that_is_given_back_twice_is_noticed_without_counting_all_blocks(sessions: Sessions) -> None:
+def test_a_block_that_is_given_back_twice_is_noticed_without_counting_all_blocks(sessions: SessionRegistry) -> None:
     stream, side = attached(sessions, "a")
     allocate(side, 1)
     talk(stream, side)
@@ -98,7 +98,7 @@ def test_a_block_that_is_given_back_twice_is_noticed_without_counting_all_blocks
 
 
 @pytest.mark.parametrize("count", ["held", "cached"])
-def test_a_count_of_a_namespace_that_is_wrong_is_noticed(sessions: Sessions, count: str) -> None:
+def test_a_count_of_a_namespace_that_is_wrong_is_noticed(sessions: SessionRegistry, count: str) -> None:
     stream, side = attached(sessions, "a")
     allocate(side, 1)
     talk(stream, side)
@@ -110,7 +110,7 @@ def test_a_count_of_a_namespace_that_is_wrong_is_noticed(sessions: Sessions, cou
         blocks.check_counts()
 
 
-def test_a_defect_in_the_digest_of_the_state_stops_the_pool(sessions: Sessions, witness: Quiet) -> None:
+def test_a_defect_in_the_digest_of_the_state_stops_the_pool(sessions: SessionRegistry, witness: Quiet) -> None:
     stream, side = attached(sessions, "a")
     sequences: dict[int, Any] = pool_of(stream).pool.sequences
     sequences[1] = None  # the defect
@@ -118,7 +118,7 @@ def test_a_defect_in_the_digest_of_the_state_stops_the_pool(sessions: Sessions, 
     assert [name for name, _ in witness.quarantined_pools] == ["a"]
 
 
-def test_a_defect_found_by_the_timer_stops_the_pool_and_leases_go_on(sessions: Sessions, witness: Quiet) -> None:
+def test_a_defect_found_by_the_timer_stops_the_pool_and_leases_go_on(sessions: SessionRegistry, witness: Quiet) -> None:
     directory = sessions.directory
     for name in ("broken", "other"):
         unary = directory.open_unary(
@@ -137,7 +137,7 @@ def test_a_defect_found_by_the_timer_stops_the_pool_and_leases_go_on(sessions: S
 # -- places for reports ------------------------------------------------------------------------------------------------
 
 
-def test_who_sends_no_report_loses_its_place_whatever_else_it_sends(sessions: Sessions) -> None:
+def test_who_sends_no_report_loses_its_place_whatever_else_it_sends(sessions: SessionRegistry) -> None:
     idle = [claimed(sessions, f"idle-{number}") for number in range(limits.REPORTS_MAX)]
     for now in range(int(limits.REPORT_PAUSE_S)):
         for stream in idle:
@@ -153,7 +153,7 @@ def test_who_sends_no_report_loses_its_place_whatever_else_it_sends(sessions: Se
     assert claimed(sessions, "honest", limits.REPORT_PAUSE_S).phase is Phase.REPORTING
 
 
-def test_a_long_report_keeps_its_place_while_it_comes(sessions: Sessions) -> None:
+def test_a_long_report_keeps_its_place_while_it_comes(sessions: SessionRegistry) -> None:
     stream = claimed(sessions, "long")
     for number in range(4):
         now = 0.9 * limits.REPORT_PAUSE_S * (number + 1)
@@ -164,7 +164,7 @@ def test_a_long_report_keeps_its_place_while_it_comes(sessions: Sessions) -> Non
     assert stream.ending is None
 
 
-def test_an_attach_that_has_to_wait_for_a_place_claims_nothing(sessions: Sessions) -> None:
+def test_an_attach_that_has_to_wait_for_a_place_claims_nothing(sessions: SessionRegistry) -> None:
     for number in range(limits.REPORTS_MAX):
         claimed(sessions, f"staging-{number}")
     with pytest.raises(Refusal) as caught:
@@ -176,7 +176,7 @@ def test_an_attach_that_has_to_wait_for_a_place_claims_nothing(sessions: Session
     assert stream.phase is Phase.OPEN
 
 
-def test_an_attach_that_has_to_wait_for_a_place_leaves_the_older_stream(sessions: Sessions) -> None:
+def test_an_attach_that_has_to_wait_for_a_place_leaves_the_older_stream(sessions: SessionRegistry) -> None:
     stream, side = attached(sessions, "pool")
     allocate(side, 1)
     talk(stream, side)
@@ -195,7 +195,7 @@ def test_an_attach_that_has_to_wait_for_a_place_leaves_the_older_stream(sessions
 # -- leases ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_refused_step_renews_no_lease(sessions: Sessions) -> None:
+def test_a_refused_step_renews_no_lease(sessions: SessionRegistry) -> None:
     stream, side = attached(sessions, "pool")
     before = pool_of(stream).lease_end
     wrong = pb.Step(session_id=b"x" * 16, number=1)

@@ -259,7 +259,7 @@ async def test_steps_are_counted_by_operation_and_result(allocator: Allocator) -
     owner = await StreamOwner.ready(allocator)
     await owner.step(grows=grows((1, 4, b""), (2, 4, b"")), frees=pb.FreePhase(sequences=pack_uint64([9])))
     await owner.hang_up()  # a step is counted once its answer is out
-    numbers = allocator.service.telemetry.of("a")
+    numbers = allocator.service.counters.of("a")
     assert numbers.step_count == 1
     assert dict(numbers.operations) == {("grow", pb.RESULT_OK): 2, ("free", pb.RESULT_NOT_FOUND): 1}
 
@@ -278,7 +278,7 @@ async def test_a_pool_that_is_dropped_while_an_answer_is_sent_leaves_no_counters
     monkeypatch.setattr(SessionStream, "_write", drop_and_write)
     await owner.step(grows=grows((1, 4, b"")))
     await owner.hang_up()
-    assert "a" not in allocator.service.telemetry._pools
+    assert "a" not in allocator.service.counters._pools
 
 
 async def test_a_pool_that_goes_while_metrics_are_read_leaves_no_counters(
@@ -289,9 +289,9 @@ async def test_a_pool_that_goes_while_metrics_are_read_leaves_no_counters(
     seen = service.directory.open_pools()  # by the thread that reads
     service.sessions.drop(service.directory.pool("a"))
     monkeypatch.setattr(type(service.directory), "open_pools", lambda _directory: seen)
-    metrics = {metric.name: metric for metric in AllocatorCollector(service.directory, service.telemetry).collect()}
+    metrics = {metric.name: metric for metric in AllocatorCollector(service.directory, service.counters).collect()}
     assert [sample.value for sample in metrics["quire_allocator_steps"].samples] == [0]
-    assert "a" not in service.telemetry._pools
+    assert "a" not in service.counters._pools
 
 
 # -- stream and unary --------------------------------------------------------------------------------------------------

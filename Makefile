@@ -60,9 +60,10 @@ faults: $(READY) ## real processes under faults, each repeated: RUNS=1000
 model: ## check the model of the session protocol with Spin, and that each planted mistake is noticed: LONG=1
 	$(PYTHON) docs/model/check.py $(if $(LONG),--long)
 
-check: $(READY) ## lint, formatting and types
+check: $(READY) ## lint, formatting, what may import what, and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/mypy client/quire allocator_service/quire_allocator worker_service/quire_kernels worker_service/quire_worker
 
 format: $(READY) ## format and mend what can be mended
@@ -73,7 +74,7 @@ proto: $(READY) ## generate client/quire/v1 from protos/
 	PYTHON=$(BIN)/python scripts/generate_protos.sh
 
 bench: $(COMPILED)/.ready ## measure text per second, the allocator's operations, its sessions, and attention
-	$(BIN)/python benchmarks/serving.py
+	$(BIN)/python benchmarks/end_to_end.py
 	PYTHONPATH=$(COMPILED) $(BIN)/python benchmarks/allocator.py
 	PYTHONPATH=$(COMPILED) $(BIN)/python benchmarks/session.py
 	PYTHONPATH=$(COMPILED) $(BIN)/python benchmarks/remote.py

@@ -10,6 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "docs" / "model"
+FOLDERS = ("client", "allocator_service", "worker_service", "tests", "benchmarks", "examples", "scripts", "docs")
+SOURCES = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
 
 
@@ -35,6 +37,14 @@ def test_every_dependency_has_a_tested_version() -> None:
 def test_links_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8")):
         assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_python_file_that_is_named_exists(document: Path) -> None:
+    """`core/pool.py` is found by the end of its path, so that documents need not spell out folders that are clear."""
+    text = document.read_text(encoding="utf-8")
+    named = {name for name in re.findall(r"`([\w/]+\.py)`", text) if not name.startswith("vllm/")}
+    assert not [name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in SOURCES)]
 
 
 def test_every_test_named_in_the_bug_record_exists() -> None:

@@ -1,1 +1,0 @@
-"""Triton kernels for paged attention, in the words and shapes of FlashInfer."""

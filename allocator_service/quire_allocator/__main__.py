@@ -1,4 +1,4 @@
-"""`python -m quire_allocator`."""
+"""Runs the allocator as `python -m quire_allocator`."""
 
 from quire_allocator.server import main
 

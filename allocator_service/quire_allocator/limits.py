@@ -1,6 +1,6 @@
 """The limits of this server, beside those of `quire.protocol.limits`.
 
-Each number bounds one resource; clients learn them at Ready.
+Each number bounds one resource. Owners are told those of the `Limits` message when their session begins.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from typing import Final
 from quire.protocol.limits import MESSAGE_BYTES_MAX
 
 STEP_BYTES_MAX: Final = 1 << 20
-ANSWER_BYTES_MAX: Final = MESSAGE_BYTES_MAX - (64 << 10)  # of the arrays in a reply; the rest is for what wraps them
+ANSWER_BYTES_MAX: Final = MESSAGE_BYTES_MAX - (64 << 10)  # of the arrays in a reply; 64 KiB are left for their frame
 OPERATIONS_PER_STEP_MAX: Final = 16_384
-SEQUENCES_MAX: Final = 65_536  # live, per pool
-LAST_STEP_MAX: Final = 1 << 62  # in a report: leaves room for every number that can follow
+SEQUENCES_MAX: Final = 65_536  # live ones, per pool
+LAST_STEP_MAX: Final = 1 << 62  # of a report; room is left above it for every later step
 WINDOW_MAX: Final = 8  # unanswered steps, and kept replies, per session
-REPORT_BLOCK_BYTES_MAX: Final = 256  # of a freed block that is alone in its prefix and namespace; 56 in a long prefix
-REPORT_SEQUENCE_BYTES_MAX: Final = 256  # of a sequence beside its tables
-REPORT_TABLE_BYTES_MAX: Final = 8  # of a table beside its entries
-REPORT_SHARED_ENTRIES_MAX: Final = 1 << 26  # of all tables, beyond one for each block of the pool; 4 bytes each
-REPORTS_MAX: Final = 4  # staged at a time, of all pools; empty ones do not count
-REPORT_PAUSE_S: Final = 10.0  # between two parts of one that is staged
-CHANGES_PER_CHECK: Final = 64  # of a pool, between two looks at its counts
-QUARANTINES_MAX: Final = 3  # of one pool in
-QUARANTINE_WINDOW_S: Final = 600.0  # so many seconds, before it is refused
-STREAMS_MAX: Final = 512  # of owners, attached or not yet
+REPORT_BLOCK_BYTES_MAX: Final = 256  # a freed block alone in its prefix and namespace; one of a long prefix takes 56
+REPORT_SEQUENCE_BYTES_MAX: Final = 256  # a sequence without its tables
+REPORT_TABLE_BYTES_MAX: Final = 8  # a table without its entries
+REPORT_SHARED_ENTRIES_MAX: Final = 1 << 26  # of all tables, beyond one entry for each block of the pool; 4 bytes each
+REPORTS_MAX: Final = 4  # staged at a time, of all pools; empty reports do not count
+REPORT_PAUSE_S: Final = 10.0  # between two chunks of a staged report
+CHANGES_PER_CHECK: Final = 64  # changes of a pool between two checks of its counts
+QUARANTINES_MAX: Final = 3  # of one pool within `QUARANTINE_WINDOW_S`; then the pool is refused
+QUARANTINE_WINDOW_S: Final = 600.0
+STREAMS_MAX: Final = 512  # of owners, those that have not attached yet included
 POOLS_MAX: Final = 256
 BLOCKS_MAX: Final = 1 << 24  # per pool
 BLOCK_SIZE_MAX: Final = 65_536
@@ -34,13 +34,13 @@ CHECKPOINTS_MAX: Final = 1 << 16  # of one sequence
 QUOTAS_MAX: Final = 1024  # per pool
 HOLD_MS_MAX: Final = 86_400_000
 WATCHERS_MAX: Final = 64  # of all pools
-EVENTS_PER_TURN_MAX: Final = 256  # sent to one watcher before anybody else has a turn
-NAME_CHARACTERS_MAX: Final = 128  # of a pool
+EVENTS_PER_TURN_MAX: Final = 256  # sent to one watcher before another one has a turn
+NAME_CHARACTERS_MAX: Final = 128  # of a pool's name
 LAYOUT_BYTES_MAX: Final = 256
 FINGERPRINT_BYTES_MAX: Final = 64
 ATTACH_TIMEOUT_S: Final = 5.0
 LEASE_S: Final = 10.0
-LEASE_S_MIN: Final = 0.1  # three heartbeats of an owner, and a network between them
+LEASE_S_MIN: Final = 0.1  # three heartbeats of an owner, and the network's delays between them
 LEASE_S_MAX: Final = 86_400.0
-STATES_PER_ANSWER_MAX: Final = 1 << 20  # blocks in one GetPool answer, a byte each
-SEQUENCE_BYTES_PER_ANSWER_MAX: Final = 512 << 10  # of sequences and tables beside them
+STATES_PER_ANSWER_MAX: Final = 1 << 20  # blocks in one GetPool answer, 1 byte each
+SEQUENCE_BYTES_PER_ANSWER_MAX: Final = 512 << 10  # bytes of sequences and tables in the same answer

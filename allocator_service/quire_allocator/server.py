@@ -28,11 +28,11 @@ from quire_allocator.session.lease_watch import LeaseWatch
 log = structlog.get_logger()
 
 LEASE_CHECK_S = 0.5
-YOUNG_OBJECTS_MAX = 50_000  # before the garbage collector looks at them: next to nothing of a pool is in cycles
+YOUNG_OBJECTS_MAX = 50_000  # new objects before the garbage collector looks for cycles; a pool has next to none
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line of the allocator."""
+    """Returns the options of the allocator's command line."""
     parser = argparse.ArgumentParser(
         prog="quire-allocator", description="Serve block tables of paged KV caches over gRPC."
     )
@@ -42,10 +42,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         type=float,
         default=limits.LEASE_S,
         metavar="SECONDS",
-        help=f"of silence before a pool is dropped, {limits.LEASE_S_MIN:g} to {limits.LEASE_S_MAX:g}"
+        help=f"seconds of silence before a pool is dropped, {limits.LEASE_S_MIN:g} to {limits.LEASE_S_MAX:g}"
         " (default: %(default)g)",
     )
-    parser.add_argument("--cpu", type=int, help="have this CPU for itself: under load a message costs a third less CPU")
+    parser.add_argument("--cpu", type=int, help="run on this CPU alone: under load a message costs a third less CPU")
     parser.add_argument(
         "--check-invariants", action="store_true", help="check every pool after every step; slow, for debugging"
     )
@@ -60,7 +60,7 @@ async def serve(options: argparse.Namespace) -> None:
 
     Raises:
         UsageError: an address is unsafe or taken, or the token file is unusable.
-        Exception: leases could not be watched any more; a process that went on would never take a pool from a dead
+        Exception: leases could not be checked any more. A process that went on would never take a pool from a dead
             owner.
     """
     stop = stop_event()
@@ -72,7 +72,8 @@ async def serve(options: argparse.Namespace) -> None:
     )
     pb_grpc.add_AllocatorServiceServicer_to_server(service, server.grpc)
     await server.start(AllocatorCollector(directory, counters))
-    gc.freeze()  # what lives from here on is small; a full collection would stall every stream
+    # A full garbage collection stalls every stream: objects made until here, the many of all imports, are left out.
+    gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS_MAX)
     await server.announce()
     leases, stopping = asyncio.create_task(_watch_leases(service)), asyncio.create_task(stop.wait())
@@ -93,7 +94,7 @@ async def serve(options: argparse.Namespace) -> None:
 
 
 async def _watch_leases(service: AllocatorService) -> None:
-    """See `leases.LeaseWatch`."""
+    """Checks all leases every `LEASE_CHECK_S` seconds, for ever."""
     watch = LeaseWatch(service.directory, service.expire_leases, LEASE_CHECK_S, time.monotonic())
     while True:
         await asyncio.sleep(LEASE_CHECK_S)
@@ -101,7 +102,7 @@ async def _watch_leases(service: AllocatorService) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of `quire-allocator`."""
+    """Runs `quire-allocator` with a command line, by default the process's own."""
     options = parse_arguments(arguments)
     logs.configure(log_format=options.log_format, level=options.log_level, role="allocator")
     try:

@@ -1,18 +1,17 @@
 """AllocatorService: thin handlers between the wire and the core.
 
-Every handler checks its request, makes one domain call and translates. All run on one event loop, which is the only
-writer: no handler awaits between reading and changing the state of a pool.
+Every handler checks its request, makes one domain call and translates the answer. All handlers run on one event loop,
+which is the only writer of pools: no handler awaits between reading and changing the state of a pool.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 import structlog
@@ -27,10 +26,11 @@ from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.refusal import Refusal
-from quire_allocator.core.spec import DIGEST_BYTES, CommitResult, GrowResult, Result
+from quire_allocator.core.spec import DIGEST_BYTES
 from quire_allocator.metrics.counters import Counters
 from quire_allocator.session.registry import SessionRegistry
 from quire_allocator.session.stream import SessionStream
+from quire_allocator.session.unary import UnarySessions
 from quire_allocator.watch import Watching
 from quire_allocator.wire import authorization, reply_size, step_apply, step_checks, translate, views
 from quire_allocator.wire.translate import require
@@ -44,18 +44,16 @@ ResponseT = TypeVar("ResponseT", bound=Message)
 def unary(
     handler: Callable[[AllocatorService, RequestT, Permissions], ResponseT],
 ) -> Callable[[AllocatorService, RequestT, Context], Awaitable[ResponseT]]:
-    """Turns a plain function into a handler: it is told what the caller may do, refusals become errors with a reason,
-    every call is counted."""
+    """Turns a plain function into a handler: the function gets the caller's permissions, its refusals become errors
+    with a reason, and every call is counted."""
 
     @functools.wraps(handler)
     async def call(self: AllocatorService, request: RequestT, context: Context) -> ResponseT:
         try:
             response = handler(self, request, self.authorize(context))
         except Refusal as refusal:
-            error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s)
+            error = _error(refusal, handler.__name__, context)
             self.counters.count_rpc(handler.__name__, error.code.name)
-            if error.code is grpc.StatusCode.PERMISSION_DENIED:
-                log.warning("call refused", method=handler.__name__, reason=error.reason, peer=context.peer())
             await abort(context, error)
         self.counters.count_rpc(handler.__name__, "OK")
         return response
@@ -63,8 +61,16 @@ def unary(
     return call
 
 
+def _error(refusal: Refusal, method: str, context: Context) -> QuireError:
+    """Returns the error that tells the caller of a refusal; operators read in the log whom permissions stopped."""
+    error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s)
+    if error.code is grpc.StatusCode.PERMISSION_DENIED:
+        log.warning("call refused", method=method, reason=error.reason, peer=context.peer())
+    return error
+
+
 class _Witness:
-    """Tells logs, metrics and watchers what happens to pools; see `sessions.Observer`."""
+    """Tells logs, metrics and watchers what happens to pools: the `Observer` of `session/registry.py`."""
 
     def __init__(self, counters: Counters, watching: Watching) -> None:
         self._counters = counters
@@ -99,13 +105,21 @@ class _Witness:
     def quarantined(self, owner: Ownership, error: Exception) -> None:
         log.error("pool quarantined", pool=owner.name, exc_info=error)
         self._counters.quarantine_count += 1
-        if owner.unary:  # it is gone; a stream's is reported anew
+        if owner.unary:  # the pool is gone with its session; the owner of a stream attaches and reports it again
             self._counters.forget(owner.name)
         self._watching.wake(owner.name)
 
 
 class AllocatorService(pb_grpc.AllocatorServiceServicer):
-    """Serves every attached pool of `directory`; `authorize` says what the caller of a call may do."""
+    """Serves every attached pool of a directory.
+
+    Args:
+        directory: the pools.
+        counters: what metrics show of the calls and the pools.
+        check_invariants: whether every change of a pool is followed by a full recount; slow, for debugging.
+        clock: seconds, never going back.
+        authorize: returns what the caller of a call may do.
+    """
 
     def __init__(
         self,
@@ -127,6 +141,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
             new_session_id=lambda: secrets.token_bytes(16),
             check_invariants=check_invariants,
         )
+        self.unary_sessions = UnarySessions(self.sessions, counters)
         counters.refused_pool_count = lambda: self.sessions.refused_pool_count(self.clock())
 
     # -- the owner's stream --------------------------------------------------------------------------------------------
@@ -134,7 +149,6 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     async def Session(  # type: ignore[override]  # replies go through context.write
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
     ) -> None:
-        """See `stream.SessionStream`."""
         await SessionStream(self, context, self.authorize(context)).run()
 
     def drain(self) -> None:
@@ -143,32 +157,21 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         self.sessions.drain()
 
     def expire_leases(self, until: float) -> None:
-        """See `SessionRegistry.expire`; called by the server's timer."""
+        """Ends leases and holds that were over at `until`, a time of the clock; the server's timer calls it."""
         self.sessions.expire(until)
 
     # -- unary sessions ------------------------------------------------------------------------------------------------
 
     @unary
     def OpenSession(self, request: pb.OpenSessionRequest, permissions: Permissions) -> pb.OpenSessionResponse:
-        require(not self.sessions.draining, "the allocator is shutting down", "DRAINING")
-        name = translate.pool_name(request.pool)
-        authorization.require_owning(permissions, name)
-        self.sessions.check_quarantine(name, self.clock())
-        owner = self.directory.open_unary(
-            name=name,
-            spec=translate.pool_spec(request.spec),
-            request_id=translate.request_id(request.request_id),
-            session_id=self.sessions.new_session_id(),
-            now=self.clock(),
-        )
-        self.sessions.observer.opened(owner)
+        owner = self.unary_sessions.open(request, permissions, self.clock())
         return pb.OpenSessionResponse(
             session_id=owner.session_id, lease_ms=int(self.directory.lease_s * 1000), limits=translate.LIMITS
         )
 
     @unary
     def KeepAlive(self, request: pb.KeepAliveRequest, permissions: Permissions) -> pb.KeepAliveResponse:
-        self.directory.renew(self._owner(request.session_id, permissions), self.clock())
+        self.directory.renew(self.unary_sessions.find(request.session_id, permissions), self.clock())
         return pb.KeepAliveResponse(lease_ms=int(self.directory.lease_s * 1000))
 
     @unary
@@ -190,16 +193,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
                 priority=request.priority,
                 defer_token_count=request.defer_token_count,
             )
-            return pb.AllocateResponse(
-                result=_wire(grown.result),
-                matched_token_count=grown.matched_token_count,
-                pending_token_count=grown.pending_token_count,
-                tables=map(translate.block_table, grown.blocks),
-                copy_sources=(copy.source for copy in grown.copies),
-                copy_destinations=(copy.destination for copy in grown.copies),
-                shortfall=grown.shortfall,
-                victim=translate.victim(grown.victim),
-            )
+            return translate.allocate_response(grown)
 
         return self._once(request, permissions, "grow", operate)
 
@@ -209,15 +203,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
 
         def operate(owner: Ownership) -> pb.GrowResponse:
             reply_size.check(reply_size.grow_answer_bytes_max(owner.pool, request.sequence_id, request.token_count))
-            grown: GrowResult = owner.pool.grow(request.sequence_id, request.token_count)
-            return pb.GrowResponse(
-                result=_wire(grown.result),
-                tables=map(translate.block_table, grown.blocks),
-                copy_sources=(copy.source for copy in grown.copies),
-                copy_destinations=(copy.destination for copy in grown.copies),
-                shortfall=grown.shortfall,
-                victim=translate.victim(grown.victim),
-            )
+            return translate.grow_response(owner.pool.grow(request.sequence_id, request.token_count))
 
         return self._once(request, permissions, "grow", operate)
 
@@ -229,7 +215,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         def operate(owner: Ownership) -> pb.ForkResponse:
             require(len(owner.pool.sequences) < limits.SEQUENCES_MAX, "too many live sequences", "LIMIT")
             done = owner.pool.fork(request.parent_id, request.child_id, hold_until=hold_until)
-            return pb.ForkResponse(result=_wire(done))
+            return pb.ForkResponse(result=translate.result(done))
 
         return self._once(request, permissions, "fork", operate)
 
@@ -241,15 +227,8 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
             digest_count = len(digests) // DIGEST_BYTES
             step_checks.check_commit(owner.pool, request.sequence_id, request.token_count, digest_count)
             reply_size.check(reply_size.commit_answer_bytes_max(owner.pool, digest_count))
-            done: CommitResult = owner.pool.commit(
-                request.sequence_id, request.token_count, digests, request.keep_token_count
-            )
-            return pb.CommitResponse(
-                result=_wire(done.result),
-                swap_groups=(swap.group for swap in done.swaps),
-                swap_indices=(swap.position for swap in done.swaps),
-                swap_blocks=(swap.block for swap in done.swaps),
-            )
+            done = owner.pool.commit(request.sequence_id, request.token_count, digests, request.keep_token_count)
+            return translate.commit_response(done)
 
         return self._once(request, permissions, "commit", operate)
 
@@ -259,18 +238,12 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
             request,
             permissions,
             "free",
-            lambda owner: pb.FreeResponse(result=_wire(owner.pool.free(request.sequence_id))),
+            lambda owner: pb.FreeResponse(result=translate.result(owner.pool.free(request.sequence_id))),
         )
 
     @unary
     def CloseSession(self, request: pb.CloseSessionRequest, permissions: Permissions) -> pb.CloseSessionResponse:
-        try:
-            owner = self._owner(request.session_id, permissions)
-        except Refusal as refusal:
-            if refusal.reason != "SESSION_UNKNOWN":
-                raise
-        else:
-            self.sessions.drop(owner)
+        self.unary_sessions.close(request.session_id, permissions)
         return pb.CloseSessionResponse()
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -307,16 +280,13 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     async def WatchEvents(  # type: ignore[override]  # events go through context.write
         self, request: pb.WatchEventsRequest, context: Context
     ) -> None:
-        """See `watch.Watcher`."""
         code = "OK"
         try:
             require(not self.sessions.draining, "the allocator is shutting down", "DRAINING")
             await self.watching.serve(request, context, self.authorize(context))
         except Refusal as refusal:
-            error = QuireError.of(Reason(refusal.reason), refusal.message, refusal.retry_after_s)
+            error = _error(refusal, "WatchEvents", context)
             code = error.code.name
-            if error.code is grpc.StatusCode.PERMISSION_DENIED:
-                log.warning("call refused", method="WatchEvents", reason=error.reason, peer=context.peer())
             await abort(context, error)
         except asyncio.CancelledError:
             code = "CANCELLED"
@@ -327,38 +297,10 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     # -- shared --------------------------------------------------------------------------------------------------------
 
     def _observable(self, permissions: Permissions) -> list[Ownership]:
-        """The open pools that a caller may know of, by name."""
+        """Returns the open pools that a caller may look into, by name."""
         return [owner for owner in self.directory.open_pools() if permissions.may_observe(owner.name)]
-
-    def _owner(self, session_id: bytes, permissions: Permissions) -> Ownership:
-        """The unary session that a call names."""
-        owner = self.directory.session(session_id)
-        authorization.require_owning(permissions, owner.name)
-        require(owner.unary, "this pool is owned over the Session stream", "FENCED")
-        return owner
 
     def _once(
         self, request: Any, permissions: Permissions, operation: str, operate: Callable[[Ownership], ResponseT]
     ) -> ResponseT:
-        """Applies an operation, or returns the answer that its request id had before. Only what is not refused renews
-        the session's lease."""
-        owner = self._owner(request.session_id, permissions)
-        authorization.require_operation(permissions, owner.pool, request)
-        request_id = translate.request_id(request.request_id)
-        # With its type: requests of two types that carry equal numbers are equal bytes.
-        content = type(request).__name__.encode() + request.SerializeToString(deterministic=True)
-        sha256 = hashlib.sha256(content).digest()
-        kept = owner.answers.replay(request_id, sha256)
-        if kept is not None:
-            self.directory.renew(owner, self.clock())
-            return cast("ResponseT", kept)
-        response = self.sessions.apply(owner, lambda: operate(owner), self.clock())
-        self.directory.renew(owner, self.clock())
-        self.sessions.publish(owner)
-        owner.answers.record(request_id, sha256, response, size=response.ByteSize())
-        self.counters.of(owner.name).count(operation, response.result)  # type: ignore[attr-defined]
-        return response
-
-
-def _wire(result: Result) -> pb.Result.ValueType:
-    return cast("pb.Result.ValueType", int(result))
+        return self.unary_sessions.once(request, permissions, operation, operate, self.clock())

@@ -2,14 +2,14 @@
 
 Lifecycle of a watch:
 
-    1. resumed    session and cursor are known and everything after them is still kept; else
-    2. snapshot   `cleared`, then all that can be hit, then what changed meanwhile, then `snapshot_end`
+    1. resumed    session and cursor are known and every later event is still kept; otherwise the watch begins with 2
+    2. snapshot   `cleared`, then all blocks that can be hit, then the changes made meanwhile, then `snapshot_end`
     3. following  events as they are published; a new session of the pool leads back to 2
-    4. ended      by its caller, because the pool is gone, or because it fell behind what is kept
+    4. ended      by its caller, because the pool is gone, or because it fell behind the events that are kept
 
-A watcher reads the log at its own pace: nothing is queued for it, and no step ever waits for it. A snapshot is read
-while the pool changes; that is why what changed meanwhile follows it (`CacheEvent` in the protocol says what to
-expect). What is in namespaces that the caller may not use is left out.
+A watcher reads the log at its own pace: nothing is queued for it, and no step ever waits for it. The pool changes while
+a snapshot is sent, which is why the changes follow it (`CacheEvent` in the protocol says what watchers must expect).
+Blocks in namespaces that the caller may not use are left out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 
 
 class Watching:
-    """All watchers of an allocator."""
+    """Serves all watchers of an allocator."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
@@ -44,7 +44,7 @@ class Watching:
         self._draining = False
 
     def wake(self, pool: str) -> None:
-        """Something of this pool was published, or the pool itself has changed."""
+        """Tells the watchers of a pool that events were published, or that the pool has another session or is gone."""
         for news in self._watchers.get(pool, ()):
             news.set()
 
@@ -84,7 +84,7 @@ class Watching:
 
 
 class _Watcher:
-    """One watch of one pool."""
+    """Serves one watch of one pool."""
 
     def __init__(self, directory: Directory, name: str, context: Context, permissions: Permissions) -> None:
         self._directory = directory
@@ -93,7 +93,7 @@ class _Watcher:
         self._permissions = permissions
 
     async def catch_up(self, session_id: bytes, cursor: int) -> tuple[bytes, int]:
-        """Sends what there is after a cursor of a session, and returns where it came to."""
+        """Sends all events after a cursor of a session; returns the session and cursor of the last one sent."""
         owner = self._directory.pool(self._name)
         if owner.session_id != session_id or not owner.pool.log.can_resume(cursor):
             session_id = owner.session_id
@@ -104,7 +104,7 @@ class _Watcher:
         return session_id, cursor
 
     async def _snapshot(self, owner: Ownership) -> int:
-        """Sends everything that can be hit, and returns the cursor to follow from."""
+        """Sends all blocks that can be hit; returns the cursor from which the watch follows events."""
         session_id, pool = owner.session_id, owner.pool
         cursor = pool.log.last_cursor
 
@@ -123,11 +123,11 @@ class _Watcher:
         return cursor
 
     async def _send(self, owner: Ownership, cursor: int, until: int) -> int:
-        """Sends some of the events after `cursor`, and returns how far it came."""
+        """Sends some of the events after `cursor`; returns the cursor of the last one sent."""
         log, session_id = owner.pool.log, owner.session_id
         if not log.can_resume(cursor):
             raise Refusal("WATCHER_SLOW", f"events after {cursor} are no longer kept; start over from a snapshot")
-        # Taken at once: the log moves on while a message waits for its caller.
+        # A list, because the log drops old events while a message waits for a slow caller.
         for number, event in list(log.after(cursor, min(limits.EVENTS_PER_TURN_MAX, until - cursor))):
             if self._permissions.may_use(event.scope.namespace.name):
                 for message in _messages(owner.name, session_id, number, event):
@@ -137,7 +137,8 @@ class _Watcher:
 
 
 def _messages(pool: str, session_id: bytes, cursor: int, event: Event) -> Iterator[pb.CacheEvent]:
-    """One event, in as many messages as it needs; only the last one's cursor says that it is complete."""
+    """Yields one event in as many messages as it needs. Only the last one carries the event's cursor: a watch that is
+    resumed after an earlier one gets the whole event again."""
     parts = list(index.pieces(index.stretch_of(event)))
     for number, part in enumerate(parts, 1):
         done = cursor if number == len(parts) else cursor - 1

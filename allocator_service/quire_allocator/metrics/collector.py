@@ -1,7 +1,7 @@
 """The allocator's metrics, read from directory and counters at scrape.
 
-Apart from `counters.py`, which is compiled: a compiled class that derives from one that is not does not work in every
-release of Python.
+The class is not in `counters.py` because that module is compiled: a compiled class that derives from one that is not
+does not work in every release of Python.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class AllocatorCollector(Collector):
         self._counters = counters
 
     def collect(self) -> Iterator[Metric]:
-        """The families of `METRIC_NAMES`."""
         yield from self._process()
         yield from self._pool_gauges()
         yield from self._pool_counters()

@@ -1,4 +1,4 @@
-"""Counters as plain integers, read by `collector.py` at scrape: counting costs nanoseconds, not microseconds.
+"""Counters as plain integers, which `collector.py` reads at scrape: counting costs nanoseconds, not microseconds.
 
 Labels are pool (at most `limits.POOLS_MAX` at a time), operation, result, method and code; never a sequence, tenant or
 digest.
@@ -25,7 +25,7 @@ _GROWN: Final = ("grow", int(Result.OK))
 
 
 class PoolCounters:
-    """What happened in one pool."""
+    """Counts what happened in one pool."""
 
     def __init__(self) -> None:
         self.operations: dict[tuple[str, int], int] = {}  # (operation, result)
@@ -37,7 +37,7 @@ class PoolCounters:
         self._add((operation, result), number)
 
     def observe_step(self, step: StepColumns, reply: pb.StepReply, seconds: float) -> None:
-        """Counts a step that was applied: one update per phase unless something was refused."""
+        """Counts a step that was applied and took `seconds`: one update per phase where every result is OK."""
         self.step_count += 1
         self.step_seconds.observe(seconds)
         if step.has_refused:
@@ -66,26 +66,27 @@ class PoolCounters:
 
 
 class Counters:
-    """Of the whole process. A pool's numbers go with the pool."""
+    """Counts what happened in the whole process. The counters of a pool are dropped with the pool."""
 
     def __init__(self) -> None:
         self.rpcs: Counter[tuple[str, str]] = Counter()  # (method, code)
         self.quarantine_count = 0
-        self.refused_pool_count: Callable[[], int] = lambda: 0  # set by who knows
+        self.refused_pool_count: Callable[[], int] = lambda: 0  # `AllocatorService` sets it
         self._pools: defaultdict[str, PoolCounters] = defaultdict(PoolCounters)
 
     def count_rpc(self, method: str, code: str) -> None:
-        """One call ended."""
+        """Counts one call that ended with this status code."""
         self.rpcs[method, code] += 1
 
     def of(self, pool: str) -> PoolCounters:
-        """Numbers of one pool, to be counted in."""
+        """Returns the counters of one pool, to be increased."""
         return self._pools[pool]
 
     def seen(self, pool: str) -> PoolCounters:
-        """Those to be shown. From another thread, in which the pool may be gone by now: nothing is made to be kept."""
+        """Returns the counters of one pool, to be read. Another thread calls this, when the pool may be gone already:
+        then the counters returned are new and not kept."""
         return self._pools.get(pool) or PoolCounters()
 
     def forget(self, pool: str) -> None:
-        """The pool is gone."""
+        """Drops the counters of a pool that is gone."""
         self._pools.pop(pool, None)

@@ -1,1 +1,1 @@
-"""The allocator's side of the session protocol: its state machine, its stream over gRPC, and who owns what."""
+"""The allocator's side of the session protocol: the machine of a stream, its shell over gRPC, unary sessions."""

@@ -1,4 +1,4 @@
-"""When a lease is over: not before all that came in time has been read, and never because of this process's own stalls.
+"""Decides when leases end: after every message that came in time has been read, and never by this process's own stalls.
 
 Pure: time comes with every call; `server.py` makes one check after the other.
 """
@@ -11,12 +11,14 @@ from quire_allocator.core.ownership.directory import Directory
 
 
 class LeaseWatch:
-    """Ends leases in checks that are to come every `period_s` seconds.
+    """Ends leases in checks, which its caller makes every `period_s` seconds.
 
-    - Time by which a check is late is time in which this process stood still and heard nobody: every lease grows by it.
-    - A check ends only leases that were over at the check before. What arrived until then has been read meanwhile.
+    - A check that comes late shows that this process stood still and heard nobody: every lease grows by the delay.
+    - A check ends only leases that were over at the check before, since every message that arrived until then has been
+      read meanwhile.
 
-    So a silent owner keeps its pool for its lease and up to two periods more.
+    A silent owner therefore keeps its pool for its lease and up to two periods more: with a lease of 10 s and a period
+    of 0.5 s, for 10 to 11 s.
     """
 
     def __init__(self, directory: Directory, expire: Callable[[float], object], period_s: float, now: float) -> None:
@@ -26,7 +28,7 @@ class LeaseWatch:
         self._checked_at = now
 
     def check(self, now: float) -> None:
-        """One check; `expire` is called with the time up to which leases are over."""
+        """Makes one check at `now`, in seconds: calls `expire` with the time of the check before."""
         stalled_s = now - self._checked_at - self._period_s
         if stalled_s > 0:
             self._directory.extend_leases(stalled_s)

@@ -1,17 +1,18 @@
-"""The allocator's side of the session protocol, without a wire: every message in, every answer out.
+"""The allocator's side of one stream, without a wire: the machine takes each message and returns its answers.
 
 Lifecycle of a `SessionMachine`, one for each stream:
 
     1. attaching   the first message must be Attach; it fences every older stream of the pool
-    2. reporting   the owner accounts for its pool in chunks, which are staged; ReportEnd swaps all of it in at once
+    2. reporting   the owner reports its pool in chunks, which are staged; ReportEnd puts all of them in force at once
     3. open        numbered steps and heartbeats; each message renews the lease
     4. detached    the owner gave its pool back
     5. ended       by a refusal (the owner attaches again), or from outside by `end`: fenced, lease expired, draining
 
-Pure: time comes with every call, session ids from a function that the caller gives, what is to be told to people goes
-to an `Observer`. `stream.py` is the shell around it for gRPC, `tests/simulation` another one.
+Pure: time comes with every call, session ids come from a function that the caller gives, and an `Observer` is told what
+logs and metrics should say. `session/stream.py` is the shell around it for gRPC, `tests/simulation` another one.
 
-One caller at a time: no method may be interrupted by another one of any stream of the same `SessionRegistry`.
+One caller at a time: a method of one machine must return before a method of any machine of the same `SessionRegistry`
+is called.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from quire_allocator.wire.translate import require
 
 
 class Phase(enum.Enum):
-    """Where a stream is in its life."""
+    """The phases of the lifecycle above."""
 
     ATTACHING = enum.auto()
     REPORTING = enum.auto()
@@ -48,18 +49,19 @@ class Phase(enum.Enum):
 
 
 class SessionMachine:
-    """One stream.
+    """Serves one stream.
 
     Args:
-        sessions: what it belongs to.
-        on_end: called once when it is ended from outside; `ending` says why.
+        sessions: all sessions of this allocator.
+        on_end: called once when the stream is ended from outside; `ending` says why.
         permissions: what the caller may do.
 
     Attributes:
         phase: see the module's docstring.
-        owner: the pool, once attached.
-        ending: why it was ended from outside.
-        applied: the step that the last message made the pool do; None if it was none, or a repeated one.
+        owner: the ownership of the pool, once attached.
+        ending: why the stream was ended from outside; None while it was not.
+        applied: the step that the last message applied to the pool; None where the message was no step, or a repeated
+            one.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class SessionMachine:
         self._directory = sessions.directory
         self._on_end = on_end
         self._permissions = permissions
-        self._is_restricted = not permissions.namespaces.are_all  # asked once a stream: every step would wait for it
+        self._is_restricted = not permissions.namespaces.are_all  # asked once a stream, not in each step
         self._spec: PoolSpec | None = None
         self._report: StagedReport | None = None
         self._report_heard = 0.0
@@ -86,7 +88,7 @@ class SessionMachine:
         """Takes the stream's next message and returns its answers.
 
         Raises:
-            Refusal: the stream is over; nothing that this message asked for was done.
+            Refusal: the stream is over, and nothing that this message asked for was done.
         """
         self.applied = None
         if self.ending is not None:
@@ -109,7 +111,7 @@ class SessionMachine:
             self._on_end()
 
     def close(self) -> None:
-        """The stream is gone, whoever ended it; without a detach the lease runs from the last message."""
+        """Takes note that the stream is gone. Unless its owner has detached, the pool stays until its lease ends."""
         self._sessions.streams.discard(self)
         self._sessions.staging.discard(self)
         if self.owner is not None:
@@ -133,7 +135,7 @@ class SessionMachine:
             authorization.require_sequences(self._permissions, known.pool)
         self._sessions.check_quarantine(name, now)
         resumes = known is not None and known.name == name and known.incarnation == attach.incarnation
-        if attach.last_step and not resumes:  # else there is nothing to report, most likely
+        if attach.last_step and not resumes:  # an owner that never had a step has most likely nothing to report
             self._reserve_report(now)
         self.owner, resumed, older = self._directory.attach(
             name=name,
@@ -164,12 +166,13 @@ class SessionMachine:
     # -- report --------------------------------------------------------------------------------------------------------
 
     def check_report(self, now: float) -> None:
-        """Ends a stream that keeps one of the few places for reports and sends none: heartbeats do not count."""
+        """Ends a stream that has one of the few places for reports and sends no chunk; heartbeats are no chunks."""
         if self.phase is Phase.REPORTING and self._report_heard + limits.REPORT_PAUSE_S <= now:
             self.end("IDLE", f"no part of the report for {limits.REPORT_PAUSE_S:g} s")
 
     def _reserve_report(self, now: float) -> None:
-        """Few reports at a time. Who waits is told before it has put its report together."""
+        """Takes a place among the few reports that are staged at a time. An owner that gets none is told already at its
+        attach, before it has put its report together."""
         self._report_heard = now
         staging = self._sessions.staging
         if self not in staging:
@@ -205,7 +208,7 @@ class SessionMachine:
     def _open(
         self, owner: Ownership, spec: PoolSpec, staged: StagedReport, end: pb.ReportEnd, now: float
     ) -> pb.SessionReply:
-        """Puts the reported pool in force; until it is whole, whatever was there stays."""
+        """Puts the reported pool in force. Where the report is refused, the pool that was there before stays."""
 
         def operate() -> None:
             self._directory.open(
@@ -250,7 +253,11 @@ class SessionMachine:
         return []
 
     def _step(self, owner: Ownership, step: pb.Step, now: float) -> pb.SessionReply:
-        session_id, number, ack = step.session_id, step.number, step.ack  # each look at a field costs
+        session_id, number, ack = (
+            step.session_id,
+            step.number,
+            step.ack,
+        )  # each read once: an access costs
         require(bool(session_id) and session_id == owner.session_id, "not this stream's session", "SESSION_UNKNOWN")
         require(ack < number, "ack must be below the step's own number")
         kept = owner.steps.replay(number, step)
@@ -277,12 +284,12 @@ class SessionMachine:
 
 
 def pool_digest(pool: Pool) -> bytes:
-    """Of everything: what the owner's own must be after its report."""
+    """Returns the digest of a pool's whole state, which the owner compares with its own after a report."""
     return state_digest(_rows(pool, pool.sequences))
 
 
 def digest_after(pool: Pool, number: int) -> bytes:
-    """What the owner's own must be after that step."""
+    """Returns the digest of the part of a pool's state whose turn is step `number`, for the owner to compare."""
     return state_digest(_rows(pool, in_turn(list(pool.sequences), number)), STATE_DIGEST_ENTRIES_MAX)
 
 

@@ -1,4 +1,4 @@
-"""What all sessions of one allocator share: the directory, places for reports, quarantines, leases."""
+"""The sessions of one allocator, and what they share: the directory, places for reports, quarantines, leases."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ AnswerT = TypeVar("AnswerT")
 
 
 class Stream(Protocol):
-    """What is asked of a stream from outside; see `machine.SessionMachine`."""
+    """What is asked of a stream from outside; `SessionMachine` is one."""
 
     def end(self, reason: str, message: str) -> None:
-        """Ends it."""
+        """Ends the stream: its next message is refused with this reason."""
 
     def check_report(self, now: float) -> None:
-        """Ends it if it keeps a place for a report and sends none."""
+        """Ends the stream if it has a place for a report and has sent no chunk for too long."""
 
 
 class Observer(Protocol):
-    """Who is told what happens; nothing here depends on it."""
+    """Is told what happens, for logs, metrics and watchers; nothing here depends on what it does."""
 
     def opened(self, owner: Ownership) -> None:
-        """A pool has a new session."""
+        """A session began: a stream's report is in force, or a unary owner opened its pool."""
 
     def resumed(self, owner: Ownership) -> None:
         """A session goes on with a new stream."""
@@ -37,17 +37,29 @@ class Observer(Protocol):
         """A pool is gone: detached, closed, or its lease ended."""
 
     def expired(self, owner: Ownership) -> None:
-        """It was dropped because nobody was heard for the length of a lease; comes before `dropped`."""
+        """A pool is about to be dropped because its owner was silent for the length of its lease; `dropped` follows."""
 
     def published(self, owner: Ownership) -> None:
-        """There is news for who watches the pool."""
+        """Events were published, which watchers of the pool may read now."""
 
     def quarantined(self, owner: Ownership, error: Exception) -> None:
-        """An invariant of the pool broke."""
+        """An invariant of the pool broke; its session is over."""
 
 
 class SessionRegistry:
-    """Every stream and every pool of one allocator."""
+    """Holds every stream and every pool of one allocator; every change of a pool goes through `apply`.
+
+    Args:
+        directory: pools, owners and leases.
+        observer: is told what happens.
+        new_session_id: returns 16 bytes that were never a session id before.
+        check_invariants: whether every change of a pool is followed by a full recount; slow, for debugging.
+
+    Attributes:
+        draining: whether the allocator is shutting down, and opens no session any more.
+        streams: every stream, those that have not attached yet included.
+        staging: the streams that have a place for a report.
+    """
 
     def __init__(
         self,
@@ -62,9 +74,9 @@ class SessionRegistry:
         self.new_session_id = new_session_id
         self.check_invariants = check_invariants
         self.draining = False
-        self.streams: set[Stream] = set()  # every one, attached or not yet
-        self.staging: set[Stream] = set()  # those that have a place for a report
-        self._quarantines: defaultdict[str, deque[float]] = defaultdict(deque)
+        self.streams: set[Stream] = set()
+        self.staging: set[Stream] = set()
+        self._quarantines: defaultdict[str, deque[float]] = defaultdict(deque)  # by pool, when each happened
 
     def drain(self) -> None:
         """Takes no new session and ends every stream with UNAVAILABLE / DRAINING."""
@@ -73,10 +85,12 @@ class SessionRegistry:
             stream.end("DRAINING", "the allocator is shutting down")
 
     def apply(self, owner: Ownership, operate: Callable[[], AnswerT], now: float) -> AnswerT:
-        """Changes a pool by a checked request. A defect of ours stops this pool, and the others go on.
+        """Changes a pool by a checked request, and returns what `operate` returns.
+
+        An exception that is no refusal is a defect of the allocator: it stops this pool, and other pools go on.
 
         Raises:
-            Refusal: POOL_QUARANTINED; any that `operate` raises before it changes something.
+            Refusal: POOL_QUARANTINED; any that `operate` raises, which must be before it has changed anything.
         """
         try:
             answer = operate()
@@ -96,12 +110,12 @@ class SessionRegistry:
 
     def _expire_holds(self, owner: Ownership, now: float) -> None:
         pool = owner.pool
-        with contextlib.suppress(Refusal):  # quarantined: its owner is told when it asks for something
+        with contextlib.suppress(Refusal):  # POOL_QUARANTINED: the owner is told at its next request
             if self.apply(owner, lambda: pool.expire_holds(now), now):
                 self.publish(owner)
 
     def check_quarantine(self, name: str, now: float) -> None:
-        """A pool that broke again and again is not built up once more.
+        """Refuses a pool that broke `QUARANTINES_MAX` times in `QUARANTINE_WINDOW_S` seconds.
 
         Raises:
             Refusal: POOL_QUARANTINED.
@@ -115,7 +129,7 @@ class SessionRegistry:
             )
 
     def refused_pool_count(self, now: float) -> int:
-        """Pools that broke so often that nobody may attach them for now."""
+        """Counts the pools that broke so often that nobody may attach them for now."""
         names = list(self._quarantines)  # a copy: metrics are read in another thread
         return sum(len(self._recent_quarantines(name, now)) >= limits.QUARANTINES_MAX for name in names)
 
@@ -124,18 +138,21 @@ class SessionRegistry:
         return [time for time in times if time > now - limits.QUARANTINE_WINDOW_S]
 
     def drop(self, owner: Ownership) -> None:
-        """The pool is gone: detached, closed, or its lease ended."""
+        """Drops a pool: its owner detached or closed it, or its lease ended."""
         self.directory.remove(owner)
         self.observer.dropped(owner)
 
     def publish(self, owner: Ownership, acknowledged: int = 0) -> None:
-        """Effects of steps up to this one may be told to watchers."""
+        """Lets watchers be told of the changes of steps up to number `acknowledged`; unary sessions have no steps, and
+        their changes are told at once."""
         if owner.pool.log.publish(acknowledged):
             self.observer.published(owner)
 
     def expire(self, now: float) -> None:
-        """Drops pools whose owner has been silent for the length of a lease, and holds of unary sessions whose time has
-        come. A stream's holds end with its next step, whose reply says so."""
+        """Drops pools whose lease is over, and holds of unary sessions whose time is over.
+
+        A stream's holds end with its next step, whose reply names them.
+        """
         for owner in self.directory.open_pools():
             if owner.unary and owner.pool.holds:
                 self._expire_holds(owner, now)

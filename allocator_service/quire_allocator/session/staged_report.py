@@ -1,13 +1,14 @@
-"""A block report on its way in: chunks are checked and staged, and become a pool all at once.
+"""A block report while it arrives: its chunks are checked and staged, and become a pool all at once.
 
 Lifecycle:
 
-    1. empty     nothing came yet; an empty report never stages anything
-    2. staged    chunks 0, 1, 2, ... were taken; what they say is published has been read into a pool in the making
-    3. finished  `finish` checked the end and made the pool, or refused it
+    1. empty     no chunk has come yet; an empty report stays so until its end
+    2. staged    chunks 0, 1, 2, ... have come; their published blocks have been read into a pool in the making
+    3. finished  `finish` checked the end and made the pool, or refused the report
 
-Bounds are checked chunk by chunk: a report that is too long is refused while it comes, not when it is there. As much as
-possible is done chunk by chunk, too: between two of them other pools are served, and at the end nobody is.
+Bounds are checked chunk by chunk, so that a report that is too long is refused while it arrives and not at its end. As
+much work as possible is done chunk by chunk, too: other pools are served between two chunks, and none is served while
+`finish` runs.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _SUPERSEDED = (
 
 
 def report_bytes_max(spec: PoolSpec) -> int:
-    """Bytes that the report of such a pool may take: each of its blocks and as many sequences as there may be at their
-    worst, and table entries that share blocks."""
+    """Returns the most bytes that the report of such a pool may take: those of all its blocks, of as many sequences as
+    a pool may have, and of table entries that share blocks."""
     sequence_bytes = limits.REPORT_SEQUENCE_BYTES_MAX + limits.REPORT_TABLE_BYTES_MAX * len(spec.groups)
     return (
         limits.REPORT_BLOCK_BYTES_MAX * spec.block_count
@@ -48,7 +49,7 @@ def report_bytes_max(spec: PoolSpec) -> int:
 
 
 class StagedReport:
-    """Chunks of one report, of a pool of that specification."""
+    """Takes the chunks of one report of a pool with specification `spec`, and makes the pool."""
 
     def __init__(self, spec: PoolSpec) -> None:
         self._spec = spec
@@ -62,7 +63,7 @@ class StagedReport:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no chunk was taken yet."""
+        """Tells whether no chunk has come yet."""
         return not self._chunk_count
 
     def add(self, chunk: pb.ReportChunk, now: float) -> None:
@@ -112,10 +113,10 @@ class StagedReport:
         self._freed.add(chunk.freed_steps[:], chunk.freed_operations[:], chunk.freed_positions[:], freed)
 
     def finish(self, end: pb.ReportEnd) -> Pool:
-        """The pool that was reported.
+        """Returns the pool that was reported.
 
         Raises:
-            Refusal: MALFORMED.
+            Refusal: MALFORMED, the end does not fit the chunks, or the report contradicts itself.
         """
         require(end.chunk_count == self._chunk_count, "chunk_count differs from the chunks sent")
         require(end.sha256 == self._sha256.digest(), "sha256 differs from that of the chunks sent")
@@ -166,7 +167,7 @@ class StagedReport:
 
 
 class _Freed:
-    """Freed blocks with their stamps: step, operation, rank. Owners send them in order, but need not."""
+    """Freed blocks, each with the step, operation and rank of its free; owners may send them in any order."""
 
     def __init__(self) -> None:
         self._columns = (array("Q"), array("I"), array("I"), array("I"))
@@ -175,11 +176,11 @@ class _Freed:
 
     @property
     def count(self) -> int:
-        """Of blocks."""
+        """Counts the blocks."""
         return len(self._columns[-1])
 
     def add(self, steps: list[int], operations: list[int], ranks: list[int], blocks: array[int]) -> None:
-        """One chunk's."""
+        """Adds the freed blocks of one chunk; the four columns have one entry for each."""
         if not blocks:
             return
         rows = list(zip(steps, operations, ranks, blocks, strict=True))
@@ -189,7 +190,7 @@ class _Freed:
             column.extend(values)
 
     def in_order(self) -> array[int]:
-        """The blocks, the one that was let go of first first."""
+        """Returns the blocks in the order of their frees, the earliest first."""
         if self._is_sorted:
             return self._columns[-1]
         return array("I", [row[-1] for row in sorted(zip(*self._columns, strict=True))])

@@ -1,7 +1,7 @@
-"""The Session stream over gRPC: reads messages, lets the state machine answer, writes what it says.
+"""The Session stream over gRPC: reads messages, lets the state machine answer them, and writes the answers.
 
-All rules are in `machine.py`. Here is only what a wire adds: the deadline for the first message, ending a stream that
-waits for its owner, and how a refusal becomes a status.
+All rules are in `session/machine.py`. This module has only what a wire adds: the deadline for the first message, how a
+stream is ended while it waits for its owner, and how a refusal becomes a status.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ HEARTBEAT = pb.SessionReply(heartbeat=pb.Heartbeat())
 
 @contextlib.contextmanager
 def _collection_paused() -> Iterator[None]:
-    """A pool is made of objects that all stay: looking for garbage among them doubles the time that it takes."""
+    """Stops garbage collection while a pool is made of its report: all its objects stay, and looking for garbage among
+    them doubles the time that it takes."""
     gc.disable()
     try:
         yield
@@ -47,7 +48,7 @@ def _collection_paused() -> Iterator[None]:
 
 
 class SessionStream:
-    """Handler of one stream."""
+    """Handles one stream."""
 
     def __init__(
         self, service: AllocatorService, context: aio.ServicerContext[Any, Any], permissions: Permissions
@@ -55,7 +56,7 @@ class SessionStream:
         self._service = service
         self._context = context
         task = asyncio.current_task()
-        assert task is not None, "made inside its handler"
+        assert task is not None, "a stream is made inside its handler"
         self._task: asyncio.Task[Any] = task
         self._reading = False
         self._beating: asyncio.Task[None] | None = None
@@ -95,14 +96,14 @@ class SessionStream:
             replies = machine.receive(request, self._service.clock())
         seconds = time.perf_counter() - started
         applied, numbers = machine.applied, None
-        if applied is not None and machine.owner is not None:  # here: once the answer is out the pool may be gone
+        if applied is not None and machine.owner is not None:  # looked up now: the pool may be gone after the write
             numbers = self._service.counters.of(machine.owner.name)
         if self._beating is not None and machine.phase is not Phase.REPORTING:
             await self._stop_beating()
         try:
             for reply in replies:
                 await self._write(reply)
-        finally:  # even if nobody hears the answer; its owner need not wait for it
+        finally:  # counted after the write, for which the owner waits, and even where the write fails
             if applied is not None and numbers is not None:
                 numbers.observe_step(applied, replies[0].step_reply, seconds)
                 machine.applied = None
@@ -117,8 +118,11 @@ class SessionStream:
             raise Refusal("IDLE", f"no Attach within {limits.ATTACH_TIMEOUT_S:g} s") from None
 
     async def _read(self) -> pb.SessionRequest | None:
-        """The next message, or None at the end of the stream. The only place where the machine's end may interrupt: an
-        answer that is being sent cannot be taken back, and gRPC takes no status beside it."""
+        """Returns the next message, or None at the end of the stream.
+
+        This is the only place where the end of the machine may interrupt: an answer that is being written cannot be
+        taken back, and gRPC takes no status until it is out.
+        """
         machine = self._machine
         if machine.ending is not None:
             raise machine.ending
@@ -137,8 +141,11 @@ class SessionStream:
         return None if request is aio.EOF else request  # type: ignore[attr-defined]
 
     def _interrupt(self) -> None:
-        """The machine was ended: at once where it waits for a message, else as soon as its answer is out, or when
-        nobody has taken it for as long as an owner may be silent."""
+        """Ends the stream after its machine was ended from outside.
+
+        A stream that waits for a message ends at once. One that writes an answer ends when the answer is out, or, where
+        the owner does not take it, after `SILENCE_S` seconds.
+        """
         if self._reading:
             self._task.cancel()
         else:
@@ -148,17 +155,17 @@ class SessionStream:
         return self._context.write(reply)
 
     async def _beat(self) -> None:
-        """Says every second that the report is being taken in: nothing else is written until it is in force."""
+        """Sends a heartbeat every second until the report is in force: the owner hears nothing else meanwhile."""
         while not self._reported.is_set():
             try:
                 async with asyncio.timeout(HEARTBEAT_S):
                     await self._reported.wait()
             except TimeoutError:
-                with contextlib.suppress(aio.BaseError):  # the owner is gone, which whoever reads will notice
+                with contextlib.suppress(aio.BaseError):  # the owner is gone; `_read` ends the stream
                     await self._write(HEARTBEAT)
 
     async def _stop_beating(self) -> None:
-        """Lets a heartbeat that is being written out: gRPC takes one message at a time."""
+        """Waits until a heartbeat that is being written is out: gRPC takes one message at a time."""
         if self._beating is not None:
             self._reported.set()
             await asyncio.wait([self._beating])

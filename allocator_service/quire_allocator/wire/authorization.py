@@ -1,9 +1,9 @@
-"""What a caller's permissions mean for the protocol. Pure; everything here changes nothing.
+"""Decides what a caller's permissions allow in the protocol. Pure: no function here changes anything.
 
 Namespaces come into a stream in three places: with the live sequences of a session that is resumed, with a report, and
-with a grow that makes a sequence. Each is checked, so the live sequences of an open stream are always permitted ones,
-and whatever else names a sequence needs no look. A fork is in its parent's namespace, and what a step forks its grows
-do not make.
+with a grow that makes a sequence. Each of these is checked here. All live sequences of an open stream are therefore in
+permitted namespaces, and operations on them need no check. A fork is in its parent's namespace, and a grow never makes
+a sequence with the id of one of its step's forks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire_allocator.wire.translate import require
 
 
 def require_owning(permissions: Permissions, pool: str) -> None:
-    """Refuses who may not own a pool.
+    """Refuses a caller that may not own a pool.
 
     Raises:
         Refusal: POOL_FORBIDDEN.
@@ -29,7 +29,7 @@ def require_owning(permissions: Permissions, pool: str) -> None:
 
 
 def require_observing(permissions: Permissions, pool: str) -> None:
-    """Refuses who may not know of a pool, whether or not there is one.
+    """Refuses a caller that may not look into a pool, whether or not the pool is attached.
 
     Raises:
         Refusal: POOL_FORBIDDEN.
@@ -38,7 +38,8 @@ def require_observing(permissions: Permissions, pool: str) -> None:
 
 
 def require_namespace(permissions: Permissions, namespace: str) -> None:
-    """Refuses a namespace. The message does not name it: it may be a tenant's, and messages are logged.
+    """Refuses a caller that may not use a namespace. The message does not name it: messages are logged, and the name
+    may be another tenant's.
 
     Raises:
         Refusal: NAMESPACE_FORBIDDEN.
@@ -47,7 +48,8 @@ def require_namespace(permissions: Permissions, namespace: str) -> None:
 
 
 def require_operation(permissions: Permissions, pool: Pool, request: Any) -> None:
-    """Refuses a unary operation in another namespace; a sequence that is not there is the operation's to answer.
+    """Refuses a unary operation in a namespace that is not permitted. A sequence that is not live is let through: the
+    operation itself answers NOT_FOUND.
 
     Raises:
         Refusal: NAMESPACE_FORBIDDEN.
@@ -61,7 +63,7 @@ def require_operation(permissions: Permissions, pool: Pool, request: Any) -> Non
 
 
 def require_sequences(permissions: Permissions, pool: Pool) -> None:
-    """Refuses a session that has live sequences of another namespace.
+    """Refuses a session that has live sequences in a namespace that is not permitted.
 
     Raises:
         Refusal: NAMESPACE_FORBIDDEN.
@@ -72,7 +74,7 @@ def require_sequences(permissions: Permissions, pool: Pool) -> None:
 
 
 def require_report(permissions: Permissions, chunk: pb.ReportChunk) -> None:
-    """Refuses a part of a report that names another namespace, before anything is made of it.
+    """Refuses a chunk of a report that names a namespace that is not permitted, before the chunk is staged.
 
     Raises:
         Refusal: NAMESPACE_FORBIDDEN.
@@ -83,8 +85,11 @@ def require_report(permissions: Permissions, chunk: pb.ReportChunk) -> None:
 
 
 def forbidden_rows(permissions: Permissions, pool: Pool, columns: StepColumns) -> frozenset[int]:
-    """Rows of a checked step's grows that must not make a sequence: FORBIDDEN, where they otherwise would. The rest of
-    the step is not theirs: a worker has one certificate for all its callers."""
+    """Returns the rows of a checked step's grows that must not make a sequence and are answered FORBIDDEN.
+
+    The other operations of the step are done: a worker has one certificate for all its callers, and the sequence of one
+    of them must not stop those of the others.
+    """
     if not columns.has_new or permissions.namespaces.are_all:
         return frozenset()
     rows = zip(columns.grow_sequences, columns.grow_namespaces or repeat(""), strict=False)

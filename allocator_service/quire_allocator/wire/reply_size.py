@@ -1,6 +1,6 @@
-"""How large an answer can become, computed before anything is applied: what cannot be sent must not be done.
+"""Bounds the size of answers before operations are applied: what could not be answered must not be done.
 
-All are upper bounds in bytes, close enough that only answers near the limit are refused.
+All functions return upper bounds in bytes, close enough that only operations with answers near the limit are refused.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from quire_allocator.core.refusal import Refusal
 from quire_allocator.wire.step_columns import StepColumns
 
 NUMBER_BYTES = 4  # a block id, or an entry of a packed array
-COPY_BYTES = 3 * NUMBER_BYTES  # source, destination, and the destination among the blocks
+COPY_BYTES = 3 * NUMBER_BYTES  # source, destination, and the destination once more among the blocks
 SWAP_BYTES = 4 * NUMBER_BYTES  # operation, group, index, block
 TABLE_BYTES = 16  # what protobuf wraps around one table
-GROW_BYTES = 8 * NUMBER_BYTES  # result, matched, pending, shortfall, index, and 12 for a victim
+GROW_BYTES = 8 * NUMBER_BYTES  # result, matched, pending, shortfall and index of a grow, and 12 bytes for a victim
 
 
 def check(answer_bytes: int) -> None:
@@ -33,13 +33,13 @@ def check(answer_bytes: int) -> None:
 
 
 def grow_answer_bytes_max(pool: Pool, sequence_id: int, token_count: int) -> int:
-    """Of the answer to one unary allocate or grow."""
+    """Bounds the answer to one unary allocate or grow."""
     added = _entries(pool, token_count, _held_token_count(pool, sequence_id))
     return NUMBER_BYTES * added + len(pool.spec.groups) * (COPY_BYTES + TABLE_BYTES)
 
 
 def commit_answer_bytes_max(pool: Pool, digest_count: int) -> int:
-    """Of the answer to one unary commit: each digest may have to be swapped in each group."""
+    """Bounds the answer to one unary commit: each digest may lead to a swap in each group."""
     return digest_count * len(pool.spec.groups) * SWAP_BYTES
 
 
@@ -48,7 +48,7 @@ def step_reply_bytes_max(pool: Pool, columns: StepColumns, *, exact: bool = Fals
     even that fits."""
     groups = pool.coordinator.group_count
     grows = len(columns.grow_sequences)
-    fixed = columns.operation_count + 2 * NUMBER_BYTES * len(pool.holds)  # a byte for each result
+    fixed = columns.operation_count + 2 * NUMBER_BYTES * len(pool.holds)  # 1 byte for each result
     if columns.digest_count:
         fixed += commit_answer_bytes_max(pool, columns.digest_count)
     fixed += grows * (GROW_BYTES + groups * (NUMBER_BYTES + COPY_BYTES))
@@ -60,13 +60,13 @@ def step_reply_bytes_max(pool: Pool, columns: StepColumns, *, exact: bool = Fals
 
 
 def _entries_added(pool: Pool, columns: StepColumns) -> int:
-    """Most table entries that all grows of a step can answer with, all groups together."""
+    """Bounds the table entries in the answers to all grows of a step, all groups together."""
     held = _forked(pool, columns)
     total = 0
     prompts = columns.prompt_token_counts or repeat(0)
     rows = zip(columns.grow_sequences, columns.grow_token_counts, prompts)
     for sequence_id, chunk, prompt in rows:
-        token_count = max(chunk, prompt)  # of a longer prompt more may be matched than the first chunk
+        token_count = max(chunk, prompt)  # more of a long prompt may be matched than its first chunk
         before = held.get(sequence_id)
         before = _held_token_count(pool, sequence_id) if before is None else before
         total += _entries(pool, token_count, before)
@@ -76,7 +76,7 @@ def _entries_added(pool: Pool, columns: StepColumns) -> int:
 
 
 def _forked(pool: Pool, columns: StepColumns) -> dict[int, int]:
-    """Tokens that the children of a step's forks hold at least, for forks that will be done."""
+    """Returns the tokens that each child of a step's forks holds at least, for the forks that will be done."""
     freed, held, last = set(columns.frees), dict[int, int](), pool.last_sequence_id
     for parent_id, child_id in zip(columns.parents, columns.children):
         parent = pool.sequences.get(parent_id) if parent_id not in freed else None
@@ -92,7 +92,8 @@ def _held_token_count(pool: Pool, sequence_id: int) -> int:
 
 
 def _entries(pool: Pool, token_count: int, held: int) -> int:
-    """Table entries beyond those of `held` tokens, null ones included; none where the answer would be TOO_LONG."""
+    """Counts the table entries of `token_count` tokens beyond those of `held` tokens, null ones included; 0 where the
+    result will be TOO_LONG."""
     if not _fits(pool, token_count):
         return 0
     sizes = (group.block_size for group in pool.spec.groups)
@@ -100,5 +101,5 @@ def _entries(pool: Pool, token_count: int, held: int) -> int:
 
 
 def _fits(pool: Pool, token_count: int) -> bool:
-    """Whether a sequence of so many tokens may be granted at all; a windowed group holds a part of them."""
+    """Tells whether the pool could hold a sequence of so many tokens; a windowed group holds only a part of them."""
     return sum(manager.peak(token_count, 1) for manager in pool.managers) <= pool.spec.block_count

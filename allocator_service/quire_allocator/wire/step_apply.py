@@ -1,7 +1,7 @@
-"""Applies one checked Step to a pool, commit, free, fork, grow, and describes what that did.
+"""Applies one checked Step to a pool, in the order commit, free, fork, grow, and describes the effects in its reply.
 
-A step is refused whole, before anything changes (`step_checks.py`), or applied whole: what a single operation cannot do
-is its `Result`.
+A step is refused whole, before anything changes (`step_checks.py`), or applied whole. An operation that cannot be done
+says so in its `Result`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from quire_allocator.wire.step_columns import StepColumns
 
 
 def apply_step(pool: Pool, columns: StepColumns, now: float, reply: pb.StepReply) -> None:
-    """Applies a checked step and describes what it did, in a reply that has its number and nothing else yet. `now` is
-    in seconds, for holds."""
+    """Applies a checked step, and describes its effects in `reply`, which has the step's number and nothing else yet.
+    `now` is in seconds: holds end by it."""
     pool.log.step = reply.number
     if pool.holds:
         reply.expired_holds.extend(pool.expire_holds(now))
@@ -70,12 +70,12 @@ def _fork(pool: Pool, columns: StepColumns, reply: pb.StepReply, now: float) -> 
 
 
 def hold_until(hold_ms: int, now: float) -> float | None:
-    """When a hold ends; None for an ordinary sequence."""
+    """Returns the time, in seconds, at which a hold ends; None for an ordinary sequence, whose `hold_ms` is 0."""
     return now + hold_ms / 1000 if hold_ms else None
 
 
 def _grow(pool: Pool, columns: StepColumns, reply: pb.StepReply) -> None:
-    """Live sequences that have room already are the most; only the others leave anything in the reply."""
+    """Most grows are of live sequences that have room already: these leave nothing in the reply."""
     if columns.has_new:
         grants, others = _grow_each(pool, columns)
     else:
@@ -96,9 +96,9 @@ def _grow(pool: Pool, columns: StepColumns, reply: pb.StepReply) -> None:
 
 
 def _grow_each(pool: Pool, columns: StepColumns) -> tuple[Grants, list[tuple[int, GrowResult]]]:
-    """As `Pool.grow_many`, new sequences among live ones."""
+    """Does what `Pool.grow_many` does, where new sequences are among the live ones."""
     grants, others = Grants(), []
-    unborn = {child for child in columns.children if child > pool.last_sequence_id}  # their forks were refused
+    unborn = {child for child in columns.children if child > pool.last_sequence_id}  # children whose forks were refused
     for number, (sequence, token_count) in enumerate(zip(columns.grow_sequences, columns.grow_token_counts)):
         if sequence in unborn:
             grown = GrowResult(Result.NOT_FOUND)
@@ -123,7 +123,7 @@ def _grow_each(pool: Pool, columns: StepColumns) -> tuple[Grants, list[tuple[int
 
 
 def _describe(columns: StepColumns, others: Sequence[tuple[int, GrowResult]], reply: pb.StepReply) -> None:
-    """The columns with one number per grow, each left empty where all are 0."""
+    """Fills the columns of the reply that have one number for each grow; a column of zeros stays empty."""
     count = len(columns.grow_sequences)
     if any(grown.result for _, grown in others):
         columns.has_refused = True
@@ -146,10 +146,10 @@ def _describe(columns: StepColumns, others: Sequence[tuple[int, GrowResult]], re
 
 
 def _any_refused(results: Sequence[int]) -> bool:
-    """Results that are all OK are not sent: even an empty column costs."""
+    """Tells whether any result is not OK; only then the column is sent, since even an empty one costs time."""
     return any(result for result in results)  # compiled to a loop
 
 
 def _wire(result: Result) -> pb.Result.ValueType:
-    """The same number."""
+    """Returns the same number with the type that messages have."""
     return cast("pb.Result.ValueType", result)

@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a Step as a whole, found before anything is applied."""
+"""Finds everything that can be wrong with a Step as a whole, before any of its operations is applied."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _HOLD_TOO_LONG: Final = f"hold_ms is at most {limits.HOLD_MS_MAX}"
 
 
 def check_step(pool: Pool, step: pb.Step) -> StepColumns:
-    """Everything that can be wrong with a step as a whole. Changes nothing.
+    """Reads a step, and refuses it where anything is wrong with it as a whole. Changes nothing.
 
     Raises:
         Refusal: MALFORMED, TOO_LARGE or LIMIT.
     """
     columns = StepColumns(step)
-    if columns.size_max > limits.STEP_BYTES_MAX:  # to know it exactly, the step is encoded once more
+    if columns.size_max > limits.STEP_BYTES_MAX:  # an upper bound; the exact size takes encoding the step once more
         require(step.ByteSize() <= limits.STEP_BYTES_MAX, _STEP_TOO_LARGE, "TOO_LARGE")
     require(columns.operation_count <= limits.OPERATIONS_PER_STEP_MAX, _TOO_MANY_OPERATIONS, "TOO_LARGE")
     if step.HasField("commits"):
@@ -81,7 +81,7 @@ def _check_grows(columns: StepColumns) -> None:
 
 
 def check_commit(pool: Pool, sequence: int, token_count: int, digest_count: int) -> None:
-    """A commit must carry one digest for each digest block it fills, and never goes back.
+    """Refuses a commit that does not carry one digest for each digest block that it fills, or that goes back.
 
     Raises:
         Refusal: MALFORMED.
@@ -105,7 +105,7 @@ def _check_optional(values: Sequence[int], count: int, phase: str, name: str) ->
 
 
 def _deal(counts: Sequence[int], operations: int, data: bytes, phase: str) -> Sequence[bytes]:
-    """Deals concatenated digests out to operations, each its own; empty where nobody gets any."""
+    """Returns for each operation its part of the concatenated digests; empty where no operation has any."""
     if not counts and not data:
         return ()
     if counts and len(counts) != operations:

@@ -1,4 +1,4 @@
-"""The columns of a Step, each read from the message once: a look at a field of a message makes an object."""
+"""The columns of a Step, each read from the message once, since every access to a message's field makes an object."""
 
 from __future__ import annotations
 
@@ -12,25 +12,29 @@ from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.refusal import Refusal
 
 _NONE: Final = array("Q")
-_ID_BYTES: Final = 8  # of a sequence
-_NUMBER_BYTES: Final = 4  # of an entry of any other column
-_FRAME_BYTES: Final = 256  # of everything in a step but its columns, at most
-_NAME_FRAME_BYTES: Final = 8  # of one namespace, beside its characters of up to 4 bytes
+_ID_BYTES: Final = 8  # an entry of a column of sequence ids
+_NUMBER_BYTES: Final = 4  # an entry of any other column
+_FRAME_BYTES: Final = 256  # at most, everything in a step but its columns
+_NAME_FRAME_BYTES: Final = 8  # a namespace without its characters, each of which takes up to 4 bytes
 
 
 class StepColumns:
-    """A step by operations. What no operation has is empty.
+    """A step, with one entry for each operation in each of its columns; a column that no operation uses is empty.
 
     Attributes:
-        commit_*, keep_token_counts: of the commits; frees: of the frees; parents, children, hold_ms: of the forks;
-            grow_* and the others: of the grows.
-        commit_digest_data, grow_digest_data: concatenated, as they came.
-        size_max: bytes of the message without fields that nobody knows, or somewhat more.
-        commit_digests, grow_digests, grow_namespaces, digest_count, tokens, has_new: set by `checks.check_step`. The
-            digests and namespaces dealt out to their operations; digests of all commits; tokens that all grows ask for,
-            prompts included; whether a grow may create a sequence.
-        forbidden: set by the machine, rows of the grows that must not create one.
-        has_refused: set by `steps.apply_step`, some result is not OK.
+        commit_*, keep_token_counts: columns of the commits.
+        frees: column of the frees.
+        parents, children, hold_ms: columns of the forks.
+        grow_*, namespace_indices, prompt_token_counts, priorities, defer_token_counts: columns of the grows.
+        commit_digest_data, grow_digest_data: digests of all operations, concatenated as they came.
+        size_max: upper bound of the message's bytes, unknown fields not counted.
+        commit_digests, grow_digests, grow_namespaces: for each operation its digests, its namespace; `check_step` sets
+            these and the next three.
+        digest_count: digests of all commits.
+        tokens: tokens that all grows ask for, those of whole prompts included.
+        has_new: whether a grow may create a sequence.
+        forbidden: rows of the grows that must not create a sequence; the session's machine sets it.
+        has_refused: whether some result is not OK; `apply_step` sets it.
     """
 
     __slots__ = (
@@ -64,10 +68,10 @@ class StepColumns:
     )
 
     def __init__(self, step: pb.Step) -> None:
-        """Reads them.
+        """Reads the columns of `step`.
 
         Raises:
-            Refusal: MALFORMED, half an entry in a column, or sequences and token counts that do not go together.
+            Refusal: MALFORMED, a column ends within an entry, or sequences and token counts differ in number.
         """
         self.size_max = _FRAME_BYTES
         self.commit_sequences = self.commit_token_counts = self.commit_digest_counts = self.keep_token_counts = _NONE
@@ -97,7 +101,7 @@ class StepColumns:
 
     @property
     def operation_count(self) -> int:
-        """Operations of all phases."""
+        """Counts the operations of all phases."""
         return len(self.commit_sequences) + len(self.frees) + len(self.parents) + len(self.grow_sequences)
 
     def _read_commits(self, commits: pb.CommitPhase) -> None:
@@ -128,7 +132,7 @@ class StepColumns:
         return self._column(sequences, _ID_BYTES, phase), self._column(token_counts, _NUMBER_BYTES, phase)
 
     def _column(self, data: bytes, width: int, name: str) -> array[int]:
-        """Numbers of 4 or 8 bytes. Most columns of most steps are empty."""
+        """Reads a column of numbers of `width` bytes, 4 or 8. Most columns of most steps are empty."""
         if not data:
             return _NONE
         self.size_max += len(data)

@@ -1,4 +1,4 @@
-"""Between `quire.v1` messages and the core's values: validation on the way in, struct of arrays on the way out."""
+"""Translates between `quire.v1` messages and the core's values, and checks all that comes in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,17 @@ from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
 from quire_allocator.core.eviction.policies import POLICIES
 from quire_allocator.core.refusal import Refusal
-from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, GroupSpec, PoolSpec, Quota, Victim
+from quire_allocator.core.spec import (
+    DIGEST_BYTES,
+    CommitResult,
+    GroupKind,
+    GroupSpec,
+    GrowResult,
+    PoolSpec,
+    Quota,
+    Result,
+    Victim,
+)
 
 _NAME = re.compile(rf"[A-Za-z0-9._/-]{{1,{limits.NAME_CHARACTERS_MAX}}}")
 
@@ -36,38 +46,38 @@ LIMITS = pb.Limits(
 
 
 def require(condition: bool, message: str | Callable[[], str], reason: str = "MALFORMED") -> None:
-    """Raises Refusal unless the condition holds."""
+    """Raises `Refusal` with this message and reason unless the condition holds."""
     if not condition:
         raise Refusal(reason, message if isinstance(message, str) else message())
 
 
 def pool_name(name: str) -> str:
-    """A pool's name, checked."""
+    """Returns a pool's name, or refuses it as MALFORMED."""
     require(_NAME.fullmatch(name) is not None, "pool must be 1 to 128 characters of [A-Za-z0-9._/-]")
     return name
 
 
 def namespace(name: str) -> str:
-    """A namespace, checked."""
+    """Returns a namespace, or refuses it as MALFORMED."""
     require(len(name.encode()) <= NAMESPACE_BYTES_MAX, "namespace must be at most 128 bytes")
     return name
 
 
 def request_id(text: str) -> str:
-    """A request id, checked."""
+    """Returns a request id, or refuses it as MALFORMED."""
     require(0 < len(text) <= REQUEST_ID_CHARACTERS_MAX, "request_id must be 1 to 64 characters")
     return text
 
 
 def digests(data: bytes) -> bytes:
-    """Concatenated digests, checked."""
+    """Returns concatenated digests, or refuses them as MALFORMED."""
     if len(data) % DIGEST_BYTES:
         raise Refusal("MALFORMED", f"digests must be a multiple of {DIGEST_BYTES} bytes")
     return data
 
 
 def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
-    """A pool's specification.
+    """Returns a pool's specification, checked.
 
     Raises:
         Refusal: MALFORMED, a number out of range; LAYOUT, groups that this allocator cannot manage.
@@ -79,7 +89,9 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
     require(spec.watermark_block_count <= spec.block_count, "watermark_block_count is above block_count")
     require(
         not spec.eviction_policy or spec.eviction_policy in POLICIES,
-        lambda: f"eviction_policy is none of {', '.join(sorted(POLICIES))}",  # not what it is: it may be of any length
+        lambda: (
+            f"eviction_policy is none of {', '.join(sorted(POLICIES))}"
+        ),  # the refused name is left out: it may be of any length
     )
     groups = tuple(map(_group_spec, spec.groups))
     smallest = min(group.block_size for group in groups)
@@ -131,7 +143,7 @@ def _quotas(quotas: Sequence[pb.Quota]) -> tuple[Quota, ...]:
 
 
 def pool_spec_message(spec: PoolSpec) -> pb.PoolSpec:
-    """The same, on the way out."""
+    """Returns the message of a pool's specification."""
     return pb.PoolSpec(
         block_count=spec.block_count,
         groups=[
@@ -156,15 +168,56 @@ def pool_spec_message(spec: PoolSpec) -> pb.PoolSpec:
 
 
 def block_table(blocks: array[int]) -> pb.BlockTable:
-    """Block ids as uint32 little-endian."""
+    """Returns the message of a table: its block ids as uint32 little-endian."""
     return pb.BlockTable(blocks=pack_uint32(blocks))
 
 
 def victim(victim: Victim | None) -> pb.Victim | None:
-    """Whom to preempt, if anybody."""
+    """Returns the message that names the sequence to preempt; None where preempting would not help."""
     return pb.Victim(sequence_id=victim.sequence_id, token_count=victim.token_count) if victim is not None else None
 
 
+def result(result: Result) -> pb.Result.ValueType:
+    """Returns the same number with the type that messages have."""
+    return cast("pb.Result.ValueType", int(result))
+
+
+def allocate_response(grown: GrowResult) -> pb.AllocateResponse:
+    """Returns the answer to a unary Allocate."""
+    return pb.AllocateResponse(
+        result=result(grown.result),
+        matched_token_count=grown.matched_token_count,
+        pending_token_count=grown.pending_token_count,
+        tables=[block_table(blocks) for blocks in grown.blocks],
+        copy_sources=[copy.source for copy in grown.copies],
+        copy_destinations=[copy.destination for copy in grown.copies],
+        shortfall=grown.shortfall,
+        victim=victim(grown.victim),
+    )
+
+
+def grow_response(grown: GrowResult) -> pb.GrowResponse:
+    """Returns the answer to a unary Grow."""
+    return pb.GrowResponse(
+        result=result(grown.result),
+        tables=[block_table(blocks) for blocks in grown.blocks],
+        copy_sources=[copy.source for copy in grown.copies],
+        copy_destinations=[copy.destination for copy in grown.copies],
+        shortfall=grown.shortfall,
+        victim=victim(grown.victim),
+    )
+
+
+def commit_response(done: CommitResult) -> pb.CommitResponse:
+    """Returns the answer to a unary Commit."""
+    return pb.CommitResponse(
+        result=result(done.result),
+        swap_groups=[swap.group for swap in done.swaps],
+        swap_indices=[swap.position for swap in done.swaps],
+        swap_blocks=[swap.block for swap in done.swaps],
+    )
+
+
 def omit_zeros(values: list[int]) -> list[int]:
-    """An array of zeros is sent empty."""
+    """Returns the values, or none of them where all are 0: an array of zeros is sent empty."""
     return values if any(values) else []

@@ -1,4 +1,7 @@
-"""What readers see of a pool: its summary, and page by page who holds what, in the namespaces that they may use."""
+"""What readers see of a pool: its summary, and page by page which sequence holds which block.
+
+Namespaces that a reader may not use are left out.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from quire_allocator.wire import translate
 
 
 def summary(owner: Ownership, now: float) -> pb.PoolSummary:
-    """A pool in a few numbers."""
+    """Returns a pool in a few numbers; `now` is in seconds, for the rest of the lease."""
     blocks = owner.pool.blocks
     return pb.PoolSummary(
         pool=owner.name,
@@ -50,7 +53,7 @@ def add_block_states(pool: Pool, request: pb.GetPoolRequest, response: pb.GetPoo
 def add_sequences(
     pool: Pool, request: pb.GetPoolRequest, response: pb.GetPoolResponse, permissions: Permissions
 ) -> None:
-    """Adds as many sequences as one answer carries; the tables of the last one may have to go on in the next."""
+    """Adds as many sequences as one answer carries; the tables of the last one may go on in the next answer."""
     bytes_left = limits.SEQUENCE_BYTES_PER_ANSWER_MAX
     for sequence_id in sorted(key for key in pool.sequences if key > request.after_sequence_id):
         if not permissions.may_use(pool.sequences[sequence_id].namespace.name):
@@ -67,7 +70,7 @@ def add_sequences(
 
 
 def add_usage(pool: Pool, response: pb.GetPoolResponse, permissions: Permissions) -> None:
-    """Adds the largest namespaces and prefixes, and how scattered things are."""
+    """Adds the largest namespaces and prefixes, and how fragmented the index and the pages are."""
     runs, run_blocks = usage.run_counts(pool)
     response.usage.CopyFrom(
         pb.PoolUsage(
@@ -102,7 +105,7 @@ def _prefix(use: PrefixUse) -> pb.PrefixUsage:
 
 
 def _sequence(pool: Pool, sequence_id: int, first: int, end: int) -> pb.SequenceInfo:
-    """One sequence with the entries [first, end) of its tables."""
+    """Returns one sequence with the entries [first, end) of its tables."""
     sequence: SequenceState = pool.sequences[sequence_id]
     tables = pool.tables(sequence)
     return pb.SequenceInfo(

@@ -72,7 +72,7 @@ async def serve(options: argparse.Namespace) -> None:
     )
     pb_grpc.add_AllocatorServiceServicer_to_server(service, server.grpc)
     await server.start(AllocatorCollector(directory, counters))
-    # A full garbage collection stalls every stream: objects made until here, the many of all imports, are left out.
+    # A full garbage collection stalls every stream; it leaves out the many objects that imports have made until here.
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS_MAX)
     await server.announce()

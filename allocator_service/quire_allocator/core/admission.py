@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from quire_allocator.core.blocks import Blocks, Namespace
-from quire_allocator.core.groups.manager import Hit, Manager
+from quire_allocator.core.groups.manager import AnyManager, Hit
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import GrowResult, PoolSpec, Result, Victim
 
@@ -47,7 +47,7 @@ class Gates:
     """
 
     def __init__(
-        self, spec: PoolSpec, blocks: Blocks, managers: Sequence[Manager], sequences: dict[int, SequenceState]
+        self, spec: PoolSpec, blocks: Blocks, managers: Sequence[AnyManager], sequences: dict[int, SequenceState]
     ) -> None:
         self.promised_block_count = 0
         self._spec = spec

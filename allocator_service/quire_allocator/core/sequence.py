@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from quire_allocator.core.blocks import Namespace
+from quire_allocator.core.groups.manager import Part
 from quire_allocator.core.pending import Announcement
 
 
@@ -38,7 +37,7 @@ class SequenceState:
         "token_count",
     )
 
-    def __init__(self, namespace: Namespace, token_count: int, priority: int, parts: tuple[Any, ...]) -> None:
+    def __init__(self, namespace: Namespace, token_count: int, priority: int, parts: tuple[Part, ...]) -> None:
         """Everything up to `token_count` is committed."""
         self.namespace = namespace
         self.token_count = token_count

@@ -89,9 +89,8 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
     require(spec.watermark_block_count <= spec.block_count, "watermark_block_count is above block_count")
     require(
         not spec.eviction_policy or spec.eviction_policy in POLICIES,
-        lambda: (
-            f"eviction_policy is none of {', '.join(sorted(POLICIES))}"
-        ),  # the refused name is left out: it may be of any length
+        # The refused name is left out, since it may be of any length.
+        lambda: f"eviction_policy is none of {', '.join(sorted(POLICIES))}",
     )
     groups = tuple(map(_group_spec, spec.groups))
     smallest = min(group.block_size for group in groups)

@@ -14,7 +14,6 @@ from quire.session.block_report import report_chunks, report_end
 from quire.session.ledger import Ledger
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.events import Event
-from quire_allocator.core.groups.full import FullAttentionManager
 from quire_allocator.core.groups.runs import RunScope
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import index
@@ -193,7 +192,7 @@ def test_runs_are_rebuilt_as_position_by_position(kinds: str, seed: int, monkeyp
         chunks = cut_up(report_chunks(played.ledger, float(played.number)), dice)
         plain = taken_in(chunks, played.ledger, played.spec, float(played.number))
         with monkeypatch.context() as patch:
-            patch.setitem(rebuild_module._BUILDERS, FullAttentionManager, NodeBuilder)
+            patch.setitem(rebuild_module.BUILDERS, GroupKind.FULL_ATTENTION, NodeBuilder)
             slow = taken_in(chunks, played.ledger, played.spec, float(played.number))
         assert shape(plain) == shape(slow)
         assert (plain.blocks.cached_count, plain.blocks.empty) == (slow.blocks.cached_count, slow.blocks.empty)

@@ -1,13 +1,17 @@
-"""Which manager keeps which type of group; the pool knows none of them by name."""
+"""Which manager keeps which kind of group; the pool knows none of them by name.
+
+What else there is for each kind stands in tables of the same keys: `rebuild.BUILDERS` and `group_invariants.CHECKS`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.groups.full import FullAttentionManager
-from quire_allocator.core.groups.manager import Manager
+from quire_allocator.core.groups.manager import AnyManager
 from quire_allocator.core.groups.states import StateManager
 from quire_allocator.core.groups.windows import WindowManager
 from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec
@@ -21,11 +25,11 @@ MANAGERS: dict[GroupKind, type[FullAttentionManager] | type[WindowManager] | typ
 }
 
 
-def make_managers(spec: PoolSpec, blocks: Blocks, log: EventLog) -> tuple[Manager, ...]:
-    """The managers of a pool, in the order in which prefixes are searched."""
+def make_managers(spec: PoolSpec, blocks: Blocks, log: EventLog) -> tuple[AnyManager, ...]:
+    """Returns the managers of a pool, in the order in which prefixes are searched."""
     members: dict[GroupSpec, list[int]] = {}
     for number, group in enumerate(spec.groups):
         members.setdefault(group, []).append(number)
     order = list(MANAGERS)
     ordered: Sequence[GroupSpec] = sorted(members, key=lambda group: order.index(group.kind))
-    return tuple(MANAGERS[g.kind](g, members[g], spec, blocks, log) for g in ordered)
+    return tuple(cast(AnyManager, MANAGERS[g.kind](g, members[g], spec, blocks, log)) for g in ordered)

@@ -6,24 +6,32 @@ Who owns which part of a sequence's table, in positions:
     [published, end)   `tail`: granted, this sequence's alone to write; only the first one can be shared (after a fork)
 
 A half-filled block that a fork shares is in the tails of all its *sharers*. When one of them fills and publishes it, it
-becomes a run of its own, which the others *borrow* until they copy it or leave.
+becomes a run of its own, which the other sharers *borrow* until they copy it or leave.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from quire_allocator.core.block_states import BlockStates
 from quire_allocator.core.blocks import Blocks, Namespace, Scoped
 from quire_allocator.core.events import EventLog
-from quire_allocator.core.groups.manager import Manager
-from quire_allocator.core.groups.runs import Run, RunHit, RunScope, RunTree, common_positions, holders_of_runs
+from quire_allocator.core.groups.manager import IndexedStretch, Manager, Part
+from quire_allocator.core.groups.run_tree import RunTree, common_positions, holders_of_runs
+from quire_allocator.core.groups.runs import Run, RunHit, RunScope
 from quire_allocator.core.spec import DIGEST_BYTES, NEVER, NO_BLOCKS, Copy, GroupSpec, PoolSpec, Swap
 
 
-class RunPart:
-    """What one sequence has here."""
+class RunPart(Part):
+    """What one sequence has here.
+
+    Attributes:
+        run: the deepest run of its prefix.
+        published: positions from the root to the end of that run.
+        tail: blocks behind them, `width` for each position.
+        borrowed: the run that its half-filled first position of the tail was published as, by another sharer; or None.
+    """
 
     __slots__ = ("borrowed", "published", "run", "scope", "tail")
 
@@ -35,27 +43,25 @@ class RunPart:
         self.borrowed: Run | None = None
 
 
-class FullAttentionManager(Manager):
-    """All full-attention groups of one block size. See `Manager` for what its methods promise."""
+class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
+    """All full-attention groups of one block size. `Manager` says what its methods promise."""
 
     def __init__(self, spec: GroupSpec, groups: Sequence[int], pool: PoolSpec, blocks: Blocks, log: EventLog) -> None:
         self.spec = spec
         self.groups = tuple(groups)
         self.width = len(self.groups)
         self.block_size = spec.block_size
-        self._stride = spec.block_size // pool.block_size
+        self._stride = spec.block_size // pool.block_size  # digests per block
         self._blocks = blocks
         self.tree = RunTree(self.width, spec.block_size, blocks, log)
         self._sharers: dict[int, list[RunPart]] = {}  # first block of a shared unpublished position -> two or more
 
     def new_scope(self, namespace: Namespace) -> RunScope:
-        """An empty tree."""
         return RunScope(namespace, self)
 
     # -- matching ------------------------------------------------------------------------------------------------------
 
     def find(self, scope: RunScope, digests: bytes, token_limit: int) -> RunHit:
-        """The longest published prefix of at most so many tokens, from the left. Changes nothing."""
         if self._stride > 1:
             digests = _every(digests, self._stride)
         return self.tree.find(scope.root, digests, token_limit)
@@ -63,11 +69,9 @@ class FullAttentionManager(Manager):
     # -- the life of a sequence ----------------------------------------------------------------------------------------
 
     def needed_after(self, hit: RunHit, token_count: int) -> int:
-        """Blocks to grant to a new sequence of so many tokens."""
         return -(-token_count // self.block_size) * self.width - hit.block_count
 
     def open(self, scope: RunScope, hit: RunHit, prompt_token_count: int) -> RunPart:
-        """Takes references on a hit."""
         runs = hit.runs
         run = runs[-1] if runs else scope.root
         if hit.cut:
@@ -79,27 +83,22 @@ class FullAttentionManager(Manager):
         return RunPart(scope, run, hit.token_count // self.block_size, NO_BLOCKS[:])
 
     def needed(self, part: RunPart, token_count: int, until: int) -> int:
-        """Blocks to grant so that a sequence of `token_count` tokens can hold `until`."""
         entries = -(-until // self.block_size) * self.width
         missing = entries - part.published * self.width - len(part.tail)
         return missing + self.width * self._must_copy(part, token_count)
 
     def footprint(self, part: RunPart, token_count: int) -> int:
-        """Blocks in its tables when it holds so many tokens."""
         return -(-token_count // self.block_size) * self.width
 
     def peak(self, token_count: int, pass_token_count: int) -> int:
-        """Blocks of a sequence of so many tokens at most."""
         return -(-token_count // self.block_size) * self.width
 
     def room(self, part: RunPart, token_count: int) -> int:
-        """Tokens up to which it can grow without anything being granted or copied."""
         if self._must_copy(part, token_count):
             return token_count
         return (part.published + len(part.tail) // self.width) * self.block_size
 
     def grow(self, part: RunPart, token_count: int, until: int, blocks: array[int], copies: list[Copy]) -> int:
-        """Adds granted blocks; the first replaces a block that is not this sequence's alone."""
         part.scope.held += len(blocks)
         if token_count % self.block_size and self._must_copy(part, token_count):
             copies.extend(map(Copy, part.tail, blocks))
@@ -110,20 +109,20 @@ class FullAttentionManager(Manager):
         return (part.published + len(part.tail) // self.width) * self.block_size
 
     def append(self, part: RunPart, block: int) -> None:
-        """One block at a block edge."""
         part.scope.held += 1
         part.tail.append(block)
 
     def let_go(self, part: RunPart, token_count: int) -> int:
-        """A block that it alone still borrows."""
+        """Counts the half-filled block where this sequence is the last one that borrows it."""
         return self.width if part.borrowed is not None and part.borrowed.live == 1 else 0
 
     def give_up(self, part: RunPart) -> None:
-        """Nothing is overwritten."""
+        """Forward passes never overwrite a published block here."""
 
     def commit(self, part: RunPart, committed: int, until: int, digests: bytes, swaps: list[Swap]) -> None:
-        """Publishes the positions that became full; `digests` start at the one that holds token `committed`."""
         if self._stride > 1:
+            # Blocks of 16 tokens and digests of 4: from 24 committed tokens on, the digests begin with number 6, and
+            # the first block to publish ends with digest 7: the one at index 1.
             first = (
                 (committed // self.block_size + 1) * self._stride - 1 - committed // (self.block_size // self._stride)
             )
@@ -152,11 +151,9 @@ class FullAttentionManager(Manager):
         return NEVER
 
     def settled_until(self, part: RunPart, committed: int) -> int:
-        """For ever."""
         return NEVER
 
     def fork(self, part: RunPart, committed: int) -> RunPart:
-        """Shares what is committed."""
         child = RunPart(part.scope, part.run, part.published, NO_BLOCKS[:])
         self.tree.hold(part.run)
         if committed > part.published * self.block_size:
@@ -169,7 +166,6 @@ class FullAttentionManager(Manager):
         return child
 
     def shrink(self, part: RunPart, until: int) -> None:
-        """Gives back blocks beyond `until` tokens."""
         keep = -(-until // self.block_size) * self.width - part.published * self.width
         if keep < len(part.tail):
             part.scope.held -= len(part.tail) - keep
@@ -177,7 +173,6 @@ class FullAttentionManager(Manager):
             del part.tail[keep:]
 
     def free(self, part: RunPart) -> None:
-        """Drops everything, tail first."""
         tail = part.tail
         if tail:
             if part.borrowed is not None or tail[0] in self._sharers:
@@ -188,18 +183,17 @@ class FullAttentionManager(Manager):
         self.tree.release(part.run)
 
     def tables(self, part: RunPart) -> list[array[int]]:
-        """One table per group."""
         blocks = self.tree.path_blocks(part.run, part.tail)
         return [blocks] if self.width == 1 else self.added(part, blocks)
 
     def added(self, part: RunPart, blocks: array[int]) -> list[array[int]]:
-        """Per group the last entries of its table, where these were just granted to it."""
         return [blocks[group :: self.width] for group in range(self.width)]
 
     def shared_token_count(self, part: RunPart) -> int:
-        """Leading tokens that stay held when this sequence is freed."""
         run, position = part.run, part.published
-        own = 2 if part.borrowed is not None and part.borrowed.live == 1 else 1  # it holds its run, by the other too
+        # How often this sequence alone holds its run: once, and once more through the child of it that it borrows,
+        # unless another sequence holds that child too.
+        own = 2 if part.borrowed is not None and part.borrowed.live == 1 else 1
         while run.parent is not None and run.live == own:
             position = run.first_position
             run, own = run.parent, 1
@@ -208,7 +202,7 @@ class FullAttentionManager(Manager):
     # -- publishing ----------------------------------------------------------------------------------------------------
 
     def _publish(self, part: RunPart, digests: bytes, blocks: array[int], count: int) -> None:
-        """New blocks below the sequence's run; no child there begins with their first digest."""
+        """Publishes new blocks below the sequence's run, of which no child begins with their first digest."""
         if self.tree.is_extendable(part.run):
             self.tree.extend(part.run, digests, blocks, part.published)
         else:
@@ -218,7 +212,7 @@ class FullAttentionManager(Manager):
     def _adopt(self, part: RunPart, digests: bytes, swaps: list[Swap]) -> int:
         """Moves the sequence down the tree along blocks that are published already; returns how many positions.
 
-        Its own copies are given back, so that no child is ever published under a private parent.
+        It gives its own copies of them back, so that no child is ever published under a private parent.
         """
         width, taken = self.width, 0
         count = len(digests) // DIGEST_BYTES
@@ -244,10 +238,10 @@ class FullAttentionManager(Manager):
         return taken
 
     def _commit_shared(self, part: RunPart, digest: bytes, swaps: list[Swap]) -> None:
-        """The first position of the tail is shared with forks and became full."""
+        """Publishes the first position of the tail, which became full and is shared with forks."""
         width = self.width
         child = part.run.children.get(digest)
-        if child is not None:  # published already: this sequence just leaves its sharers
+        if child is not None:  # the digest is published already: this sequence leaves its sharers for that block
             if child.size > DIGEST_BYTES:
                 child = self.tree.split(child, 1)
             swaps.extend(Swap(g, part.published, b) for g, b in zip(self.groups, child.blocks))
@@ -268,14 +262,14 @@ class FullAttentionManager(Manager):
     # -- sharing -------------------------------------------------------------------------------------------------------
 
     def _must_copy(self, part: RunPart, token_count: int) -> bool:
-        """Whether the next token falls into a block that is not this sequence's alone to write."""
+        """Tells whether the next token falls into a block that is shared or published, and so not to be written."""
         position, offset = divmod(token_count, self.block_size)
         if not offset or position != part.published:
             return False
         return part.borrowed is not None or part.tail[0] in self._sharers
 
     def _leave_shared(self, part: RunPart) -> None:
-        """Drops its reference on the shared first position of its tail, which stays somebody else's."""
+        """Drops the sequence's reference on the shared first position of its tail, which other sequences keep."""
         if part.borrowed is not None:
             borrowed, part.borrowed = part.borrowed, None
             self.tree.release(borrowed)
@@ -290,8 +284,15 @@ class FullAttentionManager(Manager):
         part.scope.held -= len(blocks)
         self._blocks.give_back(blocks)
 
+    # -- for readers and for eviction ----------------------------------------------------------------------------------
+
+    def walk(self, scope: RunScope) -> Iterator[IndexedStretch]:
+        name = scope.namespace.name
+        for run in self.tree.walk(scope.root):
+            parent = run.parent.last_digest if run.parent is not None else b""
+            yield IndexedStretch(name, self.groups, self.spec, parent, bytes(run.digests), run.first_position)
+
     def mark(self, states: BlockStates, scopes: Sequence[RunScope], parts: Sequence[RunPart]) -> None:
-        """Says which blocks are in how many tables."""
         runs = [run for scope in scopes for run in self.tree.runs(scope.root)]
         holders = holders_of_runs(runs, [part.run for part in parts])
         for run in runs:
@@ -300,12 +301,11 @@ class FullAttentionManager(Manager):
             states.mark(part.tail, 1, published=False)
 
     def evict(self, entry: Scoped, wanted: int) -> int:
-        """Takes positions from the deep end of a cached run without children."""
         return self.tree.evict(entry, wanted)
 
 
 def _every(digests: bytes, stride: int, first: int | None = None) -> bytes:
-    """Every stride-th digest, from the one at `first` on."""
+    """Returns every stride-th digest, from the one at index `first` on; without it, those at which blocks end."""
     step = stride * DIGEST_BYTES
     begin = (stride - 1 if first is None else first) * DIGEST_BYTES
     return b"".join(digests[i : i + DIGEST_BYTES] for i in range(begin, len(digests), step))

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from quire_allocator.core.block_states import BlockStates
 from quire_allocator.core.blocks import Evictor, Namespace, Scope
-from quire_allocator.core.spec import Copy, Swap
+from quire_allocator.core.spec import Copy, GroupSpec, Swap
 
 
 class Hit:
@@ -33,11 +33,34 @@ class Hit:
         self.cached_block_count = cached_block_count
 
 
-class Manager(Evictor):
+class Part:
+    """What one sequence has in one manager."""
+
+    __slots__ = ()
+
+
+class IndexedStretch(NamedTuple):
+    """Consecutive published blocks of one prefix, in the groups of one specification; fields as in `events.Event`."""
+
+    namespace: str
+    groups: tuple[int, ...]
+    spec: GroupSpec
+    parent_digest: bytes
+    digests: bytes
+    first_position: int
+
+
+ScopeT = TypeVar("ScopeT", bound=Scope)
+HitT = TypeVar("HitT", bound=Hit)
+PartT = TypeVar("PartT", bound=Part)
+
+
+class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
     """Tables and published blocks of all groups of one specification.
 
-    `hit` and `part` are its own: what `find` found, and what one sequence has here. Block counts include all its
-    groups. A prefix that is served always ends at a block edge of every manager but those of states.
+    Each manager has classes of its own for what a namespace has in it, for what `find` finds, and for what a sequence
+    has in it. Block counts include all its groups. A prefix that is served always ends at a block edge of every manager
+    but those of states.
 
     Attributes:
         groups: their numbers in the pool.
@@ -49,91 +72,106 @@ class Manager(Evictor):
     settles = False
 
     @abstractmethod
-    def new_scope(self, namespace: Namespace) -> Scope:
-        """What a new namespace has here: nothing."""
+    def new_scope(self, namespace: Namespace) -> ScopeT:
+        """Returns what a new namespace has here: nothing yet."""
 
     @abstractmethod
-    def find(self, scope: Any, digests: bytes, token_limit: int) -> Hit:
-        """The hit rule: the longest published prefix of at most so many tokens. Changes nothing."""
+    def find(self, scope: ScopeT, digests: bytes, token_limit: int) -> HitT:
+        """The hit rule: returns the longest published prefix of at most so many tokens. Changes nothing."""
 
     @abstractmethod
-    def needed_after(self, hit: Any, token_count: int) -> int:
-        """Blocks to grant beside a hit, for a new sequence of so many tokens."""
+    def needed_after(self, hit: HitT, token_count: int) -> int:
+        """Counts the blocks to grant beside a hit, for a new sequence of so many tokens."""
 
     @abstractmethod
-    def open(self, scope: Any, hit: Any, prompt_token_count: int) -> Any:
-        """Takes references on a hit; what a new sequence has here."""
+    def open(self, scope: ScopeT, hit: HitT, prompt_token_count: int) -> PartT:
+        """Takes references on a hit, and returns what a new sequence has here."""
 
     @abstractmethod
-    def needed(self, part: Any, token_count: int, until: int) -> int:
-        """Blocks to grant so that a sequence of `token_count` tokens can hold `until`, copies included."""
+    def needed(self, part: PartT, token_count: int, until: int) -> int:
+        """Counts the blocks to grant, copies included, so that a sequence of `token_count` tokens can hold `until`."""
 
     @abstractmethod
-    def footprint(self, part: Any, token_count: int) -> int:
-        """Blocks in its tables when it holds so many tokens, and no more has fallen out."""
+    def footprint(self, part: PartT, token_count: int) -> int:
+        """Counts the blocks in a sequence's tables when it holds so many tokens and no more has fallen out."""
 
     @abstractmethod
     def peak(self, token_count: int, pass_token_count: int) -> int:
-        """The admission bound: most blocks of a sequence of so many tokens, computed so many at a time."""
+        """The admission bound: the most blocks that a sequence of so many tokens ever holds, where a forward pass
+        computes at most `pass_token_count` of them."""
 
     @abstractmethod
-    def room(self, part: Any, token_count: int) -> int:
-        """Tokens up to which it can grow without anything being granted or copied."""
+    def room(self, part: PartT, token_count: int) -> int:
+        """Tokens up to which a sequence of `token_count` tokens can grow with nothing granted or copied."""
 
     @abstractmethod
-    def grow(self, part: Any, token_count: int, until: int, blocks: array[int], copies: list[Copy]) -> int:
-        """Adds the `needed` blocks, just granted; the first ones may replace what is not the sequence's alone, and only
-        then the array is the manager's to keep. Returns the tokens up to which nothing has to be granted or copied from
-        now on."""
+    def grow(self, part: PartT, token_count: int, until: int, blocks: array[int], copies: list[Copy]) -> int:
+        """Adds the blocks that `needed` counted, and returns the new `room`.
 
-    def append(self, part: Any, block: int) -> None:
-        """The same of one block at a block edge, where nothing is shared, for a manager of one group."""
+        Where the sequence shares the block that it writes next, the first of the blocks take its place, and `copies`
+        says what to copy. The manager may keep the array: the caller may still read it, and never changes it.
+        """
+
+    def append(self, part: PartT, block: int) -> None:
+        """Adds one block at a block edge, where nothing is shared; for a manager of one group."""
         self.grow(part, 0, 0, array("I", [block]), [])
 
     @abstractmethod
-    def let_go(self, part: Any, token_count: int) -> int:
-        """Blocks that the next grow replaces by copies and that nobody else holds."""
+    def let_go(self, part: PartT, token_count: int) -> int:
+        """Counts the blocks that the next grow replaces by copies and that no other sequence holds."""
 
     @abstractmethod
-    def give_up(self, part: Any) -> None:
-        """Takes back what was published of a block that forward passes overwrite, if nobody else holds it."""
+    def give_up(self, part: PartT) -> None:
+        """Unpublishes a block that the next forward pass would overwrite, if no other sequence holds it: the sequence
+        goes on in it, and needs no copy."""
 
     @abstractmethod
-    def added(self, part: Any, blocks: array[int]) -> list[array[int]]:
-        """Per group, in order, the last entries of its table, where `blocks` were just granted."""
+    def added(self, part: PartT, blocks: array[int]) -> list[array[int]]:
+        """Returns, for each group in order, the last entries of the table, where `blocks` were just granted."""
 
     @abstractmethod
-    def commit(self, part: Any, committed: int, until: int, digests: bytes, swaps: list[Swap]) -> None:
+    def commit(self, part: PartT, committed: int, until: int, digests: bytes, swaps: list[Swap]) -> None:
         """Publishes what became full; `digests` are those of the digest blocks in [committed, until)."""
 
     @abstractmethod
-    def settle(self, part: Any, committed: int) -> int:
+    def settle(self, part: PartT, committed: int) -> int:
         """The skip rule: gives back what no token from `committed` on reads. Returns `settled_until`."""
 
     @abstractmethod
-    def settled_until(self, part: Any, committed: int) -> int:
-        """Committed tokens before which nothing more falls out."""
+    def settled_until(self, part: PartT, committed: int) -> int:
+        """Committed tokens up to which nothing more falls out."""
 
     @abstractmethod
-    def fork(self, part: Any, committed: int) -> Any:
-        """What another sequence has that shares what is committed."""
+    def fork(self, part: PartT, committed: int) -> PartT:
+        """Returns what another sequence has that shares what is committed."""
 
     @abstractmethod
-    def shrink(self, part: Any, until: int) -> None:
+    def shrink(self, part: PartT, until: int) -> None:
         """Gives back blocks beyond `until` tokens, none of them written or shared."""
 
     @abstractmethod
-    def free(self, part: Any) -> None:
-        """Drops everything, tail first."""
+    def free(self, part: PartT) -> None:
+        """Drops everything that the sequence has, its tail first."""
 
     @abstractmethod
-    def tables(self, part: Any) -> list[array[int]]:
-        """One table per group, in order."""
+    def tables(self, part: PartT) -> list[array[int]]:
+        """Returns one table for each group, in order; `NULL_BLOCK` where a block was given back."""
 
     @abstractmethod
-    def shared_token_count(self, part: Any) -> int:
+    def shared_token_count(self, part: PartT) -> int:
         """Leading tokens that need not be computed again if the sequence is freed, since others hold them too."""
 
     @abstractmethod
-    def mark(self, states: BlockStates, scopes: Sequence[Any], parts: Sequence[Any]) -> None:
-        """Says which blocks, of all namespaces and all live sequences, are in how many tables."""
+    def walk(self, scope: ScopeT) -> Iterator[IndexedStretch]:
+        """Yields what can be hit in a namespace, parents before children, while the pool goes on changing.
+
+        What is published from the beginning of the walk to its end is yielded; what comes or goes meanwhile may be.
+        """
+
+    @abstractmethod
+    def mark(self, states: BlockStates, scopes: Sequence[ScopeT], parts: Sequence[PartT]) -> None:
+        """Adds to `states` in how many tables each block is; of all namespaces and all live sequences."""
+
+
+# What a pool has: it hands every manager only the scopes, hits and parts that this manager made.
+AnyManager: TypeAlias = Manager[Scope, Hit, Part]

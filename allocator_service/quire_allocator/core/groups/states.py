@@ -8,8 +8,8 @@ ends exactly at
     the last block edge of all other groups in the prompt that leaves a token to compute.
 
 As a published block never changes, the next grow replaces it by a copy; where there is no room for one, a checkpoint
-that nobody else holds is given up instead. So a hit is one block: the deepest checkpoint of the prefix. A sequence
-leaves at most `checkpoints_max` unused ones behind; beyond, its oldest is dropped.
+that no other sequence holds is given up instead. So a hit is one block: the deepest checkpoint of the prefix. A
+sequence leaves at most `checkpoints_max` unused ones behind: with one more, its oldest is dropped.
 
 A table here has one entry, the running block.
 """
@@ -23,11 +23,12 @@ from collections.abc import Sequence
 from quire_allocator.core.block_states import BlockStates
 from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.events import EventLog
+from quire_allocator.core.groups.manager import Part
 from quire_allocator.core.groups.units import NO_UNITS, Unit, UnitHit, UnitManager, UnitScope
-from quire_allocator.core.spec import CHECKPOINTS_MAX_DEFAULT, NEVER, Copy, GroupSpec, PoolSpec, Swap
+from quire_allocator.core.spec import CHECKPOINTS_MAX_DEFAULT, DIGEST_BYTES, NEVER, Copy, GroupSpec, PoolSpec, Swap
 
 
-class StatePart:
+class StatePart(Part):
     """What one sequence has here.
 
     Attributes:
@@ -45,8 +46,8 @@ class StatePart:
         self.checkpoints: deque[Unit] = deque()
 
 
-class StateManager(UnitManager):
-    """All groups of one kind of state. See `Manager` for what its methods promise."""
+class StateManager(UnitManager[StatePart]):
+    """All groups of one kind of state. `Manager` says what its methods promise."""
 
     in_place = True
     settles = True
@@ -57,45 +58,40 @@ class StateManager(UnitManager):
         self._checkpoints_max = spec.checkpoints_max or CHECKPOINTS_MAX_DEFAULT
 
     def find(self, scope: UnitScope, digests: bytes, token_limit: int) -> UnitHit:
-        """The deepest checkpoint at or before `token_limit` tokens."""
+        """Returns the deepest checkpoint at or before `token_limit` tokens."""
         index = scope.index
         if index:
-            for count in range(min(token_limit // self._digest_tokens, len(digests) // 32), 0, -1):
+            for count in range(min(token_limit // self._digest_tokens, len(digests) // DIGEST_BYTES), 0, -1):
                 unit = index.get((count, self._digest_at(digests, count * self._digest_tokens)))
                 if unit is not None:
-                    # No block of it stays: the first grow copies the checkpoint and lets go of it.
+                    # The sequence holds no block of the hit: its first grow copies the checkpoint and lets go of it.
                     return UnitHit(count * self._digest_tokens, 0, 0 if unit.live else self.width, 0, [unit])
         return NO_UNITS
 
     def needed_after(self, hit: UnitHit, token_count: int) -> int:
-        """Blocks to grant to a new sequence: its running block."""
         return self.width
 
     def open(self, scope: UnitScope, hit: UnitHit, prompt_token_count: int) -> StatePart:
-        """Takes references on a hit."""
         self._hold_hit(hit)
         part = StatePart(scope, hit.units[0] if hit.units else None)
         part.prompt_end = (prompt_token_count - 1) // self._edge_tokens * self._edge_tokens
         return part
 
     def needed(self, part: StatePart, token_count: int, until: int) -> int:
-        """Blocks to grant before the state may be advanced."""
         return 0 if self._is_private(part) else self.width
 
     def footprint(self, part: StatePart, token_count: int) -> int:
-        """Blocks in its tables, at any length."""
         return self.width
 
     def peak(self, token_count: int, pass_token_count: int) -> int:
-        """The running block."""
         return self.width
 
     def room(self, part: StatePart, token_count: int) -> int:
-        """Any length, as long as the running block is its own."""
+        """Any length, as long as the running block is the sequence's own."""
         return NEVER if self._is_private(part) else token_count
 
     def grow(self, part: StatePart, token_count: int, until: int, blocks: array[int], copies: list[Copy]) -> int:
-        """Replaces a running block that is a checkpoint or shared by a copy."""
+        """Replaces a running block by a copy where it is a checkpoint, or shared."""
         if blocks:
             before, (part.unit,) = part.unit, self._new_units(part.scope, blocks)
             if before is not None:
@@ -104,11 +100,11 @@ class StateManager(UnitManager):
         return NEVER
 
     def let_go(self, part: StatePart, token_count: int) -> int:
-        """A checkpoint that nobody else holds."""
+        """Counts the running block where it is a checkpoint that no other sequence holds."""
         return self.width if part.unit is not None and part.unit.key is not None and part.unit.live == 1 else 0
 
     def give_up(self, part: StatePart) -> None:
-        """Goes on in such a checkpoint as in a private block."""
+        """Makes the running block private again where it is a checkpoint that no other sequence holds."""
         if self.let_go(part, 0):
             assert part.unit is not None
             blocks, part.scope.held = part.unit.blocks, part.scope.held - self.width
@@ -129,7 +125,7 @@ class StateManager(UnitManager):
             part.checkpoints.append(own)
 
     def settle(self, part: StatePart, committed: int) -> int:
-        """Drops the oldest checkpoints of this sequence that nobody has used, beyond what it may leave behind."""
+        """Drops this sequence's oldest checkpoints beyond what it may leave behind, those that were hit excepted."""
         while len(part.checkpoints) > self._checkpoints_max:
             oldest = part.checkpoints.popleft()
             if oldest.key is not None and not oldest.live and not oldest.was_hit:
@@ -138,11 +134,10 @@ class StateManager(UnitManager):
         return NEVER
 
     def settled_until(self, part: StatePart, committed: int) -> int:
-        """Nothing falls out."""
         return NEVER
 
     def fork(self, part: StatePart, committed: int) -> StatePart:
-        """Shares the running block; both copy it before they go on."""
+        """Shares the running block, which both sequences copy before they go on."""
         if part.unit is not None:
             part.unit.live += 1
         return StatePart(part.scope, part.unit)
@@ -151,30 +146,27 @@ class StateManager(UnitManager):
         """A state takes the same room at every length."""
 
     def free(self, part: StatePart) -> None:
-        """Drops the running block."""
         if part.unit is not None:
             self._release(part.unit)
 
     def mark(self, states: BlockStates, scopes: Sequence[UnitScope], parts: Sequence[StatePart]) -> None:
-        """Says which blocks are in how many tables."""
         units = {part.unit for part in parts if part.unit is not None}
-        units |= {unit for scope in scopes for unit in self.units(scope)}
+        units |= {unit for scope in scopes for unit in scope.index.values()}
         for unit in units:
             states.mark(unit.blocks, unit.live, published=unit.key is not None)
 
     def tables(self, part: StatePart) -> list[array[int]]:
-        """One table of one entry per group."""
         blocks = part.unit.blocks if part.unit is not None else array("I")
         return [blocks[column : column + 1] for column in range(self.width)]
 
     def added(self, part: StatePart, blocks: array[int]) -> list[array[int]]:
-        """Per group its new running block, if there is one."""
         return [blocks[column : column + 1] for column in range(self.width)]
 
     def shared_token_count(self, part: StatePart) -> int:
-        """All its tokens if others hold the same state, else none."""
+        """All its tokens if other sequences hold the same state, else none."""
         return NEVER if part.unit is not None and part.unit.live > 1 else 0
 
     def _is_private(self, part: StatePart) -> bool:
+        """Tells whether the running block may be overwritten: it is neither shared nor published."""
         unit = part.unit
         return unit is not None and unit.live == 1 and unit.key is None

@@ -1,7 +1,7 @@
 """Windowed attention and recurrent state: published blocks one position at a time.
 
 A *unit* is one position of all groups of one specification: `width` blocks that are granted, shared, published and
-evicted together (a hit needs all of them anyway). Runs do not fit here: these groups give blocks back at the head.
+evicted together (a hit needs all of them anyway). Runs would not do here: these groups give blocks back at the head.
 
 Lifecycle of a unit:
 
@@ -15,21 +15,27 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from quire_allocator.core.blocks import Blocks, Evictor, Namespace, Scope, Scoped
 from quire_allocator.core.events import EventLog
-from quire_allocator.core.groups.manager import Hit, Manager
+from quire_allocator.core.groups.manager import Hit, IndexedStretch, Manager, Part
 from quire_allocator.core.spec import DIGEST_BYTES, GroupSpec, PoolSpec, Swap
 
 UnitKey = tuple[int, bytes]  # position, digest
 
 
 class Unit(Scoped):
-    """The blocks of one position. Without a key it is private; `was_hit` once a new sequence began with it."""
+    """The blocks of one position.
+
+    Attributes:
+        key: what it is published as; None while it is private.
+        was_hit: a new sequence has begun with it.
+    """
 
     __slots__ = ("blocks", "key", "was_hit")
 
-    def __init__(self, scope: UnitScope, blocks: array[int]) -> None:  # one is made for every block: no calls upwards
+    def __init__(self, scope: UnitScope, blocks: array[int]) -> None:  # made for every block: `super()` costs too much
         self.scope = scope
         self.live = 1
         self.hits = self.released = self.ticket = 0
@@ -39,22 +45,20 @@ class Unit(Scoped):
 
     @property
     def block_count(self) -> int:
-        """Blocks in it."""
         return len(self.blocks)
 
     @property
     def first_position(self) -> int:
-        """Positions before it in its prefix."""
         return self.key[0] if self.key else 0
 
     @property
     def first_digest(self) -> bytes:
-        """Digest of its block; empty while it is private."""
+        """Returns its digest; empty while it is private."""
         return self.key[1] if self.key else b""
 
 
 class UnitScope(Scope):
-    """A namespace's published units."""
+    """What a namespace has in a manager of units: an index of those that are published."""
 
     __slots__ = ("index",)
 
@@ -79,7 +83,10 @@ class UnitHit(Hit):
 NO_UNITS = UnitHit(0, 0, 0, 0, [])
 
 
-class UnitManager(Manager):
+PartT = TypeVar("PartT", bound=Part)
+
+
+class UnitManager(Manager[UnitScope, UnitHit, PartT]):
     """What managers of units share: references, publication, eviction."""
 
     def __init__(self, spec: GroupSpec, groups: Sequence[int], pool: PoolSpec, blocks: Blocks, log: EventLog) -> None:
@@ -92,15 +99,16 @@ class UnitManager(Manager):
         self._log = log
 
     def new_scope(self, namespace: Namespace) -> UnitScope:
-        """An empty index."""
         return UnitScope(namespace, self)
 
-    def units(self, scope: UnitScope) -> Iterator[Unit]:
-        """Every published unit of a namespace."""
-        yield from list(scope.index.values())
+    def walk(self, scope: UnitScope) -> Iterator[IndexedStretch]:
+        name = scope.namespace.name
+        for unit in list(scope.index.values()):
+            if unit.key is not None:  # it is still published
+                position, digest = unit.key
+                yield IndexedStretch(name, self.groups, self.spec, b"", digest, position)
 
     def evict(self, entry: Scoped, wanted: int) -> int:
-        """Empties a cached unit."""
         assert isinstance(entry, Unit)
         self._blocks.policy.evicted(entry, self.width)
         self._unpublish(entry)
@@ -109,24 +117,28 @@ class UnitManager(Manager):
     # -- for subclasses ------------------------------------------------------------------------------------------------
 
     def _new_units(self, scope: UnitScope, blocks: array[int]) -> list[Unit]:
+        """Makes private units of blocks that were just granted; a single one keeps the array itself."""
         width = self.width
         scope.held += len(blocks)
-        if len(blocks) == width:  # most often, while decoding
+        if len(blocks) == width:  # the usual case, while decoding
             return [Unit(scope, blocks)]
         return [Unit(scope, blocks[i : i + width]) for i in range(0, len(blocks), width)]
 
     def _hold_hit(self, hit: UnitHit) -> None:
+        """A new sequence begins with these units."""
         for unit in hit.units:
             unit.was_hit = True
             self._blocks.policy.hit(unit)
             self._hold(unit)
 
     def _hold(self, unit: Unit) -> None:
+        """One more table has the unit."""
         unit.live += 1
         if unit.live == 1:
             self._blocks.now_held(unit, self.width)
 
     def _release(self, unit: Unit) -> None:
+        """One table fewer has the unit; after the last one it is cached, or its blocks are empty."""
         unit.live -= 1
         if unit.live:
             return
@@ -151,13 +163,13 @@ class UnitManager(Manager):
         return other
 
     def _unpublish(self, unit: Unit) -> None:
-        """A cached unit's blocks become empty."""
+        """Takes a cached unit out of the index and the queue; its blocks become empty."""
         self._retract(unit)
         self._blocks.queue.discard(unit)
         self._blocks.give_back(unit.blocks)
 
     def _retract(self, unit: Unit) -> None:
-        """Nobody can hit it any more."""
+        """Takes a unit out of the index: no prompt can hit it any more."""
         assert unit.key is not None
         scope = unit.scope
         assert isinstance(scope, UnitScope)
@@ -166,6 +178,6 @@ class UnitManager(Manager):
         unit.key = None
 
     def _digest_at(self, digests: bytes, token_count: int, first_digest: int = 0) -> bytes:
-        """Digest of the prefix of so many tokens, where `digests` begin with number `first_digest`."""
+        """Returns the digest of the prefix of so many tokens, where `digests` begin with number `first_digest`."""
         start = (token_count // self._digest_tokens - 1 - first_digest) * DIGEST_BYTES
         return digests[start : start + DIGEST_BYTES]

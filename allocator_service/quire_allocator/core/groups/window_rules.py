@@ -1,7 +1,7 @@
 """What each type of attention still needs of the past: one small class per type, behind one interface.
 
-A token at position `t` (0 is the first) reads keys of earlier tokens; what lies before `first_needed(t)` it never
-reads, nor does any token after it. From that alone follow the other two rules of windowed groups:
+A token at position `t` (0 is the first) reads keys of earlier tokens, but none before `first_needed(t)`; nor does any
+token after it. From that alone follow the other two rules of windowed groups:
 
     hit        a prefix of `t` tokens can be served if the blocks from `first_needed(t)` up to `t` are published
     admission  a sequence of `n` tokens, computed at most `p` at a time, holds at most the blocks of `window - 1 + p`
@@ -16,19 +16,19 @@ from quire_allocator.core.spec import GroupKind, GroupSpec
 
 
 class WindowRule(ABC):
-    """The rule of one windowed group."""
+    """Which earlier tokens the tokens of one windowed group read."""
 
     @abstractmethod
     def first_needed(self, token_count: int) -> int:
-        """First token that the token after `token_count` others still reads; never falls as `token_count` grows."""
+        """Returns the first token that the token after `token_count` others reads; it never falls as that grows."""
 
     @abstractmethod
     def needs_less_at(self, token_count: int, token: int) -> int:
-        """Smallest count from `token_count` on whose next token does not read `token` any more."""
+        """Returns the smallest count, at least `token_count`, after which the next token no longer reads `token`."""
 
     @abstractmethod
     def past_token_count(self) -> int:
-        """Tokens before it that one token reads at most."""
+        """Counts the earlier tokens that one token reads at most."""
 
 
 class SlidingWindow(WindowRule):
@@ -38,15 +38,12 @@ class SlidingWindow(WindowRule):
         self.window = spec.window
 
     def first_needed(self, token_count: int) -> int:
-        """Everything that is `window` or more tokens back has fallen out."""
         return max(0, token_count - self.window + 1)
 
     def needs_less_at(self, token_count: int, token: int) -> int:
-        """`window` tokens after it."""
         return max(token_count, token + self.window)
 
     def past_token_count(self) -> int:
-        """All of the window but the token itself."""
         return self.window - 1
 
 
@@ -57,15 +54,13 @@ class ChunkedLocal(WindowRule):
         self.window = spec.window
 
     def first_needed(self, token_count: int) -> int:
-        """At a chunk's first token everything before it has fallen out."""
+        """At the first token of a chunk, everything before it has fallen out."""
         return token_count // self.window * self.window
 
     def needs_less_at(self, token_count: int, token: int) -> int:
-        """Where the token's chunk ends."""
         return max(token_count, (token // self.window + 1) * self.window)
 
     def past_token_count(self) -> int:
-        """A chunk but the token itself."""
         return self.window - 1
 
 

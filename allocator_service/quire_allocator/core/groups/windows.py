@@ -1,8 +1,8 @@
-"""Sliding-window and chunked-local groups: blocks that fell out are given back, null entries stay in the table.
+"""Sliding-window and chunked-local groups: blocks that fell out are given back, and leave null entries in the table.
 
 Who owns which part of a sequence's table, in positions:
 
-    [0, first)         nobody: fallen out of the window; null entries
+    [0, first)         no one: fallen out of the window; null entries
     [first, end)       `units`: published and shareable below the committed tokens, this sequence's alone beyond
 """
 
@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from quire_allocator.core.block_states import BlockStates
 from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.events import EventLog
+from quire_allocator.core.groups.manager import Part
 from quire_allocator.core.groups.units import NO_UNITS, Unit, UnitHit, UnitManager, UnitScope
 from quire_allocator.core.groups.window_rules import WINDOW_RULES, WindowRule
 from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK, Copy, GroupSpec, PoolSpec, Swap
 
 
-class WindowPart:
+class WindowPart(Part):
     """What one sequence has here: `units` from position `first` on."""
 
     __slots__ = ("first", "scope", "units")
@@ -30,8 +31,8 @@ class WindowPart:
         self.units = units
 
 
-class WindowManager(UnitManager):
-    """All groups of one window. See `Manager` for what its methods promise."""
+class WindowManager(UnitManager[WindowPart]):
+    """All groups of one window. `Manager` says what its methods promise."""
 
     settles = True
 
@@ -41,15 +42,16 @@ class WindowManager(UnitManager):
         self._stride = spec.block_size // pool.block_size
 
     def find(self, scope: UnitScope, digests: bytes, token_limit: int) -> UnitHit:
-        """The longest prefix of at most `token_limit` tokens whose window is published, searched from the right."""
+        """Returns the longest prefix of at most `token_limit` tokens whose window is published; it searches from the
+        right."""
         index, size = scope.index, self.block_size
-        end = min(token_limit, len(digests) // 32 * self._digest_tokens) // size
+        end = min(token_limit, len(digests) // DIGEST_BYTES * self._digest_tokens) // size
         while end > 0:
             first = self._rule.first_needed(end * size) // size
             units: list[Unit] = []
             for position in range(end - 1, first - 1, -1):
                 unit = index.get((position, self._digest_at(digests, (position + 1) * size)))
-                if unit is None:  # every longer prefix down to here would need it too
+                if unit is None:  # a longer prefix would need this position too: the next candidate ends before it
                     end = position
                     break
                 units.append(unit)
@@ -60,36 +62,29 @@ class WindowManager(UnitManager):
         return NO_UNITS
 
     def needed_after(self, hit: UnitHit, token_count: int) -> int:
-        """Blocks to grant to a new sequence of so many tokens."""
         return (-(-token_count // self.block_size) - hit.token_count // self.block_size) * self.width
 
     def open(self, scope: UnitScope, hit: UnitHit, prompt_token_count: int) -> WindowPart:
-        """Takes references on a hit."""
         self._hold_hit(hit)
         return WindowPart(scope, hit.first, list(hit.units))
 
     def needed(self, part: WindowPart, token_count: int, until: int) -> int:
-        """Blocks to grant so that a sequence of `token_count` tokens can hold `until`."""
         missing = -(-until // self.block_size) - part.first - len(part.units)
         return self.width * (missing + self._must_copy(part, token_count))
 
     def footprint(self, part: WindowPart, token_count: int) -> int:
-        """Blocks in its tables when it holds so many tokens; those that fell out are in none."""
         return max(0, -(-token_count // self.block_size) - part.first) * self.width
 
     def peak(self, token_count: int, pass_token_count: int) -> int:
-        """Blocks of a sequence of so many tokens at most, computed so many at a time."""
         at_once = self._rule.past_token_count() + pass_token_count
         return min(-(-token_count // self.block_size), -(-(at_once - 1) // self.block_size) + 1) * self.width
 
     def room(self, part: WindowPart, token_count: int) -> int:
-        """Tokens up to which it can grow without anything being granted or copied."""
         if self._must_copy(part, token_count):
             return token_count
         return (part.first + len(part.units)) * self.block_size
 
     def grow(self, part: WindowPart, token_count: int, until: int, blocks: array[int], copies: list[Copy]) -> int:
-        """Adds granted blocks; the first replaces a block that is not this sequence's alone."""
         units = self._new_units(part.scope, blocks)
         if token_count % self.block_size and self._must_copy(part, token_count):
             shared = part.units.pop()
@@ -99,11 +94,11 @@ class WindowManager(UnitManager):
         return (part.first + len(part.units)) * self.block_size
 
     def let_go(self, part: WindowPart, token_count: int) -> int:
-        """A half-filled block that another sequence filled, published and left."""
+        """Counts the half-filled block where another sequence has filled, published and left it."""
         return self.width if self._must_copy(part, token_count) and part.units[-1].live == 1 else 0
 
     def give_up(self, part: WindowPart) -> None:
-        """Nothing is overwritten."""
+        """Forward passes never overwrite a published block here."""
 
     def commit(self, part: WindowPart, committed: int, until: int, digests: bytes, swaps: list[Swap]) -> None:
         """Publishes the positions that became full, and tells the log of new ones that follow one another at once."""
@@ -124,7 +119,8 @@ class WindowManager(UnitManager):
             self._log.stored(scope, b"", b"".join(new), position + 1 - len(new))
 
     def settle(self, part: WindowPart, committed: int) -> int:
-        """Gives back what fell out, deepest first: of what stays cached, short prefixes serve most prompts."""
+        """Gives back what fell out, the deepest block first: the cache loses it first, and short prefixes serve most
+        prompts."""
         gone = self._rule.first_needed(committed) // self.block_size - part.first
         if gone > 0:
             for i in range(gone - 1, -1, -1):
@@ -134,52 +130,45 @@ class WindowManager(UnitManager):
         return self.settled_until(part, committed)
 
     def settled_until(self, part: WindowPart, committed: int) -> int:
-        """Committed tokens at which its first block falls out."""
+        """Committed tokens at which the first block of the table falls out."""
         return self._rule.needs_less_at(committed, (part.first + 1) * self.block_size - 1)
 
     def fork(self, part: WindowPart, committed: int) -> WindowPart:
-        """Shares what is committed."""
         units = part.units[: -(-committed // self.block_size) - part.first]
         for unit in units:
             unit.live += 1
         return WindowPart(part.scope, part.first, units)
 
     def shrink(self, part: WindowPart, until: int) -> None:
-        """Gives back blocks beyond `until` tokens."""
         keep = max(0, -(-until // self.block_size) - part.first)
         while len(part.units) > keep:
             self._release(part.units.pop())
 
     def free(self, part: WindowPart) -> None:
-        """Drops everything, tail first."""
         for unit in reversed(part.units):
             self._release(unit)
 
     def mark(self, states: BlockStates, scopes: Sequence[UnitScope], parts: Sequence[WindowPart]) -> None:
-        """Says which blocks are in how many tables."""
-        units = {unit for part in parts for unit in part.units} | {
-            unit for scope in scopes for unit in self.units(scope)
-        }
+        units = {unit for part in parts for unit in part.units}
+        units |= {unit for scope in scopes for unit in scope.index.values()}
         for unit in units:
             states.mark(unit.blocks, unit.live, published=unit.key is not None)
 
     def tables(self, part: WindowPart) -> list[array[int]]:
-        """One table per group, null entries first."""
         nulls = array("I", [NULL_BLOCK]) * part.first
         return [nulls + array("I", (unit.blocks[column] for unit in part.units)) for column in range(self.width)]
 
     def added(self, part: WindowPart, blocks: array[int]) -> list[array[int]]:
-        """Per group the last entries of its table, where these were just granted to it."""
         return [blocks[column :: self.width] for column in range(self.width)]
 
     def shared_token_count(self, part: WindowPart) -> int:
-        """Tokens that need not be computed again after it is freed: all if others hold its whole window, else none."""
+        """All its tokens if other sequences hold its whole window, else none."""
         if all(unit.live > 1 for unit in part.units):
             return (part.first + len(part.units)) * self.block_size
         return 0
 
     def _must_copy(self, part: WindowPart, token_count: int) -> bool:
-        """Whether the next token falls into a block that is not this sequence's alone to write."""
+        """Tells whether the next token falls into a block that is shared or published, and so not to be written."""
         position, offset = divmod(token_count, self.block_size)
         if not offset or position != part.first + len(part.units) - 1:
             return False

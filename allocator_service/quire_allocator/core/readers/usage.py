@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from heapq import nlargest
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from quire_allocator.core.block_states import BlockStates
-from quire_allocator.core.groups.runs import Run, RunScope, RunTree, holders_of_runs
+from quire_allocator.core.groups.full import FullAttentionManager, RunPart
+from quire_allocator.core.groups.run_tree import RunTree, holders_of_runs
+from quire_allocator.core.groups.runs import Run, RunScope
 from quire_allocator.core.spec import GroupKind
 
 if TYPE_CHECKING:
     from quire_allocator.core.pool import Pool
 
 LISTED_MAX: Final = 32
-Shown = Callable[[str], bool]  # which namespaces may be named
+Shown = Callable[[str], bool]  # tells whether a namespace may be named to the caller
 
 
 class PrefixUse(NamedTuple):
@@ -46,7 +48,7 @@ class GroupUse(NamedTuple):
 
 
 def block_states(pool: Pool) -> BlockStates:
-    """Counts every table."""
+    """Returns the state of every block, counted from all tables."""
     states = BlockStates(pool.spec.block_count)
     spaces = list(pool.blocks.namespaces.values())
     for number, manager in enumerate(pool.managers):
@@ -56,7 +58,7 @@ def block_states(pool: Pool) -> BlockStates:
 
 
 def groups(pool: Pool) -> list[GroupUse]:
-    """Blocks by group."""
+    """Returns what each group uses, by its number."""
     uses = []
     spaces = list(pool.blocks.namespaces.values())
     for number, manager in enumerate(pool.managers):
@@ -68,7 +70,7 @@ def groups(pool: Pool) -> list[GroupUse]:
 
 
 def namespaces(pool: Pool, shown: Shown) -> list[NamespaceUse]:
-    """The largest namespaces, by blocks held and cached."""
+    """Returns the largest namespaces that may be named, by blocks held and cached; at most `LISTED_MAX`."""
     uses = (
         NamespaceUse(space.name, space.held_count, space.cached_count, space.sequence_count)
         for space in pool.blocks.namespaces.values()
@@ -78,9 +80,11 @@ def namespaces(pool: Pool, shown: Shown) -> list[NamespaceUse]:
 
 
 def unwritten_slot_count(pool: Pool) -> int:
-    """Tokens of room that sequences were granted and have not committed: ahead of them, or the rest of a last block.
+    """Counts the tokens of room that sequences were granted and have not committed: lookahead, and the rest of a last
+    block.
 
-    In the first group that holds tokens, as each table sees it: a half-filled block that forks share counts for each.
+    It looks at the first group that holds tokens, and at each table by itself: a half-filled block that forks share
+    counts for each of them.
     """
     size = next((group.block_size for group in pool.spec.groups if group.kind is not GroupKind.STATE), 0)
     if not size:
@@ -93,7 +97,7 @@ def unwritten_slot_count(pool: Pool) -> int:
 
 
 def longest_prefixes(pool: Pool, shown: Shown) -> list[PrefixUse]:
-    """The deepest leaves of all trees."""
+    """Returns the deepest leaves of all trees, at most `LISTED_MAX`."""
     leaves = ((run, tree) for run, tree in _runs(pool, shown) if not run.children)
     deepest = nlargest(LISTED_MAX, leaves, key=lambda leaf: leaf[0].first_position + len(leaf[0].blocks))
     holders = _holders(pool)
@@ -101,7 +105,7 @@ def longest_prefixes(pool: Pool, shown: Shown) -> list[PrefixUse]:
 
 
 def most_shared_prefixes(pool: Pool, shown: Shown) -> list[PrefixUse]:
-    """The runs that most tables hold, of those that at least two do."""
+    """Returns the runs that most sequences hold, at least two each; at most `LISTED_MAX`."""
     holders = _holders(pool)
     shared = ((run, tree) for run, tree in _runs(pool, shown) if holders[run] > 1)
     most = nlargest(LISTED_MAX, shared, key=lambda item: (holders[item[0]], len(item[0].blocks)))
@@ -109,13 +113,13 @@ def most_shared_prefixes(pool: Pool, shown: Shown) -> list[PrefixUse]:
 
 
 def run_counts(pool: Pool) -> tuple[int, int]:
-    """Runs, and blocks in them."""
+    """Counts the runs of the pool, and the blocks in them."""
     sizes = [len(run.blocks) for run, _ in _runs(pool)]
     return len(sizes), sum(sizes)
 
 
 def free_stretch_count(states: BlockStates) -> int:
-    """Stretches of consecutive ids that the free blocks form."""
+    """Counts the stretches of consecutive ids that the free blocks form."""
     import numpy as np
 
     free = np.concatenate(([False], states.holders == 0))
@@ -123,26 +127,25 @@ def free_stretch_count(states: BlockStates) -> int:
 
 
 def _trees(pool: Pool) -> Iterator[tuple[int, RunTree]]:
+    """Yields the number of each manager of full attention, and its trees."""
     for number, manager in enumerate(pool.managers):
-        tree = getattr(manager, "tree", None)
-        if tree is not None:
-            yield number, tree
+        if manager.spec.kind is GroupKind.FULL_ATTENTION:
+            yield number, cast(FullAttentionManager, manager).tree
 
 
 def _runs(pool: Pool, shown: Shown = lambda _name: True) -> Iterator[tuple[Run, int]]:
-    """Every run of these namespaces, with the number of its manager."""
+    """Yields every run of the namespaces that may be named, with the number of its manager."""
     for number, tree in _trees(pool):
         for space in filter(lambda space: shown(space.name), pool.blocks.namespaces.values()):
-            scope = space.scopes[number]
-            assert isinstance(scope, RunScope)
-            for run in tree.runs(scope.root):
+            for run in tree.runs(cast(RunScope, space.scopes[number]).root):
                 yield run, number
 
 
 def _holders(pool: Pool) -> Counter[Run]:
+    """Counts the sequences that hold each run."""
     holders: Counter[Run] = Counter()
     for number, _ in _trees(pool):
-        ends = [sequence.parts[number].run for sequence in pool.sequences.values()]
+        ends = [cast(RunPart, sequence.parts[number]).run for sequence in pool.sequences.values()]
         holders += holders_of_runs([run for run, n in _runs(pool) if n == number], ends)
     return holders
 

@@ -15,18 +15,17 @@ beside the first), policies have learned nothing yet but that what parts was sha
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from quire_allocator.core.blocks import Namespace, Scoped
-from quire_allocator.core.groups.full import FullAttentionManager
-from quire_allocator.core.groups.states import StateManager
-from quire_allocator.core.groups.windows import WindowManager
+from quire_allocator.core.groups.manager import Part
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.rebuild.report import BlockUse, Report, ReportedSequence, ReportedStretch, refuse
 from quire_allocator.core.rebuild.runs import RunBuilder
 from quire_allocator.core.rebuild.units import StateBuilder, WindowBuilder
 from quire_allocator.core.sequence import SequenceState
-from quire_allocator.core.spec import DIGEST_BYTES, PoolSpec
+from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, PoolSpec
 
 
 class Builder(Protocol):
@@ -41,14 +40,15 @@ class Builder(Protocol):
     def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
         """Files everything published; returns rank, position and entry of what nobody holds."""
 
-    def part(self, located: Any) -> Any:
-        """What the sequence has in the manager, its references taken."""
+    def part(self, located: Any) -> Part:
+        """Takes the references of a sequence, and returns what it has in the manager."""
 
 
-_BUILDERS: dict[type, Any] = {
-    FullAttentionManager: RunBuilder,
-    WindowManager: WindowBuilder,
-    StateManager: StateBuilder,
+BUILDERS: dict[GroupKind, Callable[[Any, Pool, BlockUse], Builder]] = {
+    GroupKind.FULL_ATTENTION: RunBuilder,
+    GroupKind.SLIDING_WINDOW: WindowBuilder,
+    GroupKind.CHUNKED_LOCAL: WindowBuilder,
+    GroupKind.STATE: StateBuilder,
 }
 
 
@@ -67,9 +67,7 @@ class Rebuild:
         pool.blocks.take(spec.block_count)
         self._use = BlockUse(spec.block_count)
         self._spaces = _Spaces(pool)
-        self._builders: list[Builder] = [
-            _BUILDERS[type(manager)](manager, pool, self._use) for manager in pool.managers
-        ]
+        self._builders = [BUILDERS[manager.spec.kind](manager, pool, self._use) for manager in pool.managers]
         self._places = {
             group: (builder, column)
             for manager, builder in zip(pool.managers, self._builders, strict=True)

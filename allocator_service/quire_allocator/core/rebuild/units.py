@@ -8,7 +8,7 @@ from typing import Any
 from quire_allocator.core.blocks import Namespace, Scoped
 from quire_allocator.core.groups.states import StatePart
 from quire_allocator.core.groups.units import Unit, UnitKey, UnitManager, UnitScope
-from quire_allocator.core.groups.windows import WindowPart
+from quire_allocator.core.groups.windows import WindowManager, WindowPart
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.rebuild.report import BlockUse, ReportedSequence, ReportedStretch, refuse
 from quire_allocator.core.rebuild.runs import manager_number
@@ -21,8 +21,8 @@ class UnitBuilder:
     Published units are made when the first sequence is located, as cached ones that nobody holds.
     """
 
-    def __init__(self, manager: UnitManager, pool: Pool, use: BlockUse) -> None:
-        self._manager: Any = manager
+    def __init__(self, manager: UnitManager[Any], pool: Pool, use: BlockUse) -> None:
+        self._manager = manager
         self._pool = pool
         self._use = use
         self._number = manager_number(pool, manager)
@@ -90,7 +90,6 @@ class UnitBuilder:
             unit.live += 1
             return unit
         self._use.claim(blocks)
-        own: Unit
         (own,) = self._manager._new_units(scope, blocks)
         if may_share:
             self._private[blocks[0]] = own, position
@@ -103,7 +102,11 @@ class UnitBuilder:
 
 
 class WindowBuilder(UnitBuilder):
-    """Sliding windows and chunks."""
+    """Rebuilds groups of sliding windows and of chunks."""
+
+    def __init__(self, manager: WindowManager, pool: Pool, use: BlockUse) -> None:
+        super().__init__(manager, pool, use)
+        self._rule = manager._rule
 
     def locate(self, space: Namespace, sequence: ReportedSequence) -> WindowPart:
         """Units from the first position that the window still needs."""
@@ -112,7 +115,7 @@ class WindowBuilder(UnitBuilder):
         length = -(-sequence.token_count // size)
         if any(len(table) != length for table in tables):
             refuse(f"the tables of sequence {name} do not hold its {sequence.token_count} tokens")
-        first = self._manager._rule.first_needed(committed) // size
+        first = self._rule.first_needed(committed) // size
         scope, units = self._scope(space), list[Unit]()
         for position in range(first, length):
             blocks = array("I", [table[position] for table in tables])

@@ -1,0 +1,197 @@
+"""Full attention: the radix trees of runs (`runs.py`), one for each namespace of a manager, and what changes them."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from quire_allocator.core.blocks import Blocks, Scoped
+from quire_allocator.core.events import EventLog
+from quire_allocator.core.groups.runs import Run, RunHit
+from quire_allocator.core.spec import DIGEST_BYTES
+
+
+class RunTree:
+    """The runs of all namespaces of one manager."""
+
+    def __init__(self, width: int, block_size: int, blocks: Blocks, log: EventLog) -> None:
+        self.width = width
+        self.block_size = block_size
+        self._blocks = blocks
+        self._log = log
+
+    def find(self, root: Run, digests: bytes, token_limit: int) -> RunHit:
+        """Returns the longest published prefix of at most so many tokens. Changes nothing."""
+        limit = min(token_limit // self.block_size * DIGEST_BYTES, len(digests))
+        run, offset, runs = root, 0, []
+        cached = cut = 0  # positions
+        while offset < limit:
+            child = run.children.get(digests[offset : offset + DIGEST_BYTES])
+            if child is None:
+                break
+            runs.append(child)
+            size = child.size
+            if size > limit - offset or not digests.startswith(child.digests, offset):
+                size = _agreeing(child.digests, digests, offset, limit)
+                cut = size // DIGEST_BYTES if size < child.size else 0
+            offset += size
+            if not child.live:
+                cached += size // DIGEST_BYTES
+            if cut:
+                break
+            run = child
+        positions = offset // DIGEST_BYTES
+        return RunHit(positions * self.block_size, positions * self.width, cached * self.width, runs, cut)
+
+    def add_child(self, parent: Run, digests: bytes, blocks: array[int], position: int) -> Run:
+        """Publishes blocks below a run, of which no child begins with their first digest; returns the new child.
+
+        The sequence that ends in the parent ends in the child from now on. The parent's count of holders stays: instead
+        of the sequence it counts the child.
+        """
+        self._log.stored(parent.scope, parent.last_digest, digests, position)
+        child = Run(parent.scope, parent, position, digests, blocks)
+        child.live = 1
+        parent.children[digests[:DIGEST_BYTES]] = child
+        self._blocks.policy.stored(child, parent)
+        return child
+
+    def is_extendable(self, run: Run) -> bool:
+        """Tells whether a run has one history with what the sequence that ends in it publishes next."""
+        return run.live == 1 and not run.children and not run.hits and run.parent is not None
+
+    def extend(self, run: Run, digests: bytes, blocks: array[int], position: int) -> None:
+        """Publishes blocks at the end of an extendable run."""
+        self._log.stored(run.scope, run.last_digest, digests, position)
+        run.extend(digests, blocks)
+
+    def hold(self, run: Run) -> None:
+        """Adds a holder; runs that come back from the cache hold their parents."""
+        while run.parent is not None:
+            run.live += 1
+            if run.live > 1:
+                return
+            self._blocks.now_held(run, len(run.blocks))
+            run = run.parent
+
+    def release(self, run: Run) -> None:
+        """Takes a holder away; deeper runs are released before their parents."""
+        while run.parent is not None:
+            run.live -= 1
+            if run.live:
+                return
+            self._blocks.now_cached(run, len(run.blocks), is_candidate=not run.children)
+            run = run.parent
+
+    def split(self, run: Run, positions: int) -> Run:
+        """Cuts a run in two and returns the upper part, of so many positions."""
+        parent, size, count = run.parent, positions * DIGEST_BYTES, positions * self.width
+        assert parent is not None, "a root has nothing to split"
+        upper = Run(run.scope, parent, run.first_position, run.digests[:size], run.blocks[:count])
+        upper.copy_history(run)
+        upper.live = 1 if run.live else 0
+        parent.children[upper.first_digest] = upper
+        run.cut_off(upper)
+        run.parent = upper
+        upper.children[run.first_digest] = run
+        if self._blocks.policy.split(upper, run) and run.ticket:
+            self._blocks.push(run)
+        return upper
+
+    def evict(self, entry: Scoped, wanted: int) -> int:
+        """Puts positions from the deep end of a cached run without children on the empty stack: at least `wanted`
+        blocks, or all it has, but never more than its spare end where it has one. Returns how many blocks."""
+        assert isinstance(entry, Run)
+        run = entry
+        positions = min(run.size // DIGEST_BYTES, -(-wanted // self.width))
+        if run.spare:
+            positions = min(positions, max(1, run.spare // self.width))
+        count, kept = positions * self.width, run.size - positions * DIGEST_BYTES
+        moves = self._blocks.policy.evicted(run, count)
+        parent = run.parent
+        assert parent is not None, "a root is no candidate"
+        if not kept:
+            self._blocks.queue.discard(run)
+            del parent.children[run.first_digest]
+        size, (source, blocks) = run.size, run.trim(kept)
+        self._log.removed(run.scope, run.first_position + kept // DIGEST_BYTES, source, kept, size)
+        self._blocks.give_back(blocks)
+        if kept and moves:
+            self._blocks.push(run)
+        elif not kept and not parent.children and not parent.live and parent.parent is not None:
+            self._blocks.push(parent)
+        return count
+
+    def walk(self, root: Run) -> Iterator[Run]:
+        """Yields every run below a root, parents before children, while the tree goes on changing.
+
+        A run that was noted may have been split before the walk gets to it: its upper parts are new runs, and it may
+        have been evicted itself. So the walk goes from its deep end up, to the position at which it began when noted.
+        """
+        noted = [(child, 0) for child in root.children.values()]
+        while noted:
+            run, began_at = noted.pop()
+            parts = []
+            part: Run | None = run
+            while part is not None and part.parent is not None and part.first_position >= began_at:
+                parts.append(part)
+                part = part.parent
+            for part in reversed(parts):
+                if part.blocks:
+                    yield part
+            end = run.first_position + run.size // DIGEST_BYTES
+            noted += [(child, end) for child in run.children.values()]
+
+    def runs(self, root: Run) -> Iterator[Run]:
+        """Yields every run below a root, parents before children, of a tree that does not change meanwhile."""
+        pending = [root]
+        while pending:
+            run = pending.pop()
+            if run.parent is not None:
+                yield run
+            pending.extend(run.children.values())
+
+    def path_blocks(self, run: Run, tail: array[int]) -> array[int]:
+        """Returns a new array: the blocks from the root down to the end of a run, and a tail behind them."""
+        path = [tail]
+        while run.parent is not None:
+            path.append(run.blocks)
+            run = run.parent
+        if len(path) <= 2:  # the usual path, whose blocks are copied only once by an addition
+            return path[1] + tail if len(path) == 2 else tail[:]
+        blocks = array("I")
+        for part in reversed(path):
+            blocks.extend(part)
+        return blocks
+
+
+def _agreeing(run_digests: bytes | bytearray, digests: bytes, start: int, end: int) -> int:
+    """Counts the bytes in which a run agrees with `digests[start:end]`, whole digests; at least one does."""
+    if len(run_digests) > end - start:  # most often the prompt that made the run, all but its last block
+        wanted = digests if not start and end == len(digests) else digests[start:end]
+        if run_digests.startswith(wanted):
+            return end - start
+    return common_positions(run_digests, digests, start, end) * DIGEST_BYTES
+
+
+def common_positions(run_digests: bytes | bytearray, digests: bytes, start: int, end: int) -> int:
+    """Counts the positions in which a run agrees with `digests[start:end]`; at least one does."""
+    low, high = 1, min(len(run_digests), end - start) // DIGEST_BYTES
+    while low < high:  # by halves: digests that differ at one position differ at all later ones
+        middle = (low + high + 1) // 2
+        size = middle * DIGEST_BYTES
+        if run_digests[:size] == digests[start : start + size]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def holders_of_runs(runs: Iterable[Run], ends: Iterable[Run]) -> Counter[Run]:
+    """Counts the sequences that hold each run; `ends` are the runs that they end in, `runs` has parents first."""
+    holders = Counter(ends)
+    for run in reversed(list(runs)):
+        if run.parent is not None and run.parent.parent is not None:
+            holders[run.parent] += holders[run]
+    return holders

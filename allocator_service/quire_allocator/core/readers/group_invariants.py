@@ -1,0 +1,207 @@
+"""What must hold of each kind of group at all times, counted again from its tables; `invariants.py` asks for all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from quire_allocator.core.blocks import Scoped
+from quire_allocator.core.groups.full import FullAttentionManager, RunPart
+from quire_allocator.core.groups.runs import Run, RunScope
+from quire_allocator.core.groups.states import StateManager, StatePart
+from quire_allocator.core.groups.units import Unit, UnitScope
+from quire_allocator.core.groups.windows import WindowManager, WindowPart
+from quire_allocator.core.sequence import SequenceState
+from quire_allocator.core.spec import DIGEST_BYTES, GroupKind
+
+
+class Use(NamedTuple):
+    """What one namespace has in one manager: its scope there, and each of its sequences with its part there."""
+
+    scope: Any
+    parts: Sequence[tuple[SequenceState, Any]]
+
+
+class Found:
+    """What was found in one scope.
+
+    Attributes:
+        held: blocks in tables, each once.
+        cached: published blocks in no table.
+        entries: what is published.
+        candidates: those of them that may be evicted.
+    """
+
+    def __init__(self) -> None:
+        self.held: list[int] = []
+        self.cached: list[int] = []
+        self.entries: list[Scoped] = []
+        self.candidates: list[Scoped] = []
+
+    def add(self, entry: Scoped, blocks: Sequence[int], holders: int, *, is_leaf: bool) -> None:
+        """Notes one published entry, whose own count of holders must be right."""
+        assert entry.live == holders, f"an entry of blocks {list(blocks)} counts {entry.live} holders, it has {holders}"
+        (self.held if holders else self.cached).extend(blocks)
+        self.entries.append(entry)
+        if not holders and is_leaf:
+            self.candidates.append(entry)
+
+
+# -- full attention ----------------------------------------------------------------------------------------------------
+
+
+def check_full(manager: FullAttentionManager, uses: Sequence[Use]) -> list[Found]:
+    """Checks the trees of runs, the sequences that end in them, and the list of sharers of half-filled blocks."""
+    _check_sharers(manager, [part for use in uses for _, part in use.parts])
+    return [_check_tree(manager, use.scope, use.parts) for use in uses]
+
+
+def _check_tree(
+    manager: FullAttentionManager, scope: RunScope, parts: Sequence[tuple[SequenceState, RunPart]]
+) -> Found:
+    """The tree is well formed, and each run counts the sequences that end or borrow there and its held children."""
+    found, width = Found(), manager.width
+    ends: Counter[int] = Counter()
+    for _, part in parts:
+        assert part.scope is scope, "a sequence has its runs in another scope"
+        ends[id(part.run)] += 1
+        if part.borrowed is not None:
+            ends[id(part.borrowed)] += 1
+    known = {id(scope.root)}
+    for run in manager.tree.runs(scope.root):
+        known.add(id(run))
+        _check_run(run, scope, width)
+        holders = ends[id(run)] + sum(child.live > 0 for child in run.children.values())
+        found.add(run, run.blocks, holders, is_leaf=not run.children)
+    assert not scope.root.live, "a root counts holders"
+    assert not scope.root.ticket, "a root may be evicted"
+    assert not scope.root.blocks, "a root has blocks"
+    for sequence, part in parts:
+        _check_run_part(manager, sequence, part, known)
+        found.held.extend(part.tail if part.borrowed is None else part.tail[width:])
+    _count_shared_once(found.held, [part.tail[:width] for _, part in parts if part.borrowed is None], width)
+    return found
+
+
+def _check_run(run: Run, scope: RunScope, width: int) -> None:
+    parent = run.parent
+    assert parent is not None
+    assert run.scope is scope, "a run names another scope than the one it hangs in"
+    assert parent.children.get(run.first_digest) is run, "a run is not where its parent looks for it"
+    count, rest = divmod(len(run.digests), DIGEST_BYTES)
+    assert count > 0, "a run is empty"
+    assert not rest, "a run has a part of a digest"
+    assert len(run.blocks) == count * width, f"a run of {count} digests has {len(run.blocks)} blocks"
+    above = parent.first_position + parent.size // DIGEST_BYTES
+    assert run.first_position == above, f"a run below {above} positions says it begins at {run.first_position}"
+    assert run.live == 0 or parent.parent is None or parent.live > 0, "a held run hangs below a cached one"
+
+
+def _check_run_part(manager: FullAttentionManager, sequence: SequenceState, part: RunPart, known: set[int]) -> None:
+    width, size = manager.width, manager.block_size
+    assert id(part.run) in known, "a sequence ends in a run that is not in the tree"
+    end = part.run.first_position + part.run.size // DIGEST_BYTES
+    assert part.published == end, f"a sequence counts {part.published} published positions, its run ends at {end}"
+    assert part.published == sequence.committed_token_count // size, "not what is committed is published"
+    entries = -(-sequence.token_count // size)
+    assert len(part.tail) == (entries - part.published) * width, f"a tail does not end at {sequence.token_count} tokens"
+    if part.borrowed is not None:
+        assert id(part.borrowed) in known, "a borrowed run is not in the tree"
+        assert part.borrowed.parent is part.run, "a borrowed run does not follow what the borrower has"
+        assert list(part.borrowed.blocks[:width]) == list(part.tail[:width]), "a borrower has other blocks than the run"
+        assert sequence.committed_token_count % size, "a sequence without a half-filled block borrows one"
+
+
+def _count_shared_once(held: list[int], firsts: Sequence[Sequence[int]], width: int) -> None:
+    """Leaves the blocks of a half-filled position in `held` only once, where several tails share it."""
+    times = Counter(tuple(first) for first in firsts if len(first) == width)
+    for blocks, count in times.items():
+        for _ in range(count - 1):
+            for block in blocks:
+                held.remove(block)
+
+
+def _check_sharers(manager: FullAttentionManager, parts: Sequence[RunPart]) -> None:
+    """The manager lists exactly those sequences whose half-filled block stands in another one's tail too."""
+    tails: dict[int, set[int]] = {}
+    for part in parts:
+        if part.tail and part.borrowed is None:
+            tails.setdefault(part.tail[0], set()).add(id(part))
+    wanted = {block: sharers for block, sharers in tails.items() if len(sharers) > 1}
+    listed = {block: {id(part) for part in sharers} for block, sharers in manager._sharers.items()}
+    assert listed == wanted, "the sharers of half-filled blocks are not those that share them"
+
+
+# -- windows and states ------------------------------------------------------------------------------------------------
+
+
+def check_windows(manager: WindowManager, uses: Sequence[Use]) -> list[Found]:
+    """Checks that tables begin where the window does and end where the grants do; what is computed is published."""
+    for use in uses:
+        for sequence, part in use.parts:
+            _check_window(manager, use.scope, sequence, part)
+    return [_check_units(manager.width, use.scope, [part.units for _, part in use.parts]) for use in uses]
+
+
+def _check_window(manager: WindowManager, scope: UnitScope, sequence: SequenceState, part: WindowPart) -> None:
+    size = manager.block_size
+    assert part.scope is scope, "a sequence has its units in another scope"
+    end = part.first + len(part.units)
+    assert end == -(-sequence.token_count // size), f"a table ends at {end}, not at {sequence.token_count} tokens"
+    committed = sequence.committed_token_count
+    first = manager._rule.first_needed(committed) // size
+    assert part.first == first, f"a table begins at {part.first}, not at {first}"
+    for position, unit in enumerate(part.units, part.first):
+        if (position + 1) * size <= committed:
+            assert unit.key is not None, f"position {position} is computed and not published"
+            assert unit.key[0] == position, f"position {position} was published as {unit.key[0]}"
+        elif position * size >= committed:
+            assert unit.key is None, f"position {position} was published before it was computed"
+            assert unit.live == 1, f"position {position} is shared before anything was written to it"
+
+
+def check_states(manager: StateManager, uses: Sequence[Use]) -> list[Found]:
+    """Checks that every sequence has a running block; a published one stands for exactly the committed tokens."""
+    for use in uses:
+        for sequence, part in use.parts:
+            _check_state(manager, use.scope, sequence, part)
+    return [_check_units(manager.width, use.scope, [[part.unit] for _, part in use.parts]) for use in uses]
+
+
+def _check_state(manager: StateManager, scope: UnitScope, sequence: SequenceState, part: StatePart) -> None:
+    assert part.scope is scope, "a sequence has its state in another scope"
+    assert part.unit is not None, "a sequence has no state"
+    assert len(part.checkpoints) <= manager._checkpoints_max, "a sequence keeps too many checkpoints"
+    if part.unit.key is not None:
+        tokens = part.unit.key[0] * manager._digest_tokens
+        assert tokens == sequence.committed_token_count, f"a state after {tokens} tokens stands for another count"
+    if part.unit.key is not None or part.unit.live > 1:
+        assert sequence.token_count == sequence.committed_token_count, "a state that others use may be overwritten"
+
+
+def _check_units(width: int, scope: UnitScope, tables: Sequence[Sequence[Unit]]) -> Found:
+    """Each unit counts the tables it is in; the published ones are those of the index."""
+    found = Found()
+    holders: Counter[int] = Counter(id(unit) for table in tables for unit in table)
+    for key, unit in scope.index.items():
+        assert unit.key == key, f"a unit of position {key[0]} is filed under another key than its own"
+        assert len(key[1]) == DIGEST_BYTES, "a unit is published under a part of a digest"
+        found.add(unit, unit.blocks, holders[id(unit)], is_leaf=True)
+    for unit in {id(unit): unit for table in tables for unit in table}.values():
+        assert unit.scope is scope, "a unit stands in a table of another scope"
+        assert len(unit.blocks) == width, "a unit has another number of blocks than there are groups"
+        if unit.key is None:
+            assert unit.live == holders[id(unit)], f"a private unit counts {unit.live} tables"
+            found.held.extend(unit.blocks)
+        else:
+            assert scope.index.get(unit.key) is unit, "a published unit is not in the index"
+    return found
+
+
+CHECKS: dict[GroupKind, Callable[[Any, Sequence[Use]], list[Found]]] = {
+    GroupKind.FULL_ATTENTION: check_full,
+    GroupKind.SLIDING_WINDOW: check_windows,
+    GroupKind.CHUNKED_LOCAL: check_windows,
+    GroupKind.STATE: check_states,
+}

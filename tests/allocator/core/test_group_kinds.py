@@ -1,0 +1,47 @@
+"""Every kind of group is known wherever kinds are told apart: a new one that is forgotten somewhere fails here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from quire_allocator.core.groups.factory import MANAGERS
+from quire_allocator.core.groups.window_rules import WINDOW_RULES
+from quire_allocator.core.groups.windows import WindowManager
+from quire_allocator.core.readers.group_invariants import CHECKS
+from quire_allocator.core.rebuild.rebuild import BUILDERS
+from quire_allocator.core.spec import GroupKind
+
+from tests.allocator.core.pools import chunked, computed, d, full, make_pool, sliding, state
+from tests.allocator.twin.kinds import ORDER
+
+
+@pytest.mark.parametrize("table", [MANAGERS, CHECKS, BUILDERS], ids=["managers", "checks", "builders"])
+def test_every_kind_of_group_has_its_manager_its_checks_and_its_builder(table: Mapping[GroupKind, Any]) -> None:
+    assert set(table) == set(GroupKind)
+
+
+def test_every_kind_of_group_is_known_to_the_twin() -> None:
+    assert set(ORDER) == {kind.value for kind in GroupKind}
+
+
+def test_every_window_has_its_rule() -> None:
+    assert set(WINDOW_RULES) == {kind for kind, manager in MANAGERS.items() if manager is WindowManager}
+
+
+def test_every_kind_of_group_can_be_walked() -> None:
+    pool = make_pool(40, full(4), sliding(8, 8), chunked(4, 8), state(4))
+    computed(pool, 1, "abcd")
+    (space,) = pool.blocks.namespaces.values()
+    walked = [
+        [(stretch.first_position, stretch.digests) for stretch in manager.walk(scope)]
+        for manager, scope in zip(pool.managers, space.scopes, strict=True)
+    ]
+    digests = [d("abcd")[32 * i : 32 * i + 32] for i in range(4)]
+    assert walked == [
+        [(0, d("abcd"))],
+        [(0, digests[1]), (1, digests[3])],
+        [(position, digests[position]) for position in range(4)],
+        [(4, digests[3])],
+    ]

@@ -26,6 +26,7 @@ from quire.session.owner import Phase, PoolOwner
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Directory, Ownership
+from quire_allocator.core.readers import invariants
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.metrics.counters import Counters
 from quire_allocator.service import AllocatorService
@@ -263,7 +264,7 @@ class Episode:
         machine.close()
         if machine.owner is not None:
             if machine.phase is type(machine.phase).OPEN:
-                machine.owner.pool.check_invariants()
+                invariants.check(machine.owner.pool)
             self.sessions.drop(machine.owner)
         self._state = self._look()
 

@@ -11,7 +11,7 @@ from quire.session.owner import PoolOwner
 from quire_allocator.core.groups.full import FullAttentionManager
 from quire_allocator.core.ownership.directory import Ownership
 from quire_allocator.core.pool import Pool
-from quire_allocator.core.readers import index
+from quire_allocator.core.readers import index, invariants
 from quire_allocator.session.staged_report import StagedReport
 from quire_allocator.wire import translate
 
@@ -46,7 +46,7 @@ def compare(worker: Worker, allocator: Allocator) -> None:
 def compare_pool(pool: Pool, ledger: Ledger) -> None:
     """Sequences, tables, holds, and what is published where."""
     try:
-        pool.check_invariants()
+        invariants.check(pool)
     except AssertionError as error:
         raise ViolationError(f"invariant: {error}") from error
     require(list(pool.sequences) == list(ledger.sequences), "other sequences live than the owner has")

@@ -15,6 +15,7 @@ from quire.hashing import DIGEST_BYTES
 from quire.protocol.steps import StepOutcome, read_reply
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.pool import Pool
+from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec
 from quire_allocator.wire import step_apply, step_checks
 from quire_worker.sampler import SamplingParams
@@ -103,7 +104,7 @@ class PretendedWorker:
         message, reply = plan.step.message, pb.StepReply()
         self.commit_block_counts.append(len(message.commits.digests) // DIGEST_BYTES)
         step_apply.apply_step(self.pool, step_checks.check_step(self.pool, message), 0.0, reply)
-        self.pool.check_invariants()
+        invariants.check(self.pool)
         return read_reply(message, reply, 1)
 
     def turn(self, *, cancel_meanwhile: Request | None = None) -> None:

@@ -366,16 +366,6 @@ class Pool:
         self.blocks.forget_if_unused(sequence.namespace)
         return Result.OK
 
-    def check_invariants(self) -> None:
-        """Counts everything again.
-
-        Raises:
-            AssertionError: naming what is broken.
-        """
-        from quire_allocator.core.readers.invariants import check  # it knows this class
-
-        check(self)
-
     def expire_holds(self, now: float) -> list[int]:
         """Frees every hold whose time has come, and returns their ids in order."""
         if not self.holds:

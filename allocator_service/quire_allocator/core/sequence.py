@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from quire_allocator.core.blocks import Namespace
-from quire_allocator.core.groups.manager import Part
 from quire_allocator.core.pending import Announcement
+
+
+class Part:
+    """What one sequence has in one manager."""
+
+    __slots__ = ()
 
 
 class SequenceState:

@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar, cast
 
 from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Directory, Ownership
+from quire_allocator.core.readers import invariants
 from quire_allocator.core.refusal import Refusal
 
 AnswerT = TypeVar("AnswerT")
@@ -96,7 +97,7 @@ class SessionRegistry:
             answer = operate()
             owner.change_count += 1
             if self.check_invariants:
-                owner.pool.check_invariants()
+                invariants.check(owner.pool)
             elif not owner.change_count % limits.CHANGES_PER_CHECK:
                 owner.pool.blocks.check_counts()
         except Refusal:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire_allocator.core.pool import Pool
+from quire_allocator.core.readers import invariants
 from quire_allocator.core.readers.usage import block_states
 from quire_allocator.core.spec import NULL_BLOCK, GroupKind, GroupSpec, PoolSpec, Result
 
@@ -102,7 +103,7 @@ def commit(pool: Pool, sequence_id: int, letters: str, token_count: int, keep: i
     assert len(digests) == 32 * (token_count // size - first), "not enough letters"
     answer = pool.commit(sequence_id, token_count, digests, keep)
     assert answer.result is Result.OK
-    pool.check_invariants()
+    invariants.check(pool)
     return answer
 
 
@@ -112,4 +113,4 @@ def forget(pool: Pool, manager: int, positions: Sequence[int], namespace: str = 
     for key, unit in list(scope.index.items()):  # type: ignore[attr-defined]
         if key[0] in positions:
             pool.blocks.dropped(scope, scope.manager.evict(unit, 1))
-    pool.check_invariants()
+    invariants.check(pool)

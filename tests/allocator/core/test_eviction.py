@@ -16,6 +16,7 @@ from quire_allocator.core.eviction.policies import (
 )
 from quire_allocator.core.eviction.reuse_model import AGES, Ghost, Ghosts, Group, ReuseModel, _values
 from quire_allocator.core.pool import Pool
+from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import Result
 
 from tests.allocator.core.compiled import IS_COMPILED
@@ -184,7 +185,7 @@ def test_descendants_leave_before_their_ancestors(policy: str) -> None:
         trunk = rng.choice(trunks)
         request = trunk[: rng.randint(1, len(trunk))] + [10_000 + 20 * number + i for i in range(rng.randint(0, 10))]
         serve(pool, request)
-        pool.check_invariants()  # a run's parent is in the tree
+        invariants.check(pool)  # a run's parent is in the tree
     assert pool.blocks.evicted_count > 500
 
 

@@ -9,6 +9,7 @@ import random
 
 import pytest
 from quire_allocator.core.pool import Pool
+from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import GroupSpec, GrowResult, Quota, Result
 
 from tests.allocator.core.pools import (
@@ -81,7 +82,7 @@ def test_the_rest_of_a_prompt_is_kept_from_later_admissions_until_it_is_granted(
     for token_count, promised in [(5, 4), (8, 4), (16, 2), (24, 0), (28, 0)]:
         assert pool.grow(1, token_count).result is (Result.OK if token_count <= 24 else Result.NO_SPACE)
         assert pool.gates.promised_block_count == promised
-        pool.check_invariants()
+        invariants.check(pool)
 
 
 def test_those_that_run_may_take_what_is_promised() -> None:
@@ -151,7 +152,7 @@ def test_while_nobody_decodes_no_prompt_that_was_let_in_ever_lacks_a_block(seed:
             else:
                 answer = pool.grow(runner, min(token_count + chunk, length))
                 assert answer.result is Result.OK, (runner, answer)
-        pool.check_invariants()
+        invariants.check(pool)
 
 
 # -- quotas ----------------------------------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ def test_of_what_it_leaves_behind_a_namespace_loses_its_own_first() -> None:
     computed(pool, 3, "p", namespace="blue")
     pool.free(3)
     assert [pool.match("blue", d(text)) for text in ("abcd", "p")] == [4, 4]
-    pool.check_invariants()
+    invariants.check(pool)
 
 
 def test_a_namespace_still_knows_its_oldest_after_its_blocks_came_and_went_many_times() -> None:
@@ -227,7 +228,7 @@ def test_a_namespace_still_knows_its_oldest_after_its_blocks_came_and_went_many_
     for sequence_id in range(3, 300):  # each leaves an outdated place in the queue
         pool.allocate(sequence_id, 5, d("x"), "blue")
         pool.free(sequence_id)
-    pool.check_invariants()
+    invariants.check(pool)
     computed(pool, 300, "pq", namespace="blue")
     pool.free(300)
     assert [pool.match("blue", d(text)) for text in ("ab", "x", "pq")] == [0, 4, 8]
@@ -257,7 +258,7 @@ def test_a_block_that_growing_leaves_behind_counts_too() -> None:
     answer = pool.grow(1, 5)  # goes on in a copy; the checkpoint would be cached
     assert [tuple(copy) for copy in answer.copies] == [(0, 1)]
     assert counts(pool) == (7, 0, 1)
-    pool.check_invariants()
+    invariants.check(pool)
 
 
 def test_going_on_from_a_checkpoint_at_the_limit_of_a_quota_is_no_growth() -> None:
@@ -272,7 +273,7 @@ def test_going_on_from_a_checkpoint_at_the_limit_of_a_quota_is_no_growth() -> No
     pool.free(2)
     answer = pool.allocate(3, 8, d("x"), "blue")
     assert answer.result is Result.OK
-    pool.check_invariants()
+    invariants.check(pool)
 
 
 def test_a_state_that_only_its_sequence_holds_is_copied_within_the_quota() -> None:
@@ -281,7 +282,7 @@ def test_a_state_that_only_its_sequence_holds_is_copied_within_the_quota() -> No
     assert pool.grow(1, 5).copies == [(0, 1)]
     pool.free(1)
     assert pool.allocate(2, 6, d("a"), "blue").matched_token_count == 4  # the same for a hit
-    pool.check_invariants()
+    invariants.check(pool)
 
 
 def test_who_asks_for_nothing_more_is_not_refused_although_a_swap_took_the_namespace_beyond_its_quota() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 
 import pytest
+from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import CommitResult, GrowResult, Result, Swap
 
 from tests.allocator.core.pools import (
@@ -48,7 +49,7 @@ def test_a_prefix_is_shared_up_to_the_first_block_that_differs() -> None:
     pool = make_pool()
     computed(pool, 1, "abc")
     assert pool.allocate(2, 12, d("axc")).matched_token_count == 4
-    pool.check_invariants()
+    invariants.check(pool)
 
 
 def test_blocks_that_were_granted_but_not_committed_cannot_be_hit() -> None:
@@ -72,7 +73,7 @@ def test_at_least_one_token_is_computed_where_the_hit_ends_inside_the_second_of_
     computed(pool, 2, "abcd")
     assert pool.allocate(3, 16, d("abcd")).matched_token_count == 12
     assert pool.allocate(4, 17, d("abcd")).matched_token_count == 16
-    pool.check_invariants()
+    invariants.check(pool)
 
 
 def test_a_hit_counts_as_committed_and_is_shared_by_a_fork_at_once() -> None:
@@ -145,7 +146,7 @@ def test_the_eviction_order_outlives_many_hits() -> None:
     for sequence_id in range(4, 304):  # each leaves an outdated place in the queue
         pool.allocate(sequence_id, 5, d("a" if sequence_id % 2 else "p"))
         pool.free(sequence_id)
-    pool.check_invariants()
+    invariants.check(pool)
     assert granted_next(pool) == [3, 1, 2, 0]
 
 
@@ -199,7 +200,7 @@ def test_of_a_cached_run_only_what_is_hit_is_kept_from_being_granted() -> None:
     answer = pool.allocate(3, 20, d("abxyz"))  # a and b are kept; c and d may go, and a third is missing
     assert (answer.result, answer.shortfall) == (Result.NO_SPACE, 1)
     assert pool.allocate(3, 16, d("abx")).blocks[0].tolist() == [0, 1, 2, 3]
-    pool.check_invariants()
+    invariants.check(pool)
 
 
 def test_a_digest_that_another_block_carries_swaps_the_committers_entry() -> None:
@@ -338,7 +339,7 @@ def test_a_group_of_larger_blocks_is_hit_only_where_both_end() -> None:
     assert grown.matched_token_count == 16
     assert [table[:4].tolist() for table in grown.blocks] == [table[:4] for table in tables(pool, 2)]
     assert tables(pool, 2)[1][:2] == tables(pool, 1)[1][:2]
-    pool.check_invariants()
+    invariants.check(pool)
 
 
 def test_a_block_that_only_the_larger_group_has_half_filled_is_copied_by_whoever_goes_on() -> None:
@@ -350,7 +351,7 @@ def test_a_block_that_only_the_larger_group_has_half_filled_is_copied_by_whoever
     assert pool.sequences[1].limit == 6  # else it would write on behind the fork's back
     grown = pool.grow(1, 7)
     assert grown.copies == [(1, 3)]
-    pool.check_invariants()
+    invariants.check(pool)
     assert not pool.grow(2, 5).copies  # the large block is its own now
     assert tables(pool, 2) == [[0, 4], [1]]
 
@@ -384,7 +385,7 @@ def test_a_sequence_that_evicts_the_last_blocks_of_its_own_namespace_keeps_the_n
     pool.free(1)
     pool.allocate(2, 8, d("xy"))  # no hit: everything that the namespace has left goes to make room
     pool.commit(2, 8, d("xy"))
-    pool.check_invariants()
+    invariants.check(pool)
     assert pool.match("", d("xy")) == 8
     assert pool.fork(2, 3) is Result.OK
     pool.free(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from quire_allocator.core.pool import Pool
+from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import NULL_BLOCK, Result
 
 from tests.allocator.core.pools import (
@@ -58,7 +59,7 @@ def test_full_and_sliding_agree_on_the_longest_prefix_that_both_have() -> None:
     assert pool.allocate(2, 8, d(LETTERS[:7])).matched_token_count == 6
     assert tables(pool, 2)[0][:6] == [0, 1, 2, 3, 4, 5]
     assert tables(pool, 2)[1][:3] == [NULL] * 3
-    pool.check_invariants()
+    invariants.check(pool)
 
 
 def test_three_kinds_are_asked_again_until_none_of_them_gives_way() -> None:
@@ -72,7 +73,7 @@ def test_three_kinds_are_asked_again_until_none_of_them_gives_way() -> None:
     forget(pool, 2, [8])
     assert pool.match("", d(LETTERS[:12])) == 4
     assert pool.allocate(2, 13, d(LETTERS[:12])).matched_token_count == 4
-    pool.check_invariants()
+    invariants.check(pool)
 
 
 def test_a_pool_without_full_attention_is_hit_by_the_same_rule() -> None:
@@ -102,7 +103,7 @@ def test_different_block_sizes_are_hit_at_edges_of_all_of_them() -> None:
     assert grown.matched_token_count == 8
     assert [len(table) for table in grown.blocks] == [3, 6]
     assert list(grown.blocks[1][:2]) == [NULL, NULL]  # the token at 8 reads 4 to 8
-    pool.check_invariants()
+    invariants.check(pool)
 
 
 def test_a_freed_sequence_leaves_kind_after_kind_and_what_fell_out_before_goes_first() -> None:
@@ -136,7 +137,7 @@ def test_eight_identical_prompts_with_every_kind_of_group_share_all_that_can_be_
     for sequence_id in range(2, 9):
         grown = pool.allocate(sequence_id, 17, d("abcd"))
         assert grown.matched_token_count == 16
-    pool.check_invariants()
+    invariants.check(pool)
     assert counts(pool)[2] == (4 + 8) + (2 + 8) + 8 + 8
     assert len(tables(pool, 8)[3]) == 1
 

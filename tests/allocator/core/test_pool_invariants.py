@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_allocator.core.pool import Pool
+from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import Quota, Result
 
 from tests.allocator.core.pools import blocks_of, chunked, commit, computed, d, full, make_pool, sliding, state
@@ -21,10 +22,10 @@ def test_a_block_never_stands_at_two_positions_even_if_its_owner_repeats_a_diges
     pool.allocate(1, 8, same)
     pool.commit(1, 8, same)
     assert blocks_of(pool, 1) == [0, 1]
-    pool.check_invariants()
+    invariants.check(pool)
     pool.allocate(2, 9, same)
     assert blocks_of(pool, 2) == [0, 1, 2]
-    pool.check_invariants()
+    invariants.check(pool)
 
 
 operations = st.tuples(
@@ -67,7 +68,7 @@ def test_no_digest_that_an_owner_could_make_up_breaks_an_invariant(
             pool.expire_holds(float(new_id))
         else:
             pool.free(sequence_id)
-        pool.check_invariants()
+        invariants.check(pool)
 
 
 # -- a defect is noticed ---------------------------------------------------------------------------------------------
@@ -90,7 +91,7 @@ def busy_pool() -> Pool:
     computed(pool, 7, "xyz", tokens=2)
     pool.fork(7, 8)
     pool.allocate(9, 6, namespace="blue")
-    pool.check_invariants()
+    invariants.check(pool)
     return pool
 
 
@@ -102,7 +103,7 @@ def state_pool() -> Pool:
     assert pool.grow(1, 8).result is Result.OK
     commit(pool, 1, "ab", 8)
     pool.fork(1, 2)
-    pool.check_invariants()
+    invariants.check(pool)
     return pool
 
 
@@ -250,7 +251,7 @@ def test_a_defect_is_noticed_and_named(message: str, corrupt: Callable[[Pool], N
     pool = busy_pool()
     corrupt(pool)
     with pytest.raises(AssertionError) as raised:
-        pool.check_invariants()
+        invariants.check(pool)
     assert re.search(message, str(raised.value)), raised.value
 
 
@@ -269,5 +270,5 @@ def test_a_defect_of_a_state_is_noticed_and_named(message: str, corrupt: Callabl
     pool = state_pool()
     corrupt(pool)
     with pytest.raises(AssertionError) as raised:
-        pool.check_invariants()
+        invariants.check(pool)
     assert re.search(message, str(raised.value)), raised.value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from quire_allocator.core.pool import Pool
+from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import Copy, GrowResult, Result, Swap
 
 from tests.allocator.core.pools import (
@@ -25,7 +26,7 @@ def grown(pool: Pool, sequence_id: int, token_count: int) -> tuple[list[int], li
     """What growing grants and copies."""
     answer = pool.grow(sequence_id, token_count)
     assert answer.result is Result.OK
-    pool.check_invariants()
+    invariants.check(pool)
     return (list(answer.blocks[0]) if answer.blocks else [], list(answer.copies))
 
 
@@ -131,7 +132,7 @@ def test_what_a_borrower_leaves_is_cached_and_its_own_prefix_after_it() -> None:
     pool.free(2)
     assert counts(pool) == (6, 2, 0)
     assert granted_next(pool)[-2:] == [1, 0]
-    pool.check_invariants()
+    invariants.check(pool)
 
 
 def test_a_fork_of_a_borrower_borrows_too_and_the_last_of_them_leaves_the_block_cached() -> None:
@@ -265,4 +266,4 @@ def test_a_hold_can_be_freed_before_its_time() -> None:
     pool.fork(1, 2, hold_until=5.0)
     assert pool.free(2) is Result.OK
     assert not pool.holds
-    pool.check_invariants()
+    invariants.check(pool)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from quire_allocator.core.pool import Pool
+from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import Copy, Result, Swap
 
 from tests.allocator.core.pools import (
@@ -25,7 +26,7 @@ def grown(pool: Pool, sequence_id: int, token_count: int) -> tuple[list[list[int
     """What growing grants and copies."""
     answer = pool.grow(sequence_id, token_count)
     assert answer.result is Result.OK
-    pool.check_invariants()
+    invariants.check(pool)
     return ([list(blocks) for blocks in answer.blocks], list(answer.copies))
 
 
@@ -134,7 +135,7 @@ def test_full_attention_and_state_agree_on_a_checkpoint() -> None:
     hit = pool.allocate(2, 12, d("abcdef"))  # at least one token is computed, so 12 is too far
     assert hit.matched_token_count == 8
     assert len(hit.blocks[0]) == 6
-    pool.check_invariants()
+    invariants.check(pool)
 
 
 def test_of_its_unused_checkpoints_a_sequence_leaves_the_latest() -> None:
@@ -261,7 +262,7 @@ def test_an_idle_pool_lets_a_prompt_in_without_its_hit_where_there_is_no_room_to
     # 8 tokens take two blocks and a state. Beside the checkpoint to copy from they would take a fourth.
     answer = pool.allocate(2, 8, d("a"))
     assert (answer.result, answer.matched_token_count) == (Result.OK, 0)
-    pool.check_invariants()
+    invariants.check(pool)
     assert pool.allocate(3, 1).result is Result.NO_SPACE
 
 

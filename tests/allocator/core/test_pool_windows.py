@@ -7,6 +7,7 @@ to itself. A block falls out when no token to come reads anything in it.
 from __future__ import annotations
 
 import pytest
+from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import GroupSpec, Result
 
 from tests.allocator.core.pools import (
@@ -139,7 +140,7 @@ def test_a_window_of_4_over_15_tokens_is_hit_at_5_6_and_14(limit: int, hit: int)
     grown = pool.allocate(2, limit + 1, d(LETTERS[:limit]))
     assert grown.matched_token_count == hit
     assert blocks_of(pool, 2)[:hit] == ([NULL] * (hit - 3) + [hit - 3, hit - 2, hit - 1] if hit else [])
-    pool.check_invariants()
+    invariants.check(pool)
 
 
 def test_a_hit_holds_its_window_and_leaves_the_rest_cached() -> None:
@@ -179,7 +180,7 @@ def test_where_all_layers_are_chunked_a_prompt_begins_at_its_last_chunk_although
     grown = pool.allocate(1, 18, d("abcd"))
     assert grown.matched_token_count == 16
     assert [list(table) for table in grown.blocks] == [[NULL, NULL, NULL, NULL, 0]]
-    pool.check_invariants()
+    invariants.check(pool)
 
 
 def test_a_chunk_off_the_blocks_needs_the_block_that_it_begins_in() -> None:

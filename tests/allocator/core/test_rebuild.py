@@ -16,7 +16,7 @@ from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.events import Event
 from quire_allocator.core.groups.runs import RunScope
 from quire_allocator.core.pool import Pool
-from quire_allocator.core.readers import index
+from quire_allocator.core.readers import index, invariants
 from quire_allocator.core.rebuild import rebuild as rebuild_module
 from quire_allocator.core.rebuild.rebuild import Rebuild
 from quire_allocator.core.rebuild.report import Report, ReportedSequence, ReportedStretch
@@ -100,7 +100,7 @@ def test_the_rebuilt_pool_is_the_one_that_was_lost(kinds: str, seed: int) -> Non
         played.step()
         assert pool_digest(played.pool) == played.ledger.digest()
         again = rebuilt(played.ledger, played.spec, float(played.number))
-        again.check_invariants()
+        invariants.check(again)
         assert pool_digest(again) == played.ledger.digest()
         assert again.last_sequence_id == played.pool.last_sequence_id
         assert again.holds.keys() == played.pool.holds.keys()
@@ -115,7 +115,7 @@ def test_a_history_goes_on_upon_the_rebuilt_pool_as_if_nothing_had_happened(kind
         if number % 7 == 3:
             played.pool = rebuilt(played.ledger, played.spec, float(played.number))
         played.step()
-        played.pool.check_invariants()
+        invariants.check(played.pool)
         assert pool_digest(played.pool) == played.ledger.digest()
 
 
@@ -271,7 +271,7 @@ def test_a_half_filled_position_that_is_shared_in_one_group_only_is_refused(is_p
         sequences = [ReportedSequence(n, "", 2, 2, [array("I", a), array("I", b)]) for n, a, b in tables]
         return Report(sequences, prefixes, last_sequence_id=2)
 
-    Rebuild(spec).finish(report(1)).check_invariants()
+    invariants.check(Rebuild(spec).finish(report(1)))
     with pytest.raises(Refusal, match=r"different prefixes|in one group and not in another"):
         Rebuild(spec).finish(report(5))
 
@@ -279,7 +279,7 @@ def test_a_half_filled_position_that_is_shared_in_one_group_only_is_refused(is_p
 def test_the_right_one_beside_them_is_taken() -> None:
     report = Report([sequence(1, 6, 6, [0, 4]), sequence(3, 8, 8, [0, 1])], [AB], last_sequence_id=7)
     pool = Rebuild(FULL).finish(report)
-    pool.check_invariants()
+    invariants.check(pool)
     assert pool.match("", d("abc")) == 8
     assert pool.blocks.free_count == 5
     assert pool.grow(7, 4).result.name == "NOT_FOUND"
@@ -288,5 +288,5 @@ def test_the_right_one_beside_them_is_taken() -> None:
 
 def test_blocks_without_their_ancestors_are_not_taken_over_where_nobody_holds_them() -> None:
     pool = Rebuild(FULL).finish(Report([], [prefix(0, b"", d("a"), [3]), prefix(2, d("b"), d("c"), [4])]))
-    pool.check_invariants()
+    invariants.check(pool)
     assert (pool.match("", d("abc")), pool.blocks.cached_count, pool.blocks.empty_count) == (4, 1, 7)

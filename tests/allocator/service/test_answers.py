@@ -14,7 +14,7 @@ from quire.protocol.packing import pack_uint64
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits
 from quire_allocator.core.ownership import replay
-from quire_allocator.core.readers import usage
+from quire_allocator.core.readers import invariants, usage
 from quire_allocator.wire import reply_size, step_apply, step_checks
 
 from tests.allocator.core.pools import make_pool
@@ -114,7 +114,7 @@ def test_a_reply_is_never_larger_than_foreseen(groups: int) -> None:
         exact = reply_size.step_reply_bytes_max(pool, columns, exact=True)
         step_apply.apply_step(pool, columns, 0.0, reply)
         assert reply.ByteSize() - 100 <= exact <= coarse, f"step {number}"
-        pool.check_invariants()
+        invariants.check(pool)
 
 
 # -- the log of answers ------------------------------------------------------------------------------------------------

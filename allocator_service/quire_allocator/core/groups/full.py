@@ -17,9 +17,10 @@ from collections.abc import Iterator, Sequence
 from quire_allocator.core.block_states import BlockStates
 from quire_allocator.core.blocks import Blocks, Namespace, Scoped
 from quire_allocator.core.events import EventLog
-from quire_allocator.core.groups.manager import IndexedStretch, Manager, Part
+from quire_allocator.core.groups.manager import IndexedStretch, Manager
 from quire_allocator.core.groups.run_tree import RunTree, common_positions, holders_of_runs
 from quire_allocator.core.groups.runs import Run, RunHit, RunScope
+from quire_allocator.core.sequence import Part
 from quire_allocator.core.spec import DIGEST_BYTES, NEVER, NO_BLOCKS, Copy, GroupSpec, PoolSpec, Swap
 
 

@@ -13,6 +13,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from quire_allocator.core.block_states import BlockStates
 from quire_allocator.core.blocks import Evictor, Namespace, Scope
+from quire_allocator.core.sequence import Part
 from quire_allocator.core.spec import Copy, GroupSpec, Swap
 
 
@@ -31,12 +32,6 @@ class Hit:
         self.token_count = token_count
         self.block_count = block_count
         self.cached_block_count = cached_block_count
-
-
-class Part:
-    """What one sequence has in one manager."""
-
-    __slots__ = ()
 
 
 class IndexedStretch(NamedTuple):

@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from quire_allocator.core.block_states import BlockStates
 from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.events import EventLog
-from quire_allocator.core.groups.manager import Part
 from quire_allocator.core.groups.units import NO_UNITS, Unit, UnitHit, UnitManager, UnitScope
+from quire_allocator.core.sequence import Part
 from quire_allocator.core.spec import CHECKPOINTS_MAX_DEFAULT, DIGEST_BYTES, NEVER, Copy, GroupSpec, PoolSpec, Swap
 
 

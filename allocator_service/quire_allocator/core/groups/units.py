@@ -19,7 +19,8 @@ from typing import TypeVar
 
 from quire_allocator.core.blocks import Blocks, Evictor, Namespace, Scope, Scoped
 from quire_allocator.core.events import EventLog
-from quire_allocator.core.groups.manager import Hit, IndexedStretch, Manager, Part
+from quire_allocator.core.groups.manager import Hit, IndexedStretch, Manager
+from quire_allocator.core.sequence import Part
 from quire_allocator.core.spec import DIGEST_BYTES, GroupSpec, PoolSpec, Swap
 
 UnitKey = tuple[int, bytes]  # position, digest

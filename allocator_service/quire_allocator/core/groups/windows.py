@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from quire_allocator.core.block_states import BlockStates
 from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.events import EventLog
-from quire_allocator.core.groups.manager import Part
 from quire_allocator.core.groups.units import NO_UNITS, Unit, UnitHit, UnitManager, UnitScope
 from quire_allocator.core.groups.window_rules import WINDOW_RULES, WindowRule
+from quire_allocator.core.sequence import Part
 from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK, Copy, GroupSpec, PoolSpec, Swap
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from quire_allocator.core.ownership.replay import AnswerLog, StepLog
 from quire_allocator.core.pool import Pool
+from quire_allocator.core.readers import invariants
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import PoolSpec
 
@@ -245,7 +246,7 @@ class Directory:
             assert owner.name == name, f"pool {owner.name} is filed under {name}"
             if owner.session_id:
                 assert self._sessions.get(owner.session_id) is owner, f"pool {name} has no entry for its session"
-                owner.pool.check_invariants()
+                invariants.check(owner.pool)
         for session_id, owner in self._sessions.items():
             assert owner.session_id == session_id, f"pool {owner.name} is reached by an old session id"
             assert self._owners.get(owner.name) is owner, f"a session outlived pool {owner.name}"

@@ -19,12 +19,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from quire_allocator.core.blocks import Namespace, Scoped
-from quire_allocator.core.groups.manager import Part
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.rebuild.report import BlockUse, Report, ReportedSequence, ReportedStretch, refuse
 from quire_allocator.core.rebuild.runs import RunBuilder
 from quire_allocator.core.rebuild.units import StateBuilder, WindowBuilder
-from quire_allocator.core.sequence import SequenceState
+from quire_allocator.core.sequence import Part, SequenceState
 from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, PoolSpec
 
 

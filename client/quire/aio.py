@@ -41,7 +41,7 @@ class _Connected:
 
     @property
     def address(self) -> str:
-        """Where calls go."""
+        """The address that calls go to."""
         return self._link.address
 
     async def health(self, *, timeout_s: float | None = None) -> bool:

@@ -39,7 +39,7 @@ class _Connected:
 
     @property
     def address(self) -> str:
-        """Where calls go."""
+        """The address that calls go to."""
         return self._link.address
 
     def health(self, *, timeout_s: float | None = None) -> bool:

@@ -168,7 +168,7 @@ class DeadlineExceededError(QuireError):
 
 
 class RequestCancelledError(QuireError):
-    """The caller cancelled."""
+    """The caller cancelled the request."""
 
     code = grpc.StatusCode.CANCELLED
 

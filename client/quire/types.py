@@ -94,7 +94,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One finished continuation."""
+    """One finished continuation of a prompt."""
 
     text: str
     token_ids: tuple[int, ...]

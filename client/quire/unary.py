@@ -125,7 +125,7 @@ class UnarySession:
         return messages.commit_outcome(sequence_id, self._link.call(self._stub.Commit, request, timeout_s))
 
     def free(self, sequence_id: int, *, request_id: str | None = None, timeout_s: float | None = None) -> Result:
-        """Drops a sequence."""
+        """Drops a sequence: OK or NOT_FOUND."""
         request = messages.free_request(self.session_id, request_id, sequence_id)
         return Result(self._link.call(self._stub.Free, request, timeout_s).result)
 
@@ -258,7 +258,7 @@ class AsyncUnarySession:
         return messages.commit_outcome(sequence_id, await self._link.call(self._stub.Commit, request, timeout_s))
 
     async def free(self, sequence_id: int, *, request_id: str | None = None, timeout_s: float | None = None) -> Result:
-        """Drops a sequence."""
+        """Drops a sequence: OK or NOT_FOUND."""
         request = messages.free_request(self.session_id, request_id, sequence_id)
         return Result((await self._link.call(self._stub.Free, request, timeout_s)).result)
 

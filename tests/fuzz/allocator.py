@@ -56,7 +56,6 @@ class Seen:
 
     @property
     def count(self) -> int:
-        """Messages in all."""
         return sum(self.messages.values())
 
 

@@ -1,4 +1,4 @@
-"""`python -m quire_worker`."""
+"""Runs the worker as `python -m quire_worker`."""
 
 from quire_worker.server import main
 

@@ -68,7 +68,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             outcomes[outcome] += 1
 
     def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
-        """A snapshot."""
+        """Answers with a snapshot of the worker."""
         engine, numbers = self._engine, self._engine.telemetry
         spec = engine.cache.spec
         return pb.GetStatusResponse(

@@ -55,7 +55,7 @@ class Event(NamedTuple):
 
     @property
     def digests(self) -> bytes:
-        """Concatenated."""
+        """The digests of the event, concatenated."""
         return bytes(self.source[self.start : self.end])
 
 
@@ -84,7 +84,7 @@ class EventLog:
         self._kept_bytes = 0
 
     def stored(self, scope: Scope, parent_digest: bytes, digests: bytes, first_position: int) -> None:
-        """Blocks became hittable."""
+        """Records that blocks became hittable."""
         self._recorded.append((self.step, _STORED, scope, parent_digest, first_position, digests, 0, len(digests)))
 
     def removed(self, scope: Scope, first_position: int, source: bytes | bytearray, start: int, end: int) -> None:

@@ -217,7 +217,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
 
 
 class CommitResult(NamedTuple):
-    """Answer to commit."""
+    """What a commit did, or why it was refused."""
 
     result: Result
     swaps: Sequence[Swap] = ()

@@ -47,6 +47,7 @@ class AllocatorCollector(Collector):
         self._counters = counters
 
     def collect(self) -> Iterator[Metric]:
+        """Yields every metric, as Prometheus' client asks for them at a scrape."""
         yield from self._process()
         yield from self._pool_gauges()
         yield from self._pool_counters()

@@ -176,7 +176,7 @@ class _Freed:
 
     @property
     def count(self) -> int:
-        """Counts the blocks."""
+        """Counts the blocks of a chunk."""
         return len(self._columns[-1])
 
     def add(self, steps: list[int], operations: list[int], ranks: list[int], blocks: array[int]) -> None:

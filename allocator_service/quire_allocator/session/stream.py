@@ -48,7 +48,7 @@ def _collection_paused() -> Iterator[None]:
 
 
 class SessionStream:
-    """Handles one stream."""
+    """Handles one stream from attach to end."""
 
     def __init__(
         self, service: AllocatorService, context: aio.ServicerContext[Any, Any], permissions: Permissions

@@ -37,7 +37,7 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Counts one value."""
+        """Counts one value into its bucket."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
@@ -72,7 +72,7 @@ class MetricsServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops serving."""
+        """Stops serving, and frees the port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -16,7 +16,6 @@ import asyncio
 import copy
 import json
 import os
-import random
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, TypeVar
@@ -27,7 +26,8 @@ from grpc import aio
 
 from quire._secret_files import read_token
 from quire._transport.address import is_local, is_unix
-from quire.errors import InternalError, QuireError, UnavailableError, UsageError, from_rpc_error, jittered_s
+from quire._transport.backoff import BACKOFF_FACTOR, Backoff
+from quire.errors import InternalError, QuireError, UnavailableError, UsageError, from_rpc_error
 from quire.protocol.limits import MESSAGE_BYTES_MAX
 from quire.tls import Tls, resolve_tls
 
@@ -37,9 +37,8 @@ UNARY_TIMEOUT_S: Final = 30.0
 GENERATE_TIMEOUT_S: Final = 600.0
 
 ATTEMPTS_MAX: Final = 4
-BACKOFF_S: Final = 0.05  # before the second attempt; three times as long before each further one
+BACKOFF_S: Final = 0.05  # before the second attempt
 BACKOFF_S_MAX: Final = 0.5
-BACKOFF_FACTOR: Final = 3
 
 _SERVICE_CONFIG: Final = {
     "methodConfig": [
@@ -153,6 +152,7 @@ class Attempts(Generic[ItemT]):
         self._request = request
         self._deadline = time.monotonic() + timeout_s
         self._count = 1
+        self._backoff = Backoff(BACKOFF_S, BACKOFF_S_MAX)
         self._begun = False
         self._read = read
         self.request_id = getattr(request, "request_id", None)
@@ -171,8 +171,7 @@ class Attempts(Generic[ItemT]):
         """Seconds to wait before `again`; None where this error of the current attempt is the call's."""
         if self._begun or error.code() != grpc.StatusCode.UNAVAILABLE or self._count >= ATTEMPTS_MAX:
             return None
-        pause_s = min(BACKOFF_S * BACKOFF_FACTOR ** (self._count - 1), BACKOFF_S_MAX) * random.uniform(0.8, 1.2)
-        pause_s = max(pause_s, jittered_s(from_rpc_error(error).retry_after_s))
+        pause_s = self._backoff.next_s(from_rpc_error(error).retry_after_s)
         return pause_s if time.monotonic() + pause_s < self._deadline else None
 
     def again(self) -> None:

@@ -273,12 +273,12 @@ def fork_request(
 def commit_request(
     session_id: bytes, request_id: str | None, *, digests: bytes | Iterable[bytes], **counts: int
 ) -> pb.CommitRequest:
-    """Reports computed tokens."""
+    """Makes the request that reports computed tokens."""
     return _operation(pb.CommitRequest(session_id=session_id, digests=concatenated(digests)), request_id, **counts)
 
 
 def free_request(session_id: bytes, request_id: str | None, sequence_id: int) -> pb.FreeRequest:
-    """Drops a sequence."""
+    """Makes the request that drops a sequence."""
     return _operation(pb.FreeRequest(session_id=session_id), request_id, sequence_id=sequence_id)
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from typing import Any, Final
 
 import grpc
 
-from quire._transport.channel import ATTEMPTS_MAX, BACKOFF_FACTOR, BACKOFF_S, Link
-from quire.errors import InternalError, QuireError, from_rpc_error, jittered_s
+from quire._transport.backoff import Backoff
+from quire._transport.channel import ATTEMPTS_MAX, BACKOFF_S, Link
+from quire.errors import InternalError, QuireError, from_rpc_error
 from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, SnapshotEnd
 from quire.hashing import DIGEST_BYTES, split_digests
 from quire.v1 import allocator_pb2 as pb
@@ -53,7 +53,7 @@ class Watch:
         self._begun = False
         self._is_whole = True  # not inside a snapshot
         self._failures = 0  # since the last event
-        self._backoff_s = BACKOFF_S
+        self._backoff = Backoff(BACKOFF_S, BACKOFF_S_MAX)
         self.call = self._start()
 
     def _start(self) -> Any:
@@ -66,7 +66,8 @@ class Watch:
 
     def read(self, message: pb.CacheEvent) -> CacheEvent | None:
         """The event, or None for one that this version does not know; the next attempt goes on after it."""
-        self._begun, self._failures, self._backoff_s = True, 0, BACKOFF_S
+        self._begun, self._failures = True, 0
+        self._backoff.reset()
         change = message.WhichOneof("change")
         if change == "cleared":
             self._is_whole, self.session_id, self.cursor = False, b"", 0
@@ -81,9 +82,7 @@ class Watch:
         self._failures += 1
         if error.code() != grpc.StatusCode.UNAVAILABLE or not (self._begun or self._failures < ATTEMPTS_MAX):
             return None
-        pause_s: float = self._backoff_s * random.uniform(0.8, 1.2)
-        pause_s = max(pause_s, jittered_s(from_rpc_error(error).retry_after_s))
-        self._backoff_s = min(self._backoff_s * BACKOFF_FACTOR, BACKOFF_S_MAX)
+        pause_s = self._backoff.next_s(from_rpc_error(error).retry_after_s)
         left_s = self._left_s()
         if left_s is not None and left_s <= pause_s:
             return None

@@ -1,4 +1,4 @@
-"""The `quire` command."""
+"""The `quire` command, one file for each of its commands."""
 
 from __future__ import annotations
 

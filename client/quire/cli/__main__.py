@@ -1,4 +1,4 @@
-"""`python -m quire.cli`."""
+"""Runs the `quire` command as `python -m quire.cli`."""
 
 from quire.cli import main
 

@@ -35,7 +35,7 @@ A server that lets in only who shows such a certificate, and a caller of it:
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command."""
+    """Adds the command to the application."""
     app.command(help=EXAMPLES)(certs)
 
 

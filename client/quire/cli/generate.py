@@ -33,7 +33,7 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command."""
+    """Adds the command to the application."""
     app.command(help=EXAMPLES)(generate)
 
 
@@ -54,7 +54,7 @@ def generate(
     as_json: options.Json = False,
     credentials: options.Credentials,
 ) -> None:
-    """Streams one request."""
+    """Streams the text of one request."""
     if prompt == "-":
         prompt = sys.stdin.read()
     params = SamplingParams(max_tokens, temperature, top_k, top_p, seed, n, (), ignore_eos)

@@ -27,7 +27,7 @@ LENGTH_MAX: Final = 32_768  # tokens, where neither the command line nor the mod
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command."""
+    """Adds the command to the application."""
     app.command(help=EXAMPLES)(plan)
 
 
@@ -65,7 +65,7 @@ def plan(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Prints a plan."""
+    """Prints how a model's cache would be laid out."""
     from quire import planning
     from quire.cli.plan_report import Budget, Plan
 

@@ -34,7 +34,7 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the commands."""
+    """Adds the commands to the application."""
     app.command(help=POOLS_EXAMPLES)(pools)
     app.command(help=BLOCKS_EXAMPLES)(blocks)
 
@@ -47,7 +47,7 @@ def pools(
     *,
     credentials: options.Credentials,
 ) -> None:
-    """Prints ListPools."""
+    """Prints the pools that the allocator knows."""
     with AllocatorClient(allocator, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         found = client.list_pools()
     if as_json:

@@ -36,7 +36,7 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the commands."""
+    """Adds the commands to the application."""
     app.command(help=UP_EXAMPLES)(up)
     app.command(
         context_settings=PASS_ON,

@@ -36,7 +36,7 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the commands."""
+    """Adds the commands to the application."""
     app.command(help=STATUS_EXAMPLES)(status)
     app.command(help=HEALTH_EXAMPLES)(health)
 
@@ -49,7 +49,7 @@ def status(
     *,
     credentials: options.Credentials,
 ) -> None:
-    """Prints GetStatus."""
+    """Prints what a worker says of itself."""
     with Client(worker, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         found = client.status()
     if as_json:

@@ -27,7 +27,7 @@ DIGESTS_SHOWN_MAX: Final = 4
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the command."""
+    """Adds the command to the application."""
     app.command(help=EXAMPLES)(watch)
 
 

@@ -100,7 +100,7 @@ class Fields:
         return any(self.values.get(name) for name in names)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value, unchecked."""
+        """Returns the value as it stands there, unchecked."""
         return self.values.get(name, default)
 
     def at(self, layer: int) -> Fields:

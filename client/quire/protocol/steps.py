@@ -152,7 +152,7 @@ class StepBuilder:
         self._keep_token_counts.append(keep_token_count)
 
     def free(self, sequence_id: int) -> None:
-        """Drops a sequence."""
+        """Drops a sequence and all that it holds."""
         self._frees.append(sequence_id)
 
     def fork(self, parent_id: int, child_id: int, hold_ms: int = 0) -> None:

@@ -68,7 +68,7 @@ class Answers:
         return asked
 
     def take(self, number: int, outcome: StepOutcome) -> None:
-        """The allocator's answer."""
+        """Hands the allocator's answer to whoever waits for it."""
         asked = self._asked.pop(number)
         if asked.done():
             self._missed[number] = asked.operations, outcome

@@ -32,21 +32,22 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
-from quire.errors import InternalError, QuireError, Reason, UnavailableError, jittered_s
+from quire._transport.backoff import Backoff
+from quire.errors import InternalError, QuireError, Reason, UnavailableError
 from quire.protocol.limits import HEARTBEAT_S, SILENCE_S
 from quire.protocol.steps import StepBuilder, StepOutcome
 from quire.session.answers import Answers, AnswersMissedError, SessionLostError
-from quire.session.backoff import Backoff
 from quire.session.call import EndedError, SessionCall
 from quire.session.ledger import Ledger
+from quire.session.liveness import Silence
 from quire.session.lookahead import AHEAD_TOKENS, RoomAhead
 from quire.session.owner import LedgerLostError, Phase, PoolOwner, Verdict
-from quire.session.silence import Silence
 from quire.v1 import allocator_pb2 as pb
 
 TICKS_PER_HEARTBEAT: Final = 4  # how often silence is looked at
 HEARTBEATS_PER_LEASE: Final = 3  # at least: one may be late, and one more
-BACKOFF_S: Final = (0.01, 0.2)  # between streams; what came of none of them makes it longer
+# Pauses between streams, in seconds before they are spread: they grow while no stream has come to serve.
+BACKOFF_S: Final = (0.01, 0.16)
 WINDOW: Final = 4
 
 __all__ = ["AnswersMissedError", "PoolSession", "SessionLostError"]
@@ -257,12 +258,12 @@ class PoolSession:
             patient = not self._connected
             waited_for = error or UnavailableError("the allocator does not answer")
             is_step_refused = self._end_stream(error, waited_for) is Verdict.STEP_REFUSED
-            asked_s = 0.0 if is_step_refused else jittered_s(waited_for.retry_after_s)
+            asked_s = None if is_step_refused else waited_for.retry_after_s
             if self._has_served or is_step_refused:
                 backoff.reset()
             if asked_s or not (self._has_served or is_step_refused):
                 self._on_wait(waited_for)
-            await asyncio.sleep(max(backoff.next_s(), asked_s))
+            await asyncio.sleep(backoff.next_s(asked_s))
 
     async def _serve_once(self, *, patient: bool) -> QuireError | None:
         """One stream from attach to end; returns why it ended, if it says. A patient one begins when there is a

@@ -66,7 +66,7 @@ class AttentionKind:
 
     @property
     def title(self) -> str:
-        """For progress."""
+        """The name that progress shows for the step."""
         return f"{self.num_qo_heads}/{self.num_kv_heads} heads of {self.head_dim}"
 
 
@@ -94,7 +94,7 @@ class _Batch:
 
     @property
     def table(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The page table."""
+        """The page table of a tiny batch."""
         return self.kv_indptr, self.indices, self.last_page_len
 
 

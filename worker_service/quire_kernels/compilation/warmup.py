@@ -32,7 +32,7 @@ class CompilationCount:
 
     @property
     def count(self) -> int:
-        """Compilations."""
+        """How many kernels were compiled."""
         return len(self.kernels)
 
 

@@ -44,7 +44,7 @@ class BlockBuffers:
 
     @property
     def buffer_count(self) -> int:
-        """Number of buffers."""
+        """How many buffers the table has."""
         return len(self.fields) // BUFFER_FIELDS
 
     @property

@@ -43,12 +43,12 @@ class PagedCache:
 
     @property
     def page_size(self) -> int:
-        """Tokens per page."""
+        """How many tokens a page holds."""
         return self.k.shape[1]
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads."""
+        """How many KV heads there are."""
         return self.k.shape[2]
 
     @property

@@ -46,7 +46,7 @@ class WorkUnits:
 
     @property
     def batch(self) -> int:
-        """Requests."""
+        """How many requests there are."""
         return self.indptr.shape[0] - 1
 
 

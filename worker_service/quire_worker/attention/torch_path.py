@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from quire_worker.attention.interface import AttentionBatch
+from quire_worker.attention.interface import AttentionBatch, AttentionPlan, PagedAttention
 from quire_worker.attention.torch_plan import Unit, plan_units, query_block
 from quire_worker.attention.torch_tiles import DTYPES, Tiles, attend_tiles, key_rows, plan_tiles
 from quire_worker.cache import KEY_AND_VALUE, CacheSpec
@@ -37,7 +37,7 @@ ROWS_SMALL, ROWS_LARGE = 32, 192
 LONE_HEADS_MAX, LONE_BYTES_MAX = 3, 2 << 20
 
 
-class TorchPagedAttention:
+class TorchPagedAttention(PagedAttention):
     """The CPU's `PagedAttention`. Holds the memory that every forward pass uses again."""
 
     def __init__(self) -> None:
@@ -45,12 +45,10 @@ class TorchPagedAttention:
         self._masks = _CausalMasks()
 
     def plan(self, batch: AttentionBatch, spec: CacheSpec) -> TorchAttentionPlan:
-        """See `PagedAttention.plan`."""
         rows = key_rows(batch.slot_mapping, spec.block_size)
         return TorchAttentionPlan(batch, spec, rows, self._workspace, self._masks)
 
     def copy_blocks(self, layers: Sequence[torch.Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """See `PagedAttention.copy_blocks`."""
         block_count = layers[0].shape[0]
         if len(sources) != len(destinations):
             raise ValueError(f"destinations: {len(destinations)} for {len(sources)} sources")
@@ -69,7 +67,6 @@ class TorchPagedAttention:
     def choose(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
     ) -> list[int]:
-        """See `PagedAttention.choose`."""
         return choose_by_sorting(logits, params, draw)
 
 
@@ -81,7 +78,7 @@ class _Work(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TorchAttentionPlan:
+class TorchAttentionPlan(AttentionPlan):
     """The CPU's `AttentionPlan`. What it plans depends on the window, and is made when its first layer comes."""
 
     batch: AttentionBatch
@@ -102,7 +99,6 @@ class TorchAttentionPlan:
         return work
 
     def append(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor) -> None:
-        """See `AttentionPlan.append`."""
         _, _, page_size, kv_heads, head_dim = pages.shape
         rows = pages.view(-1, kv_heads * head_dim)
         rows.index_copy_(0, self.append_rows, key.reshape(-1, kv_heads * head_dim))
@@ -118,7 +114,6 @@ class TorchAttentionPlan:
         soft_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `AttentionPlan.attend`."""
         tiles, units = self.work(window_left)
         if tiles is not None and not units and tiles.tokens.shape[0] == query.shape[0]:
             return attend_tiles(tiles, query, pages, scale=scale, soft_cap=soft_cap, sinks=sinks)

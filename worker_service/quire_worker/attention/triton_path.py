@@ -18,7 +18,7 @@ from quire_kernels.ops.append_slots import append_slots, check_slots
 from quire_kernels.ops.copy_blocks import copy_blocks
 from quire_kernels.ops.sampling import greedy, sample
 
-from quire_worker.attention.interface import AttentionBatch
+from quire_worker.attention.interface import AttentionBatch, AttentionPlan, PagedAttention
 from quire_worker.cache import CacheSpec
 from quire_worker.sampler import SamplingParams
 
@@ -37,7 +37,7 @@ class PageTable(NamedTuple):
     last_page_len: torch.Tensor  # [batch]
 
 
-class TritonPagedAttention:
+class TritonPagedAttention(PagedAttention):
     """The GPU's `PagedAttention`. Holds the workspace of all forward passes."""
 
     def __init__(self, device: torch.device | str, *, workspace_bytes: int = WORKSPACE_BYTES) -> None:
@@ -45,7 +45,6 @@ class TritonPagedAttention:
         self._workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
 
     def plan(self, batch: AttentionBatch, spec: CacheSpec) -> TritonAttentionPlan:
-        """See `PagedAttention.plan`."""
         slots = batch.slot_mapping.to(self._workspace.device, non_blocking=True)
         return TritonAttentionPlan(batch, spec, page_table(batch, spec.block_size), slots, self._workspace)
 
@@ -94,8 +93,8 @@ class _Kind(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TritonAttentionPlan:
-    """The GPU's `AttentionPlan`."""
+class TritonAttentionPlan(AttentionPlan):
+    """What the GPU's path keeps of one batch, an `AttentionPlan`."""
 
     batch: AttentionBatch
     spec: CacheSpec
@@ -127,7 +126,6 @@ class TritonAttentionPlan:
         soft_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `AttentionPlan.attend`."""
         kind = _Kind(query.shape[1], scale, window_left, soft_cap)
         wrapper = self.wrappers.get(kind)
         if wrapper is None:

@@ -28,32 +28,25 @@ class LeastRecentlyUsed(EvictionPolicy):
         self._time = 0
 
     def stored(self, entry: Entry, parent: Entry | None) -> None:
-        """Starts its history."""
         entry.start_history(0, 0)
 
     def hit(self, entry: Entry) -> None:
-        """Counted, for reports."""
         entry.hits += 1
 
     def split(self, upper: Entry, lower: Entry) -> bool:
-        """Its place stays."""
         return False
 
     def released(self, entry: Entry) -> None:
-        """Stamps it."""
         self._time += 1
         entry.released = self._time
 
     def lane(self, entry: Entry) -> int:
-        """The only one."""
         return 0
 
     def value(self, entry: Entry) -> float:
-        """Its stamp."""
         return entry.released
 
     def evicted(self, entry: Entry, block_count: int) -> bool:
-        """Its place stays."""
         self.evicted_count += block_count
         return False
 
@@ -76,7 +69,6 @@ class RecomputeCost(LeastRecentlyUsed):
         entry.released = self._floor + (1 + entry.hits) * (self._EVEN_POSITION + entry.first_position)
 
     def evicted(self, entry: Entry, block_count: int) -> bool:
-        """Raises the floor."""
         self._floor = max(self._floor, entry.released)
         return super().evicted(entry, block_count)
 

@@ -49,7 +49,7 @@ class Entry(ABC):
         self.live = self.hits = self.released = self.ticket = 0
 
     def start_history(self, origin: int, time: int) -> None:
-        """Was stored."""
+        """Begins the history of an entry that was stored just now."""
         self.origin = origin
         self.released = time
         self.kind = None
@@ -69,7 +69,7 @@ class Entry(ABC):
     @property
     @abstractmethod
     def block_count(self) -> int:
-        """Blocks in it."""
+        """How many blocks would leave with it."""
 
     @property
     @abstractmethod

@@ -74,7 +74,7 @@ class Rebuild:
         }
 
     def read(self, prefix: ReportedStretch) -> None:
-        """Consecutive published blocks."""
+        """Takes in a stretch of consecutive published blocks."""
         if prefix.group not in self._places:
             refuse(f"group {prefix.group} is none of the pool's {len(self._places)}")
         if len(prefix.digests) != len(prefix.blocks) * DIGEST_BYTES or not prefix.blocks:

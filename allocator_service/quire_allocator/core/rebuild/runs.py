@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 
 class RunBuilder:
-    """See `rebuild.Builder`."""
+    """Builds the part of full attention, as `rebuild.Builder` says."""
 
     def __init__(self, manager: FullAttentionManager, pool: Pool, use: BlockUse) -> None:
         self._manager = manager

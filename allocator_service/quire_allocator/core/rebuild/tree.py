@@ -78,7 +78,7 @@ class JoinedStretch:
 
 
 class Spot(NamedTuple):
-    """One position."""
+    """One position of a stretch."""
 
     stretch: JoinedStretch
     offset: int

@@ -130,7 +130,7 @@ class WindowBuilder(UnitBuilder):
 
 
 class StateBuilder(UnitBuilder):
-    """Recurrent states."""
+    """Builds the part of recurrent states."""
 
     def locate(self, space: Namespace, sequence: ReportedSequence) -> StatePart:
         """The running block, which may be a checkpoint."""

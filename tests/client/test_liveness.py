@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.session.silence import Silence
+from quire.session.liveness import Silence
 
 
 def test_silence_is_the_time_since_anything_was_heard() -> None:

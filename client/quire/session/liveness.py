@@ -16,7 +16,7 @@ class Silence:
         self.seconds = 0.0
 
     def heard(self) -> None:
-        """Something came."""
+        """Starts the count anew, because something came."""
         self.seconds = 0.0
 
     def tick(self, now: float) -> float:

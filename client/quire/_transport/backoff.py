@@ -12,8 +12,8 @@ BACKOFF_FACTOR: Final = 3
 class Backoff:
     """Pauses from `shortest_s` to `longest_s`, each three times as long as the one before.
 
-    Every pause is made up to a quarter longer at random, so that clients that failed together do not come back together.
-    From 0.05 to 0.5 s they are at least 0.05, 0.15, 0.45 and then 0.5 s.
+    Every pause is made up to a quarter longer at random, so that clients that failed together do not come back
+    together. From 0.05 to 0.5 s they are at least 0.05, 0.15, 0.45 and then 0.5 s.
     """
 
     def __init__(self, shortest_s: float, longest_s: float) -> None:

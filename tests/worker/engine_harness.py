@@ -14,7 +14,7 @@ import torch
 from grpc import aio
 from quire import AsyncAllocatorClient, PoolSpec
 from quire.errors import QuireError
-from quire.protocol.permissions import EVERYTHING, Grant
+from quire.protocol.permissions import EVERYTHING, Permissions
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.metrics.counters import Counters
@@ -83,16 +83,16 @@ class CheckedEngine(Engine):
 class AllocatorServer:
     """An allocator that can be stopped and started again, empty, on the same port."""
 
-    def __init__(self, grant: Grant) -> None:
+    def __init__(self, permissions: Permissions) -> None:
         self.port = 0
-        self.grant = grant
+        self.permissions = permissions
         self.directory = Directory(lease_s=10, pools_max=8)
 
     async def start(self) -> None:
         self.directory = Directory(lease_s=10, pools_max=8)
         self._server = aio.server(options=[("grpc.so_reuseport", 0)])
         service = AllocatorService(
-            self.directory, Counters(), check_invariants=True, authorize=lambda _context: self.grant
+            self.directory, Counters(), check_invariants=True, authorize=lambda _context: self.permissions
         )
         pb_grpc.add_AllocatorServiceServicer_to_server(service, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
@@ -151,7 +151,7 @@ async def running(
     running_max: int = 64,
     waiting_max: int = 1024,
     ahead_tokens: int = 64,
-    grant: Grant = EVERYTHING,
+    permissions: Permissions = EVERYTHING,
 ) -> AsyncIterator[Harness]:
     """Allocator, session and engine for the length of a test."""
     torch.set_num_threads(1)
@@ -159,7 +159,7 @@ async def running(
     kv_cache = KVCache(model.cache_spec, blocks)
     for layer in kv_cache.layers:
         layer.fill_(torch.nan)  # what was never written must never be read
-    allocator = AllocatorServer(grant)
+    allocator = AllocatorServer(permissions)
     await allocator.start()
     async with AsyncAllocatorClient(f"127.0.0.1:{allocator.port}") as client:
         session = client.session("test", PoolSpec.full_attention(block_count=blocks, block_size=BLOCK_SIZE))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from quire.errors import QuireError, Reason
-from quire.protocol.permissions import grant_of
+from quire.protocol.permissions import permissions_of
 from quire_worker.execution import runner
 from quire_worker.execution.failures import FailureKind, is_out_of_memory
 from quire_worker.scheduling.request import Request
@@ -92,7 +92,7 @@ def forward_fails(folder: Path, error: type[Exception], when: Callable[[list[int
 
 
 async def test_a_namespace_that_the_worker_itself_may_not_use_ends_only_who_asks_for_it(healthy: Path) -> None:
-    async with running(healthy, grant=grant_of(["quire://pool/*", "quire://namespace/"])) as harness:
+    async with running(healthy, permissions=permissions_of(["quire://pool/*", "quire://namespace/"])) as harness:
         ups_and_downs: list[bool] = []
         harness.engine.session.on_change = ups_and_downs.append
         company = Company(harness, healthy)

@@ -44,28 +44,30 @@ def test_of_states_the_end_stays_and_the_prompts_end_or_all_checkpoints_up_to_si
         assert chat_block_count(layout, token_count, TAIL) == full + 3 * tail
 
 
-def naive_tail(family: Family, token_count: int) -> set[int]:
-    """Blocks that the next token reads, after a hit at the end of the chat or at one of the two edges before it."""
-    size = family.block_size
-    edges = [token_count - back * size for back in range(3) if token_count > back * size]
-    return {token // size for edge in edges for token in range(max(edge - family.window + 1, 0), edge)}
+def naive_tail(window: int, block_size: int, edge_tokens: int, token_count: int) -> set[int]:
+    """Blocks with a token that is read after a hit at the last edge or at the one before it, and the one at the end."""
+    last = token_count // edge_tokens * edge_tokens
+    edges = [edge for edge in (last, last - edge_tokens) if edge > 0]
+    read = {token // block_size for edge in edges for token in range(max(edge - window + 1, 0), edge)}
+    return read | {token_count // block_size}
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_tail_is_the_windows_before_three_edges(seed: int) -> None:
+def test_a_tail_is_the_windows_before_two_edges_and_the_block_at_the_end(seed: int) -> None:
     print(f"seed {seed}")
     chance = random.Random(seed)
-    block_size, window = chance.choice([4, 16]), chance.randint(2, 200)
-    layout = layout_of(Kind(FULL, 3), Kind(SLIDING, 3, window), block_size=block_size)
-    assert layout.group_count == 2
-    for block_count in (chance.randint(1, 60) for _ in range(20)):
-        token_count = block_count * block_size
-        tail = naive_tail(layout.families[1], token_count)
-        assert chat_block_count(layout, token_count, TAIL) == block_count + len(tail)
-        assert chat_block_count(layout, token_count, DENSE) == 2 * block_count
-        # A last block that is not full counts as one, too.
-        longer = chat_block_count(layout, token_count + 1, TAIL)
-        assert longer == chat_block_count(layout, token_count + block_size, TAIL)
+    block_size, stride, window = chance.choice([4, 16]), chance.choice([1, 2, 4]), chance.randint(2, 200)
+    layers, page_bytes = layers_of(Kind(FULL, 1), Kind(SLIDING, stride, window)), stride * block_size * 256
+    full, sliding = (
+        Family((layers[:1],), stride * block_size, page_bytes),
+        Family((layers[1:],), block_size, page_bytes),
+    )
+    layout = Layout((full, sliding), page_bytes)
+    for edge_count in (chance.randint(1, 60) for _ in range(20)):
+        token_count = edge_count * stride * block_size + chance.randint(1, block_size - 1)
+        tail = naive_tail(window, block_size, layout.edge_tokens, token_count)
+        assert chat_block_count(layout, token_count, TAIL) == edge_count + 1 + len(tail)
+        assert chat_block_count(layout, token_count, DENSE) == edge_count + 1 + edge_count * stride + 1
 
 
 def test_a_chunk_may_need_as_much_as_a_window_of_its_length() -> None:

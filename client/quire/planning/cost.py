@@ -37,7 +37,7 @@ EDGE_TOKENS_WITH_STATES: Final = 64
 
 
 def lengths_up_to(token_count_max: int) -> tuple[int, ...]:
-    """Sequence lengths to judge a layout by: 256, each four times the one before, and the maximum itself."""
+    """Returns the lengths to judge a layout by: 256, each four times the one before, and the maximum itself."""
     lengths = [LENGTH_MIN]
     while lengths[-1] * 4 < token_count_max:
         lengths.append(lengths[-1] * 4)
@@ -45,7 +45,7 @@ def lengths_up_to(token_count_max: int) -> tuple[int, ...]:
 
 
 class Cost(NamedTuple):
-    """Shares of what a sequence has in use; `total` is what layouts are compared by."""
+    """A layout's cost in shares of what a sequence has in use; `total` is what layouts are compared by."""
 
     unused: float
     groups: float
@@ -53,12 +53,12 @@ class Cost(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Their sum."""
+        """Adds the three parts."""
         return sum(self)
 
 
 class Prices:
-    """What the layouts of one model cost.
+    """Says what the layouts of one model cost.
 
     Raises:
         ValueError: there is no sequence to judge by, or a group costs less than nothing.
@@ -81,26 +81,26 @@ class Prices:
         self._edge_tokens_min = EDGE_TOKENS_WITH_STATES if has_states else 1
 
     def held(self, family: Family) -> float:
-        """Bytes that a sequence holds in one family, as a share of what it has in use in all of them."""
+        """Returns the bytes that a sequence holds in one family, as a share of what it has in use in all of them."""
         page_bytes = family.group_count * family.page_bytes
         shares = [family.block_count_peak(length) * page_bytes / live for length, live in self._live_bytes.items()]
         return sum(shares) / len(shares)
 
     def family(self, family: Family) -> float:
-        """What one family adds to a layout, apart from its block size: families can be chosen one by one."""
+        """Returns what one family adds to a layout but for its edges, so that families can be chosen one by one."""
         return self.held(family) + self.groups(family)
 
     def groups(self, family: Family) -> float:
-        """What the groups of one family cost."""
+        """Returns what the groups of one family cost."""
         share = STATE_GROUP_SHARE if family.kind is GroupKind.STATE else 1
         return self._group_cost * share * family.group_count
 
     def edges(self, edge_tokens: int) -> float:
-        """What it costs that hits and sequences end at multiples of so many tokens."""
+        """Returns what it costs that hits and sequences end at multiples of so many tokens."""
         tokens = max(edge_tokens, self._edge_tokens_min)
         return tokens * sum(1 / length for length in self._live_bytes) / len(self._live_bytes)
 
     def layout(self, layout: Layout) -> Cost:
-        """All of it."""
+        """Returns the cost of a layout, in its parts."""
         unused = sum(map(self.held, layout.families)) - 1
         return Cost(unused, sum(map(self.groups, layout.families)), self.edges(layout.edge_tokens))

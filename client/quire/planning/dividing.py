@@ -16,7 +16,7 @@ STATE_HALVINGS_MAX: Final = 10  # a pool has at most 1,024 groups
 
 
 def alike(layers: Iterable[LayerSpec]) -> list[Run]:
-    """Layers of one kind and window, together; full attention first, states last."""
+    """Puts layers of one kind and window together; full attention comes first, states last."""
 
     def key(layer: LayerSpec) -> tuple[int, int]:
         return (layer.kind.value, layer.window)
@@ -25,7 +25,7 @@ def alike(layers: Iterable[LayerSpec]) -> list[Run]:
 
 
 def by_size(layers: Iterable[LayerSpec]) -> list[Run]:
-    """Layers of one size, together; the largest first."""
+    """Puts layers of one size together; the largest come first."""
 
     def key(layer: LayerSpec) -> int:
         return -_size(layer)
@@ -34,7 +34,7 @@ def by_size(layers: Iterable[LayerSpec]) -> list[Run]:
 
 
 def divided(layers: Iterable[LayerSpec], count: int) -> tuple[Run, ...]:
-    """Layers dealt to so many runs as evenly as their sizes allow.
+    """Deals layers to so many runs, as evenly as their sizes allow.
 
     Each goes to the run that has the fewest bytes so far, the largest layers first (LPT: Graham, 1969,
     https://doi.org/10.1137/0117039). Layers of one size stay in order: 10 of them in 3 runs are 0 to 3, 4 to 6, 7 to 9.
@@ -55,7 +55,7 @@ def divided(layers: Iterable[LayerSpec], count: int) -> tuple[Run, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Divisions:
-    """Layers that are to be one family, and all even divisions of them.
+    """Has the layers that are to be one family, and all even divisions of them.
 
     Attributes:
         layers: of one kind and window; states are of one size.
@@ -69,12 +69,12 @@ class Divisions:
 
     @classmethod
     def of(cls, layers: Run) -> Divisions:
-        """Divides them."""
+        """Divides layers in every even way."""
         runs = tuple(divided(layers, count) for count in range(1, len(layers) + 1))
         return cls(layers, runs, tuple(max(sum(map(_size, run)) for run in division) for division in runs))
 
     def page_sizes(self, block_size: int) -> set[int]:
-        """Bytes of pages that the largest run of some division fills, or that a half, a quarter ... of a state does."""
+        """Returns the sizes that the largest run of some division fills, or that a half, a quarter ... of a state does."""
         if not self._are_states:
             return {size * block_size for size in self.sizes}
         smallest = self.sizes[-1]
@@ -82,7 +82,7 @@ class Divisions:
         return {*self.sizes, *(part * STATE_ALIGNMENT_BYTES for part in parts)}
 
     def family(self, block_size: int, page_bytes: int) -> Family | None:
-        """As few groups as such pages allow; None if a layer does not fit into one."""
+        """Returns the division into as few groups as such pages allow, or None if a layer does not fit into one."""
         if self._are_states:
             return self._states(page_bytes)
         for runs, size in zip(self.runs, self.sizes, strict=True):
@@ -95,7 +95,7 @@ class Divisions:
         return self.layers[0].kind is GroupKind.STATE
 
     def _states(self, page_bytes: int) -> Family:
-        """Over as few pages as possible; of equals, in runs of the fewest pages, so that few states straddle pages."""
+        """Lays states over as few pages as possible; of equals, in the shortest runs, so that few states straddle."""
         size, count = _size(self.layers[0]), len(self.layers)
 
         def pages(per_run: int) -> tuple[int, int, int]:

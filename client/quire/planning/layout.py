@@ -80,7 +80,7 @@ class Layout:
 
     @property
     def buffer_count(self) -> int:
-        """The most buffers of equal slots into which the layers of every group go whole; 1 where states straddle."""
+        """Counts the most buffers of equal slots that take the layers of every group whole; 1 where states straddle."""
         if any(family.pages_per_run > 1 for family in self.families):
             return 1
         most = max(family.layers_per_run for family in self.families)
@@ -160,7 +160,7 @@ class Layout:
         return found
 
     def _fits_buffers(self, count: int) -> bool:
-        """Whether so many equal slots hold the layers of every run, each whole."""
+        """Tells whether so many equal slots hold the layers of every run, each whole."""
         slot_bytes, rest = divmod(self.page_bytes, count)
         has_states = any(family.kind is GroupKind.STATE for family in self.families)
         if rest or (count > 1 and has_states and slot_bytes % STATE_ALIGNMENT_BYTES):
@@ -181,7 +181,7 @@ def _groups_of(family: Family) -> Iterator[Group]:
 
 
 def _starts(family: Family, run: Run, slot_bytes: int) -> list[int]:
-    """Bytes from the start of the run to each of its layers: each lies in the first slot that has room for it."""
+    """Returns where each layer of a run starts: in the first slot that has room for it."""
     used: list[int] = []
     starts = []
     for layer in run:

@@ -173,6 +173,10 @@ def test_layers_are_divided_evenly_where_that_costs_no_bytes() -> None:
     # Sizes are evened out together: 3 large and 5 small layers are 11 halves, in 3 groups 4, 4 and 3.
     runs = divided(layers_of(Kind(FULL, 3, 0, 2), Kind(FULL, 5)), 3)
     assert [[layer.kv_head_count for layer in run] for run in runs] == [[2, 1, 1], [2, 1, 1], [2, 1]]
+    # A layer of four heads and six of one fill two pages of 5 slots, as five layers of a window do.
+    layout = plan_layout(layers_of(Kind(FULL, 1, 0, 4), Kind(FULL, 6), Kind(SLIDING, 5, 512)))
+    assert [group.layers for group in layout.groups] == [(0, 1), (2, 3, 4, 5, 6), (7, 8, 9, 10, 11)]
+    assert layout.padding_share(256) == 0
 
 
 def test_heads_of_different_sizes_share_groups_and_lie_apart_in_the_page() -> None:

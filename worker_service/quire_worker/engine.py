@@ -144,7 +144,7 @@ class Engine:
         return request
 
     def cancel(self, request: Request) -> None:
-        """Ends a request, done or not; what it still holds is freed with the next step, which comes at once."""
+        """Ends a request, done or not; what it still holds is freed with the next step, within 0.1 s."""
         self.scheduler.cancel(request)
         self._open.discard(request)
         self._changed.set()

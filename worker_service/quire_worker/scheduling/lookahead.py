@@ -1,4 +1,5 @@
-"""Who decodes on after a pass, and how many blocks are held ahead; `quire.ahead` decides how many are asked for."""
+"""Who decodes on after a pass, and how many blocks are held ahead; how many to ask for is decided by
+`quire.session.lookahead`."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ Pure: no torch, grpc, clock or randomness. One turn of the engine:
     4. extend    one more token was sampled; finish says why a sample ends
 
 Order is by age, always: the oldest sample is asked for first and preempted last, so it always gets on. Who is let in is
-decided in `admission.py`, how many blocks are asked for ahead in `quire.ahead`; who is where is kept in
+decided in `admission.py`, how many blocks are asked for ahead in `quire.session.lookahead`; who is where is kept in
 `roster.py`.
 """
 

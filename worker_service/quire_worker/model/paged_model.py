@@ -233,7 +233,7 @@ def _some(names: set[str]) -> str:
 
 @contextmanager
 def _quiet_progress() -> Iterator[None]:
-    """Without transformers' progress bars, which would land among the log lines."""
+    """Switches off transformers' progress bars, which would land among the log lines."""
     bars: Any = transformers_logging
     shown = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()

@@ -150,7 +150,7 @@ class Sample:
         self._chain = parent._chain.copy() if parent._chain is not None else None
 
     def check_invariants(self, block_size: int) -> None:
-        """Of a running sample: counters are in order, and its table holds what was granted.
+        """Checks of a running sample that its counters are in order and its table holds what was granted.
 
         Raises:
             AssertionError: naming what is broken.

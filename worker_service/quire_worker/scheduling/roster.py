@@ -106,5 +106,5 @@ class Roster:
 
 
 def age_of(sample: Sample) -> tuple[int, int]:
-    """By which samples are sorted."""
+    """Returns the key by which samples are sorted: the oldest first."""
     return sample.age

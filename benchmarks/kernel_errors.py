@@ -73,7 +73,7 @@ Result = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Of one operation; see the top of the file."""
+    """Holds the errors of one operation; the top of the file says what they are."""
 
     operation: str
     dtype: str
@@ -85,7 +85,7 @@ class Errors:
     of_tolerance: float | None = None
 
     def row(self) -> dict[str, object]:
-        """As it is published: rounded, where the next run may differ."""
+        """Returns the row as it is published: rounded where the next run may differ."""
         numbers = {
             name: "" if value is None else float(f"{value:.2g}")
             for name in ("max_abs", "relative_rms", "lse_max_abs", "tolerance", "of_tolerance")
@@ -105,7 +105,7 @@ def errors(
     against: str = "float64",
     tolerance: float | None = None,
 ) -> Errors:
-    """Of outputs, and of lse."""
+    """Returns the errors of outputs and of their log-sum-exp."""
     error, lse = (actual[0].double() - expected[0]).abs(), (actual[1].double() - expected[1]).abs()
     rms = float(error.square().mean().sqrt() / expected[0].square().mean().sqrt())
     share = None if tolerance is None else float((error / (1 + expected[0].abs())).max()) / tolerance
@@ -113,7 +113,7 @@ def errors(
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Without "torch."."""
+    """Returns the dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -132,29 +132,29 @@ class Scene:
         self.workspace = torch.empty(64 << 20, dtype=torch.uint8, device=DEVICE)
 
     def queries(self, tokens: int) -> torch.Tensor:
-        """Normal numbers."""
+        """Draws normal numbers for the queries."""
         return torch.randn(tokens, HEADS, HEAD_DIM, device=DEVICE).to(self.dtype)
 
     def decode(self, q: torch.Tensor, cache: torch.Tensor, **scales: Any) -> Result:
-        """By the wrapper."""
+        """Computes decode by the wrapper."""
         wrapper = BatchDecodeWithPagedKVCacheWrapper(self.workspace)
         dtypes = {"q_data_type": q.dtype, "kv_data_type": cache.dtype}
         wrapper.plan(*self.table, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, **dtypes)
         return pair(wrapper.run(q, cache, return_lse=True, **scales))
 
     def prefill(self, q: torch.Tensor, cache: torch.Tensor, **scales: Any) -> Result:
-        """By the wrapper, causal."""
+        """Computes causal prefill by the wrapper."""
         wrapper = BatchPrefillWithPagedKVCacheWrapper(self.workspace)
         dtypes = {"q_data_type": q.dtype, "kv_data_type": cache.dtype}
         wrapper.plan(starts(NEW), *self.table, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, causal=True, **dtypes)
         return pair(wrapper.run(q, cache, return_lse=True, **scales))
 
     def decode_reference(self, q: torch.Tensor, cache: torch.Tensor, options: AttentionOptions) -> Result:
-        """In float64."""
+        """Computes decode in float64."""
         return decode_paged_reference(q, unpack_paged_cache(cache), *self.table, options)
 
     def prefill_reference(self, q: torch.Tensor, cache: torch.Tensor, options: AttentionOptions) -> Result:
-        """In float64."""
+        """Computes causal prefill in float64."""
         masking = Masking(causal=True)
         return prefill_paged_reference(q, unpack_paged_cache(cache), starts(NEW), *self.table, options, masking)
 
@@ -247,7 +247,7 @@ def latent(dtype: torch.dtype, new: tuple[int, ...], title: str) -> Errors:
 
 
 def merged(dtype: torch.dtype) -> Errors:
-    """Five states."""
+    """Merges five states and returns the errors."""
     v = torch.randn(64, 5, HEADS, HEAD_DIM, device=DEVICE).to(dtype)
     s = 5 * torch.randn(64, 5, HEADS, device=DEVICE)
     right, lse = merge_states_reference(v.double(), s)
@@ -286,7 +286,7 @@ def drawn(dtype: torch.dtype) -> Errors:
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Measures everything and prints or writes what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_output_arguments(parser)
     options = parser.parse_args()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence, Set
-from typing import Final
+from typing import Final, assert_never
 
 from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, SnapshotEnd
 from quire.types import GroupKind, GroupSpec, PoolSpec
@@ -99,6 +99,8 @@ class PrefixMirror:
                 first_needed = max(0, token_count - group.window + 1)
             case GroupKind.CHUNKED_LOCAL:
                 first_needed = token_count // group.window * group.window
+            case _:
+                assert_never(group.kind)
         stride = group.block_size // self._digest_tokens
         ends = range((first_needed // group.block_size + 1) * stride, count + 1, stride)
         return all(digests[end - 1] in stored for end in ends)

@@ -153,7 +153,7 @@ def test_a_refused_step_frees_everything_and_the_text_is_the_same() -> None:
     for _ in range(5):
         worker.turn()
     plan = worker.scheduler.plan()
-    worker.scheduler.start_over(plan)
+    worker.scheduler.give_everything_back(plan)
     worker.scheduler.check_invariants()
     worker.run()
     for request in requests:
@@ -240,7 +240,7 @@ def test_random_requests_in_tiny_pools_read_back_their_own_tokens(seed: int) -> 
             worker.take_in()
             lost = worker.scheduler.plan()
             if dice.random() < 0.5:
-                worker.scheduler.start_over(lost)
+                worker.scheduler.give_everything_back(lost)
             else:
                 worker.pool = Pool(worker.pool.spec)
                 worker.scheduler.forget_blocks()

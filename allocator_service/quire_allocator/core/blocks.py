@@ -6,9 +6,9 @@ Lifecycle of a block:
     2. held         in at least one table; `take` brings it here from 1, or from 3 by eviction
     3. cached free  in no table, but published: hittable until evicted
 
-Groups of equal specification share one *manager* (`runs.py`, `units.py`), which knows its held and cached blocks; here
-are only the empty ones, the number of cached ones, and the queue of those that may leave. Empty blocks are granted
-first, the last one given back first, then cached ones in the order of the eviction policy.
+Groups of equal specification share one *manager* (`full.py`, `windows.py`, `states.py`), which knows its held and
+cached blocks; here are only the empty ones, the number of cached ones, and the queue of those that may leave. Empty
+blocks are granted first, the last one given back first, then cached ones in the order of the eviction policy.
 """
 
 from __future__ import annotations

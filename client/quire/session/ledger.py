@@ -28,7 +28,7 @@ from quire.v1 import allocator_pb2 as pb
 
 _FULL, _STATE = pb.GROUP_KIND_FULL_ATTENTION, pb.GROUP_KIND_STATE
 _SLIDING, _CHUNKED = pb.GROUP_KIND_SLIDING_WINDOW, pb.GROUP_KIND_CHUNKED_LOCAL
-_KIND_ORDER: Final = (_FULL, _SLIDING, _CHUNKED, _STATE)  # in which an allocator lets go of a sequence's groups
+KIND_ORDER: Final = (_FULL, _SLIDING, _CHUNKED, _STATE)  # in which an allocator lets go of a sequence's groups
 
 
 class LedgerSequence:
@@ -324,4 +324,4 @@ def _groups_alike(groups: Sequence[pb.GroupSpec]) -> list[list[int]]:
     alike: dict[bytes, list[int]] = {}
     for number, group in enumerate(groups):
         alike.setdefault(group.SerializeToString(deterministic=True), []).append(number)
-    return sorted(alike.values(), key=lambda numbers: _KIND_ORDER.index(groups[numbers[0]].kind))
+    return sorted(alike.values(), key=lambda numbers: KIND_ORDER.index(groups[numbers[0]].kind))

@@ -74,7 +74,7 @@ class Divisions:
         return cls(layers, runs, tuple(max(sum(map(_size, run)) for run in division) for division in runs))
 
     def page_sizes(self, block_size: int) -> set[int]:
-        """Returns the sizes that the largest run of some division fills, and those of a half, a quarter ... of a state."""
+        """Returns sizes that the largest run of some division fills, and those of half a state, a quarter and so on."""
         if not self._are_states:
             return {size * block_size for size in self.sizes}
         smallest = self.sizes[-1]

@@ -1,6 +1,6 @@
 """Prefix digests: SHA-256 of everything up to the end of a block.
 
-    root     = SHA256("quire/2" | field(fingerprint) | field(layout) | field(lora) | field(namespace))
+    root     = SHA256("quire/2" | field(fingerprint) | field(layout) | field(adapter) | field(namespace))
     digest_i = SHA256(root | uint32 block size | int32 tokens of the blocks 0 to i)
 
 where field(x) is the length of x as uint32 followed by x; all numbers are little-endian. One running hash gives all
@@ -71,21 +71,29 @@ class MultimodalItem:
         return self.first_token + self.token_count
 
 
-def root_digest(*, fingerprint: bytes, layout: str, lora: str = "", namespace: str = "") -> bytes:
+def root_digest(*, fingerprint: bytes, layout: str, adapter: bytes = b"", namespace: str = "") -> bytes:
     """Digest that every chain of one model, cache layout, adapter and namespace starts from.
 
     Args:
         fingerprint: what identifies the weights, as the worker reports it (`GetStatus.model_fingerprint`).
         layout: what identifies the bytes in a page, block size included (`GetStatus.cache_layout`).
-        lora: name of the adapter; empty without one.
+        adapter: SHA-256 of the adapter's weights; empty without one. A name will not do: an adapter that is loaded again
+            under its old name would hit the old one's blocks.
         namespace: prefixes are shared only inside one namespace. It is the salt: who does not know it can form none of
             these digests.
 
     Returns:
         32 bytes.
+
+    Raises:
+        ValueError: `adapter` is neither empty nor 32 bytes.
     """
+    if len(adapter) not in (0, DIGEST_BYTES):
+        raise ValueError(
+            f"adapter must be the SHA-256 of the adapter's weights, {DIGEST_BYTES} bytes, or empty, not {len(adapter)}"
+        )
     state = hashlib.sha256(_VERSION)
-    for part in (fingerprint, layout.encode(), lora.encode(), namespace.encode()):
+    for part in (fingerprint, layout.encode(), adapter, namespace.encode()):
         state.update(_field(part))
     return state.digest()
 

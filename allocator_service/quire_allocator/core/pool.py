@@ -265,7 +265,7 @@ class Pool:
         Args:
             sequence_id: a live sequence.
             token_count: not below what was committed before.
-            digests: of the digest blocks in [committed, token_count), concatenated; `filled_block_count` says how many.
+            digests: of the blocks of `digest_tokens` tokens that end in (committed, token_count], concatenated.
             keep_token_count: if not 0, blocks that are not needed to hold so many tokens, nor `token_count`, are given
                 back: draft tokens that were not accepted.
         """
@@ -298,18 +298,6 @@ class Pool:
         if sequence.prompt_token_count:
             self.gates.promise(sequence)
         return CommitResult(Result.OK, swaps) if swaps else _COMMITTED
-
-    def filled_block_count(self, sequence_id: int, token_count: int) -> int | None:
-        """Digest blocks that a commit up to `token_count` would fill.
-
-        None where the commit would not answer OK and no digest is looked at; negative where it would go back.
-        """
-        sequence = self.sequences.get(sequence_id)
-        if sequence is None or token_count > sequence.token_count:
-            return None
-        if token_count < sequence.committed_token_count:
-            return -1
-        return token_count // self.digest_tokens - sequence.committed_token_count // self.digest_tokens
 
     def fork(self, parent_id: int, child_id: int, *, hold_until: float | None = None) -> Result:
         """Creates a sequence that shares what its parent has committed. Answers OK, NOT_FOUND, EXISTS or UNCOMMITTED.

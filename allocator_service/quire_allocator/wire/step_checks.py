@@ -86,8 +86,16 @@ def check_commit(pool: Pool, sequence: int, token_count: int, digest_count: int)
     Raises:
         Refusal: MALFORMED.
     """
-    filled = pool.filled_block_count(sequence, token_count)
-    if filled is not None and filled != digest_count:
+    state = pool.sequences.get(sequence)
+    if state is None or token_count > state.token_count:
+        return  # the commit itself will answer NOT_FOUND or TOO_LONG, and looks at no digest
+    committed = state.committed_token_count
+    if token_count < committed:
+        raise Refusal(
+            "MALFORMED", f"commit of sequence {sequence}: {token_count} tokens after {committed} were committed"
+        )
+    filled = token_count // pool.digest_tokens - committed // pool.digest_tokens
+    if filled != digest_count:
         raise Refusal("MALFORMED", f"commit of sequence {sequence}: {digest_count} digests for {filled} full blocks")
 
 

@@ -107,6 +107,11 @@ def commit(pool: Pool, sequence_id: int, letters: str, token_count: int, keep: i
     return answer
 
 
+def filled(pool: Pool, sequence_id: int, token_count: int) -> int:
+    """Digest blocks that a commit up to `token_count` fills; negative where it goes back."""
+    return token_count // pool.digest_tokens - pool.sequences[sequence_id].committed_token_count // pool.digest_tokens
+
+
 def forget(pool: Pool, manager: int, positions: Sequence[int], namespace: str = "") -> None:
     """Evicts chosen cached positions of a windowed or state group, as a policy might."""
     scope = pool.blocks.namespaces[namespace].scopes[manager]

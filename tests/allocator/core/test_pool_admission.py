@@ -18,6 +18,7 @@ from tests.allocator.core.pools import (
     counts,
     d,
     everything,
+    filled,
     full,
     make_pool,
     sliding,
@@ -143,9 +144,7 @@ def test_while_nobody_decodes_no_prompt_that_was_let_in_ever_lacks_a_block(seed:
         for runner in rng.sample(list(prompts), min(3, len(prompts))):
             length, chunk = prompts[runner]
             token_count = pool.sequences[runner].token_count
-            filled = pool.filled_block_count(runner, token_count)
-            assert filled is not None
-            pool.commit(runner, token_count, own * filled)
+            pool.commit(runner, token_count, own * filled(pool, runner, token_count))
             if token_count == length:
                 pool.free(runner)
                 del prompts[runner]

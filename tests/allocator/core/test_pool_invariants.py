@@ -13,7 +13,7 @@ from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import Quota, Result
 
-from tests.allocator.core.pools import blocks_of, chunked, commit, computed, d, full, make_pool, sliding, state
+from tests.allocator.core.pools import blocks_of, chunked, commit, computed, d, filled, full, make_pool, sliding, state
 
 
 def test_a_block_never_stands_at_two_positions_even_if_its_owner_repeats_a_digest() -> None:
@@ -58,10 +58,9 @@ def test_no_digest_that_an_owner_could_make_up_breaks_an_invariant(
             pool.grow(sequence_id, token_count)
         elif name == "commit" and pool.sequences:
             until = min(token_count, pool.sequences[sequence_id].token_count)
-            filled = pool.filled_block_count(sequence_id, until)
-            assert filled is not None
-            if filled >= 0:
-                pool.commit(sequence_id, until, b"".join((digests * 24 or [bytes(32)] * 24)[:filled]), choice)
+            count = filled(pool, sequence_id, until)
+            if count >= 0:
+                pool.commit(sequence_id, until, b"".join((digests * 24 or [bytes(32)] * 24)[:count]), choice)
         elif name in ("fork", "hold"):
             pool.fork(sequence_id, new_id, hold_until=float(new_id + choice) if name == "hold" else None)
         elif name == "expire":

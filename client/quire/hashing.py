@@ -77,8 +77,8 @@ def root_digest(*, fingerprint: bytes, layout: str, adapter: bytes = b"", namesp
     Args:
         fingerprint: what identifies the weights, as the worker reports it (`GetStatus.model_fingerprint`).
         layout: what identifies the bytes in a page, block size included (`GetStatus.cache_layout`).
-        adapter: SHA-256 of the adapter's weights; empty without one. A name will not do: an adapter that is loaded again
-            under its old name would hit the old one's blocks.
+        adapter: SHA-256 of the adapter's weights; empty without one. A name will not do: an adapter that is loaded
+            again under its old name would hit the old one's blocks.
         namespace: prefixes are shared only inside one namespace. It is the salt: who does not know it can form none of
             these digests.
 

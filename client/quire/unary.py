@@ -43,6 +43,7 @@ class UnarySession:
         prompt_token_count: int = 0,
         priority: int = 0,
         defer_token_count: int = 0,
+        is_return: bool = False,
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> types.Allocation:
@@ -57,6 +58,7 @@ class UnarySession:
                 only if all of it would fit, and the rest is kept free from later admissions.
             priority: for a sequence of one priority none of a higher one is ever named as a victim.
             defer_token_count: answer PENDING if others are computing at least so many tokens of its prefix; 0: never.
+            is_return: a preempted request returns: its tokens are counted as returned, not as queried.
             request_id: of this operation; see above.
             timeout_s: for this call.
         """
@@ -70,6 +72,7 @@ class UnarySession:
             prompt_token_count=prompt_token_count,
             priority=priority,
             defer_token_count=defer_token_count,
+            is_return=is_return,
         )
         return messages.allocation(self._link.call(self._stub.Allocate, request, timeout_s))
 
@@ -176,6 +179,7 @@ class AsyncUnarySession:
         prompt_token_count: int = 0,
         priority: int = 0,
         defer_token_count: int = 0,
+        is_return: bool = False,
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> types.Allocation:
@@ -190,6 +194,7 @@ class AsyncUnarySession:
                 only if all of it would fit, and the rest is kept free from later admissions.
             priority: for a sequence of one priority none of a higher one is ever named as a victim.
             defer_token_count: answer PENDING if others are computing at least so many tokens of its prefix; 0: never.
+            is_return: a preempted request returns: its tokens are counted as returned, not as queried.
             request_id: of this operation; see above.
             timeout_s: for this call.
         """
@@ -203,6 +208,7 @@ class AsyncUnarySession:
             prompt_token_count=prompt_token_count,
             priority=priority,
             defer_token_count=defer_token_count,
+            is_return=is_return,
         )
         return messages.allocation(await self._link.call(self._stub.Allocate, request, timeout_s))
 

@@ -67,6 +67,8 @@ class Pool:
         self.last_sequence_id = 0
         self.queried_token_count = 0
         self.matched_token_count = 0
+        self.returned_token_count = 0
+        self.returned_matched_token_count = 0
         self.granted_block_count = 0
         self.copy_count = 0
         self._edge_tokens = spec.edge_tokens
@@ -99,6 +101,7 @@ class Pool:
         prompt_token_count: int = 0,
         priority: int = 0,
         defer_token_count: int = 0,
+        is_return: bool = False,
     ) -> GrowResult:
         """Creates a sequence that can hold `token_count` tokens, at least 1.
 
@@ -114,6 +117,7 @@ class Pool:
                 would fit, and what is left of it is kept free from later admissions.
             priority: sequences of a higher one are never named to be preempted for it.
             defer_token_count: answer PENDING instead if others are computing at least so many tokens of its prefix.
+            is_return: a preempted request returns: its tokens count as returned, not as queried.
         """
         if sequence_id <= self.last_sequence_id:
             return GrowResult(Result.EXISTS)
@@ -135,7 +139,12 @@ class Pool:
             if refused is not None and refused.result is Result.NO_SPACE and matched and not self.sequences:
                 # With the state to copy from, a hit may need more room than there is, and nobody would ever make room.
                 return self.allocate(
-                    sequence_id, chunk, namespace=namespace, prompt_token_count=prompt_token_count, priority=priority
+                    sequence_id,
+                    chunk,
+                    namespace=namespace,
+                    prompt_token_count=prompt_token_count,
+                    priority=priority,
+                    is_return=is_return,
                 )
             if refused is not None:
                 return refused
@@ -155,8 +164,12 @@ class Pool:
         sequence.chain = self.pending.announce(namespace, digests, place, limit)
         self.sequences[sequence_id] = sequence
         self.last_sequence_id = sequence_id
-        self.queried_token_count += prompt
-        self.matched_token_count += matched
+        if is_return:
+            self.returned_token_count += prompt
+            self.returned_matched_token_count += matched
+        else:
+            self.queried_token_count += prompt
+            self.matched_token_count += matched
         return GrowResult(Result.OK, matched, pending, self.tables(sequence), copies)
 
     def grow(self, sequence_id: int, token_count: int) -> GrowResult:

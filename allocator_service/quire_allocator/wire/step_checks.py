@@ -75,6 +75,8 @@ def _check_grows(columns: StepColumns) -> None:
     _check_optional(columns.prompt_token_counts, count, "grows", "prompt_token_counts")
     _check_optional(columns.priorities, count, "grows", "priorities")
     _check_optional(columns.defer_token_counts, count, "grows", "defer_token_counts")
+    _check_optional(columns.returns, count, "grows", "returns")
+    require(not columns.returns or max(columns.returns) <= 1, "grows: returns are 0 or 1")
     columns.tokens = tokens + sum(columns.prompt_token_counts) if columns.prompt_token_counts else tokens
     columns.grow_digests = _deal(columns.grow_digest_counts, count, columns.grow_digest_data, "grows")
     columns.grow_namespaces = _namespaces(columns, count)

@@ -107,6 +107,7 @@ class _New(NamedTuple):
     prompt_token_count: int
     priority: int
     defer_token_count: int
+    is_return: bool
 
 
 class StepBuilder:
@@ -176,6 +177,7 @@ class StepBuilder:
         prompt_token_count: int = 0,
         priority: int = 0,
         defer_token_count: int = 0,
+        is_return: bool = False,
     ) -> None:
         """A new sequence for `token_count` tokens that shares the published part of `digests`; ids only rise.
 
@@ -188,11 +190,12 @@ class StepBuilder:
                 only if all of it would fit, and the rest is kept free from later admissions.
             priority: for a sequence of one priority none of a higher one is ever named as a victim.
             defer_token_count: answer PENDING if others are computing at least so many tokens of its prefix; 0: never.
+            is_return: a preempted request returns: its tokens are counted as returned, not as queried.
         """
         data = concatenated(digests)
         index = self._namespaces.setdefault(namespace, len(self._namespaces))
         row, count = len(self._grows), len(data) // DIGEST_BYTES
-        self._new.append(_New(row, count, index, prompt_token_count, priority, defer_token_count))
+        self._new.append(_New(row, count, index, prompt_token_count, priority, defer_token_count, is_return))
         self._new_digests.append(data)
         self.grow(sequence_id, token_count)
 
@@ -276,6 +279,7 @@ class StepBuilder:
         grows.prompt_token_counts = column("prompt_token_count")
         grows.priorities = column("priority")
         grows.defer_token_counts = column("defer_token_count")
+        grows.returns = column("is_return")
         grows.digests = b"".join(self._new_digests)
         if any(self._namespaces):  # without any, all are in the one that has no name
             grows.namespaces.extend(self._namespaces)

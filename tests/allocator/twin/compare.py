@@ -148,6 +148,8 @@ class Comparison:
         assert pool.last_sequence_id == twin.highest_id
         counters = (pool.granted_block_count, pool.copy_count, pool.queried_token_count, pool.matched_token_count)
         assert counters == (twin.granted, twin.copied, twin.queried, twin.hit)
+        returned = (pool.returned_token_count, pool.returned_matched_token_count)
+        assert returned == (twin.returned, twin.returned_hit)
         assert pool.blocks.evicted_count == twin.evicted
         self._compare_published()
         self._compare_answers()

@@ -110,6 +110,7 @@ class Simulation(Comparison):
         defer = rng.randint(1, 2 * self.twin.digest_tokens) if rng.random() < 0.4 else 0
         sequence_id, self.next_id = self.next_id, self.next_id + rng.randint(1, 3)
         options = {"prompt_token_count": prompt, "priority": priority, "defer_token_count": defer}
+        options["is_return"] = not sequence_id % 5
         answer = self.do("allocate", sequence_id, first, digests, namespace, **options)
         if answer[0] != "OK":
             self.next_id = sequence_id  # the id was not used up

@@ -74,6 +74,7 @@ class TwinState:
         self.published: list[Slot] = []
         self.clock = 0
         self.evicted = self.granted = self.copied = self.queried = self.hit = 0
+        self.returned = self.returned_hit = 0
         self.leaving: deque[Removed] | None = None
 
     # -- what can be observed ------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ class Applicant(NamedTuple):
     defer_token_count: int
 
 
-class Gates:
+class Admission:
     """Admission to one pool.
 
     Attributes:

@@ -25,7 +25,7 @@ from __future__ import annotations
 from array import array
 from typing import Final
 
-from quire_allocator.core.admission import Applicant, Gates
+from quire_allocator.core.admission import Admission, Applicant
 from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.events import EventLog, digest_count_before
 from quire_allocator.core.groups.coordinator import Coordinator
@@ -59,7 +59,7 @@ class Pool:
         self.coordinator = Coordinator(spec, self.blocks, self.log)
         self.managers = self.coordinator.managers
         self.sequences: dict[int, SequenceState] = {}
-        self.gates = Gates(spec, self.blocks, self.managers, self.sequences)
+        self.admission = Admission(spec, self.blocks, self.managers, self.sequences)
         self.pending = PendingPrefixes()
         self.holds: dict[int, float] = {}  # sequence -> when it ends
         self._batch_ids = _NOBODY  # whom `grow_many` found last, since when nobody was freed
@@ -133,9 +133,9 @@ class Pool:
         needed, revived = sum(needs), sum([hit.cached_block_count for hit in hits])
         left = self.blocks.free_count - needed - revived
         # Where as much is left as must be, it also fits the pool: what it shares is not free.
-        if prompt > chunk or space.quota is not None or left < self.gates.reserved_block_count or defer_token_count:
+        if prompt > chunk or space.quota is not None or left < self.admission.reserved_block_count or defer_token_count:
             applicant = Applicant(space, hits, matched, chunk, prompt_token_count, priority, pending, defer_token_count)
-            refused = self.gates.refuse_new(applicant, needed, revived)
+            refused = self.admission.refuse_new(applicant, needed, revived)
             if refused is not None and refused.result is Result.NO_SPACE and matched and not self.sequences:
                 # With the state to copy from, a hit may need more room than there is, and nobody would ever make room.
                 return self.allocate(
@@ -149,7 +149,7 @@ class Pool:
             if refused is not None:
                 return refused
 
-        self.gates.note_change()
+        self.admission.note_change()
         # Hits are held before anything is taken: taking evicts.
         self.blocks.namespaces[namespace] = space
         space.sequence_count += 1  # or it would be forgotten with its last cached block
@@ -160,8 +160,8 @@ class Pool:
         self.copy_count += len(copies)
         if prompt > chunk:
             sequence.prompt_token_count, sequence.chunk_token_count = prompt, chunk
-            self.gates.promise(sequence)
-        sequence.chain = self.pending.announce(namespace, digests, place, limit)
+            self.admission.promise(sequence)
+        sequence.announcement = self.pending.announce(namespace, digests, place, limit)
         self.sequences[sequence_id] = sequence
         self.last_sequence_id = sequence_id
         if is_return:
@@ -189,39 +189,39 @@ class Pool:
     def _extend(self, sequence_id: int, sequence: SequenceState, token_count: int) -> GrowResult:
         """Grows a sequence beyond its limit."""
         if self._takes_next_blocks(sequence, token_count):
-            self.gates.note_change()
+            self.admission.note_change()
             self.granted_block_count += self.coordinator.group_count
             return GrowResult(_OK, 0, 0, self.coordinator.append(sequence, token_count), ())
         before = sequence.token_count
         needs = [m.needed(part, before, token_count) for m, part in zip(self.managers, sequence.parts)]
         needed = sum(needs)
-        refused = self.gates.refuse_grow(sequence_id, sequence, token_count, needed)
+        refused = self.admission.refuse_grow(sequence_id, sequence, token_count, needed)
         if refused is not None:
             is_short = refused.result is Result.NO_SPACE and self.coordinator.in_place
-            if is_short and self.gates.give_up_checkpoints(sequence, refused.shortfall):
+            if is_short and self.admission.give_up_checkpoints(sequence, refused.shortfall):
                 return self._extend(sequence_id, sequence, token_count)
             return refused
-        self.gates.note_change()
+        self.admission.note_change()
         copies: list[Copy] = []
         granted = self.coordinator.grant(sequence, needs, token_count, copies)
         self.granted_block_count += needed
         self.copy_count += len(copies)
         if sequence.promised:
-            self.gates.promise(sequence)
+            self.admission.promise(sequence)
         if copies:  # what was copied may be cached now
-            self.gates.enforce_cache_quota(sequence.namespace)
+            self.admission.enforce_cache_quota(sequence.namespace)
         return GrowResult(Result.OK, 0, 0, self.coordinator.added(sequence, granted) if needed else (), copies)
 
     def _takes_next_blocks(self, sequence: SequenceState, token_count: int) -> bool:
         """Decoding's own path: one free block for every group, at a block edge, and nothing else to be looked at."""
-        size, groups = self.digest_tokens, self.coordinator
+        size = self.digest_tokens
         return (
-            groups.in_step
+            self.coordinator.in_step
             and not sequence.limit % size
             and token_count - sequence.limit <= size
             and not sequence.promised
             and sequence.namespace.quota is None
-            and self.blocks.free_count >= groups.group_count
+            and self.blocks.free_count >= self.coordinator.group_count
         )
 
     def names_new(self, sequence_ids: array[int]) -> bool:
@@ -254,7 +254,7 @@ class Pool:
                 others.append((number, GrowResult(Result.NOT_FOUND)))
             elif token_count > sequence.limit:
                 if takes_one and self._takes_next_blocks(sequence, token_count):
-                    self.gates.note_change()
+                    self.admission.note_change()
                     self.granted_block_count += 1
                     grants.add_one(number, self.coordinator.append_one(sequence, token_count))
                 else:
@@ -287,7 +287,7 @@ class Pool:
             return CommitResult(Result.NOT_FOUND)
         if token_count > sequence.token_count:
             return CommitResult(Result.TOO_LONG)
-        self.gates.note_change()
+        self.admission.note_change()
         if token_count < sequence.quiet_until and not keep_token_count:
             sequence.committed_token_count = token_count
             return _COMMITTED
@@ -301,15 +301,17 @@ class Pool:
         sequence.committed_token_count = token_count
         if granted < sequence.token_count:
             self.coordinator.shrink(sequence, granted)
-        if sequence.chain is not None and not self.pending.advance(sequence.chain, token_count // self.digest_tokens):
-            sequence.chain = None
+        if sequence.announcement is not None and not self.pending.advance(
+            sequence.announcement, token_count // self.digest_tokens
+        ):
+            sequence.announcement = None
         self.coordinator.settle(sequence)
         if self.coordinator.settles:
-            self.gates.enforce_cache_quota(sequence.namespace)
+            self.admission.enforce_cache_quota(sequence.namespace)
         if self.coordinator.in_place or keep_token_count:
             self.coordinator.note_limit(sequence)
         if sequence.prompt_token_count:
-            self.gates.promise(sequence)
+            self.admission.promise(sequence)
         return CommitResult(Result.OK, swaps) if swaps else _COMMITTED
 
     def fork(self, parent_id: int, child_id: int, *, hold_until: float | None = None) -> Result:
@@ -332,7 +334,7 @@ class Pool:
         length = parent.committed_token_count
         if self.coordinator.in_place and parent.token_count > length:
             return Result.UNCOMMITTED
-        self.gates.note_change()
+        self.admission.note_change()
         parts = tuple([manager.fork(part, length) for manager, part in zip(self.managers, parent.parts)])
         child = SequenceState(parent.namespace, length, parent.priority, parts)
         child.quiet_until = parent.quiet_until
@@ -354,16 +356,16 @@ class Pool:
         if sequence is None:
             return Result.NOT_FOUND
         self._batch, self._batch_ids = [], _NOBODY
-        self.gates.note_change()
+        self.admission.note_change()
         for manager, part in zip(self.managers, sequence.parts):
             manager.free(part)
-        self.gates.end_promise(sequence)
-        if sequence.chain is not None:
-            self.pending.drop(sequence.chain)
+        self.admission.end_promise(sequence)
+        if sequence.announcement is not None:
+            self.pending.drop(sequence.announcement)
         if sequence.is_hold:
             del self.holds[sequence_id]
         sequence.namespace.sequence_count -= 1
-        self.gates.enforce_cache_quota(sequence.namespace)
+        self.admission.enforce_cache_quota(sequence.namespace)
         self.blocks.forget_if_unused(sequence.namespace)
         return Result.OK
 

@@ -82,7 +82,7 @@ class PoolSpec:
     Attributes:
         watermark_block_count: free blocks that a new sequence must leave for those that run.
         quotas: at most one per namespace.
-        eviction_policy: a name of `eviction.POLICIES`; empty for the default.
+        eviction_policy: a name of `eviction.policies.POLICIES`; empty for the default.
     """
 
     block_count: int

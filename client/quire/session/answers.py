@@ -95,7 +95,7 @@ class Answers:
         """No step will have an answer."""
         self.fail(list(self._asked), error)
 
-    def lose(self) -> None:
+    def lose_pool(self) -> None:
         """The pool is empty now: what was answered is not in force any more, what was not never will be."""
         self._untold = error = SessionLostError()
         self._missed.clear()

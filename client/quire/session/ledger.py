@@ -101,7 +101,7 @@ class Ledger:
             self._apply_grows(step.grows, outcome)
 
     def digest(self) -> bytes:
-        """As `state.state_digest` has it, of everything."""
+        """Returns the digest of the whole state; `protocol/state_digest.py` says how it is made."""
         return state_digest(self.rows())
 
     def digest_after(self, number: int) -> bytes:

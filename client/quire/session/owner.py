@@ -6,7 +6,7 @@ Lifecycle of a `PoolOwner`:
     2. attaching  a stream begins with Attach, under a higher epoch than ever before
     3. reporting  the allocator has no state for us: the ledger goes out as a block report, and comes back in force
     4. open       steps go out as they are submitted, at most `window` of them unanswered; answers come in order
-    5. idle       the stream was lost (`lose`) or given up by us because both sides disagree: back to 2
+    5. idle       the stream was lost (`lose_stream`) or given up by us because both sides disagree: back to 2
 
 A step keeps its number until it is answered. After Resumed the same bytes go out again, after Ready the same operations
 under the new session id: whatever became of them before, they are applied exactly once to what the ledger says.
@@ -148,14 +148,14 @@ class PoolOwner:
             )
         )
 
-    def lose(self) -> None:
+    def lose_stream(self) -> None:
         """The stream is gone. What was not answered is sent again on the next one."""
         self.phase = Phase.IDLE
         self.outbox.clear()
 
     def disown(self) -> None:
         """The allocator's state is not ours: the next stream must not resume it, but take a report."""
-        self.lose()
+        self.lose_stream()
         self.session_id = b""
 
     def start_over(self) -> list[int]:
@@ -190,7 +190,7 @@ class PoolOwner:
         if error is not None and error.reason in _DISAGREE:
             self.disagreement_count += 1
             self.disown()
-        self.lose()
+        self.lose_stream()
         if verdict is Verdict.LOST:
             return verdict, self.start_over()
         if verdict is Verdict.STEP_REFUSED:

@@ -284,7 +284,7 @@ class PoolSession:
             return ended.said
         except LedgerLostError as error:
             log.error("the pool begins anew: %s", error)
-            self._answers.lose()
+            self._answers.lose_pool()
         except InternalError as error:
             log.error("the allocator broke the protocol: %s", error)
             self._answers.fail(owner.give_up_steps(), error)  # it will be told what is, whatever they did
@@ -321,7 +321,7 @@ class PoolSession:
         self._drop()
         if verdict is Verdict.LOST:
             log.error("the allocator refuses our report, the pool begins anew: %s", error)
-            self._answers.lose()
+            self._answers.lose_pool()
         elif verdict is Verdict.STEP_REFUSED:
             self._answers.fail(numbers, why)
         elif verdict is Verdict.REFUSED:

@@ -178,9 +178,9 @@ def announce_what_nobody_computes(pool: Pool) -> None:
 
 
 def stop_announcing(pool: Pool) -> None:
-    chain = pool.sequences[5].chain
-    assert chain is not None
-    pool.pending.drop(chain)
+    announcement = pool.sequences[5].announcement
+    assert announcement is not None
+    pool.pending.drop(announcement)
 
 
 def borrow_elsewhere(pool: Pool) -> None:
@@ -220,7 +220,7 @@ DEFECTS: list[tuple[str, Callable[[Pool], None]]] = [
     ("not what is committed is published|table begins", publish_too_much),
     ("may grow to", add(lambda pool: pool.sequences[3], "limit", 1)),
     ("commits of .* are unseen", add(lambda pool: pool.sequences[1], "quiet_until", 5)),
-    ("count as promised", add(lambda pool: pool.gates, "promised_block_count", 1)),
+    ("count as promised", add(lambda pool: pool.admission, "promised_block_count", 1)),
     ("count as promised", add(lambda pool: pool.sequences[5], "promised", 1)),
     ("counts .* sequences", add(lambda pool: pool.blocks.namespaces["blue"], "sequence_count", 1)),
     ("namespace of sequence 9 was forgotten", forget_a_namespace),

@@ -191,7 +191,7 @@ class Comparison:
         pending = pool.pending.pending_count(namespace, joined, place, len(digests))
         assert pending == twin.pending(namespace, digests, place)
         priority, except_id = rng.randint(0, 2), rng.choice([0, *twin.sequences])
-        assert pool.gates.cheapest_victim(priority, except_id=except_id) == twin.victim(priority, except_id)
+        assert pool.admission.cheapest_victim(priority, except_id=except_id) == twin.victim(priority, except_id)
 
     def compare_free_order(self) -> None:
         """The order in which all free blocks would be granted."""

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 
 from quire_allocator.core.eviction.queue import Candidates, Entry, EvictionPolicy, EvictionQueue
-from quire_allocator.core.eviction.reuse_model import Ghost, Ghosts, Group, ReuseModel
+from quire_allocator.core.eviction.reuse_model import Family, Ghost, Ghosts, ReuseModel
 
 __all__ = [
     "DEFAULT_POLICY",
@@ -73,33 +73,33 @@ class RecomputeCost(LeastRecentlyUsed):
         return super().evicted(entry, block_count)
 
 
-_NEW_GROUPS = 4  # of new entries: one position; below what was never shared, shared less than this often, more often
+_NEW_FAMILIES = 4  # of new entries: one position; below what was never shared, shared less than this often, more often
 _POPULAR_HITS = 4
 _LENGTH_EDGES = (0.5, 1.0, 2.0)  # kinds of each: prompt up to so many times the mean, or longer
 _LENGTH_MEMORY = 256  # new entries
 _LENGTHS = len(_LENGTH_EDGES) + 1
-_LEVELS = (1, 2, 7)  # groups of shared entries: so many hits at most, or more
+_LEVELS = (1, 2, 7)  # families of shared entries: so many hits at most, or more
 _GAPS = 4  # kinds of each: waits for less than a quarter of a pool, than a pool, than four pools, or longer
-_SHARED = _NEW_GROUPS * _LENGTHS
+_SHARED = _NEW_FAMILIES * _LENGTHS
 _LEFT = _SHARED + (len(_LEVELS) + 1) * _GAPS  # deep ends that prompts leave behind
-# Returns per doubling of the age that are believed of each group at first: coarse, and soon outweighed.
+# Returns per doubling of the age that are believed of each family at first: coarse, and soon outweighed.
 _BELIEFS = (0.05, 0.05, 0.03, 0.03, 0.2, 0.3, 0.4, 0.5, 0.01)
-_GROUPS = (
-    *(Group(range(first, first + _LENGTHS), _BELIEFS[first // _LENGTHS]) for first in range(0, _SHARED, _LENGTHS)),
+_FAMILIES = (
+    *(Family(range(first, first + _LENGTHS), _BELIEFS[first // _LENGTHS]) for first in range(0, _SHARED, _LENGTHS)),
     *(
-        Group(range(first, first + _GAPS), belief)
+        Family(range(first, first + _GAPS), belief)
         for first, belief in zip(range(_SHARED, _LEFT, _GAPS), _BELIEFS[4:8], strict=True)
     ),
-    Group(range(_LEFT, _LEFT + 1), _BELIEFS[8]),
+    Family(range(_LEFT, _LEFT + 1), _BELIEFS[8]),
 )
-_LEFT_GROUP = len(_GROUPS) - 1
+_LEFT_FAMILY = len(_FAMILIES) - 1
 
 
 class ReuseValue(EvictionPolicy):
     """The default: what is least likely to come back soon, for the space it takes, leaves first.
 
     Every cached entry is of a kind: how often it was shared and how long it had waited the last time or, while it is
-    new, what it was stored below and how long its prompt was. When kinds come back is learned (`reuse.py`). Each has
+    new, what it was stored below and how long its prompt was. `reuse_model.py` learns when kinds come back. Each has
     its lane, in the order of release; the least valuable of the oldest and newest entries of all lanes leaves.
 
     Deep ends are a kind of their own: the part that a prompt left behind when it took another way inside of an entry,
@@ -112,12 +112,12 @@ class ReuseValue(EvictionPolicy):
     def __init__(self, block_count: int) -> None:
         self.patience = block_count // 16
         self._time = 0  # blocks that sequences asked for
-        self._model = ReuseModel(_GROUPS, block_count)
+        self._model = ReuseModel(_FAMILIES, block_count)
         self._ghosts = Ghosts(self._model, 4 * block_count, 1024 + block_count // 4)
         self._gaps = (block_count / 4, block_count, block_count * 4)
         self._length_mean = 0.0
-        self._medians = [0.0] * _NEW_GROUPS  # of the blocks that prompts leave behind
-        self._left_behind = [0] * _NEW_GROUPS  # rounded
+        self._medians = [0.0] * _NEW_FAMILIES  # of the blocks that prompts leave behind
+        self._left_behind = [0] * _NEW_FAMILIES  # rounded
         self._trimmed: tuple[Entry, bytes] | None = None  # the last one, and the key of what it lost
 
     def stored(self, entry: Entry, parent: Entry | None) -> None:
@@ -154,7 +154,7 @@ class ReuseValue(EvictionPolicy):
         self._end(lower, returned=False)
         lower.released = self._time
         lower.kind = _LEFT
-        self._model.start(_LEFT_GROUP, _LEFT, count)
+        self._model.start(_LEFT_FAMILY, _LEFT, count)
         return True
 
     def released(self, entry: Entry) -> None:
@@ -168,20 +168,20 @@ class ReuseValue(EvictionPolicy):
         if entry.hits:
             level = bisect_left(_LEVELS, entry.hits)
             entry.kind = kind = _SHARED + level * _GAPS + bisect_right(self._gaps, entry.gap)
-            self._model.start(_NEW_GROUPS + level, kind, count)
+            self._model.start(_NEW_FAMILIES + level, kind, count)
             return
-        group = entry.origin
+        family = entry.origin
         if kind is None:
             end = float(entry.first_position + count)
             mean = self._length_mean or end
             self._length_mean = mean + (end - mean) / _LENGTH_MEMORY
-            entry.kind = kind = group * _LENGTHS + bisect_left(_LENGTH_EDGES, end / mean)
-        left = self._left_behind[group]
+            entry.kind = kind = family * _LENGTHS + bisect_left(_LENGTH_EDGES, end / mean)
+        left = self._left_behind[family]
         if left and left < count and entry.is_whole:
             entry.spare = left
             count -= left
-            self._model.start(_LEFT_GROUP, _LEFT, left)
-        self._model.start(group, kind, count)
+            self._model.start(_LEFT_FAMILY, _LEFT, left)
+        self._model.start(family, kind, count)
 
     def lane(self, entry: Entry) -> int:
         """Its kind, or that of its deep end."""

@@ -1,6 +1,6 @@
 """What the default eviction policy learns: when blocks of each kind come back.
 
-Kinds are numbers; kinds of one *group* are alike, and an estimate for one of them leans on that for the group while
+Kinds are numbers; kinds of one *family* are alike, and an estimate for one of them leans on that for the family while
 little was seen. Of the blocks that reach a certain age, how many return there? Ages are powers of two (a block that
 reaches one is counted where it ended, so that those still waiting do not bias it: Kaplan and Meier, JASA 1958). What
 was evicted is remembered for a while, so that the estimate does not depend on what was kept.
@@ -22,16 +22,16 @@ from typing import NamedTuple
 
 _AGE_BITS = 64
 AGES = 14  # [0, 1), [1, 2), [2, 4), ... [2048, 4096) of 1/64 of the pool, and beyond
-_GROUP_POOLS = 1.0  # weight of a group's estimate in that of one of its kinds, in pools of blocks
-_BELIEF_POOLS = 0.25  # weight of what is believed of a group
+_FAMILY_POOLS = 1.0  # weight of a family's estimate in that of one of its kinds, in pools of blocks
+_BELIEF_POOLS = 0.25  # weight of what is believed of a family
 _FORGET_POOLS = 64  # time after which what was learned counts half
-_LEARN_FIRST = 4  # waits that start in a group until its values are computed anew; one more
+_LEARN_FIRST = 4  # waits that start in a family until its values are computed anew; one more
 _LEARN_SLOWER = 8  # after so many times
 _LEARN_EVERY = 64  # up to this
 _SEEN_MIN = 0.02  # below this share of the past nothing is concluded about an age
 
 
-class Group(NamedTuple):
+class Family(NamedTuple):
     """Kinds that are alike.
 
     Attributes:
@@ -44,16 +44,16 @@ class Group(NamedTuple):
 
 
 class ReuseModel:
-    """Estimates for every kind of every group, in a pool of `block_count` blocks.
+    """Estimates for every kind of every family, in a pool of `block_count` blocks.
 
     Attributes:
         unit: of age, in blocks.
         values: of each kind, by the bit length of its age in units.
     """
 
-    def __init__(self, groups: Sequence[Group], block_count: int) -> None:
-        kinds = sum(len(group.kinds) for group in groups)
-        self._groups = groups
+    def __init__(self, families: Sequence[Family], block_count: int) -> None:
+        kinds = sum(len(family.kinds) for family in families)
+        self._families = families
         self._pool = max(1, block_count)
         self.unit = max(1, block_count // 64)
         self._edges = [0, *(self.unit << age for age in range(AGES - 1))]
@@ -62,22 +62,24 @@ class ReuseModel:
         self._ended = [[0.0] * AGES for _ in range(kinds)]
         self.values = [[0.0] * _AGE_BITS for _ in range(kinds)]
         self._time = self._elapsed = 0
-        self._looks = [0] * len(groups)
-        self._starts_left = [_LEARN_FIRST] * len(groups)
+        self._looks = [0] * len(families)
+        self._starts_left = [_LEARN_FIRST] * len(families)
         self._due: dict[int, None] = {}
         low, high = self._pool / 8, 16 * self._pool
-        self._beliefs = [[group.belief if low <= edge <= high else 0.0 for edge in self._edges[1:]] for group in groups]
+        self._beliefs = [
+            [family.belief if low <= edge <= high else 0.0 for edge in self._edges[1:]] for family in families
+        ]
         self._middles = [(self._edges[age] + self._edges[age + 1]) / 2 for age in range(AGES - 1)]
-        for group in range(len(groups)):
-            self._learn(group)
+        for family in range(len(families)):
+            self._learn(family)
 
-    def start(self, group: int, kind: int, count: int) -> None:
+    def start(self, family: int, kind: int, count: int) -> None:
         """Blocks begin to wait."""
         self._started[kind] += count
-        self._starts_left[group] -= 1
-        if not self._starts_left[group]:
-            self._starts_left[group] = min(_LEARN_EVERY, _LEARN_FIRST + self._looks[group] // _LEARN_SLOWER)
-            self._due[group] = None
+        self._starts_left[family] -= 1
+        if not self._starts_left[family]:
+            self._starts_left[family] = min(_LEARN_EVERY, _LEARN_FIRST + self._looks[family] // _LEARN_SLOWER)
+            self._due[family] = None
 
     def end(self, kind: int, age: int, count: int, *, returned: bool) -> None:
         """Blocks came back, or will not be seen any longer."""
@@ -87,7 +89,7 @@ class ReuseModel:
             self._returned[kind][bucket] += count
 
     def learn(self, time: int) -> None:
-        """If a group is due, computes its values anew. One at a time: it takes some ten microseconds."""
+        """If a family is due, computes its values anew. One at a time: it takes some ten microseconds."""
         if not self._due:
             return
         self._elapsed += time - self._time
@@ -97,13 +99,13 @@ class ReuseModel:
             self._started = [count / 2 for count in self._started]
             self._returned = [[count / 2 for count in row] for row in self._returned]
             self._ended = [[count / 2 for count in row] for row in self._ended]
-        group, _ = self._due.popitem()
-        self._looks[group] += 1
-        self._learn(group)
+        family, _ = self._due.popitem()
+        self._looks[family] += 1
+        self._learn(family)
 
-    def _learn(self, group: int) -> None:
-        kinds, _ = self._groups[group]
-        expected, weight = self._beliefs[group], _BELIEF_POOLS * self._pool
+    def _learn(self, family: int) -> None:
+        kinds, _ = self._families[family]
+        expected, weight = self._beliefs[family], _BELIEF_POOLS * self._pool
         seen = self._seen()
         if len(kinds) > 1:
             first, end = kinds.start, kinds.stop
@@ -111,7 +113,7 @@ class ReuseModel:
             returned = [sum(column) for column in zip(*self._returned[first:end])]
             ended = [sum(column) for column in zip(*self._ended[first:end])]
             expected = _hazards(started, returned, ended, seen, expected=expected, weight=weight)
-            weight = _GROUP_POOLS * self._pool
+            weight = _FAMILY_POOLS * self._pool
         for kind in kinds:
             hazards = _hazards(
                 self._started[kind], self._returned[kind], self._ended[kind], seen, expected=expected, weight=weight

@@ -45,18 +45,6 @@ def test_a_published_prefix_is_shared_instead_of_granted() -> None:
     assert (pool.queried_token_count, pool.matched_token_count, pool.granted_block_count) == (18, 8, 4)
 
 
-def test_a_preempted_request_that_returns_is_no_new_query() -> None:
-    pool = make_pool(20)
-    letters = "abcdefghijkl"
-    computed(pool, 1, letters)
-    before = (pool.queried_token_count, pool.matched_token_count)
-    pool.free(1)
-    grown = pool.allocate(2, 49, d(letters), is_return=True)
-    assert grown.matched_token_count == 48
-    assert (pool.queried_token_count, pool.matched_token_count) == before == (48, 0)
-    assert (pool.returned_token_count, pool.returned_matched_token_count) == (49, 48)
-
-
 def test_a_prefix_is_shared_up_to_the_first_block_that_differs() -> None:
     pool = make_pool()
     computed(pool, 1, "abc")

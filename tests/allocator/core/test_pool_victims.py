@@ -1,4 +1,4 @@
-"""Whom NO_SPACE names to be preempted: who loses least. By hand; blocks of 4 tokens, one group by default."""
+"""Whom NO_SPACE names to be preempted: who loses least; and its return. By hand; blocks of 4 tokens, one group."""
 
 from __future__ import annotations
 
@@ -122,3 +122,15 @@ def test_many_refusals_look_for_their_victim_once_and_again_after_each_change(mo
     pool.free(8)
     assert pool.grow(1, 9).victim == Victim(7, 4)
     assert searches == 2
+
+
+def test_a_preempted_request_that_returns_is_no_new_query() -> None:
+    pool = make_pool(20)
+    letters = "abcdefghijkl"
+    computed(pool, 1, letters)
+    before = (pool.queried_token_count, pool.matched_token_count)
+    pool.free(1)
+    grown = pool.allocate(2, 49, d(letters), is_return=True)
+    assert grown.matched_token_count == 48
+    assert (pool.queried_token_count, pool.matched_token_count) == before == (48, 0)
+    assert (pool.returned_token_count, pool.returned_matched_token_count) == (49, 48)

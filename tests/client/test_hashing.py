@@ -40,9 +40,8 @@ const key = (block, size, [id, first, count]) =>
   Buffer.concat([Buffer.from("mm/1"), int32(first - block * size), int32(count), Buffer.from(id, "hex")]);
 const chain = (vector) => {
   const size = Number(vector.block_size), tokens = words(vector.tokens).map(Number);
-  const hexadecimal = (text) => Buffer.from(text, "hex"), utf8 = (text) => Buffer.from(text, "utf8");
-  const fields = [hexadecimal(vector.fingerprint), utf8(vector.layout), hexadecimal(vector.adapter),
-    utf8(vector.namespace)].map(field);
+  const coded = [["fingerprint", "hex"], ["layout", "utf8"], ["adapter", "hex"], ["namespace", "utf8"]];
+  const fields = coded.map(([name, code]) => field(Buffer.from(vector[name], code)));
   const root = sha256(Buffer.concat([Buffer.from("quire/2"), ...fields]));
   let hashed = Buffer.concat([root, int32(size)]);
   const items = (vector.items || "").split("|").map(words).filter((item) => item.length);
@@ -163,12 +162,12 @@ def test_items_give_the_extra_keys_of_the_page_in_whatever_order_they_come(title
         assert [list(keys) for keys in multimodal_keys(items, token_count, size)] == extra_keys_of(vector)
 
 
-@pytest.mark.parametrize(
-    ("changed", "value"), [("fingerprint", b"x"), ("layout", "x"), ("adapter", b"x" * 32), ("namespace", "x")]
-)
-def test_the_root_depends_on_everything_it_is_derived_from(changed: str, value: bytes | str) -> None:
+def test_the_root_depends_on_everything_it_is_derived_from() -> None:
     fields: dict[str, Any] = {"fingerprint": b"a", "layout": "b", "adapter": b"c" * 32, "namespace": "d"}
-    assert root_digest(**fields) != root_digest(**{**fields, changed: value})
+    others: dict[str, Any] = {"fingerprint": b"x", "layout": "x", "adapter": b"x" * 32, "namespace": "x"}
+    assert (
+        len({root_digest(**{**fields, name: value}) for name, value in others.items()} | {root_digest(**fields)}) == 5
+    )
 
 
 def test_bytes_cannot_move_from_one_field_of_the_root_into_the_next() -> None:
@@ -176,10 +175,8 @@ def test_bytes_cannot_move_from_one_field_of_the_root_into_the_next() -> None:
 
 
 def test_an_adapter_that_is_loaded_again_under_its_name_with_other_weights_shares_nothing_with_the_old_one() -> None:
-    roots = [
-        root_digest(fingerprint=b"model", layout="nhd", adapter=hashlib.sha256(weights).digest())
-        for weights in (b"polite, first training", b"polite, second training")
-    ]
+    adapters = [hashlib.sha256(weights).digest() for weights in (b"first training", b"second training")]
+    roots = [root_digest(fingerprint=b"model", layout="nhd", adapter=adapter) for adapter in adapters]
     assert len({ROOT, *roots}) == 3
 
 

@@ -25,22 +25,24 @@ class Announcement:
         self.digests = digests
         self.next_digest = next_digest
         self.digest_count = digest_count
-        self.places: list[int] = []  # digests before those where it was announced and advanced to
+        self.places: list[int] = []  # how many digests came before each point at which it was announced or advanced to
 
     def key(self, place: int) -> bytes:
-        """Its next digest there."""
+        """Returns the digest at `place`, under which others find this announcement."""
         return self.digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
 
 
 class PendingPrefixes:
-    """Every announcement of a pool."""
+    """Finds the announcements of a pool by their next digests."""
 
     def __init__(self) -> None:
         self._places: dict[bytes, list[Announcement]] = {}
 
     def announce(self, namespace: str, digests: bytes, next_digest: int, digest_count: int) -> Announcement | None:
-        """A new sequence will compute the first `digest_count` of `digests`, from number `next_digest` on; None where
-        nothing is left of them."""
+        """Notes that a new sequence will compute the first `digest_count` of `digests`, from number `next_digest` on.
+
+        Returns None where nothing is left of them.
+        """
         if next_digest >= digest_count:
             return None
         announcement = Announcement(namespace, digests, next_digest, digest_count)
@@ -48,7 +50,7 @@ class PendingPrefixes:
         return announcement
 
     def advance(self, announcement: Announcement, next_digest: int) -> bool:
-        """The announcement is published up to there; returns whether anything is still pending."""
+        """Notes that it is published up to there; returns whether anything is still pending."""
         if next_digest >= announcement.digest_count:
             self.drop(announcement)
             return False
@@ -58,7 +60,7 @@ class PendingPrefixes:
         return True
 
     def drop(self, announcement: Announcement) -> None:
-        """Nobody computes it any more."""
+        """Removes an announcement: its sequence is gone or has published all of it."""
         for place in announcement.places:
             key = announcement.key(place)
             announcements = self._places[key]
@@ -68,7 +70,7 @@ class PendingPrefixes:
         announcement.places.clear()
 
     def pending_count(self, namespace: str, digests: bytes, matched: int, limit: int) -> int:
-        """Digests after the first `matched` (of at most `limit`) that some sequence is computing."""
+        """Counts digests after the first `matched` (of at most `limit`) that some sequence is computing."""
         if matched >= limit:
             return 0
         key = digests[matched * DIGEST_BYTES : (matched + 1) * DIGEST_BYTES]
@@ -98,7 +100,7 @@ class PendingPrefixes:
 
 
 def _agree(ours: bytes, theirs: bytes, known: int, limit: int) -> int:
-    """Digests in which two announcements agree from the first on, at least `known` + 1, at most `limit`."""
+    """Counts the first digests in which two prompts agree: at least `known` + 1, at most `limit`."""
     low, high = known + 1, min(limit, len(theirs) // DIGEST_BYTES)
     start = known * DIGEST_BYTES
     while low < high:

@@ -49,7 +49,7 @@ _NOBODY: Final = array("Q")
 
 
 class Pool:
-    """Block tables of one pool. See the module's docstring."""
+    """Applies operations to the block tables of one pool, as the module's docstring says."""
 
     def __init__(self, spec: PoolSpec) -> None:
         self.spec = spec
@@ -62,7 +62,7 @@ class Pool:
         self.admission = Admission(spec, self.blocks, self.managers, self.sequences)
         self.pending = PendingPrefixes()
         self.holds: dict[int, float] = {}  # sequence -> when it ends
-        self._batch_ids = _NOBODY  # whom `grow_many` found last, since when nobody was freed
+        self._batch_ids = _NOBODY  # the ids of the last `grow_many`; valid until the next `free`
         self._batch: list[SequenceState | None] = []
         self.last_sequence_id = 0
         self.queried_token_count = 0
@@ -76,12 +76,12 @@ class Pool:
     # -- prefixes ------------------------------------------------------------------------------------------------------
 
     def match(self, namespace: str, digests: bytes) -> int:
-        """Leading tokens that every group can serve. A hint: changes nothing, not even the eviction order."""
+        """Counts the leading tokens that every group can serve. Changes nothing, not even the order of eviction."""
         space = self.blocks.namespaces.get(namespace) or self.coordinator.new_namespace(namespace)
         return self.coordinator.find(space, digests, len(digests) // DIGEST_BYTES * self.digest_tokens)[1]
 
     def match_acknowledged(self, namespace: str, digests: bytes) -> int:
-        """The same for others than the owner: without what steps have stored that it has not acknowledged."""
+        """Does the same for others than the owner: without what steps stored that it has not acknowledged."""
         matched = self.match(namespace, digests)
         untold = self.log.untold(namespace) if matched else None
         if not untold:
@@ -132,12 +132,14 @@ class Pool:
         needs = [m.needed_after(hit, token_count) for m, hit in zip(self.managers, hits)]
         needed, revived = sum(needs), sum([hit.cached_block_count for hit in hits])
         left = self.blocks.free_count - needed - revived
-        # Where as much is left as must be, it also fits the pool: what it shares is not free.
+        # Enough blocks stay free after the reserve, so nothing can refuse, not even TOO_LONG: what is held and what is
+        # free make up the pool. Admission is skipped.
         if prompt > chunk or space.quota is not None or left < self.admission.reserved_block_count or defer_token_count:
             applicant = Applicant(space, hits, matched, chunk, prompt_token_count, priority, pending, defer_token_count)
             refused = self.admission.refuse_new(applicant, needed, revived)
             if refused is not None and refused.result is Result.NO_SPACE and matched and not self.sequences:
-                # With the state to copy from, a hit may need more room than there is, and nobody would ever make room.
+                # The pool is idle, and only the hit does not fit: a state takes one block more, to be copied into.
+                # Nobody will ever free one, so the prompt is computed without the hit.
                 return self.allocate(
                     sequence_id,
                     chunk,
@@ -213,7 +215,7 @@ class Pool:
         return GrowResult(Result.OK, 0, 0, self.coordinator.added(sequence, granted) if needed else (), copies)
 
     def _takes_next_blocks(self, sequence: SequenceState, token_count: int) -> bool:
-        """Decoding's own path: one free block for every group, at a block edge, and nothing else to be looked at."""
+        """Tells whether this grow takes one free block for every group, at a block edge, as decoding does."""
         size = self.digest_tokens
         return (
             self.coordinator.in_step
@@ -225,7 +227,7 @@ class Pool:
         )
 
     def names_new(self, sequence_ids: array[int]) -> bool:
-        """Whether one of these ids is above every earlier one."""
+        """Tells whether one of these ids is above every earlier one."""
         if sequence_ids != self._batch_ids:
             last = self.last_sequence_id
             for sequence_id in sequence_ids:
@@ -296,7 +298,8 @@ class Pool:
         swaps: list[Swap] = []
         if digests:
             for manager, part in zip(self.managers, sequence.parts):
-                if granted == token_count or not manager.in_place:  # else it may be overwritten without a grow
+                # With room left, the next pass would overwrite a published state without a grow that copies it.
+                if granted == token_count or not manager.in_place:
                     manager.commit(part, committed, token_count, digests, swaps)
         sequence.committed_token_count = token_count
         if granted < sequence.token_count:
@@ -381,11 +384,11 @@ class Pool:
     # -- what readers see ----------------------------------------------------------------------------------------------
 
     def tables(self, sequence: SequenceState) -> tuple[array[int], ...]:
-        """One table per group; `NULL_BLOCK` where a block was given back."""
+        """Returns one table for each group; `NULL_BLOCK` stands where a block was given back."""
         return self.coordinator.tables(sequence)
 
     def table_entry_count(self) -> int:
-        """Blocks in all tables, shared ones each time: what separate caches would hold."""
+        """Counts the blocks in all tables, shared ones each time: what separate caches would hold."""
         return sum(
             manager.footprint(part, sequence.token_count)
             for sequence in self.sequences.values()

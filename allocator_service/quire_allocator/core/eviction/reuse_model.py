@@ -25,9 +25,11 @@ AGES = 14  # [0, 1), [1, 2), [2, 4), ... [2048, 4096) of 1/64 of the pool, and b
 _FAMILY_POOLS = 1.0  # weight of a family's estimate in that of one of its kinds, in pools of blocks
 _BELIEF_POOLS = 0.25  # weight of what is believed of a family
 _FORGET_POOLS = 64  # time after which what was learned counts half
-_LEARN_FIRST = 4  # waits that start in a family until its values are computed anew; one more
-_LEARN_SLOWER = 8  # after so many times
-_LEARN_EVERY = 64  # up to this
+# A family's values are computed anew after 4 waits that began in it; after each 8 times, one wait more is needed, up
+# to 64.
+_LEARN_FIRST = 4
+_LEARN_SLOWER = 8
+_LEARN_EVERY = 64
 _SEEN_MIN = 0.02  # below this share of the past nothing is concluded about an age
 
 
@@ -44,7 +46,7 @@ class Family(NamedTuple):
 
 
 class ReuseModel:
-    """Estimates for every kind of every family, in a pool of `block_count` blocks.
+    """Estimates when blocks of every kind of every family return, in a pool of `block_count` blocks.
 
     Attributes:
         unit: of age, in blocks.
@@ -74,7 +76,7 @@ class ReuseModel:
             self._learn(family)
 
     def start(self, family: int, kind: int, count: int) -> None:
-        """Blocks begin to wait."""
+        """Counts blocks that begin to wait."""
         self._started[kind] += count
         self._starts_left[family] -= 1
         if not self._starts_left[family]:
@@ -82,7 +84,7 @@ class ReuseModel:
             self._due[family] = None
 
     def end(self, kind: int, age: int, count: int, *, returned: bool) -> None:
-        """Blocks came back, or will not be seen any longer."""
+        """Counts blocks whose wait ended: they came back, or were lost sight of."""
         bucket = min((age // self.unit).bit_length(), AGES - 1)
         self._ended[kind][bucket] += count
         if returned:
@@ -121,7 +123,7 @@ class ReuseModel:
             self.values[kind] = _values(hazards, self._edges)
 
     def _seen(self) -> list[float]:
-        """Which share of what has started so far was early enough to have come to the middle of each age."""
+        """Returns the share of what has started so far that was early enough to have come to the middle of each age."""
         elapsed = self._elapsed
         if not elapsed:
             return [0.0] * (AGES - 1)
@@ -137,7 +139,7 @@ def _hazards(
     expected: list[float],
     weight: float,
 ) -> list[float]:
-    """Which share of the blocks that reach an age return there, if `weight` more blocks do as expected."""
+    """Returns the share of the blocks that reach an age and return there, if `weight` more blocks do as expected."""
     hazards, left = [], 1.0
     for back, gone, share, belief in zip(returned, ended, seen, expected, strict=False):
         old = started * share
@@ -149,7 +151,7 @@ def _hazards(
 
 
 def _values(hazards: list[float], edges: list[int]) -> list[float]:
-    """The value at each age, 0 beyond the last one: slopes of the upper hull of (time, returns) to the right of it."""
+    """Returns the value at each age, 0 beyond the last: slopes of the upper hull of (time, returns) to its right."""
     times, returns = [0.0], [0.0]
     time = back = 0.0
     alive, edge = 1.0, 0
@@ -162,7 +164,7 @@ def _values(hazards: list[float], edges: list[int]) -> list[float]:
         times.append(time)
         returns.append(back)
     values = [0.0] * _AGE_BITS
-    hull = [(time, back, 0.0)]  # from the right; each with the slope to the one before
+    hull = [(time, back, 0.0)]  # from the right; each point with the slope to the one before it
     for age in range(len(hazards) - 1, -1, -1):
         time, back = times[age], returns[age]
         while True:
@@ -177,7 +179,7 @@ def _values(hazards: list[float], edges: list[int]) -> list[float]:
 
 
 class Ghost(NamedTuple):
-    """A stretch of evicted blocks: what they were when they left."""
+    """Says what a stretch of evicted blocks was when it left."""
 
     kind: int
     hits: int
@@ -186,7 +188,7 @@ class Ghost(NamedTuple):
 
 
 class Ghosts:
-    """The last evicted stretches, by the key of their first block."""
+    """Remembers the last evicted stretches, by the key of their first block."""
 
     def __init__(self, model: ReuseModel, block_count_max: int, count_max: int) -> None:
         self._model = model

@@ -165,12 +165,12 @@ class RunBuilder:
 
 
 def manager_number(pool: Pool, manager: object) -> int:
-    """Which of the pool's managers it is."""
+    """Returns which of the pool's managers it is."""
     return next(number for number, other in enumerate(pool.managers) if other is manager)
 
 
 def _before(spot: Spot) -> Spot | None:
-    """The position before; None at the root."""
+    """Returns the position before a spot; None at the root."""
     stretch, offset = spot
     if offset:
         return Spot(stretch, offset - 1)
@@ -178,13 +178,13 @@ def _before(spot: Spot) -> Spot | None:
 
 
 def _ranks(blocks: array[int], width: int, ranks: array[int]) -> list[int]:
-    """Of each position the highest rank of its blocks."""
+    """Returns for each position the highest rank of its blocks."""
     found = [ranks[block] for block in blocks]
     return found if width == 1 else list(map(max, *[found[column::width] for column in range(width)]))
 
 
 def _jumps(ranks: list[int], width: int) -> list[int]:
-    """Where blocks did not leave right after those of the position behind."""
+    """Returns the positions whose blocks did not leave right after those of the next one."""
     count = len(ranks)
     if not count or ranks.count(-1) == count or ranks == list(range(ranks[0], ranks[0] - count * width, -width)):
         return []

@@ -72,7 +72,7 @@ class MultimodalItem:
 
 
 def root_digest(*, fingerprint: bytes, layout: str, adapter: bytes = b"", namespace: str = "") -> bytes:
-    """Digest that every chain of one model, cache layout, adapter and namespace starts from.
+    """Returns the digest that every chain of one model, cache layout, adapter and namespace starts from.
 
     Args:
         fingerprint: what identifies the weights, as the worker reports it (`GetStatus.model_fingerprint`).
@@ -121,7 +121,7 @@ class DigestChain:
         self._state = self._begin(self._last)
 
     def extend(self, tokens: Sequence[int], *, extra_keys: Sequence[Iterable[bytes]] | None = None) -> list[bytes]:
-        """Digests of the next blocks.
+        """Returns the digests of the next blocks.
 
         Args:
             tokens: of whole blocks, each fits a signed 32-bit integer. Fastest as an array of int32 (`array("i")`,
@@ -172,7 +172,7 @@ class DigestChain:
 def block_digests(
     root: bytes, tokens: Sequence[int], block_size: int, *, extra_keys: Sequence[Iterable[bytes]] | None = None
 ) -> list[bytes]:
-    """Digests of the full blocks of `tokens`, in order; a trailing partial block has none.
+    """Returns the digests of the full blocks of `tokens`, in order; a trailing partial block has none.
 
     Args:
         root: 32 bytes from `root_digest`.
@@ -197,14 +197,14 @@ def block_digests(
 def block_digests_bytes(
     root: bytes, tokens: Sequence[int], block_size: int, *, extra_keys: Sequence[Iterable[bytes]] | None = None
 ) -> bytes:
-    """What `block_digests` returns, concatenated, as digests travel."""
+    """Returns what `block_digests` returns, concatenated, as digests travel."""
     return b"".join(block_digests(root, tokens, block_size, extra_keys=extra_keys))
 
 
 def prompt_digests(
     root: bytes, tokens: Sequence[int], block_size: int, *, extra_keys: Sequence[Iterable[bytes]] | None = None
 ) -> list[bytes]:
-    """Digests of the blocks of a prompt that may be shared: all full ones except a last block that would leave nothing
+    """Returns the digests of the blocks of a prompt that may be shared: all full ones except a last that leaves nothing
     to compute, since at least one token must go through the model to get the first logits."""
     shareable = max(0, len(tokens) - 1) // block_size * block_size
     return block_digests(root, tokens[:shareable], block_size, extra_keys=extra_keys)
@@ -250,7 +250,7 @@ def multimodal_keys(items: Iterable[MultimodalItem], token_count: int, block_siz
 
 
 def split_digests(data: bytes) -> list[bytes]:
-    """Concatenated digests apart again.
+    """Takes concatenated digests apart again.
 
     Raises:
         ValueError: the length is no multiple of 32.
@@ -265,7 +265,7 @@ def _field(data: bytes) -> bytes:
 
 
 def _int32_bytes(tokens: Sequence[int]) -> bytes:
-    """The tokens as little-endian int32: a copy of their memory where that is what they are already."""
+    """Returns the tokens as little-endian int32: a copy of their memory where that is what they are already."""
     if not isinstance(tokens, list | tuple):
         with contextlib.suppress(TypeError, NotImplementedError):  # no array, or of a format that Python does not read
             view = memoryview(tokens)  # type: ignore[arg-type]

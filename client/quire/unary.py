@@ -47,7 +47,7 @@ class UnarySession:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> types.Allocation:
-        """A new sequence that shares what `digests` hit: OK, NO_SPACE, EXISTS, TOO_LONG, PENDING or QUOTA.
+        """Creates a sequence that shares what `digests` hit: OK, NO_SPACE, EXISTS, TOO_LONG, PENDING or QUOTA.
 
         Args:
             sequence_id: higher than every earlier one.
@@ -79,7 +79,7 @@ class UnarySession:
     def grow(
         self, sequence_id: int, token_count: int, *, request_id: str | None = None, timeout_s: float | None = None
     ) -> types.Growth:
-        """Room for `token_count` tokens of a live sequence: OK, NO_SPACE, NOT_FOUND, TOO_LONG or QUOTA."""
+        """Makes room for `token_count` tokens of a live sequence: OK, NO_SPACE, NOT_FOUND, TOO_LONG or QUOTA."""
         request = messages.grow_request(self.session_id, request_id, sequence_id, token_count)
         return messages.growth(self._link.call(self._stub.Grow, request, timeout_s))
 
@@ -92,7 +92,7 @@ class UnarySession:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> Result:
-        """A new sequence (ids only rise) that shares every computed block of a live one.
+        """Creates a sequence (ids only rise) that shares every computed block of a live one.
 
         OK, NOT_FOUND, EXISTS, or UNCOMMITTED: a pool with STATE groups, and a parent with granted tokens that are not
         committed. With `hold_ms`, up to a day, it is a hold: nobody writes to it, and after so many milliseconds it is
@@ -111,7 +111,7 @@ class UnarySession:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> types.CommitOutcome:
-        """Tokens up to `token_count` are computed: OK, NOT_FOUND or TOO_LONG.
+        """Notes that tokens up to `token_count` are computed: OK, NOT_FOUND or TOO_LONG.
 
         One digest for each `block_size` of the pool that this fills publishes them, another number is MALFORMED. With
         `keep_token_count`, blocks that are not needed to hold so many tokens, nor `token_count`, are given back: those
@@ -183,7 +183,7 @@ class AsyncUnarySession:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> types.Allocation:
-        """A new sequence that shares what `digests` hit: OK, NO_SPACE, EXISTS, TOO_LONG, PENDING or QUOTA.
+        """Creates a sequence that shares what `digests` hit: OK, NO_SPACE, EXISTS, TOO_LONG, PENDING or QUOTA.
 
         Args:
             sequence_id: higher than every earlier one.
@@ -215,7 +215,7 @@ class AsyncUnarySession:
     async def grow(
         self, sequence_id: int, token_count: int, *, request_id: str | None = None, timeout_s: float | None = None
     ) -> types.Growth:
-        """Room for `token_count` tokens of a live sequence: OK, NO_SPACE, NOT_FOUND, TOO_LONG or QUOTA."""
+        """Makes room for `token_count` tokens of a live sequence: OK, NO_SPACE, NOT_FOUND, TOO_LONG or QUOTA."""
         request = messages.grow_request(self.session_id, request_id, sequence_id, token_count)
         return messages.growth(await self._link.call(self._stub.Grow, request, timeout_s))
 
@@ -228,7 +228,7 @@ class AsyncUnarySession:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> Result:
-        """A new sequence (ids only rise) that shares every computed block of a live one.
+        """Creates a sequence (ids only rise) that shares every computed block of a live one.
 
         OK, NOT_FOUND, EXISTS, or UNCOMMITTED: a pool with STATE groups, and a parent with granted tokens that are not
         committed. With `hold_ms`, up to a day, it is a hold: nobody writes to it, and after so many milliseconds it is
@@ -247,7 +247,7 @@ class AsyncUnarySession:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> types.CommitOutcome:
-        """Tokens up to `token_count` are computed: OK, NOT_FOUND or TOO_LONG.
+        """Notes that tokens up to `token_count` are computed: OK, NOT_FOUND or TOO_LONG.
 
         One digest for each `block_size` of the pool that this fills publishes them, another number is MALFORMED. With
         `keep_token_count`, blocks that are not needed to hold so many tokens, nor `token_count`, are given back: those

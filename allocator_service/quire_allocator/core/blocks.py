@@ -57,12 +57,12 @@ class Namespace:
 
     @property
     def held_count(self) -> int:
-        """Blocks held, all groups together."""
+        """Counts blocks held, all groups together."""
         return sum(scope.held for scope in self.scopes)
 
     @property
     def cached_count(self) -> int:
-        """Blocks cached, all groups together."""
+        """Counts blocks cached, all groups together."""
         return sum(scope.cached for scope in self.scopes)
 
 

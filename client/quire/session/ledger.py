@@ -105,7 +105,7 @@ class Ledger:
         return state_digest(self.rows())
 
     def digest_after(self, number: int) -> bytes:
-        """As the answer to that step has it."""
+        """Returns the digest that the answer to that step has."""
         return state_digest(self.rows(in_turn(list(self.sequences), number)), STATE_DIGEST_ENTRIES_MAX)
 
     def rows(self, sequence_ids: Iterable[int] | None = None) -> Iterator[SequenceRow]:
@@ -121,7 +121,7 @@ class Ledger:
             )
 
     def held_blocks(self) -> set[int]:
-        """Blocks in at least one table."""
+        """Returns the blocks that are in at least one table."""
         held = {block for sequence in self.sequences.values() for table in sequence.tables for block in table}
         held.discard(NULL_BLOCK)
         return held

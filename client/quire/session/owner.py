@@ -186,7 +186,7 @@ class PoolOwner:
         return Verdict.REFUSED if self._was_open else Verdict.FINAL
 
     def ended(self, error: QuireError | None) -> tuple[Verdict, list[int]]:
-        """The allocator ended the stream; returns what that means, and the numbers of steps that it takes along."""
+        """Takes in that the allocator ended the stream; returns what that means, and the steps that fail with it."""
         verdict = self.judge(error)
         if error is not None and error.reason in _DISAGREE:
             self.disagreement_count += 1
@@ -221,8 +221,8 @@ class PoolOwner:
         return int(request.step.number)
 
     def _check_ids(self, operations: StepBuilder) -> None:
-        """On the wire an id alone says whether a sequence is new: one that was meant to be, and is not, would be given
-        another one's blocks, and one that was meant to live would be created, for nobody to free."""
+        """Refuses ids that are not new, or not known. On the wire an id alone says which: one that was meant to be new,
+        and is not, would be given another one's blocks; one that was meant to live would be made, and never freed."""
         created = self.ledger.last_sequence_id
         if operations.names_no_newer(created):  # decoding, most of the time
             return

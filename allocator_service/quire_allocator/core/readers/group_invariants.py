@@ -125,7 +125,7 @@ def _count_shared_once(held: list[int], firsts: Sequence[Sequence[int]], width: 
 
 
 def _check_sharers(manager: FullAttentionManager, parts: Sequence[RunPart]) -> None:
-    """The manager lists exactly those sequences whose half-filled block stands in another one's tail too."""
+    """Checks that just those sequences are listed whose half-filled block stands in another one's tail too."""
     tails: dict[int, set[int]] = {}
     for part in parts:
         if part.tail and part.borrowed is None:
@@ -183,7 +183,7 @@ def _check_state(manager: StateManager, scope: UnitScope, sequence: SequenceStat
 
 
 def _check_units(width: int, scope: UnitScope, tables: Sequence[Sequence[Unit]]) -> Found:
-    """Each unit counts the tables it is in; the published ones are those of the index."""
+    """Checks that each unit counts the tables it is in; the published ones are those of the index."""
     found = Found()
     holders: Counter[int] = Counter(id(unit) for table in tables for unit in table)
     for key, unit in scope.index.items():

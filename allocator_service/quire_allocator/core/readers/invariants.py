@@ -37,7 +37,7 @@ def check(pool: Pool) -> None:
 
 
 def _check_manager(pool: Pool, number: int, spaces: Sequence[Namespace]) -> list[Found]:
-    """Every scope of a manager has what its kind of group must have, and counts its blocks."""
+    """Checks that every scope of a manager has what its kind of group must have, and counts its blocks."""
     manager = pool.managers[number]
     uses = []
     for space in spaces:
@@ -78,7 +78,7 @@ def _spaces(pool: Pool) -> list[Namespace]:
 
 
 def _check_blocks(pool: Pool, found: Sequence[Found]) -> None:
-    """Every block is exactly one of empty, cached and held."""
+    """Checks that every block is exactly one of empty, cached and held."""
     uses = Counter(pool.blocks.empty)
     for own in found:
         uses.update(own.held)
@@ -94,7 +94,7 @@ def _check_blocks(pool: Pool, found: Sequence[Found]) -> None:
 
 
 def _check_queues(pool: Pool, found: Sequence[Found]) -> None:
-    """The candidates for eviction are the cached entries with nothing below them, and no others."""
+    """Checks that the candidates for eviction are just the cached entries with nothing below them."""
     candidates = [entry for own in found for entry in own.candidates]
     wanted = {id(entry) for entry in candidates}
     for own in found:
@@ -140,7 +140,7 @@ def _check_sequence(pool: Pool, sequence_id: int, sequence: SequenceState) -> No
 
 
 def _check_batch(pool: Pool) -> None:
-    """The sequences that the last `grow_many` looked up are those that still have these ids."""
+    """Checks that the sequences that the last `grow_many` looked up still have these ids."""
     for sequence_id, sequence in zip(pool._batch_ids, pool._batch, strict=True):
         assert pool.sequences.get(sequence_id) is sequence, f"sequence {sequence_id} is remembered and gone"
 

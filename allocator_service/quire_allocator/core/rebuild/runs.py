@@ -141,7 +141,7 @@ class RunBuilder:
     def _file(
         self, scope: RunScope, stretch: JoinedStretch, ranks: array[int], cached: list[tuple[int, int, Scoped]]
     ) -> None:
-        """The runs of a stretch, cached until sequences hold them."""
+        """Makes the runs of a stretch, cached until sequences hold them."""
         width, reach, held = self._manager.width, stretch.reach, min(stretch.held, stretch.reach)
         own_ranks = _ranks(stretch.blocks[held * width : reach * width], width, ranks)
         stretch.cuts.add(held)

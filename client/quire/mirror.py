@@ -61,11 +61,11 @@ class PrefixMirror:
                     del self._stored[event.groups[0], event.namespace]
 
     def stored(self, group: int, namespace: str = "") -> Set[bytes]:
-        """Digests that are stored in one group; changes with the next event."""
+        """Returns the digests that are stored in one group; changes with the next event."""
         return self._stored.get((self._first[group], namespace), NO_DIGESTS)
 
     def matched_token_count(self, digests: Sequence[bytes], namespace: str = "") -> int:
-        """Leading tokens of a prompt, given as its digests, that every group can serve."""
+        """Counts the leading tokens of a prompt, given as its digests, that every group can serve."""
         count = len(digests)
         for group, number in self._groups.items():
             if group.kind is GroupKind.FULL_ATTENTION:
@@ -78,7 +78,7 @@ class PrefixMirror:
         return count * self._digest_tokens
 
     def _leading(self, group: GroupSpec, stored: Set[bytes], digests: Sequence[bytes]) -> int:
-        """Leading digests whose blocks are all stored."""
+        """Counts the leading digests whose blocks are all stored."""
         stride = group.block_size // self._digest_tokens
         for end in range(stride, len(digests) + 1, stride):
             if digests[end - 1] not in stored:
@@ -86,7 +86,7 @@ class PrefixMirror:
         return len(digests) // stride * stride
 
     def _serves(self, group: GroupSpec, stored: Set[bytes], digests: Sequence[bytes], count: int) -> bool:
-        """Whether a group can serve so many leading digests; of full attention, no more than `_leading`."""
+        """Tells whether a group can serve so many leading digests; of full attention, no more than `_leading`."""
         if group.kind is GroupKind.STATE:
             return digests[count - 1] in stored
         token_count = count * self._digest_tokens

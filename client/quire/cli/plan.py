@@ -105,7 +105,7 @@ def plan(
 
 
 def _config_path(model: str) -> Path:
-    """The file that the argument means, fetched if it is a model id.
+    """Returns the file that the argument means, fetched if it is a model id.
 
     Raises:
         UsageError: there is none, or it cannot be fetched.

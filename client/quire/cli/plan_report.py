@@ -67,7 +67,7 @@ class Plan:
     budget: Budget | None
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, in bytes, tokens and counts."""
+        """Returns everything, in bytes, tokens and counts."""
         layout = self.layout
         names = ("group_count", "page_bytes", "buffer_count", "slot_bytes", "token_bytes", "state_bytes")
         more = ("growth_bytes_per_token", "edge_tokens", "checkpoint_tokens", "checkpoint_block_count")

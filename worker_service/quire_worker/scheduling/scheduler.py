@@ -310,7 +310,10 @@ class Scheduler(Roster):
         block_count = 0
         for sample, token_count, needed, digests in admissions:
             capacity = self._round_up(len(sample.tokens))
-            plan.step.allocate(self._new_sequence_id(), capacity, digests, sample.request.namespace)
+            request = sample.request
+            plan.step.allocate(
+                self._new_sequence_id(), capacity, digests, request.namespace, is_return=request.admitted
+            )
             plan.grows.append((sample, capacity))
             plan.wanted.append((sample, token_count))
             plan.admitted.add(sample)

@@ -8,10 +8,8 @@ block is copied, as copy-on-write does; a token is chosen greedily, and one is d
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from quire_kernels.compilation.warmup import CompilationCount, count_compilations
+from quire_kernels.compilation.warmup import CompilationCount, Progress, count_compilations
 
 from quire_worker.cache import KVCache
 from quire_worker.model.batch import Chunk, build_batch
@@ -22,8 +20,6 @@ from quire_worker.sampler import SamplingParams
 LADDER = (2, 4, 8, 16, 32, 64, 128)
 # Decoding sequences beside a chunk of two: the mean stays at one query, also of 64 heads.
 COMPANY = 64
-
-Progress = Callable[[int, int, str], None]
 
 
 def warm_up(model: PagedModel, *, progress: Progress | None = None) -> CompilationCount:

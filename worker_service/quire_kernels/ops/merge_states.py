@@ -259,6 +259,7 @@ def _check_alike(name: str, tensor: torch.Tensor, other_name: str, other: torch.
 
 
 def tile_sizes(heads: int, dim: int) -> dict[str, Any]:
+    """Gives the constexprs that say what one program merges: at most `TILE_ELEMENTS_MAX`, unless one head has more."""
     block_dim = triton.next_power_of_2(dim)
     block_heads = min(triton.next_power_of_2(heads), max(1, TILE_ELEMENTS_MAX // block_dim))
     return {"HEADS": heads, "DIM": dim, "BLOCK_HEADS": block_heads, "BLOCK_DIM": block_dim}

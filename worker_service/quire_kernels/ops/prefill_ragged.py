@@ -66,7 +66,7 @@ def prefill_ragged_kernel(
         q, q_begin, q_len, (stride_q_token, stride_q_head, stride_q_dim),
         Keys(
             k + kv_begin.to(tl.int64) * stride_k_token + kv_head * stride_k_head,
-            v + kv_begin.to(tl.int64) * stride_v_token + kv_head * stride_v_head, None,
+            v + kv_begin.to(tl.int64) * stride_v_token + kv_head * stride_v_head, kv_indptr,
             (0, stride_k_token, stride_k_dim), (0, stride_v_token, stride_v_dim),
         ),
         kv_len, kv_head,

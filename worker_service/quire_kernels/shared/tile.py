@@ -212,7 +212,9 @@ class Keys(NamedTuple):
 
     k: Any  # pointer to the KV head (and, without pages, the first key) of the request
     v: Any
-    page_ids: Any  # pointer to the id of the request's first page; None without pages
+    page_ids: (
+        Any  # pointer to the id of the request's first page; without pages any pointer, as Triton 3.6 takes no None
+    )
     k_strides: Any  # (page, token, element)
     v_strides: Any
 

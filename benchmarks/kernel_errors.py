@@ -6,7 +6,7 @@ a GPU's errors may differ both ways.
 
     attention     of normal numbers against float64 on the same, rounded, queries and cache: what the kernel adds
     fp8 cache     the same against the bytes that are in the cache, and against what was quantised: what fp8 costs
-    append        what an fp8 cache holds times its scale, against what was appended
+    append        what an fp8 cache holds times its scale, against what was appended; fp8 is e4m3 or e5m2
     on the CPU    the worker's path there, where there is no GPU; it gives no lse
     sample        how far the number that drew a token lies outside the token's share of the probability; 0: inside
 
@@ -35,7 +35,7 @@ from quire_kernels.ops.mla_paged import mla_paged_reference  # noqa: E402
 from quire_kernels.ops.prefill_paged import prefill_paged_reference  # noqa: E402
 from quire_kernels.ops.prefill_ragged import prefill_ragged_reference  # noqa: E402
 from quire_kernels.ops.sampling import weights_reference  # noqa: E402
-from quire_kernels.shared.e4m3 import E4M3  # noqa: E402
+from quire_kernels.shared.fp8 import E4M3, E5M2, FP8_MAX, quantise_reference  # noqa: E402
 from quire_kernels.shared.options import AttentionOptions  # noqa: E402
 from quire_kernels.shared.paged_cache import unpack_paged_cache  # noqa: E402
 from quire_kernels.shared.prefill_rows import Masking  # noqa: E402
@@ -67,6 +67,7 @@ HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 8, 2, 128, 16
 MLA_HEADS, CKV_DIM, KPE_DIM = 4, 512, 64
 VOCABULARY = 5000
 ON_CPU = ", on the CPU"
+FORMATS = {E4M3: "e4m3", E5M2: "e5m2"}
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
@@ -175,14 +176,15 @@ def pair(result: Any) -> Result:
     return result
 
 
+def scale_of(fp8: torch.dtype) -> torch.Tensor:
+    """One that puts the largest number of a normal distribution near the largest of the format."""
+    return torch.full((KV_HEADS,), 4.5 / FP8_MAX[fp8], device=DEVICE)
+
+
 def paged(dtype: torch.dtype) -> Iterator[Errors]:
-    """Decode and prefill, on a cache of the queries' dtype and on one of fp8."""
+    """Decode and prefill, on a cache of the queries' dtype and on one of each format of fp8."""
     scene, options = Scene(dtype), AttentionOptions(HEAD_DIM**-0.5)
     tolerance = TOLERANCE[dtype]
-    # A scale that puts the largest number of a normal distribution near the largest of e4m3.
-    scale = torch.full((KV_HEADS,), 4.5 / 448, device=DEVICE)
-    fp8 = (scene.pages.float() / scale[0]).clamp(-448, 448).to(E4M3)
-    scaled = AttentionOptions(HEAD_DIM**-0.5, k_scale=scale, v_scale=scale)
     for title, run, reference, tokens in (
         ("decode", scene.decode, scene.decode_reference, len(LENGTHS)),
         ("prefill", scene.prefill, scene.prefill_reference, sum(NEW)),
@@ -190,10 +192,14 @@ def paged(dtype: torch.dtype) -> Iterator[Errors]:
         q = scene.queries(tokens)
         right = reference(q, scene.pages, options)
         yield errors(title, name_of(dtype), run(q, scene.pages), right, tolerance=tolerance)
-        actual = run(q, fp8, k_scale=scale, v_scale=scale)
-        dtypes, held = f"{name_of(dtype)}, fp8 cache", "float64 on the fp8 cache"
-        yield errors(title, dtypes, actual, reference(q, fp8, scaled), against=held, tolerance=tolerance)
-        yield errors(title, dtypes, actual, right, against="float64 before quantising")
+        for fp8, name in FORMATS.items():
+            scale = scale_of(fp8)
+            cache = quantise_reference(scene.pages, scale[0], fp8)
+            scaled = AttentionOptions(HEAD_DIM**-0.5, k_scale=scale, v_scale=scale)
+            actual = run(q, cache, k_scale=scale, v_scale=scale)
+            dtypes, held = f"{name_of(dtype)}, {name} cache", "float64 on the fp8 cache"
+            yield errors(title, dtypes, actual, reference(q, cache, scaled), against=held, tolerance=tolerance)
+            yield errors(title, dtypes, actual, right, against="float64 before quantising")
 
 
 def on_cpu(dtype: torch.dtype) -> Iterator[Errors]:
@@ -255,18 +261,19 @@ def merged(dtype: torch.dtype) -> Errors:
     return errors("merge_states", name_of(dtype), merge_states(v, s), expected, tolerance=MERGE_TOLERANCE[dtype])
 
 
-def quantised(dtype: torch.dtype) -> Errors:
+def quantised(dtype: torch.dtype) -> Iterator[Errors]:
     """What is read back, times the scale."""
     tokens = torch.randn(2, 64, KV_HEADS, HEAD_DIM, device=DEVICE).to(dtype)
-    cache = torch.zeros(4, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM, device=DEVICE).to(E4M3)
-    scale = torch.full((KV_HEADS,), 4.5 / 448, device=DEVICE)
     table = (index(range(4)), starts([4]), index([PAGE_SIZE]))
     requests, positions = index([0] * 64), index(range(64))
-    append_paged_kv_cache(*tokens, requests, positions, cache, *table, "NHD", scale, scale)
-    held = cache.float().double().movedim(1, 0).flatten(1, 2) * scale.double()[:, None]
     nothing = torch.zeros(1, device=DEVICE)
-    found = errors("append, fp8 cache", name_of(dtype), (held, nothing), (tokens.double(), nothing.double()))
-    return Errors(found.operation, found.dtype, "what was appended", found.max_abs, found.relative_rms)
+    for fp8, name in FORMATS.items():
+        cache, scale = torch.zeros(4, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM, device=DEVICE).to(fp8), scale_of(fp8)
+        append_paged_kv_cache(*tokens, requests, positions, cache, *table, "NHD", scale, scale)
+        held = cache.float().double().movedim(1, 0).flatten(1, 2) * scale.double()[:, None]
+        dtypes = f"{name_of(dtype)}, {name} cache"
+        found = errors("append", dtypes, (held, nothing), (tokens.double(), nothing.double()))
+        yield Errors(found.operation, found.dtype, "what was appended", found.max_abs, found.relative_rms)
 
 
 def drawn(dtype: torch.dtype) -> Errors:
@@ -297,7 +304,7 @@ def main() -> None:
         found.append(ragged(dtype))
         found.append(latent(dtype, (1,) * len(LENGTHS), "latent decode"))
         found.append(latent(dtype, NEW, "latent prefill"))
-        found += [merged(dtype), quantised(dtype), drawn(dtype)]
+        found += [merged(dtype), *quantised(dtype), drawn(dtype)]
     if DEVICE.type == "cpu":
         for dtype in DTYPES:
             found += on_cpu(dtype)

@@ -8,10 +8,8 @@ block is copied, as copy-on-write does; a token is chosen greedily, and one is d
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from quire_kernels.compilation.warmup import CompilationCount, count_compilations
+from quire_kernels.compilation.warmup import CompilationCount, Progress, count_compilations
 
 from quire_worker.cache import KVCache
 from quire_worker.model.batch import Chunk, build_batch
@@ -24,8 +22,6 @@ LADDER = (2, 4, 8, 16, 32, 64, 128)
 # Sequences that decode beside a chunk of two tokens: 66 queries for 65 sequences are 1.02 each, so that blocks of rows
 # are as large as in decode, also with 64 query heads per KV head.
 COMPANY = 64
-
-Progress = Callable[[int, int, str], None]
 
 
 def warm_up(model: PagedModel, *, progress: Progress | None = None) -> CompilationCount:

@@ -25,6 +25,7 @@ from quire.v1 import allocator_pb2_grpc as pb_grpc
 
 from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Directory, Ownership
+from quire_allocator.core.readers import index
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import DIGEST_BYTES
 from quire_allocator.metrics.counters import Counters
@@ -254,7 +255,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         authorization.require_namespace(permissions, namespace)
         found = []
         for owner in self._observable(permissions):
-            matched = owner.pool.match_acknowledged(namespace, digests)
+            matched = index.find_acknowledged(owner.pool, namespace, digests).matched_token_count
             if matched:
                 found.append(pb.PrefixMatch(pool=owner.name, matched_token_count=matched))
         return pb.MatchPrefixResponse(matches=sorted(found, key=lambda m: (-m.matched_token_count, m.pool)))

@@ -6,7 +6,7 @@ from array import array
 from typing import Any
 
 from quire_allocator.core.blocks import Namespace, Scoped
-from quire_allocator.core.groups.states import StatePart
+from quire_allocator.core.groups.states import StatePart, StateScope
 from quire_allocator.core.groups.units import Unit, UnitKey, UnitManager, UnitScope
 from quire_allocator.core.groups.windows import WindowManager, WindowPart
 from quire_allocator.core.pool import Pool
@@ -144,8 +144,16 @@ class StateBuilder(UnitBuilder):
         unit = self._hold(scope, blocks, committed, may_share=is_quiet)
         if unit.key is not None and (unit.key[0] * self._pool.digest_tokens != committed or not is_quiet):
             refuse(f"the state of sequence {name} is published for another length")
-        part = StatePart(scope, unit)
-        if sequence.prompt_token_count:
-            edge = self._pool.spec.edge_tokens
-            part.prompt_end = (sequence.prompt_token_count - 1) // edge * edge
-        return part
+        return StatePart(scope, unit, boundaries(self._pool, sequence))
+
+    def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
+        for unit in self._published().values():
+            assert isinstance(unit.scope, StateScope)
+            unit.scope.add_depth(unit.first_position)
+        return super().build(spaces, ranks)
+
+
+def boundaries(pool: Pool, sequence: ReportedSequence) -> tuple[int, ...]:
+    """Where later prompts may part from a reported sequence: what its owner was told, and the end of its prompt."""
+    prompt = max(1, sequence.prompt_token_count)
+    return pool.coordinator.boundaries(prompt, 0, sequence.boundaries)

@@ -43,10 +43,13 @@ class UnarySession:
         prompt_token_count: int = 0,
         priority: int = 0,
         defer_token_count: int = 0,
+        turn_ends: Iterable[int] = (),
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> types.Allocation:
-        """A new sequence that shares what `digests` hit: OK, NO_SPACE, EXISTS, TOO_LONG, PENDING or QUOTA.
+        """A new sequence that shares what `digests` hit.
+
+        OK, NO_SPACE, EXISTS, TOO_LONG, PASS_TOO_LONG (a shorter first chunk would fit), PENDING or QUOTA.
 
         Args:
             sequence_id: higher than every earlier one.
@@ -57,6 +60,7 @@ class UnarySession:
                 only if all of it would fit, and the rest is kept free from later admissions.
             priority: for a sequence of one priority none of a higher one is ever named as a victim.
             defer_token_count: answer PENDING if others are computing at least so many tokens of its prefix; 0: never.
+            turn_ends: token counts, rising, at most 16, after which later prompts may go on otherwise.
             request_id: of this operation; see above.
             timeout_s: for this call.
         """
@@ -65,6 +69,7 @@ class UnarySession:
             request_id,
             digests=digests,
             namespace=namespace,
+            turn_ends=turn_ends,
             sequence_id=sequence_id,
             token_count=token_count,
             prompt_token_count=prompt_token_count,
@@ -76,7 +81,8 @@ class UnarySession:
     def grow(
         self, sequence_id: int, token_count: int, *, request_id: str | None = None, timeout_s: float | None = None
     ) -> types.Growth:
-        """Room for `token_count` tokens of a live sequence: OK, NO_SPACE, NOT_FOUND, TOO_LONG or QUOTA."""
+        """Room for `token_count` tokens of a live sequence: OK, NO_SPACE, NOT_FOUND, TOO_LONG, PASS_TOO_LONG (fewer at
+        once would fit, after a commit) or QUOTA."""
         request = messages.grow_request(self.session_id, request_id, sequence_id, token_count)
         return messages.growth(self._link.call(self._stub.Grow, request, timeout_s))
 
@@ -176,10 +182,13 @@ class AsyncUnarySession:
         prompt_token_count: int = 0,
         priority: int = 0,
         defer_token_count: int = 0,
+        turn_ends: Iterable[int] = (),
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> types.Allocation:
-        """A new sequence that shares what `digests` hit: OK, NO_SPACE, EXISTS, TOO_LONG, PENDING or QUOTA.
+        """A new sequence that shares what `digests` hit.
+
+        OK, NO_SPACE, EXISTS, TOO_LONG, PASS_TOO_LONG (a shorter first chunk would fit), PENDING or QUOTA.
 
         Args:
             sequence_id: higher than every earlier one.
@@ -190,6 +199,7 @@ class AsyncUnarySession:
                 only if all of it would fit, and the rest is kept free from later admissions.
             priority: for a sequence of one priority none of a higher one is ever named as a victim.
             defer_token_count: answer PENDING if others are computing at least so many tokens of its prefix; 0: never.
+            turn_ends: token counts, rising, at most 16, after which later prompts may go on otherwise.
             request_id: of this operation; see above.
             timeout_s: for this call.
         """
@@ -198,6 +208,7 @@ class AsyncUnarySession:
             request_id,
             digests=digests,
             namespace=namespace,
+            turn_ends=turn_ends,
             sequence_id=sequence_id,
             token_count=token_count,
             prompt_token_count=prompt_token_count,
@@ -209,7 +220,8 @@ class AsyncUnarySession:
     async def grow(
         self, sequence_id: int, token_count: int, *, request_id: str | None = None, timeout_s: float | None = None
     ) -> types.Growth:
-        """Room for `token_count` tokens of a live sequence: OK, NO_SPACE, NOT_FOUND, TOO_LONG or QUOTA."""
+        """Room for `token_count` tokens of a live sequence: OK, NO_SPACE, NOT_FOUND, TOO_LONG, PASS_TOO_LONG (fewer at
+        once would fit, after a commit) or QUOTA."""
         request = messages.grow_request(self.session_id, request_id, sequence_id, token_count)
         return messages.growth(await self._link.call(self._stub.Grow, request, timeout_s))
 

@@ -139,8 +139,9 @@ class Pool:
                 return self.allocate(
                     sequence_id,
                     chunk,
-                    namespace=namespace,
-                    prompt_token_count=prompt_token_count,
+                    b"",
+                    namespace,
+                    prompt_token_count=prompt,
                     priority=priority,
                     turn_ends=turn_ends,
                 )
@@ -166,7 +167,7 @@ class Pool:
         self.last_sequence_id = sequence_id
         self.queried_token_count += prompt
         self.matched_token_count += matched
-        return GrowResult(Result.OK, matched, pending, self.tables(sequence), copies, junction)
+        return GrowResult(Result.OK, matched, pending, self.tables(sequence), copies, junction_token_count=junction)
 
     def grow(self, sequence_id: int, token_count: int) -> GrowResult:
         """Makes room for `token_count` tokens; fewer than there are changes nothing.
@@ -345,9 +346,8 @@ class Pool:
         child = SequenceState(parent.namespace, length, parent.priority, parts)
         child.quiet_until = parent.quiet_until
         child.boundaries = parent.boundaries
-        if (
-            self.coordinator.in_place or length % self._edge_tokens
-        ):  # a block is shared that either side has yet to write
+        # Where a block is shared that either side has yet to write:
+        if self.coordinator.in_place or length % self._edge_tokens:
             self.coordinator.note_limit(parent)
         parent.namespace.sequence_count += 1
         if hold_until is not None:

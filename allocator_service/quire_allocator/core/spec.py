@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 DIGEST_BYTES: Final = 32
 NULL_BLOCK: Final = 0xFFFFFFFF  # a table entry whose block was given back
 CHECKPOINTS_MAX_DEFAULT: Final = 16
+RETENTIONS: Final = ("auto", "dense", "tail")
 NEVER: Final = 1 << 62  # tokens: more than any sequence has
 NO_BLOCKS: Final = array("I")  # to be copied: half of what it costs to make an empty array by its type's letter
 
@@ -215,8 +216,8 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         pending_token_count: int = 0,
         blocks: tuple[array[int], ...] = (),
         copies: Sequence[Copy] = (),
-        junction_token_count: int = 0,
         *,
+        junction_token_count: int = 0,
         shortfall: int = 0,
         victim: Victim | None = None,
     ) -> None:

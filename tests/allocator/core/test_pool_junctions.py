@@ -197,7 +197,7 @@ def test_a_lookup_asks_for_the_depths_at_which_there_are_checkpoints_and_no_othe
             asked.append(key[0])
             return super().get(key)
 
-    scope.index = Index(scope.index)  # type: ignore[attr-defined]
+    scope.index = Index(scope.index)
     assert pool.match("", d("xyefghijklmn")) == 8
     assert asked == [3, 2]
 

@@ -1,7 +1,8 @@
 """A slow, obvious model of a pool: lists, and every question answered by looking at everything.
 
 It shares no code with the core. What it knows is in `state.py`, what one kind of group needs and gives back in
-`kinds.py`, how many checkpoints are kept in `checkpoints.py`; here is what the operations do. Results are plain tuples, written to be read and not to be fast.
+`kinds.py`, how many checkpoints are kept in `checkpoints.py`; here is what the operations do. Results are plain tuples,
+written to be read and not to be fast.
 """
 
 from __future__ import annotations

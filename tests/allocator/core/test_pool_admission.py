@@ -145,7 +145,7 @@ def test_a_prompt_is_let_in_only_if_passes_as_large_as_its_owner_announces_fit(b
 
 
 def test_a_pass_that_is_too_long_is_told_apart_from_what_can_never_fit() -> None:
-    # Windows of 8 tokens in blocks of 4 take 3 blocks at most in passes of one token. Of 10 blocks 7 are left: 28 tokens.
+    # A window of 8 tokens in blocks of 4 takes 3 blocks at most in passes of one token; 7 of 10 are left for 28 tokens.
     pool = make_pool(10, full(4), sliding(4, 8))
     assert refusal(pool.allocate(1, 28)) == (Result.PASS_TOO_LONG, 4)
     assert refusal(pool.allocate(1, 29)) == (Result.TOO_LONG, 0)

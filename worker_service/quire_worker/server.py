@@ -24,7 +24,7 @@ from quire.errors import QuireError, UsageError
 from quire.session import PoolSession
 from quire.session.lookahead import AHEAD_TOKENS
 from quire.tls import tls_of
-from quire.types import PoolSpec
+from quire.types import GroupKind, PoolSpec
 from quire.v1 import worker_pb2_grpc as pb_grpc
 
 from quire_worker.cache import KVCache
@@ -203,6 +203,7 @@ def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSessi
         batch_tokens_max=options.max_batch_tokens,
         running_max=options.max_running,
         ahead_tokens=options.grant_ahead_tokens,
+        has_states=any(group.kind is GroupKind.STATE for group in cache.spec.groups),
     )
     return Engine(
         model=model,
@@ -251,6 +252,7 @@ async def serve(options: argparse.Namespace) -> None:
             groups=loaded.cache.spec.groups,
             cache_layout=loaded.cache.spec.layout,
             model_fingerprint=loaded.model.fingerprint,
+            chunk_token_count_max=options.max_batch_tokens,
         ),
         on_wait=log_waits(),
     )

@@ -98,6 +98,9 @@ class Sample:
         detokenizer: turns its tokens into text (opaque here).
         sequence_id: its sequence at the allocator; 0 while it has none.
         fork_of: the sample to be forked from with the next step.
+        states: its running block in each group of recurrent states, where the pool has any.
+        boundaries: token counts, rising, at which its passes end for a checkpoint to be made; see `passes.py`.
+        pass_token_count_max: tokens of a pass beyond which the pool had no room for it at once; 0 while there was.
     """
 
     request: Request
@@ -111,6 +114,9 @@ class Sample:
     committed: int = 0
     computed: int = 0
     fork_of: Sample | None = None
+    states: list[int] = field(default_factory=list)
+    boundaries: tuple[int, ...] = ()
+    pass_token_count_max: int = 0
     has_ended: bool = False
     finish_reason: FinishReason | None = None
     _digests: list[bytes] = field(default_factory=list)
@@ -138,8 +144,8 @@ class Sample:
     def forget_blocks(self) -> None:
         """Notes that the sample holds nothing: it was freed or preempted, or the allocator lost it."""
         self.sequence_id = 0
-        self.table = []
-        self.granted = self.committed = self.computed = 0
+        self.table, self.states, self.boundaries = [], [], ()
+        self.granted = self.committed = self.computed = self.pass_token_count_max = 0
         self.fork_of = None
 
     def fork_from(self, parent: Sample) -> None:

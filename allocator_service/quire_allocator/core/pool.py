@@ -144,7 +144,8 @@ class Pool:
         # Hits are held before anything is taken: taking evicts.
         self.blocks.namespaces[namespace] = space
         space.sequence_count += 1  # or it would be forgotten with its last cached block
-        sequence = self.coordinator.open(space, hits, matched, prompt, priority)
+        boundaries = self.coordinator.boundaries(prompt)
+        sequence = self.coordinator.open(space, hits, matched, boundaries, priority)
         copies: list[Copy] = []
         self.coordinator.grant(sequence, needs, token_count, copies)
         self.granted_block_count += needed
@@ -290,6 +291,8 @@ class Pool:
             self.coordinator.shrink(sequence, granted)
         if sequence.chain is not None and not self.pending.advance(sequence.chain, token_count // self.digest_tokens):
             sequence.chain = None
+        if sequence.boundaries and self.coordinator.retention is not None:
+            self.coordinator.retention.reached(sequence, committed)
         self.coordinator.settle(sequence)
         if self.coordinator.settles:
             self.gates.enforce_cache_quota(sequence.namespace)
@@ -332,9 +335,12 @@ class Pool:
         if self.coordinator.in_place and parent.token_count > length:
             return Result.UNCOMMITTED
         self.gates.note_change()
+        if self.coordinator.retention is not None:
+            self.coordinator.retention.ended(parent)
         parts = tuple([manager.fork(part, length) for manager, part in zip(self.managers, parent.parts)])
         child = SequenceState(parent.namespace, length, parent.priority, parts)
         child.quiet_until = parent.quiet_until
+        child.last_boundary = parent.last_boundary
         if (
             self.coordinator.in_place or length % self._edge_tokens
         ):  # a block is shared that either side has yet to write
@@ -354,6 +360,8 @@ class Pool:
             return Result.NOT_FOUND
         self._batch, self._batch_ids = [], _NOBODY
         self.gates.note_change()
+        if self.coordinator.retention is not None:
+            self.coordinator.retention.ended(sequence)
         for manager, part in zip(self.managers, sequence.parts):
             manager.free(part)
         self.gates.end_promise(sequence)

@@ -83,6 +83,7 @@ class PoolSpec:
         watermark_block_count: free blocks that a new sequence must leave for those that run.
         quotas: at most one per namespace.
         eviction_policy: a name of `eviction.POLICIES`; empty for the default.
+        retention: which blocks of windowed groups stay cached: `dense`, `tail` or `auto`; empty for the default, auto.
     """
 
     block_count: int
@@ -92,6 +93,7 @@ class PoolSpec:
     watermark_block_count: int = 0
     quotas: tuple[Quota, ...] = ()
     eviction_policy: str = ""
+    retention: str = ""
 
     @property
     def block_size(self) -> int:

@@ -40,6 +40,12 @@ class LeastRecentlyUsed(EvictionPolicy):
         self._time += 1
         entry.released = self._time
 
+    def put_aside(self, entry: Entry) -> None:
+        self.released(entry)
+
+    def ranked(self, entry: Entry) -> None:
+        """It has its stamp."""
+
     def lane(self, entry: Entry) -> int:
         return 0
 
@@ -82,8 +88,9 @@ _LEVELS = (1, 2, 7)  # groups of shared entries: so many hits at most, or more
 _GAPS = 4  # kinds of each: waits for less than a quarter of a pool, than a pool, than four pools, or longer
 _SHARED = _NEW_GROUPS * _LENGTHS
 _LEFT = _SHARED + (len(_LEVELS) + 1) * _GAPS  # deep ends that prompts leave behind
+_LED = _LEFT + 1  # what is hit together with an entry that is held
 # Returns per doubling of the age that are believed of each group at first: coarse, and soon outweighed.
-_BELIEFS = (0.05, 0.05, 0.03, 0.03, 0.2, 0.3, 0.4, 0.5, 0.01)
+_BELIEFS = (0.05, 0.05, 0.03, 0.03, 0.2, 0.3, 0.4, 0.5, 0.01, 0.1)
 _GROUPS = (
     *(Group(range(first, first + _LENGTHS), _BELIEFS[first // _LENGTHS]) for first in range(0, _SHARED, _LENGTHS)),
     *(
@@ -91,8 +98,10 @@ _GROUPS = (
         for first, belief in zip(range(_SHARED, _LEFT, _GAPS), _BELIEFS[4:8], strict=True)
     ),
     Group(range(_LEFT, _LEFT + 1), _BELIEFS[8]),
+    Group(range(_LED, _LED + 1), _BELIEFS[9]),
 )
-_LEFT_GROUP = len(_GROUPS) - 1
+_GROUP_OF = [number for number, group in enumerate(_GROUPS) for _ in group.kinds]
+_LEFT_GROUP = _GROUP_OF[_LEFT]
 
 
 class ReuseValue(EvictionPolicy):
@@ -107,7 +116,7 @@ class ReuseValue(EvictionPolicy):
     document the whole question.
     """
 
-    lane_count = _LEFT + 1
+    lane_count = _LED + 1
 
     def __init__(self, block_count: int) -> None:
         self.patience = block_count // 16
@@ -132,7 +141,7 @@ class ReuseValue(EvictionPolicy):
     def hit(self, entry: Entry) -> None:
         """Learns how long it has waited."""
         self._time += entry.block_count
-        if not entry.live:
+        if not entry.live and entry.kind is not None:
             age = self._time - entry.released
             entry.gap = (3 * entry.gap + age) // 4 if entry.hits else age
             self._end(entry, returned=True)
@@ -149,7 +158,7 @@ class ReuseValue(EvictionPolicy):
             upper.is_whole = lower.is_whole = False
         upper.spare = max(0, lower.spare - count)
         lower.spare = min(lower.spare, count)
-        if lower.live or lower.hits:
+        if lower.live or lower.hits or lower.kind is None:
             return False
         self._end(lower, returned=False)
         lower.released = self._time
@@ -159,7 +168,10 @@ class ReuseValue(EvictionPolicy):
 
     def released(self, entry: Entry) -> None:
         """Stamps it and finds its kind."""
-        count, kind = entry.block_count, entry.kind
+        count, kind, leader = entry.block_count, entry.kind, entry.leader
+        if leader is not None:
+            self._follow(entry, leader)
+            return
         if kind is None:
             if self.evicted_count:
                 self._recall(entry, count)
@@ -177,11 +189,20 @@ class ReuseValue(EvictionPolicy):
             self._length_mean = mean + (end - mean) / _LENGTH_MEMORY
             entry.kind = kind = group * _LENGTHS + bisect_left(_LENGTH_EDGES, end / mean)
         left = self._left_behind[group]
-        if left and left < count and entry.is_whole:
+        if left and left < count and entry.is_whole and self.trims:
             entry.spare = left
             count -= left
             self._model.start(_LEFT_GROUP, _LEFT, left)
         self._model.start(group, kind, count)
+
+    def put_aside(self, entry: Entry) -> None:
+        entry.released = self._time
+        entry.kind = None
+
+    def ranked(self, entry: Entry) -> None:
+        """Stamps it, unless it was ranked when it was cached."""
+        if entry.kind is None:
+            self.released(entry)
 
     def lane(self, entry: Entry) -> int:
         """Its kind, or that of its deep end."""
@@ -198,6 +219,8 @@ class ReuseValue(EvictionPolicy):
         self.evicted_count += block_count
         self._model.learn(self._time)
         entry.is_whole = False
+        if entry.kind is None:
+            return False
         kind, count = self.lane(entry), block_count
         if self._trimmed is not None and self._trimmed[0] is entry:
             behind = self._ghosts.take(self._trimmed[1])
@@ -213,6 +236,16 @@ class ReuseValue(EvictionPolicy):
             return False
         entry.spare = max(0, entry.spare - block_count)
         return not entry.spare
+
+    def _follow(self, entry: Entry, leader: Entry) -> None:
+        """Gives it the kind of the entry that it is hit with: both come back together, or not at all. While that one is
+        held, nobody knows yet how it will leave."""
+        if entry.kind is None:
+            self._time += entry.block_count
+        kind = _LED if leader.live or leader.kind is None else leader.kind
+        entry.released = self._time
+        entry.kind = kind
+        self._model.start(_GROUP_OF[kind], kind, entry.block_count)
 
     def _end(self, entry: Entry, *, returned: bool) -> None:
         """A cached entry's wait is over."""

@@ -14,6 +14,8 @@ from quire_allocator.core.events import EventLog
 from quire_allocator.core.eviction.queue import Candidates
 from quire_allocator.core.groups.factory import make_managers
 from quire_allocator.core.groups.manager import Hit
+from quire_allocator.core.groups.retention import Retention
+from quire_allocator.core.groups.window_rules import WINDOW_RULES
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import NEVER, OTHERS, Copy, PoolSpec
 
@@ -26,6 +28,7 @@ class Coordinator:
         settles: some group gives blocks back while its sequences live.
         in_step: all groups have one block size and none keeps state: they need their next block at the same token.
         group_count: groups, and so blocks that a step in step takes.
+        retention: what says which blocks of windowed groups stay cached; None where all are alike.
     """
 
     def __init__(self, spec: PoolSpec, blocks: Blocks, log: EventLog) -> None:
@@ -39,6 +42,10 @@ class Coordinator:
         self.group_count = len(order)
         self._places = [order.index(group) for group in range(len(order))]  # of a group among blocks granted at once
         self._blocks = blocks
+        self._edge_tokens = spec.edge_tokens
+        has_windows = any(group.kind in WINDOW_RULES for group in spec.groups)
+        keeps_all = spec.retention == "dense" or not has_windows
+        self.retention = None if keeps_all else Retention(spec, self.managers, blocks)
         self._quotas = {quota.namespace: quota for quota in spec.quotas}
         self._unnamed: Namespace | None = None  # as good as new whenever it is not among the pool's
 
@@ -75,14 +82,23 @@ class Coordinator:
                     settled = False
         return hits, length
 
+    def boundaries(self, prompt_token_count: int) -> tuple[int, ...]:
+        """What `SequenceState.boundaries` says of a new sequence. Empty where all groups keep whole prefixes: nobody
+        asks."""
+        if not self.settles:
+            return ()
+        end = (prompt_token_count - 1) // self._edge_tokens * self._edge_tokens
+        return (end,) if end else ()
+
     def open(
-        self, space: Namespace, hits: Sequence[Hit], token_count: int, prompt_token_count: int, priority: int
+        self, space: Namespace, hits: Sequence[Hit], token_count: int, boundaries: tuple[int, ...], priority: int
     ) -> SequenceState:
         """A new sequence that holds its hits, which have `token_count` tokens in common, and nothing more yet."""
-        parts = tuple(
-            [m.open(scope, hit, prompt_token_count) for m, scope, hit in zip(self.managers, space.scopes, hits)]
-        )
+        parts = tuple([m.open(scope, hit, boundaries) for m, scope, hit in zip(self.managers, space.scopes, hits)])
         sequence = SequenceState(space, token_count, priority, parts)
+        sequence.boundaries = boundaries
+        if token_count and self.retention is not None:
+            self.retention.make(sequence, token_count)
         self.settle(sequence)
         return sequence
 

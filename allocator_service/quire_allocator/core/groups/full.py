@@ -72,7 +72,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
     def needed_after(self, hit: RunHit, token_count: int) -> int:
         return -(-token_count // self.block_size) * self.width - hit.block_count
 
-    def open(self, scope: RunScope, hit: RunHit, prompt_token_count: int) -> RunPart:
+    def open(self, scope: RunScope, hit: RunHit, boundaries: tuple[int, ...]) -> RunPart:
         runs = hit.runs
         run = runs[-1] if runs else scope.root
         if hit.cut:
@@ -182,6 +182,19 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
             else:
                 self._give_back(part, tail)
         self.tree.release(part.run)
+
+    def run_at(self, part: RunPart, token_count: int) -> Run:
+        """Returns the run of a sequence in which the block that ends after so many tokens stands; it is published."""
+        run, position = part.run, token_count // self.block_size - 1
+        while run.first_position > position:
+            assert run.parent is not None, "it is not published"
+            run = run.parent
+        return run
+
+    def digest_at(self, part: RunPart, token_count: int) -> bytes:
+        run = self.run_at(part, token_count)
+        end = (token_count // self.block_size - run.first_position) * DIGEST_BYTES
+        return bytes(run.digests[end - DIGEST_BYTES : end])
 
     def tables(self, part: RunPart) -> list[array[int]]:
         blocks = self.tree.path_blocks(part.run, part.tail)

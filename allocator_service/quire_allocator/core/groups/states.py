@@ -71,10 +71,10 @@ class StateManager(UnitManager[StatePart]):
     def needed_after(self, hit: UnitHit, token_count: int) -> int:
         return self.width
 
-    def open(self, scope: UnitScope, hit: UnitHit, prompt_token_count: int) -> StatePart:
+    def open(self, scope: UnitScope, hit: UnitHit, boundaries: tuple[int, ...]) -> StatePart:
         self._hold_hit(hit)
         part = StatePart(scope, hit.units[0] if hit.units else None)
-        part.prompt_end = (prompt_token_count - 1) // self._edge_tokens * self._edge_tokens
+        part.prompt_end = boundaries[-1] if boundaries else 0
         return part
 
     def needed(self, part: StatePart, token_count: int, until: int) -> int:

@@ -1,0 +1,252 @@
+"""Which blocks of windowed groups stay cached: those before boundaries (`boundary.py`), for as long as their prefix does.
+
+When a boundary is made, if every group can serve it from what the sequence has or remembers:
+
+    a hit ends there                  somebody asked for just this
+    a commit has reached it           the end of the prompt, a junction, the end of a turn that the owner named
+    a fork is made there, or the      the last edge before its committed tokens: a turn has ended, and most prompts
+    sequence is freed                 that go on do so from here
+
+What leaves when. Three kinds of cached blocks leave in this order, each the one released longest ago first, but for the
+last one, which the eviction policy ranks:
+
+    SPARE    blocks of windows that stand before no boundary; the end of a run beyond its deepest boundary
+    ASIDE    what a boundary has aside; what only boundaries need that are continued
+    KEPT     all others
+
+So a block that no hit can need never outlasts one that some hit can. Nothing is kept for a hit that cannot come: when
+the policy takes a block before a boundary, in whatever group, the boundary is gone, and what it alone needed is spare
+in all groups; the next victim is only chosen when that is used up. A chat leaves as a whole, or back to an earlier
+boundary.
+
+    chat of 8,192 tokens, blocks of 16, full attention and 5 windows of 1,024: 512 + 5 x 64 blocks are KEPT, 5 ASIDE
+    (a prompt that is edited inside its last block ends one block earlier), and 5 x 447 SPARE
+
+Of one path the boundaries where paths part stay, and of the others the last three (what a chat's last two turns leave:
+the end of the turn before, that of the last prompt and of its answer). Places at which no windowed group needs a block,
+as between two chunks of chunked attention, need no boundary.
+
+Sources: Marconi (MLSys 2025) keeps what the next prompts are likely to end at; SGLang's hybrid tree lets windows leave
+before the prefix they belong to; `docs/decisions/0017-retention.md` has what was measured.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Final, cast
+
+from quire_allocator.core.blocks import Blocks, Scoped
+from quire_allocator.core.boundary import Boundary, living
+from quire_allocator.core.eviction.queue import Entry
+from quire_allocator.core.groups.full import FullAttentionManager, RunPart
+from quire_allocator.core.groups.keeper import Keeper
+from quire_allocator.core.groups.manager import AnyManager
+from quire_allocator.core.groups.runs import Run
+from quire_allocator.core.groups.units import Unit
+from quire_allocator.core.groups.windows import WindowManager, WindowPart
+from quire_allocator.core.sequence import SequenceState
+from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, PoolSpec
+
+CONTINUED_MAX: Final = 3  # boundaries of one path where no paths part
+
+
+class Retention(Keeper):
+    """The boundaries of one pool. Its managers are known by their numbers: those of full attention come first."""
+
+    def __init__(self, spec: PoolSpec, managers: Sequence[AnyManager], blocks: Blocks) -> None:
+        self._blocks = blocks
+        self._edge_tokens = spec.edge_tokens
+        kinds = [manager.spec.kind for manager in managers]
+        self._full = [
+            cast(FullAttentionManager, manager)
+            for manager, kind in zip(managers, kinds)
+            if kind is GroupKind.FULL_ATTENTION
+        ]
+        self._windows = [
+            (number, cast(WindowManager, manager))
+            for number, (manager, kind) in enumerate(zip(managers, kinds))
+            if kind in (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL)
+        ]
+        chunks = [manager.spec.window for _, manager in self._windows]
+        is_chunked = all(manager.spec.kind is GroupKind.CHUNKED_LOCAL for _, manager in self._windows)
+        self._free_stop_tokens = math.lcm(self._edge_tokens, *chunks) if is_chunked else 0
+        for full in self._full:
+            full.tree.keeper = self
+        for _, window in self._windows:
+            window.keeper = self
+        blocks.policy.trims = not self._full
+
+    # -- when boundaries are made --------------------------------------------------------------------------------------
+
+    def reached(self, sequence: SequenceState, before: int) -> None:
+        """A sequence has committed more than the `before` tokens that it had; nothing has fallen out yet."""
+        boundaries = sequence.boundaries
+        for token_count in boundaries[bisect_right(boundaries, before) :]:
+            if token_count > sequence.committed_token_count:
+                break
+            self.make(sequence, token_count)
+
+    def ended(self, sequence: SequenceState) -> None:
+        """A turn has ended with what a sequence has committed."""
+        edge = sequence.committed_token_count // self._edge_tokens * self._edge_tokens
+        last = living(sequence.last_boundary)
+        if edge > (0 if last is None else last.token_count):
+            self.make(sequence, edge)
+
+    def make(self, sequence: SequenceState, token_count: int) -> None:
+        """Hits can end after so many tokens of a sequence, if all groups can serve them from what it has."""
+        digest = self._digest_at(sequence, token_count)
+        if not digest:
+            return
+        index, key = sequence.namespace.boundaries, (token_count, digest)
+        boundary = index.get(key)
+        if boundary is None:
+            boundary = self._gather(sequence, token_count, digest)
+            if boundary is None:
+                return
+            index[key] = boundary
+            self._anchor(sequence, boundary)
+            if boundary.parent is not None:
+                self._goes_on(boundary.parent, 1)
+        sequence.last_boundary = boundary
+        self._end_old(boundary)
+
+    def _digest_at(self, sequence: SequenceState, token_count: int) -> bytes:
+        if self._full:
+            return self._full[0].digest_at(cast(RunPart, sequence.parts[0]), token_count)
+        number, window = self._windows[0]
+        return window.digest_at(cast(WindowPart, sequence.parts[number]), token_count)
+
+    def _gather(self, sequence: SequenceState, token_count: int, digest: bytes) -> Boundary | None:
+        """Returns a new boundary of what the sequence has before it, or None where something is missing."""
+        needed, aside = list[Entry](), list[Entry]()
+        for number, window in self._windows:
+            part, wanted = cast(WindowPart, sequence.parts[number]), window.needed_at(token_count)
+            own = window.tail(part, wanted)
+            if len(own) < len(wanted):
+                return None
+            needed += own
+            wanted = window.aside_at(token_count)
+            own = window.tail(part, wanted)
+            if len(own) == len(wanted):
+                aside += own
+        if not needed and not self._full:
+            return None
+        index = sequence.namespace.boundaries
+        boundary = Boundary(index, (token_count, digest), needed, aside, living(sequence.last_boundary))
+        for entry in needed:
+            unit = cast(Unit, entry)
+            unit.needed_count += 1
+            _add(unit, boundary)
+        for entry in aside:
+            unit = cast(Unit, entry)
+            unit.aside_count += 1
+            _add(unit, boundary)
+        return boundary
+
+    def _anchor(self, sequence: SequenceState, boundary: Boundary) -> None:
+        """Notes in which runs it stands, and whether another path than this sequence's goes on from it."""
+        token_count = boundary.token_count
+        for number, full in enumerate(self._full):
+            part = cast(RunPart, sequence.parts[number])
+            run = full.run_at(part, token_count)
+            counts = [other.token_count for other in run.boundaries]
+            run.boundaries.insert(bisect_right(counts, token_count), boundary)
+            boundary.runs.append(run)
+            if (run.first_position + run.size // DIGEST_BYTES) * full.block_size == token_count:
+                goes_on = part.published * full.block_size > token_count
+                boundary.is_parting |= len(run.children) > goes_on
+
+    def _goes_on(self, boundary: Boundary, way_count: int) -> None:
+        """So many boundaries more are right behind it."""
+        was_continued = boundary.is_continued
+        boundary.way_count += way_count
+        boundary.is_parting |= boundary.way_count > 1
+        if boundary.is_continued == was_continued:
+            return
+        step = 1 if was_continued else -1
+        for entry in boundary.needed:
+            unit = cast(Unit, entry)
+            unit.needed_count += step
+            unit.aside_count -= step
+            _manager(unit).revalue(unit)
+
+    def _end_old(self, boundary: Boundary | None) -> None:
+        """Of those where no paths part, only the last few of a path stay."""
+        count = 0
+        while boundary is not None:
+            before = boundary.parent = living(boundary.parent)
+            if not boundary.is_parting:
+                count += 1
+                if count > CONTINUED_MAX:
+                    self.end(boundary)
+            boundary = before
+
+    # -- when they are gone --------------------------------------------------------------------------------------------
+
+    def end(self, boundary: Boundary) -> None:
+        if boundary.is_gone:
+            return
+        boundary.is_gone = True
+        was_continued = boundary.is_continued
+        for run in boundary.runs:
+            cast(Run, run).boundaries.remove(boundary)
+        for entry in boundary.needed:
+            unit = cast(Unit, entry)
+            if was_continued:
+                unit.aside_count -= 1
+            else:
+                unit.needed_count -= 1
+            _drop(unit, boundary)
+        for entry in boundary.aside:
+            unit = cast(Unit, entry)
+            unit.aside_count -= 1
+            _drop(unit, boundary)
+        for entry in (*boundary.needed, *boundary.aside):
+            unit = cast(Unit, entry)
+            _manager(unit).revalue(unit)
+        for number, run in enumerate(boundary.runs):
+            self._full[number].tree.lost(cast(Run, run))
+        boundary.parent = before = living(boundary.parent)
+        if before is not None:
+            self._goes_on(before, boundary.way_count - 1)
+        boundary.needed, boundary.aside, boundary.runs = [], [], []
+        del boundary.index[boundary.key]
+
+    def moved(self, lower: Scoped, upper: Scoped, cut: int) -> None:
+        below, above = cast(Run, lower), cast(Run, upper)
+        above.boundaries = [boundary for boundary in below.boundaries if boundary.token_count <= cut]
+        below.boundaries = [boundary for boundary in below.boundaries if boundary.token_count > cut]
+        for boundary in above.boundaries:
+            boundary.runs[boundary.runs.index(below)] = above
+
+    def trimmed(self, run: Scoped, end: int) -> None:
+        for boundary in reversed(cast(Run, run).boundaries[:]):
+            if boundary.token_count <= end:
+                break
+            self.end(boundary)
+
+    # -- where hits need no windows ------------------------------------------------------------------------------------
+
+    def is_free_stop(self, token_count: int) -> bool:
+        return bool(self._free_stop_tokens) and not token_count % self._free_stop_tokens
+
+    def free_stop_before(self, token_count: int) -> int:
+        return (token_count - 1) // self._free_stop_tokens * self._free_stop_tokens if self._free_stop_tokens else 0
+
+
+def _manager(unit: Unit) -> WindowManager:
+    return cast(WindowManager, unit.scope.manager)
+
+
+def _add(unit: Unit, boundary: Boundary) -> None:
+    if unit.boundaries is None:
+        unit.boundaries = []
+    unit.boundaries.append(boundary)
+
+
+def _drop(unit: Unit, boundary: Boundary) -> None:
+    if unit.boundaries is not None:
+        unit.boundaries.remove(boundary)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.allocator.twin.state import Slot, TwinSequence, TwinState
+from tests.allocator.twin.retention import TwinRetention
+from tests.allocator.twin.state import Slot, TwinSequence
 
 Grown = tuple[str, int, int, list[list[int]], list[tuple[int, int]], int, tuple[int, int] | None]
 Committed = tuple[str, list[tuple[int, int, int]]]  # result, swaps as (group, position, block)
 
 
-class TwinPool(TwinState):
+class TwinPool(TwinRetention):
     """What a pool must do."""
 
     # -- operations ----------------------------------------------------------------------------------------------------
@@ -59,6 +60,8 @@ class TwinPool(TwinState):
             sequence.announced, sequence.stops = shareable, [matched // self.digest_tokens]
         self.sequences[sequence_id] = sequence
         self.highest_id = sequence_id
+        if matched:
+            self.make(sequence, matched)
         _, copies = self._grant(sequence, token_count)
         self.queried += prompt
         self.hit += matched
@@ -88,7 +91,7 @@ class TwinPool(TwinState):
             if missing > sum(len(slot.blocks) for slot in own):
                 return ("NO_SPACE", 0, 0, [], [], missing, self.victim(sequence.priority, sequence_id))
             for slot in own:  # a checkpoint is given up before anybody is refused
-                self._unpublish(slot)
+                self.unpublish(slot)
                 sequence.tables[slot.kind] = [Slot(slot.kind, slot.namespace, slot.blocks)]
         blocks, copies = self._grant(sequence, token_count)
         self._enforce_quota(sequence.namespace)
@@ -121,10 +124,12 @@ class TwinPool(TwinState):
                     self._released(own)
             for own in reversed(replaced):
                 self._released(own)
-        sequence.committed = until
+        before, sequence.committed = sequence.committed, until
         if granted < sequence.token_count:
             self._shrink(sequence, granted)
         self._advance(sequence)
+        if before < sequence.prompt_end <= until:
+            self.make(sequence, sequence.prompt_end)
         self._settle(sequence)
         self._enforce_quota(sequence.namespace)
         return ("OK", swaps)
@@ -138,11 +143,13 @@ class TwinPool(TwinState):
             return "EXISTS"
         if parent.token_count > parent.committed and any(kind.name == "state" for kind in self.kinds):
             return "UNCOMMITTED"
+        self.turn_ended(parent)
         shared = [
             table[: kind.entries(parent.committed)] for kind, table in zip(self.kinds, parent.tables, strict=True)
         ]
         child = TwinSequence(parent.namespace, parent.committed, parent.committed, shared, parent.priority)
-        child.hold_until = hold_until
+        child.hold_until, child.boundary = hold_until, parent.boundary
+        child.needed, child.aside = list(parent.needed), list(parent.aside)
         self.sequences[child_id] = child
         self.highest_id = child_id
         return "OK"
@@ -152,11 +159,13 @@ class TwinPool(TwinState):
         sequence = self.sequences.get(sequence_id)
         if sequence is None:
             return "NOT_FOUND"
-        for table in sequence.tables:
+        self.turn_ended(sequence)
+        for number, table in enumerate(sequence.tables):
             while table:
                 last = table.pop()
                 if last is not None:
                     self._released(last)
+            self.forget(sequence, number)
         del self.sequences[sequence_id]
         self._enforce_quota(sequence.namespace)
         return "OK"
@@ -251,6 +260,8 @@ class TwinPool(TwinState):
 
     def _evict(self, candidates: list[Slot]) -> None:
         """The one released longest ago, or the one that the pool has chosen; never one with published descendants."""
+        worths = {id(slot): self.worth(slot) for slot in candidates}
+        candidates = [slot for slot in candidates if worths[id(slot)] == min(worths.values())]
         if self.leaving is None:
             slot = min(candidates, key=lambda slot: slot.released)
         else:
@@ -263,25 +274,21 @@ class TwinPool(TwinState):
             assert slot.key is not None
             assert (slot.kind, slot.namespace, slot.key[3]) not in parents, "a parent leaves first"
         self.evicted += len(slot.blocks)
+        assert slot.key is not None
+        path = slot.key[3]
         self.published.remove(slot)
         slot.key = None
         self.empty += slot.blocks[::-1]
-
-    def _unpublish(self, slot: Slot) -> None:
-        """A checkpoint that is not worth its blocks any more."""
-        if self.leaving is not None:
-            assert slot.key is not None
-            assert self.leaving.popleft() == (*slot.key[:3], slot.key[3][-1])
-        self.published.remove(slot)
-        slot.key = None
+        self.slot_left(slot, path)
 
     def _released(self, slot: Slot) -> None:
         """One table fewer names it; where it was the last, it is cached from now on, or empty."""
         if self.is_held(slot):
             return
         if slot.key is not None:
-            self.clock += 1
-            slot.released = self.clock
+            if not self.drop_spare(slot):
+                self.clock += 1
+                slot.released = self.clock
         else:
             self.empty += slot.blocks[::-1]
 
@@ -330,18 +337,19 @@ class TwinPool(TwinState):
 
     def _settle(self, sequence: TwinSequence) -> None:
         """Gives back what no token from the committed ones on reads, deepest first."""
-        for kind, table in zip(self.kinds, sequence.tables, strict=True):
-            for position in reversed(range(len(table))):
-                slot = table[position]
-                if slot is not None and kind.has_fallen_out(position, sequence.committed):
-                    table[position] = None
+        for number, (kind, table) in enumerate(zip(self.kinds, sequence.tables, strict=True)):
+            falling = [p for p, slot in enumerate(table) if slot and kind.has_fallen_out(p, sequence.committed)]
+            self.remember(sequence, number, [slot for slot in (table[p] for p in falling) if slot is not None])
+            for position in reversed(falling):
+                slot, table[position] = table[position], None
+                if slot is not None:
                     self._released(slot)
             own = [slot for slot in sequence.checkpoints if self.kinds[slot.kind] == kind]
             while kind.name == "state" and len(own) > kind.checkpoints_max:
                 oldest = own.pop(0)
                 sequence.checkpoints.remove(oldest)
                 if oldest.key is not None and not self.is_held(oldest) and not oldest.hits:
-                    self._unpublish(oldest)
+                    self.unpublish(oldest)
                     self.empty += oldest.blocks[::-1]
 
     def _over_quota(self, namespace: str, added: int) -> int:

@@ -156,7 +156,7 @@ class Retention(Keeper):
             run.boundaries.insert(bisect_right(counts, token_count), boundary)
             boundary.runs.append(run)
             if (run.first_position + run.size // DIGEST_BYTES) * full.block_size == token_count:
-                goes_on = part.published * full.block_size > token_count
+                goes_on = part.published * full.block_size > token_count  # and then by one of the children
                 boundary.is_parting |= len(run.children) > goes_on
 
     def _goes_on(self, boundary: Boundary, way_count: int) -> None:
@@ -204,7 +204,7 @@ class Retention(Keeper):
             unit = cast(Unit, entry)
             unit.aside_count -= 1
             _drop(unit, boundary)
-        for entry in (*boundary.needed, *boundary.aside):
+        for entry in (*boundary.aside, *boundary.needed):
             unit = cast(Unit, entry)
             _manager(unit).revalue(unit)
         for number, run in enumerate(boundary.runs):

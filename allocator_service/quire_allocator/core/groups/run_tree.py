@@ -114,11 +114,9 @@ class RunTree:
         positions = min(run.size // DIGEST_BYTES, -(-wanted // self.width))
         if run.spare:
             positions = min(positions, max(1, run.spare // self.width))
-        if self.keeper is not None:
-            positions = min(positions, self._positions_to_stop(run))
+        if self.keeper is not None:  # of a run that ends where hits do the first one alone: the others are spare then
+            positions = 1 if run.worth == KEPT else min(positions, self._positions_to_stop(run))
         count, kept = positions * self.width, run.size - positions * DIGEST_BYTES
-        if run.boundaries and self.keeper is not None:
-            self.keeper.trimmed(run, (run.first_position + kept // DIGEST_BYTES) * self.block_size)
         moves = self._blocks.policy.evicted(run, count)
         parent = run.parent
         assert parent is not None, "a root is no candidate"
@@ -128,6 +126,8 @@ class RunTree:
         size, (source, blocks) = run.size, run.trim(kept)
         self._log.removed(run.scope, run.first_position + kept // DIGEST_BYTES, source, kept, size)
         self._blocks.give_back(blocks)
+        if run.boundaries and self.keeper is not None:
+            self.keeper.trimmed(run, (run.first_position + kept // DIGEST_BYTES) * self.block_size)
         if kept:
             worth = KEPT if self._ends_at_stop(run) else SPARE
             if moves or worth != run.worth:

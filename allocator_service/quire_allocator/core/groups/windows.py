@@ -168,11 +168,11 @@ class WindowManager(UnitManager[WindowPart]):
     def free(self, part: WindowPart) -> None:
         for unit in reversed(part.units):
             self._release(unit)
-        for unit in part.needed:
-            unit.needed_count -= 1
-            self.revalue(unit)
         for unit in part.aside:
             unit.aside_count -= 1
+            self.revalue(unit)
+        for unit in part.needed:
+            unit.needed_count -= 1
             self.revalue(unit)
 
     # -- what boundaries need ------------------------------------------------------------------------------------------
@@ -190,11 +190,11 @@ class WindowManager(UnitManager[WindowPart]):
     def tail(self, part: WindowPart, positions: range) -> list[Unit]:
         """Returns the units of a sequence at these positions, as far as they are published and it has or remembers
         them."""
-        first, units = part.first, part.units
-        found = [units[position - first] for position in positions if first <= position]
+        first, units, found = part.first, part.units, list[Unit]()
         if positions and positions.start < first:
-            fallen = [*part.needed, *part.aside]
-            found += [unit for unit in fallen if unit.key is not None and unit.key[0] in positions]
+            fallen = [*part.aside, *part.needed]
+            found = [unit for unit in fallen if unit.key is not None and unit.key[0] in positions]
+        found += [units[position - first] for position in positions if first <= position]
         return [unit for unit in found if unit.key is not None]
 
     def digest_at(self, part: WindowPart, token_count: int) -> bytes:
@@ -206,7 +206,7 @@ class WindowManager(UnitManager[WindowPart]):
         """Notes what is needed of the first `gone` units, which are about to fall out, and of those before them."""
         edge = committed // self._edge_tokens * self._edge_tokens
         needed, aside = self.needed_at(edge), self.aside_at(edge)
-        before = [*part.needed, *part.aside]
+        before = [*part.aside, *part.needed]
         old_needed, old_aside = part.needed, part.aside
         fallen = before + part.units[:gone]
         part.needed = [unit for unit in fallen if unit.key is not None and unit.key[0] in needed]

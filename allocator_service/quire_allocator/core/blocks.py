@@ -92,6 +92,10 @@ class Evictor(ABC):
     def evict(self, entry: Scoped, wanted: int) -> int:
         """Puts at least `wanted` blocks of a candidate on the empty stack, or all it has; returns how many."""
 
+    @abstractmethod
+    def worth(self, entry: Scoped) -> int:
+        """Returns what a cached entry is worth: SPARE, ASIDE or KEPT."""
+
 
 class Blocks:
     """Free blocks of a pool of `block_count`."""

@@ -317,6 +317,10 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
     def evict(self, entry: Scoped, wanted: int) -> int:
         return self.tree.evict(entry, wanted)
 
+    def worth(self, entry: Scoped) -> int:
+        assert isinstance(entry, Run)
+        return self.tree.worth(entry)
+
 
 def _every(digests: bytes, stride: int, first: int | None = None) -> bytes:
     """Returns every stride-th digest, from the one at index `first` on; without it, those at which blocks end."""

@@ -53,30 +53,36 @@ CONTINUED_MAX: Final = 3  # boundaries of one path where no paths part
 
 
 class Retention(Keeper):
-    """The boundaries of one pool. Its managers are known by their numbers: those of full attention come first."""
+    """The boundaries of one pool.
+
+    Attributes:
+        full: the managers of full attention, which come first among those of the pool.
+        windows: those of windowed groups, each with its number there.
+        edge_tokens: boundaries are at multiples of this.
+    """
 
     def __init__(self, spec: PoolSpec, managers: Sequence[AnyManager], blocks: Blocks) -> None:
         self._blocks = blocks
-        self._edge_tokens = spec.edge_tokens
+        self.edge_tokens = spec.edge_tokens
         kinds = [manager.spec.kind for manager in managers]
-        self._full = [
+        self.full = [
             cast(FullAttentionManager, manager)
             for manager, kind in zip(managers, kinds)
             if kind is GroupKind.FULL_ATTENTION
         ]
-        self._windows = [
+        self.windows = [
             (number, cast(WindowManager, manager))
             for number, (manager, kind) in enumerate(zip(managers, kinds))
             if kind in (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL)
         ]
-        chunks = [manager.spec.window for _, manager in self._windows]
-        is_chunked = all(manager.spec.kind is GroupKind.CHUNKED_LOCAL for _, manager in self._windows)
-        self._free_stop_tokens = math.lcm(self._edge_tokens, *chunks) if is_chunked else 0
-        for full in self._full:
+        chunks = [manager.spec.window for _, manager in self.windows]
+        is_chunked = all(manager.spec.kind is GroupKind.CHUNKED_LOCAL for _, manager in self.windows)
+        self._free_stop_tokens = math.lcm(self.edge_tokens, *chunks) if is_chunked else 0
+        for full in self.full:
             full.tree.keeper = self
-        for _, window in self._windows:
+        for _, window in self.windows:
             window.keeper = self
-        blocks.policy.trims = not self._full
+        blocks.policy.trims = not self.full
 
     # -- when boundaries are made --------------------------------------------------------------------------------------
 
@@ -90,7 +96,7 @@ class Retention(Keeper):
 
     def ended(self, sequence: SequenceState) -> None:
         """A turn has ended with what a sequence has committed."""
-        edge = sequence.committed_token_count // self._edge_tokens * self._edge_tokens
+        edge = sequence.committed_token_count // self.edge_tokens * self.edge_tokens
         last = living(sequence.last_boundary)
         if edge > (0 if last is None else last.token_count):
             self.make(sequence, edge)
@@ -114,15 +120,15 @@ class Retention(Keeper):
         self._end_old(boundary)
 
     def _digest_at(self, sequence: SequenceState, token_count: int) -> bytes:
-        if self._full:
-            return self._full[0].digest_at(cast(RunPart, sequence.parts[0]), token_count)
-        number, window = self._windows[0]
+        if self.full:
+            return self.full[0].digest_at(cast(RunPart, sequence.parts[0]), token_count)
+        number, window = self.windows[0]
         return window.digest_at(cast(WindowPart, sequence.parts[number]), token_count)
 
     def _gather(self, sequence: SequenceState, token_count: int, digest: bytes) -> Boundary | None:
         """Returns a new boundary of what the sequence has before it, or None where something is missing."""
         needed, aside = list[Entry](), list[Entry]()
-        for number, window in self._windows:
+        for number, window in self.windows:
             part, wanted = cast(WindowPart, sequence.parts[number]), window.needed_at(token_count)
             own = window.tail(part, wanted)
             if len(own) < len(wanted):
@@ -132,7 +138,7 @@ class Retention(Keeper):
             own = window.tail(part, wanted)
             if len(own) == len(wanted):
                 aside += own
-        if not needed and not self._full:
+        if not needed and not self.full:
             return None
         index = sequence.namespace.boundaries
         boundary = Boundary(index, (token_count, digest), needed, aside, living(sequence.last_boundary))
@@ -149,7 +155,7 @@ class Retention(Keeper):
     def _anchor(self, sequence: SequenceState, boundary: Boundary) -> None:
         """Notes in which runs it stands, and whether another path than this sequence's goes on from it."""
         token_count = boundary.token_count
-        for number, full in enumerate(self._full):
+        for number, full in enumerate(self.full):
             part = cast(RunPart, sequence.parts[number])
             run = full.run_at(part, token_count)
             counts = [other.token_count for other in run.boundaries]
@@ -208,7 +214,7 @@ class Retention(Keeper):
             unit = cast(Unit, entry)
             _manager(unit).revalue(unit)
         for number, run in enumerate(boundary.runs):
-            self._full[number].tree.lost(cast(Run, run))
+            self.full[number].tree.lost(cast(Run, run))
         boundary.parent = before = living(boundary.parent)
         if before is not None:
             self._goes_on(before, boundary.way_count - 1)

@@ -84,7 +84,7 @@ class RunTree:
             run.live -= 1
             if run.live:
                 return
-            run.worth = KEPT if run.children or self._ends_at_stop(run) else SPARE
+            run.worth = self.worth(run)
             self._blocks.now_cached(run, len(run.blocks), is_candidate=not run.children)
             run = run.parent
 
@@ -129,25 +129,26 @@ class RunTree:
         if run.boundaries and self.keeper is not None:
             self.keeper.trimmed(run, (run.first_position + kept // DIGEST_BYTES) * self.block_size)
         if kept:
-            worth = KEPT if self._ends_at_stop(run) else SPARE
+            worth = self.worth(run)
             if moves or worth != run.worth:
                 self._blocks.now_worth(run, worth)
         elif not parent.children and not parent.live and parent.parent is not None:
-            self._blocks.now_worth(parent, KEPT if self._ends_at_stop(parent) else SPARE)
+            self._blocks.now_worth(parent, self.worth(parent))
         return count
 
     def lost(self, run: Run) -> None:
         """A boundary of it is gone."""
-        if run.ticket and run.worth == KEPT and not self._ends_at_stop(run):
+        if run.ticket and run.worth == KEPT and self.worth(run) == SPARE:
             self._blocks.now_worth(run, SPARE)
 
-    def _ends_at_stop(self, run: Run) -> bool:
-        """Tells whether a hit can end where a run does, as far as the other groups of the pool are concerned."""
-        if self.keeper is None:
-            return True
+    def worth(self, run: Run) -> int:
+        """Returns whether a hit can end where a run does, as far as the other groups of the pool are concerned: else it
+        is spare, unless something hangs below it."""
+        if self.keeper is None or run.children:
+            return KEPT
         end = (run.first_position + run.size // DIGEST_BYTES) * self.block_size
         is_boundary = bool(run.boundaries) and run.boundaries[-1].token_count == end
-        return is_boundary or self.keeper.is_free_stop(end)
+        return KEPT if is_boundary or self.keeper.is_free_stop(end) else SPARE
 
     def _positions_to_stop(self, run: Run) -> int:
         """Counts the positions of a run behind the last place before its end at which a hit can end; all of them where

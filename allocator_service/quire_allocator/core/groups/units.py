@@ -143,11 +143,17 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
                     self.keeper.end(boundary)
         return self.width
 
+    def worth(self, entry: Scoped) -> int:
+        assert isinstance(entry, Unit)
+        if entry.needed_count or self.keeper is None:
+            return KEPT
+        return ASIDE if entry.aside_count else SPARE
+
     def revalue(self, unit: Unit) -> None:
         """A unit is needed more or less than before."""
         if unit.live or unit.key is None:
             return
-        worth, before = self._worth(unit), unit.worth
+        worth, before = self.worth(unit), unit.worth
         if worth == before:
             return
         if worth == SPARE and not self.caches_spare:
@@ -188,7 +194,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         if unit.live:
             return
         if unit.key is not None:
-            unit.worth = worth = self._worth(unit)
+            unit.worth = worth = self.worth(unit)
             if worth != SPARE:
                 self._blocks.now_cached(unit, self.width, is_candidate=True)
                 return
@@ -199,12 +205,6 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
             self._retract(unit)
         unit.scope.held -= self.width
         self._blocks.give_back(unit.blocks)
-
-    def _worth(self, unit: Unit) -> int:
-        """What it is worth while it is cached."""
-        if unit.needed_count or self.keeper is None:
-            return KEPT
-        return ASIDE if unit.aside_count else SPARE
 
     def _publish(self, scope: UnitScope, unit: Unit, key: UnitKey, swaps: list[Swap], position: int) -> Unit:
         """Gives a private unit its key, of which the caller tells the log. Returns the unit to use from now on: another

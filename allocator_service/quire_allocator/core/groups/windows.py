@@ -50,7 +50,7 @@ class WindowManager(UnitManager[WindowPart]):
         super().__init__(spec, groups, pool, blocks, log)
         self._rule: WindowRule = WINDOW_RULES[spec.kind](spec)
         self._stride = spec.block_size // pool.block_size
-        self._edge_tokens = pool.edge_tokens
+        self.edge_tokens = pool.edge_tokens
 
     def find(self, scope: UnitScope, digests: bytes, token_limit: int) -> UnitHit:
         """Returns the longest prefix of at most `token_limit` tokens whose window is published; it searches from the
@@ -183,7 +183,7 @@ class WindowManager(UnitManager[WindowPart]):
 
     def aside_at(self, token_count: int) -> range:
         """Returns the positions that a hit takes which ends one edge earlier, those of `needed_at` excepted."""
-        earlier = max(0, token_count - self._edge_tokens)
+        earlier = max(0, token_count - self.edge_tokens)
         first = self._rule.first_needed(earlier) // self.block_size
         return range(first, min(earlier // self.block_size, self._rule.first_needed(token_count) // self.block_size))
 
@@ -204,7 +204,7 @@ class WindowManager(UnitManager[WindowPart]):
 
     def _remember(self, part: WindowPart, committed: int, gone: int) -> None:
         """Notes what is needed of the first `gone` units, which are about to fall out, and of those before them."""
-        edge = committed // self._edge_tokens * self._edge_tokens
+        edge = committed // self.edge_tokens * self.edge_tokens
         needed, aside = self.needed_at(edge), self.aside_at(edge)
         before = [*part.aside, *part.needed]
         old_needed, old_aside = part.needed, part.aside

@@ -14,6 +14,8 @@ Lifecycle of a boundary:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quire_allocator.core.eviction.queue import Entry
 
 BoundaryKey = tuple[int, bytes]  # tokens before it, the digest of all of them
@@ -39,15 +41,17 @@ class Boundary:
         self,
         index: dict[BoundaryKey, Boundary],
         key: BoundaryKey,
-        needed: list[Entry],
-        aside: list[Entry],
+        needed: Sequence[Entry],
+        aside: Sequence[Entry],
+        runs: Sequence[Entry],
+        *,
         parent: Boundary | None,
     ) -> None:
         self.index = index
         self.key = key
-        self.needed = needed
-        self.aside = aside
-        self.runs: list[Entry] = []
+        self.needed = list(needed)
+        self.aside = list(aside)
+        self.runs = list(runs)
         self.parent = parent
         self.way_count = 0
         self.is_parting = False

@@ -85,7 +85,7 @@ class Coordinator:
     def boundaries(self, prompt_token_count: int) -> tuple[int, ...]:
         """What `SequenceState.boundaries` says of a new sequence. Empty where all groups keep whole prefixes: nobody
         asks."""
-        if not self.settles:
+        if not self.settles or not prompt_token_count:
             return ()
         end = (prompt_token_count - 1) // self._edge_tokens * self._edge_tokens
         return (end,) if end else ()

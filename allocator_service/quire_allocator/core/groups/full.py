@@ -191,6 +191,10 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
             run = run.parent
         return run
 
+    def end_of(self, run: Run) -> int:
+        """Returns the tokens up to the end of a run."""
+        return (run.first_position + run.size // DIGEST_BYTES) * self.block_size
+
     def digest_at(self, part: RunPart, token_count: int) -> bytes:
         run = self.run_at(part, token_count)
         end = (token_count // self.block_size - run.first_position) * DIGEST_BYTES

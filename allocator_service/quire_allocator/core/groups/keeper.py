@@ -1,5 +1,5 @@
-"""What runs and units ask of whoever keeps the boundaries of a pool (`retention.py`): an interface, so that they need not
-know how boundaries are made."""
+"""What runs and units ask of whoever keeps the boundaries of a pool (`retention.py`): an interface, so that they need
+not know how boundaries are made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which blocks of windowed groups stay cached: those before boundaries (`boundary.py`), for as long as their prefix does.
+"""Which blocks of windowed groups stay cached: those before boundaries (`boundary.py`), as long as their prefix does.
 
 When a boundary is made, if every group can serve it from what the sequence has or remembers:
 
@@ -37,9 +37,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Final, cast
 
-from quire_allocator.core.blocks import Blocks, Scoped
-from quire_allocator.core.boundary import Boundary, living
-from quire_allocator.core.eviction.queue import Entry
+from quire_allocator.core.blocks import Blocks, Namespace, Scoped
+from quire_allocator.core.boundary import Boundary, BoundaryKey, living
 from quire_allocator.core.groups.full import FullAttentionManager, RunPart
 from quire_allocator.core.groups.keeper import Keeper
 from quire_allocator.core.groups.manager import AnyManager
@@ -47,7 +46,7 @@ from quire_allocator.core.groups.runs import Run
 from quire_allocator.core.groups.units import Unit
 from quire_allocator.core.groups.windows import WindowManager, WindowPart
 from quire_allocator.core.sequence import SequenceState
-from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, PoolSpec
+from quire_allocator.core.spec import GroupKind, PoolSpec
 
 CONTINUED_MAX: Final = 3  # boundaries of one path where no paths part
 
@@ -109,15 +108,43 @@ class Retention(Keeper):
         index, key = sequence.namespace.boundaries, (token_count, digest)
         boundary = index.get(key)
         if boundary is None:
-            boundary = self._gather(sequence, token_count, digest)
-            if boundary is None:
+            tails = self._tails(sequence, token_count)
+            if tails is None:
                 return
-            index[key] = boundary
-            self._anchor(sequence, boundary)
-            if boundary.parent is not None:
-                self._goes_on(boundary.parent, 1)
+            parts = [cast(RunPart, sequence.parts[number]) for number in range(len(self.full))]
+            runs = [full.run_at(part, token_count) for full, part in zip(self.full, parts)]
+            parent = living(sequence.last_boundary)
+            boundary = self.put(sequence.namespace, key, tails[0], tails[1], runs, parent=parent)
+            for full, part, run in zip(self.full, parts, runs):
+                goes_on = part.published * full.block_size > token_count  # and then by one of the children
+                boundary.is_parting |= full.end_of(run) == token_count and len(run.children) > goes_on
         sequence.last_boundary = boundary
-        self._end_old(boundary)
+        self.end_old(boundary)
+
+    def put(
+        self,
+        space: Namespace,
+        key: BoundaryKey,
+        needed: Sequence[Unit],
+        aside: Sequence[Unit],
+        runs: Sequence[Run],
+        *,
+        parent: Boundary | None,
+    ) -> Boundary:
+        """Files a new boundary that stands in `runs`, one for each manager of full attention."""
+        boundary = space.boundaries[key] = Boundary(space.boundaries, key, needed, aside, runs, parent=parent)
+        for unit in needed:
+            unit.needed_count += 1
+            _add(unit, boundary)
+        for unit in aside:
+            unit.aside_count += 1
+            _add(unit, boundary)
+        for run in runs:
+            counts = [other.token_count for other in run.boundaries]
+            run.boundaries.insert(bisect_right(counts, boundary.token_count), boundary)
+        if parent is not None:
+            self._goes_on(parent, 1)
+        return boundary
 
     def _digest_at(self, sequence: SequenceState, token_count: int) -> bytes:
         if self.full:
@@ -125,9 +152,10 @@ class Retention(Keeper):
         number, window = self.windows[0]
         return window.digest_at(cast(WindowPart, sequence.parts[number]), token_count)
 
-    def _gather(self, sequence: SequenceState, token_count: int, digest: bytes) -> Boundary | None:
-        """Returns a new boundary of what the sequence has before it, or None where something is missing."""
-        needed, aside = list[Entry](), list[Entry]()
+    def _tails(self, sequence: SequenceState, token_count: int) -> tuple[list[Unit], list[Unit]] | None:
+        """Returns what a sequence has of the units that a boundary there needs, and has aside; None where it lacks one
+        that is needed, or where none is."""
+        needed, aside = list[Unit](), list[Unit]()
         for number, window in self.windows:
             part, wanted = cast(WindowPart, sequence.parts[number]), window.needed_at(token_count)
             own = window.tail(part, wanted)
@@ -138,32 +166,7 @@ class Retention(Keeper):
             own = window.tail(part, wanted)
             if len(own) == len(wanted):
                 aside += own
-        if not needed and not self.full:
-            return None
-        index = sequence.namespace.boundaries
-        boundary = Boundary(index, (token_count, digest), needed, aside, living(sequence.last_boundary))
-        for entry in needed:
-            unit = cast(Unit, entry)
-            unit.needed_count += 1
-            _add(unit, boundary)
-        for entry in aside:
-            unit = cast(Unit, entry)
-            unit.aside_count += 1
-            _add(unit, boundary)
-        return boundary
-
-    def _anchor(self, sequence: SequenceState, boundary: Boundary) -> None:
-        """Notes in which runs it stands, and whether another path than this sequence's goes on from it."""
-        token_count = boundary.token_count
-        for number, full in enumerate(self.full):
-            part = cast(RunPart, sequence.parts[number])
-            run = full.run_at(part, token_count)
-            counts = [other.token_count for other in run.boundaries]
-            run.boundaries.insert(bisect_right(counts, token_count), boundary)
-            boundary.runs.append(run)
-            if (run.first_position + run.size // DIGEST_BYTES) * full.block_size == token_count:
-                goes_on = part.published * full.block_size > token_count  # and then by one of the children
-                boundary.is_parting |= len(run.children) > goes_on
+        return (needed, aside) if needed or self.full else None
 
     def _goes_on(self, boundary: Boundary, way_count: int) -> None:
         """So many boundaries more are right behind it."""
@@ -179,7 +182,7 @@ class Retention(Keeper):
             unit.aside_count -= step
             _manager(unit).revalue(unit)
 
-    def _end_old(self, boundary: Boundary | None) -> None:
+    def end_old(self, boundary: Boundary | None) -> None:
         """Of those where no paths part, only the last few of a path stay."""
         count = 0
         while boundary is not None:

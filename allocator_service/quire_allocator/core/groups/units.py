@@ -151,7 +151,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
 
     def revalue(self, unit: Unit) -> None:
         """A unit is needed more or less than before."""
-        if unit.live or unit.key is None:
+        if unit.live or not unit.ticket:
             return
         worth, before = self.worth(unit), unit.worth
         if worth == before:

@@ -27,8 +27,8 @@ class WindowPart(Part):
 
     Attributes:
         units: those in its table, from position `first` on.
-        needed, aside: units that fell out, which a boundary at the last edge before the committed tokens would need, and
-            which it would have aside.
+        needed, aside: units that fell out, which a boundary at the last edge before the committed tokens would need,
+            and which it would have aside.
     """
 
     __slots__ = ("aside", "first", "needed", "scope", "units")

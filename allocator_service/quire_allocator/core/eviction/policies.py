@@ -88,9 +88,8 @@ _LEVELS = (1, 2, 7)  # groups of shared entries: so many hits at most, or more
 _GAPS = 4  # kinds of each: waits for less than a quarter of a pool, than a pool, than four pools, or longer
 _SHARED = _NEW_GROUPS * _LENGTHS
 _LEFT = _SHARED + (len(_LEVELS) + 1) * _GAPS  # deep ends that prompts leave behind
-_LED = _LEFT + 1  # what is hit together with an entry that is held
 # Returns per doubling of the age that are believed of each group at first: coarse, and soon outweighed.
-_BELIEFS = (0.05, 0.05, 0.03, 0.03, 0.2, 0.3, 0.4, 0.5, 0.01, 0.1)
+_BELIEFS = (0.05, 0.05, 0.03, 0.03, 0.2, 0.3, 0.4, 0.5, 0.01)
 _GROUPS = (
     *(Group(range(first, first + _LENGTHS), _BELIEFS[first // _LENGTHS]) for first in range(0, _SHARED, _LENGTHS)),
     *(
@@ -98,10 +97,8 @@ _GROUPS = (
         for first, belief in zip(range(_SHARED, _LEFT, _GAPS), _BELIEFS[4:8], strict=True)
     ),
     Group(range(_LEFT, _LEFT + 1), _BELIEFS[8]),
-    Group(range(_LED, _LED + 1), _BELIEFS[9]),
 )
-_GROUP_OF = [number for number, group in enumerate(_GROUPS) for _ in group.kinds]
-_LEFT_GROUP = _GROUP_OF[_LEFT]
+_LEFT_GROUP = len(_GROUPS) - 1
 
 
 class ReuseValue(EvictionPolicy):
@@ -116,11 +113,12 @@ class ReuseValue(EvictionPolicy):
     document the whole question.
     """
 
-    lane_count = _LED + 1
+    lane_count = _LEFT + 1
 
     def __init__(self, block_count: int) -> None:
         self.patience = block_count // 16
         self._time = 0  # blocks that sequences asked for
+        self._led_time = 0  # those of them of which nothing is learned by itself
         self._model = ReuseModel(_GROUPS, block_count)
         self._ghosts = Ghosts(self._model, 4 * block_count, 1024 + block_count // 4)
         self._gaps = (block_count / 4, block_count, block_count * 4)
@@ -141,7 +139,9 @@ class ReuseValue(EvictionPolicy):
     def hit(self, entry: Entry) -> None:
         """Learns how long it has waited."""
         self._time += entry.block_count
-        if not entry.live and entry.kind is not None:
+        if entry.is_led:
+            self._led_time += entry.block_count
+        if not entry.live and entry.kind is not None and not entry.is_led:
             age = self._time - entry.released
             entry.gap = (3 * entry.gap + age) // 4 if entry.hits else age
             self._end(entry, returned=True)
@@ -168,9 +168,9 @@ class ReuseValue(EvictionPolicy):
 
     def released(self, entry: Entry) -> None:
         """Stamps it and finds its kind."""
-        count, kind, leader = entry.block_count, entry.kind, entry.leader
-        if leader is not None:
-            self._follow(entry, leader)
+        count, kind = entry.block_count, entry.kind
+        if entry.is_led:
+            self._follow(entry)
             return
         if kind is None:
             if self.evicted_count:
@@ -217,9 +217,9 @@ class ReuseValue(EvictionPolicy):
     def evicted(self, entry: Entry, block_count: int) -> bool:
         """Remembers them for a while."""
         self.evicted_count += block_count
-        self._model.learn(self._time)
+        self._model.learn(self._time, self._led_time)
         entry.is_whole = False
-        if entry.kind is None:
+        if entry.kind is None or entry.is_led:
             return False
         kind, count = self.lane(entry), block_count
         if self._trimmed is not None and self._trimmed[0] is entry:
@@ -237,15 +237,22 @@ class ReuseValue(EvictionPolicy):
         entry.spare = max(0, entry.spare - block_count)
         return not entry.spare
 
-    def _follow(self, entry: Entry, leader: Entry) -> None:
-        """Gives it the kind of the entry that it is hit with: both come back together, or not at all. While that one is
-        held, nobody knows yet how it will leave."""
+    def _follow(self, entry: Entry) -> None:
+        """Gives it the kind of the entry that it is hit with: both come back together, or not at all, so that nothing is
+        learned of it by itself. While that one is held, the kind is what it would be if it were released now."""
         if entry.kind is None:
             self._time += entry.block_count
-        kind = _LED if leader.live or leader.kind is None else leader.kind
+            self._led_time += entry.block_count
         entry.released = self._time
-        entry.kind = kind
-        self._model.start(_GROUP_OF[kind], kind, entry.block_count)
+        leader = entry.leader
+        if leader is None:
+            entry.kind = 0
+        elif leader.kind is not None and not leader.live:
+            entry.kind = leader.kind
+        elif leader.hits:
+            entry.kind = _SHARED + bisect_left(_LEVELS, leader.hits) * _GAPS + bisect_right(self._gaps, leader.gap)
+        else:
+            entry.kind = leader.origin * _LENGTHS
 
     def _end(self, entry: Entry, *, returned: bool) -> None:
         """A cached entry's wait is over."""

@@ -77,8 +77,13 @@ class Entry(ABC):
         self.is_whole = other.is_whole
 
     @property
+    def is_led(self) -> bool:
+        """Whether it is only ever hit together with another entry."""
+        return False
+
+    @property
     def leader(self) -> Entry | None:
-        """The entry with which this one is hit, and without which it never is; None where it stands for itself."""
+        """That entry; None where it is not known."""
         return None
 
     @property

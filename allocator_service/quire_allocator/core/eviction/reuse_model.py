@@ -62,6 +62,7 @@ class ReuseModel:
         self._ended = [[0.0] * AGES for _ in range(kinds)]
         self.values = [[0.0] * _AGE_BITS for _ in range(kinds)]
         self._time = self._elapsed = 0
+        self._share = 1.0
         self._looks = [0] * len(groups)
         self._starts_left = [_LEARN_FIRST] * len(groups)
         self._due: dict[int, None] = {}
@@ -86,7 +87,7 @@ class ReuseModel:
         if returned:
             self._returned[kind][bucket] += count
 
-    def learn(self, time: int) -> None:
+    def learn(self, time: int, led_time: int = 0) -> None:
         """If a group is due, computes its values anew. One at a time: it takes some ten microseconds."""
         if not self._due:
             return
@@ -97,13 +98,14 @@ class ReuseModel:
             self._started = [count / 2 for count in self._started]
             self._returned = [[count / 2 for count in row] for row in self._returned]
             self._ended = [[count / 2 for count in row] for row in self._ended]
+        self._share = 1 - led_time / time if time > led_time else 1.0
         group, _ = self._due.popitem()
         self._looks[group] += 1
         self._learn(group)
 
     def _learn(self, group: int) -> None:
         kinds, _ = self._groups[group]
-        expected, weight = self._beliefs[group], _BELIEF_POOLS * self._pool
+        expected, weight = self._beliefs[group], _BELIEF_POOLS * self._pool * self._share
         seen = self._seen()
         if len(kinds) > 1:
             first, end = kinds.start, kinds.stop
@@ -111,7 +113,7 @@ class ReuseModel:
             returned = [sum(column) for column in zip(*self._returned[first:end])]
             ended = [sum(column) for column in zip(*self._ended[first:end])]
             expected = _hazards(started, returned, ended, seen, expected=expected, weight=weight)
-            weight = _GROUP_POOLS * self._pool
+            weight = _GROUP_POOLS * self._pool * self._share
         for kind in kinds:
             hazards = _hazards(
                 self._started[kind], self._returned[kind], self._ended[kind], seen, expected=expected, weight=weight

@@ -81,6 +81,7 @@ class Retention(Keeper):
             full.tree.keeper = self
         for _, window in self.windows:
             window.keeper = self
+            window.is_led = bool(self.full)
         blocks.policy.trims = not self.full
 
     # -- when boundaries are made --------------------------------------------------------------------------------------

@@ -57,6 +57,10 @@ class Unit(Scoped):
         self.needed_count = self.aside_count = 0
 
     @property
+    def is_led(self) -> bool:
+        return self.scope.is_led
+
+    @property
     def leader(self) -> Entry | None:
         """The run before the end of which it is needed; the deepest where there are several."""
         if not self.boundaries:
@@ -119,10 +123,13 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         self._blocks = blocks
         self._log = log
         self.keeper: Keeper | None = None
+        self.is_led = False
         self.caches_spare = pool.retention != "tail"
 
     def new_scope(self, namespace: Namespace) -> UnitScope:
-        return UnitScope(namespace, self)
+        scope = UnitScope(namespace, self)
+        scope.is_led = self.is_led
+        return scope
 
     def walk(self, scope: UnitScope) -> Iterator[IndexedStretch]:
         name = scope.namespace.name

@@ -29,10 +29,9 @@ class Scope:
         held: blocks in tables of its sequences, each counted once.
         cached: published blocks in no table.
         spare: those of them that leave before all others, of windowed groups.
-        is_led: its entries are only ever hit together with those of full attention.
     """
 
-    __slots__ = ("cached", "held", "is_led", "manager", "namespace", "spare")
+    __slots__ = ("cached", "held", "manager", "namespace", "spare")
 
     def __init__(self, namespace: Namespace, manager: Evictor) -> None:
         self.namespace = namespace
@@ -40,7 +39,6 @@ class Scope:
         self.held = 0
         self.cached = 0
         self.spare = 0
-        self.is_led = False
 
 
 class Namespace:
@@ -96,7 +94,7 @@ class Evictor(ABC):
 
     @abstractmethod
     def worth(self, entry: Scoped) -> int:
-        """Returns what a cached entry is worth: SPARE, ASIDE or KEPT."""
+        """Returns what a cached entry is worth: SPARE, ASIDE, KEPT or LED."""
 
 
 class Blocks:

@@ -14,7 +14,7 @@ from quire.session.block_report import report_chunks, report_end
 from quire.session.ledger import Ledger
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.events import Event
-from quire_allocator.core.eviction.queue import ASIDE, KEPT
+from quire_allocator.core.eviction.queue import ASIDE, KEPT, LED
 from quire_allocator.core.groups.runs import RunScope
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import index, invariants
@@ -316,7 +316,8 @@ def test_a_rebuilt_pool_keeps_what_the_lost_one_kept(has_full: bool) -> None:
     assert boundaries[-1] == 32
     units = space.scopes[int(has_full)].index  # type: ignore[attr-defined]
     worths = {unit.blocks[0]: unit.worth for unit in units.values()}
-    assert [worths[block] for block in (15, 16, 17)] == [ASIDE, KEPT, KEPT]
+    kept = LED if has_full else KEPT
+    assert [worths[block] for block in (15, 16, 17)] == [ASIDE, kept, kept]
     joined = b"".join(text)
     assert pool.match("", joined) == 32
 

@@ -7,7 +7,7 @@ import math
 from tests.allocator.twin.kinds import Kind
 from tests.allocator.twin.state import Slot, TwinBoundary, TwinSequence, TwinState
 
-SPARE, ASIDE, KEPT = 0, 1, 2
+SPARE, ASIDE, KEPT, LED = 0, 1, 2, 3
 CONTINUED_MAX = 3
 
 
@@ -51,7 +51,8 @@ class TwinRetention(TwinState):
             aside |= slot in boundary.aside
         needed |= any(slot in sequence.needed for sequence in self.sequences.values())
         aside |= any(slot in sequence.aside for sequence in self.sequences.values())
-        return KEPT if needed else ASIDE if aside else SPARE
+        kept = LED if any(other.name == "full_attention" for other in self.kinds) else KEPT
+        return kept if needed else ASIDE if aside else SPARE
 
     def _serves(self, slot: Slot) -> bool:
         """Whether a hit can end at a block of full attention or behind it, as far as windows are concerned."""

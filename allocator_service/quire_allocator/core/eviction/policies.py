@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 
-from quire_allocator.core.eviction.queue import Candidates, Entry, EvictionPolicy, EvictionQueue
+from quire_allocator.core.eviction.queue import LED, Candidates, Entry, EvictionPolicy, EvictionQueue
 from quire_allocator.core.eviction.reuse_model import Ghost, Ghosts, Group, ReuseModel
 
 __all__ = [
@@ -93,7 +93,7 @@ _BELIEFS = (0.05, 0.05, 0.03, 0.03, 0.2, 0.3, 0.4, 0.5, 0.01)
 _GROUPS = (
     *(Group(range(first, first + _LENGTHS), _BELIEFS[first // _LENGTHS]) for first in range(0, _SHARED, _LENGTHS)),
     *(
-        Group(range(first, first + _GAPS), belief)
+        Group(range(first, first + _GAPS), belief, range(_SHARED, _LEFT))
         for first, belief in zip(range(_SHARED, _LEFT, _GAPS), _BELIEFS[4:8], strict=True)
     ),
     Group(range(_LEFT, _LEFT + 1), _BELIEFS[8]),
@@ -139,9 +139,9 @@ class ReuseValue(EvictionPolicy):
     def hit(self, entry: Entry) -> None:
         """Learns how long it has waited."""
         self._time += entry.block_count
-        if entry.is_led:
+        if entry.worth == LED:
             self._led_time += entry.block_count
-        if not entry.live and entry.kind is not None and not entry.is_led:
+        if not entry.live and entry.kind is not None:
             age = self._time - entry.released
             entry.gap = (3 * entry.gap + age) // 4 if entry.hits else age
             self._end(entry, returned=True)
@@ -169,9 +169,6 @@ class ReuseValue(EvictionPolicy):
     def released(self, entry: Entry) -> None:
         """Stamps it and finds its kind."""
         count, kind = entry.block_count, entry.kind
-        if entry.is_led:
-            self._follow(entry)
-            return
         if kind is None:
             if self.evicted_count:
                 self._recall(entry, count)
@@ -196,6 +193,9 @@ class ReuseValue(EvictionPolicy):
         self._model.start(group, kind, count)
 
     def put_aside(self, entry: Entry) -> None:
+        if entry.worth == LED and not entry.hits:  # what is kept passes time, as it takes room
+            self._time += entry.block_count
+            self._led_time += entry.block_count
         entry.released = self._time
         entry.kind = None
 
@@ -219,7 +219,7 @@ class ReuseValue(EvictionPolicy):
         self.evicted_count += block_count
         self._model.learn(self._time, self._led_time)
         entry.is_whole = False
-        if entry.kind is None or entry.is_led:
+        if entry.kind is None:
             return False
         kind, count = self.lane(entry), block_count
         if self._trimmed is not None and self._trimmed[0] is entry:
@@ -236,23 +236,6 @@ class ReuseValue(EvictionPolicy):
             return False
         entry.spare = max(0, entry.spare - block_count)
         return not entry.spare
-
-    def _follow(self, entry: Entry) -> None:
-        """Gives it the kind of the entry that it is hit with: both come back together, or not at all, so that nothing is
-        learned of it by itself. While that one is held, the kind is what it would be if it were released now."""
-        if entry.kind is None:
-            self._time += entry.block_count
-            self._led_time += entry.block_count
-        entry.released = self._time
-        leader = entry.leader
-        if leader is None:
-            entry.kind = 0
-        elif leader.kind is not None and not leader.live:
-            entry.kind = leader.kind
-        elif leader.hits:
-            entry.kind = _SHARED + bisect_left(_LEVELS, leader.hits) * _GAPS + bisect_right(self._gaps, leader.gap)
-        else:
-            entry.kind = leader.origin * _LENGTHS
 
     def _end(self, entry: Entry, *, returned: bool) -> None:
         """A cached entry's wait is over."""

@@ -10,8 +10,9 @@ Lifecycle of an entry (a run of the prefix tree, or one position of a windowed o
 A hit brings 2 and 3 back to 1 (`policy.hit`, `queue.discard`). Candidates leave in the order of the policy, block by
 block from the deep end, so that descendants leave before their ancestors.
 
-Not all candidates are ranked by the policy. What no hit can need leaves before all others, and what only a few can need
-leaves next (`SPARE`, `ASIDE`, `KEPT`): in the order of release, whatever the policy.
+Not all candidates are ranked by the policy: what no hit can need leaves before all others, what only a few can need
+leaves next, and what leaves together with another entry leaves by itself only when there is nothing else (`SPARE`,
+`ASIDE`, `LED`): each the one released longest ago first, whatever the policy.
 
 There is no clock here: policies count what happens.
 """
@@ -27,6 +28,7 @@ from typing import Final
 SPARE: Final = 0  # no hit can end with it, but for chance
 ASIDE: Final = 1  # a hit can end with it where a prompt was edited, which few are
 KEPT: Final = 2  # ranked by the policy
+LED: Final = 3  # of use for as long as another entry is, which the policy ranks
 _NEAR = 2  # lanes that are looked at in between
 _NOTHING = -math.inf
 
@@ -44,7 +46,7 @@ class Entry(ABC):
         gap: how long it waited for its last hit.
         origin: what it was stored below.
         is_whole: neither shared, split nor trimmed.
-        worth: SPARE, ASIDE or KEPT, while it is cached.
+        worth: SPARE, ASIDE, KEPT or LED, while it is cached.
 
     Those of counts and stamps, the kind and the worth are set when it is made, the others when it is stored.
     """
@@ -75,16 +77,6 @@ class Entry(ABC):
         self.spare = 0
         self.origin = other.origin
         self.is_whole = other.is_whole
-
-    @property
-    def is_led(self) -> bool:
-        """Whether it is only ever hit together with another entry."""
-        return False
-
-    @property
-    def leader(self) -> Entry | None:
-        """That entry; None where it is not known."""
-        return None
 
     @property
     @abstractmethod
@@ -132,7 +124,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def put_aside(self, entry: Entry) -> None:
-        """The same of what is not KEPT: stamps it, and ranks it no further."""
+        """The same of what is not KEPT: stamps it, and learns nothing of it."""
 
     @abstractmethod
     def ranked(self, entry: Entry) -> None:
@@ -194,6 +186,7 @@ class Candidates:
         self._policy = policy
         self._lanes = [_Lane() for _ in range(policy.lane_count)]
         self._early = (_Lane(), _Lane())  # of what is SPARE and ASIDE
+        self._late = _Lane()  # of what is LED
         self._near: list[_Lane] = []
         self._bound = _NOTHING  # what the ends of the others are worth at least
         self._compare_at = 0
@@ -204,7 +197,10 @@ class Candidates:
         policy = self._policy
         item = (entry.released, entry.ticket, entry)
         is_ranked = entry.worth == KEPT
-        lane = self._lanes[policy.lane(entry)] if is_ranked else self._early[entry.worth]
+        if is_ranked:
+            lane = self._lanes[policy.lane(entry)]
+        else:
+            lane = self._late if entry.worth == LED else self._early[entry.worth]
         heappush(lane.heap, item)
         if is_ranked and len(self._lanes) > 1:
             lane.stack.append(item)
@@ -212,7 +208,7 @@ class Candidates:
                 self._bound = _NOTHING
         self._sweep_in -= 1
         if not self._sweep_in:
-            self._sweep_in = 64 + sum([lane.sweep() for lane in (*self._early, *self._lanes)])
+            self._sweep_in = 64 + sum([lane.sweep() for lane in (*self._early, *self._lanes, self._late)])
 
     def peek(self) -> Entry | None:
         """The one that leaves first, or None. It stays a candidate until it is discarded."""
@@ -221,6 +217,10 @@ class Candidates:
                 early = lane.first()
                 if early is not None:
                     return early
+        return self._peek_ranked() or self._late.first()
+
+    def _peek_ranked(self) -> Entry | None:
+        """The one that the policy lets go of first."""
         if len(self._lanes) == 1:
             return self._lanes[0].first()
         if self._policy.evicted_count < self._compare_at:
@@ -232,7 +232,7 @@ class Candidates:
 
     def items(self) -> list[tuple[int, int, Entry]]:
         """Stamp, ticket and entry of all, outdated ones included, in no order."""
-        return [item for lane in (*self._early, *self._lanes) for item in lane.heap]
+        return [item for lane in (*self._early, *self._lanes, self._late) for item in lane.heap]
 
     def _least(self, lanes: Iterable[_Lane]) -> tuple[Entry | None, float]:
         """The least valuable end of some lanes, and what it is worth."""

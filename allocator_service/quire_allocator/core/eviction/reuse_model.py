@@ -37,10 +37,12 @@ class Group(NamedTuple):
     Attributes:
         kinds: consecutive numbers.
         belief: returns per doubling of the age, from an eighth of the pool to 16 pools, before anything is seen.
+        wider: kinds of all groups on whose estimate that for this group leans, its own included; empty for none.
     """
 
     kinds: range
     belief: float
+    wider: range = range(0)
 
 
 class ReuseModel:
@@ -104,16 +106,17 @@ class ReuseModel:
         self._learn(group)
 
     def _learn(self, group: int) -> None:
-        kinds, _ = self._groups[group]
+        kinds, _, wider = self._groups[group]
         expected, weight = self._beliefs[group], _BELIEF_POOLS * self._pool * self._share
         seen = self._seen()
-        if len(kinds) > 1:
-            first, end = kinds.start, kinds.stop
-            started = sum(self._started[first:end])
-            returned = [sum(column) for column in zip(*self._returned[first:end])]
-            ended = [sum(column) for column in zip(*self._ended[first:end])]
-            expected = _hazards(started, returned, ended, seen, expected=expected, weight=weight)
-            weight = _GROUP_POOLS * self._pool * self._share
+        for alike in (wider, kinds):
+            if len(alike) > 1:
+                first, end = alike.start, alike.stop
+                started = sum(self._started[first:end])
+                returned = [sum(column) for column in zip(*self._returned[first:end])]
+                ended = [sum(column) for column in zip(*self._ended[first:end])]
+                expected = _hazards(started, returned, ended, seen, expected=expected, weight=weight)
+                weight = _GROUP_POOLS * self._pool * self._share
         for kind in kinds:
             hazards = _hazards(
                 self._started[kind], self._returned[kind], self._ended[kind], seen, expected=expected, weight=weight

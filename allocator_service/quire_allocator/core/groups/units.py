@@ -10,8 +10,8 @@ Lifecycle of a unit:
     3. cached      in no table, hittable, a candidate for eviction: what it is *worth* says how early
     4. gone        evicted, or dropped before it was published: its blocks are empty
 
-Of a windowed group with a keeper, a unit is worth what stands behind it: KEPT if a boundary needs it, ASIDE if only an
-edited prompt would, else SPARE. Without one, all are KEPT.
+Of a windowed group with a keeper, a unit is worth what stands behind it: KEPT if a boundary needs it (LED, where full
+attention has the same prefix), ASIDE if only an edited prompt would, else SPARE. Without one, all are KEPT.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TypeVar
 from quire_allocator.core.blocks import Blocks, Evictor, Namespace, Scope, Scoped
 from quire_allocator.core.boundary import Boundary
 from quire_allocator.core.events import EventLog
-from quire_allocator.core.eviction.queue import ASIDE, KEPT, SPARE, Entry
+from quire_allocator.core.eviction.queue import ASIDE, KEPT, LED, SPARE
 from quire_allocator.core.groups.keeper import Keeper
 from quire_allocator.core.groups.manager import Hit, IndexedStretch, Manager
 from quire_allocator.core.sequence import Part
@@ -55,18 +55,6 @@ class Unit(Scoped):
         self.was_hit = False
         self.boundaries: list[Boundary] | None = None
         self.needed_count = self.aside_count = 0
-
-    @property
-    def is_led(self) -> bool:
-        return self.scope.is_led
-
-    @property
-    def leader(self) -> Entry | None:
-        """The run before the end of which it is needed; the deepest where there are several."""
-        if not self.boundaries:
-            return None
-        runs = self.boundaries[-1].runs
-        return runs[0] if runs else None
 
     @property
     def block_count(self) -> int:
@@ -127,9 +115,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         self.caches_spare = pool.retention != "tail"
 
     def new_scope(self, namespace: Namespace) -> UnitScope:
-        scope = UnitScope(namespace, self)
-        scope.is_led = self.is_led
-        return scope
+        return UnitScope(namespace, self)
 
     def walk(self, scope: UnitScope) -> Iterator[IndexedStretch]:
         name = scope.namespace.name
@@ -153,7 +139,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
     def worth(self, entry: Scoped) -> int:
         assert isinstance(entry, Unit)
         if entry.needed_count or self.keeper is None:
-            return KEPT
+            return LED if self.is_led else KEPT
         return ASIDE if entry.aside_count else SPARE
 
     def revalue(self, unit: Unit) -> None:

@@ -116,7 +116,8 @@ class ReuseModel:
                 returned = [sum(column) for column in zip(*self._returned[first:end])]
                 ended = [sum(column) for column in zip(*self._ended[first:end])]
                 expected = _hazards(started, returned, ended, seen, expected=expected, weight=weight)
-                weight = _GROUP_POOLS * self._pool * self._share
+        if len(kinds) > 1:
+            weight = _GROUP_POOLS * self._pool * self._share
         for kind in kinds:
             hazards = _hazards(
                 self._started[kind], self._returned[kind], self._ended[kind], seen, expected=expected, weight=weight

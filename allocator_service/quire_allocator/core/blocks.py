@@ -16,7 +16,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 
+from quire_allocator.core.boundary import Boundary, BoundaryKey
 from quire_allocator.core.eviction.policies import DEFAULT_POLICY, POLICIES, Candidates, Entry, EvictionQueue
+from quire_allocator.core.eviction.queue import KEPT
 from quire_allocator.core.spec import GroupSpec, Quota
 
 
@@ -26,15 +28,17 @@ class Scope:
     Attributes:
         held: blocks in tables of its sequences, each counted once.
         cached: published blocks in no table.
+        spare: those of them that leave before all others, of windowed groups.
     """
 
-    __slots__ = ("cached", "held", "manager", "namespace")
+    __slots__ = ("cached", "held", "manager", "namespace", "spare")
 
     def __init__(self, namespace: Namespace, manager: Evictor) -> None:
         self.namespace = namespace
         self.manager = manager
         self.held = 0
         self.cached = 0
+        self.spare = 0
 
 
 class Namespace:
@@ -44,14 +48,16 @@ class Namespace:
         scopes: one per manager of the pool.
         quota: None without limits.
         queue: its own candidates for eviction, where what it may cache is limited; else None.
+        boundaries: where hits can end, by their keys; empty in pools that make none.
     """
 
-    __slots__ = ("name", "queue", "quota", "scopes", "sequence_count")
+    __slots__ = ("boundaries", "name", "queue", "quota", "scopes", "sequence_count")
 
     def __init__(self, name: str, quota: Quota | None, queue: Candidates | None) -> None:
         self.name = name
         self.quota = quota
         self.queue = queue
+        self.boundaries: dict[BoundaryKey, Boundary] = {}
         self.scopes: tuple[Scope, ...] = ()
         self.sequence_count = 0
 
@@ -85,6 +91,10 @@ class Evictor(ABC):
     @abstractmethod
     def evict(self, entry: Scoped, wanted: int) -> int:
         """Puts at least `wanted` blocks of a candidate on the empty stack, or all it has; returns how many."""
+
+    @abstractmethod
+    def worth(self, entry: Scoped) -> int:
+        """Returns what a cached entry is worth: SPARE, ASIDE, KEPT or LED."""
 
 
 class Blocks:
@@ -157,9 +167,19 @@ class Blocks:
         scope.held -= count
         scope.cached += count
         self.cached_count += count
-        self.policy.released(entry)
+        if entry.worth == KEPT:
+            self.policy.released(entry)
+        else:
+            self.policy.put_aside(entry)
         if is_candidate:
             self.push(entry)
+
+    def now_worth(self, entry: Scoped, worth: int) -> None:
+        """A candidate leaves earlier or later from now on."""
+        entry.worth = worth
+        if worth == KEPT:
+            self.policy.ranked(entry)
+        self.push(entry)
 
     def push(self, entry: Scoped) -> None:
         """Makes a cached entry a candidate, also of its namespace's own queue."""
@@ -194,10 +214,11 @@ class Blocks:
         while count > 0:
             entry = queue.peek()
             assert isinstance(entry, Scoped), "there are fewer candidates than cached blocks"
+            cached = self.cached_count
             evicted = entry.scope.manager.evict(entry, count)
             self.dropped(entry.scope, evicted)
             self.evicted_count += evicted
-            count -= evicted
+            count -= cached - self.cached_count  # or more: what only the evicted blocks made useful
 
     def check_counts(self) -> None:
         """Raises AssertionError unless every block counts as exactly one of empty, cached and held. What it costs does

@@ -314,6 +314,8 @@ class Pool:
             sequence.announcement, token_count // self.digest_tokens
         ):
             sequence.announcement = None
+        if sequence.boundaries and self.coordinator.retention is not None:
+            self.coordinator.retention.reached(sequence, committed)
         self.coordinator.settle(sequence)
         if self.coordinator.settles:
             self.admission.enforce_cache_quota(sequence.namespace)
@@ -344,10 +346,13 @@ class Pool:
         if self.coordinator.in_place and parent.token_count > length:
             return Result.UNCOMMITTED
         self.admission.note_change()
+        if self.coordinator.retention is not None:
+            self.coordinator.retention.ended(parent)
         parts = tuple([manager.fork(part, length) for manager, part in zip(self.managers, parent.parts)])
         child = SequenceState(parent.namespace, length, parent.priority, parts)
         child.quiet_until = parent.quiet_until
         child.boundaries = parent.boundaries
+        child.last_boundary = parent.last_boundary
         # Where a block is shared that either side has yet to write:
         if self.coordinator.in_place or length % self._edge_tokens:
             self.coordinator.note_limit(parent)
@@ -366,6 +371,8 @@ class Pool:
             return Result.NOT_FOUND
         self._batch, self._batch_ids = [], _NOBODY
         self.admission.note_change()
+        if self.coordinator.retention is not None:
+            self.coordinator.retention.ended(sequence)
         for manager, part in zip(self.managers, sequence.parts):
             manager.free(part)
         self.admission.end_promise(sequence)

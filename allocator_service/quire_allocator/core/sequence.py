@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire_allocator.core.blocks import Namespace
+from quire_allocator.core.boundary import Boundary
 from quire_allocator.core.pending import Announcement
 
 
@@ -26,6 +27,7 @@ class SequenceState:
         is_hold: nobody writes to it, and it ends by itself.
         boundaries: token counts, rising, at which a later prompt may part from this sequence: the last edge of the
             prompt that leaves a token to compute, the junction, and ends of turns that the owner named.
+        last_boundary: the deepest boundary of its prefix that was made or hit; it may have ended since.
         parts: what it has in each manager.
     """
 
@@ -35,6 +37,7 @@ class SequenceState:
         "chunk_token_count",
         "committed_token_count",
         "is_hold",
+        "last_boundary",
         "limit",
         "namespace",
         "parts",
@@ -57,6 +60,7 @@ class SequenceState:
         self.promised = 0
         self.priority = priority
         self.boundaries: tuple[int, ...] = ()
+        self.last_boundary: Boundary | None = None
         self.announcement: Announcement | None = None
         self.is_hold = False
         self.parts = parts

@@ -123,8 +123,8 @@ def test_falling_out_of_a_window_is_no_event_and_eviction_is() -> None:
     pool = make_pool(4, sliding(4, 4))
     computed(pool, 1, "abc")
     assert [event[:3] for event in all_told(pool)] == [("STORED", "abc", 0)]
-    pool.allocate(2, 8)  # one is empty, and of the two that fell out the deeper goes
-    assert [event[:3] for event in all_told(pool)[1:]] == [("REMOVED", "b", 1)]
+    pool.allocate(2, 8)  # one is empty, and of the two that fell out the deeper is the end of the prompt
+    assert [event[:3] for event in all_told(pool)[1:]] == [("REMOVED", "a", 0)]
 
 
 @pytest.mark.parametrize("group", [full(8), sliding(8, 40), sliding(8, 8), chunked(8, 32)])

@@ -107,7 +107,7 @@ def test_different_block_sizes_are_hit_at_edges_of_all_of_them() -> None:
 
 
 def test_a_freed_sequence_leaves_kind_after_kind_and_what_fell_out_before_goes_first() -> None:
-    pool = make_pool(8, full(4), sliding(4, 4))
+    pool = make_pool(8, full(4), sliding(4, 4), retention="dense")
     computed(pool, 1, "abcd")
     assert tables(pool, 1) == [[0, 1, 2, 3], [NULL, NULL, NULL, 7]]
     pool.free(1)

@@ -163,15 +163,34 @@ def drop_a_candidate(pool: Pool) -> None:
 
 
 def lose_a_queue_entry(pool: Pool) -> None:
-    for lane in pool.blocks.queue._lanes:
+    queue = pool.blocks.queue
+    for lane in (*queue._early, *queue._lanes, queue._late):
         lane.heap.clear()
 
 
 def lose_a_queue_entry_of_a_namespace(pool: Pool) -> None:
     queue = pool.blocks.namespaces[""].queue
     assert queue is not None
-    for lane in queue._lanes:
+    for lane in (*queue._early, *queue._lanes, queue._late):
         lane.heap.clear()
+
+
+def a_boundary(pool: Pool) -> Any:
+    return next(b for b in pool.blocks.namespaces[""].boundaries.values() if b.needed)
+
+
+def lose_a_boundary(pool: Pool) -> None:
+    boundary = a_boundary(pool)
+    del boundary.index[boundary.key]
+
+
+def forget_where_a_boundary_stands(pool: Pool) -> None:
+    boundary = a_boundary(pool)
+    boundary.runs[0].boundaries.remove(boundary)
+
+
+def need_one_unit_less(pool: Pool) -> None:
+    a_boundary(pool).needed.pop()
 
 
 def announce_what_nobody_computes(pool: Pool) -> None:
@@ -239,6 +258,12 @@ DEFECTS: list[tuple[str, Callable[[Pool], None]]] = [
     ("a ticket where nothing may leave", drop_a_candidate),
     ("candidate is not queued", lose_a_queue_entry),
     ("missing among those of its namespace", lose_a_queue_entry_of_a_namespace),
+    ("counts others", lose_a_boundary),
+    ("does not know a boundary that stands in it", forget_where_a_boundary_stands),
+    ("counts others", need_one_unit_less),
+    ("counts other ways", add(a_boundary, "way_count", 1)),
+    ("worth more or less", add(lambda pool: cached_unit(pool, 1), "worth", 1)),
+    ("count as spare", add(lambda pool: scope(pool, 1), "spare", 2)),
     ("hold without an end", lambda pool: pool.holds.clear()),
     ("a hold that is gone", lambda pool: pool.holds.update({77: 1.0})),
     ("above the highest id", add(lambda pool: pool, "last_sequence_id", -1)),

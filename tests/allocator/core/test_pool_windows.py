@@ -102,7 +102,7 @@ def test_a_chunk_is_given_back_whole_at_its_edge_and_what_reaches_beyond_it_is_k
 
 
 def test_of_what_falls_out_together_the_deepest_is_evicted_first() -> None:
-    pool = make_pool(8, sliding(4, 4))
+    pool = make_pool(8, sliding(4, 4), retention="dense")
     computed(pool, 1, "abcde")  # the token at 20 reads 17 to 20: blocks 0 to 3 are gone
     assert blocks_of(pool, 1) == [NULL, NULL, NULL, NULL, 4]
     assert granted_next(pool) == [5, 6, 7, 3, 2, 1, 0]

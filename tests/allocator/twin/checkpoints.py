@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from tests.allocator.twin.state import Slot, TwinSequence, TwinState
+from tests.allocator.twin.retention import TwinRetention
+from tests.allocator.twin.state import Slot, TwinSequence
 
 
-class TwinCheckpoints(TwinState):
+class TwinCheckpoints(TwinRetention):
     """Which checkpoints are dropped, and when."""
 
     def between_max(self) -> int:
@@ -46,7 +47,7 @@ class TwinCheckpoints(TwinState):
         return slot.key[2] * self.digest_tokens in sequence.boundaries
 
     def _drop(self, slot: Slot) -> None:
-        self._unpublish(slot)
+        self.unpublish(slot)
         self.empty += slot.blocks[::-1]
 
     def _used(self, slot: Slot) -> None:
@@ -54,11 +55,6 @@ class TwinCheckpoints(TwinState):
         if slot in self.between:
             self.between.remove(slot)
 
-    def _unpublish(self, slot: Slot) -> None:
-        """A checkpoint that is not worth its blocks any more."""
-        if self.leaving is not None:
-            assert slot.key is not None
-            assert self.leaving.popleft() == (*slot.key[:3], slot.key[3][-1])
+    def unpublish(self, slot: Slot) -> None:
         self._used(slot)
-        self.published.remove(slot)
-        slot.key = None
+        super().unpublish(slot)

@@ -53,6 +53,7 @@ class Comparison:
             ({}, {}, {"blue": (held, cached)}, {"*": (None, cached)}, {"": (held, None), "*": (held, cached)})
         )
         chunk_max = rng.choice((0, 0, 1, rng.randint(2, shape.tokens_max)))
+        retention = rng.choice(("auto", "auto", "tail", "dense"))
         spec = PoolSpec(
             shape.block_count,
             tuple(GroupSpec(GroupKind(name), size, window, count) for name, size, window, count in shape.groups),
@@ -60,15 +61,18 @@ class Comparison:
             quotas=tuple(Quota(name, *limits) for name, limits in quotas.items()),
             eviction_policy=policy,
             chunk_token_count_max=chunk_max,
+            retention=retention,
         )
         self.pool = Pool(spec)
-        self.twin = TwinPool(shape.block_count, shape.groups, watermark, quotas, chunk_max)
+        self.twin = TwinPool(
+            shape.block_count, shape.groups, watermark, quotas, chunk_max=chunk_max, retention=retention
+        )
         self.memory = Memory(shape.block_count, self.twin)
         self.has_state = any(kind.name == "state" for kind in self.twin.kinds)
         self.writers: dict[int, Writer] = {}
         self.texts: list[list[int]] = []
         self.seen: Counter[str] = Counter()
-        self.trace: deque[str] = deque([f"limits: {watermark=} {quotas=} {chunk_max=}"], maxlen=40)
+        self.trace: deque[str] = deque([f"limits: {watermark=} {quotas=} {chunk_max=} {retention=}"], maxlen=40)
         self.now = 0
         self._acknowledged = self._cursor = 0
         self._mirror: Counter[Stored] = Counter()
@@ -156,6 +160,7 @@ class Comparison:
         assert returned == (twin.returned, twin.returned_hit)
         assert pool.blocks.evicted_count == twin.evicted
         self._compare_published()
+        self._compare_retention()
         self._compare_answers()
         if self.shape.is_honest:
             self.memory.check_published()
@@ -181,6 +186,22 @@ class Comparison:
             for block in slot.blocks:
                 states[block] = max(2, states[block] + 1) if states[block] != 1 else 2
         assert block_states(self.pool).to_bytes() == states
+
+    def _compare_retention(self) -> None:
+        """Where hits can end, and what of windowed groups leaves how early."""
+        spaces = self.pool.blocks.namespaces
+        ours = {(name, *key, b.is_parting) for name, space in spaces.items() for key, b in space.boundaries.items()}
+        assert ours == {(b.namespace, b.token_count, b.digest, b.is_parting) for b in self.twin.boundaries}
+        windows = [number for number, kind in enumerate(self.twin.kinds) if kind.is_windowed]
+        cached = [slot for slot in self.twin.cached() if slot.kind in windows]
+        for slot in cached:
+            assert slot.key is not None
+            unit = spaces[slot.namespace].scopes[slot.kind].index[(slot.key[2], slot.key[3][-1])]  # type: ignore[attr-defined]
+            assert unit.worth == self.twin.worth(slot), f"{slot.key} is worth {unit.worth}"
+        for name, space in spaces.items():
+            for number in windows:
+                spare = [s for s in cached if (s.namespace, s.kind) == (name, number) and not self.twin.worth(s)]
+                assert space.scopes[number].spare == sum(len(slot.blocks) for slot in spare)
 
     def _compare_answers(self) -> None:
         """What a prompt would hit and wait for, and who would have to go."""

@@ -30,6 +30,15 @@ class Kind:
         """Blocks per position."""
         return len(self.groups)
 
+    @property
+    def is_windowed(self) -> bool:
+        """Whether blocks fall out of its tables."""
+        return self.name in ("sliding_window", "chunked_local")
+
+    def takes(self, length: int) -> list[int]:
+        """Positions that a hit of so many tokens takes."""
+        return [p for p in range(length // self.block_size) if not self.has_fallen_out(p, length)]
+
     def reads(self, token: int, earlier: int) -> bool:
         """Whether attention of one token looks at another one, itself included."""
         if self.name == "sliding_window":

@@ -61,23 +61,21 @@ class TwinPool(TwinCheckpoints):
         if answer[0] != "OK":
             return (answer[0], 0, pending, [], [], answer[1], answer[2], 0)
         sequence = TwinSequence(namespace, matched, matched, tables, priority)
-        for table in tables:
-            for slot in table:
-                if slot is not None:
-                    slot.hits += 1
-                    self._used(slot)
+        for slot in [slot for table in tables for slot in table if slot is not None]:
+            slot.hits += 1
+            self._used(slot)
         if prompt > token_count:
             sequence.prompt, sequence.chunk = prompt, token_count
         if not all(kind.keeps_prefixes for kind in self.kinds):
-            ends = [prompt - 1, junction, *turn_ends]
-            edges = [end for end in range(0, max(ends) + 1, self.digest_tokens) if self.is_edge(end)]
-            sequence.boundaries = {max(edge for edge in edges if edge <= end) for end in ends} - {0}
+            sequence.boundaries = {self.edge_before(end) for end in (prompt - 1, junction, *turn_ends)} - {0}
         self.prompts.append((namespace, [d for i, d in enumerate(digests) if (i + 1) * self.digest_tokens <= prompt]))
         token_count = max(token_count, matched)
         if len(shareable) * self.digest_tokens > matched:
             sequence.announced, sequence.stops = shareable, [matched // self.digest_tokens]
         self.sequences[sequence_id] = sequence
         self.highest_id = sequence_id
+        if matched:
+            self.make(sequence, matched)
         _, copies = self._grant(sequence, token_count)
         if is_return:
             self.returned += prompt
@@ -112,7 +110,7 @@ class TwinPool(TwinCheckpoints):
             if missing > sum(len(slot.blocks) for slot in own):
                 return ("NO_SPACE", 0, 0, [], [], missing, self.victim(sequence.priority, sequence_id), 0)
             for slot in own:  # a checkpoint is given up before anybody is refused
-                self._unpublish(slot)
+                self.unpublish(slot)
                 sequence.tables[slot.kind] = [Slot(slot.kind, slot.namespace, slot.blocks)]
         blocks, copies = self._grant(sequence, token_count)
         self._enforce_quota(sequence.namespace)
@@ -145,10 +143,13 @@ class TwinPool(TwinCheckpoints):
                     self._released(own)
             for own in reversed(replaced):
                 self._released(own)
-        sequence.committed = until
+        before, sequence.committed = sequence.committed, until
         if granted < sequence.token_count:
             self._shrink(sequence, granted)
         self._advance(sequence)
+        for end in sorted(sequence.boundaries):
+            if before < end <= until:
+                self.make(sequence, end)
         self._settle(sequence)
         self._enforce_quota(sequence.namespace)
         return ("OK", swaps)
@@ -162,12 +163,14 @@ class TwinPool(TwinCheckpoints):
             return "EXISTS"
         if parent.token_count > parent.committed and any(kind.name == "state" for kind in self.kinds):
             return "UNCOMMITTED"
+        self.turn_ended(parent)
         shared = [
             table[: kind.entries(parent.committed)] for kind, table in zip(self.kinds, parent.tables, strict=True)
         ]
         child = TwinSequence(parent.namespace, parent.committed, parent.committed, shared, parent.priority)
-        child.hold_until = hold_until
+        child.hold_until, child.boundary = hold_until, parent.boundary
         child.boundaries = parent.boundaries
+        child.needed, child.aside = list(parent.needed), list(parent.aside)
         self.sequences[child_id] = child
         self.highest_id = child_id
         return "OK"
@@ -177,12 +180,14 @@ class TwinPool(TwinCheckpoints):
         sequence = self.sequences.get(sequence_id)
         if sequence is None:
             return "NOT_FOUND"
-        for table in sequence.tables:
+        self.turn_ended(sequence)
+        for number, table in enumerate(sequence.tables):
             while table:
                 last = table.pop()
                 if last is not None:
                     self._released(last)
                     self._left(sequence, last)
+            self.forget(sequence, number)
         del self.sequences[sequence_id]
         self._enforce_quota(sequence.namespace)
         return "OK"
@@ -289,6 +294,8 @@ class TwinPool(TwinCheckpoints):
 
     def _evict(self, candidates: list[Slot]) -> None:
         """The one released longest ago, or the one that the pool has chosen; never one with published descendants."""
+        worths = {id(slot): self.worth(slot) for slot in candidates}
+        candidates = [slot for slot in candidates if worths[id(slot)] == min(worths.values())]
         if self.leaving is None:
             slot = min(candidates, key=lambda slot: slot.released)
         else:
@@ -301,18 +308,22 @@ class TwinPool(TwinCheckpoints):
             assert slot.key is not None
             assert (slot.kind, slot.namespace, slot.key[3]) not in parents, "a parent leaves first"
         self.evicted += len(slot.blocks)
+        assert slot.key is not None
+        path = slot.key[3]
         self._used(slot)
         self.published.remove(slot)
         slot.key = None
         self.empty += slot.blocks[::-1]
+        self.slot_left(slot, path)
 
     def _released(self, slot: Slot) -> None:
         """One table fewer names it; where it was the last, it is cached from now on, or empty."""
         if self.is_held(slot):
             return
         if slot.key is not None:
-            self.clock += 1
-            slot.released = self.clock
+            if not self.drop_spare(slot):
+                self.clock += 1
+                slot.released = self.clock
         else:
             self.empty += slot.blocks[::-1]
 
@@ -362,11 +373,12 @@ class TwinPool(TwinCheckpoints):
 
     def _settle(self, sequence: TwinSequence) -> None:
         """Gives back what no token from the committed ones on reads, deepest first."""
-        for kind, table in zip(self.kinds, sequence.tables, strict=True):
-            for position in reversed(range(len(table))):
-                slot = table[position]
-                if slot is not None and kind.has_fallen_out(position, sequence.committed):
-                    table[position] = None
+        for number, (kind, table) in enumerate(zip(self.kinds, sequence.tables, strict=True)):
+            falling = [p for p, slot in enumerate(table) if slot and kind.has_fallen_out(p, sequence.committed)]
+            self.remember(sequence, number, [slot for slot in (table[p] for p in falling) if slot is not None])
+            for position in reversed(falling):
+                slot, table[position] = table[position], None
+                if slot is not None:
                     self._released(slot)
         for number in range(len(self.kinds)):
             self._trim(sequence, number)

@@ -31,6 +31,27 @@ class Slot:
 
 
 @dataclass(eq=False, slots=True)
+class TwinBoundary:
+    """A place at which hits can end.
+
+    Attributes:
+        path: of each kind of full attention what stands before it is published as.
+        needed, aside: what a hit there takes of windowed groups; what one that ends an edge earlier takes besides.
+        parent: the boundary before it, when it was made.
+        is_parting: more than one way was seen to go on from it.
+    """
+
+    namespace: str
+    token_count: int
+    digest: bytes
+    path: list[Key]
+    needed: list[Slot]
+    aside: list[Slot]
+    parent: TwinBoundary | None
+    is_parting: bool = False
+
+
+@dataclass(eq=False, slots=True)
 class TwinSequence:
     """One live sequence; `tables` has one list of slots per kind, None where a slot was given back."""
 
@@ -46,6 +67,9 @@ class TwinSequence:
     stops: list[int] = field(default_factory=list)
     hold_until: float | None = None
     checkpoints: list[Slot] = field(default_factory=list)
+    needed: list[Slot] = field(default_factory=list)  # fallen out, and what a hit at its last edge takes
+    aside: list[Slot] = field(default_factory=list)  # the same of a hit one edge earlier
+    boundary: TwinBoundary | None = None  # the deepest one that it made or hit
 
 
 class TwinState:
@@ -61,7 +85,9 @@ class TwinState:
         groups: Sequence[tuple[str, int, int, int]],
         watermark: int = 0,
         quotas: dict[str, tuple[int | None, int | None]] | None = None,
+        *,
         chunk_max: int = 0,
+        retention: str = "auto",
     ) -> None:
         self.block_count = block_count
         self.group_count = len(groups)
@@ -80,6 +106,9 @@ class TwinState:
         self.evicted = self.granted = self.copied = self.queried = self.hit = 0
         self.returned = self.returned_hit = 0
         self.leaving: deque[Removed] | None = None
+        has_windows = any(kind.is_windowed for kind in self.kinds)
+        self.retention = retention if has_windows else "dense"
+        self.boundaries: list[TwinBoundary] = []
 
     # -- what can be observed ------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 
-from quire_allocator.core.eviction.queue import Candidates, Entry, EvictionPolicy, EvictionQueue
+from quire_allocator.core.eviction.queue import LED, Candidates, Entry, EvictionPolicy, EvictionQueue
 from quire_allocator.core.eviction.reuse_model import Family, Ghost, Ghosts, ReuseModel
 
 __all__ = [
@@ -39,6 +39,12 @@ class LeastRecentlyUsed(EvictionPolicy):
     def released(self, entry: Entry) -> None:
         self._time += 1
         entry.released = self._time
+
+    def put_aside(self, entry: Entry) -> None:
+        self.released(entry)
+
+    def ranked(self, entry: Entry) -> None:
+        """It has its stamp."""
 
     def lane(self, entry: Entry) -> int:
         return 0
@@ -92,7 +98,7 @@ _BELIEFS = (0.05, 0.05, 0.03, 0.03, 0.2, 0.3, 0.4, 0.5, 0.01)
 _FAMILIES = (
     *(Family(range(first, first + _LENGTHS), _BELIEFS[first // _LENGTHS]) for first in range(0, _SHARED, _LENGTHS)),
     *(
-        Family(range(first, first + _GAPS), belief)
+        Family(range(first, first + _GAPS), belief, range(_SHARED, _LEFT))
         for first, belief in zip(range(_SHARED, _LEFT, _GAPS), _BELIEFS[4:8], strict=True)
     ),
     Family(range(_LEFT, _LEFT + 1), _BELIEFS[8]),
@@ -117,6 +123,7 @@ class ReuseValue(EvictionPolicy):
     def __init__(self, block_count: int) -> None:
         self.patience = block_count // 16
         self._time = 0  # blocks that sequences asked for
+        self._led_time = 0  # blocks among them of which nothing is learned by itself
         self._model = ReuseModel(_FAMILIES, block_count)
         self._ghosts = Ghosts(self._model, 4 * block_count, 1024 + block_count // 4)
         self._gaps = (block_count / 4, block_count, block_count * 4)
@@ -137,7 +144,9 @@ class ReuseValue(EvictionPolicy):
     def hit(self, entry: Entry) -> None:
         """Learns how long it has waited."""
         self._time += entry.block_count
-        if not entry.live:
+        if entry.worth == LED:
+            self._led_time += entry.block_count
+        if not entry.live and entry.kind is not None:
             age = self._time - entry.released
             entry.gap = (3 * entry.gap + age) // 4 if entry.hits else age
             self._end(entry, returned=True)
@@ -155,7 +164,7 @@ class ReuseValue(EvictionPolicy):
             upper.is_whole = lower.is_whole = False
         upper.spare = max(0, lower.spare - count)
         lower.spare = min(lower.spare, count)
-        if lower.live or lower.hits:
+        if lower.live or lower.hits or lower.kind is None:
             return False
         self._end(lower, returned=False)
         lower.released = self._time
@@ -183,11 +192,23 @@ class ReuseValue(EvictionPolicy):
             self._length_mean = mean + (end - mean) / _LENGTH_MEMORY
             entry.kind = kind = family * _LENGTHS + bisect_left(_LENGTH_EDGES, end / mean)
         left = self._left_behind[family]
-        if left and left < count and entry.is_whole:
+        if left and left < count and entry.is_whole and self.trims:
             entry.spare = left
             count -= left
             self._model.start(_LEFT_FAMILY, _LEFT, left)
         self._model.start(family, kind, count)
+
+    def put_aside(self, entry: Entry) -> None:
+        if entry.worth == LED and not entry.hits:  # what is kept passes time, as it takes room
+            self._time += entry.block_count
+            self._led_time += entry.block_count
+        entry.released = self._time
+        entry.kind = None
+
+    def ranked(self, entry: Entry) -> None:
+        """Stamps it, unless it was ranked when it was cached."""
+        if entry.kind is None:
+            self.released(entry)
 
     def lane(self, entry: Entry) -> int:
         """Returns its kind, or that of its deep end."""
@@ -202,8 +223,10 @@ class ReuseValue(EvictionPolicy):
     def evicted(self, entry: Entry, block_count: int) -> bool:
         """Remembers the blocks for a while, in case they return."""
         self.evicted_count += block_count
-        self._model.learn(self._time)
+        self._model.learn(self._time, self._led_time)
         entry.is_whole = False
+        if entry.kind is None:
+            return False
         kind, count = self.lane(entry), block_count
         if self._trimmed is not None and self._trimmed[0] is entry:
             behind = self._ghosts.take(self._trimmed[1])

@@ -10,6 +10,10 @@ Lifecycle of an entry (a run of the prefix tree, or one position of a windowed o
 A hit brings 2 and 3 back to 1 (`policy.hit`, `queue.discard`). Candidates leave in the order of the policy, block by
 block from the deep end, so that descendants leave before their ancestors.
 
+Not all candidates are ranked by the policy: what no hit can need leaves before all others, what only a few can need
+leaves next, and what leaves together with another entry leaves by itself only when there is nothing else (`SPARE`,
+`ASIDE`, `LED`): each the one released longest ago first, whatever the policy.
+
 There is no clock here: policies count what happens.
 """
 
@@ -19,7 +23,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
+from typing import Final
 
+SPARE: Final = 0  # no hit can end with it, but for chance
+ASIDE: Final = 1  # a hit can end with it where a prompt was edited, which few are
+KEPT: Final = 2  # ranked by the policy
+LED: Final = 3  # of use for as long as another entry is, which the policy ranks
 _NEAR = 2  # lanes whose ends are looked at between two full comparisons
 _NOTHING = -math.inf
 
@@ -37,16 +46,19 @@ class Entry(ABC):
         gap: how long it waited for its last hit.
         origin: what it was stored below.
         is_whole: neither shared, split nor trimmed.
+        worth: SPARE, ASIDE, KEPT or LED, while it is cached.
 
-    The first four are set when it is made, the others when it is stored.
+    Those of counts and stamps, the kind and the worth are set when it is made, the others when it is stored.
     """
 
-    __slots__ = ("gap", "hits", "is_whole", "kind", "live", "origin", "released", "spare", "ticket")
+    __slots__ = ("gap", "hits", "is_whole", "kind", "live", "origin", "released", "spare", "ticket", "worth")
 
     kind: int | None
 
     def __init__(self) -> None:
         self.live = self.hits = self.released = self.ticket = 0
+        self.kind = None
+        self.worth = KEPT
 
     def start_history(self, origin: int, time: int) -> None:
         """Begins the history of an entry that was stored just now."""
@@ -92,6 +104,7 @@ class EvictionPolicy(ABC):
     lane_count = 1
     patience = 1  # blocks that leave before both ends of all lanes are compared again
     evicted_count = 0
+    trims = True  # what is left of an entry whose end has left can still be hit
 
     @abstractmethod
     def stored(self, entry: Entry, parent: Entry | None) -> None:
@@ -108,6 +121,14 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def released(self, entry: Entry) -> None:
         """Nobody holds `entry` any more; notes the moment in `released`. Descendants come before ancestors."""
+
+    @abstractmethod
+    def put_aside(self, entry: Entry) -> None:
+        """The same of what is not KEPT: stamps it, and learns nothing of it."""
+
+    @abstractmethod
+    def ranked(self, entry: Entry) -> None:
+        """Is KEPT from now on, and was cached before."""
 
     @abstractmethod
     def lane(self, entry: Entry) -> int:
@@ -165,6 +186,8 @@ class Candidates:
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
         self._lanes = [_Lane() for _ in range(policy.lane_count)]
+        self._early = (_Lane(), _Lane())  # of what is SPARE and ASIDE
+        self._late = _Lane()  # of what is LED
         self._near: list[_Lane] = []
         self._bound = _NOTHING  # value of the best end outside `_near`: no other lane has a smaller one
         self._compare_at = 0
@@ -173,19 +196,32 @@ class Candidates:
     def add(self, entry: Entry) -> None:
         """Adds an entry that has a new ticket."""
         policy = self._policy
-        lane = self._lanes[policy.lane(entry)]
         item = (entry.released, entry.ticket, entry)
+        is_ranked = entry.worth == KEPT
+        if is_ranked:
+            lane = self._lanes[policy.lane(entry)]
+        else:
+            lane = self._late if entry.worth == LED else self._early[entry.worth]
         heappush(lane.heap, item)
-        if len(self._lanes) > 1:
+        if is_ranked and len(self._lanes) > 1:
             lane.stack.append(item)
             if not lane.is_near and self._bound > _NOTHING and policy.value(entry) < self._bound:
                 self._bound = _NOTHING
         self._sweep_in -= 1
         if not self._sweep_in:
-            self._sweep_in = 64 + sum(lane.sweep() for lane in self._lanes)
+            self._sweep_in = 64 + sum([lane.sweep() for lane in (*self._early, *self._lanes, self._late)])
 
     def peek(self) -> Entry | None:
         """Returns the entry that leaves first, or None. It stays a candidate until it is discarded."""
+        for lane in self._early:
+            if lane.heap:
+                early = lane.first()
+                if early is not None:
+                    return early
+        return self._peek_ranked() or self._late.first()
+
+    def _peek_ranked(self) -> Entry | None:
+        """Returns the entry that the policy lets go of first."""
         if len(self._lanes) == 1:
             return self._lanes[0].first()
         if self._policy.evicted_count < self._compare_at:
@@ -197,7 +233,7 @@ class Candidates:
 
     def items(self) -> list[tuple[int, int, Entry]]:
         """Returns stamp, ticket and entry of all, outdated ones included, in no order."""
-        return [item for lane in self._lanes for item in lane.heap]
+        return [item for lane in (*self._early, *self._lanes, self._late) for item in lane.heap]
 
     def _least(self, lanes: Iterable[_Lane]) -> tuple[Entry | None, float]:
         """Returns the least valuable end of some lanes, and what it is worth."""

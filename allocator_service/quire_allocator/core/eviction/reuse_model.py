@@ -39,10 +39,12 @@ class Family(NamedTuple):
     Attributes:
         kinds: consecutive numbers.
         belief: returns per doubling of the age, from an eighth of the pool to 16 pools, before anything is seen.
+        wider: kinds of all groups on whose estimate that for this group leans, its own included; empty for none.
     """
 
     kinds: range
     belief: float
+    wider: range = range(0)
 
 
 class ReuseModel:
@@ -64,6 +66,7 @@ class ReuseModel:
         self._ended = [[0.0] * AGES for _ in range(kinds)]
         self.values = [[0.0] * _AGE_BITS for _ in range(kinds)]
         self._time = self._elapsed = 0
+        self._share = 1.0
         self._looks = [0] * len(families)
         self._starts_left = [_LEARN_FIRST] * len(families)
         self._due: dict[int, None] = {}
@@ -90,7 +93,7 @@ class ReuseModel:
         if returned:
             self._returned[kind][bucket] += count
 
-    def learn(self, time: int) -> None:
+    def learn(self, time: int, led_time: int = 0) -> None:
         """If a family is due, computes its values anew. One at a time: it takes some ten microseconds."""
         if not self._due:
             return
@@ -101,21 +104,24 @@ class ReuseModel:
             self._started = [count / 2 for count in self._started]
             self._returned = [[count / 2 for count in row] for row in self._returned]
             self._ended = [[count / 2 for count in row] for row in self._ended]
+        self._share = 1 - led_time / time if time > led_time else 1.0
         family, _ = self._due.popitem()
         self._looks[family] += 1
         self._learn(family)
 
     def _learn(self, family: int) -> None:
-        kinds, _ = self._families[family]
-        expected, weight = self._beliefs[family], _BELIEF_POOLS * self._pool
+        kinds, _, wider = self._families[family]
+        expected, weight = self._beliefs[family], _BELIEF_POOLS * self._pool * self._share
         seen = self._seen()
+        for alike in (wider, kinds):
+            if len(alike) > 1:
+                first, end = alike.start, alike.stop
+                started = sum(self._started[first:end])
+                returned = [sum(column) for column in zip(*self._returned[first:end])]
+                ended = [sum(column) for column in zip(*self._ended[first:end])]
+                expected = _hazards(started, returned, ended, seen, expected=expected, weight=weight)
         if len(kinds) > 1:
-            first, end = kinds.start, kinds.stop
-            started = sum(self._started[first:end])
-            returned = [sum(column) for column in zip(*self._returned[first:end])]
-            ended = [sum(column) for column in zip(*self._ended[first:end])]
-            expected = _hazards(started, returned, ended, seen, expected=expected, weight=weight)
-            weight = _FAMILY_POOLS * self._pool
+            weight = _FAMILY_POOLS * self._pool * self._share
         for kind in kinds:
             hazards = _hazards(
                 self._started[kind], self._returned[kind], self._ended[kind], seen, expected=expected, weight=weight

@@ -183,6 +183,23 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
                 self._give_back(part, tail)
         self.tree.release(part.run)
 
+    def run_at(self, part: RunPart, token_count: int) -> Run:
+        """Returns the run of a sequence in which the block that ends after so many tokens stands; it is published."""
+        run, position = part.run, token_count // self.block_size - 1
+        while run.first_position > position:
+            assert run.parent is not None, "it is not published"
+            run = run.parent
+        return run
+
+    def end_of(self, run: Run) -> int:
+        """Returns the tokens up to the end of a run."""
+        return (run.first_position + run.size // DIGEST_BYTES) * self.block_size
+
+    def digest_at(self, part: RunPart, token_count: int) -> bytes:
+        run = self.run_at(part, token_count)
+        end = (token_count // self.block_size - run.first_position) * DIGEST_BYTES
+        return bytes(run.digests[end - DIGEST_BYTES : end])
+
     def tables(self, part: RunPart) -> list[array[int]]:
         blocks = self.tree.path_blocks(part.run, part.tail)
         return [blocks] if self.width == 1 else self.added(part, blocks)
@@ -308,6 +325,10 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
 
     def evict(self, entry: Scoped, wanted: int) -> int:
         return self.tree.evict(entry, wanted)
+
+    def worth(self, entry: Scoped) -> int:
+        assert isinstance(entry, Run)
+        return self.tree.worth(entry)
 
 
 def _every(digests: bytes, stride: int, first: int | None = None) -> bytes:

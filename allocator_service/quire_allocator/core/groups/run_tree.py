@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 
 from quire_allocator.core.blocks import Blocks, Scoped
 from quire_allocator.core.events import EventLog
+from quire_allocator.core.eviction.queue import KEPT, SPARE
+from quire_allocator.core.groups.keeper import Keeper
 from quire_allocator.core.groups.runs import Run, RunHit
 from quire_allocator.core.spec import DIGEST_BYTES
 
@@ -16,6 +18,7 @@ class RunTree:
     """The runs of all namespaces of one manager."""
 
     def __init__(self, width: int, block_size: int, blocks: Blocks, log: EventLog) -> None:
+        self.keeper: Keeper | None = None
         self.width = width
         self.block_size = block_size
         self._blocks = blocks
@@ -97,6 +100,7 @@ class RunTree:
             run.live -= 1
             if run.live:
                 return
+            run.worth = self.worth(run)
             self._blocks.now_cached(run, len(run.blocks), is_candidate=not run.children)
             run = run.parent
 
@@ -111,18 +115,23 @@ class RunTree:
         run.cut_off(upper)
         run.parent = upper
         upper.children[run.first_digest] = run
+        if run.boundaries and self.keeper is not None:
+            self.keeper.moved(run, upper, run.first_position * self.block_size)
         if self._blocks.policy.split(upper, run) and run.ticket:
             self._blocks.push(run)
         return upper
 
     def evict(self, entry: Scoped, wanted: int) -> int:
         """Puts positions from the deep end of a cached run without children on the empty stack: at least `wanted`
-        blocks, or all it has, but never more than its spare end where it has one. Returns how many blocks."""
+        blocks, or all it has, but never more than its spare end where it has one, and no further than to the next place
+        at which a hit can end. Returns how many blocks."""
         assert isinstance(entry, Run)
         run = entry
         positions = min(run.size // DIGEST_BYTES, -(-wanted // self.width))
         if run.spare:
             positions = min(positions, max(1, run.spare // self.width))
+        if self.keeper is not None:  # of a run that ends where hits do the first one alone: the others are spare then
+            positions = 1 if run.worth == KEPT else min(positions, self._positions_to_stop(run))
         count, kept = positions * self.width, run.size - positions * DIGEST_BYTES
         moves = self._blocks.policy.evicted(run, count)
         parent = run.parent
@@ -133,11 +142,41 @@ class RunTree:
         size, (source, blocks) = run.size, run.trim(kept)
         self._log.removed(run.scope, run.first_position + kept // DIGEST_BYTES, source, kept, size)
         self._blocks.give_back(blocks)
-        if kept and moves:
-            self._blocks.push(run)
-        elif not kept and not parent.children and not parent.live and parent.parent is not None:
-            self._blocks.push(parent)
+        if run.boundaries and self.keeper is not None:
+            self.keeper.trimmed(run, (run.first_position + kept // DIGEST_BYTES) * self.block_size)
+        if kept:
+            worth = self.worth(run)
+            if moves or worth != run.worth:
+                self._blocks.now_worth(run, worth)
+        elif not parent.children and not parent.live and parent.parent is not None:
+            self._blocks.now_worth(parent, self.worth(parent))
         return count
+
+    def lost(self, run: Run) -> None:
+        """A boundary of it is gone."""
+        if run.ticket and run.worth == KEPT and self.worth(run) == SPARE:
+            self._blocks.now_worth(run, SPARE)
+
+    def worth(self, run: Run) -> int:
+        """Returns whether a hit can end where a run does, as far as the other groups of the pool are concerned: else it
+        is spare, unless something hangs below it."""
+        if self.keeper is None or run.children:
+            return KEPT
+        end = (run.first_position + run.size // DIGEST_BYTES) * self.block_size
+        is_boundary = bool(run.boundaries) and run.boundaries[-1].token_count == end
+        return KEPT if is_boundary or self.keeper.is_free_stop(end) else SPARE
+
+    def _positions_to_stop(self, run: Run) -> int:
+        """Counts the positions of a run behind the last place before its end at which a hit can end; all of them where
+        there is none."""
+        assert self.keeper is not None
+        end = run.first_position + run.size // DIGEST_BYTES
+        stop = max(run.first_position, self.keeper.free_stop_before(end * self.block_size) // self.block_size)
+        for boundary in reversed(run.boundaries):
+            if boundary.token_count < end * self.block_size:
+                stop = max(stop, boundary.token_count // self.block_size)
+                break
+        return end - stop
 
     def walk(self, root: Run) -> Iterator[Run]:
         """Yields every run below a root, parents before children, while the tree goes on changing.

@@ -22,6 +22,7 @@ from __future__ import annotations
 from array import array
 
 from quire_allocator.core.blocks import Evictor, Namespace, Scope, Scoped
+from quire_allocator.core.boundary import Boundary
 from quire_allocator.core.groups.manager import Hit
 from quire_allocator.core.spec import DIGEST_BYTES
 
@@ -32,9 +33,10 @@ class Run(Scoped):
     Attributes:
         children: by their first digest.
         size: bytes of its digests.
+        boundaries: those that stand in it or at its end, the deepest last.
     """
 
-    __slots__ = ("_digests", "_first_position", "blocks", "children", "parent", "size")
+    __slots__ = ("_digests", "_first_position", "blocks", "boundaries", "children", "parent", "size")
 
     def __init__(
         self, scope: Scope, parent: Run | None, first_position: int, digests: bytes | bytearray, blocks: array[int]
@@ -45,6 +47,7 @@ class Run(Scoped):
         self._digests = digests  # a bytearray once the run was extended; longer than `size` once it was trimmed
         self.size = len(digests)
         self.blocks = blocks
+        self.boundaries: list[Boundary] = []
         self._first_position = first_position
 
     @property

@@ -160,6 +160,8 @@ class StateManager(UnitManager[StatePart]):
             assert part.unit is not None
             blocks, part.scope.held = part.unit.blocks, part.scope.held - self.width
             self._retract(part.unit)
+            if part.unit in part.checkpoints:
+                part.checkpoints.remove(part.unit)
             (part.unit,) = self._new_units(part.scope, blocks)
 
     def commit(self, part: StatePart, committed: int, until: int, digests: bytes, swaps: list[Swap]) -> None:

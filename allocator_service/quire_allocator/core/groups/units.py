@@ -7,8 +7,11 @@ Lifecycle of a unit:
 
     1. private     granted to one sequence; forks of it share it (`live` counts the tables)
     2. published   a commit gave it a key, (position, digest), in the namespace's index; it never changes again
-    3. cached      in no table, hittable, a candidate for eviction
+    3. cached      in no table, hittable, a candidate for eviction: what it is *worth* says how early
     4. gone        evicted, or dropped before it was published: its blocks are empty
+
+Of a windowed group with a keeper, a unit is worth what stands behind it: KEPT if a boundary needs it (LED, where full
+attention has the same prefix), ASIDE if only an edited prompt would, else SPARE. Without one, all are KEPT.
 """
 
 from __future__ import annotations
@@ -18,7 +21,10 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from quire_allocator.core.blocks import Blocks, Evictor, Namespace, Scope, Scoped
+from quire_allocator.core.boundary import Boundary
 from quire_allocator.core.events import EventLog
+from quire_allocator.core.eviction.queue import ASIDE, KEPT, LED, SPARE
+from quire_allocator.core.groups.keeper import Keeper
 from quire_allocator.core.groups.manager import Hit, IndexedStretch, Manager
 from quire_allocator.core.sequence import Part
 from quire_allocator.core.spec import DIGEST_BYTES, GroupSpec, PoolSpec, Swap
@@ -32,17 +38,23 @@ class Unit(Scoped):
     Attributes:
         key: what it is published as; None while it is private.
         was_hit: a new sequence has begun with it.
+        boundaries: those that need it or have it aside; None where there never was one.
+        needed_count, aside_count: boundaries and live sequences that need it; that have it aside.
     """
 
-    __slots__ = ("blocks", "key", "was_hit")
+    __slots__ = ("aside_count", "blocks", "boundaries", "key", "needed_count", "was_hit")
 
     def __init__(self, scope: UnitScope, blocks: array[int]) -> None:  # made for every block: `super()` costs too much
         self.scope = scope
         self.live = 1
         self.hits = self.released = self.ticket = 0
+        self.kind = None
+        self.worth = KEPT
         self.blocks = blocks
         self.key: UnitKey | None = None
         self.was_hit = False
+        self.boundaries: list[Boundary] | None = None
+        self.needed_count = self.aside_count = 0
 
     @property
     def block_count(self) -> int:
@@ -98,6 +110,9 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         self._digest_tokens = pool.block_size
         self._blocks = blocks
         self._log = log
+        self.keeper: Keeper | None = None
+        self.is_led = False
+        self.caches_spare = pool.retention != "tail"
 
     def new_scope(self, namespace: Namespace) -> UnitScope:
         return UnitScope(namespace, self)
@@ -113,7 +128,33 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         assert isinstance(entry, Unit)
         self._blocks.policy.evicted(entry, self.width)
         self._unpublish(entry)
+        if entry.boundaries and self.keeper is not None:
+            for boundary in entry.boundaries[:]:
+                if entry in boundary.aside:
+                    boundary.aside.remove(entry)
+                else:
+                    self.keeper.end(boundary)
         return self.width
+
+    def worth(self, entry: Scoped) -> int:
+        assert isinstance(entry, Unit)
+        if entry.needed_count or self.keeper is None:
+            return LED if self.is_led else KEPT
+        return ASIDE if entry.aside_count else SPARE
+
+    def revalue(self, unit: Unit) -> None:
+        """A unit is needed more or less than before."""
+        if unit.live or not unit.ticket:
+            return
+        worth, before = self.worth(unit), unit.worth
+        if worth == before:
+            return
+        if worth == SPARE and not self.caches_spare:
+            self._unpublish(unit)
+            self._blocks.dropped(unit.scope, self.width)
+            return
+        unit.scope.spare += self.width * ((worth == SPARE) - (before == SPARE))
+        self._blocks.now_worth(unit, worth)
 
     # -- for subclasses ------------------------------------------------------------------------------------------------
 
@@ -136,6 +177,8 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         """Counts one more table that has the unit; the first takes it out of the cache."""
         unit.live += 1
         if unit.live == 1:
+            if unit.worth == SPARE:
+                unit.scope.spare -= self.width
             self._blocks.now_held(unit, self.width)
 
     def _release(self, unit: Unit) -> None:
@@ -144,10 +187,17 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         if unit.live:
             return
         if unit.key is not None:
-            self._blocks.now_cached(unit, self.width, is_candidate=True)
-        else:
-            unit.scope.held -= self.width
-            self._blocks.give_back(unit.blocks)
+            unit.worth = worth = self.worth(unit)
+            if worth != SPARE:
+                self._blocks.now_cached(unit, self.width, is_candidate=True)
+                return
+            if self.caches_spare:
+                unit.scope.spare += self.width
+                self._blocks.now_cached(unit, self.width, is_candidate=True)
+                return
+            self._retract(unit)
+        unit.scope.held -= self.width
+        self._blocks.give_back(unit.blocks)
 
     def _publish(self, scope: UnitScope, unit: Unit, key: UnitKey, swaps: list[Swap], position: int) -> Unit:
         """Gives a private unit its key, of which the caller tells the log. Returns the unit to use from now on: another
@@ -165,6 +215,8 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
 
     def _unpublish(self, unit: Unit) -> None:
         """Takes a cached unit out of the index and the queue; its blocks become empty."""
+        if unit.worth == SPARE:
+            unit.scope.spare -= self.width
         self._retract(unit)
         self._blocks.queue.discard(unit)
         self._blocks.give_back(unit.blocks)

@@ -4,6 +4,8 @@ Who owns which part of a sequence's table, in positions:
 
     [0, first)         no one: fallen out of the window; null entries
     [first, end)       `units`: published and shareable below the committed tokens, this sequence's alone beyond
+
+Of what fell out, the sequence remembers what a boundary at its last edge would need, or have aside (`retention.py`).
 """
 
 from __future__ import annotations
@@ -21,14 +23,22 @@ from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK, Copy, GroupSpec,
 
 
 class WindowPart(Part):
-    """What one sequence has here: `units` from position `first` on."""
+    """What one sequence has here.
 
-    __slots__ = ("first", "scope", "units")
+    Attributes:
+        units: those in its table, from position `first` on.
+        needed, aside: units that fell out, which a boundary at the last edge before the committed tokens would need,
+            and which it would have aside.
+    """
+
+    __slots__ = ("aside", "first", "needed", "scope", "units")
 
     def __init__(self, scope: UnitScope, first: int, units: list[Unit]) -> None:
         self.scope = scope
         self.first = first
         self.units = units
+        self.needed: list[Unit] = []
+        self.aside: list[Unit] = []
 
 
 class WindowManager(UnitManager[WindowPart]):
@@ -40,6 +50,7 @@ class WindowManager(UnitManager[WindowPart]):
         super().__init__(spec, groups, pool, blocks, log)
         self._rule: WindowRule = WINDOW_RULES[spec.kind](spec)
         self._stride = spec.block_size // pool.block_size
+        self.edge_tokens = pool.edge_tokens
 
     def find(self, scope: UnitScope, digests: bytes, token_limit: int) -> UnitHit:
         """Returns the longest prefix of at most `token_limit` tokens whose window is published; it searches from the
@@ -123,10 +134,14 @@ class WindowManager(UnitManager[WindowPart]):
         prompts."""
         gone = self._rule.first_needed(committed) // self.block_size - part.first
         if gone > 0:
+            if self.keeper is not None:
+                self._remember(part, committed, gone)
             for i in range(gone - 1, -1, -1):
                 self._release(part.units[i])
             del part.units[:gone]
             part.first += gone
+        elif part.needed or part.aside:
+            self._remember(part, committed, 0)
         return self.settled_until(part, committed)
 
     def settled_until(self, part: WindowPart, committed: int) -> int:
@@ -137,7 +152,13 @@ class WindowManager(UnitManager[WindowPart]):
         units = part.units[: -(-committed // self.block_size) - part.first]
         for unit in units:
             unit.live += 1
-        return WindowPart(part.scope, part.first, units)
+        child = WindowPart(part.scope, part.first, units)
+        for unit in part.needed:
+            unit.needed_count += 1
+        for unit in part.aside:
+            unit.aside_count += 1
+        child.needed, child.aside = part.needed[:], part.aside[:]
+        return child
 
     def shrink(self, part: WindowPart, until: int) -> None:
         keep = max(0, -(-until // self.block_size) - part.first)
@@ -147,6 +168,59 @@ class WindowManager(UnitManager[WindowPart]):
     def free(self, part: WindowPart) -> None:
         for unit in reversed(part.units):
             self._release(unit)
+        for unit in part.aside:
+            unit.aside_count -= 1
+            self.revalue(unit)
+        for unit in part.needed:
+            unit.needed_count -= 1
+            self.revalue(unit)
+
+    # -- what boundaries need ------------------------------------------------------------------------------------------
+
+    def needed_at(self, token_count: int) -> range:
+        """Returns the positions that a hit of so many tokens takes."""
+        return range(self._rule.first_needed(token_count) // self.block_size, token_count // self.block_size)
+
+    def aside_at(self, token_count: int) -> range:
+        """Returns the positions that a hit takes which ends one edge earlier, those of `needed_at` excepted."""
+        earlier = max(0, token_count - self.edge_tokens)
+        first = self._rule.first_needed(earlier) // self.block_size
+        return range(first, min(earlier // self.block_size, self._rule.first_needed(token_count) // self.block_size))
+
+    def tail(self, part: WindowPart, positions: range) -> list[Unit]:
+        """Returns the units of a sequence at these positions, as far as they are published and it has or remembers
+        them."""
+        first, units, found = part.first, part.units, list[Unit]()
+        if positions and positions.start < first:
+            fallen = [*part.aside, *part.needed]
+            found = [unit for unit in fallen if unit.key is not None and unit.key[0] in positions]
+        found += [units[position - first] for position in positions if first <= position]
+        return [unit for unit in found if unit.key is not None]
+
+    def digest_at(self, part: WindowPart, token_count: int) -> bytes:
+        position = token_count // self.block_size - 1
+        found = self.tail(part, range(position, position + 1))
+        return found[0].first_digest if found else b""
+
+    def _remember(self, part: WindowPart, committed: int, gone: int) -> None:
+        """Notes what is needed of the first `gone` units, which are about to fall out, and of those before them."""
+        edge = committed // self.edge_tokens * self.edge_tokens
+        needed, aside = self.needed_at(edge), self.aside_at(edge)
+        before = [*part.aside, *part.needed]
+        old_needed, old_aside = part.needed, part.aside
+        fallen = before + part.units[:gone]
+        part.needed = [unit for unit in fallen if unit.key is not None and unit.key[0] in needed]
+        part.aside = [unit for unit in fallen if unit.key is not None and unit.key[0] in aside]
+        for unit in part.needed:
+            unit.needed_count += 1
+        for unit in part.aside:
+            unit.aside_count += 1
+        for unit in old_needed:
+            unit.needed_count -= 1
+        for unit in old_aside:
+            unit.aside_count -= 1
+        for unit in before:
+            self.revalue(unit)
 
     def mark(self, states: BlockStates, scopes: Sequence[UnitScope], parts: Sequence[WindowPart]) -> None:
         units = {unit for part in parts for unit in part.units}

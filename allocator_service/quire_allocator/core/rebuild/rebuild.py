@@ -4,7 +4,8 @@
     2. locate    every sequence's tables among them; private blocks are claimed, half-filled ones may be shared by forks
     3. build     runs and units, first all as cached, then held by the sequences
     4. queue     what nobody holds, in the order in which it was let go of: it is evicted in that order
-    5. compare   every table with the reported one; what is left is empty
+    5. restore   boundaries, where stretches and paths end (`boundaries.py`)
+    6. compare   every table with the reported one; what is left is empty
 
 Only a new pool is written to, and the caller puts it in force when it is whole: a refused report changes nothing.
 
@@ -20,11 +21,14 @@ from collections.abc import Callable
 from typing import Protocol
 
 from quire_allocator.core.blocks import Namespace, Scoped
+from quire_allocator.core.eviction.queue import KEPT, SPARE
 from quire_allocator.core.groups.manager import AnyManager
+from quire_allocator.core.groups.units import Unit
 from quire_allocator.core.pool import Pool
+from quire_allocator.core.rebuild.boundaries import restore_boundaries
 from quire_allocator.core.rebuild.report import BlockUse, Report, ReportedSequence, ReportedStretch, refuse
 from quire_allocator.core.rebuild.runs import RunBuilder
-from quire_allocator.core.rebuild.units import StateBuilder, WindowBuilder, boundaries
+from quire_allocator.core.rebuild.units import StateBuilder, UnitBuilder, WindowBuilder, boundaries
 from quire_allocator.core.sequence import Part, SequenceState
 from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, PoolSpec
 
@@ -95,6 +99,7 @@ class Rebuild:
         cached = [item for builder in builders for item in builder.build(pool.blocks.namespaces, ranks)]
         for reported, found in zip(report.sequences, located, strict=True):
             _open(pool, spaces.get(reported.namespace), reported, found)
+        restore_boundaries(pool, {n: b.links for n, b in enumerate(builders) if isinstance(b, UnitBuilder)})
         _queue(pool, cached)
         pool.blocks.give_back(self._use.unused())
         pool.last_sequence_id = report.last_sequence_id
@@ -170,7 +175,13 @@ def _queue(pool: Pool, cached: list[tuple[int, int, Scoped]]) -> None:
     for _, _, entry in sorted(cached, key=lambda item: (item[0], -item[1])):
         children = getattr(entry, "children", ())
         entry.hits = max(0, len(children) - 1)  # a lower bound: each way on but the first was a prompt that shared it
-        pool.blocks.policy.released(entry)
+        entry.worth = entry.scope.manager.worth(entry)
+        if entry.worth == KEPT:
+            pool.blocks.policy.released(entry)
+        else:
+            pool.blocks.policy.put_aside(entry)
+        if entry.worth == SPARE and isinstance(entry, Unit):
+            entry.scope.spare += entry.block_count
         if not children:
             pool.blocks.push(entry)
     for sequence in pool.sequences.values():

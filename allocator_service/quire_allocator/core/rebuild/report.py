@@ -42,7 +42,8 @@ class ReportedStretch(NamedTuple):
 
     Attributes:
         first_position: index in the table of the first block; of STATE, digest blocks up to and with the checkpoint.
-        parent_digest: of the block before the first one; empty at the root. Only full attention looks at it.
+        parent_digest: of the block before the first one; empty at the root, and in other groups than those of full
+            attention where the owner does not know it any more.
         digests: 32 bytes for each block.
     """
 

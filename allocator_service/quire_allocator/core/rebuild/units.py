@@ -11,6 +11,7 @@ from quire_allocator.core.groups.states import StatePart, StateScope
 from quire_allocator.core.groups.units import Unit, UnitKey, UnitManager, UnitScope
 from quire_allocator.core.groups.windows import WindowManager, WindowPart
 from quire_allocator.core.pool import Pool
+from quire_allocator.core.rebuild.boundaries import Links
 from quire_allocator.core.rebuild.report import BlockUse, ReportedSequence, ReportedStretch, refuse
 from quire_allocator.core.rebuild.runs import manager_number
 from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
@@ -18,6 +19,8 @@ from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 
 class UnitBuilder:
     """Does what both kinds have in common; see `rebuild.Builder`.
+
+    `links` say which position comes before which.
 
     Published units are made when the first sequence is located, as cached ones that nobody holds.
     """
@@ -29,14 +32,19 @@ class UnitBuilder:
         self._use = use
         self._number = manager_number(pool, manager)
         self._keys: dict[tuple[str, UnitKey], array[int]] = {}
+        self.links: Links = {}
         self._by_block: dict[int, Unit] | None = None
         self._private: dict[int, tuple[Unit, int]] = {}  # first block -> unit, position
 
     def read(self, prefix: ReportedStretch, column: int, first_place: int) -> None:
         """Takes in published blocks of the manager's group number `column`."""
+        links, before = self.links.setdefault(prefix.namespace, {}), prefix.parent_digest
         for offset, block in enumerate(prefix.blocks):
             digest = prefix.digests[offset * DIGEST_BYTES : (offset + 1) * DIGEST_BYTES]
             key = (prefix.namespace, (prefix.first_position + offset, digest))
+            if before:
+                links[key[1]] = before
+            before = digest
             blocks = self._keys.get(key)
             if blocks is None:
                 blocks = self._keys[key] = array("I", [NULL_BLOCK]) * self._manager.width

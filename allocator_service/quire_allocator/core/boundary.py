@@ -1,0 +1,75 @@
+"""Where a later prompt may part from one that was computed: up to there all groups must serve it, or none is of use.
+
+Full attention serves a prefix wherever a block of it ends; a windowed group only where the blocks of the window before
+are still there. So of windowed groups those blocks are kept that stand before a *boundary*, and what no boundary needs
+leaves the cache first (`groups/retention.py` has the rules).
+
+Lifecycle of a boundary:
+
+    1. made        a commit, a hit, a fork or the end of a sequence has reached it, and every group can serve it
+    2. continued   a deeper one was made behind it: only prompts that were edited still end here. Where two ways go on,
+                   paths *part*, and it stays as valuable as it was
+    3. gone        a block that it needs was evicted, or it is too far behind the end of its path
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire_allocator.core.eviction.queue import Entry
+
+BoundaryKey = tuple[int, bytes]  # tokens before it, the digest of all of them
+
+
+class Boundary:
+    """One place at which hits can end.
+
+    Attributes:
+        key: what it is filed under, in the `index` of its namespace.
+        needed: published positions of windowed groups that a hit which ends here takes; all of them are there.
+        aside: those beyond that one which ends one edge earlier takes, as far as they are there.
+        runs: of each tree of full attention the run that it stands in: at its end, or inside.
+        parent: the boundary before it on its path, when it was made; it may have gone since.
+        way_count: boundaries that were made right behind it and are not gone.
+        is_parting: there were two such at once, or a path that parts from the one on which it was made.
+        is_gone: nothing knows it any more but who came by.
+    """
+
+    __slots__ = ("aside", "index", "is_gone", "is_parting", "key", "needed", "parent", "runs", "way_count")
+
+    def __init__(
+        self,
+        index: dict[BoundaryKey, Boundary],
+        key: BoundaryKey,
+        needed: Sequence[Entry],
+        aside: Sequence[Entry],
+        runs: Sequence[Entry],
+        *,
+        parent: Boundary | None,
+    ) -> None:
+        self.index = index
+        self.key = key
+        self.needed = list(needed)
+        self.aside = list(aside)
+        self.runs = list(runs)
+        self.parent = parent
+        self.way_count = 0
+        self.is_parting = False
+        self.is_gone = False
+
+    @property
+    def token_count(self) -> int:
+        """Tokens before it."""
+        return self.key[0]
+
+    @property
+    def is_continued(self) -> bool:
+        """Tells whether only edited prompts still end here."""
+        return self.way_count > 0 and not self.is_parting
+
+
+def living(boundary: Boundary | None) -> Boundary | None:
+    """Returns the boundary itself or, where it is gone, the next one before it that is not."""
+    while boundary is not None and boundary.is_gone:
+        boundary = boundary.parent
+    return boundary

@@ -1,0 +1,262 @@
+"""Which blocks of windowed groups stay cached: those before boundaries (`boundary.py`), as long as their prefix does.
+
+When a boundary is made, if every group can serve it from what the sequence has or remembers:
+
+    a hit ends there                  somebody asked for just this
+    a commit has reached it           the end of the prompt, a junction, the end of a turn that the owner named
+    a fork is made there, or the      the last edge before its committed tokens: a turn has ended, and most prompts
+    sequence is freed                 that go on do so from here
+
+What leaves when. Three kinds of cached blocks leave in this order, each the one released longest ago first, but for the
+last one, which the eviction policy ranks:
+
+    SPARE    blocks of windows that stand before no boundary; the end of a run beyond its deepest boundary
+    ASIDE    what a boundary has aside; what only boundaries need that are continued
+    KEPT     all others
+
+So a block that no hit can need never outlasts one that some hit can. Nothing is kept for a hit that cannot come: when
+the policy takes a block before a boundary, in whatever group, the boundary is gone, and what it alone needed is spare
+in all groups; the next victim is only chosen when that is used up. A chat leaves as a whole, or back to an earlier
+boundary.
+
+    chat of 8,192 tokens, blocks of 16, full attention and 5 windows of 1,024: 512 + 5 x 64 blocks are KEPT, 5 ASIDE
+    (a prompt that is edited inside its last block ends one block earlier), and 5 x 447 SPARE
+
+Of one path the boundaries where paths part stay, and of the others the last three (what a chat's last two turns leave:
+the end of the turn before, that of the last prompt and of its answer). Places at which no windowed group needs a block,
+as between two chunks of chunked attention, need no boundary.
+
+Sources: Marconi (MLSys 2025) keeps what the next prompts are likely to end at; SGLang's hybrid tree lets windows leave
+before the prefix they belong to; `docs/decisions/0017-retention.md` has what was measured.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Final, cast
+
+from quire_allocator.core.blocks import Blocks, Namespace, Scoped
+from quire_allocator.core.boundary import Boundary, BoundaryKey, living
+from quire_allocator.core.groups.full import FullAttentionManager, RunPart
+from quire_allocator.core.groups.keeper import Keeper
+from quire_allocator.core.groups.manager import AnyManager
+from quire_allocator.core.groups.runs import Run
+from quire_allocator.core.groups.units import Unit
+from quire_allocator.core.groups.windows import WindowManager, WindowPart
+from quire_allocator.core.sequence import SequenceState
+from quire_allocator.core.spec import GroupKind, PoolSpec
+
+CONTINUED_MAX: Final = 3  # boundaries of one path where no paths part
+
+
+class Retention(Keeper):
+    """The boundaries of one pool.
+
+    Attributes:
+        full: the managers of full attention, which come first among those of the pool.
+        windows: those of windowed groups, each with its number there.
+        edge_tokens: boundaries are at multiples of this.
+    """
+
+    def __init__(self, spec: PoolSpec, managers: Sequence[AnyManager], blocks: Blocks) -> None:
+        self._blocks = blocks
+        self.edge_tokens = spec.edge_tokens
+        kinds = [manager.spec.kind for manager in managers]
+        self.full = [
+            cast(FullAttentionManager, manager)
+            for manager, kind in zip(managers, kinds)
+            if kind is GroupKind.FULL_ATTENTION
+        ]
+        self.windows = [
+            (number, cast(WindowManager, manager))
+            for number, (manager, kind) in enumerate(zip(managers, kinds))
+            if kind in (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL)
+        ]
+        chunks = [manager.spec.window for _, manager in self.windows]
+        is_chunked = all(manager.spec.kind is GroupKind.CHUNKED_LOCAL for _, manager in self.windows)
+        self._free_stop_tokens = math.lcm(self.edge_tokens, *chunks) if is_chunked else 0
+        for full in self.full:
+            full.tree.keeper = self
+        for _, window in self.windows:
+            window.keeper = self
+            window.is_led = bool(self.full)
+        blocks.policy.trims = not self.full
+
+    # -- when boundaries are made --------------------------------------------------------------------------------------
+
+    def reached(self, sequence: SequenceState, before: int) -> None:
+        """A sequence has committed more than the `before` tokens that it had; nothing has fallen out yet."""
+        boundaries = sequence.boundaries
+        for token_count in boundaries[bisect_right(boundaries, before) :]:
+            if token_count > sequence.committed_token_count:
+                break
+            self.make(sequence, token_count)
+
+    def ended(self, sequence: SequenceState) -> None:
+        """A turn has ended with what a sequence has committed."""
+        edge = sequence.committed_token_count // self.edge_tokens * self.edge_tokens
+        last = living(sequence.last_boundary)
+        if edge > (0 if last is None else last.token_count):
+            self.make(sequence, edge)
+
+    def make(self, sequence: SequenceState, token_count: int) -> None:
+        """Hits can end after so many tokens of a sequence, if all groups can serve them from what it has."""
+        digest = self._digest_at(sequence, token_count)
+        if not digest:
+            return
+        index, key = sequence.namespace.boundaries, (token_count, digest)
+        boundary = index.get(key)
+        if boundary is None:
+            tails = self._tails(sequence, token_count)
+            if tails is None:
+                return
+            parts = [cast(RunPart, sequence.parts[number]) for number in range(len(self.full))]
+            runs = [full.run_at(part, token_count) for full, part in zip(self.full, parts)]
+            parent = living(sequence.last_boundary)
+            boundary = self.put(sequence.namespace, key, tails[0], tails[1], runs, parent=parent)
+            for full, part, run in zip(self.full, parts, runs):
+                goes_on = part.published * full.block_size > token_count  # and then by one of the children
+                boundary.is_parting |= full.end_of(run) == token_count and len(run.children) > goes_on
+        sequence.last_boundary = boundary
+        self.end_old(boundary)
+
+    def put(
+        self,
+        space: Namespace,
+        key: BoundaryKey,
+        needed: Sequence[Unit],
+        aside: Sequence[Unit],
+        runs: Sequence[Run],
+        *,
+        parent: Boundary | None,
+    ) -> Boundary:
+        """Files a new boundary that stands in `runs`, one for each manager of full attention."""
+        boundary = space.boundaries[key] = Boundary(space.boundaries, key, needed, aside, runs, parent=parent)
+        for unit in needed:
+            unit.needed_count += 1
+            _add(unit, boundary)
+        for unit in aside:
+            unit.aside_count += 1
+            _add(unit, boundary)
+        for run in runs:
+            counts = [other.token_count for other in run.boundaries]
+            run.boundaries.insert(bisect_right(counts, boundary.token_count), boundary)
+        if parent is not None:
+            self._goes_on(parent, 1)
+        return boundary
+
+    def _digest_at(self, sequence: SequenceState, token_count: int) -> bytes:
+        if self.full:
+            return self.full[0].digest_at(cast(RunPart, sequence.parts[0]), token_count)
+        number, window = self.windows[0]
+        return window.digest_at(cast(WindowPart, sequence.parts[number]), token_count)
+
+    def _tails(self, sequence: SequenceState, token_count: int) -> tuple[list[Unit], list[Unit]] | None:
+        """Returns what a sequence has of the units that a boundary there needs, and has aside; None where it lacks one
+        that is needed, or where none is."""
+        needed, aside = list[Unit](), list[Unit]()
+        for number, window in self.windows:
+            part, wanted = cast(WindowPart, sequence.parts[number]), window.needed_at(token_count)
+            own = window.tail(part, wanted)
+            if len(own) < len(wanted):
+                return None
+            needed += own
+            wanted = window.aside_at(token_count)
+            own = window.tail(part, wanted)
+            if len(own) == len(wanted):
+                aside += own
+        return (needed, aside) if needed or self.full else None
+
+    def _goes_on(self, boundary: Boundary, way_count: int) -> None:
+        """So many boundaries more are right behind it."""
+        was_continued = boundary.is_continued
+        boundary.way_count += way_count
+        boundary.is_parting |= boundary.way_count > 1
+        if boundary.is_continued == was_continued:
+            return
+        step = 1 if was_continued else -1
+        for entry in boundary.needed:
+            unit = cast(Unit, entry)
+            unit.needed_count += step
+            unit.aside_count -= step
+            _manager(unit).revalue(unit)
+
+    def end_old(self, boundary: Boundary | None) -> None:
+        """Of those where no paths part, only the last few of a path stay."""
+        count = 0
+        while boundary is not None:
+            before = boundary.parent = living(boundary.parent)
+            if not boundary.is_parting:
+                count += 1
+                if count > CONTINUED_MAX:
+                    self.end(boundary)
+            boundary = before
+
+    # -- when they are gone --------------------------------------------------------------------------------------------
+
+    def end(self, boundary: Boundary) -> None:
+        if boundary.is_gone:
+            return
+        boundary.is_gone = True
+        was_continued = boundary.is_continued
+        for run in boundary.runs:
+            cast(Run, run).boundaries.remove(boundary)
+        for entry in boundary.needed:
+            unit = cast(Unit, entry)
+            if was_continued:
+                unit.aside_count -= 1
+            else:
+                unit.needed_count -= 1
+            _drop(unit, boundary)
+        for entry in boundary.aside:
+            unit = cast(Unit, entry)
+            unit.aside_count -= 1
+            _drop(unit, boundary)
+        for entry in (*boundary.aside, *boundary.needed):
+            unit = cast(Unit, entry)
+            _manager(unit).revalue(unit)
+        for number, run in enumerate(boundary.runs):
+            self.full[number].tree.lost(cast(Run, run))
+        boundary.parent = before = living(boundary.parent)
+        if before is not None:
+            self._goes_on(before, boundary.way_count - 1)
+        boundary.needed, boundary.aside, boundary.runs = [], [], []
+        del boundary.index[boundary.key]
+
+    def moved(self, lower: Scoped, upper: Scoped, cut: int) -> None:
+        below, above = cast(Run, lower), cast(Run, upper)
+        above.boundaries = [boundary for boundary in below.boundaries if boundary.token_count <= cut]
+        below.boundaries = [boundary for boundary in below.boundaries if boundary.token_count > cut]
+        for boundary in above.boundaries:
+            boundary.runs[boundary.runs.index(below)] = above
+
+    def trimmed(self, run: Scoped, end: int) -> None:
+        for boundary in reversed(cast(Run, run).boundaries[:]):
+            if boundary.token_count <= end:
+                break
+            self.end(boundary)
+
+    # -- where hits need no windows ------------------------------------------------------------------------------------
+
+    def is_free_stop(self, token_count: int) -> bool:
+        return bool(self._free_stop_tokens) and not token_count % self._free_stop_tokens
+
+    def free_stop_before(self, token_count: int) -> int:
+        return (token_count - 1) // self._free_stop_tokens * self._free_stop_tokens if self._free_stop_tokens else 0
+
+
+def _manager(unit: Unit) -> WindowManager:
+    return cast(WindowManager, unit.scope.manager)
+
+
+def _add(unit: Unit, boundary: Boundary) -> None:
+    if unit.boundaries is None:
+        unit.boundaries = []
+    unit.boundaries.append(boundary)
+
+
+def _drop(unit: Unit, boundary: Boundary) -> None:
+    if unit.boundaries is not None:
+        unit.boundaries.remove(boundary)

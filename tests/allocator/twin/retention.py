@@ -1,0 +1,234 @@
+"""What stays cached of windowed groups, asked of the twin by looking at every boundary and every slot."""
+
+from __future__ import annotations
+
+import math
+
+from tests.allocator.twin.kinds import Kind
+from tests.allocator.twin.state import Slot, TwinBoundary, TwinSequence, TwinState
+
+SPARE, ASIDE, KEPT, LED = 0, 1, 2, 3
+CONTINUED_MAX = 3
+
+
+class TwinRetention(TwinState):
+    """Boundaries, and what they make worth keeping."""
+
+    def edge_before(self, token_count: int) -> int:
+        """The last one that prefixes can be served up to; negative where even 0 tokens are too few."""
+        return max([end for end in range(0, token_count + 1, self.digest_tokens) if self.is_edge(end)], default=-1)
+
+    def is_gone(self, boundary: TwinBoundary) -> bool:
+        return boundary not in self.boundaries
+
+    def before(self, boundary: TwinBoundary | None) -> TwinBoundary | None:
+        """The boundary itself, or the next one before it that is there."""
+        while boundary is not None and self.is_gone(boundary):
+            boundary = boundary.parent
+        return boundary
+
+    def ways(self, boundary: TwinBoundary) -> list[TwinBoundary]:
+        """Boundaries right behind one."""
+        return [other for other in self.boundaries if self.before(other.parent) is boundary]
+
+    def is_continued(self, boundary: TwinBoundary) -> bool:
+        return bool(self.ways(boundary)) and not boundary.is_parting
+
+    # -- what is worth how much ----------------------------------------------------------------------------------------
+
+    def worth(self, slot: Slot) -> int:
+        """Of a cached slot; what is worth least leaves first."""
+        kind = self.kinds[slot.kind]
+        if self.retention == "dense" or kind.name == "state":
+            return KEPT
+        if kind.name == "full_attention":
+            return KEPT if self._serves(slot) else SPARE
+        needed, aside = False, False
+        for boundary in self.boundaries:
+            if slot in boundary.needed:
+                needed |= not self.is_continued(boundary)
+                aside |= self.is_continued(boundary)
+            aside |= slot in boundary.aside
+        needed |= any(slot in sequence.needed for sequence in self.sequences.values())
+        aside |= any(slot in sequence.aside for sequence in self.sequences.values())
+        kept = LED if any(other.name == "full_attention" for other in self.kinds) else KEPT
+        return kept if needed else ASIDE if aside else SPARE
+
+    def _serves(self, slot: Slot) -> bool:
+        """Whether a hit can end at a block of full attention or behind it, as far as windows are concerned."""
+        assert slot.key is not None
+        number, namespace, position, path = slot.key
+        for boundary in self.boundaries:
+            for key in boundary.path:
+                if key[:2] == (number, namespace) and key[3][: len(path)] == path:
+                    return True
+        size = self.kinds[number].block_size
+        deepest = max(
+            other.key[2]
+            for other in self.published
+            if other.key and other.key[:2] == (number, namespace) and other.key[3][: len(path)] == path
+        )
+        return any(self._is_free(end) for end in range((position + 1) * size, (deepest + 1) * size + 1))
+
+    def _is_free(self, token_count: int) -> bool:
+        """Whether no windowed group needs anything to serve so many tokens."""
+        windows = [kind for kind in self.kinds if kind.is_windowed]
+        if any(kind.name == "sliding_window" for kind in windows):
+            return False
+        return self.is_edge(token_count) and all(token_count % kind.window == 0 for kind in windows)
+
+    def _earlier(self, token_count: int) -> int:
+        """One edge earlier."""
+        return max(0, token_count - math.lcm(*[k.block_size for k in self.kinds if k.name != "state"]))
+
+    # -- how boundaries come and go ------------------------------------------------------------------------------------
+
+    def make(self, sequence: TwinSequence, token_count: int) -> None:
+        """Hits can end after so many tokens, if the sequence has what they take."""
+        if self.retention == "dense":
+            return
+        end = [self._own(sequence, number, token_count // kind.block_size - 1) for number, kind in self._attention()]
+        first = end[0]
+        if first is None or first.key is None:
+            return
+        found = [b for b in self.boundaries if b.namespace == sequence.namespace and b.token_count == token_count]
+        known = [b for b in found if b.digest == first.key[3][-1]]
+        if not known:
+            boundary = self._gather(sequence, token_count, first.key[3][-1])
+            if boundary is None:
+                return
+            parent = self.before(sequence.boundary)
+            boundary.parent = parent
+            self.boundaries.append(boundary)
+            known = [boundary]
+            boundary.is_parting = any(self._parts(sequence, slot, token_count) for slot in end if slot is not None)
+            if parent is not None:
+                self._part(parent)
+        sequence.boundary = known[0]
+        self._end_old(known[0])
+
+    def turn_ended(self, sequence: TwinSequence) -> None:
+        edge, last = self.edge_before(sequence.committed), self.before(sequence.boundary)
+        if edge > (0 if last is None else last.token_count):
+            self.make(sequence, edge)
+
+    def end(self, boundary: TwinBoundary) -> None:
+        """Nothing can be hit there any more."""
+        if self.is_gone(boundary):
+            return
+        self.boundaries.remove(boundary)
+        for slot in (*boundary.aside, *boundary.needed):
+            self.drop_spare(slot)
+        before = self.before(boundary)
+        if before is not None:
+            self._part(before)
+
+    def slot_left(self, slot: Slot, path: tuple[bytes, ...]) -> None:
+        """A slot was evicted, which was published as that: hits that need it are gone."""
+        for boundary in list(self.boundaries):
+            if slot in boundary.aside:
+                boundary.aside.remove(slot)
+            elif slot in boundary.needed:
+                self.end(boundary)
+            for number, namespace, _, whole in boundary.path:
+                if (number, namespace) == (slot.kind, slot.namespace) and whole[: len(path)] == path:
+                    self.end(boundary)
+
+    def remember(self, sequence: TwinSequence, number: int, falling: list[Slot]) -> None:
+        """What is about to fall out may be needed at the last edge; what fell out earlier, not any more."""
+        if self.retention == "dense":
+            return
+        kind, edge = self.kinds[number], self.edge_before(sequence.committed)
+        earlier = [slot for slot in (*sequence.aside, *sequence.needed) if slot.kind == number]
+        needed, aside = list[Slot](), list[Slot]()
+        for slot in (*earlier, *falling):
+            if slot.key is not None and slot.key[2] in kind.takes(edge):
+                needed.append(slot)
+            elif slot.key is not None and slot.key[2] in kind.takes(self._earlier(edge)):
+                aside.append(slot)
+        sequence.needed = [slot for slot in sequence.needed if slot.kind != number] + needed
+        sequence.aside = [slot for slot in sequence.aside if slot.kind != number] + aside
+        for slot in earlier:
+            self.drop_spare(slot)
+
+    def forget(self, sequence: TwinSequence, number: int) -> None:
+        """A sequence ends: it needs nothing any more."""
+        own = [slot for slot in (*sequence.aside, *sequence.needed) if slot.kind == number]
+        for slot in own:
+            sequence.needed = [other for other in sequence.needed if other is not slot]
+            sequence.aside = [other for other in sequence.aside if other is not slot]
+            self.drop_spare(slot)
+
+    def drop_spare(self, slot: Slot) -> bool:
+        """Where nothing spare is to be cached, it becomes empty; returns whether it did."""
+        is_cached = slot.key is not None and not self.is_held(slot)
+        if self.retention != "tail" or not is_cached or not self.kinds[slot.kind].is_windowed or self.worth(slot):
+            return False
+        self.unpublish(slot)
+        self.empty += slot.blocks[::-1]
+        return True
+
+    def unpublish(self, slot: Slot) -> None:
+        """It is not worth its blocks any more."""
+        if self.leaving is not None:
+            assert slot.key is not None
+            assert self.leaving.popleft() == (*slot.key[:3], slot.key[3][-1])
+        self.published.remove(slot)
+        slot.key = None
+
+    def _attention(self) -> list[tuple[int, Kind]]:
+        return [(number, kind) for number, kind in enumerate(self.kinds) if kind.name != "state"]
+
+    def _own(self, sequence: TwinSequence, number: int, position: int) -> Slot | None:
+        """What a sequence has at a position, or had and can still name."""
+        table = sequence.tables[number]
+        slot = table[position] if position < len(table) else None
+        if slot is not None:
+            return slot
+        fallen = [s for s in (*sequence.needed, *sequence.aside) if s.kind == number and s.key is not None]
+        found = [s for s in fallen if s.key is not None and s.key[2] == position]
+        return found[0] if found else None
+
+    def _gather(self, sequence: TwinSequence, token_count: int, digest: bytes) -> TwinBoundary | None:
+        path, needed, aside = [], list[Slot](), list[Slot]()
+        for number, kind in enumerate(self.kinds):
+            if kind.name == "full_attention":
+                slot = self._own(sequence, number, token_count // kind.block_size - 1)
+                assert slot is not None
+                assert slot.key is not None
+                path.append(slot.key)
+            if kind.is_windowed:
+                wanted = [self._own(sequence, number, position) for position in kind.takes(token_count)]
+                if any(slot is None or slot.key is None for slot in wanted):
+                    return None
+                more = set(kind.takes(self._earlier(token_count))) - set(kind.takes(token_count))
+                extra = [self._own(sequence, number, position) for position in sorted(more)]
+                needed += [slot for slot in wanted if slot is not None]
+                if all(slot is not None and slot.key is not None for slot in extra):
+                    aside += [slot for slot in extra if slot is not None]
+        if not needed and not path:
+            return None
+        return TwinBoundary(sequence.namespace, token_count, digest, path, needed, aside, None)
+
+    def _parts(self, sequence: TwinSequence, slot: Slot, token_count: int) -> bool:
+        """Whether another way than this sequence's is published behind a block of full attention."""
+        kind = self.kinds[slot.kind]
+        if kind.name != "full_attention" or slot.key is None:
+            return False
+        behind = [s for s in self.published if s.kind == slot.kind and s.namespace == slot.namespace and s.key]
+        behind = [s for s in behind if s.key and s.key[3][:-1] == slot.key[3]]
+        table, position = sequence.tables[slot.kind], token_count // kind.block_size
+        own = table[position] if position < sequence.committed // kind.block_size else None
+        return any(s is not own for s in behind)
+
+    def _part(self, boundary: TwinBoundary) -> None:
+        boundary.is_parting |= len(self.ways(boundary)) > 1
+
+    def _end_old(self, boundary: TwinBoundary | None) -> None:
+        count = 0
+        while boundary is not None:
+            before = self.before(boundary.parent)
+            count += not boundary.is_parting
+            if count > CONTINUED_MAX and not boundary.is_parting:
+                self.end(boundary)
+            boundary = before

@@ -203,6 +203,7 @@ class WindowManager(UnitManager[WindowPart]):
         return [unit for unit in found if unit.key is not None]
 
     def digest_at(self, part: WindowPart, token_count: int) -> bytes:
+        """Returns the digest of so many tokens of a sequence; empty where it lacks the block before."""
         position = token_count // self.block_size - 1
         found = self.tail(part, range(position, position + 1))
         return found[0].first_digest if found else b""

@@ -26,11 +26,20 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from allocator_sides import scale
+from allocator_sides import long_prompts, scale
 from allocator_sides.core_side import CoreSide
 from allocator_sides.service_side import ServiceSide
 from allocator_sides.vllm_side import VERSION, VllmSide
-from allocator_sides.workload import DECODES, POOL_BLOCKS, Costs, Decoded, Operation, draw_decoded, draw_round
+from allocator_sides.workload import (
+    BLOCK_TOKENS,
+    DECODES,
+    POOL_BLOCKS,
+    Costs,
+    Decoded,
+    Operation,
+    draw_decoded,
+    draw_round,
+)
 from quire_allocator.server import YOUNG_OBJECTS_MAX
 from report import Goal, add_output_arguments, core_build, publish
 
@@ -180,10 +189,14 @@ def main() -> None:
     medians = measure(options)
     slower = slowdown(medians)
     rows = operation_rows(medians)
+    long = long_prompts.measure()
+    rows += [row(name, "us", {"core": cost}, 2 * long_prompts.TOKENS // BLOCK_TOKENS) for name, cost in long.items()]
     rows.append(row("the core is compiled", "1 if so", {"core": float(BUILD == "compiled")}))
     if "vllm" in medians:
         rows.append(row("the machine, slower than that of the floors", "times", {"core": slower}))
     goals = [*floor_goals(medians["core"], slower), *ratio_goals(medians)]
+    goals.append(Goal(f"core, {long_prompts.LOOKUP}, us", long[long_prompts.LOOKUP], 300.0, "lower"))
+    goals.append(Goal(f"core, {long_prompts.COMMIT}, us", long[long_prompts.COMMIT], 5_000.0, "lower"))
     if "scale" not in options.without:
         more_rows, more_goals = measure_scale()
         rows += more_rows

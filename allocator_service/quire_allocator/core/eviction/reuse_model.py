@@ -39,7 +39,8 @@ class Family(NamedTuple):
     Attributes:
         kinds: consecutive numbers.
         belief: returns per doubling of the age, from an eighth of the pool to 16 pools, before anything is seen.
-        wider: kinds of all groups on whose estimate that for this group leans, its own included; empty for none.
+        wider: kinds of all groups on whose estimate that for this group leans, its own included; empty for none. Only
+            where most of the blocks that are cached are led by others: there are fewer to learn from.
     """
 
     kinds: range
@@ -113,7 +114,7 @@ class ReuseModel:
         kinds, _, wider = self._families[family]
         expected, weight = self._beliefs[family], _BELIEF_POOLS * self._pool * self._share
         seen = self._seen()
-        for alike in (wider, kinds):
+        for alike in (wider if self._share < 1 else kinds[:0], kinds):
             if len(alike) > 1:
                 first, end = alike.start, alike.stop
                 started = sum(self._started[first:end])

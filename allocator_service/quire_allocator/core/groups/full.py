@@ -196,6 +196,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         return (run.first_position + run.size // DIGEST_BYTES) * self.block_size
 
     def digest_at(self, part: RunPart, token_count: int) -> bytes:
+        """Returns the digest of so many tokens of a sequence; a block ends there, and is published."""
         run = self.run_at(part, token_count)
         end = (token_count // self.block_size - run.first_position) * DIGEST_BYTES
         return bytes(run.digests[end - DIGEST_BYTES : end])

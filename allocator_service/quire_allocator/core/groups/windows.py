@@ -54,20 +54,25 @@ class WindowManager(UnitManager[WindowPart]):
 
     def find(self, scope: UnitScope, digests: bytes, token_limit: int) -> UnitHit:
         """Returns the longest prefix of at most `token_limit` tokens whose window is published; it searches from the
-        right."""
-        index, size = scope.index, self.block_size
-        end = min(token_limit, len(digests) // DIGEST_BYTES * self._digest_tokens) // size
+        right.
+
+        Of each window the first position is looked at first: where it lacks, no prefix that ends behind it is a hit, so
+        that a prompt of 62,500 blocks with nothing published takes 977 looks if a window has 64 blocks.
+        """
+        index, size, digest_tokens = scope.index, self.block_size, self._digest_tokens
+        step = self._stride * DIGEST_BYTES
+        end = min(token_limit, len(digests) // DIGEST_BYTES * digest_tokens) // size
         while end > 0:
             first = self._rule.first_needed(end * size) // size
             units: list[Unit] = []
-            for position in range(end - 1, first - 1, -1):
-                unit = index.get((position, self._digest_at(digests, (position + 1) * size)))
-                if unit is None:  # a longer prefix would need this position too: the next candidate ends before it
+            for position in range(first, end):
+                stop = (position + 1) * step
+                unit = index.get((position, digests[stop - DIGEST_BYTES : stop]))
+                if unit is None:
                     end = position
                     break
                 units.append(unit)
             else:
-                units.reverse()
                 cached = sum([not unit.live for unit in units])
                 return UnitHit(end * size, len(units) * self.width, cached * self.width, first, units)
         return NO_UNITS
@@ -198,6 +203,7 @@ class WindowManager(UnitManager[WindowPart]):
         return [unit for unit in found if unit.key is not None]
 
     def digest_at(self, part: WindowPart, token_count: int) -> bytes:
+        """Returns the digest of so many tokens of a sequence; empty where it lacks the block before."""
         position = token_count // self.block_size - 1
         found = self.tail(part, range(position, position + 1))
         return found[0].first_digest if found else b""

@@ -22,6 +22,7 @@ beside the torch and transformers of `.[all]`:
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -63,7 +64,7 @@ def arguments() -> argparse.Namespace:
         default=sides,
         choices=[*sides, *FORCED],
         metavar="SIDE",
-        help=", ".join(sides + [*FORCED]),
+        help=", ".join([*sides, *FORCED]),
     )
     parser.add_argument("--chunk", type=int, default=CHUNK_TOKENS, help="tokens of one pass (default: %(default)s)")
     add_output_arguments(parser)
@@ -72,6 +73,7 @@ def arguments() -> argparse.Namespace:
 
 def usable_sides(wanted: Sequence[str]) -> list[str]:
     """Those that were asked for, without vLLM's where it cannot be imported, which is said."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # or it says of each pool how many layers are padding
     try:
         import vllm
     except ImportError as error:

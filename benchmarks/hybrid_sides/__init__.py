@@ -1,1 +1,1 @@
-"""What `benchmarks/hybrid.py` measures: one module per side, the shapes of models, and the requests that all sides get."""
+"""What `benchmarks/hybrid.py` measures: a module per side, shapes of models, and the requests that all sides get."""

@@ -3,9 +3,9 @@
 Between two requests the cache keeps some of what has been computed. Request `j` can hit a block of full attention only
 if it was kept all the way since it was last touched, and can go on behind `L` tokens only if the tail of `L` was kept
 too: of each windowed layer its last window, of each state the one after `L` tokens. So a block that `j` hits costs, at
-every moment since it was last touched, its own bytes and its share of the tail, `tail_bytes(L) / L` a token with `L` the
-longest prefix that `j` could hit: no cache pays less, since a shorter hit has a tail that is larger in proportion, and
-of two hits on one path each needs at least the share of the blocks that are its own. For example:
+every moment since it was last touched, its own bytes and its share of the tail: `tail_bytes(L) / L` for each token, `L`
+being the longest prefix that `j` could hit. No cache pays less: a shorter hit has a tail that is larger in proportion,
+and of two hits on one path each needs at least the share of the blocks that are its own. For example:
 
     a chat of 8,192 tokens that take 4 KiB each for full attention, 32 MiB, and a tail of 5 windows of 1,023 tokens,
     20 MiB: each of its tokens costs 6.5 KiB
@@ -21,8 +21,8 @@ Harchol-Balter, SIGMETRICS 2018), and so is the relaxation's dual for any prices
 
     sum of prices * room + sum over intervals of max(0, tokens - weight * sum of the prices of its moments)
 
-Equal prices give their bound PFOO-U; Polyak's subgradient steps from there lower it, as long as they are told how far it
-may go down: to what a greedy choice of intervals reaches. The ratio is never below the optimum, and may be above it.
+Equal prices give their bound PFOO-U; Polyak's subgradient steps from there lower it, towards what a greedy choice of
+intervals reaches. The ratio is never below the optimum, and may be above it.
 """
 
 from __future__ import annotations

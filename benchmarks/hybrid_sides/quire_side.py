@@ -26,8 +26,8 @@ class QuireSide:
 
     def __init__(self, groups: tuple[GroupSpec, ...], block_count: int, chunk_tokens: int, retention: str = "") -> None:
         fields = {field.name for field in dataclasses.fields(PoolSpec)}
-        options: dict[str, Any] = {"retention": retention} if retention and "retention" in fields else {}
-        spec = PoolSpec(block_count, groups, **options)
+        wanted: dict[str, Any] = {"retention": retention, "chunk_token_count_max": chunk_tokens}
+        spec = PoolSpec(block_count, groups, **{name: value for name, value in wanted.items() if name in fields})
         self.pool = Pool(spec)
         self.refused_count = 0
         self._chunk_tokens = chunk_tokens

@@ -9,7 +9,6 @@ fall out of the window. A junction's state is there only if a chunk ends on it, 
 
 from __future__ import annotations
 
-import os
 from itertools import count
 from types import SimpleNamespace
 from typing import Any, Final
@@ -36,7 +35,6 @@ class VllmSide:
     """
 
     def __init__(self, shape: Shape, pool_bytes: int, chunk_tokens: int, retention: str) -> None:
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # or it says how many layers are padding, each time
         from vllm.sampling_params import SamplingParams
         from vllm.v1.core.kv_cache_manager import KVCacheManager
         from vllm.v1.core.kv_cache_planning import _get_kv_cache_groups_uniform_page_size
@@ -151,7 +149,11 @@ def _layer_specs(shape: Shape) -> dict[str, Any]:
 
 
 def _scheduler(specs: dict[str, Any], block_tokens: int, chunk_tokens: int) -> Any:
-    """Returns the method by which vLLM's scheduler ends chunks where a state is to be kept, bound to what it reads."""
+    """Returns the method by which vLLM's scheduler ends chunks where a state is to be kept, bound to what it reads.
+
+    States are written at the ends of chunks, as by kernels that cannot save one from inside: it costs a pass more, and
+    the same states are kept.
+    """
     from vllm.v1.core.sched.scheduler import Scheduler
 
     settings = SimpleNamespace(

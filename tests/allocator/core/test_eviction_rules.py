@@ -58,7 +58,7 @@ def runs_of(pool: Pool, request: Sequence[int]) -> list[Run]:
     """The runs on the path of a prompt, from the root down."""
     scope = pool.blocks.namespaces[""].scopes[0]
     assert isinstance(scope, RunScope)
-    return pool.managers[0].find(scope, digests_of(request), len(request) * BLOCK_TOKENS).runs  # type: ignore[attr-defined, no-any-return]
+    return pool.managers[0].find(scope, digests_of(request), len(request) * BLOCK_TOKENS).runs  # type: ignore[attr-defined]
 
 
 def entry_of(policy: ReuseValue, parent: Stretch | None = ROOT, blocks: int = 4, name: int = 1) -> Stretch:
@@ -316,8 +316,8 @@ def test_a_lane_that_became_worth_least_is_noticed_when_patience_ends() -> None:
     policy = ReuseValue(POOL_BLOCKS)
     policy.patience = 4
     worth = {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
-    policy.lane = lambda entry: entry.name  # type: ignore[method-assign, assignment, attr-defined]
-    policy.value = lambda entry: worth[entry.name]  # type: ignore[method-assign, assignment, attr-defined]
+    policy.lane = lambda entry: entry.name  # type: ignore[method-assign, attr-defined]
+    policy.value = lambda entry: worth[entry.name]  # type: ignore[method-assign, attr-defined]
     queue = EvictionQueue(policy)
     entries = {name: Stretch(name) for name in worth}
     for entry in entries.values():

@@ -7,9 +7,8 @@ groups that knows the future (`hybrid_sides/optimum.py`).
 Every side has the same bytes, laid out by its own rule. How many is said by the *load*, working set over pool. The
 working set is the bytes in the fullest moment if everything that a later prompt can hit is kept, and nothing else: the
 blocks of full attention, and the tail behind which it goes on, a window of each windowed layer and one state of each
-other. With a load of 2, half of that fits. What a running request holds beside it is not counted, it has to be found in
-the same pool; but no pool is so small that the longest request could not run, whatever the load (`pool_mib` and
-`working_set_mib` say so).
+other, and what the request that runs at that moment holds. With a load of 2, half of that fits. No pool is so small that
+the longest request could not run: of the loads beyond that, only the first is measured, in the smallest such pool.
 
 vLLM is measured where it can be imported, and left out elsewhere. It needs no more than its code and what that imports,
 beside the torch and transformers of `.[all]`:
@@ -102,9 +101,12 @@ def measure(
     longest = max(request.computed_token_count for request in requests)
     room = int(ROOM_TO_RUN * shape.running_bytes(longest, options.chunk))
     rows = []
-    for load in options.loads:
+    for load in sorted(options.loads):
         started = time.monotonic()
         pool_bytes = max(int(working_set / load), room)
+        if rows and rows[-1]["load"] > working_set / room:
+            print(f"{shape.name}, {workload}, load {load}: as the one before", file=sys.stderr)
+            continue
         row: Row = {"shape": shape.name, "workload": workload, "load": load, "pool_mib": pool_bytes >> 20}
         row |= {"working_set_mib": working_set >> 20, "requests": len(requests)}
         row |= {"prompt_tokens": reuses.prompt_token_count}

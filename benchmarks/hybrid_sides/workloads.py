@@ -123,7 +123,7 @@ class Scale(NamedTuple):
 
 
 FULL_SCALE: Final = Scale(24, 8, 8_000, 200, 150, 6_000, 16, 16, 6, 15, 32_768)
-QUICK_SCALE: Final = Scale(12, 5, 2_500, 100, 60, 2_000, 12, 5, 5, 25, 8_192)
+QUICK_SCALE: Final = Scale(12, 5, 2_500, 100, 60, 2_000, 12, 5, 5, 15, 4_096)
 
 
 def chats_in_turn(scale: Scale) -> Iterator[Request]:

@@ -7,8 +7,8 @@ groups that knows the future (`hybrid_sides/optimum.py`).
 Every side has the same bytes, laid out by its own rule. How many is said by the *load*, working set over pool. The
 working set is the bytes in the fullest moment if everything that a later prompt can hit is kept, and nothing else: the
 blocks of full attention, and the tail behind which it goes on, a window of each windowed layer and one state of each
-other, and what the request that runs at that moment holds. With a load of 2, half of that fits. No pool is so small that
-the longest request could not run: of the loads beyond that, only the first is measured, in the smallest such pool.
+other, and what the request that runs at that moment holds. With a load of 2, half of that fits. No pool is so small
+that the longest request could not run: of the loads beyond that, only the first is measured, in the smallest such pool.
 
 vLLM is measured where it can be imported, and left out elsewhere. It needs no more than its code and what that imports,
 beside the torch and transformers of `.[all]`:

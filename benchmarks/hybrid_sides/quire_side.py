@@ -95,11 +95,13 @@ class QuireSide:
         return True
 
     def _advance(self, sequence: int, done: int, end: int, digests: bytes) -> bool:
+        """Computes some tokens; tells whether there was room. What was granted beyond them is given back, since a state
+        that may still be written to is no checkpoint."""
         grown = self.pool.grow(sequence, end)
         if grown.result is not Result.OK:
             return False
         size = self._digest_tokens
         filled = digests[done // size * DIGEST_BYTES : end // size * DIGEST_BYTES]
-        committed = self.pool.commit(sequence, end, filled)
+        committed = self.pool.commit(sequence, end, filled, end if self._checkpoint_tokens else 0)
         assert committed.result is Result.OK, committed
         return True

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from quire_allocator.core.eviction.policies import EvictionQueue, RecomputeCost, ReuseValue
-from quire_allocator.core.eviction.reuse_model import Group, ReuseModel
+from quire_allocator.core.eviction.reuse_model import Family, ReuseModel
 from quire_allocator.core.groups.runs import Run, RunScope
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
@@ -286,7 +286,7 @@ def test_what_is_forgotten_without_having_come_back_lowers_the_value_of_its_kind
 
 
 def test_ages_are_counted_in_parts_of_the_pool() -> None:
-    small, large = (ReuseModel([Group(range(1), 0.01)], 64 * unit) for unit in (1, 100))
+    small, large = (ReuseModel([Family(range(1), 0.01)], 64 * unit) for unit in (1, 100))
     for model, unit in ((small, 1), (large, 100)):
         for _ in range(100):
             model.start(0, 0, 100 * unit)
@@ -298,7 +298,7 @@ def test_ages_are_counted_in_parts_of_the_pool() -> None:
 
 
 def test_forgetting_changes_no_value_by_itself() -> None:
-    model = ReuseModel([Group(range(1), 0.01)], 64)
+    model = ReuseModel([Family(range(1), 0.01)], 64)
     for _ in range(100):
         model.start(0, 0, 100)
     model.end(0, 10, 9_000, returned=True)

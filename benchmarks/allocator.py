@@ -13,7 +13,7 @@ torch and transformers of `.[all]`:
 
     pip install --no-deps vllm==0.33.0 xgrammar llguidance
     pip install aiohttp apache-tvm-ffi cachetools cbor2 cloudpickle fastapi msgspec openai openai-harmony \\
-        partial-json-parser pillow psutil py-cpuinfo pybase64 pyzmq requests
+        opentelemetry-api partial-json-parser pillow psutil py-cpuinfo pybase64 pyzmq requests
 """
 
 from __future__ import annotations

@@ -233,10 +233,10 @@ def _agreeing(run_digests: bytes | bytearray, digests: bytes, start: int, end: i
 def common_positions(run_digests: bytes | bytearray, digests: bytes, start: int, end: int) -> int:
     """Counts the positions in which a run agrees with `digests[start:end]`; at least one does."""
     low, high = 1, min(len(run_digests), end - start) // DIGEST_BYTES
-    while low < high:  # by halves: digests that differ at one position differ at all later ones
+    while low < high:  # by halves, of which the first is known to agree up to `low`
         middle = (low + high + 1) // 2
-        size = middle * DIGEST_BYTES
-        if run_digests[:size] == digests[start : start + size]:
+        known, size = low * DIGEST_BYTES, middle * DIGEST_BYTES
+        if run_digests[known:size] == digests[start + known : start + size]:
             low = middle
         else:
             high = middle - 1

@@ -179,8 +179,8 @@ def check_states(manager: StateManager, uses: Sequence[Use[StateScope, StatePart
 def _check_state(manager: StateManager, scope: StateScope, sequence: SequenceState, part: StatePart) -> None:
     assert part.scope is scope, "a sequence has its state in another scope"
     assert part.unit is not None, "a sequence has no state"
-    left = [unit for unit in part.checkpoints if unit is not part.unit]
-    assert len(left) <= manager._checkpoints_max, "a sequence keeps too many checkpoints"
+    most = manager._checkpoints_max + (part.unit in part.checkpoints)  # what it holds is dropped when it is let go of
+    assert len(part.checkpoints) <= most, "a sequence keeps too many checkpoints"
     assert part.boundaries == sequence.boundaries, "a state makes checkpoints elsewhere than at the boundaries"
     if part.unit.key is not None:
         tokens = part.unit.key[0] * manager._digest_tokens

@@ -32,7 +32,8 @@ from pathlib import Path
 
 from quire import AsyncAllocatorClient
 from quire.local import ServerProcess
-from quire.protocol.steps import Result, StepBuilder
+from quire.protocol.outcomes import Result
+from quire.protocol.steps import StepBuilder
 from quire.session import PoolSession
 from quire.session.owner import Answer, PoolOwner
 from quire.types import PoolSpec

@@ -39,7 +39,8 @@ import torch
 from quire import AsyncAllocatorClient, QuireError
 from quire._transport.messages import pool_spec_message
 from quire.local import ServerProcess
-from quire.protocol.steps import StepBuilder, StepOutcome
+from quire.protocol.outcomes import StepOutcome
+from quire.protocol.steps import StepBuilder
 from quire.types import PoolSpec
 from quire_worker.cache import KVCache
 from quire_worker.engine import Engine

@@ -35,7 +35,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire import AsyncAllocatorClient
 from quire._serving.process import take_cpu
 from quire.local import ServerProcess
-from quire.protocol.steps import Result, StepBuilder
+from quire.protocol.outcomes import Result
+from quire.protocol.steps import StepBuilder
 from quire.types import PoolSpec
 from report import Goal, add_output_arguments, core_build, publish
 from session_sides import echo

@@ -18,7 +18,8 @@ from typing import Self
 
 from quire import AsyncAllocatorClient
 from quire.local import ServerProcess
-from quire.protocol.steps import Result, StepBuilder, StepOutcome
+from quire.protocol.outcomes import Result, StepOutcome
+from quire.protocol.steps import StepBuilder
 from quire.session import PoolSession
 from quire.types import PoolSpec
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 
-from quire.protocol.steps import StepBuilder, StepOutcome
+from quire.protocol.outcomes import StepOutcome
+from quire.protocol.steps import StepBuilder
 from quire.session.owner import PoolOwner
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.ownership.directory import Directory, Ownership

@@ -10,7 +10,8 @@ from typing import Any, Final, Protocol
 
 from grpc import aio
 from quire.protocol.limits import MESSAGE_BYTES_MAX
-from quire.protocol.steps import Result, StepBuilder, read_reply
+from quire.protocol.outcomes import Result, read_reply
+from quire.protocol.steps import StepBuilder
 from quire.session.block_report import report_end
 from quire.v1 import allocator_pb2 as pb
 

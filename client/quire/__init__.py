@@ -39,7 +39,7 @@ from quire.errors import (
 from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, SnapshotEnd
 from quire.hashing import DigestChain, block_digests, prompt_digests, root_digest
 from quire.mirror import PrefixMirror
-from quire.protocol.steps import Copy, Result, Swap, Victim
+from quire.protocol.outcomes import Copy, Result, Swap, Victim
 from quire.tls import Tls
 from quire.types import (
     Allocation,

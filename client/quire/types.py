@@ -12,7 +12,7 @@ import enum
 from dataclasses import dataclass
 from typing import TypeAlias, TypedDict
 
-from quire.protocol.steps import Copy, Result, Swap, Victim
+from quire.protocol.outcomes import Copy, Result, Swap, Victim
 
 BlockTable: TypeAlias = tuple[int | None, ...]
 

@@ -11,7 +11,7 @@ from quire import types
 from quire._transport import messages
 from quire._transport.channel import AsyncLink, SyncLink
 from quire.errors import QuireError
-from quire.protocol.steps import Result
+from quire.protocol.outcomes import Result
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import allocator_pb2_grpc as pb_grpc
 

@@ -9,7 +9,8 @@ from itertools import count
 
 import pytest
 from quire import AsyncAllocatorClient, GroupKind, GroupSpec, PoolSpec, Quota
-from quire.protocol.steps import Result, StepBuilder, StepOutcome
+from quire.protocol.outcomes import Result, StepOutcome
+from quire.protocol.steps import StepBuilder
 from quire.session import PoolSession
 from quire.session.lookahead import Decoding, Increment, give_back, needs_of
 

@@ -19,8 +19,9 @@ from quire import (
     SnapshotEnd,
 )
 from quire.errors import retry_after_s_of
+from quire.protocol.outcomes import Result
 from quire.protocol.packing import pack_uint32
-from quire.protocol.steps import Result, StepBuilder
+from quire.protocol.steps import StepBuilder
 from quire.session import SessionLostError
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.pool import Pool

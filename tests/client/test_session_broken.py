@@ -12,7 +12,8 @@ import pytest
 from grpc import aio
 from quire import AsyncAllocatorClient, AsyncClient
 from quire.errors import InternalError, QuireError, UnavailableError
-from quire.protocol.steps import Result, StepBuilder
+from quire.protocol.outcomes import Result
+from quire.protocol.steps import StepBuilder
 from quire.session import WINDOW
 from quire.session.ledger import Ledger
 from quire.types import PoolSpec

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from quire import AsyncAllocatorClient, InvalidArgumentError, PoolSpec, UnavailableError
-from quire.protocol.steps import Result, StepBuilder, StepOutcome
+from quire.protocol.outcomes import Result, StepOutcome
+from quire.protocol.steps import StepBuilder
 from quire.session import AnswersMissedError, SessionLostError
 from quire.session.answers import Answers
 from quire_allocator.core.refusal import Refusal

@@ -9,7 +9,8 @@ from itertools import pairwise
 import pytest
 from grpc import StatusCode
 from quire import AsyncAllocatorClient, InvalidArgumentError, Reason, ResourceExhaustedError
-from quire.protocol.steps import Result, StepBuilder
+from quire.protocol.outcomes import Result
+from quire.protocol.steps import StepBuilder
 from quire.session.owner import PoolOwner
 from quire.session.pool_session import BACKOFF_S
 from quire_allocator.core.refusal import Refusal

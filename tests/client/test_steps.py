@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from quire.protocol.outcomes import NULL_BLOCK, Copy, GrowOutcome, Result, Swap, Victim, read_reply
 from quire.protocol.packing import pack_uint32, pack_uint64
-from quire.protocol.steps import NULL_BLOCK, Copy, GrowOutcome, Result, StepBuilder, Swap, Victim, read_reply
+from quire.protocol.steps import StepBuilder
 from quire.v1 import allocator_pb2 as pb
 
 ONE, TWO = b"1" * 32, b"2" * 32

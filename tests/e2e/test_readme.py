@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from quire.protocol.steps import StepBuilder, StepOutcome
+from quire.protocol.outcomes import StepOutcome
+from quire.protocol.steps import StepBuilder
 from quire.session import PoolSession
 
 from tests.e2e.stack import started

@@ -19,8 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire import AsyncAllocatorClient
 from quire.errors import QuireError
 from quire.local import ServerProcess
+from quire.protocol.outcomes import StepOutcome
 from quire.protocol.state_digest import SequenceRow, state_digest
-from quire.protocol.steps import StepBuilder, StepOutcome
+from quire.protocol.steps import StepBuilder
 from quire.session import PoolSession
 from quire.v1 import allocator_pb2 as pb
 

@@ -14,7 +14,8 @@ import pytest_asyncio
 from quire import AsyncAllocatorClient
 from quire.errors import QuireError, Reason, from_rpc_error
 from quire.hashing import block_digests
-from quire.protocol.steps import Result, StepBuilder
+from quire.protocol.outcomes import Result
+from quire.protocol.steps import StepBuilder
 from quire.session import PoolSession
 from quire.v1 import allocator_pb2 as pb
 

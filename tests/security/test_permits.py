@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from quire.errors import QuireError, Reason
+from quire.protocol.outcomes import Result
 from quire.protocol.permissions import EVERYTHING, Permissions, permissions_of
-from quire.protocol.steps import Result, StepBuilder
+from quire.protocol.steps import StepBuilder
 from quire.session.owner import Phase, PoolOwner, Verdict
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.ownership.directory import Directory

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from quire.protocol.steps import Result
+from quire.protocol.outcomes import Result
 from quire_allocator.core.admission import Admission
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.ownership.directory import Directory

@@ -10,8 +10,9 @@ import random
 from dataclasses import dataclass, field
 
 from quire.hashing import DIGEST_BYTES, block_digests
+from quire.protocol.outcomes import NULL_BLOCK, GrowOutcome, Result, StepOutcome
 from quire.protocol.packing import entry_uint32, unpack_uint32, unpack_uint64
-from quire.protocol.steps import NULL_BLOCK, GrowOutcome, Result, StepBuilder, StepOutcome
+from quire.protocol.steps import StepBuilder
 from quire.session.ledger import Ledger
 from quire.v1 import allocator_pb2 as pb
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from quire.protocol.steps import NULL_BLOCK
+from quire.protocol.outcomes import NULL_BLOCK
 from quire.session import block_report as report_building
 from quire.session import owner as owner_module
 from quire.session.ledger import Ledger

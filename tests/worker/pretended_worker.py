@@ -12,7 +12,7 @@ import random
 
 import pytest
 from quire.hashing import DIGEST_BYTES
-from quire.protocol.steps import StepOutcome, read_reply
+from quire.protocol.outcomes import StepOutcome, read_reply
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import structlog
 from quire.errors import InternalError, QuireError, Reason
 from quire.hashing import root_digest
-from quire.protocol.steps import StepOutcome
+from quire.protocol.outcomes import StepOutcome
 from quire.session import PoolSession, SessionLostError
 
 from quire_worker.cache import KVCache

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from quire._serving.metrics import Histogram
-from quire.protocol.steps import StepOutcome
+from quire.protocol.outcomes import StepOutcome
 
 from quire_worker.execution.failures import FailureKind
 from quire_worker.scheduling.request import Request, Sample

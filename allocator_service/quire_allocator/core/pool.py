@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from quire_allocator.core.admission import Admission, Applicant
+from quire_allocator.core.batch import Batch
 from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.groups.coordinator import Coordinator
@@ -47,7 +48,6 @@ from quire_allocator.core.spec import (
 _OK: Final = Result.OK
 _UNCHANGED: Final = GrowResult(Result.OK)
 _COMMITTED: Final = CommitResult(Result.OK)
-_NOBODY: Final = array("Q")
 
 
 class Pool:
@@ -64,8 +64,7 @@ class Pool:
         self.admission = Admission(spec, self.blocks, self.managers, self.sequences)
         self.pending = PendingPrefixes()
         self.holds: dict[int, float] = {}  # sequence -> when it ends
-        self._batch_ids = _NOBODY  # the ids of the last `grow_many`; valid until the next `free`
-        self._batch: list[SequenceState | None] = []
+        self._batch = Batch()
         self.last_sequence_id = 0
         self.queried_token_count = 0
         self.matched_token_count = 0
@@ -234,12 +233,7 @@ class Pool:
 
     def names_new(self, sequence_ids: array[int]) -> bool:
         """Tells whether one of these ids is above every earlier one."""
-        if sequence_ids != self._batch_ids:
-            last = self.last_sequence_id
-            for sequence_id in sequence_ids:
-                if sequence_id > last:
-                    return True
-        return False
+        return not self._batch.has(sequence_ids) and max(sequence_ids, default=0) > self.last_sequence_id
 
     def grow_many(
         self, sequence_ids: array[int], token_counts: list[int]
@@ -251,11 +245,7 @@ class Pool:
         Returns:
             What was granted; number and result of those that need more than room there is or the next block.
         """
-        batch = self._batch
-        if sequence_ids != self._batch_ids:
-            batch = [self.sequences.get(sequence_id) for sequence_id in sequence_ids]
-            if None not in batch:
-                self._batch, self._batch_ids = batch, sequence_ids[:]
+        batch = self._batch.look_up(sequence_ids, self.sequences)
         grants, others, takes_one = Grants(), [], self.coordinator.group_count == 1
         for number, (sequence, token_count) in enumerate(zip(batch, token_counts)):
             if sequence is None:
@@ -369,7 +359,7 @@ class Pool:
         sequence = self.sequences.pop(sequence_id, None)
         if sequence is None:
             return Result.NOT_FOUND
-        self._batch, self._batch_ids = [], _NOBODY
+        self._batch.forget()
         self.admission.note_change()
         if self.coordinator.retention is not None:
             self.coordinator.retention.ended(sequence)

@@ -11,8 +11,9 @@ from google.protobuf.message import Message
 
 from quire import types, views
 from quire.errors import InternalError, InvalidArgumentError, Reason, UnavailableError
+from quire.protocol.outcomes import NULL_BLOCK, Copy, Result, Swap, Victim
 from quire.protocol.packing import unpack_uint32
-from quire.protocol.steps import NULL_BLOCK, Copy, Result, Swap, Victim, concatenated
+from quire.protocol.steps import concatenated
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import worker_pb2 as worker_pb
 

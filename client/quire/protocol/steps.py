@@ -1,107 +1,17 @@
-"""Building a step of a Session stream, and reading what it did.
+"""Building a step of a Session stream; `outcomes.py` reads what it did.
 
 The wire carries structs of arrays; `StepBuilder` and `read_reply` are the only places where an owner deals with them.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Sequence
-from itertools import repeat
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from quire.hashing import DIGEST_BYTES
 from quire.protocol import turn_ends as ends_of_turns
-from quire.protocol.packing import pack_uint32, pack_uint64, unpack_uint32, unpack_uint64
+from quire.protocol.packing import pack_uint32, pack_uint64
 from quire.v1 import allocator_pb2 as pb
-
-NULL_BLOCK: Final = 0xFFFFFFFF  # a table entry without a block: it fell out of a window
-
-
-class Result(enum.IntEnum):
-    """What one operation did; all but OK change nothing. Numbers of `quire.v1.Result`."""
-
-    OK = 0
-    NO_SPACE = 1
-    NOT_FOUND = 2
-    EXISTS = 3
-    TOO_LONG = 4
-    PENDING = 5  # asked to be deferred, and others are computing its prefix
-    QUOTA = 6  # the namespace would hold too many blocks
-    UNCOMMITTED = 7  # a fork of a recurrent state that may be beyond the committed tokens
-    FORBIDDEN = 8  # a new sequence in a namespace that the caller's certificate does not permit
-    PASS_TOO_LONG = 9  # it would fit, computed in smaller passes
-
-
-class Swap(NamedTuple):
-    """The table entry of a sequence that now names the block which was published first."""
-
-    sequence_id: int
-    group: int
-    position: int
-    block: int
-
-
-class Copy(NamedTuple):
-    """A whole block to copy, all layers of its group, before any write of the step."""
-
-    source: int
-    destination: int
-
-
-class Victim(NamedTuple):
-    """The live sequence that is cheapest to preempt, and the tokens that it would have to compute again."""
-
-    sequence_id: int
-    token_count: int
-
-
-class GrowOutcome(NamedTuple):
-    """What a grow did.
-
-    Attributes:
-        sequence_id: the sequence.
-        result: OK, NO_SPACE, NOT_FOUND, EXISTS, TOO_LONG, PASS_TOO_LONG, PENDING, QUOTA or FORBIDDEN.
-        matched_token_count: leading tokens that need not be computed (new sequences only).
-        blocks: per group the last entries of its table, replacing what stood there; of a new sequence all of them.
-            `NULL_BLOCK` where a windowed group holds none.
-        shortfall: blocks that were missing (NO_SPACE), too many for the namespace (QUOTA), or for the pool at once
-            (PASS_TOO_LONG).
-        pending_token_count: tokens after the matched ones that others are computing (new sequences only).
-        victim: whom to preempt (NO_SPACE only), if preempting anybody helps.
-        token_count: tokens that were asked for, or that matched, if those are more: with OK there is room for them, and
-            the last entries of the tables are for the last of them.
-        junction_token_count: leading tokens that would have matched, had there been a checkpoint: a commit that ends
-            there makes one. 0 where nothing would be gained (new sequences only).
-    """
-
-    sequence_id: int
-    result: Result
-    matched_token_count: int
-    blocks: tuple[Sequence[int], ...]
-    shortfall: int
-    pending_token_count: int = 0
-    victim: Victim | None = None
-    token_count: int = 0
-    junction_token_count: int = 0
-
-
-class StepOutcome(NamedTuple):
-    """What a step did; the lists run parallel to the operations as they were added.
-
-    Attributes:
-        free_block_count: blocks that can be granted after it, empty and cached.
-        expired_holds: sequences that were held for a time which had passed; they were freed before the first phase.
-    """
-
-    commits: list[Result]
-    frees: list[Result]
-    forks: list[Result]
-    grows: list[GrowOutcome]
-    swaps: list[Swap]
-    copies: list[Copy]
-    free_block_count: int
-    expired_holds: Sequence[int] = ()
 
 
 class _New(NamedTuple):
@@ -317,87 +227,6 @@ def concatenated(digests: bytes | Iterable[bytes]) -> bytes:
     return b"".join(parts)
 
 
-def read_reply(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutcome:
-    """Returns what `step` did, from its reply.
-
-    Raises:
-        ValueError: the reply does not fit the step.
-    """
-    commits = unpack_uint64(step.commits.sequences)
-    if reply.swap_operations and max(reply.swap_operations) >= len(commits):
-        raise ValueError("a swap of a commit that the step does not have")
-    swap_rows = zip(reply.swap_operations, reply.swap_groups, reply.swap_indices, reply.swap_blocks, strict=True)
-    return StepOutcome(
-        commits=_results(reply.commit_results, len(commits)),
-        frees=_results(reply.free_results, len(step.frees.sequences) // 8),
-        forks=_results(reply.fork_results, len(step.forks.parents) // 8),
-        grows=_grows(step, reply, group_count),
-        swaps=[Swap(commits[operation], *rest) for operation, *rest in swap_rows],
-        copies=[Copy(*pair) for pair in zip(reply.copy_sources, reply.copy_destinations, strict=True)],
-        free_block_count=reply.free_block_count,
-        expired_holds=list(reply.expired_holds),
-    )
-
-
 def _pack_unless_zero(values: list[int]) -> bytes:
     """Packs a column; one of zeros is sent empty."""
     return pack_uint32(values) if any(values) else b""
-
-
-def _results(values: Sequence[int], count: int) -> list[Result]:
-    """Reads a column of results; an empty one means that every operation was OK."""
-    if values and len(values) != count:
-        raise ValueError(f"{len(values)} results for {count} operations")
-    return [Result(value) for value in values] if values else [Result.OK] * count
-
-
-def _optional(values: Sequence[int], count: int) -> Iterable[int]:
-    """Reads a column of numbers; an empty one means that every number is 0."""
-    if values and len(values) != count:
-        raise ValueError(f"{len(values)} numbers for {count} grows")
-    return values or repeat(0, count)
-
-
-def _grows(step: pb.Step, reply: pb.StepReply, group_count: int) -> list[GrowOutcome]:
-    """Most grows of a step change nothing: what is not in the reply must not cost more than its outcome."""
-    sequences = unpack_uint64(step.grows.sequences)
-    count = len(sequences)
-    token_counts: Iterable[int] = unpack_uint32(step.grows.token_counts)
-    if reply.matched_token_counts:
-        token_counts = map(max, token_counts, reply.matched_token_counts)
-    victims: Iterable[Victim | None] = repeat(None, count)
-    if reply.victim_sequences:
-        lost = zip(_optional(reply.victim_sequences, count), _optional(reply.victim_token_counts, count), strict=True)
-        victims = [Victim(*victim) if victim[0] else None for victim in lost]
-    columns = zip(
-        sequences,
-        _results(reply.grow_results, count),
-        _optional(reply.matched_token_counts, count),
-        _tables(reply, count, group_count),
-        _optional(reply.grow_shortfalls, count),
-        _optional(reply.pending_token_counts, count),
-        victims,
-        token_counts,
-        _optional(reply.junction_token_counts, count),
-        strict=True,
-    )
-    return list(map(GrowOutcome._make, columns))
-
-
-def _tables(reply: pb.StepReply, count: int, group_count: int) -> list[tuple[Sequence[int], ...]]:
-    """Returns for each grow and group the table's last entries; empty where the reply does not name the grow."""
-    tables: list[tuple[Sequence[int], ...]] = [((),) * group_count] * count
-    rows, sizes, blocks = map(unpack_uint32, (reply.granted_grows, reply.block_counts, reply.blocks))
-    if len(sizes) != len(rows) * group_count or sum(sizes) != len(blocks):
-        raise ValueError("the granted grows, their block counts and blocks do not fit together")
-    if rows and max(rows) >= count:
-        raise ValueError("a grant to a grow that the step does not have")
-    first, entry = 0, 0
-    for row in rows:
-        own = []
-        for size in sizes[entry : entry + group_count]:
-            own.append(blocks[first : first + size])
-            first += size
-        tables[row] = tuple(own)
-        entry += group_count
-    return tables

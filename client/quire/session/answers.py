@@ -12,7 +12,8 @@ from collections.abc import Generator, Iterable
 from typing import Any
 
 from quire.errors import QuireError
-from quire.protocol.steps import StepBuilder, StepOutcome
+from quire.protocol.outcomes import StepOutcome
+from quire.protocol.steps import StepBuilder
 
 
 class SessionLostError(Exception):

@@ -20,9 +20,9 @@ from itertools import repeat
 from typing import Final
 
 from quire.hashing import DIGEST_BYTES
+from quire.protocol.outcomes import NULL_BLOCK, Copy, GrowOutcome, Result, StepOutcome, Swap
 from quire.protocol.packing import entry_uint32, unpack_uint32, unpack_uint64
 from quire.protocol.state_digest import STATE_DIGEST_ENTRIES_MAX, SequenceRow, in_turn, state_digest
-from quire.protocol.steps import NULL_BLOCK, Copy, GrowOutcome, Result, StepOutcome, Swap
 from quire.protocol.turn_ends import deal
 from quire.session.pages import DigestSpace, Pages
 from quire.v1 import allocator_pb2 as pb

@@ -25,8 +25,9 @@ from typing import Final, NamedTuple
 
 from quire.errors import InternalError, QuireError, Reason
 from quire.protocol.limits import MESSAGE_BYTES_MAX, PROTOCOL_VERSION
+from quire.protocol.outcomes import StepOutcome, read_reply
 from quire.protocol.packing import unpack_uint64
-from quire.protocol.steps import StepBuilder, StepOutcome, read_reply
+from quire.protocol.steps import StepBuilder
 from quire.session.block_report import report_chunks, report_end
 from quire.session.ledger import Ledger
 from quire.v1 import allocator_pb2 as pb

@@ -35,7 +35,8 @@ from typing import Any, Final
 from quire._transport.backoff import Backoff
 from quire.errors import InternalError, QuireError, Reason, UnavailableError
 from quire.protocol.limits import HEARTBEAT_S, SILENCE_S
-from quire.protocol.steps import StepBuilder, StepOutcome
+from quire.protocol.outcomes import StepOutcome
+from quire.protocol.steps import StepBuilder
 from quire.session.answers import Answers, AnswersMissedError, SessionLostError
 from quire.session.call import EndedError, SessionCall
 from quire.session.ledger import Ledger

@@ -58,9 +58,10 @@ def test_no_digest_that_an_owner_could_make_up_breaks_an_invariant(
         elif name == "grow":
             pool.grow(sequence_id, token_count)
         elif name == "commit" and pool.sequences:
-            until = min(token_count, pool.sequences[sequence_id].token_count)
+            sequence = pool.sequences[sequence_id]
+            until = min(token_count, sequence.token_count)
             count = filled(pool, sequence_id, until)
-            if count >= 0:
+            if until >= sequence.committed_token_count:  # going back is refused before the pool is asked
                 pool.commit(sequence_id, until, b"".join((digests * 24 or [bytes(32)] * 24)[:count]), choice)
         elif name in ("fork", "hold"):
             pool.fork(sequence_id, new_id, hold_until=float(new_id + choice) if name == "hold" else None)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from quire.hashing import split_digests
+from quire.protocol.outcomes import read_reply
 from quire.protocol.packing import unpack_uint32
-from quire.protocol.steps import read_reply
 from quire.session.block_report import report_chunks, report_end
 from quire.session.ledger import Ledger
 from quire.v1 import allocator_pb2 as pb

@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator
 import pytest
 from quire import AsyncAllocatorClient, GroupKind, GroupSpec, PoolSpec, Result
 from quire.errors import Reason
+from quire.protocol.outcomes import StepOutcome
 from quire.protocol.packing import pack_uint32
-from quire.protocol.steps import StepBuilder, StepOutcome
+from quire.protocol.steps import StepBuilder
 from quire.v1 import allocator_pb2 as pb
 
 from tests.allocator.service.harness import Allocator, StreamOwner, d, grows, refused, running_allocator

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 from quire.protocol.limits import REPORT_CHUNK_ENTRIES_MAX
+from quire.protocol.outcomes import Result
 from quire.protocol.state_digest import STATE_DIGEST_STEPS
-from quire.protocol.steps import Result, StepBuilder
+from quire.protocol.steps import StepBuilder
 from quire.session.owner import Answer, Phase, PoolOwner
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 
 import structlog
 import torch
-from quire.protocol.steps import Copy
+from quire.protocol.outcomes import Copy
 
 from quire_worker.cache import KVCache
 from quire_worker.execution.failures import NOT_FINITE, DeviceLostError, Failure, FailureKind, failure_of

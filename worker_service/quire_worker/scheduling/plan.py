@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from quire.protocol.steps import Copy, StepBuilder
+from quire.protocol.outcomes import Copy
+from quire.protocol.steps import StepBuilder
 
 from quire_worker.scheduling.request import Sample
 

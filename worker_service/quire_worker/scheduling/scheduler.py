@@ -23,8 +23,8 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable, Sequence
 
+from quire.protocol.outcomes import Copy, GrowOutcome, Result, StepOutcome
 from quire.protocol.packing import unpack_uint64
-from quire.protocol.steps import Copy, GrowOutcome, Result, StepOutcome
 from quire.session.lookahead import Decoding, Increment, give_back, needs_of
 
 from quire_worker.scheduling import lookahead

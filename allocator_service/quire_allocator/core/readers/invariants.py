@@ -148,7 +148,7 @@ def _check_sequence(pool: Pool, sequence_id: int, sequence: SequenceState) -> No
 
 def _check_batch(pool: Pool) -> None:
     """Checks that the sequences that the last `grow_many` looked up still have these ids."""
-    for sequence_id, sequence in zip(pool._batch_ids, pool._batch, strict=True):
+    for sequence_id, sequence in pool._batch.items():
         assert pool.sequences.get(sequence_id) is sequence, f"sequence {sequence_id} is remembered and gone"
 
 

@@ -52,7 +52,7 @@ class Comparison:
         quotas: dict[str, tuple[int | None, int | None]] = rng.choice(
             ({}, {}, {"blue": (held, cached)}, {"*": (None, cached)}, {"": (held, None), "*": (held, cached)})
         )
-        retention = rng.choice(("auto", "auto", "tail", "dense"))
+        retention = ("auto", "auto", "tail", "dense")[(held + cached) % 4]
         spec = PoolSpec(
             shape.block_count,
             tuple(GroupSpec(GroupKind(name), size, window, count) for name, size, window, count in shape.groups),

@@ -13,7 +13,7 @@ torch and transformers of `.[all]`:
 
     pip install --no-deps vllm==0.33.0 xgrammar llguidance
     pip install aiohttp apache-tvm-ffi cachetools cbor2 cloudpickle fastapi msgspec openai openai-harmony \\
-        partial-json-parser pillow psutil py-cpuinfo pybase64 pyzmq requests
+        opentelemetry-api partial-json-parser pillow psutil py-cpuinfo pybase64 pyzmq requests
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Medians = dict[str, Costs]
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=11, help="rounds (default: %(default)s)")
     parser.add_argument("--without", nargs="*", default=[], choices=["vllm", "service", "scale"], help="parts to skip")
@@ -184,7 +184,7 @@ def measure_scale() -> tuple[list[dict[str, object]], list[Goal]]:
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Measures everything and prints or writes what was asked for."""
     options = arguments()
     medians = measure(options)
     slower = slowdown(medians)

@@ -144,7 +144,7 @@ async def test_digests_may_be_given_concatenated(scene: Scene) -> None:
     whole = block_digests_bytes(ROOT, TOKENS, 4)
     assert (await session.allocate(1, 64, whole)).matched_token_count == 0
     assert (await session.commit(1, 64, whole)).ok
-    assert await scene.client.match_prefix(whole) == (("a", 64),)
+    assert await scene.client.match_prefix(whole) == (("a", 64, 0),)
     assert (await session.allocate(2, 65, whole)).matched_token_count == 64
 
 

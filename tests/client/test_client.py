@@ -306,7 +306,7 @@ def test_a_pool_over_unary_calls(allocator: str) -> None:
         first = session.allocate(1, 10, digests)
         assert (first.ok, first.matched_token_count, [len(t) for t in first.tables]) == (True, 0, [3])
         assert session.commit(1, 10, digests).ok
-        assert client.match_prefix(digests) == (("unary", 8),)
+        assert client.match_prefix(digests) == (("unary", 8, 0),)
         second = session.allocate(2, 10, digests)
         assert second.matched_token_count == 8
         assert session.fork(2, 3) is Result.OK

@@ -57,6 +57,7 @@ def compare_pool(pool: Pool, ledger: Ledger) -> None:
         ours = (known.token_count, known.committed_token_count, known.namespace, known.priority)
         require(counts == ours, f"sequence {sequence_id}: {counts} there, {ours} here")
         require(list(pool.tables(sequence)) == known.tables, f"sequence {sequence_id} has another table")
+        require(sequence.boundaries == known.boundaries, f"sequence {sequence_id} has other boundaries")
         prompt = known.prompt_token_count if known.prompt_token_count > known.chunk_token_count else 0
         require(sequence.prompt_token_count == prompt, f"sequence {sequence_id} has another prompt to come")
         require((sequence_id in pool.holds) == (known.hold_until is not None), f"{sequence_id}: hold or no hold")

@@ -128,6 +128,17 @@ def _tables_are_reported_without_null_entries(
         sequence.tables = tables
 
 
+@plant(report_building, "_add_sequence")
+def _junctions_and_ends_of_turns_are_not_reported(
+    original: Any, chunker: Any, sequence_id: int, sequence: Any, now: float
+) -> None:
+    boundaries, sequence.boundaries = sequence.boundaries, ()
+    try:
+        original(chunker, sequence_id, sequence, now)
+    finally:
+        sequence.boundaries = boundaries
+
+
 @plant(owner_module, "report_end")
 def _the_report_names_an_older_step(original: Any, chunks: Any, *, last_step: int, last_sequence_id: int) -> Any:
     return original(chunks, last_step=max(0, last_step - 1), last_sequence_id=last_sequence_id)

@@ -1,7 +1,7 @@
 """How a bug is planted: a method or function of the product is replaced by one that forgets something.
 
-`plant` registers what it decorates in `BUGS`, under its name: a context manager that plants the bug and takes it out
-again. The replacement gets the original first, then what it is called with.
+`plant` registers what it decorates under its name, in `BUGS` unless told otherwise: a context manager that plants the
+bug and takes it out again. The replacement gets the original first, then what it is called with.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ Planted = Callable[[], AbstractContextManager[Any]]
 BUGS: dict[str, Planted] = {}
 
 
-def plant(target: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers a bug in `target.name`."""
+def plant(
+    target: Any, name: str, into: dict[str, Planted] = BUGS
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a bug in `target.name`; those of `BUGS` are for the simulation to find."""
 
     def register(broken: Callable[..., Any]) -> Callable[..., Any]:
         @contextlib.contextmanager
@@ -30,7 +32,7 @@ def plant(target: Any, name: str) -> Callable[[Callable[..., Any]], Callable[...
             with mock.patch.object(target, name, replacement):
                 yield
 
-        BUGS[broken.__name__.strip("_").replace("_", " ")] = planted
+        into[broken.__name__.strip("_").replace("_", " ")] = planted
         return broken
 
     return register

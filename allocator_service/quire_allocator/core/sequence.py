@@ -23,7 +23,7 @@ class SequenceState:
         quiet_until: commits below this count have nothing to publish and nothing to give back.
         prompt_token_count: tokens of a prompt that is computed in chunks of `chunk_token_count`; 0 where it is not.
         promised: blocks that the rest of that prompt will take; admission leaves them free.
-        chain: the part of its prompt that it announced and has still to compute.
+        announcement: the part of its prompt that it announced and has still to compute, or None.
         is_hold: nobody writes to it, and it ends by itself.
         boundaries: token counts, rising, at which a later prompt may part from this sequence: the last edge of the
             prompt that leaves a token to compute, the junction, and ends of turns that the owner named.
@@ -32,8 +32,8 @@ class SequenceState:
     """
 
     __slots__ = (
+        "announcement",
         "boundaries",
-        "chain",
         "chunk_token_count",
         "committed_token_count",
         "is_hold",
@@ -61,6 +61,6 @@ class SequenceState:
         self.priority = priority
         self.boundaries: tuple[int, ...] = ()
         self.last_boundary: Boundary | None = None
-        self.chain: Announcement | None = None
+        self.announcement: Announcement | None = None
         self.is_hold = False
         self.parts = parts

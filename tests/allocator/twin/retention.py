@@ -16,7 +16,7 @@ class TwinRetention(TwinState):
 
     def edge_before(self, token_count: int) -> int:
         """The last one that prefixes can be served up to; negative where even 0 tokens are too few."""
-        return max([end for end in range(token_count + 1) if self.is_edge(end)], default=-1)
+        return max([end for end in range(0, token_count + 1, self.digest_tokens) if self.is_edge(end)], default=-1)
 
     def is_gone(self, boundary: TwinBoundary) -> bool:
         return boundary not in self.boundaries

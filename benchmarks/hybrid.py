@@ -1,0 +1,180 @@
+"""How much of prompts a cache hits in models of several kinds of attention, one request at a time.
+
+Printed is the share of prompt tokens that were cached, of Quire's core, of vLLM's KVCacheManager with dense and with
+sparse retention, of a pool of the same bytes in which every layer keeps every token, and of an upper bound over all
+groups that knows the future (`hybrid_sides/optimum.py`).
+
+Every side has the same bytes, laid out by its own rule. How many is said by the *load*, working set over pool. The
+working set is the bytes in the fullest moment if everything that a later prompt can hit is kept, and nothing else: the
+blocks of full attention, and the tail behind which it goes on, a window of each windowed layer and one state of each
+other, and what the request that runs at that moment holds. With a load of 2, half of that fits. No pool is so small
+that the longest request could not run: of the loads beyond that, only the first is measured, in the smallest such pool.
+
+vLLM is measured where it can be imported, and left out elsewhere. It needs no more than its code and what that imports,
+beside the torch and transformers of `.[all]`:
+
+    pip install --no-deps vllm==0.33.0 xgrammar llguidance
+    pip install aiohttp apache-tvm-ffi cachetools cbor2 cloudpickle fastapi msgspec openai openai-harmony \\
+        opentelemetry-api partial-json-parser pillow psutil py-cpuinfo pybase64 pyzmq requests
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybrid_sides import optimum
+from hybrid_sides.quire_side import RETENTIONS, QuireSide
+from hybrid_sides.shapes import Shape, all_shapes
+from hybrid_sides.vllm_side import RETENTION_INTERVALS, VERSION, VllmSide
+from hybrid_sides.workloads import FULL_SCALE, QUICK_SCALE, TRACE, WORKLOADS, Request, trace
+from report import Goal, add_output_arguments, publish
+
+LOADS = (0.5, 1.0, 1.5, 2.0, 4.0)
+LOAD_OF_OPTIMUM_GOAL = 1.5
+CHUNK_TOKENS = 2_048
+ROOM_TO_RUN = 1.25  # of what the longest request holds: pages have padding, and blocks are not full
+QUIRE, OPTIMUM, FULL = "quire", "optimum", "full attention only"
+VLLM = tuple(f"vllm {retention}" for retention in RETENTION_INTERVALS)
+FORCED = tuple(f"quire {retention}" for retention in RETENTIONS)
+Row = dict[str, Any]
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shapes, sides = list(all_shapes()), [QUIRE, *VLLM, FULL, OPTIMUM]
+    workloads = [*WORKLOADS, TRACE]
+    parser.add_argument("--trace", type=Path, help="file of requests, a line of JSON each; without it: no trace")
+    parser.add_argument("--quick", action="store_true", help="small workloads: less than a minute")
+    parser.add_argument("--shapes", nargs="+", default=shapes, choices=shapes, metavar="SHAPE", help=", ".join(shapes))
+    parser.add_argument(
+        "--workloads", nargs="+", default=workloads, choices=workloads, metavar="WORKLOAD", help=", ".join(workloads)
+    )
+    parser.add_argument("--loads", nargs="+", type=float, default=LOADS, help="working set over pool")
+    parser.add_argument(
+        "--sides",
+        nargs="+",
+        default=sides,
+        choices=[*sides, *FORCED],
+        metavar="SIDE",
+        help=", ".join([*sides, *FORCED]),
+    )
+    parser.add_argument("--chunk", type=int, default=CHUNK_TOKENS, help="tokens of one pass (default: %(default)s)")
+    add_output_arguments(parser)
+    return parser.parse_args()
+
+
+def usable_sides(wanted: Sequence[str]) -> list[str]:
+    """Those that were asked for, without vLLM's where it cannot be imported, which is said."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # or it says of each pool how many layers are padding
+    try:
+        import vllm
+    except ImportError as error:
+        print(f"vLLM is left out ({error}); --help says how to install it", file=sys.stderr)
+        return [side for side in wanted if side not in VLLM]
+    if vllm.__version__ != VERSION:
+        print(f"the goals are about vLLM {VERSION}; this is {vllm.__version__}", file=sys.stderr)
+    return list(wanted)
+
+
+def make_side(name: str, shape: Shape, pool_bytes: int, chunk_tokens: int) -> QuireSide | VllmSide:
+    """An empty cache of one side."""
+    if name in VLLM:
+        return VllmSide(shape, pool_bytes, chunk_tokens, name.split()[1])
+    if name == FULL:
+        return QuireSide.full_attention(shape, pool_bytes, chunk_tokens)
+    return QuireSide.planned(shape, pool_bytes, chunk_tokens, "" if name == QUIRE else name.split()[1])
+
+
+def measure(
+    shape: Shape, workload: str, requests: Sequence[Request], options: argparse.Namespace, sides: Sequence[str]
+) -> list[Row]:
+    """One row per load."""
+    reuses = optimum.find_reuses(requests, shape)
+    working_set = reuses.working_set_bytes()
+    longest = max(request.computed_token_count for request in requests)
+    room = int(ROOM_TO_RUN * shape.running_bytes(longest, options.chunk))
+    rows = []
+    for load in sorted(options.loads):
+        started = time.monotonic()
+        pool_bytes = max(int(working_set / load), room)
+        if rows and rows[-1]["load"] > working_set / room:
+            print(f"{shape.name}, {workload}, load {load}: as the one before", file=sys.stderr)
+            continue
+        row: Row = {"shape": shape.name, "workload": workload, "load": load, "pool_mib": pool_bytes >> 20}
+        row |= {"working_set_mib": working_set >> 20, "requests": len(requests)}
+        row |= {"prompt_tokens": reuses.prompt_token_count}
+        refused: dict[str, int] = {}
+        for name in sides:
+            if name == OPTIMUM:
+                row[name] = round(optimum.hit_ratio_max(reuses, pool_bytes), 4)
+            elif name == FULL and shape.state_bytes:
+                row[name] = ""  # states are no attention
+            else:
+                side = make_side(name, shape, pool_bytes, options.chunk)
+                row[name] = round(sum(map(side.serve, requests)) / reuses.prompt_token_count, 4)
+                refused[name] = side.refused_count
+        row["endless"] = round(reuses.ratio, 4)
+        row["refused"] = " ".join(f"{name}: {count}" for name, count in refused.items() if count)
+        rows.append(row)
+        passed = time.monotonic() - started
+        print(f"{shape.name}, {workload}, load {load}: {passed:.1f} s", file=sys.stderr, flush=True)
+    return rows
+
+
+def least(name: str, goal: float, rows: Sequence[Row], baseline: Callable[[Row], float]) -> Goal:
+    """The worst ratio of Quire's hits to others', and where; where those have none, nothing can be worse."""
+    ratios = [(row[QUIRE] / baseline(row), row) for row in rows if baseline(row)]
+    if not ratios:
+        return Goal(f"{name}: nothing to compare with", None, goal, "higher")
+    value, row = min(ratios, key=lambda ratio: ratio[0])
+    unmet = sum(ratio < goal for ratio, _ in ratios)
+    where = f"{row['shape']}, {row['workload']}, load {row['load']:g}"
+    return Goal(f"{name}, least of {len(ratios)} ({unmet} below; least at {where})", value, goal, "higher")
+
+
+def goals(rows: Sequence[Row], sides: Sequence[str]) -> list[Goal]:
+    """What was promised, of the sides that were measured."""
+    promised: list[Goal] = []
+    if QUIRE not in sides:
+        return promised
+    if set(VLLM) <= set(sides):
+        promised.append(
+            least("Quire over the better of vLLM's two", 1.0, rows, lambda row: max(row[name] for name in VLLM))
+        )
+    if OPTIMUM in sides:
+        loaded = [row for row in rows if row["load"] == LOAD_OF_OPTIMUM_GOAL]
+        promised.append(least("Quire over the optimum at load 1.5", 0.5, loaded, lambda row: float(row[OPTIMUM])))
+    if FULL in sides:
+        promised.append(least("Quire over full attention only", 1.0, rows, lambda row: float(row[FULL] or 0)))
+    return promised
+
+
+def main() -> None:
+    """Measures and reports."""
+    options = arguments()
+    sides = usable_sides(options.sides)
+    scale = QUICK_SCALE if options.quick else FULL_SCALE
+    shapes = all_shapes()
+    rows = []
+    for workload in options.workloads:
+        if workload == TRACE and options.trace is None:
+            print("the trace is left out: no --trace", file=sys.stderr)
+            continue
+        if workload == TRACE:
+            requests = list(trace(options.trace, scale.session_share, scale.trace_tokens_max))
+        else:
+            requests = list(WORKLOADS[workload](scale))
+        for name in options.shapes:
+            rows += measure(shapes[name], workload, requests, options, sides)
+    publish("Share of prompt tokens that hit", rows, goals(rows, sides), as_json=options.json, csv_file=options.csv)
+
+
+if __name__ == "__main__":
+    main()

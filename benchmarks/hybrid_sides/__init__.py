@@ -1,0 +1,1 @@
+"""What `benchmarks/hybrid.py` measures: a module per side, shapes of models, and the requests that all sides get."""

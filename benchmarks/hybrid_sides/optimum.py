@@ -1,0 +1,158 @@
+"""What a cache that knows the future can hit at most, over all groups of a model; and how much it needs to hit all.
+
+Between two requests the cache keeps some of what has been computed. Request `j` can hit a block of full attention only
+if it was kept all the way since it was last touched, and can go on behind `L` tokens only if the tail of `L` was kept
+too: of each windowed layer its last window, of each state the one after `L` tokens. So a block that `j` hits costs, at
+every moment since it was last touched, its own bytes and its share of the tail: `tail_bytes(L) / L` for each token, `L`
+being the longest prefix that `j` could hit. No cache pays less: a shorter hit has a tail that is larger in proportion,
+and of two hits on one path each needs at least the share of the blocks that are its own. For example:
+
+    a chat of 8,192 tokens that take 4 KiB each for full attention, 32 MiB, and a tail of 5 windows of 1,023 tokens,
+    20 MiB: each of its tokens costs 6.5 KiB
+
+What must be held while a request runs is all that it has in full attention, and its own last tail; the rest of the pool
+is for what others will hit. So the optimum is a choice of intervals whose weights never exceed what is left:
+
+    moment 2 j       request j runs: pool - what it holds
+    moment 2 j + 1   between requests j and j + 1: pool
+
+The linear relaxation of that choice is an upper bound (the flow-based offline optimum of Berger, Beckmann and
+Harchol-Balter, SIGMETRICS 2018), and so is the relaxation's dual for any prices of a byte at each moment:
+
+    sum of prices * room + sum over intervals of max(0, tokens - weight * sum of the prices of its moments)
+
+Equal prices give their bound PFOO-U; Polyak's subgradient steps from there lower it, towards what a greedy choice of
+intervals reaches. The ratio is never below the optimum, and may be above it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_sides.shapes import Shape
+from hybrid_sides.workloads import DIGEST_TOKENS, Request
+
+STEPS: Final = 300
+PATIENCE: Final = 10  # steps that lower nothing before they become shorter
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Reuses:
+    """What prompts find of earlier requests, if nothing is ever lost. Arrays have one entry per interval: blocks that
+    one request touched last and another one hits, over the moments [first, end) between the two.
+
+    Attributes:
+        first: int64, moments.
+        end: int64, moments.
+        token_count: float64, tokens in these blocks.
+        weight: float64, bytes of them and of their share of the tail.
+        running_bytes: float64 [moments], what the running request holds; 0 between requests.
+        prompt_token_count: of all prompts.
+    """
+
+    first: NDArray[np.int64]
+    end: NDArray[np.int64]
+    token_count: Floats
+    weight: Floats
+    running_bytes: Floats
+    prompt_token_count: int
+
+    @property
+    def ratio(self) -> float:
+        """Returns the share of prompt tokens that an endless cache hits."""
+        return float(self.token_count.sum()) / self.prompt_token_count
+
+    def working_set_bytes(self) -> int:
+        """Counts the bytes of the fullest moment when everything that is used again is kept."""
+        return int((self.kept(np.ones(len(self.first), bool)) + self.running_bytes).max())
+
+    def kept(self, chosen: NDArray[np.bool_]) -> Floats:
+        """Returns the bytes that the chosen intervals keep at each moment, float64 [moments]."""
+        change = np.zeros(len(self.running_bytes) + 1)
+        np.add.at(change, self.first[chosen], self.weight[chosen])
+        np.add.at(change, self.end[chosen], -self.weight[chosen])
+        return change.cumsum()[:-1]
+
+
+def find_reuses(requests: Sequence[Request], shape: Shape) -> Reuses:
+    """Returns the intervals of a workload, in blocks of `DIGEST_TOKENS` tokens."""
+    touched: dict[int, int] = {}
+    intervals: list[tuple[int, int, float, float]] = []
+    running = np.zeros(2 * len(requests))
+    for now, request in enumerate(requests):
+        ids = request.text.block_ids()
+        since: dict[int, int] = {}  # when last touched -> blocks
+        for block in ids[: (request.prompt_token_count - 1) // DIGEST_TOKENS]:
+            if block not in touched:
+                break
+            since[touched[block]] = since.get(touched[block], 0) + 1
+        length = sum(since.values()) * DIGEST_TOKENS
+        for then, block_count in since.items():
+            tokens = block_count * DIGEST_TOKENS
+            weight = tokens * (shape.full_token_bytes + shape.tail_bytes(length) / length)
+            intervals.append((2 * then + 1, 2 * now, tokens, weight))
+        computed = request.computed_token_count
+        running[2 * now] = computed * shape.full_token_bytes + shape.tail_bytes(computed)
+        for block in ids[: computed // DIGEST_TOKENS]:
+            touched[block] = now
+    first, end, tokens_, weights = (np.array(column) for column in zip(*intervals, strict=True))
+    prompt_tokens = sum(request.prompt_token_count for request in requests)
+    return Reuses(first, end, tokens_.astype(float), weights.astype(float), running, prompt_tokens)
+
+
+def hit_ratio_max(reuses: Reuses, pool_bytes: int) -> float:
+    """Returns a ratio of prompt tokens above which no cache of so many bytes hits; the pool holds every request."""
+    room = pool_bytes - reuses.running_bytes
+    reached = _greedy(reuses, room)
+    prices = _equal_prices(reuses, room)
+    best, spare = _bound(reuses, room, prices)
+    bound, share, failed_count = best, 1.0, 0
+    for _ in range(STEPS):
+        if best <= reached or not spare.any():
+            break
+        prices = np.maximum(0.0, prices - share * (bound - reached) / float(spare @ spare) * spare)
+        bound, spare = _bound(reuses, room, prices)
+        failed_count = 0 if bound < best else failed_count + 1
+        if failed_count == PATIENCE:
+            share, failed_count = share / 2, 0
+        best = min(best, bound)
+    return best / reuses.prompt_token_count
+
+
+def _greedy(reuses: Reuses, room: Floats) -> float:
+    """Returns the tokens of a choice that fits: the best bidders for bytes and time first, in parts where they must."""
+    left, tokens = room.copy(), 0.0
+    for number in np.argsort(-_bids(reuses)):
+        moments = slice(reuses.first[number], reuses.end[number])
+        part = min(1.0, float(left[moments].min()) / reuses.weight[number])
+        left[moments] -= part * reuses.weight[number]
+        tokens += part * reuses.token_count[number]
+    return float(tokens)
+
+
+def _bound(reuses: Reuses, room: Floats, prices: Floats) -> tuple[float, Floats]:
+    """Returns the tokens that the dual allows at these prices, and the bytes that would be spare at each moment."""
+    until = np.concatenate(([0.0], prices.cumsum()))
+    gain = reuses.token_count - reuses.weight * (until[reuses.end] - until[reuses.first])
+    chosen = gain > 0
+    return float(prices @ room + gain[chosen].sum()), room - reuses.kept(chosen)
+
+
+def _equal_prices(reuses: Reuses, room: Floats) -> Floats:
+    """Returns the best prices of those that are equal at all moments: bytes are sold to the best bidders first."""
+    bids = _bids(reuses)
+    order = np.argsort(-bids)
+    sold = np.searchsorted((reuses.token_count / bids)[order].cumsum(), room.sum())
+    price = bids[order[sold]] if sold < len(order) else 0.0
+    return np.full(len(room), price)
+
+
+def _bids(reuses: Reuses) -> Floats:
+    """Returns per interval the tokens that it hits for each byte that it keeps at one moment."""
+    return reuses.token_count / (reuses.weight * (reuses.end - reuses.first))

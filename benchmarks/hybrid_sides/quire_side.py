@@ -1,0 +1,107 @@
+"""Quire's core in process, asked as a worker's scheduler asks it."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import count
+from typing import Any, Final
+
+from quire.planning import blocks_for
+from quire_allocator.core.pool import Pool
+from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, GroupSpec, PoolSpec, Result
+
+from hybrid_sides.shapes import Shape
+from hybrid_sides.workloads import Request
+
+FULL_BLOCK_TOKENS: Final = 16
+RETENTIONS: Final = ("auto", "dense", "tail")
+
+
+class QuireSide:
+    """A pool of Quire and the owner that fills it.
+
+    Attributes:
+        refused_count: requests that found no room; none of their tokens hit.
+    """
+
+    def __init__(self, groups: tuple[GroupSpec, ...], block_count: int, chunk_tokens: int, retention: str = "") -> None:
+        fields = {field.name for field in dataclasses.fields(PoolSpec)}
+        wanted: dict[str, Any] = {"retention": retention, "chunk_token_count_max": chunk_tokens}
+        spec = PoolSpec(block_count, groups, **{name: value for name, value in wanted.items() if name in fields})
+        self.pool = Pool(spec)
+        self.refused_count = 0
+        self._chunk_tokens = chunk_tokens
+        self._digest_tokens = spec.block_size
+        self._edge_tokens = spec.edge_tokens
+        states = [group.block_size for group in groups if group.kind is GroupKind.STATE]
+        self._checkpoint_tokens = min(states, default=0)
+        self._ids = count(1)
+
+    @classmethod
+    def planned(cls, shape: Shape, pool_bytes: int, chunk_tokens: int, retention: str = "") -> QuireSide:
+        """Returns a pool laid out by Quire's planner."""
+        specs = [group.spec for group in shape.layout.groups]
+        groups = tuple(GroupSpec(GroupKind[spec.kind.name], spec.block_size, spec.window) for spec in specs)
+        return cls(groups, blocks_for(shape.layout, pool_bytes), chunk_tokens, retention)
+
+    @classmethod
+    def full_attention(cls, shape: Shape, pool_bytes: int, chunk_tokens: int) -> QuireSide:
+        """Returns a pool in which every layer keeps every token: one group of as many bytes a token as all layers."""
+        page_bytes = FULL_BLOCK_TOKENS * (shape.full_token_bytes + shape.windowed_token_bytes)
+        group = GroupSpec(GroupKind.FULL_ATTENTION, FULL_BLOCK_TOKENS)
+        return cls((group,), pool_bytes // page_bytes, chunk_tokens)
+
+    def serve(self, request: Request) -> int:
+        """Runs one request to its end; returns the tokens of its prompt that were cached."""
+        sequence, prompt = next(self._ids), request.prompt_token_count
+        digests = request.digests(self._digest_tokens)
+        own = digests[: prompt // self._digest_tokens * DIGEST_BYTES]
+        first = min(self._chunk_tokens, prompt)
+        answer = self.pool.allocate(sequence, first, own, prompt_token_count=prompt)
+        if answer.result is not Result.OK:
+            self.refused_count += 1
+            return 0
+        matched = answer.matched_token_count
+        junction = getattr(answer, "junction_token_count", 0)
+        is_done = self._compute(sequence, matched, prompt, junction, digests)
+        is_done = is_done and self._decode(sequence, prompt, request.computed_token_count, digests)
+        assert self.pool.free(sequence) is Result.OK
+        if not is_done:
+            self.refused_count += 1
+            return 0
+        return matched
+
+    def _compute(self, sequence: int, done: int, prompt: int, junction: int, digests: bytes) -> bool:
+        """Computes a prompt chunk by chunk; tells whether there was room."""
+        last_edge = (prompt - 1) // self._edge_tokens * self._edge_tokens
+        while done < prompt:
+            stops = [done + self._chunk_tokens, prompt, junction]
+            if self._checkpoint_tokens:  # a chunk that runs over one of these leaves no state behind there
+                stops += [last_edge, (done // self._checkpoint_tokens + 1) * self._checkpoint_tokens]
+            end = min(stop for stop in stops if stop > done)
+            if not self._advance(sequence, done, end, digests):
+                return False
+            done = end
+        return True
+
+    def _decode(self, sequence: int, done: int, end: int, digests: bytes) -> bool:
+        """Computes an answer; between two block edges nothing happens that a pool could see."""
+        size = self._digest_tokens
+        while done < end:
+            until = min((done // size + 1) * size, end)
+            if not self._advance(sequence, done, until, digests):
+                return False
+            done = until
+        return True
+
+    def _advance(self, sequence: int, done: int, end: int, digests: bytes) -> bool:
+        """Computes some tokens; tells whether there was room. What was granted beyond them is given back, since a state
+        that may still be written to is no checkpoint."""
+        grown = self.pool.grow(sequence, end)
+        if grown.result is not Result.OK:
+            return False
+        size = self._digest_tokens
+        filled = digests[done // size * DIGEST_BYTES : end // size * DIGEST_BYTES]
+        committed = self.pool.commit(sequence, end, filled, end if self._checkpoint_tokens else 0)
+        assert committed.result is Result.OK, committed
+        return True

@@ -1,0 +1,100 @@
+"""What the layers of a model keep, and the pages in which Quire's planner lays them.
+
+Every side gets the same bytes and lays them out by its own rule: Quire's pool by `quire.planning`, vLLM's by its own
+(`vllm_side.py`), the optimum by none, as it counts bytes of tokens and states.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+from quire.planning import LayerSpec, Layout, plan_layout, read_config
+from quire.types import GroupKind
+
+CONFIGS: Final = Path(__file__).parents[2] / "tests" / "client" / "configs"
+STATE_DTYPE: Final = "bfloat16"  # what vLLM keeps states in unless told otherwise
+WINDOW_TOKENS: Final = 1_024  # of the shape that no model has
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Layers of one model on one rank.
+
+    Attributes:
+        name: as the command line knows it.
+        layers: those that keep something.
+    """
+
+    name: str
+    layers: tuple[LayerSpec, ...]
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Returns the groups and pages that `quire plan` proposes."""
+        return plan_layout(self.layers)
+
+    @cached_property
+    def full_token_bytes(self) -> int:
+        """Counts what a token takes in all layers of full attention."""
+        return sum(layer.token_bytes for layer in self.layers if layer.kind is GroupKind.FULL_ATTENTION)
+
+    @cached_property
+    def windowed_token_bytes(self) -> int:
+        """Counts what a token takes in all layers with a window."""
+        return sum(layer.token_bytes for layer in self.layers if layer.window)
+
+    @cached_property
+    def window(self) -> int:
+        """Returns the longest window in tokens; 0 where there is none."""
+        return max(layer.window for layer in self.layers)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Counts what one checkpoint takes in all layers with states; 0 where there are none."""
+        return sum(layer.state_bytes for layer in self.layers)
+
+    def tail_bytes(self, token_count: int) -> int:
+        """Counts what a prefix of so many tokens needs beside full attention, so that a prompt can go on behind it.
+
+        The next token reads the `window - 1` tokens before it (fewer of a short prefix), and one state: with windows
+        of 1,024 in five layers of 4 KiB a token, a prefix of 8,192 tokens needs 5 * 1,023 * 4 KiB, 20 MiB.
+        """
+        windowed = [layer for layer in self.layers if layer.window]
+        kept = sum(min(token_count, layer.window - 1) * layer.token_bytes for layer in windowed)
+        return kept + self.state_bytes
+
+    def running_bytes(self, token_count: int, pass_token_count: int) -> int:
+        """Counts what a request of so many tokens holds while its last pass runs: of states the one it began with, the
+        running one, and a checkpoint."""
+        windowed = [layer for layer in self.layers if layer.window]
+        kept = sum(min(token_count, layer.window + pass_token_count) * layer.token_bytes for layer in windowed)
+        return token_count * self.full_token_bytes + kept + 3 * self.state_bytes
+
+
+def _of_config(name: str, file: str) -> Shape:
+    return Shape(name, read_config(json.loads((CONFIGS / file).read_text()), state_dtype=STATE_DTYPE).layers)
+
+
+def _full_and_windows() -> Shape:
+    kinds = [GroupKind.FULL_ATTENTION] + [GroupKind.SLIDING_WINDOW] * 5
+    layers = [
+        LayerSpec(number, kind, kv_head_count=8, head_dim=128, window=WINDOW_TOKENS if number else 0)
+        for number, kind in enumerate(kinds)
+    ]
+    return Shape("full+5x1024", tuple(layers))
+
+
+def all_shapes() -> dict[str, Shape]:
+    """Returns every shape by its name."""
+    shapes = [
+        _full_and_windows(),
+        _of_config("gpt-oss-20b", "gpt-oss-20b.json"),
+        _of_config("gemma-3-27b", "gemma-3-27b.json"),
+        _of_config("qwen3-next", "qwen3-next-80b.json"),
+        _of_config("bamba", "bamba-9b.json"),
+    ]
+    return {shape.name: shape for shape in shapes}

@@ -1,0 +1,147 @@
+"""`benchmarks/hybrid.py`: no cache hits more than its bound, its texts are prefixes of each other where they should be,
+and Quire's owner publishes what it computes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from quire.planning import LayerSpec
+from quire.types import GroupKind
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
+
+from hybrid_sides import optimum
+from hybrid_sides.quire_side import QuireSide
+from hybrid_sides.shapes import Shape, all_shapes
+from hybrid_sides.workloads import DIGEST_TOKENS, QUICK_SCALE, WORKLOADS, Request, Stretch, ask, trace
+
+SEEDS = range(12)
+Item = tuple[str, int]  # a block of full attention, or the tail at the end of that block; and the block
+
+
+def attention(layer: int, window: int = 0) -> LayerSpec:
+    """A layer of 4 bytes a token."""
+    kind = GroupKind.SLIDING_WINDOW if window else GroupKind.FULL_ATTENTION
+    return LayerSpec(layer, kind, kv_head_count=1, head_dim=1, window=window)
+
+
+# Beside a block of 64 bytes in full attention, a tail is 128 bytes: two windows of a block each, or a state.
+SHAPES = {
+    "windows": Shape("windows", (attention(0), *(attention(layer, DIGEST_TOKENS + 1) for layer in (1, 2)))),
+    "states": Shape("states", (attention(0), LayerSpec(1, GroupKind.STATE, state_bytes=128))),
+}
+
+
+def few_requests(rng: random.Random) -> list[Request]:
+    """Prompts of whole blocks and one token more, over a tree of at most five blocks."""
+    texts = [Stretch(None, DIGEST_TOKENS)]
+    while len(texts) < 5:
+        texts.append(rng.choice(texts).then(DIGEST_TOKENS) if rng.random() < 0.7 else Stretch(None, DIGEST_TOKENS))
+    return [ask(rng.choice(texts).then(1), 1) for _ in range(6)]
+
+
+def bytes_of(items: frozenset[Item]) -> int:
+    return sum(64 if kind == "block" else 128 for kind, _ in items)
+
+
+def choices(items: frozenset[Item], room: int) -> Iterator[frozenset[Item]]:
+    """Every part of it that fits."""
+    for count in range(len(items) + 1):
+        for kept in itertools.combinations(sorted(items), count):
+            if bytes_of(frozenset(kept)) <= room:
+                yield frozenset(kept)
+
+
+def hits_at_most(requests: list[Request], room: int) -> int:
+    """Tokens that the best of all caches hits: every choice of what to keep is tried.
+
+    A tail is one item for each end of a block, though windows overlap there by nothing: each is a block long.
+    """
+    best: dict[frozenset[Item], int] = {frozenset(): 0}
+    for request in requests:
+        path = request.prompt.block_ids()
+        running = 64 * len(path) + 128
+        after: dict[frozenset[Item], int] = {}
+        for kept, hits in best.items():
+            served = 0
+            for number, block in enumerate(path, 1):
+                if ("block", block) not in kept:
+                    break
+                if ("tail", block) in kept:
+                    served = number
+            others = frozenset(item for item in kept if item[1] not in path)
+            if bytes_of(others) + running > room:
+                continue
+            new = {("block", block) for block in path} | {("tail", block) for block in path[served:]}
+            held = {item for item in kept if item[1] in path}
+            for choice in choices(others | new | held, room):
+                after[choice] = max(after.get(choice, 0), hits + served * DIGEST_TOKENS)
+        for choice in list(best):  # what is dropped before a request makes room for it
+            del best[choice]
+        for kept, hits in after.items():
+            best[kept] = max(best.get(kept, 0), hits)
+    return max(best.values())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_choice_of_what_to_keep_hits_more_than_the_bound(seed: int, shape: str) -> None:
+    print("seed", seed)
+    rng = random.Random(seed)
+    requests = few_requests(rng)
+    try:
+        reuses = optimum.find_reuses(requests, SHAPES[shape])
+    except ValueError:
+        pytest.skip("nothing is used again")
+    longest = int(reuses.running_bytes.max())
+    for room in (longest, longest + 128, longest + 256):
+        bound = optimum.hit_ratio_max(reuses, room) * reuses.prompt_token_count
+        assert hits_at_most(requests, room) <= bound + 1e-6
+
+
+def test_a_pool_of_the_working_set_hits_everything() -> None:
+    requests = list(WORKLOADS["chats"](QUICK_SCALE))
+    for shape in all_shapes().values():
+        reuses = optimum.find_reuses(requests, shape)
+        assert optimum.hit_ratio_max(reuses, reuses.working_set_bytes() + 1) == pytest.approx(reuses.ratio)
+        assert optimum.hit_ratio_max(reuses, reuses.working_set_bytes() // 2) < 0.7 * reuses.ratio
+
+
+def test_blocks_are_equal_up_to_where_texts_part() -> None:
+    common = Stretch(None, 40)
+    left, right = common.then(24).block_ids(), common.then(60).block_ids()
+    assert (len(left), len(right)) == (4, 6)
+    assert left[:2] == right[:2]
+    assert not set(left[2:]) & set(right[2:])
+
+
+@pytest.mark.parametrize("name", all_shapes())
+def test_with_room_for_all_quire_hits_nearly_all_that_can_be_hit(name: str) -> None:
+    shape, requests = all_shapes()[name], list(WORKLOADS["chats"](QUICK_SCALE))
+    reuses = optimum.find_reuses(requests, shape)
+    side = QuireSide.planned(shape, 20 * reuses.working_set_bytes(), 2_048)
+    hits = sum(map(side.serve, requests))
+    assert 0.9 * reuses.ratio < hits / reuses.prompt_token_count <= reuses.ratio
+    assert side.refused_count == 0
+    assert not side.pool.sequences
+
+
+def test_a_trace_keeps_whole_sessions(tmp_path: Path) -> None:
+    lines = [
+        '{"input_length": 1100, "output_length": 5, "hash_ids": [0, 1, 2]}',
+        '{"input_length": 1024, "output_length": 5, "hash_ids": [0, 7]}',
+        '{"input_length": 1500, "output_length": 5, "hash_ids": [0, 1, 3]}',
+        '{"input_length": 9000, "output_length": 5, "hash_ids": [0, 1]}',
+    ]
+    file = tmp_path / "trace.jsonl"
+    file.write_text("\n".join(lines))
+    kept = list(trace(file, session_share=2, token_count_max=2_000))
+    assert [request.prompt_token_count for request in kept] == [1_100, 1_500]
+    first, second = (request.prompt.block_ids() for request in kept)
+    assert first[:64] == second[:64]
+    assert first[64] != second[64]

@@ -1,4 +1,4 @@
-"""What the owner of a pool says in a step, and what a step did: public names of `quire.protocol.steps` and `outcomes`."""
+"""What an owner says in a step, and what a step did: public names of `quire.protocol.steps` and `outcomes`."""
 
 from quire.protocol.outcomes import Copy, GrowOutcome, Result, StepOutcome, Swap, Victim
 from quire.protocol.steps import StepBuilder

@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+from collections.abc import Sequence
 
 import pytest
 from quire.hashing import DIGEST_BYTES
 from quire.protocol.steps import StepOutcome, read_reply
+from quire.types import GroupKind, GroupSpec
 from quire.v1 import allocator_pb2 as pb
+from quire_allocator.core import spec
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
-from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec
 from quire_allocator.wire import step_apply, step_checks
 from quire_worker.sampler import SamplingParams
 from quire_worker.scheduling.plan import Batch, Plan
@@ -48,6 +50,7 @@ class PretendedWorker:
     """Scheduler, the allocator's pool, and pages that hold tokens instead of keys and values.
 
     Args:
+        windows: groups beside one of full attention.
         ahead_tokens: as the scheduler's; None: every turn asks, and nothing is asked for while a batch is computed.
 
     Attributes:
@@ -64,14 +67,17 @@ class PretendedWorker:
         block_count: int,
         block_size: int,
         batch_tokens: int,
+        windows: Sequence[GroupSpec] = (),
         running_max: int = 8,
         ahead_tokens: int | None = None,
         commit_blocks_max: int = 1_000,
     ) -> None:
-        self.pool = Pool(PoolSpec(block_count, (GroupSpec(GroupKind.FULL_ATTENTION, block_size),)))
+        self.groups = (GroupSpec(GroupKind.FULL_ATTENTION, block_size), *windows)
+        core_groups = [spec.GroupSpec(spec.GroupKind[each.kind.name], block_size, each.window) for each in self.groups]
+        self.pool = Pool(spec.PoolSpec(block_count, tuple(core_groups)))
         self.scheduler = Scheduler(
-            block_size=block_size,
-            sequence_tokens_max=block_count * block_size,
+            groups=self.groups,
+            sequence_tokens_max=block_count // len(self.groups) * block_size,
             batch_tokens_max=batch_tokens,
             running_max=running_max,
             ahead_tokens=ahead_tokens or 0,
@@ -105,7 +111,7 @@ class PretendedWorker:
         self.commit_block_counts.append(len(message.commits.digests) // DIGEST_BYTES)
         step_apply.apply_step(self.pool, step_checks.check_step(self.pool, message), 0.0, reply)
         invariants.check(self.pool)
-        return read_reply(message, reply, 1)
+        return read_reply(message, reply, len(self.groups))
 
     def turn(self, *, cancel_meanwhile: Request | None = None) -> None:
         self.turn_count += 1
@@ -155,7 +161,7 @@ class PretendedWorker:
         for sample in self.scheduler.running:
             if sample.fork_of is None:
                 sequence = self.pool.sequences[sample.sequence_id]
-                assert list(self.pool.tables(sequence)[0]) == sample.table
+                assert [*map(list, self.pool.tables(sequence))] == [*map(list, sample.tables)]
                 assert sequence.committed_token_count == sample.committed
                 assert sequence.token_count == sample.granted
 
@@ -179,12 +185,16 @@ class PretendedWorker:
         self.prefilled_token_count += token_count
         for position in range(sample.computed, sample.computed + token_count):
             block, offset = divmod(position, self.scheduler.block_size)
-            self.pages[sample.table[block], offset] = sample.tokens[position]
+            for table in sample.tables:
+                self.pages[table[block], offset] = sample.tokens[position]
 
     def _read(self, sample: Sample, end: int) -> None:
+        """What the tokens `[computed, end)` read: of each group as far back as its window goes."""
         size = self.scheduler.block_size
-        content = [self.pages[sample.table[position // size], position % size] for position in range(end)]
-        assert content == sample.tokens[:end], f"sample {sample.age} reads another sequence's tokens"
+        for table, group in zip(sample.tables, self.scheduler.groups, strict=True):
+            first = group.first_read(sample.computed)
+            content = [self.pages[table[position // size], position % size] for position in range(first, end)]
+            assert content == sample.tokens[first:end], f"sample {sample.age} reads another sequence's tokens"
 
     def _extend(self, parent: Sample) -> None:
         drawn = [parent]

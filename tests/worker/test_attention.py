@@ -207,7 +207,7 @@ def test_queries_keys_and_values_may_have_any_strides(attention: PagedAttention)
         tensor.transpose(0, 2).contiguous().transpose(0, 2).repeat_interleave(2, dim=1)[:, ::2].to(device)
         for tensor in (scene.new_tokens_of(scene.keys), scene.new_tokens_of(scene.values), scene.query)
     )
-    plan = attention.plan(scene.batch, scene.cache.spec)
+    plan = attention.plan(scene.batch, scene.spec)
     plan.append(key, value, scene.pages)
     output = plan.attend(query, scene.pages, scale=0.2).cpu()
     # Of the same numbers by the same implementation: far closer than either has to be to the reference.

@@ -7,6 +7,7 @@ import random
 
 import pytest
 from quire.hashing import DigestChain
+from quire.types import GroupKind, GroupSpec
 from quire_allocator.core.pool import Pool
 from quire_worker.scheduling.request import Request
 
@@ -211,9 +212,12 @@ SEEDS = [int(os.environ["QUIRE_SEED"])] if "QUIRE_SEED" in os.environ else range
 def test_random_requests_in_tiny_pools_read_back_their_own_tokens(seed: int) -> None:
     print(f"QUIRE_SEED={seed}")  # replays this history
     dice = random.Random(seed)
+    size, windowed = dice.choice([1, 2, 4, 16]), (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL)
+    windows = [GroupSpec(dice.choice(windowed), size, dice.randint(1, 5 * size)) for _ in range(dice.choice([0, 1, 3]))]
     worker = PretendedWorker(
-        block_count=dice.randint(6, 40),
-        block_size=dice.choice([1, 2, 4, 16]),
+        block_count=dice.randint(6, 40) * (1 + len(windows)),
+        block_size=size,
+        windows=windows,
         batch_tokens=dice.randint(1, 40),
         running_max=dice.randint(1, 8),
         ahead_tokens=dice.choice([None, 0, 1, 5, 64]),

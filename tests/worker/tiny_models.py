@@ -2,6 +2,7 @@
 
     write_tiny_llama(tmp_path / "llama")        GQA 4:2, tied embeddings
     write_tiny_qwen3(tmp_path / "qwen3")        GQA 4:2, normalised queries and keys
+    write_tiny("gemma2", tmp_path / "gemma2")   and so on, every family of `FAMILIES`
 
 The same arguments give the same bytes. Weights are drawn ten times wider than usual, so that logits are far apart and
 greedy text depends on every token before it.
@@ -16,8 +17,20 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -42,6 +55,13 @@ def write_tiny_qwen3(folder: Path, *, seed: int = 0, heads: int = 4, kv_heads: i
     return _write(folder, seed, lambda: Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=False)))
 
 
+def write_tiny(family: str, folder: Path, **changes: Any) -> Path:
+    """Writes a model of one of `FAMILIES` with a tokenizer, `changes` being made to its configuration."""
+    model_class, config_class, own = FAMILIES[family]
+    shape = _shape(4, 2, 16) | own | changes
+    return _write(folder, 0, lambda: model_class(config_class(**shape)))
+
+
 def write_tokenizer(folder: Path) -> None:
     """Writes a byte-level BPE of `VOCABULARY` tokens: any text can be encoded, rare characters byte by byte."""
     tokenizer = Tokenizer(models.BPE())
@@ -62,6 +82,67 @@ def write_model(folder: Path, model: PreTrainedModel) -> Path:
     """Saves any model, without a tokenizer."""
     model.save_pretrained(folder)
     return folder
+
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+# Windows of 24 tokens end inside blocks of 16. A soft cap of 2, a temperature that changes every 8 tokens: what is too
+# weak to be missed in a checkpoint of this size is made strong.
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 24}),
+    "gemma2": (
+        Gemma2ForCausalLM,
+        Gemma2Config,
+        {"num_hidden_layers": 4, "sliding_window": 24, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16},
+    ),
+    "gemma3": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        {"num_hidden_layers": 5, "sliding_window": 24, "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING, _SLIDING]},
+    ),
+    "gemma3n": (
+        Gemma3nForCausalLM,
+        Gemma3nTextConfig,
+        {
+            "num_hidden_layers": 6,
+            "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL, _SLIDING, _FULL],
+            "sliding_window": 24,
+            "num_kv_shared_layers": 3,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 8,
+            "altup_num_inputs": 2,
+            "laurel_rank": 8,
+            "intermediate_size": [96] * 6,
+            "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0, 0.0, 0.0],
+        },
+    ),
+    "gpt_oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 24,
+            "layer_types": [_SLIDING, _FULL] * 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    ),
+    "llama4": (
+        Llama4ForCausalLM,
+        Llama4TextConfig,
+        {
+            "num_hidden_layers": 4,
+            "attention_chunk_size": 32,
+            "no_rope_layers": [1, 1, 0, 1],
+            "floor_scale": 8,
+            "attn_scale": 1.0,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 96,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
+}
 
 
 def _shape(heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:

@@ -198,8 +198,8 @@ def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSessi
     """Puts the parts together; nothing is connected yet."""
     _, model, cache, tokenizer = loaded
     scheduler = Scheduler(
-        block_size=cache.spec.block_size,
-        sequence_tokens_max=min(model.max_position, cache.block_count * cache.spec.block_size),
+        groups=cache.spec.groups,
+        sequence_tokens_max=min(model.max_position, cache.sequence_tokens_max),
         batch_tokens_max=options.max_batch_tokens,
         running_max=options.max_running,
         ahead_tokens=options.grant_ahead_tokens,

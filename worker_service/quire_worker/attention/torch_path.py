@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from quire_worker.attention.interface import AttentionBatch, AttentionPlan, PagedAttention
 from quire_worker.attention.torch_plan import Unit, plan_units, query_block
 from quire_worker.attention.torch_tiles import DTYPES, Tiles, attend_tiles, key_rows, plan_tiles
-from quire_worker.cache import KEY_AND_VALUE, CacheSpec
+from quire_worker.cache import KEY_AND_VALUE, PageSpec, rows_of
 from quire_worker.sampler import SamplingParams, choose_by_sorting
 
 # Rows that the fused kernel takes at a time: 32, and more from 192 rows on. Between the two, one head's queries are
@@ -44,12 +44,12 @@ class TorchPagedAttention(PagedAttention):
         self._workspace = _Workspace()
         self._masks = _CausalMasks()
 
-    def plan(self, batch: AttentionBatch, spec: CacheSpec) -> TorchAttentionPlan:
-        rows = key_rows(batch.slot_mapping, spec.block_size)
+    def plan(self, batch: AttentionBatch, spec: PageSpec) -> TorchAttentionPlan:
+        rows = key_rows(batch.slot_mapping, spec)
         return TorchAttentionPlan(batch, spec, rows, self._workspace, self._masks)
 
-    def copy_blocks(self, layers: Sequence[torch.Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
-        block_count = layers[0].shape[0]
+    def copy_blocks(self, buffers: Sequence[torch.Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
+        block_count = buffers[0].shape[0]
         if len(sources) != len(destinations):
             raise ValueError(f"destinations: {len(destinations)} for {len(sources)} sources")
         if len(set(destinations)) != len(destinations):
@@ -61,8 +61,8 @@ class TorchPagedAttention(PagedAttention):
             return
         read = torch.tensor(sources, dtype=torch.int64)
         write = torch.tensor(destinations, dtype=torch.int64)
-        for pages in layers:
-            pages.index_copy_(0, write, pages.index_select(0, read))
+        for buffer in buffers:
+            buffer.index_copy_(0, write, buffer.index_select(0, read))
 
     def choose(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
@@ -82,7 +82,7 @@ class TorchAttentionPlan(AttentionPlan):
     """The CPU's `AttentionPlan`. What it plans depends on the window, and is made when its first layer comes."""
 
     batch: AttentionBatch
-    spec: CacheSpec
+    spec: PageSpec
     append_rows: torch.Tensor  # int64 [tokens], see `key_rows`
     workspace: _Workspace
     masks: _CausalMasks
@@ -100,7 +100,7 @@ class TorchAttentionPlan(AttentionPlan):
 
     def append(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor) -> None:
         _, _, page_size, kv_heads, head_dim = pages.shape
-        rows = pages.view(-1, kv_heads * head_dim)
+        rows = rows_of(pages, kv_heads * head_dim)
         rows.index_copy_(0, self.append_rows, key.reshape(-1, kv_heads * head_dim))
         rows[page_size:].index_copy_(0, self.append_rows, value.reshape(-1, kv_heads * head_dim))
 
@@ -261,7 +261,7 @@ class _Place(NamedTuple):
 
     def gather(self, pages: torch.Tensor, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a unit, each `[sequences, kv_heads, keys, head_dim]`, valid until the next call."""
-        halves = pages.view(-1, self.key_pages.shape[1])  # [pages * 2, ...]: keys, values, keys, ...
+        halves = rows_of(pages, self.key_pages.shape[1])  # keys, values, perhaps other layers, keys, ...
         torch.index_select(halves, 0, unit.key_pages, out=self.key_pages)
         torch.index_select(halves[1:], 0, unit.key_pages, out=self.value_pages)
         if unit.unseen is not None:

@@ -19,7 +19,7 @@ from quire_kernels.ops.copy_blocks import copy_blocks
 from quire_kernels.ops.sampling import greedy, sample
 
 from quire_worker.attention.interface import AttentionBatch, AttentionPlan, PagedAttention
-from quire_worker.cache import CacheSpec
+from quire_worker.cache import PageSpec
 from quire_worker.sampler import SamplingParams
 
 # For partial results of split decodes: more than any batch needs whose query heads and head dims a GPU is built for.
@@ -44,13 +44,13 @@ class TritonPagedAttention(PagedAttention):
         """Reserves the workspace on the device."""
         self._workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
 
-    def plan(self, batch: AttentionBatch, spec: CacheSpec) -> TritonAttentionPlan:
+    def plan(self, batch: AttentionBatch, spec: PageSpec) -> TritonAttentionPlan:
         slots = batch.slot_mapping.to(self._workspace.device, non_blocking=True)
         return TritonAttentionPlan(batch, spec, page_table(batch, spec.block_size), slots, self._workspace)
 
-    def copy_blocks(self, layers: Sequence[torch.Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """See `PagedAttention.copy_blocks`; one launch for all layers."""
-        copy_blocks(layers, sources, destinations)
+    def copy_blocks(self, buffers: Sequence[torch.Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """See `PagedAttention.copy_blocks`; one launch for all buffers."""
+        copy_blocks(buffers, sources, destinations)
 
     def choose(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
@@ -97,7 +97,7 @@ class TritonAttentionPlan(AttentionPlan):
     """What the GPU's path keeps of one batch, an `AttentionPlan`."""
 
     batch: AttentionBatch
-    spec: CacheSpec
+    spec: PageSpec
     table: PageTable
     slots: torch.Tensor  # int64 [tokens], on the device
     workspace: torch.Tensor

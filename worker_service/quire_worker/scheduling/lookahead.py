@@ -28,8 +28,8 @@ def tokens_after(running: Iterable[Sample], work: Iterable[Work], samples: Seque
 
 
 def block_count_of(sample: Sample, block_size: int) -> int:
-    """Blocks that it holds beyond those of its tokens."""
-    return max(0, len(sample.table) - -(-len(sample.tokens) // block_size))
+    """Blocks of each group that it holds beyond those of its tokens."""
+    return max(0, sample.table_length - -(-len(sample.tokens) // block_size))
 
 
 def _last(sample: Sample, sequence_tokens_max: int) -> int:

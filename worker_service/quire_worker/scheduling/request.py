@@ -22,12 +22,16 @@ Positions of a running sample's tokens, with `computed <= len(tokens)`:
 from __future__ import annotations
 
 import asyncio
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from quire.errors import QuireError
 from quire.hashing import DigestChain
+from quire.protocol.steps import NULL_BLOCK
+from quire.types import GroupSpec
 
 
 class FinishReason(Enum):
@@ -97,6 +101,8 @@ class Sample:
         generator: source of its random choices (opaque here).
         detokenizer: turns its tokens into text (opaque here).
         sequence_id: its sequence at the allocator; 0 while it has none.
+        tables: its blocks, of each group of the pool, all equally long; none while it has no sequence.
+        fallen: of each group, entries at the start of the table that hold no block: they fell out of a window.
         fork_of: the sample to be forked from with the next step.
     """
 
@@ -106,7 +112,8 @@ class Sample:
     generator: Any
     detokenizer: Any
     sequence_id: int = 0
-    table: list[int] = field(default_factory=list)
+    tables: list[array[int]] = field(default_factory=list)
+    fallen: list[int] = field(default_factory=list)
     granted: int = 0
     committed: int = 0
     computed: int = 0
@@ -126,6 +133,22 @@ class Sample:
         """Tokens generated so far."""
         return len(self.tokens) - len(self.request.prompt)
 
+    @property
+    def table_length(self) -> int:
+        """Entries of each of its tables."""
+        return len(self.tables[0]) if self.tables else 0
+
+    @property
+    def held_block_count(self) -> int:
+        """Blocks in its tables, of all groups."""
+        return self.table_length * len(self.tables) - sum(self.fallen)
+
+    def held_blocks(self) -> set[int]:
+        """The same blocks by their ids, without null entries."""
+        held = {block for table in self.tables for block in table}
+        held.discard(NULL_BLOCK)
+        return held
+
     def digests(self, block_size: int, first: int, end: int) -> list[bytes]:
         """Digests of the blocks `[first, end)` of its tokens; each is computed once."""
         known = len(self._digests)
@@ -138,7 +161,7 @@ class Sample:
     def forget_blocks(self) -> None:
         """It holds nothing any more: freed, preempted, or the allocator's state is gone."""
         self.sequence_id = 0
-        self.table = []
+        self.tables, self.fallen = [], []
         self.granted = self.committed = self.computed = 0
         self.fork_of = None
 
@@ -149,8 +172,22 @@ class Sample:
         self._digests = list(parent._digests)
         self._chain = parent._chain.copy() if parent._chain is not None else None
 
+    def take_blocks_of(self, parent: Sample, block_size: int) -> None:
+        """The fork has been done: it shares the blocks of its tokens."""
+        length = -(-self.computed // block_size)
+        self.tables, self.fallen = [table[:length] for table in parent.tables], list(parent.fallen)
+        self.fork_of = None
+
+    def settle(self, groups: Sequence[GroupSpec]) -> None:
+        """A commit was applied: the blocks that no token after the committed ones reads are others' now."""
+        for index, (table, group) in enumerate(zip(self.tables, groups, strict=False)):
+            first, end = self.fallen[index], group.first_read(self.committed) // group.block_size
+            if end > first:
+                table[first:end] = array("I", [NULL_BLOCK]) * (end - first)
+                self.fallen[index] = end
+
     def check_invariants(self, block_size: int) -> None:
-        """Of a running sample: counters are in order, and its table holds what was granted.
+        """Of a running sample: counters are in order, and its tables hold what was granted.
 
         Raises:
             AssertionError: naming what is broken.
@@ -158,4 +195,11 @@ class Sample:
         assert self.committed <= self.computed <= len(self.tokens), f"counters of {self.age} are out of order"
         if self.fork_of is None:
             assert self.computed <= self.granted, f"{self.age} wrote past its blocks"
-            assert len(self.table) == -(-self.granted // block_size), f"{self.age} has another table than was granted"
+            length = -(-self.granted // block_size)
+            assert all(len(table) == length for table in self.tables), f"{self.age} has other tables than was granted"
+            assert self.tables or not length, f"{self.age} has no table"
+            for table, fallen in zip(self.tables, self.fallen, strict=True):
+                is_held = [block != NULL_BLOCK for block in table]
+                assert is_held == [position >= fallen for position in range(length)], (
+                    f"{self.age} has other null entries"
+                )

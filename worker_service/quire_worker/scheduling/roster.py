@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
+
+from quire.types import GroupSpec
 
 from quire_worker.scheduling import lookahead
 from quire_worker.scheduling.request import FinishReason, Request, Sample
@@ -12,7 +15,7 @@ class Roster:
     """Samples of one worker, each in one place.
 
     Args:
-        block_size: tokens per block.
+        groups: of the pool, with blocks of one size.
 
     Attributes:
         waiting, running: oldest first.
@@ -21,13 +24,23 @@ class Roster:
         preemption_count: how often a sample that ran had to wait again.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, groups: Sequence[GroupSpec]) -> None:
+        """Raises ValueError where blocks have several sizes."""
+        sizes = {group.block_size for group in groups}
+        if len(sizes) != 1:
+            raise ValueError(f"blocks of one size are scheduled, not of {sorted(sizes)} tokens")
+        self.groups = tuple(groups)
+        self.block_size = sizes.pop()
         self.waiting: list[Sample] = []
         self.running: list[Sample] = []
         self.leaving: list[Sample] = []
         self.to_free: list[int] = []
         self.preemption_count = 0
+
+    @property
+    def group_count(self) -> int:
+        """Block tables of each sample."""
+        return len(self.groups)
 
     @property
     def has_work(self) -> bool:
@@ -50,7 +63,7 @@ class Roster:
             return
         sample.has_ended = True
         sample.finish_reason = reason
-        sample.request.usage.unshared_block_count += -(-sample.computed // self.block_size)
+        sample.request.usage.unshared_block_count += self.group_count * -(-sample.computed // self.block_size)
         self._uncount_ahead(sample)
         if sample in self.running:
             self.running.remove(sample)
@@ -87,7 +100,8 @@ class Roster:
 
     def _uncount_ahead(self, sample: Sample) -> None:
         """It loses its blocks: those that it held ahead and never used are not counted as its request's."""
-        sample.request.usage.granted_block_count -= lookahead.block_count_of(sample, self.block_size)
+        ahead = lookahead.block_count_of(sample, self.block_size)
+        sample.request.usage.granted_block_count -= self.group_count * ahead
 
     def check_invariants(self) -> None:
         """Counters of every sample are in order, nobody is in two places, tables hold what was granted.
@@ -102,7 +116,7 @@ class Roster:
             sample.check_invariants(self.block_size)
         for sample in self.waiting:
             assert not sample.sequence_id, f"{sample.age} waits with blocks"
-            assert not sample.table, f"{sample.age} waits with blocks"
+            assert not sample.tables, f"{sample.age} waits with blocks"
 
 
 def age_of(sample: Sample) -> tuple[int, int]:

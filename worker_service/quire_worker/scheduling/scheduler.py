@@ -13,6 +13,8 @@ Pure: no torch, grpc, clock or randomness. One turn of the engine:
     3. advance   the batch has been computed
     4. extend    one more token was sampled; finish says why a sample ends
 
+Tables of all groups grow alike, so whatever counts blocks here counts those of one group: "a block" is one of each.
+
 Order is by age, always: the oldest sample is asked for first and preempted last, so it always gets on. Who is let in is
 decided in `admission.py`, how many blocks are asked for ahead in `quire.ahead`; who is where is kept in
 `roster.py`.
@@ -20,12 +22,14 @@ decided in `admission.py`, how many blocks are asked for ahead in `quire.ahead`;
 
 from __future__ import annotations
 
+from array import array
 from bisect import insort
 from collections.abc import Iterable, Sequence
 
 from quire.protocol.packing import unpack_uint64
 from quire.protocol.steps import Copy, GrowOutcome, Result, StepOutcome
 from quire.session.lookahead import Decoding, Increment, give_back, needs_of
+from quire.types import GroupSpec
 
 from quire_worker.scheduling import lookahead
 from quire_worker.scheduling.admission import Admission, Room, admit
@@ -38,7 +42,7 @@ class Scheduler(Roster):
     """Decides about the samples of one worker.
 
     Args:
-        block_size: tokens per block.
+        groups: of the pool, with blocks of one size.
         sequence_tokens_max: longest sequence that the model and the pool can hold.
         batch_tokens_max: tokens per forward pass.
         running_max: samples that run at a time.
@@ -51,7 +55,7 @@ class Scheduler(Roster):
     def __init__(
         self,
         *,
-        block_size: int,
+        groups: Sequence[GroupSpec],
         sequence_tokens_max: int,
         batch_tokens_max: int,
         running_max: int,
@@ -59,14 +63,14 @@ class Scheduler(Roster):
         digest_bytes_max: int = 512 << 10,
         commit_blocks_max: int = 10 << 10,
     ) -> None:
-        super().__init__(block_size)
+        super().__init__(groups)
         self.sequence_tokens_max = sequence_tokens_max
         self.batch_tokens_max = batch_tokens_max
         self.running_max = running_max
         self.ahead_tokens = ahead_tokens
         self.digest_bytes_max = digest_bytes_max
         self.commit_blocks_max = commit_blocks_max
-        self._increment = Increment.of(block_size)
+        self._increment = Increment.of(self.block_size)
         self._last_sequence_id = 0
         self._free_block_count: int | None = None
         self._copies: list[Copy] = []  # to run before the next batch
@@ -173,7 +177,7 @@ class Scheduler(Roster):
         """
         self._take_commits(plan, outcome)
         for parent, child in plan.forks:
-            child.table, child.fork_of = parent.table[: -(-child.computed // self.block_size)], None
+            child.take_blocks_of(parent, self.block_size)
         self._copies += outcome.copies
         return {
             sample
@@ -241,11 +245,14 @@ class Scheduler(Roster):
 
     def _commit(self, plan: Plan, filled: dict[Sample, list[bytes]], kept: dict[Sample, int]) -> None:
         """Commits whoever filled a block or gives some back, keeping room for so many tokens."""
-        for sample in {**filled, **kept}:
+        plan.commits = [*{**filled, **kept}]
+        for sample in plan.commits:
             plan.step.commit(sample.sequence_id, sample.computed, filled.get(sample, ()), kept.get(sample, 0))
         for sample, token_count in kept.items():
-            sample.request.usage.granted_block_count -= (sample.granted - token_count) // self.block_size
-            del sample.table[token_count // self.block_size :]
+            end = token_count // self.block_size
+            sample.request.usage.granted_block_count -= self.group_count * (sample.table_length - end)
+            for table in sample.tables:
+                del table[end:]
             sample.committed, sample.granted = sample.computed, token_count
 
     def _fork(self, plan: Plan) -> None:
@@ -320,12 +327,14 @@ class Scheduler(Roster):
     def _take_commits(self, plan: Plan, outcome: StepOutcome) -> None:
         assert not any((*outcome.commits, *outcome.forks)), "the allocator lost a sequence"
         if plan.step:
-            self._free_block_count = outcome.free_block_count
+            self._free_block_count = outcome.free_block_count // self.group_count
         if outcome.swaps:
             by_id = {sample.sequence_id: sample for sample in (*self.running, *self.leaving)}
             for swap in outcome.swaps:  # of a sample that was freed with this step nobody asks any more
                 if swap.sequence_id in by_id:
-                    by_id[swap.sequence_id].table[swap.position] = swap.block
+                    by_id[swap.sequence_id].tables[swap.group][swap.position] = swap.block
+        for sample in plan.commits:
+            sample.settle(self.groups)
 
     def _take(self, sample: Sample, token_count: int, grown: GrowOutcome, *, is_new: bool) -> bool:
         """Notes what the allocator granted; False if that was nothing."""
@@ -337,21 +346,23 @@ class Scheduler(Roster):
         if is_new and sample.has_ended:  # cancelled while the allocator was being asked
             self.leaving.append(sample)
             return False
-        (blocks,) = grown.blocks
         usage = sample.request.usage
         matched_block_count = grown.matched_token_count // self.block_size
         if not sample.has_ended:  # else it has no use for them
-            usage.granted_block_count += len(blocks) - matched_block_count
+            usage.granted_block_count += sum(len(blocks) - matched_block_count for blocks in grown.blocks)
         if is_new:
             self.waiting.remove(sample)
             insort(self.running, sample, key=age_of)
-            sample.table = list(blocks)
+            sample.tables = [array("I", blocks) for blocks in grown.blocks]
             sample.computed = sample.committed = grown.matched_token_count
+            sample.fallen = [group.first_read(sample.computed) // self.block_size for group in self.groups]
             if not sample.request.admitted:
                 sample.request.admitted = True
                 usage.cached_token_count = grown.matched_token_count
         else:
-            sample.table[token_count // self.block_size - len(blocks) :] = blocks
+            end = token_count // self.block_size
+            for table, blocks in zip(sample.tables, grown.blocks, strict=True):
+                table[end - len(blocks) :] = array("I", blocks)
         sample.granted = token_count
         return True
 

@@ -200,6 +200,11 @@ def test_running_twice_gives_the_same_bits(attention: PagedAttention) -> None:
     assert torch.equal(Scene(lengths).run(attention), Scene(lengths).run(attention))
 
 
+def test_pages_of_other_layers_may_lie_between_those_of_a_layer(attention: PagedAttention) -> None:
+    assert_equals_reference(Scene([(0, 33), (100, 1), (31, 2)], layers_between=2), attention, window_left=20)
+    assert_equals_reference(Scene([(100, 1), (64, 1)], layers_between=2), attention)
+
+
 def test_queries_keys_and_values_may_have_any_strides(attention: PagedAttention) -> None:
     scene, device = Scene([(0, 9), (20, 1)]), device_of(attention)
     expected = scene.run(attention)

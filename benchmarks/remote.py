@@ -192,7 +192,7 @@ async def side(
         session=answers,
         scheduler=Scheduler(
             groups=cache.spec.groups,
-            sequence_tokens_max=min(model.max_position, cache.sequence_tokens_max),
+            sequence_tokens_max=min(model.max_position, cache.sequence_tokens_max(512)),
             batch_tokens_max=512,
             running_max=64,
             ahead_tokens=64,

@@ -51,26 +51,28 @@ class Scene:
         head_dim: int = 32,
         dtype: torch.dtype = torch.float32,
         layers_between: int = 0,  # whose pages lie between two of this layer's
+        latent_dim: int | None = None,
         seed: int = 0,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         block_counts = [-(-(before + new) // page_size) for before, new in lengths]
         block_ids = list(range(sum(block_counts) + 3))
         random.Random(seed).shuffle(block_ids)
-        shape = (len(block_ids), layers_between + 1, 2, page_size, kv_heads, head_dim)
+        halves = 1 if latent_dim else 2
+        shape = (len(block_ids), layers_between + 1, halves, page_size, kv_heads, head_dim)
         buffer = torch.full(shape, float("nan"), dtype=dtype)
         self.lengths = lengths
         self.pages = buffer[:, layers_between // 2]
-        self.spec = PageSpec(kv_heads, head_dim, page_size, dtype, buffer.stride(0))
+        self.spec = PageSpec(kv_heads, head_dim, page_size, dtype, buffer.stride(0), latent_dim)
         self.keys, self.values, chunks = [], [], []
         for (before, new), block_count in zip(lengths, block_counts, strict=True):
             table = [block_ids.pop() for _ in range(block_count)]
-            key, value = torch.randn(2, before + new, kv_heads, head_dim, generator=generator).to(dtype)
+            both = torch.randn(halves, before + new, kv_heads, head_dim, generator=generator).to(dtype)
             for position in range(before):
                 page, offset = table[position // page_size], position % page_size
-                self.pages[page, 0, offset], self.pages[page, 1, offset] = key[position], value[position]
-            self.keys.append(key)
-            self.values.append(value)
+                self.pages[page, :, offset] = both[:, position]
+            self.keys.append(both[0])
+            self.values.append(both[-1, :, :, :latent_dim])
             chunks.append(Chunk([0] * new, before, [table], needs_logits=True))
         self.sinks = torch.randn(heads, generator=generator)
         token_count = sum(new for _, new in lengths)
@@ -101,7 +103,7 @@ class Scene:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Query by query, head by head, in float64."""
-        output = torch.empty(self.query.shape, dtype=torch.float64)
+        output = torch.empty(*self.query.shape[:2], self.values[0].shape[2], dtype=torch.float64)
         group = self.query.shape[1] // self.pages.shape[3]
         token = 0
         for (before, new), key, value in zip(self.lengths, self.keys, self.values, strict=True):

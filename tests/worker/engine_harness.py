@@ -178,7 +178,7 @@ async def running(
             session=session,
             scheduler=Scheduler(
                 groups=model.cache_spec.groups,
-                sequence_tokens_max=min(model.max_position, kv_cache.sequence_tokens_max),
+                sequence_tokens_max=min(model.max_position, kv_cache.sequence_tokens_max(batch_tokens)),
                 batch_tokens_max=batch_tokens,
                 running_max=running_max,
                 ahead_tokens=ahead_tokens,

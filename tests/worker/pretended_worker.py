@@ -50,7 +50,8 @@ class PretendedWorker:
     """Scheduler, the allocator's pool, and pages that hold tokens instead of keys and values.
 
     Args:
-        windows: groups beside one of full attention.
+        groups: of the pool; one of full attention if there are none.
+        sequence_tokens_max: as the scheduler's; by default what fits with every token in every group.
         ahead_tokens: as the scheduler's; None: every turn asks, and nothing is asked for while a batch is computed.
 
     Attributes:
@@ -67,17 +68,18 @@ class PretendedWorker:
         block_count: int,
         block_size: int,
         batch_tokens: int,
-        windows: Sequence[GroupSpec] = (),
+        groups: Sequence[GroupSpec] = (),
+        sequence_tokens_max: int | None = None,
         running_max: int = 8,
         ahead_tokens: int | None = None,
         commit_blocks_max: int = 1_000,
     ) -> None:
-        self.groups = (GroupSpec(GroupKind.FULL_ATTENTION, block_size), *windows)
+        self.groups = tuple(groups) or (GroupSpec(GroupKind.FULL_ATTENTION, block_size),)
         core_groups = [spec.GroupSpec(spec.GroupKind[each.kind.name], block_size, each.window) for each in self.groups]
         self.pool = Pool(spec.PoolSpec(block_count, tuple(core_groups)))
         self.scheduler = Scheduler(
             groups=self.groups,
-            sequence_tokens_max=block_count // len(self.groups) * block_size,
+            sequence_tokens_max=sequence_tokens_max or block_count // len(self.groups) * block_size,
             batch_tokens_max=batch_tokens,
             running_max=running_max,
             ahead_tokens=ahead_tokens or 0,

@@ -205,6 +205,12 @@ def test_pages_of_other_layers_may_lie_between_those_of_a_layer(attention: Paged
     assert_equals_reference(Scene([(100, 1), (64, 1)], layers_between=2), attention)
 
 
+def test_latents_are_keys_whose_first_elements_are_values(attention: PagedAttention) -> None:
+    latents: Any = {"heads": 4, "kv_heads": 1, "head_dim": 48, "latent_dim": 32}
+    assert_equals_reference(Scene([(0, 33), (100, 1), (31, 2)], **latents), attention)
+    assert_equals_reference(Scene([(100, 1), (0, 1), (64, 1)], layers_between=2, **latents), attention)
+
+
 def test_queries_keys_and_values_may_have_any_strides(attention: PagedAttention) -> None:
     scene, device = Scene([(0, 9), (20, 1)]), device_of(attention)
     expected = scene.run(attention)

@@ -75,6 +75,31 @@ async def test_requests_that_outgrow_their_pool_are_preempted_and_finish_with_th
         assert len(output.tokens[0]) == 60
 
 
+@pytest.mark.parametrize("family", ["gemma3", "llama4", "deepseek_v3"])
+async def test_the_text_goes_on_when_the_allocator_is_replaced_by_an_empty_one(
+    folders: dict[str, Path], family: str
+) -> None:
+    tokens, blocks = prompt(50, seed=9), pool_of(folders[family], 64)
+    async with running(folders[family], blocks=blocks) as harness:
+        request = harness.submit(tokens, max_tokens=60, ignore_eos=True)
+        task = asyncio.create_task(harness.collect(request))
+        while request.usage.output_token_count < 10:
+            await asyncio.sleep(0)
+        await harness.allocator.stop()
+        await harness.allocator.start()
+        output = await task
+        assert await harness.free_block_count() == blocks
+    expected = reference_text(folders[family], tuple(tokens), 60)
+    assert output.tokens[0][: len(expected)] == expected
+    assert len(output.tokens[0]) == 60
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_of_latent_attention_pages_hold_one_vector_per_token(folders: dict[str, Path], family: str) -> None:
+    spec = paged_model(folders[family]).cache_spec
+    assert spec.bytes_per_block == len(spec.layers) * 16 * (32 + 8) * 4  # tokens, latent and rotated part, float32
+
+
 # -- what a family needs beyond keys and values: without it, logits are others -----------------------------------------
 
 

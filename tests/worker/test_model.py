@@ -211,7 +211,7 @@ def change_config(folder: Path, **entries: object) -> None:
             "'compressed_sparse_attention' is unknown",
         ),
         ({"sliding_window": 64, "layer_types": None}, "sliding window of 64, but it passes 'sliding_window' = None"),
-        ({"kv_lora_rank": 32}, "kv_lora_rank"),
+        ({"kv_lora_rank": 32, "qk_rope_head_dim": 8}, "kv_lora_rank"),
         ({"mamba_d_state": 16}, "mamba_d_state"),
         ({"num_kv_shared_layers": 1}, "num_kv_shared_layers"),
         ({"attention_chunk_size": 32}, "attention_chunk_size = 32"),

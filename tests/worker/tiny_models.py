@@ -17,6 +17,10 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -45,20 +49,20 @@ _SAMPLE_TEXT = "A quire is a gathering of pages. The pages of a sequence need no
 
 def write_tiny_llama(folder: Path, *, seed: int = 0, heads: int = 4, kv_heads: int = 2, head_dim: int = 16) -> Path:
     """Writes a Llama of two layers with a tokenizer, and returns its folder."""
-    shape = _shape(heads, kv_heads, head_dim)
+    shape = tiny_shape(heads, kv_heads, head_dim)
     return _write(folder, seed, lambda: LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True)))
 
 
 def write_tiny_qwen3(folder: Path, *, seed: int = 0, heads: int = 4, kv_heads: int = 2, head_dim: int = 16) -> Path:
     """Writes a Qwen3 of two layers with a tokenizer, and returns its folder."""
-    shape = _shape(heads, kv_heads, head_dim)
+    shape = tiny_shape(heads, kv_heads, head_dim)
     return _write(folder, seed, lambda: Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=False)))
 
 
 def write_tiny(family: str, folder: Path, **changes: Any) -> Path:
     """Writes a model of one of `FAMILIES` with a tokenizer, `changes` being made to its configuration."""
     model_class, config_class, own = FAMILIES[family]
-    shape = _shape(4, 2, 16) | own | changes
+    shape = tiny_shape() | own | changes
     return _write(folder, 0, lambda: model_class(config_class(**shape)))
 
 
@@ -84,6 +88,21 @@ def write_model(folder: Path, model: PreTrainedModel) -> Path:
     return folder
 
 
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 # Windows of 24 tokens end inside blocks of 16. A soft cap of 2, a temperature that changes every 8 tokens: what is too
@@ -142,10 +161,13 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "interleave_moe_layer_step": 2,
         },
     ),
+    "deepseek_v2": (DeepseekV2ForCausalLM, DeepseekV2Config, _LATENT | {"q_lora_rank": None}),
+    "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config, _LATENT | {"q_lora_rank": 24}),
 }
 
 
-def _shape(heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
+def tiny_shape(heads: int = 4, kv_heads: int = 2, head_dim: int = 16) -> dict[str, Any]:
+    """What configurations of most model types call their sizes."""
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": 16 * heads,

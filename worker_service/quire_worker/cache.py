@@ -15,7 +15,7 @@ A layer sees its part of the buffer as pages of layout "NHD, 5-D", the words of 
     pages  [blocks, 2, block_size, kv_heads, head_dim]
                     |  |           N         H, D
                     |  +-- slot of a token in its page
-                    +-- 0: keys, 1: values
+                    +-- 0: keys, 1: values; latent attention has keys alone, whose first elements are the values
 
 A page is contiguous. From one to the next are `PageSpec.page_stride` elements: more than a page has, where a slot holds
 other layers of the group, too, or padding. Tokens have slots in a layer's pages: page * block_size + place in the page.
@@ -47,6 +47,7 @@ class PageSpec:
         kv_head_count: of this rank.
         block_size: tokens per page.
         stride: elements from one page to the next, of `dtype`; None where page follows page.
+        latent_dim: of latent attention, how many elements of a key are its value, too; None where there are values.
 
     Raises:
         ValueError: a count is below 1, or the stride is no multiple of the keys of a page.
@@ -57,12 +58,13 @@ class PageSpec:
     block_size: int
     dtype: torch.dtype
     stride: int | None = None
+    latent_dim: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("kv_head_count", "head_dim", "block_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.page_stride % self.half_elements or self.page_stride < KEY_AND_VALUE * self.half_elements:
+        if self.page_stride % self.half_elements or self.page_stride < self.half_count * self.half_elements:
             keys = self.half_elements
             raise ValueError(f"pages {self.page_stride} elements apart, no multiple of a page's {keys} of keys")
 
@@ -72,6 +74,11 @@ class PageSpec:
         return self.kv_head_count * self.head_dim
 
     @property
+    def half_count(self) -> int:
+        """Keys and values, or keys alone."""
+        return KEY_AND_VALUE if self.latent_dim is None else 1
+
+    @property
     def half_elements(self) -> int:
         """Elements of the keys of a page, and of its values."""
         return self.block_size * self.row_elements
@@ -79,12 +86,12 @@ class PageSpec:
     @property
     def page_stride(self) -> int:
         """Elements from one page to the next."""
-        return KEY_AND_VALUE * self.half_elements if self.stride is None else self.stride
+        return self.half_count * self.half_elements if self.stride is None else self.stride
 
     @property
     def page_shape(self) -> tuple[int, int, int, int]:
         """Dimensions of one page."""
-        return (KEY_AND_VALUE, self.block_size, self.kv_head_count, self.head_dim)
+        return (self.half_count, self.block_size, self.kv_head_count, self.head_dim)
 
 
 def rows_of(pages: torch.Tensor, width: int) -> torch.Tensor:
@@ -109,6 +116,7 @@ class CacheSpec:
         block_size: tokens per block, the same in every group.
         dtype: of keys and values.
         token_count_max: longest sequence, for which the layout is planned.
+        latent_dim: as in `PageSpec`, of all layers.
 
     Raises:
         ValueError: a layer has no head or no dim, blocks no token, or the layers' pages do not fit side by side.
@@ -118,6 +126,7 @@ class CacheSpec:
     block_size: int
     dtype: torch.dtype
     token_count_max: int = 32_768
+    latent_dim: int | None = None
 
     def __post_init__(self) -> None:
         for _ in self.places():  # each checks its own
@@ -163,6 +172,8 @@ class CacheSpec:
                 f"{layer.kv_head_count}x{layer.head_dim}" for layer in self.layers if layer.shared_with is None
             )
         )
+        if self.latent_dim is not None:
+            shapes += f" latent={self.latent_dim}"
         return f"nhd {groups} heads={shapes} block={self.block_size} buffers={self.plan.buffer_count} dtype={dtype}"
 
     def places(self) -> Iterator[Place]:
@@ -177,7 +188,7 @@ class CacheSpec:
             part = slices[layer.layer if layer.shared_with is None else layer.shared_with]
             buffer, offset = divmod(part.offset, plan.slot_bytes)
             stride = plan.slot_bytes // self.dtype.itemsize
-            pages = PageSpec(layer.kv_head_count, layer.head_dim, self.block_size, self.dtype, stride)
+            pages = PageSpec(layer.kv_head_count, layer.head_dim, self.block_size, self.dtype, stride, self.latent_dim)
             yield Place(layer, part.group, buffer, offset // self.dtype.itemsize, pages)
 
     def block_count_for(self, memory_bytes: int) -> int:
@@ -209,7 +220,8 @@ class LayerCache(NamedTuple):
 
     Attributes:
         kind: number of its group and shape, an index in `KVCache.kinds`: what such layers share is planned once.
-        pages: `[blocks, 2, block_size, kv_heads, head_dim]` of the cache's dtype, each page contiguous.
+        pages: `[blocks, 2, block_size, kv_heads, head_dim]` of the cache's dtype, each page contiguous; 1 for 2 where
+            there are latents.
         window: tokens that a query sees of a sliding window, itself included; None without one.
         is_written: whether the layer writes its own keys and values, or reads those that another layer wrote.
     """
@@ -264,10 +276,18 @@ class KVCache:
         window = place.layer.window if is_sliding else None
         return LayerCache(kind, pages, window, is_written=place.layer.shared_with is None)
 
-    @property
-    def sequence_tokens_max(self) -> int:
-        """Tokens of the longest sequence that fits alone, with a block of every group for each `block_size` of them."""
-        return self.block_count // len(self.spec.groups) * self.spec.block_size
+    def sequence_tokens_max(self, pass_token_count: int) -> int:
+        """Tokens of the longest sequence that fits alone, of which so many are computed at a time.
+
+        At least `pass_token_count` more than what a window holds have to fit where a group has a window.
+        """
+        size, plan = self.spec.block_size, self.spec.plan
+        fits, too_long = 0, self.spec.token_count_max // size + 1  # in blocks
+        while too_long - fits > 1:
+            middle = (fits + too_long) // 2
+            is_enough = plan.blocks_peak(middle * size, pass_token_count + size) <= self.block_count
+            fits, too_long = (middle, too_long) if is_enough else (fits, middle)
+        return fits * size
 
     @property
     def pool_bytes(self) -> int:

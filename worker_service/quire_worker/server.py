@@ -199,7 +199,7 @@ def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSessi
     _, model, cache, tokenizer = loaded
     scheduler = Scheduler(
         groups=cache.spec.groups,
-        sequence_tokens_max=min(model.max_position, cache.sequence_tokens_max),
+        sequence_tokens_max=min(model.max_position, cache.sequence_tokens_max(options.max_batch_tokens)),
         batch_tokens_max=options.max_batch_tokens,
         running_max=options.max_running,
         ahead_tokens=options.grant_ahead_tokens,

@@ -58,7 +58,7 @@ class AttentionPlan(Protocol):
 
         Args:
             key: `[tokens, kv_heads, head_dim]`, of the pages' dtype, any strides.
-            value: the same.
+            value: the same; of latents it is a part of the keys, and not looked at.
             pages: one layer, `[pages, 2, page_size, kv_heads, head_dim]`, each page contiguous and from one to the next
                 the spec's `page_stride`; written in place.
         """
@@ -87,8 +87,10 @@ class AttentionPlan(Protocol):
             soft_cap: soft_cap * tanh(x / soft_cap) of the scaled scores x, before the mask; 0: none.
             sinks: float32 `[query_heads]`, natural logarithms of what is added to the softmax's denominator.
 
+        Of latents, an implementation may refuse the options with ValueError.
+
         Returns:
-            `[tokens, query_heads, head_dim]`, of the query's dtype.
+            `[tokens, query_heads, head_dim]`, or `latent_dim` where the pages hold latents, of the query's dtype.
         """
         ...
 

@@ -102,6 +102,8 @@ class TorchAttentionPlan(AttentionPlan):
         _, _, page_size, kv_heads, head_dim = pages.shape
         rows = rows_of(pages, kv_heads * head_dim)
         rows.index_copy_(0, self.append_rows, key.reshape(-1, kv_heads * head_dim))
+        if self.spec.latent_dim is not None:
+            return
         rows[page_size:].index_copy_(0, self.append_rows, value.reshape(-1, kv_heads * head_dim))
 
     def attend(
@@ -114,10 +116,15 @@ class TorchAttentionPlan(AttentionPlan):
         soft_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        attended = self._attend(query, pages, _Scores(scale, window_left, soft_cap, sinks))
+        return attended if self.spec.latent_dim is None else attended[..., : self.spec.latent_dim]
+
+    def _attend(self, query: torch.Tensor, pages: torch.Tensor, scores: _Scores) -> torch.Tensor:
+        """Of latents, the values are whole keys."""
+        scale, window_left, soft_cap, sinks = scores
         tiles, units = self.work(window_left)
         if tiles is not None and not units and tiles.tokens.shape[0] == query.shape[0]:
             return attend_tiles(tiles, query, pages, scale=scale, soft_cap=soft_cap, sinks=sinks)
-        scores = _Scores(scale, window_left, soft_cap, sinks)
         if tiles is None and len(units) == 1 and isinstance(units[0].tokens, slice):
             return self._attend_unit(units[0], query, pages, scores)
         output = torch.empty(query.shape, dtype=query.dtype)
@@ -263,10 +270,12 @@ class _Place(NamedTuple):
         """Keys and values of a unit, each `[sequences, kv_heads, keys, head_dim]`, valid until the next call."""
         halves = rows_of(pages, self.key_pages.shape[1])  # keys, values, perhaps other layers, keys, ...
         torch.index_select(halves, 0, unit.key_pages, out=self.key_pages)
-        torch.index_select(halves[1:], 0, unit.key_pages, out=self.value_pages)
+        has_values = pages.shape[1] == KEY_AND_VALUE
+        if has_values:
+            torch.index_select(halves[1:], 0, unit.key_pages, out=self.value_pages)
         if unit.unseen is not None:
             self.slots.index_fill_(1, unit.unseen, 0)
-        return self.key, self.value
+        return self.key, self.value if has_values else self.key
 
 
 class _Workspace:

@@ -156,6 +156,7 @@ def attend_tiles(
     sequences, query_heads, _ = query.shape
     keys = rows_of(pages, head_dim)
     pattern = tiles.pattern(query_heads, kv_heads, keys.shape[0], pages.dtype)
+    values = keys[(pages.shape[1] - 1) * page_size * kv_heads :]  # a key's value; latents are their own
     of_tile = tiles.sequence_of_tile
     is_whole = of_tile.shape[0] == sequences
     queries = query if is_whole else query[of_tile]
@@ -168,13 +169,13 @@ def attend_tiles(
     if tiles.padding is not None:
         scores = scores.masked_fill(tiles.padding, float("-inf"))
     if is_whole and sinks is None:
-        return _weighted(scores.softmax(2), pattern, keys[page_size * kv_heads :]).view(query.shape)
+        return _weighted(scores.softmax(2), pattern, values).view(query.shape)
     largest = scores.new_full((sequences, query_heads), float("-inf")) if sinks is None else sinks.to(scores.dtype)
     largest = largest.expand(sequences, -1).clone().index_reduce_(0, of_tile, scores.amax(2), "amax")
     weights = (scores - largest[of_tile][:, :, None]).exp_()
     total = torch.zeros_like(largest) if sinks is None else (sinks.to(scores.dtype) - largest).exp_()
     total = total.index_add_(0, of_tile, weights.sum(2))
-    parts = _weighted(weights, pattern, keys[page_size * kv_heads :]).view(-1, query_heads, head_dim)
+    parts = _weighted(weights, pattern, values).view(-1, query_heads, head_dim)
     return torch.zeros_like(query).index_add_(0, of_tile, parts) / total[:, :, None]
 
 

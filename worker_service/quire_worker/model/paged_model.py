@@ -26,6 +26,7 @@ from quire_worker.attention import PagedAttention, backend_for
 from quire_worker.cache import NAN_BYTE, CacheSpec, KVCache
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError, fingerprint, weight_files
+from quire_worker.model.latent import keep_latents
 from quire_worker.model.support import Arrival, layers_as_they_arrive, layers_of
 from quire_worker.model.transformers_seam import ATTENTION_NAME, PagedStep, ProbeStep, run
 
@@ -103,7 +104,8 @@ def load_model(
     arrivals, vocab_size = _probe(module, device)
     layers = layers_as_they_arrive(config.model_type, layers, arrivals)
     try:
-        cache_spec = CacheSpec(layers, block_size, arrivals[layers[0].layer].key.dtype, max_position)
+        key, latent_dim, _ = arrivals[layers[0].layer]
+        cache_spec = CacheSpec(layers, block_size, key.dtype, max_position, latent_dim)
     except ValueError as error:
         raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: {error}") from error
     model = PagedModel(
@@ -150,6 +152,7 @@ def _read_weights(folder: Path, dtype: torch.dtype | str, device: torch.device) 
         raise CheckpointError(f"weights in {folder} lack {_some(report['missing_keys'])}")
     if report["unexpected_keys"]:
         _log.warning("unused_weights", folder=folder.name, weights=_some(report["unexpected_keys"]))
+    keep_latents(module, ATTENTION_NAME)
     return module.to(device).eval()
 
 

@@ -32,6 +32,7 @@ class Arrival(NamedTuple):
     """What reached the attention of one layer in the first pass."""
 
     key: torch.Tensor  # [tokens, kv_heads, head_dim]
+    latent_dim: int | None  # elements of a key that are its value, too, of latent attention
     sliding_window: int | None  # tokens that a query sees, itself included
 
 
@@ -93,7 +94,12 @@ def layers_as_they_arrive(
     if len(dtypes) > 1:
         raise UnsupportedModelError(f"model type {model_type!r} cannot be served: the layers' keys differ: {dtypes}")
     for layer in layers:
-        key, found = arrivals[layer.layer]
+        key, latent_dim, found = arrivals[layer.layer]
+        if (latent_dim is None) == (layer.value_head_dim == 0):
+            raise UnsupportedModelError(
+                f"model type {model_type!r} cannot be served: by its configuration layer {layer.layer} has latent"
+                " attention (kv_lora_rank), but its keys and values arrive expanded, or the other way round"
+            )
         expected = layer.window if layer.kind is GroupKind.SLIDING_WINDOW else None
         if found != expected:
             raise UnsupportedModelError(
@@ -112,7 +118,11 @@ def _with_heads(layer: LayerSpec, key: torch.Tensor) -> LayerSpec:
     _, kv_head_count, head_dim = key.shape
     element_bytes = key.dtype.itemsize
     return replace(
-        layer, kv_head_count=kv_head_count, head_dim=head_dim, value_head_dim=None, element_bytes=element_bytes
+        layer,
+        kv_head_count=kv_head_count,
+        head_dim=head_dim,
+        value_head_dim=0 if layer.value_head_dim == 0 else None,
+        element_bytes=element_bytes,
     )
 
 
@@ -141,10 +151,6 @@ def _encoder_decoder(config: Any) -> str | None:
     return "it is an encoder-decoder" if config.is_encoder_decoder else None
 
 
-def _latent_attention(config: Any) -> str | None:
-    return "latent attention (kv_lora_rank)" if _entry(config, "kv_lora_rank") else None
-
-
 def _recurrent_state(config: Any) -> str | None:
     name = next((name for name in _STATE_ENTRIES if _entry(config, name)), None)
     return f"recurrent state ({name})" if name is not None else None
@@ -164,7 +170,6 @@ def _batch_dependent_rope(config: Any) -> str | None:
 
 _REASONS: tuple[Callable[[Any], str | None], ...] = (
     _encoder_decoder,
-    _latent_attention,
     _recurrent_state,
     _batch_dependent_rope,
 )

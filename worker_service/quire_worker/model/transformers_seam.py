@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 
 from quire_worker.attention import AttentionPlan
 from quire_worker.cache import LayerCache
+from quire_worker.model import latent
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.support import Arrival, refuse_unsupported_options
@@ -48,7 +49,8 @@ class Step(Protocol):
     def attend(
         self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        """Takes a layer's new keys and values, and returns what its queries attend to."""
+        """Takes a layer's new keys and values, and returns what its queries attend to. Latents are keys, and values are
+        their first elements: the same memory."""
         ...
 
 
@@ -93,11 +95,14 @@ class ProbeStep:
         """Notes the shapes that arrive; the result has the right shape and no sense."""
         if layer_index in self.arrivals:
             raise UnsupportedModelError(f"layer {layer_index} attends twice")
-        if key.shape != value.shape or query.shape[-1] != key.shape[-1] or query.shape[1] % key.shape[1]:
+        is_latent = key.data_ptr() == value.data_ptr()
+        fits = is_latent or key.shape == value.shape
+        if not fits or query.shape[-1] != key.shape[-1] or query.shape[1] % key.shape[1]:
             shapes = " and ".join(str(list(tensor.shape[1:])) for tensor in (query, key, value))
             raise UnsupportedModelError(f"queries, keys and values of {shapes} heads and dims do not fit one page")
-        self.arrivals[layer_index] = Arrival(key, scoring.sliding_window)
-        return torch.zeros_like(query)
+        latent_dim = value.shape[-1] if is_latent else None
+        self.arrivals[layer_index] = Arrival(key, latent_dim, scoring.sliding_window)
+        return query.new_zeros(*query.shape[:2], value.shape[-1])
 
 
 class PositionsView:
@@ -143,8 +148,8 @@ def paged_attention_forward(
     Args:
         module: the layer's attention; its `layer_idx` says which layer's pages.
         query: `[1, query_heads, tokens, head_dim]`, rotated.
-        key: `[1, kv_heads, tokens, head_dim]`, rotated; new tokens only.
-        value: `[1, kv_heads, tokens, head_dim]`.
+        key: `[1, kv_heads, tokens, head_dim]`, rotated; new tokens only. Of latent attention, `[1, 1, tokens, rank]`.
+        value: `[1, kv_heads, tokens, head_dim]`. Of latent attention, the rotated key, `[1, 1, tokens, rope dims]`.
         attention_mask: None.
         quire_step: the forward pass.
         scaling: factor of the dot products; None is `head_dim ** -0.5`.
@@ -174,8 +179,13 @@ def paged_attention_forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer_index: int = module.layer_idx  # type: ignore[assignment]  # a plain attribute of every attention module
     scoring = Scoring(scale, sliding_window, softcap or 0.0, s_aux)
-    attended = quire_step.attend(layer_index, _ragged(query), _ragged(key), _ragged(value), scoring)
-    return attended.unsqueeze(0), None
+    queries, keys, values = _ragged(query), _ragged(key), _ragged(value)
+    if not latent.is_latent(module):
+        return quire_step.attend(layer_index, queries, keys, values, scoring).unsqueeze(0), None
+    both = torch.cat([keys, values], dim=2)  # latents, and what is rotated
+    queries = latent.absorbed(module, queries)
+    attended = quire_step.attend(layer_index, queries, both, both[..., : keys.shape[2]], scoring)
+    return latent.values_of(module, attended).unsqueeze(0), None
 
 
 def run(module: torch.nn.Module, batch: ForwardBatch, step: Step) -> torch.Tensor:

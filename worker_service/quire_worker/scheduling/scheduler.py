@@ -13,6 +13,8 @@ Pure: no torch, grpc, clock or randomness. One turn of the engine:
     3. advance   the batch has been computed
     4. extend    one more token was sampled; finish says why a sample ends
 
+Where a group has a window, a prompt is granted chunk by chunk: what falls out of the window of one serves the next.
+
 Tables of all groups grow alike, so whatever counts blocks here counts those of one group: "a block" is one of each.
 
 Order is by age, always: the oldest sample is asked for first and preempted last, so it always gets on. Who is let in is
@@ -29,10 +31,10 @@ from collections.abc import Iterable, Sequence
 from quire.protocol.packing import unpack_uint64
 from quire.protocol.steps import Copy, GrowOutcome, Result, StepOutcome
 from quire.session.lookahead import Decoding, Increment, give_back, needs_of
-from quire.types import GroupSpec
+from quire.types import GroupKind, GroupSpec
 
 from quire_worker.scheduling import lookahead
-from quire_worker.scheduling.admission import Admission, Room, admit
+from quire_worker.scheduling.admission import Admission, Peaks, Room, admit
 from quire_worker.scheduling.plan import Batch, Plan, Work
 from quire_worker.scheduling.request import FinishReason, Request, Sample
 from quire_worker.scheduling.roster import Roster, age_of
@@ -71,6 +73,8 @@ class Scheduler(Roster):
         self.digest_bytes_max = digest_bytes_max
         self.commit_blocks_max = commit_blocks_max
         self._increment = Increment.of(self.block_size)
+        self._peaks = Peaks(groups, batch_tokens_max)
+        self._has_windows = any(group.kind is not GroupKind.FULL_ATTENTION for group in groups)
         self._last_sequence_id = 0
         self._free_block_count: int | None = None
         self._copies: list[Copy] = []  # to run before the next batch
@@ -93,8 +97,9 @@ class Scheduler(Roster):
             if sample.computed + token_count > sample.granted:
                 self._grow(plan, sample, self._round_up(sample.computed + token_count))
         room = self._room()
-        missing = len(plan.grows) - (self._free_block_count or 0) - freed_ahead
-        admissions = self._choose(budget, None if room is None else room + freed_ahead - len(plan.grows))
+        taken = sum(lookahead.grow_block_count(*grow, self.block_size) for grow in plan.grows)
+        missing = taken - (self._free_block_count or 0) - freed_ahead
+        admissions = self._choose(budget, None if room is None else room + freed_ahead - taken)
         missing += self._let_in(plan, admissions)
         self._commit(plan, filled, self._given_back(missing))
         return plan
@@ -138,11 +143,17 @@ class Scheduler(Roster):
         samples = lookahead.going_on(work, self.sequence_tokens_max)
         budget = max(0, self.batch_tokens_max - lookahead.tokens_after(self.running, work, samples))
         needs = self._needs_of(samples, self._free_block_count or 0)
-        if may_wait and not needs and not self._can_admit(budget):
+        chunks = lookahead.next_chunks(self.running, work, self.batch_tokens_max, self.block_size)
+        if may_wait and not needs and not chunks and not self._can_admit(budget):
             return plan
         filled = self._take_filled()
         self._commit(plan, filled, {})
         free = (self._free_block_count or 0) + self._free(plan)
+        for sample, token_count in chunks:
+            needed = lookahead.grow_block_count(sample, token_count, self.block_size)
+            if needed <= free:
+                free -= needed
+                self._grow(plan, sample, token_count)
         admissions = self._choose(budget, free - sum(each.lacks_room for each in samples))
         for sample, token_count in self._needs_of(samples, free - sum(each.block_count for each in admissions)):
             self._grow(plan, sample, token_count)
@@ -159,10 +170,11 @@ class Scheduler(Roster):
         if any(sample not in plan.admitted and not sample.has_ended for sample in denied):
             denied.add(self.preempt_newest())
         work = [
-            Work(sample, min(token_count, len(sample.tokens) - sample.computed))
+            Work(sample, min(token_count, len(sample.tokens) - sample.computed, sample.granted - sample.computed))
             for sample, token_count in plan.wanted
             if sample not in denied and not sample.has_ended
         ]
+        work = [item for item in work if item.token_count]  # else more was found in the cache than was asked for
         if not work:  # the copies wait for a batch
             return Batch([], [])
         copies, self._copies = self._copies, []
@@ -308,14 +320,16 @@ class Scheduler(Roster):
             blocks=free_block_count,
             digest_bytes=self.digest_bytes_max,
         )
-        return admit(self.waiting, self.running, room, block_size=self.block_size)
+        return admit(self.waiting, self.running, room, block_size=self.block_size, peaks=self._peaks)
 
     def _let_in(self, plan: Plan, admissions: Iterable[Admission]) -> int:
         """Returns how many blocks they take at most."""
         block_count = 0
         for sample, token_count, needed, digests in admissions:
-            capacity = self._round_up(len(sample.tokens))
-            plan.step.allocate(self._new_sequence_id(), capacity, digests, sample.request.namespace)
+            prompt = self._round_up(len(sample.tokens))
+            capacity = min(prompt, self._round_up(self.batch_tokens_max)) if self._has_windows else prompt
+            namespace, whole = sample.request.namespace, prompt if capacity < prompt else 0
+            plan.step.allocate(self._new_sequence_id(), capacity, digests, namespace, prompt_token_count=whole)
             plan.grows.append((sample, capacity))
             plan.wanted.append((sample, token_count))
             plan.admitted.add(sample)
@@ -363,7 +377,7 @@ class Scheduler(Roster):
             end = token_count // self.block_size
             for table, blocks in zip(sample.tables, grown.blocks, strict=True):
                 table[end - len(blocks) :] = array("I", blocks)
-        sample.granted = token_count
+        sample.granted = max(token_count, grown.matched_token_count)
         return True
 
     def _round_up(self, token_count: int) -> int:

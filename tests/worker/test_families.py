@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from quire.errors import UsageError
 from quire.types import GroupKind, GroupSpec
 from quire_worker.attention.torch_path import TorchAttentionPlan
 from quire_worker.cache import CacheSpec, KVCache, Place
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.transformers_seam import PositionsView
+from quire_worker.server import load, parse_arguments
 
 from tests.worker.engine_harness import paged_model, prompt, reference_model, reference_text, running
 from tests.worker.tiny_models import FAMILIES, write_tiny
@@ -60,19 +62,19 @@ async def test_requests_that_outgrow_their_pool_are_preempted_and_finish_with_th
     folders: dict[str, Path], family: str
 ) -> None:
     folder = folders[family]
-    prompts = [prompt(1 + i, seed=i) for i in range(6)]
-    blocks = pool_of(folder, 8)  # five are let in, and a window of 24 tokens alone is three blocks of each of them
+    prompts = [prompt(1 + i, seed=i) for i in range(4)]
+    blocks = pool_of(folder, 4)  # two are let in, and a window of 24 tokens alone is three blocks of each of them
     async with running(folder, blocks=blocks) as harness:
         outputs = await asyncio.gather(
-            *(harness.generate(tokens, max_tokens=60, ignore_eos=True) for tokens in prompts)
+            *(harness.generate(tokens, max_tokens=56, ignore_eos=True) for tokens in prompts)
         )
         preemptions = harness.engine.scheduler.preemption_count
         assert await harness.free_block_count() == blocks
     assert preemptions > 0
     for tokens, output in zip(prompts, outputs, strict=True):
-        expected = reference_text(folder, tuple(tokens), 60)
+        expected = reference_text(folder, tuple(tokens), 56)
         assert output.tokens[0][: len(expected)] == expected
-        assert len(output.tokens[0]) == 60
+        assert len(output.tokens[0]) == 56
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llama4", "deepseek_v3"])
@@ -92,6 +94,12 @@ async def test_the_text_goes_on_when_the_allocator_is_replaced_by_an_empty_one(
     expected = reference_text(folders[family], tuple(tokens), 60)
     assert output.tokens[0][: len(expected)] == expected
     assert len(output.tokens[0]) == 60
+
+
+def test_a_pool_with_less_than_a_block_for_each_group_is_refused_with_what_it_takes(folders: dict[str, Path]) -> None:
+    options = parse_arguments(["--model", str(folders["gemma3"]), "--blocks", "4"])
+    with pytest.raises(UsageError, match="4 blocks hold no token; it takes 5 blocks of 4,096 bytes"):
+        load(options)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])

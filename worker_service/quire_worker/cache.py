@@ -277,12 +277,13 @@ class KVCache:
         return LayerCache(kind, pages, window, is_written=place.layer.shared_with is None)
 
     def sequence_tokens_max(self, pass_token_count: int) -> int:
-        """Tokens of the longest sequence that fits alone, of which so many are computed at a time.
+        """Tokens of the longest sequence that fits alone, in whole blocks, if at most so many are computed at a time.
 
-        At least `pass_token_count` more than what a window holds have to fit where a group has a window.
+        Full attention holds all of them; a window what the tokens of a pass read, and the rest of the last one's block.
+        0 where not even a block of each group fits.
         """
         size, plan = self.spec.block_size, self.spec.plan
-        fits, too_long = 0, self.spec.token_count_max // size + 1  # in blocks
+        fits, too_long = 0, -(-self.spec.token_count_max // size) + 1  # in blocks
         while too_long - fits > 1:
             middle = (fits + too_long) // 2
             is_enough = plan.blocks_peak(middle * size, pass_token_count + size) <= self.block_count

@@ -155,13 +155,18 @@ def load(options: argparse.Namespace) -> Loaded:
         block_count = options.blocks or spec.block_count_for(options.kv_memory)
     except ValueError as error:
         raise UsageError(f"--kv-memory: {error}") from None
+    if block_count < len(spec.groups):
+        needed = f"{len(spec.groups)} blocks of {spec.bytes_per_block:,} bytes, one for each group of layers"
+        raise UsageError(f"--kv-memory or --blocks: {block_count} blocks hold no token; it takes {needed}")
     cache = KVCache(spec, block_count, device=options.device)
     log.info(
         "model loaded",
         architecture=model.architecture,
         attention=type(model.attention).__name__,
         blocks=block_count,
+        groups=len(spec.groups),
         kv_bytes=cache.pool_bytes,
+        sequence_tokens_max=min(model.max_position, cache.sequence_tokens_max(options.max_batch_tokens)),
     )
     if options.device == "cuda":
         compile_kernels(model)

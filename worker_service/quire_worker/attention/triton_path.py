@@ -122,8 +122,9 @@ class TritonAttentionPlan(AttentionPlan):
         if self.spec.latent_dim is None:
             append_slots(key, value, self.slots, pages, check=False)
         else:
-            parts, places = (tensor.tensor_split([self.spec.latent_dim], dim=-1) for tensor in (key, pages[:, 0]))
-            append_slots(*parts, self.slots, places, check=False)
+            latent, rotated = key.tensor_split([self.spec.latent_dim], dim=-1)
+            places = pages[:, 0].tensor_split([self.spec.latent_dim], dim=-1)
+            append_slots(latent, rotated, self.slots, places, check=False)
 
     def attend(
         self,

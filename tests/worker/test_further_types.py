@@ -15,7 +15,7 @@ from quire_worker.model.paged_model import load_model
 from transformers import AutoModelForCausalLM
 
 from tests.worker.engine_harness import prompt
-from tests.worker.tiny_models import tiny_shape, write_model
+from tests.worker.tiny_models import FAMILIES, tiny_shape, write_model
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 EXPERTS: dict[str, Any] = {
@@ -71,6 +71,29 @@ SERVED: dict[str, dict[str, Any]] = {
 }
 
 
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+LLAMA4_VISION = VISION | {
+    "intermediate_size": 128,
+    "vision_output_dim": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+    "pixel_shuffle_ratio": 0.5,
+}
+
+# Models that read images, too: the family of the text model, and the configuration around it.
+WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Gemma3": ("gemma3", {"vision_config": VISION | {"intermediate_size": 32}, "mm_tokens_per_image": 4}),
+    "Llama4": ("llama4", {"vision_config": LLAMA4_VISION}),
+    "Mistral3": ("mistral", {"vision_config": VISION | {"intermediate_size": 32, "model_type": "pixtral"}}),
+}
+
+
 def write(name: str, folder: Path, changes: dict[str, Any]) -> Path:
     config = getattr(transformers, f"{name}Config")(**(tiny_shape() | changes))
     with torch.random.fork_rng(devices=[]):
@@ -79,11 +102,10 @@ def write(name: str, folder: Path, changes: dict[str, Any]) -> Path:
     return write_model(folder, model)
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_logits_equal_those_of_transformers_beyond_every_window(name: str, tmp_path: Path) -> None:
-    folder = write(name, tmp_path, SERVED[name])
+def check_logits(folder: Path, model_class: Any) -> None:
+    """Of 70 tokens through pages, in two chunks."""
     model, tokens = load_model(folder), prompt(70, seed=7)
-    own: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    own: Any = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.inference_mode():
         expected = own(torch.tensor([tokens])).logits[0, -1]
     groups = model.cache_spec.groups
@@ -95,6 +117,32 @@ def test_logits_equal_those_of_transformers_beyond_every_window(name: str, tmp_p
         chunk = Chunk(tokens[start:stop], start, tables, needs_logits=True)
         logits = model.forward(build_batch([chunk], groups=groups), cache)[0]
     assert (logits - expected).norm() < 1e-4 * expected.norm()
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_logits_equal_those_of_transformers_beyond_every_window(name: str, tmp_path: Path) -> None:
+    check_logits(write(name, tmp_path, SERVED[name]), AutoModelForCausalLM)
+
+
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_of_a_model_that_reads_images_the_text_model_is_served(name: str, tmp_path: Path) -> None:
+    family, around = WITH_IMAGES[name]
+    _, text_class, own = FAMILIES[family]
+    tokens = {"image_token_index": 317, "boi_token_index": 318, "eoi_token_index": 319}  # none of the prompt's
+    text_config = text_class(**(tiny_shape() | own)).to_dict()
+    config = getattr(transformers, f"{name}Config")(text_config=text_config, **around, **tokens)
+    model_class: Any = getattr(transformers, f"{name}ForConditionalGeneration")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = model_class(config)
+    check_logits(write_model(tmp_path, model), model_class)
+
+
+def test_a_model_that_does_not_generate_text_is_refused_by_name(tmp_path: Path) -> None:
+    shape = VISION | {"intermediate_size": 32}
+    write_model(tmp_path, transformers.ViTModel(transformers.ViTConfig(**shape)))
+    with pytest.raises(UnsupportedModelError, match="'vit' cannot be served: it does not generate text"):
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize(

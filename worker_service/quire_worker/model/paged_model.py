@@ -19,7 +19,13 @@ from typing import Any
 
 import structlog
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 from transformers.utils import logging as transformers_logging
 
 from quire_worker.attention import PagedAttention, backend_for
@@ -96,8 +102,8 @@ def load_model(
     attention = backend_for(device)
     model_fingerprint = fingerprint(folder)
     config = _read_config(folder)
-    layers = layers_of(config, block_size=block_size)
-    module = _read_weights(folder, DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto"), device)
+    loader, layers = _loader_of(config), layers_of(config, block_size=block_size)
+    module = _read_weights(folder, loader, DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto"), device)
     max_position = getattr(config.get_text_config(), "max_position_embeddings", None)
     if max_position is None:
         raise UnsupportedModelError(f"model type {config.model_type!r} does not say how long its sequences may be")
@@ -130,11 +136,25 @@ def _read_config(folder: Path) -> Any:
         raise CheckpointError(f"config.json in {folder} cannot be used: {error}") from error
 
 
-def _read_weights(folder: Path, dtype: torch.dtype | str, device: torch.device) -> Any:
+def _loader_of(config: Any) -> Any:
+    """Which of transformers' doors a model comes through. Of one that also reads images the text model is served: their
+    tokens are nothing special.
+
+    Raises:
+        UnsupportedModelError: none that leads to text.
+    """
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: it does not generate text")
+
+
+def _read_weights(folder: Path, loader: Any, dtype: torch.dtype | str, device: torch.device) -> Any:
     weight_files(folder)
     try:
         with _quiet_progress():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = loader.from_pretrained(
                 folder,
                 dtype=dtype,
                 attn_implementation=ATTENTION_NAME,

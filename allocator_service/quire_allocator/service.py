@@ -192,6 +192,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
                 prompt_token_count=request.prompt_token_count,
                 priority=request.priority,
                 defer_token_count=request.defer_token_count,
+                is_return=request.is_return,
             )
             return translate.allocate_response(grown)
 

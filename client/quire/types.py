@@ -234,14 +234,14 @@ class PoolSpec:
         quotas: tuple[Quota, ...] = (),
         eviction_policy: str = "",
     ) -> PoolSpec:
-        """A pool whose layers all attend to every earlier token."""
+        """Returns a pool whose layers all attend to every earlier token."""
         groups = (GroupSpec(GroupKind.FULL_ATTENTION, block_size),)
         identity = (cache_layout, model_fingerprint)
         return cls(block_count, groups, *identity, watermark_block_count, quotas, eviction_policy)
 
     @property
     def block_size(self) -> int:
-        """Tokens that one digest covers: the smallest block size of all groups."""
+        """Returns how many tokens one digest covers: the smallest block size of all groups."""
         return min(group.block_size for group in self.groups)
 
 
@@ -270,7 +270,7 @@ class Allocation:
 
     @property
     def ok(self) -> bool:
-        """Whether it was done."""
+        """Tells whether it was done."""
         return self.result is Result.OK
 
 
@@ -291,7 +291,7 @@ class Growth:
 
     @property
     def ok(self) -> bool:
-        """Whether it was done."""
+        """Tells whether it was done."""
         return self.result is Result.OK
 
 
@@ -304,5 +304,5 @@ class CommitOutcome:
 
     @property
     def ok(self) -> bool:
-        """Whether it was done."""
+        """Tells whether it was done."""
         return self.result is Result.OK

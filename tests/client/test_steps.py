@@ -85,7 +85,7 @@ def test_what_only_one_operation_asks_for_is_sent_for_all_of_its_phase() -> None
     step.fork(1, 3)
     step.fork(1, 4, hold_ms=500)
     step.grow(1, 12)
-    step.allocate(5, 6, prompt_token_count=60, priority=2, defer_token_count=16)
+    step.allocate(5, 6, prompt_token_count=60, priority=2, defer_token_count=16, is_return=True)
     step.allocate(6, 7)
     message = step.message
     assert message.commits.keep_token_counts == pack_uint32([9, 0])
@@ -93,6 +93,7 @@ def test_what_only_one_operation_asks_for_is_sent_for_all_of_its_phase() -> None
     assert message.grows.prompt_token_counts == pack_uint32([0, 60, 0])
     assert message.grows.priorities == pack_uint32([0, 2, 0])
     assert message.grows.defer_token_counts == pack_uint32([0, 16, 0])
+    assert message.grows.returns == pack_uint32([0, 1, 0])
 
 
 def test_a_message_is_made_anew_each_time_and_goes_on_growing() -> None:

@@ -39,11 +39,11 @@ from quire_worker.telemetry import WorkerCollector, WorkerTelemetry
 
 log = structlog.get_logger()
 
-# Shutting down takes at most the sum of these, in seconds: for requests to finish, and for the last turn.
+# Seconds for requests to finish, and for the last turn; shutting down takes at most their sum.
 DRAIN_S = 4.0
 TURN_S = 2.0
 WAIT_LOG_S = 10.0
-BLOCKS_PER_STEP_MAX = 8_192  # that one forward pass may fill, so that their digests fit a step
+BLOCKS_PER_STEP_MAX = 8_192  # blocks that one forward pass may fill, so that their digests fit a step
 RUNNING_MAX = 4_096  # samples; each may need a few operations of one step
 
 
@@ -244,7 +244,7 @@ async def serve(options: argparse.Namespace) -> None:
         DeviceLostError: the device failed; its last requests were told.
     """
     stop = stop_event()
-    calls_max = 4 * (options.max_waiting + options.max_running)  # the queue is what refuses, with a reason
+    calls_max = 4 * (options.max_waiting + options.max_running)  # far above the queue, which refuses with a reason
     server = Server(options, service_name="quire.v1.WorkerService", calls_max=max(4_096, calls_max))
     tls = tls_of(options.allocator_ca, options.allocator_cert, options.allocator_key)
     allocator = AsyncAllocatorClient(options.allocator, token=server.token, tls=tls)

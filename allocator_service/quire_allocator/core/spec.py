@@ -13,7 +13,7 @@ DIGEST_BYTES: Final = 32
 NULL_BLOCK: Final = 0xFFFFFFFF  # a table entry whose block was given back
 CHECKPOINTS_MAX_DEFAULT: Final = 16
 NEVER: Final = 1 << 62  # tokens: more than any sequence has
-NO_BLOCKS: Final = array("I")  # to be copied: half of what it costs to make an empty array by its type's letter
+NO_BLOCKS: Final = array("I")  # an empty array to copy, at half the cost of making one
 
 
 class Result(enum.IntEnum):
@@ -82,7 +82,7 @@ class PoolSpec:
     Attributes:
         watermark_block_count: free blocks that a new sequence must leave for those that run.
         quotas: at most one per namespace.
-        eviction_policy: a name of `eviction.POLICIES`; empty for the default.
+        eviction_policy: a name of `eviction.policies.POLICIES`; empty for the default.
     """
 
     block_count: int
@@ -95,12 +95,12 @@ class PoolSpec:
 
     @property
     def block_size(self) -> int:
-        """Tokens that one digest covers: the smallest block size."""
+        """Returns how many tokens one digest covers: the smallest block size."""
         return min(group.block_size for group in self.groups)
 
     @property
     def edge_tokens(self) -> int:
-        """Prefixes can only be served up to multiples of this: block edges of all groups but those of states."""
+        """Returns what prefixes can only be served in multiples of: block edges of all groups but those of states."""
         sizes = [group.block_size for group in self.groups if group.kind is not GroupKind.STATE]
         return math.lcm(*sizes) if sizes else self.block_size
 
@@ -142,10 +142,10 @@ class Grants:
         self.rows: list[int] = []
         self.counts: list[int] = []
         self.blocks: list[array[int]] = []
-        self._singles: array[int] | None = None  # the last of `blocks`, where it is ours
+        self._singles: array[int] | None = None  # the last array of `blocks`, while only `add_one` writes to it
 
     def add(self, row: int, tables: tuple[array[int], ...]) -> None:
-        """What one grow was granted, per group."""
+        """Adds what one grow was granted, one array for each group."""
         self.rows.append(row)
         for table in tables:
             self.counts.append(len(table))
@@ -153,7 +153,7 @@ class Grants:
         self._singles = None
 
     def add_one(self, row: int, block: int) -> None:
-        """The same of one block: what most grows of a decoding batch are granted, if anything."""
+        """Adds one block for one grow, as most grows of a decoding batch take."""
         self.rows.append(row)
         self.counts.append(1)
         if self._singles is None:

@@ -113,6 +113,7 @@ def _grow_each(pool: Pool, columns: StepColumns) -> tuple[Grants, list[tuple[int
                 prompt_token_count=columns.prompt_token_counts[number] if columns.prompt_token_counts else 0,
                 priority=columns.priorities[number] if columns.priorities else 0,
                 defer_token_count=columns.defer_token_counts[number] if columns.defer_token_counts else 0,
+                is_return=bool(columns.returns and columns.returns[number]),
             )
         else:
             grown = pool.grow(sequence, token_count)

@@ -75,6 +75,8 @@ def _check_grows(columns: StepColumns) -> None:
     _check_optional(columns.prompt_token_counts, count, "grows", "prompt_token_counts")
     _check_optional(columns.priorities, count, "grows", "priorities")
     _check_optional(columns.defer_token_counts, count, "grows", "defer_token_counts")
+    _check_optional(columns.returns, count, "grows", "returns")
+    require(not columns.returns or max(columns.returns) <= 1, "grows: returns are 0 or 1")
     columns.tokens = tokens + sum(columns.prompt_token_counts) if columns.prompt_token_counts else tokens
     columns.grow_digests = _deal(columns.grow_digest_counts, count, columns.grow_digest_data, "grows")
     columns.grow_namespaces = _namespaces(columns, count)
@@ -86,8 +88,16 @@ def check_commit(pool: Pool, sequence: int, token_count: int, digest_count: int)
     Raises:
         Refusal: MALFORMED.
     """
-    filled = pool.filled_block_count(sequence, token_count)
-    if filled is not None and filled != digest_count:
+    state = pool.sequences.get(sequence)
+    if state is None or token_count > state.token_count:
+        return  # the commit itself will answer NOT_FOUND or TOO_LONG, and looks at no digest
+    committed = state.committed_token_count
+    if token_count < committed:
+        raise Refusal(
+            "MALFORMED", f"commit of sequence {sequence}: {token_count} tokens after {committed} were committed"
+        )
+    filled = token_count // pool.digest_tokens - committed // pool.digest_tokens
+    if filled != digest_count:
         raise Refusal("MALFORMED", f"commit of sequence {sequence}: {digest_count} digests for {filled} full blocks")
 
 

@@ -25,7 +25,8 @@ class StepColumns:
         commit_*, keep_token_counts: columns of the commits.
         frees: column of the frees.
         parents, children, hold_ms: columns of the forks.
-        grow_*, namespace_indices, prompt_token_counts, priorities, defer_token_counts: columns of the grows.
+        grow_*, namespace_indices, prompt_token_counts, priorities, defer_token_counts, returns: columns of
+            the grows.
         commit_digest_data, grow_digest_data: digests of all operations, concatenated as they came.
         size_max: upper bound of the message's bytes, unknown fields not counted.
         commit_digests, grow_digests, grow_namespaces: for each operation its digests, its namespace; `check_step` sets
@@ -63,6 +64,7 @@ class StepColumns:
         "parents",
         "priorities",
         "prompt_token_counts",
+        "returns",
         "size_max",
         "tokens",
     )
@@ -77,7 +79,7 @@ class StepColumns:
         self.commit_sequences = self.commit_token_counts = self.commit_digest_counts = self.keep_token_counts = _NONE
         self.frees = self.parents = self.children = self.hold_ms = _NONE
         self.grow_sequences = self.grow_digest_counts = self.namespace_indices = _NONE
-        self.prompt_token_counts = self.priorities = self.defer_token_counts = _NONE
+        self.prompt_token_counts = self.priorities = self.defer_token_counts = self.returns = _NONE
         self.grow_token_counts: list[int] = []
         self.namespaces: Sequence[str] = ()
         self.commit_digest_data = self.grow_digest_data = b""
@@ -120,6 +122,7 @@ class StepColumns:
         self.prompt_token_counts = self._column(grows.prompt_token_counts, _NUMBER_BYTES, "grows: prompt_token_counts")
         self.priorities = self._column(grows.priorities, _NUMBER_BYTES, "grows: priorities")
         self.defer_token_counts = self._column(grows.defer_token_counts, _NUMBER_BYTES, "grows: defer_token_counts")
+        self.returns = self._column(grows.returns, _NUMBER_BYTES, "grows: returns")
         self.size_max += len(self.grow_digest_data)
         namespaces = grows.namespaces
         if namespaces:

@@ -28,13 +28,13 @@ from quire_allocator.core.spec import (
 
 _NAME = re.compile(rf"[A-Za-z0-9._/-]{{1,{limits.NAME_CHARACTERS_MAX}}}")
 
-_KINDS: dict[int, GroupKind] = {
+KINDS: dict[int, GroupKind] = {
     pb.GROUP_KIND_FULL_ATTENTION: GroupKind.FULL_ATTENTION,
     pb.GROUP_KIND_SLIDING_WINDOW: GroupKind.SLIDING_WINDOW,
     pb.GROUP_KIND_CHUNKED_LOCAL: GroupKind.CHUNKED_LOCAL,
     pb.GROUP_KIND_STATE: GroupKind.STATE,
 }
-_WIRE_KINDS = {kind: cast("pb.GroupKind.ValueType", number) for number, kind in _KINDS.items()}
+WIRE_KINDS = {kind: cast("pb.GroupKind.ValueType", number) for number, kind in KINDS.items()}
 
 LIMITS = pb.Limits(
     message_bytes_max=MESSAGE_BYTES_MAX,
@@ -111,7 +111,7 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
 
 
 def _group_spec(group: pb.GroupSpec) -> GroupSpec:
-    kind = _KINDS.get(group.kind)
+    kind = KINDS.get(group.kind)
     if kind is None:
         raise Refusal("LAYOUT", f"group kind {group.kind} is not managed")
     require(1 <= group.block_size <= limits.BLOCK_SIZE_MAX, f"block_size must be 1 to {limits.BLOCK_SIZE_MAX}")
@@ -147,7 +147,7 @@ def pool_spec_message(spec: PoolSpec) -> pb.PoolSpec:
         block_count=spec.block_count,
         groups=[
             pb.GroupSpec(
-                kind=_WIRE_KINDS[g.kind], block_size=g.block_size, window=g.window, checkpoints_max=g.checkpoints_max
+                kind=WIRE_KINDS[g.kind], block_size=g.block_size, window=g.window, checkpoints_max=g.checkpoints_max
             )
             for g in spec.groups
         ],

@@ -99,7 +99,7 @@ class StepOutcome(NamedTuple):
 
 
 class _New(NamedTuple):
-    """What a grow of a new sequence says beyond one of a live sequence: a column each."""
+    """Holds what a grow of a new sequence says beyond one of a live sequence: a column each."""
 
     row: int
     digest_count: int
@@ -107,6 +107,7 @@ class _New(NamedTuple):
     prompt_token_count: int
     priority: int
     defer_token_count: int
+    is_return: bool
 
 
 class StepBuilder:
@@ -135,13 +136,13 @@ class StepBuilder:
 
     @property
     def operation_count(self) -> int:
-        """Of all phases together."""
+        """Counts the operations of all phases."""
         return len(self._commits) + len(self._frees) + len(self._parents) + len(self._grows)
 
     def commit(
         self, sequence_id: int, token_count: int, digests: bytes | Sequence[bytes] = b"", keep_token_count: int = 0
     ) -> None:
-        """Tokens up to `token_count` are computed; one digest for each digest block that this fills.
+        """Notes that tokens up to `token_count` are computed; one digest for each digest block that this fills.
 
         With `keep_token_count`, blocks that are not needed to hold so many tokens, nor `token_count`, are given back:
         those granted ahead for draft tokens that were not accepted.
@@ -156,7 +157,7 @@ class StepBuilder:
         self._frees.append(sequence_id)
 
     def fork(self, parent_id: int, child_id: int, hold_ms: int = 0) -> None:
-        """A new sequence that shares what its parent has committed; ids only rise. It may be grown in the same step, or
+        """Creates a sequence that shares what its parent has committed; ids only rise. It may grow in the same step, or
         once it was answered that it exists; a grow of what could not be forked answers NOT_FOUND.
 
         With `hold_ms`, up to a day, it is a hold: nobody writes to it, and the first step after so many milliseconds
@@ -176,8 +177,9 @@ class StepBuilder:
         prompt_token_count: int = 0,
         priority: int = 0,
         defer_token_count: int = 0,
+        is_return: bool = False,
     ) -> None:
-        """A new sequence for `token_count` tokens that shares the published part of `digests`; ids only rise.
+        """Creates a sequence for `token_count` tokens that shares the published part of `digests`; ids only rise.
 
         Args:
             sequence_id: higher than every earlier one. It may be grown once it was answered that it exists.
@@ -188,21 +190,22 @@ class StepBuilder:
                 only if all of it would fit, and the rest is kept free from later admissions.
             priority: for a sequence of one priority none of a higher one is ever named as a victim.
             defer_token_count: answer PENDING if others are computing at least so many tokens of its prefix; 0: never.
+            is_return: a preempted request returns: its tokens are counted as returned, not as queried.
         """
         data = concatenated(digests)
         index = self._namespaces.setdefault(namespace, len(self._namespaces))
         row, count = len(self._grows), len(data) // DIGEST_BYTES
-        self._new.append(_New(row, count, index, prompt_token_count, priority, defer_token_count))
+        self._new.append(_New(row, count, index, prompt_token_count, priority, defer_token_count, is_return))
         self._new_digests.append(data)
         self.grow(sequence_id, token_count)
 
     def grow(self, sequence_id: int, token_count: int) -> None:
-        """Room for `token_count` tokens of a live sequence."""
+        """Makes room for `token_count` tokens of a live sequence."""
         self._grows.append(sequence_id)
         self._grow_token_counts.append(token_count)
 
     def names_no_newer(self, created: int) -> bool:
-        """Whether nothing is to be created, and no sequence grows whose id is higher than the highest so far."""
+        """Tells whether nothing is to be created, and no sequence grows whose id is higher than the highest so far."""
         return not (self._new or self._parents) and max(self._grows, default=0) <= created
 
     def check_ids(self, created: int, highest: int) -> None:
@@ -228,7 +231,7 @@ class StepBuilder:
 
     @property
     def message(self) -> pb.Step:
-        """All that was collected so far, as a new message. Raises as `fill` does."""
+        """Returns all that was collected so far, as a new message. Raises as `fill` does."""
         step = pb.Step()
         self.fill(step)
         return step
@@ -260,7 +263,7 @@ class StepBuilder:
             self._fill_new(step.grows)
 
     def _fill_new(self, grows: pb.GrowPhase) -> None:
-        """The columns that only new sequences have, in a phase that has the others."""
+        """Fills the columns that only new sequences have, in a phase that has the others."""
 
         def column(name: str) -> bytes:
             values = [getattr(new, name) for new in self._new]
@@ -276,13 +279,14 @@ class StepBuilder:
         grows.prompt_token_counts = column("prompt_token_count")
         grows.priorities = column("priority")
         grows.defer_token_counts = column("defer_token_count")
+        grows.returns = column("is_return")
         grows.digests = b"".join(self._new_digests)
         if any(self._namespaces):  # without any, all are in the one that has no name
             grows.namespaces.extend(self._namespaces)
 
 
 def concatenated(digests: bytes | Iterable[bytes]) -> bytes:
-    """Digests as they travel, from either form.
+    """Returns the digests as they travel, from either form.
 
     Raises:
         ValueError: one has not 32 bytes.
@@ -298,7 +302,7 @@ def concatenated(digests: bytes | Iterable[bytes]) -> bytes:
 
 
 def read_reply(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutcome:
-    """What `step` did, from its reply.
+    """Returns what `step` did, from its reply.
 
     Raises:
         ValueError: the reply does not fit the step.
@@ -320,19 +324,19 @@ def read_reply(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutc
 
 
 def _pack_unless_zero(values: list[int]) -> bytes:
-    """A column of zeros is sent empty."""
+    """Packs a column; one of zeros is sent empty."""
     return pack_uint32(values) if any(values) else b""
 
 
 def _results(values: Sequence[int], count: int) -> list[Result]:
-    """An empty list means that every operation was OK."""
+    """Reads a column of results; an empty one means that every operation was OK."""
     if values and len(values) != count:
         raise ValueError(f"{len(values)} results for {count} operations")
     return [Result(value) for value in values] if values else [Result.OK] * count
 
 
 def _optional(values: Sequence[int], count: int) -> Iterable[int]:
-    """An empty array means that every number is 0."""
+    """Reads a column of numbers; an empty one means that every number is 0."""
     if values and len(values) != count:
         raise ValueError(f"{len(values)} numbers for {count} grows")
     return values or repeat(0, count)
@@ -364,7 +368,7 @@ def _grows(step: pb.Step, reply: pb.StepReply, group_count: int) -> list[GrowOut
 
 
 def _tables(reply: pb.StepReply, count: int, group_count: int) -> list[tuple[Sequence[int], ...]]:
-    """Per grow and group the table's last entries; empty where the reply does not name the grow."""
+    """Returns for each grow and group the table's last entries; empty where the reply does not name the grow."""
     tables: list[tuple[Sequence[int], ...]] = [((),) * group_count] * count
     rows, sizes, blocks = map(unpack_uint32, (reply.granted_grows, reply.block_counts, reply.blocks))
     if len(sizes) != len(rows) * group_count or sum(sizes) != len(blocks):

@@ -28,7 +28,7 @@ from quire.v1 import allocator_pb2 as pb
 
 _FULL, _STATE = pb.GROUP_KIND_FULL_ATTENTION, pb.GROUP_KIND_STATE
 _SLIDING, _CHUNKED = pb.GROUP_KIND_SLIDING_WINDOW, pb.GROUP_KIND_CHUNKED_LOCAL
-_KIND_ORDER: Final = (_FULL, _SLIDING, _CHUNKED, _STATE)  # in which an allocator lets go of a sequence's groups
+KIND_ORDER: Final = (_FULL, _SLIDING, _CHUNKED, _STATE)  # in which an allocator lets go of a sequence's groups
 
 
 class LedgerSequence:
@@ -101,11 +101,11 @@ class Ledger:
             self._apply_grows(step.grows, outcome)
 
     def digest(self) -> bytes:
-        """As `state.state_digest` has it, of everything."""
+        """Returns the digest of the whole state; `protocol/state_digest.py` says how it is made."""
         return state_digest(self.rows())
 
     def digest_after(self, number: int) -> bytes:
-        """As the answer to that step has it."""
+        """Returns the digest that the answer to that step has."""
         return state_digest(self.rows(in_turn(list(self.sequences), number)), STATE_DIGEST_ENTRIES_MAX)
 
     def rows(self, sequence_ids: Iterable[int] | None = None) -> Iterator[SequenceRow]:
@@ -121,7 +121,7 @@ class Ledger:
             )
 
     def held_blocks(self) -> set[int]:
-        """Blocks in at least one table."""
+        """Returns the blocks that are in at least one table."""
         held = {block for sequence in self.sequences.values() for table in sequence.tables for block in table}
         held.discard(NULL_BLOCK)
         return held
@@ -190,7 +190,7 @@ class Ledger:
         self.pages.publish(DigestSpace(sequence.namespace, group), first, earlier, digests, table[first:end])
 
     def _publish_state(self, sequence: LedgerSequence, group: int, token_count: int, digests: bytes) -> None:
-        """Where a checkpoint belongs, if the running block is the sequence's alone."""
+        """Publishes the running block as a checkpoint, if one belongs there and no other sequence has the block."""
         edge, prompt = self._edge_tokens, sequence.prompt_token_count
         prompt_end = (prompt - 1) // edge * edge if prompt else 0
         block = sequence.tables[group][0]
@@ -207,7 +207,7 @@ class Ledger:
         return digests[start : start + DIGEST_BYTES]
 
     def _settle(self, sequence: LedgerSequence, alike: Sequence[int], first: int) -> None:
-        """What fell out of a window, deepest first."""
+        """Releases blocks that fell out of a window, deepest first."""
         table, fallen = sequence.tables[alike[0]], list[int]()
         for position in reversed(range(min(first, len(table)))):
             if table[position] == NULL_BLOCK:
@@ -220,7 +220,7 @@ class Ledger:
     # -- frees and forks -----------------------------------------------------------------------------------------------
 
     def _free(self, sequence: LedgerSequence) -> None:
-        """Tail first, groups of one specification together."""
+        """Releases a sequence's blocks, tail first, groups of one specification together."""
         if not self.pages.published:
             return
         for alike in self._managed:
@@ -249,7 +249,7 @@ class Ledger:
             if grown[1] is not ok:
                 continue
             sequence, blocks = sequences.get(grown[0]), grown[3]
-            if is_plain and sequence is not None and not any(blocks):  # decoding, most of the time
+            if is_plain and sequence is not None and not any(blocks):  # usual while decoding: no table changes
                 sequence.token_count = max(sequence.token_count, wanted)
                 continue
             self._operation, self._rank = before + row, 0
@@ -285,12 +285,12 @@ class Ledger:
                 self.pages.grant(added)
         if wanted > sequence.token_count:
             sequence.token_count = wanted
-            for group in self._states:  # a checkpoint that is written to without a copy is none any more
+            for group in self._states:  # a checkpoint written to without a copy is a checkpoint no more
                 if not blocks[group]:
                     self.pages.grant(sequence.tables[group])
 
     def _let_go_of_sources(self, copies: list[Copy], grown: GrowOutcome) -> None:
-        """The copies of one grow, in order, from the end of the list."""
+        """Releases the sources of one grow's copies, which are taken from the end of `copies`."""
         own = {block for table in grown.blocks for block in table}
         while copies and copies[-1].destination in own:
             self._release([copies.pop().source])
@@ -313,15 +313,15 @@ class Ledger:
 
 
 def first_needed(spec: pb.GroupSpec, token_count: int) -> int:
-    """First token that the token after `token_count` others still reads in a windowed group."""
+    """Returns the first token that the token after `token_count` others still reads in a windowed group."""
     if spec.kind == _CHUNKED:
         return token_count // spec.window * spec.window
     return max(0, token_count - spec.window + 1)
 
 
 def _groups_alike(groups: Sequence[pb.GroupSpec]) -> list[list[int]]:
-    """Numbers of the groups of one specification together, in the order in which a free goes through them."""
+    """Returns the groups of one specification together, in the order in which a free goes through them."""
     alike: dict[bytes, list[int]] = {}
     for number, group in enumerate(groups):
         alike.setdefault(group.SerializeToString(deterministic=True), []).append(number)
-    return sorted(alike.values(), key=lambda numbers: _KIND_ORDER.index(groups[numbers[0]].kind))
+    return sorted(alike.values(), key=lambda numbers: KIND_ORDER.index(groups[numbers[0]].kind))

@@ -1116,6 +1116,7 @@ class GrowPhase(_message.Message):
     PROMPT_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     PRIORITIES_FIELD_NUMBER: _builtins.int
     DEFER_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    RETURNS_FIELD_NUMBER: _builtins.int
     sequences: _builtins.bytes
     """One entry per operation: the sequence. uint64."""
     token_counts: _builtins.bytes
@@ -1140,6 +1141,10 @@ class GrowPhase(_message.Message):
     """Where other sequences are computing at least so many tokens of its prefix, the answer is RESULT_PENDING instead of
     a grant. 0: never. uint32.
     """
+    returns: _builtins.bytes
+    """1 where the new sequence is a preempted request that returns: its tokens are counted as returned, not as queried,
+    because hit rates are of requests that ask for the first time. 0 otherwise; empty when all are 0. uint32.
+    """
     @_builtins.property
     def namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Namespaces that this step refers to by index, each at most 128 bytes. Empty: the one namespace ""."""
@@ -1156,10 +1161,11 @@ class GrowPhase(_message.Message):
         prompt_token_counts: _builtins.bytes = ...,
         priorities: _builtins.bytes = ...,
         defer_token_counts: _builtins.bytes = ...,
+        returns: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["defer_token_counts", b"defer_token_counts", "digest_counts", b"digest_counts", "digests", b"digests", "namespace_indices", b"namespace_indices", "namespaces", b"namespaces", "priorities", b"priorities", "prompt_token_counts", b"prompt_token_counts", "sequences", b"sequences", "token_counts", b"token_counts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["defer_token_counts", b"defer_token_counts", "digest_counts", b"digest_counts", "digests", b"digests", "namespace_indices", b"namespace_indices", "namespaces", b"namespaces", "priorities", b"priorities", "prompt_token_counts", b"prompt_token_counts", "returns", b"returns", "sequences", b"sequences", "token_counts", b"token_counts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1432,6 +1438,7 @@ class AllocateRequest(_message.Message):
     PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     DEFER_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    IS_RETURN_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """The session."""
     request_id: _builtins.str
@@ -1454,6 +1461,8 @@ class AllocateRequest(_message.Message):
     """As in GrowPhase."""
     priority: _builtins.int
     defer_token_count: _builtins.int
+    is_return: _builtins.bool
+    """Whether this is a preempted request that returns; see `returns` in GrowPhase."""
     def __init__(
         self,
         *,
@@ -1466,10 +1475,11 @@ class AllocateRequest(_message.Message):
         prompt_token_count: _builtins.int = ...,
         priority: _builtins.int = ...,
         defer_token_count: _builtins.int = ...,
+        is_return: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["defer_token_count", b"defer_token_count", "digests", b"digests", "namespace", b"namespace", "priority", b"priority", "prompt_token_count", b"prompt_token_count", "request_id", b"request_id", "sequence_id", b"sequence_id", "session_id", b"session_id", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["defer_token_count", b"defer_token_count", "digests", b"digests", "is_return", b"is_return", "namespace", b"namespace", "priority", b"priority", "prompt_token_count", b"prompt_token_count", "request_id", b"request_id", "sequence_id", b"sequence_id", "session_id", b"session_id", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

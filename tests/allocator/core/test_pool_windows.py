@@ -18,6 +18,7 @@ from tests.allocator.core.pools import (
     computed,
     counts,
     d,
+    filled,
     forget,
     full,
     granted_next,
@@ -222,7 +223,7 @@ def test_no_sequence_ever_holds_more_than_admission_counted(make: object, window
             for token_count in [*range(first, 30, chunk), 30]:
                 assert pool.grow(1, token_count).result is Result.OK
                 held.append(pool.blocks.block_count - pool.blocks.free_count)
-                pool.commit(1, token_count, bytes(32) * pool.filled_block_count(1, token_count))  # type: ignore[operator]
+                pool.commit(1, token_count, bytes(32) * filled(pool, 1, token_count))
             assert max(held) <= peak, (chunk, first)
 
 

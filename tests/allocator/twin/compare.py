@@ -148,6 +148,8 @@ class Comparison:
         assert pool.last_sequence_id == twin.highest_id
         counters = (pool.granted_block_count, pool.copy_count, pool.queried_token_count, pool.matched_token_count)
         assert counters == (twin.granted, twin.copied, twin.queried, twin.hit)
+        returned = (pool.returned_token_count, pool.returned_matched_token_count)
+        assert returned == (twin.returned, twin.returned_hit)
         assert pool.blocks.evicted_count == twin.evicted
         self._compare_published()
         self._compare_answers()
@@ -189,7 +191,7 @@ class Comparison:
         pending = pool.pending.pending_count(namespace, joined, place, len(digests))
         assert pending == twin.pending(namespace, digests, place)
         priority, except_id = rng.randint(0, 2), rng.choice([0, *twin.sequences])
-        assert pool.gates.cheapest_victim(priority, except_id=except_id) == twin.victim(priority, except_id)
+        assert pool.admission.cheapest_victim(priority, except_id=except_id) == twin.victim(priority, except_id)
 
     def compare_free_order(self) -> None:
         """The order in which all free blocks would be granted."""

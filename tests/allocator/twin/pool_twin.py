@@ -29,6 +29,7 @@ class TwinPool(TwinState):
         prompt_token_count: int = 0,
         priority: int = 0,
         defer_token_count: int = 0,
+        is_return: bool = False,
     ) -> Grown:
         """A new sequence."""
         if sequence_id <= self.highest_id:
@@ -42,7 +43,13 @@ class TwinPool(TwinState):
             return ("PENDING", matched, pending, [], [], 0, None)
         if answer[0] == "NO_SPACE" and matched and not self.sequences:  # nobody to wait for: do without the hit
             return self.allocate(
-                sequence_id, token_count, [], namespace, prompt_token_count=prompt_token_count, priority=priority
+                sequence_id,
+                token_count,
+                [],
+                namespace,
+                prompt_token_count=prompt_token_count,
+                priority=priority,
+                is_return=is_return,
             )
         if answer[0] != "OK":
             return (answer[0], 0, pending, [], [], answer[1], answer[2])
@@ -60,8 +67,12 @@ class TwinPool(TwinState):
         self.sequences[sequence_id] = sequence
         self.highest_id = sequence_id
         _, copies = self._grant(sequence, token_count)
-        self.queried += prompt
-        self.hit += matched
+        if is_return:
+            self.returned += prompt
+            self.returned_hit += matched
+        else:
+            self.queried += prompt
+            self.hit += matched
         return ("OK", matched, pending, self.tables(sequence_id), copies, 0, None)
 
     def grow(self, sequence_id: int, token_count: int) -> Grown:

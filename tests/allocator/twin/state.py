@@ -74,6 +74,7 @@ class TwinState:
         self.published: list[Slot] = []
         self.clock = 0
         self.evicted = self.granted = self.copied = self.queried = self.hit = 0
+        self.returned = self.returned_hit = 0
         self.leaving: deque[Removed] | None = None
 
     # -- what can be observed ------------------------------------------------------------------------------------------
@@ -183,14 +184,10 @@ class TwinState:
                 costs.append((sequence.priority, max(0, sequence.committed - kept), -sequence_id))
         return (-min(costs)[2], min(costs)[1]) if costs else None
 
-    def filled(self, sequence_id: int, token_count: int) -> int | None:
-        """As `Pool.filled_block_count`."""
-        sequence = self.sequences.get(sequence_id)
-        if sequence is None or token_count > sequence.token_count:
-            return None
-        if token_count < sequence.committed:
-            return -1
-        return sum(end > sequence.committed for end in range(self.digest_tokens, token_count + 1, self.digest_tokens))
+    def filled(self, sequence_id: int, token_count: int) -> int:
+        """Digest blocks that a commit of a live sequence fills."""
+        committed = self.sequences[sequence_id].committed
+        return sum(end > committed for end in range(self.digest_tokens, token_count + 1, self.digest_tokens))
 
     def is_edge(self, token_count: int) -> bool:
         """Whether a prefix of so many tokens can be served: blocks of all attention groups end there."""

@@ -18,7 +18,7 @@ from quire.types import GroupKind
 
 from quire_worker.model.checkpoint import UnsupportedModelError
 
-# Passed along by models, without a meaning for attention over pages: positions are already in the queries and keys.
+# Models pass these along, but they mean nothing to attention over pages: positions are already in the queries and keys.
 _MEANINGLESS_OPTIONS = frozenset({"position_ids", "cache_position"})
 
 # Whose chunks are known to begin at multiples of `attention_chunk_size`: nothing of them reaches attention.
@@ -37,7 +37,7 @@ class Arrival(NamedTuple):
 
 
 def layers_of(config: Any, *, block_size: int) -> tuple[LayerSpec, ...]:
-    """The first net: what each layer keeps.
+    """Reads from the configuration what each layer keeps, and refuses what it shows not to work.
 
     Args:
         config: of transformers.
@@ -127,7 +127,7 @@ def _with_heads(layer: LayerSpec, key: torch.Tensor) -> LayerSpec:
 
 
 def refuse_unsupported_options(layer: str, options: Mapping[str, object]) -> None:
-    """The third net, for what a model passes to attention beside what attention over pages knows.
+    """Refuses what a model passes to attention beside what attention over pages knows.
 
     Args:
         layer: class of the attention module, for the message.

@@ -89,7 +89,7 @@ class Request:
 
     @property
     def is_done(self) -> bool:
-        """Whether every sample has ended."""
+        """Tells whether every sample has ended."""
         return all(sample.has_ended for sample in self.samples)
 
 
@@ -130,7 +130,7 @@ class Sample:
 
     @property
     def output_token_count(self) -> int:
-        """Tokens generated so far."""
+        """Counts the tokens generated so far."""
         return len(self.tokens) - len(self.request.prompt)
 
     @property
@@ -150,7 +150,7 @@ class Sample:
         return held
 
     def digests(self, block_size: int, first: int, end: int) -> list[bytes]:
-        """Digests of the blocks `[first, end)` of its tokens; each is computed once."""
+        """Returns the digests of the blocks `[first, end)` of its tokens; each is computed once."""
         known = len(self._digests)
         if end > known:
             if self._chain is None:
@@ -159,14 +159,14 @@ class Sample:
         return self._digests[first:end]
 
     def forget_blocks(self) -> None:
-        """It holds nothing any more: freed, preempted, or the allocator's state is gone."""
+        """Notes that the sample holds nothing: it was freed or preempted, or the allocator lost it."""
         self.sequence_id = 0
         self.tables, self.fallen = [], []
         self.granted = self.committed = self.computed = 0
         self.fork_of = None
 
     def fork_from(self, parent: Sample) -> None:
-        """The prefill of `parent` has finished: this sample shares its blocks from the next step on."""
+        """Makes this sample share the blocks of `parent`, whose prefill has finished, from the next step on."""
         self.computed = self.committed = self.granted = parent.computed
         self.fork_of = parent
         self._digests = list(parent._digests)
@@ -187,7 +187,7 @@ class Sample:
                 self.fallen[index] = end
 
     def check_invariants(self, block_size: int) -> None:
-        """Of a running sample: counters are in order, and its tables hold what was granted.
+        """Checks of a running sample that its counters are in order and its tables hold what was granted.
 
         Raises:
             AssertionError: naming what is broken.

@@ -18,7 +18,7 @@ Where a group has a window, a prompt is granted chunk by chunk: what falls out o
 Tables of all groups grow alike, so whatever counts blocks here counts those of one group: "a block" is one of each.
 
 Order is by age, always: the oldest sample is asked for first and preempted last, so it always gets on. Who is let in is
-decided in `admission.py`, how many blocks are asked for ahead in `quire.ahead`; who is where is kept in
+decided in `admission.py`, how many blocks are asked for ahead in `quire.session.lookahead`; who is where is kept in
 `roster.py`.
 """
 
@@ -34,7 +34,7 @@ from quire.session.lookahead import Decoding, Increment, give_back, needs_of
 from quire.types import GroupKind, GroupSpec
 
 from quire_worker.scheduling import lookahead
-from quire_worker.scheduling.admission import Admission, Peaks, Room, admit
+from quire_worker.scheduling.admission import Admission, Peaks, TurnLimits, admit
 from quire_worker.scheduling.plan import Batch, Plan, Work
 from quire_worker.scheduling.request import FinishReason, Request, Sample
 from quire_worker.scheduling.roster import Roster, age_of
@@ -105,8 +105,9 @@ class Scheduler(Roster):
         return plan
 
     def plan_without_asking(self) -> Plan:
-        """A turn of those for whom everything is granted already. It is not whole if the allocator has to be asked for
-        others that run, or nobody runs. Parents wait for their forks, which share all that they have committed."""
+        """Plans a turn of those for whom everything is granted already. It is not whole if the allocator has to be
+        asked for others that run, or nobody runs. Parents wait for their forks, which share all that they have
+        committed."""
         filled_max = self.batch_tokens_max // self.block_size + len(self.running)  # by one pass
         if self._uncommitted_block_count() + filled_max > self.commit_blocks_max:
             return Plan(is_whole=False)
@@ -124,16 +125,16 @@ class Scheduler(Roster):
         return plan
 
     def has_to_ask(self, ready: Plan) -> bool:
-        """Whether a turn of those who are `ready` leaves out somebody who runs, or could be let in. Changes nothing but
-        caches of digests."""
+        """Tells whether a turn of those who are `ready` leaves out somebody who runs, or could be let in. Changes
+        nothing but caches of digests."""
         if not ready.is_whole:
             return True
         return self._can_admit(ready.tokens_left) and bool(self._choose(ready.tokens_left, self._room()))
 
     def plan_ahead(self, work: Sequence[Work], *, may_wait: bool = False) -> Plan:
-        """What to ask for while `work` is computed: commits of earlier passes, frees, room for the tokens to come of
-        each sample that goes on after this pass, and who is let in then, as far as that is certain: without blocks that
-        others would have to give back, and nobody who could share what is being computed.
+        """Plans what to ask for while `work` is computed: commits of earlier passes, frees, room for the tokens to come
+        of each sample that goes on after this pass, and who is let in then. It lets in only whom nobody has to give
+        blocks back for, and who shares nothing of what is being computed.
 
         Args:
             work: of this pass.
@@ -199,17 +200,17 @@ class Scheduler(Roster):
 
     @staticmethod
     def forbidden(plan: Plan, outcome: StepOutcome) -> list[Request]:
-        """Those that the allocator will never let in: to be ended before the answer is taken in."""
+        """Returns those that the allocator will never let in, to be ended before the answer is taken in."""
         rows = zip(plan.grows, outcome.grows, strict=True)
         return [sample.request for (sample, _), grown in rows if grown.result is Result.FORBIDDEN]
 
     def advance(self, work: Iterable[Work]) -> None:
-        """The batch has been computed; what was not must never be committed."""
+        """Counts what the batch has computed; what was not computed must never be committed."""
         for sample, token_count in work:
             sample.computed += token_count
 
     def extend(self, sample: Sample, token: int, *, is_stop: bool) -> None:
-        """A token was sampled. A stop token ends the sample and is not kept; so does the longest length."""
+        """Adds a token that was sampled. A stop token ends the sample and is not kept; so does the longest length."""
         if is_stop:
             self.finish(sample, FinishReason.STOP)
             return
@@ -222,13 +223,14 @@ class Scheduler(Roster):
     # -- the allocator's state is gone ---------------------------------------------------------------------------------
 
     def forget_blocks(self) -> None:
-        """Everything that ran waits to be computed again."""
+        """Makes everybody who ran wait, to be computed again."""
         super().forget_blocks()
         self._free_block_count = None
         self._copies.clear()
 
-    def start_over(self, plan: Plan) -> None:
-        """The allocator refused the step of a plan: all that it still holds for us is freed with the next one."""
+    def give_everything_back(self, plan: Plan) -> None:
+        """Frees with the next step all that the allocator still holds for us, because it refused the step of this
+        plan."""
         held = [sample.sequence_id for sample in (*self.running, *self.leaving) if sample.sequence_id]
         unfreed = unpack_uint64(plan.step.message.frees.sequences)
         self.forget_blocks()
@@ -237,15 +239,15 @@ class Scheduler(Roster):
     # -- parts of a plan -----------------------------------------------------------------------------------------------
 
     def _uncommitted_block_count(self) -> int:
-        """Blocks that the next commit publishes."""
+        """Counts the blocks that the next commit publishes."""
         return sum(
             sample.computed // self.block_size - sample.committed // self.block_size
             for sample in (*self.running, *self.leaving)
         )
 
     def _take_filled(self) -> dict[Sample, list[bytes]]:
-        """Who filled blocks since the last commit, and their digests. Also parents of forks, which share only what is
-        committed. From now on it all counts as committed."""
+        """Returns who filled blocks since the last commit, and their digests; among them parents of forks, which share
+        only what is committed. From now on it all counts as committed."""
         parents = {sample.fork_of for sample in self.running}
         filled = {}
         for sample in self.running + self.leaving:
@@ -297,7 +299,7 @@ class Scheduler(Roster):
         return bool(self.waiting) and budget > 0 and len(self.running) < self.running_max
 
     def _room(self) -> int | None:
-        """Blocks that are free, or held ahead, which is as good; None where the allocator has not said."""
+        """Counts the blocks that are free, or held ahead, which is as good; None where the allocator has not said."""
         if self._free_block_count is None:
             return None
         held = sum(lookahead.block_count_of(sample, self.block_size) for sample in self.running + self.leaving)
@@ -307,20 +309,20 @@ class Scheduler(Roster):
         return needs_of(samples, free_block_count, ahead_tokens=self.ahead_tokens, increment=self._increment)
 
     def _given_back(self, block_count: int) -> dict[Sample, int]:
-        """Who gives back so many blocks that it holds ahead, and for how many tokens each keeps room."""
+        """Returns who gives back so many blocks that it holds ahead, and for how many tokens each keeps room."""
         if block_count <= 0:
             return {}
         holders = [(sample, sample.granted, len(sample.tokens)) for sample in self.running + self.leaving]
         return give_back(holders, block_count, self._increment)
 
     def _choose(self, budget: int, free_block_count: int | None) -> list[Admission]:
-        room = Room(
+        limits = TurnLimits(
             tokens=budget,
             samples=self.running_max - len(self.running),
             blocks=free_block_count,
             digest_bytes=self.digest_bytes_max,
         )
-        return admit(self.waiting, self.running, room, block_size=self.block_size, peaks=self._peaks)
+        return admit(self.waiting, self.running, limits, block_size=self.block_size, peaks=self._peaks)
 
     def _let_in(self, plan: Plan, admissions: Iterable[Admission]) -> int:
         """Returns how many blocks they take at most."""
@@ -328,8 +330,15 @@ class Scheduler(Roster):
         for sample, token_count, needed, digests in admissions:
             prompt = self._round_up(len(sample.tokens))
             capacity = min(prompt, self._round_up(self.batch_tokens_max)) if self._has_windows else prompt
-            namespace, whole = sample.request.namespace, prompt if capacity < prompt else 0
-            plan.step.allocate(self._new_sequence_id(), capacity, digests, namespace, prompt_token_count=whole)
+            request = sample.request
+            plan.step.allocate(
+                self._new_sequence_id(),
+                capacity,
+                digests,
+                request.namespace,
+                prompt_token_count=prompt if capacity < prompt else 0,
+                is_return=request.admitted,
+            )
             plan.grows.append((sample, capacity))
             plan.wanted.append((sample, token_count))
             plan.admitted.add(sample)
@@ -351,7 +360,7 @@ class Scheduler(Roster):
             sample.settle(self.groups)
 
     def _take(self, sample: Sample, token_count: int, grown: GrowOutcome, *, is_new: bool) -> bool:
-        """Notes what the allocator granted; False if that was nothing."""
+        """Notes what the allocator granted; returns False if that was nothing."""
         if grown.result in (Result.NO_SPACE, Result.FORBIDDEN):
             return False
         assert grown.result is Result.OK, f"the allocator answered {grown.result.name} to a grow"

@@ -25,7 +25,7 @@ class Coordinator:
         in_place: some group keeps a state that forward passes overwrite.
         settles: some group gives blocks back while its sequences live.
         in_step: all groups have one block size and none keeps state: they need their next block at the same token.
-        group_count: groups, and so blocks that a step in step takes.
+        group_count: how many groups there are; `append` takes so many blocks.
     """
 
     def __init__(self, spec: PoolSpec, blocks: Blocks, log: EventLog) -> None:
@@ -37,15 +37,18 @@ class Coordinator:
         self.in_step = not self.in_place and len({group.block_size for group in spec.groups}) == 1
         order = [group for manager in self.managers for group in manager.groups]
         self.group_count = len(order)
-        self._places = [order.index(group) for group in range(len(order))]  # of a group among blocks granted at once
+        # For each group, where its block stands among those that `append` takes.
+        self._places = [order.index(group) for group in range(len(order))]
         self._blocks = blocks
         self._quotas = {quota.namespace: quota for quota in spec.quotas}
-        self._unnamed: Namespace | None = None  # as good as new whenever it is not among the pool's
+        # The nameless namespace of a pool without quotas: forgotten, it is empty again and serves as the next new one.
+        self._unnamed: Namespace | None = None
 
     def new_namespace(self, name: str) -> Namespace:
-        """A namespace that has nothing yet; the caller files it."""
+        """Returns a namespace that has nothing yet; the caller files it."""
         if not name and self._unnamed is not None and "" not in self._blocks.namespaces:
-            return self._unnamed  # comes and goes with the last sequence of a pool that has no other
+            # A pool that uses no other namespace forgets and makes this one with each last sequence.
+            return self._unnamed
         quota = self._quotas.get(name) or self._quotas.get(OTHERS)
         limits_cache = quota is not None and quota.cached_block_count_max is not None
         space = Namespace(name, quota, Candidates(self._blocks.policy) if limits_cache else None)
@@ -55,7 +58,7 @@ class Coordinator:
         return space
 
     def find(self, space: Namespace, digests: bytes, token_limit: int) -> tuple[list[Hit], int]:
-        """Per manager its hit, and their common length in tokens: the fixed point of all hit rules."""
+        """Returns for each manager its hit, and their common length in tokens: the fixed point of all hit rules."""
         if len(self.managers) == 1:
             (manager,) = self.managers
             hit = manager.find(space.scopes[0], digests, token_limit)
@@ -65,20 +68,20 @@ class Coordinator:
             hit = manager.find(scope, digests, length)
             length = hit.token_count
             hits.append(hit)
-        settled = False
-        while not settled:
-            settled = True
+        agree = False
+        while not agree:
+            agree = True
             for number, manager in enumerate(self.managers):
                 if hits[number].token_count != length:
                     hits[number] = manager.find(space.scopes[number], digests, length)
                     length = hits[number].token_count
-                    settled = False
+                    agree = False
         return hits, length
 
     def open(
         self, space: Namespace, hits: Sequence[Hit], token_count: int, prompt_token_count: int, priority: int
     ) -> SequenceState:
-        """A new sequence that holds its hits, which have `token_count` tokens in common, and nothing more yet."""
+        """Makes a sequence that holds its hits, which have `token_count` tokens in common, and nothing more yet."""
         parts = tuple(
             [m.open(scope, hit, prompt_token_count) for m, scope, hit in zip(self.managers, space.scopes, hits)]
         )
@@ -90,7 +93,7 @@ class Coordinator:
         """Takes what each manager needs and hands it out; the caller has checked that there is room.
 
         Returns:
-            Per manager what it got, which is the manager's from now on.
+            What each manager got, which is the manager's from now on.
         """
         blocks = self._blocks.take(sum(needs))
         if len(self.managers) == 1:
@@ -108,10 +111,10 @@ class Coordinator:
         return granted
 
     def append(self, sequence: SequenceState, token_count: int) -> tuple[array[int], ...]:
-        """One more block for every group, at a block edge of groups in step: nothing can be shared there.
+        """Takes one more block for every group, at a block edge of groups in step: nothing can be shared there.
 
         Returns:
-            Per group its block.
+            For each group its block.
         """
         if self.group_count == 1:
             return (array("I", [self.append_one(sequence, token_count)]),)
@@ -127,7 +130,7 @@ class Coordinator:
         return tuple([blocks[i : i + 1] for i in self._places])
 
     def append_one(self, sequence: SequenceState, token_count: int) -> int:
-        """The same for the only group of a pool."""
+        """Does the same for the only group of a pool, and returns its block."""
         block = self._blocks.take_one()
         sequence.token_count = token_count
         sequence.limit += self.digest_tokens
@@ -157,11 +160,11 @@ class Coordinator:
         sequence.limit = limit
 
     def tables(self, sequence: SequenceState) -> tuple[array[int], ...]:
-        """One table per group; `NULL_BLOCK` where a block was given back."""
+        """Returns one table for each group; `NULL_BLOCK` stands where a block was given back."""
         return self._by_group([m.tables(part) for m, part in zip(self.managers, sequence.parts)])
 
     def added(self, sequence: SequenceState, granted: Sequence[array[int]]) -> tuple[array[int], ...]:
-        """Per group the last entries of its table, where `granted` was just handed out."""
+        """Returns for each group the last entries of its table, where `granted` was just handed out."""
         return self._by_group(
             [m.added(part, blocks) for m, part, blocks in zip(self.managers, sequence.parts, granted)]
         )

@@ -97,7 +97,7 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
 
     @abstractmethod
     def room(self, part: PartT, token_count: int) -> int:
-        """Tokens up to which a sequence of `token_count` tokens can grow with nothing granted or copied."""
+        """Returns how far a sequence of `token_count` tokens can grow with nothing granted or copied, in tokens."""
 
     @abstractmethod
     def grow(self, part: PartT, token_count: int, until: int, blocks: array[int], copies: list[Copy]) -> int:

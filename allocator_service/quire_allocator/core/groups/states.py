@@ -163,7 +163,7 @@ class StateManager(UnitManager[StatePart]):
         return [blocks[column : column + 1] for column in range(self.width)]
 
     def shared_token_count(self, part: StatePart) -> int:
-        """All its tokens if other sequences hold the same state, else none."""
+        """Counts all its tokens if other sequences hold the same state, else none."""
         return NEVER if part.unit is not None and part.unit.live > 1 else 0
 
     def _is_private(self, part: StatePart) -> bool:

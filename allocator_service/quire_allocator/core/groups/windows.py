@@ -162,7 +162,7 @@ class WindowManager(UnitManager[WindowPart]):
         return [blocks[column :: self.width] for column in range(self.width)]
 
     def shared_token_count(self, part: WindowPart) -> int:
-        """All its tokens if other sequences hold its whole window, else none."""
+        """Counts all its tokens if other sequences hold its whole window, else none."""
         if all(unit.live > 1 for unit in part.units):
             return (part.first + len(part.units)) * self.block_size
         return 0

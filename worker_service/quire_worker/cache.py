@@ -70,32 +70,32 @@ class PageSpec:
 
     @property
     def row_elements(self) -> int:
-        """Elements of the keys of one token."""
+        """Counts the elements of the keys of one token."""
         return self.kv_head_count * self.head_dim
 
     @property
     def half_count(self) -> int:
-        """Keys and values, or keys alone."""
+        """Tells whether a page has keys and values, 2, or keys alone, 1."""
         return KEY_AND_VALUE if self.latent_dim is None else 1
 
     @property
     def half_elements(self) -> int:
-        """Elements of the keys of a page, and of its values."""
+        """Counts the elements of the keys of a page, and of its values."""
         return self.block_size * self.row_elements
 
     @property
     def page_stride(self) -> int:
-        """Elements from one page to the next."""
+        """Returns the elements from one page to the next."""
         return self.half_count * self.half_elements if self.stride is None else self.stride
 
     @property
     def page_shape(self) -> tuple[int, int, int, int]:
-        """Dimensions of one page."""
+        """Returns the dimensions of one page."""
         return (self.half_count, self.block_size, self.kv_head_count, self.head_dim)
 
 
 def rows_of(pages: torch.Tensor, width: int) -> torch.Tensor:
-    """A layer's pages as rows of `width` elements from its first key on, `[rows, width]`, the same memory.
+    """Views a layer's pages as rows of `width` elements from its first key on, `[rows, width]`, the same memory.
 
     Args:
         pages: `[blocks, 2, block_size, kv_heads, head_dim]`, each contiguous.
@@ -136,7 +136,7 @@ class CacheSpec:
     def full_attention(
         cls, layer_count: int, kv_head_count: int, head_dim: int, block_size: int, dtype: torch.dtype
     ) -> CacheSpec:
-        """Layers that are all alike and keep every token."""
+        """Returns the spec of layers that are all alike and keep every token."""
         layers = tuple(
             LayerSpec(layer, GroupKind.FULL_ATTENTION, kv_head_count, head_dim, element_bytes=dtype.itemsize)
             for layer in range(layer_count)
@@ -145,22 +145,22 @@ class CacheSpec:
 
     @property
     def plan(self) -> Layout:
-        """How the layers share pages."""
+        """Plans how the layers share pages; once for each spec."""
         return _plan(self.layers, self.block_size, self.token_count_max)
 
     @property
     def groups(self) -> tuple[GroupSpec, ...]:
-        """What the allocator is told."""
+        """Returns what the allocator is told."""
         return tuple(group.spec for group in self.plan.groups)
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block, in all buffers."""
+        """Counts the bytes of one block, in all buffers."""
         return self.plan.page_bytes
 
     @property
     def layout(self) -> str:
-        """What identifies the bytes in a page, for prefix digests: two caches of equal layout may exchange pages."""
+        """Names what identifies the bytes in a page, for prefix digests: caches of equal layout may exchange pages."""
         dtype = str(self.dtype).removeprefix("torch.")
         groups = " ".join(
             f"{group.spec.kind.name.lower()}{f'({group.spec.window})' if group.spec.window else ''}"
@@ -177,7 +177,7 @@ class CacheSpec:
         return f"nhd {groups} heads={shapes} block={self.block_size} buffers={self.plan.buffer_count} dtype={dtype}"
 
     def places(self) -> Iterator[Place]:
-        """Where the keys and values of each layer lie; those that read another's are there once more.
+        """Says where the keys and values of each layer lie; a layer that reads another's has the other's place.
 
         Raises:
             ValueError: see the class.
@@ -192,7 +192,7 @@ class CacheSpec:
             yield Place(layer, part.group, buffer, offset // self.dtype.itemsize, pages)
 
     def block_count_for(self, memory_bytes: int) -> int:
-        """Blocks that fit into a budget.
+        """Counts the blocks that fit into a budget.
 
         Raises:
             ValueError: not even one does.
@@ -277,7 +277,8 @@ class KVCache:
         return LayerCache(kind, pages, window, is_written=place.layer.shared_with is None)
 
     def sequence_tokens_max(self, pass_token_count: int) -> int:
-        """Tokens of the longest sequence that fits alone, in whole blocks, if at most so many are computed at a time.
+        """Counts the tokens of the longest sequence that fits alone, in whole blocks, of which so many are computed at a
+        time at most.
 
         Full attention holds all of them; a window what the tokens of a pass read, and the rest of the last one's block.
         0 where not even a block of each group fits.
@@ -292,5 +293,5 @@ class KVCache:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all pages."""
+        """Counts the bytes of all pages."""
         return sum(buffer.nbytes for buffer in self.buffers)

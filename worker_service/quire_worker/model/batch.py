@@ -125,7 +125,7 @@ def _check(number: int, chunk: Chunk, groups: Sequence[GroupSpec]) -> None:
 
 
 def _spans(group: GroupSpec, starts: np.ndarray, stops: np.ndarray) -> _Spans:
-    """Tokens `[start, stop)` of each chunk, in parts that see the same keys up to their own."""
+    """Cuts the tokens `[start, stop)` of each chunk into parts that see the same keys up to their own."""
     if group.kind is not GroupKind.CHUNKED_LOCAL:
         first = np.zeros_like(starts)
         if group.kind is GroupKind.SLIDING_WINDOW:
@@ -139,7 +139,7 @@ def _spans(group: GroupSpec, starts: np.ndarray, stops: np.ndarray) -> _Spans:
 
 
 def _attention_batch(tables: Sequence[Table], size: int, spans: _Spans, positions: np.ndarray) -> AttentionBatch:
-    """One group's part of the forward pass.
+    """Lays out one group's part of the forward pass.
 
     Args:
         tables: of each chunk.

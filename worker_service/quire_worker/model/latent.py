@@ -40,12 +40,12 @@ def _unless(layer: Any, attention_name: str, expand: Expand) -> Expand:
 
 
 def is_latent(layer: Any) -> bool:
-    """Whether an attention module computes keys and values from latents, in the way that `attend` knows."""
+    """Tells whether an attention module computes keys and values from latents, in the way that this file knows."""
     return hasattr(layer, "expand_kv") and hasattr(layer, "kv_b_proj")
 
 
 def absorbed(layer: Any, query: torch.Tensor) -> torch.Tensor:
-    """Queries that meet latents.
+    """Takes queries to the latents that they meet.
 
     Args:
         layer: with `kv_b_proj`, `[heads * (nope + value dims), rank]`.
@@ -60,13 +60,13 @@ def absorbed(layer: Any, query: torch.Tensor) -> torch.Tensor:
 
 
 def values_of(layer: Any, latents: torch.Tensor) -> torch.Tensor:
-    """What weighted sums of latents, `[tokens, heads, rank]`, are as values, `[tokens, heads, value dims]`."""
+    """Takes weighted sums of latents, `[tokens, heads, rank]`, to values, `[tokens, heads, value dims]`."""
     _, to_values = _weights(layer)
     return torch.einsum("thr,hvr->thv", latents, to_values)
 
 
 def _weights(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """To keys `[heads, nope, rank]`, and to values `[heads, value dims, rank]`."""
+    """Returns the weights to keys, `[heads, nope, rank]`, and to values, `[heads, value dims, rank]`."""
     weight = layer.kv_b_proj.weight
     by_head = weight.view(-1, layer.qk_nope_head_dim + layer.v_head_dim, weight.shape[1])
     to_keys, to_values = by_head.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1)

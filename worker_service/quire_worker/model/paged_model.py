@@ -137,8 +137,8 @@ def _read_config(folder: Path) -> Any:
 
 
 def _loader_of(config: Any) -> Any:
-    """Which of transformers' doors a model comes through. Of one that also reads images the text model is served: their
-    tokens are nothing special.
+    """Chooses which of transformers' doors a model comes through. One that reads images, too, is served as the text
+    model that it has.
 
     Raises:
         UnsupportedModelError: none that leads to text.
@@ -177,7 +177,7 @@ def _read_weights(folder: Path, loader: Any, dtype: torch.dtype | str, device: t
 
 
 def _probe(module: Any, device: torch.device) -> tuple[dict[int, Arrival], int]:
-    """What reaches each layer, and the size of the vocabulary."""
+    """Returns what reaches each layer, and the size of the vocabulary."""
     model_type = module.config.model_type
     step = ProbeStep()
     batch = build_batch([Chunk([0, 0], 0, [], needs_logits=True)], groups=[], device=device)

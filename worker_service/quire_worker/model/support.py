@@ -78,7 +78,7 @@ def layers_of(config: Any, *, block_size: int) -> tuple[LayerSpec, ...]:
 def layers_as_they_arrive(
     model_type: str, layers: tuple[LayerSpec, ...], arrivals: Mapping[int, Arrival]
 ) -> tuple[LayerSpec, ...]:
-    """The second net: the same layers with the heads of this rank, which only the model itself knows.
+    """Returns the same layers with the heads of this rank, which only the model itself knows, and compares the rest.
 
     Raises:
         UnsupportedModelError: a layer does not attend, attends without being known, has another window, or computes

@@ -31,8 +31,8 @@ def tokens_after(running: Iterable[Sample], work: Iterable[Work], samples: Seque
 def next_chunks(
     running: Iterable[Sample], work: Iterable[Work], budget: int, block_size: int
 ) -> list[tuple[Sample, int]]:
-    """Of prompts that this pass leaves unfinished, and whose next chunk has no room yet: room for how many tokens the
-    next pass of `budget` tokens needs."""
+    """Returns whose prompt this pass leaves unfinished and whose next chunk has no room yet, and for how many tokens
+    the next pass, of `budget` tokens, needs it."""
     chunks, counts = [], dict(work)
     for sample in running:
         computed = sample.computed + counts.get(sample, 0)
@@ -45,7 +45,7 @@ def next_chunks(
 
 
 def grow_block_count(sample: Sample, token_count: int, block_size: int) -> int:
-    """Blocks that a grow to so many tokens takes; that of a fork copies the one that it has begun."""
+    """Counts the blocks that a grow to so many tokens takes; that of a fork copies the one that it has begun."""
     return -(-(token_count - sample.granted) // block_size)
 
 

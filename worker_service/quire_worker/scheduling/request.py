@@ -135,16 +135,16 @@ class Sample:
 
     @property
     def table_length(self) -> int:
-        """Entries of each of its tables."""
+        """Counts the entries of each of its tables."""
         return len(self.tables[0]) if self.tables else 0
 
     @property
     def held_block_count(self) -> int:
-        """Blocks in its tables, of all groups."""
+        """Counts the blocks in its tables, of all groups."""
         return self.table_length * len(self.tables) - sum(self.fallen)
 
     def held_blocks(self) -> set[int]:
-        """The same blocks by their ids, without null entries."""
+        """Returns the blocks in its tables, of all groups."""
         held = {block for table in self.tables for block in table}
         held.discard(NULL_BLOCK)
         return held
@@ -173,13 +173,13 @@ class Sample:
         self._chain = parent._chain.copy() if parent._chain is not None else None
 
     def take_blocks_of(self, parent: Sample, block_size: int) -> None:
-        """The fork has been done: it shares the blocks of its tokens."""
+        """Takes a share of the blocks of `parent`, of which the allocator has made it a fork."""
         length = -(-self.computed // block_size)
         self.tables, self.fallen = [table[:length] for table in parent.tables], list(parent.fallen)
         self.fork_of = None
 
     def settle(self, groups: Sequence[GroupSpec]) -> None:
-        """A commit was applied: the blocks that no token after the committed ones reads are others' now."""
+        """Lets go of the blocks that no token after the committed ones reads: the commit has given them to others."""
         for index, (table, group) in enumerate(zip(self.tables, groups, strict=False)):
             first, end = self.fallen[index], group.first_read(self.committed) // group.block_size
             if end > first:

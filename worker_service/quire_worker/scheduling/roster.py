@@ -25,7 +25,11 @@ class Roster:
     """
 
     def __init__(self, groups: Sequence[GroupSpec]) -> None:
-        """Raises ValueError where blocks have several sizes."""
+        """Begins with nobody.
+
+        Raises:
+            ValueError: blocks have several sizes.
+        """
         sizes = {group.block_size for group in groups}
         if len(sizes) != 1:
             raise ValueError(f"blocks of one size are scheduled, not of {sorted(sizes)} tokens")
@@ -39,7 +43,7 @@ class Roster:
 
     @property
     def group_count(self) -> int:
-        """Block tables of each sample."""
+        """Counts the block tables of each sample."""
         return len(self.groups)
 
     @property

@@ -277,8 +277,8 @@ class KVCache:
         return LayerCache(kind, pages, window, is_written=place.layer.shared_with is None)
 
     def sequence_tokens_max(self, pass_token_count: int) -> int:
-        """Counts the tokens of the longest sequence that fits alone, in whole blocks, of which so many are computed at a
-        time at most.
+        """Counts the tokens of the longest sequence that fits alone, in whole blocks, of which at most so many are
+        computed at a time.
 
         Full attention holds all of them; a window what the tokens of a pass read, and the rest of the last one's block.
         0 where not even a block of each group fits.

@@ -240,6 +240,16 @@ def test_prompts_are_let_in_by_what_their_windows_hold_at_a_time() -> None:
     worker.run()
 
 
+def test_the_next_chunk_of_a_prompt_finds_its_room_granted_and_waits_for_nothing() -> None:
+    groups = [GroupSpec(GroupKind.FULL_ATTENTION, 4), GroupSpec(GroupKind.SLIDING_WINDOW, 4, 8)]
+    worker = PretendedWorker(block_count=160, block_size=4, batch_tokens=16, groups=groups, ahead_tokens=0)
+    request = worker.submit(numbers(160), max_tokens=1)
+    for _ in range(10):
+        worker.turn()
+    assert request.is_done, "ten chunks"
+    assert worker.plan_count == 1, "the first one was asked for before its pass, the others during the one before"
+
+
 SEEDS = [int(os.environ["QUIRE_SEED"])] if "QUIRE_SEED" in os.environ else range(40)
 
 

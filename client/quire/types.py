@@ -212,6 +212,8 @@ class PoolSpec:
         watermark_block_count: free blocks that a new sequence must leave for those that run.
         quotas: at most one per namespace.
         eviction_policy: which cached blocks leave first, by name; empty for the default.
+        retention: which blocks of windowed groups stay cached: `dense`, `tail` or `auto`; empty for the default, auto.
+        chunk_token_count_max: the largest chunk of a prompt that is computed in one pass; 0 where nobody says.
     """
 
     block_count: int
@@ -221,6 +223,8 @@ class PoolSpec:
     watermark_block_count: int = 0
     quotas: tuple[Quota, ...] = ()
     eviction_policy: str = ""
+    retention: str = ""
+    chunk_token_count_max: int = 0
 
     @classmethod
     def full_attention(
@@ -255,9 +259,12 @@ class Allocation:
 
     Attributes:
         copies: to run before any write (only in pools with STATE groups).
-        shortfall: blocks missing (NO_SPACE), or too many for the namespace (QUOTA).
+        shortfall: blocks missing (NO_SPACE), too many for the namespace (QUOTA), or for the pool at once
+            (PASS_TOO_LONG).
         pending_token_count: tokens after the matched ones that others are computing.
         victim: whom to preempt (NO_SPACE only), if preempting anybody helps.
+        junction_token_count: leading tokens that would have matched, had there been a checkpoint: a commit that ends
+            there makes one. 0 where nothing would be gained.
     """
 
     result: Result
@@ -267,6 +274,7 @@ class Allocation:
     shortfall: int
     pending_token_count: int
     victim: Victim | None
+    junction_token_count: int = 0
 
     @property
     def ok(self) -> bool:
@@ -279,7 +287,8 @@ class Growth:
     """A longer sequence: per group the last entries of its table, replacing what stood there; copies to run first.
 
     Attributes:
-        shortfall: blocks missing (NO_SPACE), or too many for the namespace (QUOTA).
+        shortfall: blocks missing (NO_SPACE), too many for the namespace (QUOTA), or for the pool at once
+            (PASS_TOO_LONG).
         victim: whom to preempt (NO_SPACE only), if preempting anybody helps.
     """
 

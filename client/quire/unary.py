@@ -44,10 +44,13 @@ class UnarySession:
         priority: int = 0,
         defer_token_count: int = 0,
         is_return: bool = False,
+        turn_ends: Iterable[int] = (),
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> types.Allocation:
-        """Creates a sequence that shares what `digests` hit: OK, NO_SPACE, EXISTS, TOO_LONG, PENDING or QUOTA.
+        """Creates a sequence that shares what `digests` hit.
+
+        It answers OK, NO_SPACE, EXISTS, TOO_LONG, PASS_TOO_LONG (a shorter first chunk would fit), PENDING or QUOTA.
 
         Args:
             sequence_id: higher than every earlier one.
@@ -59,6 +62,7 @@ class UnarySession:
             priority: for a sequence of one priority none of a higher one is ever named as a victim.
             defer_token_count: answer PENDING if others are computing at least so many tokens of its prefix; 0: never.
             is_return: a preempted request returns: its tokens are counted as returned, not as queried.
+            turn_ends: token counts, rising, at most 16, after which later prompts may go on otherwise.
             request_id: of this operation; see above.
             timeout_s: for this call.
         """
@@ -67,6 +71,7 @@ class UnarySession:
             request_id,
             digests=digests,
             namespace=namespace,
+            turn_ends=turn_ends,
             sequence_id=sequence_id,
             token_count=token_count,
             prompt_token_count=prompt_token_count,
@@ -79,7 +84,8 @@ class UnarySession:
     def grow(
         self, sequence_id: int, token_count: int, *, request_id: str | None = None, timeout_s: float | None = None
     ) -> types.Growth:
-        """Makes room for `token_count` tokens of a live sequence: OK, NO_SPACE, NOT_FOUND, TOO_LONG or QUOTA."""
+        """Makes room for `token_count` tokens of a live sequence: OK, NO_SPACE, NOT_FOUND, TOO_LONG, PASS_TOO_LONG
+        (fewer at once would fit, after a commit) or QUOTA."""
         request = messages.grow_request(self.session_id, request_id, sequence_id, token_count)
         return messages.growth(self._link.call(self._stub.Grow, request, timeout_s))
 
@@ -180,10 +186,13 @@ class AsyncUnarySession:
         priority: int = 0,
         defer_token_count: int = 0,
         is_return: bool = False,
+        turn_ends: Iterable[int] = (),
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> types.Allocation:
-        """Creates a sequence that shares what `digests` hit: OK, NO_SPACE, EXISTS, TOO_LONG, PENDING or QUOTA.
+        """Creates a sequence that shares what `digests` hit.
+
+        It answers OK, NO_SPACE, EXISTS, TOO_LONG, PASS_TOO_LONG (a shorter first chunk would fit), PENDING or QUOTA.
 
         Args:
             sequence_id: higher than every earlier one.
@@ -195,6 +204,7 @@ class AsyncUnarySession:
             priority: for a sequence of one priority none of a higher one is ever named as a victim.
             defer_token_count: answer PENDING if others are computing at least so many tokens of its prefix; 0: never.
             is_return: a preempted request returns: its tokens are counted as returned, not as queried.
+            turn_ends: token counts, rising, at most 16, after which later prompts may go on otherwise.
             request_id: of this operation; see above.
             timeout_s: for this call.
         """
@@ -203,6 +213,7 @@ class AsyncUnarySession:
             request_id,
             digests=digests,
             namespace=namespace,
+            turn_ends=turn_ends,
             sequence_id=sequence_id,
             token_count=token_count,
             prompt_token_count=prompt_token_count,
@@ -215,7 +226,8 @@ class AsyncUnarySession:
     async def grow(
         self, sequence_id: int, token_count: int, *, request_id: str | None = None, timeout_s: float | None = None
     ) -> types.Growth:
-        """Makes room for `token_count` tokens of a live sequence: OK, NO_SPACE, NOT_FOUND, TOO_LONG or QUOTA."""
+        """Makes room for `token_count` tokens of a live sequence: OK, NO_SPACE, NOT_FOUND, TOO_LONG, PASS_TOO_LONG
+        (fewer at once would fit, after a commit) or QUOTA."""
         request = messages.grow_request(self.session_id, request_id, sequence_id, token_count)
         return messages.growth(await self._link.call(self._stub.Grow, request, timeout_s))
 

@@ -50,8 +50,9 @@ class PretendedWorker:
     """Scheduler, the allocator's pool, and pages that hold tokens instead of keys and values.
 
     Args:
-        groups: of the pool; one of full attention if there are none.
+        groups: of the pool; one of full attention if there are none. Pages of states hold the tokens that went in.
         sequence_tokens_max: as the scheduler's; by default what fits with every token in every group.
+        chunk_tokens_max: what the pool is told of its owner's largest chunk.
         ahead_tokens: as the scheduler's; None: every turn asks, and nothing is asked for while a batch is computed.
 
     Attributes:
@@ -73,18 +74,21 @@ class PretendedWorker:
         running_max: int = 8,
         ahead_tokens: int | None = None,
         commit_blocks_max: int = 1_000,
+        chunk_tokens_max: int = 0,
     ) -> None:
         self.groups = tuple(groups) or (GroupSpec(GroupKind.FULL_ATTENTION, block_size),)
-        core_groups = [spec.GroupSpec(spec.GroupKind[each.kind.name], block_size, each.window) for each in self.groups]
-        self.pool = Pool(spec.PoolSpec(block_count, tuple(core_groups)))
+        core = [spec.GroupSpec(spec.GroupKind[each.kind.name], each.block_size, each.window) for each in self.groups]
+        self.pool = Pool(spec.PoolSpec(block_count, tuple(core), chunk_token_count_max=chunk_tokens_max))
+        table_count = sum(group.kind is not GroupKind.STATE for group in self.groups)
         self.scheduler = Scheduler(
             groups=self.groups,
-            sequence_tokens_max=sequence_tokens_max or block_count // len(self.groups) * block_size,
+            sequence_tokens_max=sequence_tokens_max or block_count // table_count * block_size,
             batch_tokens_max=batch_tokens,
             running_max=running_max,
             ahead_tokens=ahead_tokens or 0,
             commit_blocks_max=commit_blocks_max,
         )
+        self.states: dict[int, list[int]] = {}  # block -> tokens that its state is of
         self.asks: list[list[tuple[Sample, int]]] = []
         self.commit_block_counts: list[int] = []  # of each step
         self._asks_ahead = ahead_tokens is not None
@@ -163,7 +167,8 @@ class PretendedWorker:
         for sample in self.scheduler.running:
             if sample.fork_of is None:
                 sequence = self.pool.sequences[sample.sequence_id]
-                assert [*map(list, self.pool.tables(sequence))] == [*map(list, sample.tables)]
+                tables = [*map(list, self.pool.tables(sequence))]
+                assert tables == [*map(list, sample.tables), *([block] for block in sample.states)]
                 assert sequence.committed_token_count == sample.committed
                 assert sequence.token_count == sample.granted
 
@@ -172,6 +177,8 @@ class PretendedWorker:
             for offset in range(self.scheduler.block_size):
                 if (copy.source, offset) in self.pages:
                     self.pages[copy.destination, offset] = self.pages[copy.source, offset]
+            if copy.source in self.states:
+                self.states[copy.destination] = self.states[copy.source]
         for item in batch.work:
             self._write(item.sample, item.token_count)
         for item in batch.work:
@@ -189,6 +196,10 @@ class PretendedWorker:
             block, offset = divmod(position, self.scheduler.block_size)
             for table in sample.tables:
                 self.pages[table[block], offset] = sample.tokens[position]
+        for block in sample.states:
+            before = self.states.get(block) if sample.computed else []
+            assert before == sample.tokens[: sample.computed], f"a state of sample {sample.age} is not of its tokens"
+            self.states[block] = sample.tokens[: sample.computed + token_count]
 
     def _read(self, sample: Sample, end: int) -> None:
         """What the tokens `[computed, end)` read: of each group as far back as its window goes."""

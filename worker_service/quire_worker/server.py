@@ -256,6 +256,7 @@ async def serve(options: argparse.Namespace) -> None:
             groups=loaded.cache.spec.groups,
             cache_layout=loaded.cache.spec.layout,
             model_fingerprint=loaded.model.fingerprint,
+            chunk_token_count_max=options.max_batch_tokens,
         ),
         on_wait=log_waits(),
     )

@@ -2,14 +2,19 @@
 
 A new sequence must pass, in this order:
 
-    TOO_LONG    it could never fit
-    PENDING     others are computing as much of its prefix as it would rather wait for
-    QUOTA       its namespace would hold more than it may
-    NO_SPACE    its whole prompt must fit (not only the first chunk), beside what was *promised* to prompts that are
-                still growing, and leave the *watermark* free for whoever runs. An idle pool waives the last two
+    TOO_LONG        it could never fit, computed in passes as large as its owner announces
+    PASS_TOO_LONG   it could, but not with a first pass of so many tokens
+    PENDING         others are computing as much of its prefix as it would rather wait for
+    QUOTA           its namespace would hold more than it may
+    NO_SPACE        its whole prompt must fit (not only the first chunk), beside what was *promised* to prompts that are
+                    still growing, and leave the *watermark* free for whoever runs. An idle pool waives the last two
 
-Of a live sequence only what it asks for must fit. NO_SPACE says how many blocks are short, and whose preemption costs
-least.
+Of a live sequence only what it asks for must fit: TOO_LONG if no pass is small enough for that, else PASS_TOO_LONG,
+which says how many blocks are too many at once. NO_SPACE says how many are short, and whose preemption costs least.
+
+Windowed groups hold a pass and the window before it, so what a prompt takes depends on how it is computed: 512 tokens
+in blocks of 16 with a window of 64 take 32 blocks of full attention, and 6 of the window in passes of 16 tokens, but 13
+in passes of 128.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ class Applicant(NamedTuple):
     space: Namespace
     hits: Sequence[Hit]
     matched_token_count: int
+    junction_token_count: int
     token_count: int
     prompt_token_count: int
     priority: int
@@ -67,12 +73,19 @@ class Admission:
         taken = sum([hit.block_count for hit in applicant.hits])
         whole = needed
         if applicant.prompt_token_count > applicant.token_count:
-            peak = sum(m.peak(applicant.prompt_token_count, applicant.token_count) for m in self._managers)
+            peak = self._peak(applicant.prompt_token_count, self._pass_token_count(applicant.token_count))
             whole = max(needed, peak - taken)
-        if taken + whole > self._spec.block_count:
-            return GrowResult(Result.TOO_LONG, 0, applicant.pending_token_count)
+        over = taken + whole - self._spec.block_count
+        if over > 0:
+            longest = max(applicant.token_count, applicant.prompt_token_count)
+            return self._too_long(longest, self._pass_token_count(1), over, applicant.pending_token_count)
         if 0 < applicant.defer_token_count <= applicant.pending_token_count:
-            return GrowResult(Result.PENDING, applicant.matched_token_count, applicant.pending_token_count)
+            return GrowResult(
+                Result.PENDING,
+                applicant.matched_token_count,
+                applicant.pending_token_count,
+                junction_token_count=applicant.junction_token_count,
+            )
         hits = zip(self._managers, applicant.hits)
         # A grow copies a state and lets go of it, so it stays in no table.
         kept = sum([hit.cached_block_count for m, hit in hits if not m.in_place])
@@ -91,7 +104,7 @@ class Admission:
         """Says why a live sequence does not get the blocks that it needs to hold `token_count` tokens, or None."""
         footprint = sum([m.footprint(part, token_count) for m, part in zip(self._managers, sequence.parts)])
         if footprint > self._spec.block_count:
-            return GrowResult(Result.TOO_LONG)
+            return self._too_long(token_count, 1, footprint - self._spec.block_count)
         over = self._over_quota(sequence.namespace, needed - self._let_go(sequence))
         if over > 0:
             return GrowResult(Result.QUOTA, shortfall=over)
@@ -103,7 +116,7 @@ class Admission:
 
     def promise(self, sequence: SequenceState) -> None:
         """Keeps free from later admissions what the rest of a prompt in chunks will take beyond what it has now."""
-        prompt, chunk = sequence.prompt_token_count, sequence.chunk_token_count
+        prompt, chunk = sequence.prompt_token_count, self._pass_token_count(sequence.chunk_token_count)
         count = 0
         for manager, part in zip(self._managers, sequence.parts):
             most = min(manager.footprint(part, prompt), manager.peak(prompt, chunk))
@@ -159,6 +172,19 @@ class Admission:
             over = space.cached_count - space.quota.cached_block_count_max
             if over > 0:
                 self._blocks.evict_from(space, over)
+
+    def _too_long(self, token_count: int, pass_token_count: int, over: int, pending: int = 0) -> GrowResult:
+        """Says whether so many tokens would fit, computed in passes of that size; `over` blocks are too many now."""
+        if self._peak(token_count, pass_token_count) > self._spec.block_count:
+            return GrowResult(Result.TOO_LONG, 0, pending)
+        return GrowResult(Result.PASS_TOO_LONG, 0, pending, shortfall=over)
+
+    def _peak(self, token_count: int, pass_token_count: int) -> int:
+        return sum([manager.peak(token_count, pass_token_count) for manager in self._managers])
+
+    def _pass_token_count(self, chunk: int) -> int:
+        """Tokens of the largest pass of a prompt that begins with such a chunk."""
+        return max(chunk, self._spec.chunk_token_count_max)
 
     def _let_go(self, sequence: SequenceState) -> int:
         """Counts the blocks that its next grow copies and that are in no table then."""

@@ -23,11 +23,12 @@ one pool are applied by one caller at a time. What differs between types of atte
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Final
 
 from quire_allocator.core.admission import Admission, Applicant
 from quire_allocator.core.blocks import Blocks
-from quire_allocator.core.events import EventLog, digest_count_before
+from quire_allocator.core.events import EventLog
 from quire_allocator.core.groups.coordinator import Coordinator
 from quire_allocator.core.pending import PendingPrefixes
 from quire_allocator.core.sequence import SequenceState
@@ -37,6 +38,7 @@ from quire_allocator.core.spec import (
     Copy,
     Grants,
     GrowResult,
+    Match,
     PoolSpec,
     Result,
     Swap,
@@ -77,17 +79,13 @@ class Pool:
 
     def match(self, namespace: str, digests: bytes) -> int:
         """Counts the leading tokens that every group can serve. Changes nothing, not even the order of eviction."""
-        space = self.blocks.namespaces.get(namespace) or self.coordinator.new_namespace(namespace)
-        return self.coordinator.find(space, digests, len(digests) // DIGEST_BYTES * self.digest_tokens)[1]
+        return self.find(namespace, digests).matched_token_count
 
-    def match_acknowledged(self, namespace: str, digests: bytes) -> int:
-        """Does the same for others than the owner: without what steps stored that it has not acknowledged."""
-        matched = self.match(namespace, digests)
-        untold = self.log.untold(namespace) if matched else None
-        if not untold:
-            return matched
-        told = digest_count_before(untold, digests)
-        return self.match(namespace, digests[: told * DIGEST_BYTES])
+    def find(self, namespace: str, digests: bytes) -> Match:
+        """Returns the same, and up to where a checkpoint would have made it a hit."""
+        space = self.blocks.namespaces.get(namespace) or self.coordinator.new_namespace(namespace)
+        limit = len(digests) // DIGEST_BYTES * self.digest_tokens
+        return Match(*self.coordinator.find(space, digests, limit)[1:])
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
@@ -102,11 +100,12 @@ class Pool:
         priority: int = 0,
         defer_token_count: int = 0,
         is_return: bool = False,
+        turn_ends: Sequence[int] = (),
     ) -> GrowResult:
         """Creates a sequence that can hold `token_count` tokens, at least 1.
 
         The shared prefix is the longest published one that leaves at least one token to compute. It counts as
-        committed. Answers OK, EXISTS, TOO_LONG, PENDING, QUOTA or NO_SPACE.
+        committed. Answers OK, EXISTS, TOO_LONG, PASS_TOO_LONG, PENDING, QUOTA or NO_SPACE.
 
         Args:
             sequence_id: higher than every earlier one.
@@ -118,13 +117,14 @@ class Pool:
             priority: sequences of a higher one are never named to be preempted for it.
             defer_token_count: answer PENDING instead if others are computing at least so many tokens of its prefix.
             is_return: a preempted request returns: its tokens count as returned, not as queried.
+            turn_ends: token counts at which later prompts may part from it, beside the end of its own.
         """
         if sequence_id <= self.last_sequence_id:
             return GrowResult(Result.EXISTS)
         space = self.blocks.namespaces.get(namespace) or self.coordinator.new_namespace(namespace)
         prompt = max(token_count, prompt_token_count)
         limit = min((prompt - 1) // self.digest_tokens, len(digests) // DIGEST_BYTES)
-        hits, matched = self.coordinator.find(space, digests, limit * self.digest_tokens)
+        hits, matched, junction = self.coordinator.find(space, digests, limit * self.digest_tokens)
         chunk, token_count = token_count, max(token_count, matched)
         place, pending = matched // self.digest_tokens, 0
         if len(self.pending):
@@ -135,7 +135,9 @@ class Pool:
         # Enough blocks stay free after the reserve, so nothing can refuse, not even TOO_LONG: what is held and what is
         # free make up the pool. Admission is skipped.
         if prompt > chunk or space.quota is not None or left < self.admission.reserved_block_count or defer_token_count:
-            applicant = Applicant(space, hits, matched, chunk, prompt_token_count, priority, pending, defer_token_count)
+            applicant = Applicant(
+                space, hits, matched, junction, chunk, prompt_token_count, priority, pending, defer_token_count
+            )
             refused = self.admission.refuse_new(applicant, needed, revived)
             if refused is not None and refused.result is Result.NO_SPACE and matched and not self.sequences:
                 # The pool is idle, and only the hit does not fit: a state takes one block more, to be copied into.
@@ -143,10 +145,12 @@ class Pool:
                 return self.allocate(
                     sequence_id,
                     chunk,
-                    namespace=namespace,
-                    prompt_token_count=prompt_token_count,
+                    b"",
+                    namespace,
+                    prompt_token_count=prompt,
                     priority=priority,
                     is_return=is_return,
+                    turn_ends=turn_ends,
                 )
             if refused is not None:
                 return refused
@@ -155,7 +159,8 @@ class Pool:
         # Hits are held before anything is taken: taking evicts.
         self.blocks.namespaces[namespace] = space
         space.sequence_count += 1  # or it would be forgotten with its last cached block
-        sequence = self.coordinator.open(space, hits, matched, prompt, priority)
+        boundaries = self.coordinator.boundaries(prompt, junction, turn_ends)
+        sequence = self.coordinator.open(space, hits, matched, boundaries, priority)
         copies: list[Copy] = []
         self.coordinator.grant(sequence, needs, token_count, copies)
         self.granted_block_count += needed
@@ -164,6 +169,7 @@ class Pool:
             sequence.prompt_token_count, sequence.chunk_token_count = prompt, chunk
             self.admission.promise(sequence)
         sequence.announcement = self.pending.announce(namespace, digests, place, limit)
+        self.coordinator.note_prompt(space, digests, prompt)
         self.sequences[sequence_id] = sequence
         self.last_sequence_id = sequence_id
         if is_return:
@@ -172,13 +178,13 @@ class Pool:
         else:
             self.queried_token_count += prompt
             self.matched_token_count += matched
-        return GrowResult(Result.OK, matched, pending, self.tables(sequence), copies)
+        return GrowResult(Result.OK, matched, pending, self.tables(sequence), copies, junction_token_count=junction)
 
     def grow(self, sequence_id: int, token_count: int) -> GrowResult:
         """Makes room for `token_count` tokens; fewer than there are changes nothing.
 
         If the block that holds the next token is shared, or published by a sequence that filled it further, it is
-        replaced by a private copy. Answers OK, NOT_FOUND, TOO_LONG, QUOTA or NO_SPACE.
+        replaced by a private copy. Answers OK, NOT_FOUND, TOO_LONG, PASS_TOO_LONG, QUOTA or NO_SPACE.
         """
         sequence = self.sequences.get(sequence_id)
         if sequence is None:
@@ -341,9 +347,9 @@ class Pool:
         parts = tuple([manager.fork(part, length) for manager, part in zip(self.managers, parent.parts)])
         child = SequenceState(parent.namespace, length, parent.priority, parts)
         child.quiet_until = parent.quiet_until
-        if (
-            self.coordinator.in_place or length % self._edge_tokens
-        ):  # a block is shared that either side has yet to write
+        child.boundaries = parent.boundaries
+        # Where a block is shared that either side has yet to write:
+        if self.coordinator.in_place or length % self._edge_tokens:
             self.coordinator.note_limit(parent)
         parent.namespace.sequence_count += 1
         if hold_until is not None:

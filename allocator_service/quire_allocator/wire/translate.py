@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import cast
 
+from quire.protocol import turn_ends
 from quire.protocol.limits import MESSAGE_BYTES_MAX, NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
 from quire.protocol.packing import pack_uint32
 from quire.v1 import allocator_pb2 as pb
@@ -16,6 +17,7 @@ from quire_allocator.core.eviction.policies import POLICIES
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import (
     DIGEST_BYTES,
+    RETENTIONS,
     CommitResult,
     GroupKind,
     GroupSpec,
@@ -76,6 +78,14 @@ def digests(data: bytes) -> bytes:
     return data
 
 
+def check_turn_ends(ends: Sequence[int]) -> None:
+    """Refuses ends of one sequence's turns that are too many or do not rise, as MALFORMED."""
+    try:
+        turn_ends.check(ends)
+    except ValueError as error:
+        raise Refusal("MALFORMED", str(error)) from None
+
+
 def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
     """Returns a pool's specification, checked.
 
@@ -92,6 +102,11 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
         # The refused name is left out, since it may be of any length.
         lambda: f"eviction_policy is none of {', '.join(sorted(POLICIES))}",
     )
+    require(not spec.retention or spec.retention in RETENTIONS, f"retention is none of {', '.join(RETENTIONS)}")
+    require(
+        spec.chunk_token_count_max <= limits.CHUNK_TOKENS_MAX,
+        f"chunk_token_count_max must be at most {limits.CHUNK_TOKENS_MAX}",
+    )
     groups = tuple(map(_group_spec, spec.groups))
     smallest = min(group.block_size for group in groups)
     require(
@@ -107,6 +122,8 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
         spec.watermark_block_count,
         _quotas(spec.quotas),
         spec.eviction_policy,
+        spec.retention,
+        spec.chunk_token_count_max,
     )
 
 
@@ -163,6 +180,8 @@ def pool_spec_message(spec: PoolSpec) -> pb.PoolSpec:
             for quota in spec.quotas
         ],
         eviction_policy=spec.eviction_policy,
+        retention=spec.retention,
+        chunk_token_count_max=spec.chunk_token_count_max,
     )
 
 
@@ -187,6 +206,7 @@ def allocate_response(grown: GrowResult) -> pb.AllocateResponse:
         result=result(grown.result),
         matched_token_count=grown.matched_token_count,
         pending_token_count=grown.pending_token_count,
+        junction_token_count=grown.junction_token_count,
         tables=[block_table(blocks) for blocks in grown.blocks],
         copy_sources=[copy.source for copy in grown.copies],
         copy_destinations=[copy.destination for copy in grown.copies],

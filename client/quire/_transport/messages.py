@@ -116,6 +116,7 @@ def pool_spec_message(spec: types.PoolSpec) -> pb.PoolSpec:
         cache_layout=spec.cache_layout,
         model_fingerprint=spec.model_fingerprint,
         eviction_policy=spec.eviction_policy,
+        retention=spec.retention,
     )
     for group in spec.groups:
         added = message.groups.add(kind=cast("pb.GroupKind.ValueType", int(group.kind)))
@@ -125,7 +126,11 @@ def pool_spec_message(spec: types.PoolSpec) -> pb.PoolSpec:
         limits = {"held_blocks_max": quota.held_blocks_max, "cached_blocks_max": quota.cached_blocks_max}
         given = {name: limit for name, limit in limits.items() if limit is not None}
         _fill(message.quotas.add(namespace=quota.namespace), reason=Reason.MALFORMED, **given)
-    counts = {"block_count": spec.block_count, "watermark_block_count": spec.watermark_block_count}
+    counts = {
+        "block_count": spec.block_count,
+        "watermark_block_count": spec.watermark_block_count,
+        "chunk_token_count_max": spec.chunk_token_count_max,
+    }
     return _fill(message, reason=Reason.MALFORMED, **counts)
 
 
@@ -206,7 +211,7 @@ def match_request(digests: bytes | Iterable[bytes], namespace: str) -> pb.MatchP
 
 def prefix_matches(message: pb.MatchPrefixResponse) -> tuple[views.PrefixMatch, ...]:
     """Pools that match, best first."""
-    return tuple(views.PrefixMatch(match.pool, match.matched_token_count) for match in message.matches)
+    return tuple(views.PrefixMatch(**_values(match)) for match in message.matches)
 
 
 def watch_request(pool: str, session_id: bytes, cursor: int) -> pb.WatchEventsRequest:
@@ -249,11 +254,14 @@ def allocate_request(
     *,
     digests: bytes | Iterable[bytes],
     namespace: str,
+    turn_ends: Iterable[int],
     **counts: int,
 ) -> pb.AllocateRequest:
     """Asks for a new sequence."""
     request = pb.AllocateRequest(session_id=session_id, digests=concatenated(digests), namespace=namespace)
-    return _operation(request, request_id, **counts)
+    request = _operation(request, request_id, **counts)
+    _extend(request.turn_ends, "turn_ends", turn_ends, request.request_id, Reason.MALFORMED)
+    return request
 
 
 def grow_request(session_id: bytes, request_id: str | None, sequence_id: int, token_count: int) -> pb.GrowRequest:
@@ -292,6 +300,7 @@ def allocation(message: pb.AllocateResponse) -> types.Allocation:
         shortfall=message.shortfall,
         pending_token_count=message.pending_token_count,
         victim=_victim(message),
+        junction_token_count=message.junction_token_count,
     )
 
 
@@ -350,8 +359,10 @@ def _values(message: Message) -> dict[str, Any]:
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
-def _extend(field: Any, name: str, values: Iterable[int], request_id: str) -> None:
+def _extend(
+    field: Any, name: str, values: Iterable[int], request_id: str, reason: Reason = Reason.BAD_PARAMETER
+) -> None:
     try:
         field.extend(values)
     except ValueError as error:
-        raise InvalidArgumentError(f"{name}: {error}", Reason.BAD_PARAMETER, request_id) from None
+        raise InvalidArgumentError(f"{name}: {error}", reason, request_id) from None

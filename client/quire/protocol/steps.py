@@ -11,6 +11,7 @@ from itertools import repeat
 from typing import Final, NamedTuple
 
 from quire.hashing import DIGEST_BYTES
+from quire.protocol import turn_ends as ends_of_turns
 from quire.protocol.packing import pack_uint32, pack_uint64, unpack_uint32, unpack_uint64
 from quire.v1 import allocator_pb2 as pb
 
@@ -29,6 +30,7 @@ class Result(enum.IntEnum):
     QUOTA = 6  # the namespace would hold too many blocks
     UNCOMMITTED = 7  # a fork of a recurrent state that may be beyond the committed tokens
     FORBIDDEN = 8  # a new sequence in a namespace that the caller's certificate does not permit
+    PASS_TOO_LONG = 9  # it would fit, computed in smaller passes
 
 
 class Swap(NamedTuple):
@@ -59,15 +61,18 @@ class GrowOutcome(NamedTuple):
 
     Attributes:
         sequence_id: the sequence.
-        result: OK, NO_SPACE, NOT_FOUND, EXISTS, TOO_LONG, PENDING, QUOTA or FORBIDDEN.
+        result: OK, NO_SPACE, NOT_FOUND, EXISTS, TOO_LONG, PASS_TOO_LONG, PENDING, QUOTA or FORBIDDEN.
         matched_token_count: leading tokens that need not be computed (new sequences only).
         blocks: per group the last entries of its table, replacing what stood there; of a new sequence all of them.
             `NULL_BLOCK` where a windowed group holds none.
-        shortfall: blocks that were missing (NO_SPACE), or too many for the namespace (QUOTA).
+        shortfall: blocks that were missing (NO_SPACE), too many for the namespace (QUOTA), or for the pool at once
+            (PASS_TOO_LONG).
         pending_token_count: tokens after the matched ones that others are computing (new sequences only).
         victim: whom to preempt (NO_SPACE only), if preempting anybody helps.
         token_count: tokens that were asked for, or that matched, if those are more: with OK there is room for them, and
             the last entries of the tables are for the last of them.
+        junction_token_count: leading tokens that would have matched, had there been a checkpoint: a commit that ends
+            there makes one. 0 where nothing would be gained (new sequences only).
     """
 
     sequence_id: int
@@ -78,6 +83,7 @@ class GrowOutcome(NamedTuple):
     pending_token_count: int = 0
     victim: Victim | None = None
     token_count: int = 0
+    junction_token_count: int = 0
 
 
 class StepOutcome(NamedTuple):
@@ -108,6 +114,7 @@ class _New(NamedTuple):
     priority: int
     defer_token_count: int
     is_return: bool
+    turn_end_count: int
 
 
 class StepBuilder:
@@ -129,6 +136,7 @@ class StepBuilder:
         self._grow_token_counts: list[int] = []
         self._new: list[_New] = []
         self._new_digests: list[bytes] = []
+        self._turn_ends: list[int] = []  # of all new sequences
         self._namespaces: dict[str, int] = {}
 
     def __bool__(self) -> bool:
@@ -178,6 +186,7 @@ class StepBuilder:
         priority: int = 0,
         defer_token_count: int = 0,
         is_return: bool = False,
+        turn_ends: Sequence[int] = (),
     ) -> None:
         """Creates a sequence for `token_count` tokens that shares the published part of `digests`; ids only rise.
 
@@ -191,11 +200,16 @@ class StepBuilder:
             priority: for a sequence of one priority none of a higher one is ever named as a victim.
             defer_token_count: answer PENDING if others are computing at least so many tokens of its prefix; 0: never.
             is_return: a preempted request returns: its tokens are counted as returned, not as queried.
+            turn_ends: token counts, rising, at most 16, after which later prompts may go on otherwise.
         """
+        ends_of_turns.check(turn_ends)
         data = concatenated(digests)
         index = self._namespaces.setdefault(namespace, len(self._namespaces))
         row, count = len(self._grows), len(data) // DIGEST_BYTES
-        self._new.append(_New(row, count, index, prompt_token_count, priority, defer_token_count, is_return))
+        self._new.append(
+            _New(row, count, index, prompt_token_count, priority, defer_token_count, is_return, len(turn_ends))
+        )
+        self._turn_ends += turn_ends
         self._new_digests.append(data)
         self.grow(sequence_id, token_count)
 
@@ -280,6 +294,8 @@ class StepBuilder:
         grows.priorities = column("priority")
         grows.defer_token_counts = column("defer_token_count")
         grows.returns = column("is_return")
+        grows.turn_end_counts = column("turn_end_count")
+        grows.turn_ends = pack_uint32(self._turn_ends)
         grows.digests = b"".join(self._new_digests)
         if any(self._namespaces):  # without any, all are in the one that has no name
             grows.namespaces.extend(self._namespaces)
@@ -362,6 +378,7 @@ def _grows(step: pb.Step, reply: pb.StepReply, group_count: int) -> list[GrowOut
         _optional(reply.pending_token_counts, count),
         victims,
         token_counts,
+        _optional(reply.junction_token_counts, count),
         strict=True,
     )
     return list(map(GrowOutcome._make, columns))

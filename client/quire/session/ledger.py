@@ -23,6 +23,7 @@ from quire.hashing import DIGEST_BYTES
 from quire.protocol.packing import entry_uint32, unpack_uint32, unpack_uint64
 from quire.protocol.state_digest import STATE_DIGEST_ENTRIES_MAX, SequenceRow, in_turn, state_digest
 from quire.protocol.steps import NULL_BLOCK, Copy, GrowOutcome, Result, StepOutcome, Swap
+from quire.protocol.turn_ends import deal
 from quire.session.pages import DigestSpace, Pages
 from quire.v1 import allocator_pb2 as pb
 
@@ -37,9 +38,11 @@ class LedgerSequence:
     Attributes:
         prompt_token_count, chunk_token_count: of its first grow; 0 for a fork.
         hold_until: when a hold ends, in seconds; None for an ordinary sequence.
+        boundaries: token counts, rising, at which states make checkpoints and windows keep what is before them.
     """
 
     __slots__ = (
+        "boundaries",
         "chunk_token_count",
         "committed_token_count",
         "hold_until",
@@ -57,6 +60,7 @@ class LedgerSequence:
         self.priority = priority
         self.prompt_token_count = self.chunk_token_count = 0
         self.hold_until: float | None = None
+        self.boundaries: tuple[int, ...] = ()
         self.tables: list[array[int]] = []
 
 
@@ -79,6 +83,7 @@ class Ledger:
         self._digest_tokens = min(group.block_size for group in spec.groups)
         sizes = [group.block_size for group in spec.groups if group.kind != _STATE]
         self._edge_tokens = math.lcm(*sizes) if sizes else self._digest_tokens
+        self._keeps_prefixes = all(group.kind == _FULL for group in spec.groups)
         self._states = [number for number, group in enumerate(spec.groups) if group.kind == _STATE]
         self._managed = _groups_alike(self.groups)
         self._step = self._operation = self._rank = 0
@@ -191,10 +196,8 @@ class Ledger:
 
     def _publish_state(self, sequence: LedgerSequence, group: int, token_count: int, digests: bytes) -> None:
         """Publishes the running block as a checkpoint, if one belongs there and no other sequence has the block."""
-        edge, prompt = self._edge_tokens, sequence.prompt_token_count
-        prompt_end = (prompt - 1) // edge * edge if prompt else 0
         block = sequence.tables[group][0]
-        if token_count % self.groups[group].block_size and token_count != prompt_end:
+        if token_count % self.groups[group].block_size and token_count not in sequence.boundaries:
             return
         if block in self.pages.published or self._holder_count(group, block) > 1:
             return
@@ -233,7 +236,7 @@ class Ledger:
     def _fork(self, parent: LedgerSequence, child_id: int, hold_until: float | None) -> None:
         length = parent.committed_token_count
         child = LedgerSequence(parent.namespace, length, length, parent.priority)
-        child.hold_until = hold_until
+        child.hold_until, child.boundaries = hold_until, parent.boundaries
         for spec, table in zip(self.groups, parent.tables, strict=True):
             child.tables.append(table[:] if spec.kind == _STATE else table[: -(-length // spec.block_size)])
         self.sequences[child_id] = child
@@ -243,6 +246,9 @@ class Ledger:
 
     def _apply_grows(self, grows: pb.GrowPhase, outcome: StepOutcome) -> None:
         copies, before, sequences = list(reversed(outcome.copies)), self._operation + 1, self.sequences
+        ends: list[array[int]] = []
+        if not self._keeps_prefixes and grows.turn_end_counts:
+            ends = deal(unpack_uint32(grows.turn_end_counts), unpack_uint32(grows.turn_ends))
         self._operation += len(outcome.grows)
         ok, is_plain = Result.OK, not self._states
         for row, (grown, wanted) in enumerate(zip(outcome.grows, unpack_uint32(grows.token_counts), strict=True)):
@@ -254,13 +260,13 @@ class Ledger:
                 continue
             self._operation, self._rank = before + row, 0
             if sequence is None:
-                self._open(grown, grows, row, wanted)
+                self._open(grown, grows, row, wanted, ends[row] if ends else ())
             else:
                 self._grow(sequence, blocks, wanted)
             if copies:
                 self._let_go_of_sources(copies, grown)
 
-    def _open(self, grown: GrowOutcome, grows: pb.GrowPhase, row: int, chunk: int) -> None:
+    def _open(self, grown: GrowOutcome, grows: pb.GrowPhase, row: int, chunk: int, turn_ends: Sequence[int]) -> None:
         matched = grown.matched_token_count
         namespace = ""
         if grows.namespaces:
@@ -269,6 +275,10 @@ class Ledger:
         sequence = LedgerSequence(namespace, max(chunk, matched), matched, priority)
         sequence.chunk_token_count = chunk
         sequence.prompt_token_count = max(chunk, entry_uint32(grows.prompt_token_counts, row))
+        if not self._keeps_prefixes:
+            ends = (sequence.prompt_token_count - 1, grown.junction_token_count, *turn_ends)
+            edges = {end // self._edge_tokens * self._edge_tokens for end in ends}
+            sequence.boundaries = tuple(sorted(edges - {0}))
         sequence.tables = [array("I", table) for table in grown.blocks]
         self.sequences[grown.sequence_id] = sequence
         self.last_sequence_id = grown.sequence_id

@@ -130,17 +130,50 @@ def test_a_hit_is_no_part_of_a_pass() -> None:
     assert pool.sequences[2].promised == 1 + 1  # there is but one block of each left to fill
 
 
+@pytest.mark.parametrize("block_count", [38, 42, 44, 45])
+def test_a_prompt_is_let_in_only_if_passes_as_large_as_its_owner_announces_fit(block_count: int) -> None:
+    # 512 tokens are 32 blocks of full attention. A pass of 128 reads 63 before it: 191 tokens touch at most 13 of 16.
+    groups, letters = (full(16), sliding(16, 64)), "".join(chr(33 + number) for number in range(32))
+    pool = make_pool(block_count, *groups, chunk_token_count_max=128)
+    assert pool.allocate(1, 16, prompt_token_count=512).result is (Result.OK if block_count == 45 else Result.TOO_LONG)
+    if block_count == 45:
+        assert pool.sequences[1].promised == 31 + 12
+        for end in (16, 128, 256, 384, 512):
+            assert pool.grow(1, end).result is Result.OK
+            commit(pool, 1, letters, end)
+    unannounced = make_pool(block_count, *groups)
+    assert unannounced.allocate(1, 16, prompt_token_count=512).result is Result.OK
+
+
+def test_a_pass_that_is_too_long_is_told_apart_from_what_can_never_fit() -> None:
+    # A window of 8 tokens in blocks of 4 takes 3 blocks at most in passes of one token; 7 of 10 are left for 28 tokens.
+    pool = make_pool(10, full(4), sliding(4, 8))
+    assert refusal(pool.allocate(1, 28)) == (Result.PASS_TOO_LONG, 4)
+    assert refusal(pool.allocate(1, 29)) == (Result.TOO_LONG, 0)
+    assert refusal(pool.allocate(1, 20, prompt_token_count=28)) == (Result.PASS_TOO_LONG, 4)
+    assert pool.allocate(1, 12).result is Result.OK
+    commit(pool, 1, "abc", 12)  # the window has 2 blocks of them, full attention 3
+    before = everything(pool)
+    assert refusal(pool.grow(1, 28)) == (Result.PASS_TOO_LONG, 3)
+    assert refusal(pool.grow(1, 29)) == (Result.TOO_LONG, 0)
+    assert everything(pool) == before
+    for end in (16, 20, 24, 28):
+        assert pool.grow(1, end).result is Result.OK
+        commit(pool, 1, "abcdefg", end)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_while_nobody_decodes_no_prompt_that_was_let_in_ever_lacks_a_block(seed: int) -> None:
     rng = random.Random(seed)
     groups = rng.choice(([full(4)], [full(4), sliding(4, 6)], [sliding(2, 7), full(4), sliding(2, 7), state(8)]))
-    pool = make_pool(40, *groups)
+    announced = rng.choice((0, 9))
+    pool = make_pool(40, *groups, chunk_token_count_max=announced)
     prompts: dict[int, tuple[int, int]] = {}  # tokens, tokens of a pass
     for sequence_id in range(1, 400):
         length, chunk = rng.randint(1, 40), rng.randint(1, 9)
         own = bytes([sequence_id % 256, sequence_id // 256]) * 16
         if pool.allocate(sequence_id, min(chunk, length), prompt_token_count=length).result is Result.OK:
-            prompts[sequence_id] = (length, chunk)
+            prompts[sequence_id] = (length, max(chunk, announced))
         for runner in rng.sample(list(prompts), min(3, len(prompts))):
             length, chunk = prompts[runner]
             token_count = pool.sequences[runner].token_count

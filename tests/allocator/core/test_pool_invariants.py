@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quire_allocator.core.groups.units import Unit
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
-from quire_allocator.core.spec import Quota, Result
+from quire_allocator.core.spec import NO_BLOCKS, Quota, Result
 
 from tests.allocator.core.pools import blocks_of, chunked, commit, computed, d, filled, full, make_pool, sliding, state
 
@@ -199,7 +200,8 @@ def lose_the_state(pool: Pool) -> None:
 
 
 def keep_too_many(pool: Pool) -> None:
-    part(pool, 1, 0).checkpoints.extend([part(pool, 1, 0).unit] * 16)
+    state = part(pool, 1, 0)
+    state.checkpoints.extend(Unit(state.scope, NO_BLOCKS) for _ in range(17))
 
 
 def add(target: Callable[[Pool], Any], name: str, by: int) -> Callable[[Pool], None]:

@@ -37,6 +37,8 @@ def next_chunks(
     for sample in running:
         computed = sample.computed + counts.get(sample, 0)
         token_count = min(max(1, len(sample.tokens) - computed), budget)
+        if sample.pass_token_count_max:
+            token_count = min(token_count, sample.pass_token_count_max)
         budget -= token_count
         end = -(-(computed + token_count) // block_size) * block_size
         if sample in counts and computed < len(sample.tokens) and end > sample.granted:

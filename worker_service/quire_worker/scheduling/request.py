@@ -101,9 +101,12 @@ class Sample:
         generator: source of its random choices (opaque here).
         detokenizer: turns its tokens into text (opaque here).
         sequence_id: its sequence at the allocator; 0 while it has none.
-        tables: its blocks, of each group of the pool, all equally long; none while it has no sequence.
+        tables: its blocks, of each group of attention, all equally long; none while it has no sequence.
         fallen: of each group, entries at the start of the table that hold no block: they fell out of a window.
         fork_of: the sample to be forked from with the next step.
+        states: its running block in each group of recurrent states, where the pool has any.
+        boundaries: token counts, rising, at which its passes end for a checkpoint to be made; see `passes.py`.
+        pass_token_count_max: tokens of a pass beyond which the pool had no room for it at once; 0 while there was.
     """
 
     request: Request
@@ -118,6 +121,9 @@ class Sample:
     committed: int = 0
     computed: int = 0
     fork_of: Sample | None = None
+    states: list[int] = field(default_factory=list)
+    boundaries: tuple[int, ...] = ()
+    pass_token_count_max: int = 0
     has_ended: bool = False
     finish_reason: FinishReason | None = None
     _digests: list[bytes] = field(default_factory=list)
@@ -141,11 +147,11 @@ class Sample:
     @property
     def held_block_count(self) -> int:
         """Counts the blocks in its tables, of all groups."""
-        return self.table_length * len(self.tables) - sum(self.fallen)
+        return self.table_length * len(self.tables) - sum(self.fallen) + len(self.states)
 
     def held_blocks(self) -> set[int]:
         """Returns the blocks in its tables, of all groups."""
-        held = {block for table in self.tables for block in table}
+        held = {block for table in (*self.tables, self.states) for block in table}
         held.discard(NULL_BLOCK)
         return held
 
@@ -161,8 +167,8 @@ class Sample:
     def forget_blocks(self) -> None:
         """Notes that the sample holds nothing: it was freed or preempted, or the allocator lost it."""
         self.sequence_id = 0
-        self.tables, self.fallen = [], []
-        self.granted = self.committed = self.computed = 0
+        self.tables, self.fallen, self.states, self.boundaries = [], [], [], ()
+        self.granted = self.committed = self.computed = self.pass_token_count_max = 0
         self.fork_of = None
 
     def fork_from(self, parent: Sample) -> None:
@@ -176,6 +182,7 @@ class Sample:
         """Takes a share of the blocks of `parent`, of which the allocator has made it a fork."""
         length = -(-self.computed // block_size)
         self.tables, self.fallen = [table[:length] for table in parent.tables], list(parent.fallen)
+        self.states, self.boundaries = list(parent.states), parent.boundaries
         self.fork_of = None
 
     def settle(self, groups: Sequence[GroupSpec]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 
-from quire.types import GroupSpec
+from quire.types import GroupKind, GroupSpec
 
 from quire_worker.scheduling import lookahead
 from quire_worker.scheduling.request import FinishReason, Request, Sample
@@ -15,7 +15,7 @@ class Roster:
     """Samples of one worker, each in one place.
 
     Args:
-        groups: of the pool, with blocks of one size.
+        groups: of the pool: of attention, with blocks of one size, then of states.
 
     Attributes:
         waiting, running: oldest first.
@@ -30,10 +30,12 @@ class Roster:
         Raises:
             ValueError: blocks have several sizes.
         """
-        sizes = {group.block_size for group in groups}
+        attention = tuple(group for group in groups if group.kind is not GroupKind.STATE)
+        sizes = {group.block_size for group in attention}
         if len(sizes) != 1:
             raise ValueError(f"blocks of one size are scheduled, not of {sorted(sizes)} tokens")
-        self.groups = tuple(groups)
+        self.groups = attention
+        self.has_states = len(attention) < len(groups)
         self.block_size = sizes.pop()
         self.waiting: list[Sample] = []
         self.running: list[Sample] = []

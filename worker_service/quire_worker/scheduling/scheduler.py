@@ -18,8 +18,8 @@ Where a group has a window, a prompt is granted chunk by chunk: what falls out o
 Tables of all groups grow alike, so whatever counts blocks here counts those of one group: "a block" is one of each.
 
 Order is by age, always: the oldest sample is asked for first and preempted last, so it always gets on. Who is let in is
-decided in `admission.py`, how many blocks are asked for ahead in `quire.session.lookahead`; who is where is kept in
-`roster.py`.
+decided in `admission.py`, where a pass over a prompt ends in `passes.py`, how many blocks are asked for ahead in
+`quire.session.lookahead`; who is where is kept in `roster.py`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from quire.types import GroupKind, GroupSpec
 
 from quire_worker.scheduling import lookahead
 from quire_worker.scheduling.admission import Admission, Peaks, TurnLimits, admit
+from quire_worker.scheduling.passes import boundaries_of, is_at_boundary, pass_token_count, to_cut
 from quire_worker.scheduling.plan import Batch, Plan, Work
 from quire_worker.scheduling.request import FinishReason, Request, Sample
 from quire_worker.scheduling.roster import Roster, age_of
@@ -44,7 +45,7 @@ class Scheduler(Roster):
     """Decides about the samples of one worker.
 
     Args:
-        groups: of the pool, with blocks of one size.
+        groups: of the pool: of attention, with blocks of one size, then of states.
         sequence_tokens_max: longest sequence that the model and the pool can hold.
         batch_tokens_max: tokens per forward pass.
         running_max: samples that run at a time.
@@ -73,8 +74,8 @@ class Scheduler(Roster):
         self.digest_bytes_max = digest_bytes_max
         self.commit_blocks_max = commit_blocks_max
         self._increment = Increment.of(self.block_size)
-        self._peaks = Peaks(groups, batch_tokens_max)
-        self._has_windows = any(group.kind is not GroupKind.FULL_ATTENTION for group in groups)
+        self._peaks = Peaks(self.groups, batch_tokens_max)
+        self._has_windows = any(group.kind is not GroupKind.FULL_ATTENTION for group in self.groups)
         self._last_sequence_id = 0
         self._free_block_count: int | None = None
         self._copies: list[Copy] = []  # to run before the next batch
@@ -85,11 +86,12 @@ class Scheduler(Roster):
         """Decides what to ask for."""
         plan = Plan()
         filled = self._take_filled()
+        cut = self._cut(filled)
         self._fork(plan)
         freed_ahead = self._free(plan)
         budget = self.batch_tokens_max
         for sample in self.running:
-            token_count = min(len(sample.tokens) - sample.computed, budget)
+            token_count = pass_token_count(sample, budget)
             if token_count == 0:
                 break
             budget -= token_count
@@ -101,7 +103,7 @@ class Scheduler(Roster):
         missing = taken - (self._free_block_count or 0) - freed_ahead
         admissions = self._choose(budget, None if room is None else room + freed_ahead - taken)
         missing += self._let_in(plan, admissions)
-        self._commit(plan, filled, self._given_back(missing))
+        self._commit(plan, filled, {**cut, **self._given_back(missing)})
         return plan
 
     def plan_without_asking(self) -> Plan:
@@ -114,9 +116,9 @@ class Scheduler(Roster):
         plan, budget = Plan(is_whole=bool(self.running)), self.batch_tokens_max
         parents = {sample.fork_of for sample in self.running}
         for sample in self.running:
-            token_count = min(len(sample.tokens) - sample.computed, budget)
-            is_forking = sample.fork_of is not None or sample in parents
-            if is_forking or sample.computed + token_count > sample.granted:
+            token_count = pass_token_count(sample, budget)
+            has_to_ask = sample.fork_of is not None or sample in parents or is_at_boundary(sample)
+            if has_to_ask or sample.computed + token_count > sample.granted:
                 plan.is_whole = False
             elif token_count:
                 budget -= token_count
@@ -148,7 +150,7 @@ class Scheduler(Roster):
         if may_wait and not needs and not chunks and not self._can_admit(budget):
             return plan
         filled = self._take_filled()
-        self._commit(plan, filled, {})
+        self._commit(plan, filled, self._cut(filled))
         free = (self._free_block_count or 0) + self._free(plan)
         for sample, token_count in chunks:
             needed = lookahead.grow_block_count(sample, token_count, self.block_size)
@@ -168,14 +170,15 @@ class Scheduler(Roster):
             AssertionError: the allocator and this scheduler disagree about which sequences live.
         """
         denied = self.take_in(plan, outcome)
-        if any(sample not in plan.admitted and not sample.has_ended for sample in denied):
+        rows = zip(plan.grows, outcome.grows, strict=True)
+        squeezed = {sample for (sample, _), grown in rows if grown.result is Result.PASS_TOO_LONG}
+        if any(sample not in plan.admitted and not sample.has_ended for sample in denied - squeezed):
             denied.add(self.preempt_newest())
         work = [
-            Work(sample, min(token_count, len(sample.tokens) - sample.computed, sample.granted - sample.computed))
+            Work(sample, pass_token_count(sample, min(token_count, sample.granted - sample.computed)))
             for sample, token_count in plan.wanted
-            if sample not in denied and not sample.has_ended
+            if sample not in denied and not sample.has_ended and sample.granted > sample.computed
         ]
-        work = [item for item in work if item.token_count]  # else more was found in the cache than was asked for
         if not work:  # the copies wait for a batch
             return Batch([], [])
         copies, self._copies = self._copies, []
@@ -263,11 +266,26 @@ class Scheduler(Roster):
         for sample in plan.commits:
             plan.step.commit(sample.sequence_id, sample.computed, filled.get(sample, ()), kept.get(sample, 0))
         for sample, token_count in kept.items():
-            end = token_count // self.block_size
-            sample.request.usage.granted_block_count -= self.group_count * (sample.table_length - end)
-            for table in sample.tables:
-                del table[end:]
-            sample.committed, sample.granted = sample.computed, token_count
+            self._keep(sample, token_count)
+            sample.committed = sample.computed
+
+    def _keep(self, sample: Sample, token_count: int) -> None:
+        """The sample has room for so many tokens from now on, and gives back the blocks beyond."""
+        end = -(-token_count // self.block_size)
+        sample.request.usage.granted_block_count -= self.group_count * (sample.table_length - end)
+        for table in sample.tables:
+            del table[end:]
+        sample.granted = token_count
+
+    def _cut(self, filled: dict[Sample, list[bytes]]) -> dict[Sample, int]:
+        """Who gives back all room beyond what it has computed, so that its state becomes a checkpoint or is shared."""
+        if not self.has_states:
+            return {}
+        parents = {sample.fork_of for sample in self.running}
+        cut = to_cut((*self.running, *self.leaving), filled, parents)
+        for sample in cut:
+            self._keep(sample, sample.computed)
+        return {sample: sample.computed for sample in cut}
 
     def _fork(self, plan: Plan) -> None:
         for sample in self.running:
@@ -328,15 +346,16 @@ class Scheduler(Roster):
         """Returns how many blocks they take at most."""
         block_count = 0
         for sample, token_count, needed, digests in admissions:
-            prompt = self._round_up(len(sample.tokens))
-            capacity = min(prompt, self._round_up(self.batch_tokens_max)) if self._has_windows else prompt
-            request = sample.request
+            prompt, request = self._round_up(len(sample.tokens)), sample.request
+            at_once = sample.pass_token_count_max or (self.batch_tokens_max if self._has_windows else prompt)
+            capacity = min(prompt, self._round_up(at_once))
+            whole = prompt if capacity < prompt else 0
             plan.step.allocate(
                 self._new_sequence_id(),
                 capacity,
                 digests,
                 request.namespace,
-                prompt_token_count=prompt if capacity < prompt else 0,
+                prompt_token_count=whole,
                 is_return=request.admitted,
             )
             plan.grows.append((sample, capacity))
@@ -354,8 +373,12 @@ class Scheduler(Roster):
         if outcome.swaps:
             by_id = {sample.sequence_id: sample for sample in (*self.running, *self.leaving)}
             for swap in outcome.swaps:  # of a sample that was freed with this step nobody asks any more
-                if swap.sequence_id in by_id:
+                if swap.sequence_id not in by_id:
+                    continue
+                if swap.group < self.group_count:
                     by_id[swap.sequence_id].tables[swap.group][swap.position] = swap.block
+                else:
+                    by_id[swap.sequence_id].states[swap.group - self.group_count] = swap.block
         for sample in plan.commits:
             sample.settle(self.groups)
 
@@ -363,29 +386,37 @@ class Scheduler(Roster):
         """Notes what the allocator granted; returns False if that was nothing."""
         if grown.result in (Result.NO_SPACE, Result.FORBIDDEN):
             return False
+        if grown.result is Result.PASS_TOO_LONG:
+            sample.pass_token_count_max = max(1, (token_count - sample.computed) // 2)
+            return False
         assert grown.result is Result.OK, f"the allocator answered {grown.result.name} to a grow"
         if is_new:
             sample.sequence_id = grown.sequence_id
         if is_new and sample.has_ended:  # cancelled while the allocator was being asked
             self.leaving.append(sample)
             return False
+        tables, states = grown.blocks[: self.group_count], grown.blocks[self.group_count :]
         usage = sample.request.usage
         matched_block_count = grown.matched_token_count // self.block_size
         if not sample.has_ended:  # else it has no use for them
-            usage.granted_block_count += sum(len(blocks) - matched_block_count for blocks in grown.blocks)
+            usage.granted_block_count += sum(len(blocks) - matched_block_count for blocks in tables)
         if is_new:
             self.waiting.remove(sample)
             insort(self.running, sample, key=age_of)
-            sample.tables = [array("I", blocks) for blocks in grown.blocks]
+            sample.tables = [array("I", blocks) for blocks in tables]
             sample.computed = sample.committed = grown.matched_token_count
             sample.fallen = [group.first_read(sample.computed) // self.block_size for group in self.groups]
+            if self.has_states:
+                sample.states = [own[0] for own in states]
+                sample.boundaries = boundaries_of(sample, grown.junction_token_count, self.block_size)
             if not sample.request.admitted:
                 sample.request.admitted = True
                 usage.cached_token_count = grown.matched_token_count
         else:
             end = token_count // self.block_size
-            for table, blocks in zip(sample.tables, grown.blocks, strict=True):
+            for table, blocks in zip(sample.tables, tables, strict=True):
                 table[end - len(blocks) :] = array("I", blocks)
+            sample.states = [own[0] if own else now for now, own in zip(sample.states, states, strict=True)]
         sample.granted = max(token_count, grown.matched_token_count)
         return True
 

@@ -64,7 +64,7 @@ class WindowManager(UnitManager[WindowPart]):
     def needed_after(self, hit: UnitHit, token_count: int) -> int:
         return (-(-token_count // self.block_size) - hit.token_count // self.block_size) * self.width
 
-    def open(self, scope: UnitScope, hit: UnitHit, prompt_token_count: int) -> WindowPart:
+    def open(self, scope: UnitScope, hit: UnitHit, boundaries: tuple[int, ...]) -> WindowPart:
         self._hold_hit(hit)
         return WindowPart(scope, hit.first, list(hit.units))
 

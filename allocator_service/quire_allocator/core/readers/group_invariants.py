@@ -10,7 +10,7 @@ from quire_allocator.core.blocks import Scoped
 from quire_allocator.core.groups.full import FullAttentionManager, RunPart
 from quire_allocator.core.groups.manager import PartT, ScopeT
 from quire_allocator.core.groups.runs import Run, RunScope
-from quire_allocator.core.groups.states import StateManager, StatePart
+from quire_allocator.core.groups.states import StateManager, StatePart, StateScope
 from quire_allocator.core.groups.units import Unit, UnitScope
 from quire_allocator.core.groups.windows import WindowManager, WindowPart
 from quire_allocator.core.sequence import SequenceState
@@ -163,18 +163,25 @@ def _check_window(manager: WindowManager, scope: UnitScope, sequence: SequenceSt
             assert unit.live == 1, f"position {position} is shared before anything was written to it"
 
 
-def check_states(manager: StateManager, uses: Sequence[Use[UnitScope, StatePart]]) -> list[Found]:
+def check_states(manager: StateManager, uses: Sequence[Use[StateScope, StatePart]]) -> list[Found]:
     """Checks that every sequence has a running block; a published one stands for exactly the committed tokens."""
     for use in uses:
         for sequence, part in use.parts:
             _check_state(manager, use.scope, sequence, part)
+        depths = sorted({position for position, _ in use.scope.index})
+        assert use.scope.depths == depths, "checkpoints are sought at other depths than they stand at"
+    between = manager._between
+    assert len(between) <= manager._between_max, "the pool keeps too many checkpoints between boundaries"
+    assert all(unit.key is not None and not unit.live for unit in between), "a checkpoint that is used counts as unused"
     return [_check_units(manager.width, use.scope, [[part.unit] for _, part in use.parts if part.unit]) for use in uses]
 
 
-def _check_state(manager: StateManager, scope: UnitScope, sequence: SequenceState, part: StatePart) -> None:
+def _check_state(manager: StateManager, scope: StateScope, sequence: SequenceState, part: StatePart) -> None:
     assert part.scope is scope, "a sequence has its state in another scope"
     assert part.unit is not None, "a sequence has no state"
-    assert len(part.checkpoints) <= manager._checkpoints_max, "a sequence keeps too many checkpoints"
+    left = [unit for unit in part.checkpoints if unit is not part.unit]
+    assert len(left) <= manager._checkpoints_max, "a sequence keeps too many checkpoints"
+    assert part.boundaries == sequence.boundaries, "a state makes checkpoints elsewhere than at the boundaries"
     if part.unit.key is not None:
         tokens = part.unit.key[0] * manager._digest_tokens
         assert tokens == sequence.committed_token_count, f"a state after {tokens} tokens stands for another count"

@@ -9,7 +9,8 @@
 Only a new pool is written to, and the caller puts it in force when it is whole: a refused report changes nothing.
 
 Not reported, so not as before: prompts that sequences are still computing are not announced (a second one is computed
-beside the first), policies have learned nothing yet but that what parts was shared, counters begin at 0.
+beside the first), policies have learned nothing yet but that what parts was shared, only full attention knows where
+earlier prompts part, no checkpoint counts as one that its sequence made, counters begin at 0.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from quire_allocator.core.groups.manager import AnyManager
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.rebuild.report import BlockUse, Report, ReportedSequence, ReportedStretch, refuse
 from quire_allocator.core.rebuild.runs import RunBuilder
-from quire_allocator.core.rebuild.units import StateBuilder, WindowBuilder
+from quire_allocator.core.rebuild.units import StateBuilder, WindowBuilder, boundaries
 from quire_allocator.core.sequence import Part, SequenceState
 from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, PoolSpec
 
@@ -150,6 +151,7 @@ def _open(pool: Pool, space: Namespace, reported: ReportedSequence, parts: list[
     made = tuple([make() for make in parts])
     sequence = SequenceState(space, reported.token_count, reported.priority, made)
     sequence.committed_token_count = reported.committed_token_count
+    sequence.boundaries = boundaries(pool, reported)
     pool.sequences[reported.sequence_id] = sequence
     tables = zip(pool.tables(sequence), reported.tables, strict=True)
     if any(table.tobytes() != given.tobytes() for table, given in tables):

@@ -22,6 +22,7 @@ class ReportedSequence(NamedTuple):
         tables: one per group; `NULL_BLOCK` where a windowed group gave a block back.
         prompt_token_count, chunk_token_count: of its first grow; 0 for a fork.
         hold_until: when a hold ends, in seconds of the caller's clock; None for an ordinary sequence.
+        boundaries: as in `SequenceState`.
     """
 
     sequence_id: int
@@ -33,6 +34,7 @@ class ReportedSequence(NamedTuple):
     prompt_token_count: int = 0
     chunk_token_count: int = 0
     hold_until: float | None = None
+    boundaries: tuple[int, ...] = ()
 
 
 class ReportedStretch(NamedTuple):

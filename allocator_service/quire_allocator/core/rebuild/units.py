@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from quire_allocator.core.blocks import Namespace, Scoped
 from quire_allocator.core.groups.manager import AnyManager
-from quire_allocator.core.groups.states import StatePart
+from quire_allocator.core.groups.states import StatePart, StateScope
 from quire_allocator.core.groups.units import Unit, UnitKey, UnitManager, UnitScope
 from quire_allocator.core.groups.windows import WindowManager, WindowPart
 from quire_allocator.core.pool import Pool
@@ -144,8 +144,17 @@ class StateBuilder(UnitBuilder):
         unit = self._hold(scope, blocks, committed, may_share=is_quiet)
         if unit.key is not None and (unit.key[0] * self._pool.digest_tokens != committed or not is_quiet):
             refuse(f"the state of sequence {name} is published for another length")
-        part = StatePart(scope, unit)
-        if sequence.prompt_token_count:
-            edge = self._pool.spec.edge_tokens
-            part.prompt_end = (sequence.prompt_token_count - 1) // edge * edge
+        part = StatePart(scope, unit, boundaries(self._pool, sequence))
         return lambda: part
+
+    def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
+        for unit in self._published().values():
+            assert isinstance(unit.scope, StateScope)
+            unit.scope.add_depth(unit.first_position)
+        return super().build(spaces, ranks)
+
+
+def boundaries(pool: Pool, sequence: ReportedSequence) -> tuple[int, ...]:
+    """Returns where later prompts may part from a reported sequence: what its owner was told, and its prompt's end."""
+    prompt = max(1, sequence.prompt_token_count)
+    return pool.coordinator.boundaries(prompt, 0, sequence.boundaries)

@@ -30,7 +30,7 @@ from typing import Any
 
 from quire.errors import QuireError
 from quire.hashing import DigestChain
-from quire.protocol.steps import NULL_BLOCK
+from quire.protocol.steps import NULL_BLOCK, Swap
 from quire.types import GroupSpec
 
 
@@ -184,6 +184,19 @@ class Sample:
         self.tables, self.fallen = [table[:length] for table in parent.tables], list(parent.fallen)
         self.states, self.boundaries = list(parent.states), parent.boundaries
         self.fork_of = None
+
+    def add_blocks(self, tables: Sequence[Sequence[int]], states: Sequence[Sequence[int]], length: int) -> None:
+        """Takes the blocks that a grow gave it: the last entries of each table, which is so long now."""
+        for table, blocks in zip(self.tables, tables, strict=True):
+            table[length - len(blocks) :] = array("I", blocks)
+        self.states = [own[0] if own else now for now, own in zip(self.states, states, strict=True)]
+
+    def swap(self, swap: Swap) -> None:
+        """Takes the block that was published first in the place of its own; groups of states follow the tables."""
+        if swap.group < len(self.tables):
+            self.tables[swap.group][swap.position] = swap.block
+        else:
+            self.states[swap.group - len(self.tables)] = swap.block
 
     def settle(self, groups: Sequence[GroupSpec]) -> None:
         """Lets go of the blocks that no token after the committed ones reads: the commit has given them to others."""

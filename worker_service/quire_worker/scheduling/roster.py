@@ -104,6 +104,25 @@ class Roster:
         insort(self.waiting, victim, key=age_of)
         return victim
 
+    def _uncommitted_block_count(self) -> int:
+        """Counts the blocks that the next commit publishes."""
+        return sum(
+            sample.computed // self.block_size - sample.committed // self.block_size
+            for sample in (*self.running, *self.leaving)
+        )
+
+    def _take_filled(self) -> dict[Sample, list[bytes]]:
+        """Returns who filled blocks since the last commit, and their digests; among them parents of forks, which share
+        only what is committed. From now on it all counts as committed."""
+        parents = {sample.fork_of for sample in self.running}
+        filled = {}
+        for sample in self.running + self.leaving:
+            first, end = sample.committed // self.block_size, sample.computed // self.block_size
+            if sample.sequence_id and (end > first or (sample in parents and sample.computed > sample.committed)):
+                filled[sample] = sample.digests(self.block_size, first, end)
+                sample.committed = sample.computed
+        return filled
+
     def _uncount_ahead(self, sample: Sample) -> None:
         """Takes blocks that a sample held ahead and never used out of its request's usage."""
         ahead = lookahead.block_count_of(sample, self.block_size)

@@ -14,7 +14,6 @@ Pure: no torch, grpc, clock or randomness. One turn of the engine:
     4. extend    one more token was sampled; finish says why a sample ends
 
 Where a group has a window, a prompt is granted chunk by chunk: what falls out of the window of one serves the next.
-
 Tables of all groups grow alike, so whatever counts blocks here counts those of one group: "a block" is one of each.
 
 Order is by age, always: the oldest sample is asked for first and preempted last, so it always gets on. Who is let in is
@@ -204,8 +203,8 @@ class Scheduler(Roster):
     @staticmethod
     def forbidden(plan: Plan, outcome: StepOutcome) -> list[Request]:
         """Returns those that the allocator will never let in, to be ended before the answer is taken in."""
-        rows = zip(plan.grows, outcome.grows, strict=True)
-        return [sample.request for (sample, _), grown in rows if grown.result is Result.FORBIDDEN]
+        results = zip(plan.grows, (grown.result for grown in outcome.grows), strict=True)
+        return [sample.request for (sample, _), result in results if result is Result.FORBIDDEN]
 
     def advance(self, work: Iterable[Work]) -> None:
         """Counts what the batch has computed; what was not computed must never be committed."""
@@ -240,25 +239,6 @@ class Scheduler(Roster):
         self.to_free = sorted({*held, *unfreed})
 
     # -- parts of a plan -----------------------------------------------------------------------------------------------
-
-    def _uncommitted_block_count(self) -> int:
-        """Counts the blocks that the next commit publishes."""
-        return sum(
-            sample.computed // self.block_size - sample.committed // self.block_size
-            for sample in (*self.running, *self.leaving)
-        )
-
-    def _take_filled(self) -> dict[Sample, list[bytes]]:
-        """Returns who filled blocks since the last commit, and their digests; among them parents of forks, which share
-        only what is committed. From now on it all counts as committed."""
-        parents = {sample.fork_of for sample in self.running}
-        filled = {}
-        for sample in self.running + self.leaving:
-            first, end = sample.committed // self.block_size, sample.computed // self.block_size
-            if sample.sequence_id and (end > first or (sample in parents and sample.computed > sample.committed)):
-                filled[sample] = sample.digests(self.block_size, first, end)
-                sample.committed = sample.computed
-        return filled
 
     def _commit(self, plan: Plan, filled: dict[Sample, list[bytes]], kept: dict[Sample, int]) -> None:
         """Commits whoever filled a block or gives some back, keeping room for so many tokens."""
@@ -349,13 +329,12 @@ class Scheduler(Roster):
             prompt, request = self._round_up(len(sample.tokens)), sample.request
             at_once = sample.pass_token_count_max or (self.batch_tokens_max if self._has_windows else prompt)
             capacity = min(prompt, self._round_up(at_once))
-            whole = prompt if capacity < prompt else 0
             plan.step.allocate(
                 self._new_sequence_id(),
                 capacity,
                 digests,
                 request.namespace,
-                prompt_token_count=whole,
+                prompt_token_count=prompt if capacity < prompt else 0,
                 is_return=request.admitted,
             )
             plan.grows.append((sample, capacity))
@@ -373,12 +352,8 @@ class Scheduler(Roster):
         if outcome.swaps:
             by_id = {sample.sequence_id: sample for sample in (*self.running, *self.leaving)}
             for swap in outcome.swaps:  # of a sample that was freed with this step nobody asks any more
-                if swap.sequence_id not in by_id:
-                    continue
-                if swap.group < self.group_count:
-                    by_id[swap.sequence_id].tables[swap.group][swap.position] = swap.block
-                else:
-                    by_id[swap.sequence_id].states[swap.group - self.group_count] = swap.block
+                if swap.sequence_id in by_id:
+                    by_id[swap.sequence_id].swap(swap)
         for sample in plan.commits:
             sample.settle(self.groups)
 
@@ -413,10 +388,7 @@ class Scheduler(Roster):
                 sample.request.admitted = True
                 usage.cached_token_count = grown.matched_token_count
         else:
-            end = token_count // self.block_size
-            for table, blocks in zip(sample.tables, tables, strict=True):
-                table[end - len(blocks) :] = array("I", blocks)
-            sample.states = [own[0] if own else now for now, own in zip(sample.states, states, strict=True)]
+            sample.add_blocks(tables, states, token_count // self.block_size)
         sample.granted = max(token_count, grown.matched_token_count)
         return True
 

@@ -29,6 +29,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # before the first kernel is imported
 
+from quire.types import GroupKind, GroupSpec  # noqa: E402
 from quire_kernels.ops.decode_paged import decode_paged_reference  # noqa: E402
 from quire_kernels.ops.merge_states import merge_states_reference  # noqa: E402
 from quire_kernels.ops.mla_paged import mla_paged_reference  # noqa: E402
@@ -56,7 +57,7 @@ from quire_worker.attention import (  # noqa: E402
     merge_states,
     sample,
 )
-from quire_worker.cache import CacheSpec  # noqa: E402
+from quire_worker.cache import PageSpec  # noqa: E402
 from quire_worker.model.batch import Chunk, build_batch  # noqa: E402
 from report import add_output_arguments, publish  # noqa: E402
 
@@ -206,17 +207,18 @@ def on_cpu(dtype: torch.dtype) -> Iterator[Errors]:
     """The worker's path: decode, and chunks of prompts."""
     scene, scale = Scene(dtype), HEAD_DIM**-0.5
     tables = [pages.tolist() for pages in scene.table[1].split(scene.table[0].diff().tolist())]
-    spec = CacheSpec(1, KV_HEADS, HEAD_DIM, PAGE_SIZE, dtype)
+    spec = PageSpec(KV_HEADS, HEAD_DIM, PAGE_SIZE, dtype)
     for title, new, reference in (
         ("decode", (1,) * len(LENGTHS), scene.decode_reference),
         ("prefill", NEW, scene.prefill_reference),
     ):
         q = scene.queries(sum(new))
         chunks = [
-            Chunk([0] * count, length - count, table, needs_logits=True)
+            Chunk([0] * count, length - count, [table], needs_logits=True)
             for count, length, table in zip(new, LENGTHS, tables, strict=True)
         ]
-        plan = TorchPagedAttention().plan(build_batch(chunks, block_size=PAGE_SIZE).attention, spec)
+        batch = build_batch(chunks, groups=[GroupSpec(GroupKind.FULL_ATTENTION, PAGE_SIZE)])
+        plan = TorchPagedAttention().plan(batch.attention[0], spec)
         expected = reference(q, scene.pages, AttentionOptions(scale))
         actual = (plan.attend(q, scene.pages, scale=scale), expected[1])
         found = errors(title + ON_CPU, name_of(dtype), actual, expected, tolerance=CPU_TOLERANCE[dtype])

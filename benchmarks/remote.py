@@ -185,14 +185,15 @@ async def side(
 ) -> AsyncIterator[Side]:
     """An engine on that session and that thread."""
     answers: Any = Answers(session)
+    cache = KVCache(model.cache_spec, BLOCKS)
     engine = Engine(
         model=model,
-        cache=KVCache(model.cache_spec, BLOCKS),
+        cache=cache,
         tokenizer=tokenizer,
         session=answers,
         scheduler=Scheduler(
-            block_size=BLOCK_SIZE,
-            sequence_tokens_max=min(model.max_position, BLOCKS * BLOCK_SIZE),
+            groups=cache.spec.groups,
+            sequence_tokens_max=min(model.max_position, cache.sequence_tokens_max(512)),
             batch_tokens_max=512,
             running_max=64,
             ahead_tokens=64,

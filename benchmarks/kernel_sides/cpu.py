@@ -22,8 +22,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from quire.types import GroupKind, GroupSpec
 from quire_worker.attention import TorchPagedAttention
-from quire_worker.cache import CacheSpec
+from quire_worker.cache import PageSpec
 from quire_worker.model.batch import Chunk, build_batch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -90,9 +91,10 @@ class Scene:
         """The worker's, and the seconds that planning a forward pass takes."""
         case = self.case
         start = case.context - case.queries
-        chunks = [Chunk([0] * case.queries, start, row, needs_logits=True) for row in self.table.tolist()]
-        batch = build_batch(chunks, block_size=PAGE_SIZE).attention
-        spec = CacheSpec(1, self.kv_heads, self.head_dim, PAGE_SIZE, case.dtype)
+        chunks = [Chunk([0] * case.queries, start, [row], needs_logits=True) for row in self.table.tolist()]
+        groups = [GroupSpec(GroupKind.FULL_ATTENTION, PAGE_SIZE)]
+        batch = build_batch(chunks, groups=groups).attention[0]
+        spec = PageSpec(self.kv_heads, self.head_dim, PAGE_SIZE, case.dtype)
         attention = TorchPagedAttention()
         seconds = []
         for _ in range(5):

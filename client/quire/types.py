@@ -176,6 +176,17 @@ class GroupSpec:
     window: int = 0
     checkpoints_max: int = 0
 
+    def first_read(self, token_count: int) -> int:
+        """First token whose keys the token after `token_count` others reads, and so any later one; not of STATE.
+
+        In a window of 4, the token after 10 others (at position 10) reads the positions 7 to 10.
+        """
+        if self.kind is GroupKind.SLIDING_WINDOW:
+            return max(0, token_count - self.window + 1)
+        if self.kind is GroupKind.CHUNKED_LOCAL:
+            return token_count // self.window * self.window
+        return 0
+
 
 @dataclass(frozen=True, slots=True)
 class Quota:

@@ -10,9 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
+from quire.types import GroupKind, GroupSpec
 from quire_kernels.shared.reference import CPU_TOLERANCE, TOLERANCE
 from quire_worker.attention import PagedAttention, TorchPagedAttention, torch_tiles
-from quire_worker.cache import CacheSpec, KVCache
+from quire_worker.cache import PageSpec
 from quire_worker.model.batch import Chunk, build_batch
 
 
@@ -49,30 +50,35 @@ class Scene:
         kv_heads: int = 2,
         head_dim: int = 32,
         dtype: torch.dtype = torch.float32,
+        layers_between: int = 0,  # whose pages lie between two of this layer's
+        latent_dim: int | None = None,
         seed: int = 0,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         block_counts = [-(-(before + new) // page_size) for before, new in lengths]
         block_ids = list(range(sum(block_counts) + 3))
         random.Random(seed).shuffle(block_ids)
-        spec = CacheSpec(1, kv_heads, head_dim, page_size, dtype)
+        halves = 1 if latent_dim else 2
+        shape = (len(block_ids), layers_between + 1, halves, page_size, kv_heads, head_dim)
+        buffer = torch.full(shape, float("nan"), dtype=dtype)
         self.lengths = lengths
-        self.cache = KVCache(spec, len(block_ids))
-        self.pages = self.cache.layers[0].fill_(float("nan"))
+        self.pages = buffer[:, layers_between // 2]
+        self.spec = PageSpec(kv_heads, head_dim, page_size, dtype, buffer.stride(0), latent_dim)
         self.keys, self.values, chunks = [], [], []
         for (before, new), block_count in zip(lengths, block_counts, strict=True):
             table = [block_ids.pop() for _ in range(block_count)]
-            key, value = torch.randn(2, before + new, kv_heads, head_dim, generator=generator).to(dtype)
+            both = torch.randn(halves, before + new, kv_heads, head_dim, generator=generator).to(dtype)
             for position in range(before):
                 page, offset = table[position // page_size], position % page_size
-                self.pages[page, 0, offset], self.pages[page, 1, offset] = key[position], value[position]
-            self.keys.append(key)
-            self.values.append(value)
-            chunks.append(Chunk([0] * new, before, table, needs_logits=True))
+                self.pages[page, :, offset] = both[:, position]
+            self.keys.append(both[0])
+            self.values.append(both[-1, :, :, :latent_dim])
+            chunks.append(Chunk([0] * new, before, [table], needs_logits=True))
         self.sinks = torch.randn(heads, generator=generator)
         token_count = sum(new for _, new in lengths)
         self.query = torch.randn(token_count, heads, head_dim, generator=generator).to(dtype)
-        self.batch = build_batch(chunks, block_size=page_size).attention
+        groups = [GroupSpec(GroupKind.FULL_ATTENTION, page_size)]
+        (self.batch,) = build_batch(chunks, groups=groups).attention
 
     def new_tokens_of(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat([tensor[before:] for (before, _), tensor in zip(self.lengths, tensors, strict=True)])
@@ -84,7 +90,7 @@ class Scene:
         key, value = (self.new_tokens_of(tensors).to(device) for tensors in (self.keys, self.values))
         if options.get("sinks") is not None:
             options["sinks"] = options["sinks"].to(device)
-        plan = attention.plan(self.batch, self.cache.spec)
+        plan = attention.plan(self.batch, self.spec)
         plan.append(key, value, self.pages)
         return plan.attend(self.query.to(device), self.pages, scale=scale, **options).cpu()
 
@@ -97,7 +103,7 @@ class Scene:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Query by query, head by head, in float64."""
-        output = torch.empty(self.query.shape, dtype=torch.float64)
+        output = torch.empty(*self.query.shape[:2], self.values[0].shape[2], dtype=torch.float64)
         group = self.query.shape[1] // self.pages.shape[3]
         token = 0
         for (before, new), key, value in zip(self.lengths, self.keys, self.values, strict=True):

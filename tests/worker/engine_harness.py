@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from quire.v1 import allocator_pb2_grpc as pb_grpc
 from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.metrics.counters import Counters
 from quire_allocator.service import AllocatorService
-from quire_worker.cache import KVCache
+from quire_worker.cache import NAN_BYTE, KVCache
 from quire_worker.engine import Engine
 from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.tokenizer import Tokenizer
@@ -30,6 +31,12 @@ from quire_worker.telemetry import WorkerTelemetry
 from transformers import AutoModelForCausalLM
 
 BLOCK_SIZE = 16
+
+
+def prompt(length: int, *, seed: int = 0) -> list[int]:
+    """Random tokens, none of which ends a text."""
+    dice = random.Random(seed)
+    return [dice.randrange(1, 320) for _ in range(length)]
 
 
 @cache
@@ -157,12 +164,12 @@ async def running(
     torch.set_num_threads(1)
     model = paged_model(folder)
     kv_cache = KVCache(model.cache_spec, blocks)
-    for layer in kv_cache.layers:
-        layer.fill_(torch.nan)  # what was never written must never be read
+    for buffer in kv_cache.buffers:
+        buffer.fill_(NAN_BYTE)  # what was never written must never be read
     allocator = AllocatorServer(permissions)
     await allocator.start()
     async with AsyncAllocatorClient(f"127.0.0.1:{allocator.port}") as client:
-        session = client.session("test", PoolSpec.full_attention(block_count=blocks, block_size=BLOCK_SIZE))
+        session = client.session("test", PoolSpec(blocks, model.cache_spec.groups))
         await session.open()
         engine = CheckedEngine(
             model=model,
@@ -170,8 +177,8 @@ async def running(
             tokenizer=Tokenizer(folder),
             session=session,
             scheduler=Scheduler(
-                block_size=BLOCK_SIZE,
-                sequence_tokens_max=min(model.max_position, blocks * BLOCK_SIZE),
+                groups=model.cache_spec.groups,
+                sequence_tokens_max=min(model.max_position, kv_cache.sequence_tokens_max(batch_tokens)),
                 batch_tokens_max=batch_tokens,
                 running_max=running_max,
                 ahead_tokens=ahead_tokens,

@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+from collections.abc import Sequence
 
 import pytest
 from quire.hashing import DIGEST_BYTES
 from quire.protocol.outcomes import StepOutcome, read_reply
+from quire.types import GroupKind, GroupSpec
 from quire.v1 import allocator_pb2 as pb
+from quire_allocator.core import spec
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
-from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec
 from quire_allocator.wire import step_apply, step_checks
 from quire_worker.sampler import SamplingParams
 from quire_worker.scheduling.plan import Batch, Plan
@@ -48,7 +50,8 @@ class PretendedWorker:
     """Scheduler, the allocator's pool, and pages that hold tokens instead of keys and values.
 
     Args:
-        others: groups of the pool behind the one of full attention. Pages of states hold the tokens that went in.
+        groups: of the pool; one of full attention if there are none. Pages of states hold the tokens that went in.
+        sequence_tokens_max: as the scheduler's; by default what fits with every token in every group.
         chunk_tokens_max: what the pool is told of its owner's largest chunk.
         ahead_tokens: as the scheduler's; None: every turn asks, and nothing is asked for while a batch is computed.
 
@@ -66,22 +69,24 @@ class PretendedWorker:
         block_count: int,
         block_size: int,
         batch_tokens: int,
+        groups: Sequence[GroupSpec] = (),
+        sequence_tokens_max: int | None = None,
         running_max: int = 8,
         ahead_tokens: int | None = None,
         commit_blocks_max: int = 1_000,
-        others: tuple[GroupSpec, ...] = (),
         chunk_tokens_max: int = 0,
     ) -> None:
-        groups = (GroupSpec(GroupKind.FULL_ATTENTION, block_size), *others)
-        self.pool = Pool(PoolSpec(block_count, groups, chunk_token_count_max=chunk_tokens_max))
+        self.groups = tuple(groups) or (GroupSpec(GroupKind.FULL_ATTENTION, block_size),)
+        core = [spec.GroupSpec(spec.GroupKind[each.kind.name], each.block_size, each.window) for each in self.groups]
+        self.pool = Pool(spec.PoolSpec(block_count, tuple(core), chunk_token_count_max=chunk_tokens_max))
+        table_count = sum(group.kind is not GroupKind.STATE for group in self.groups)
         self.scheduler = Scheduler(
-            block_size=block_size,
-            sequence_tokens_max=block_count * block_size,
+            groups=self.groups,
+            sequence_tokens_max=sequence_tokens_max or block_count // table_count * block_size,
             batch_tokens_max=batch_tokens,
             running_max=running_max,
             ahead_tokens=ahead_tokens or 0,
             commit_blocks_max=commit_blocks_max,
-            has_states=any(group.kind is GroupKind.STATE for group in others),
         )
         self.states: dict[int, list[int]] = {}  # block -> tokens that its state is of
         self.asks: list[list[tuple[Sample, int]]] = []
@@ -112,7 +117,7 @@ class PretendedWorker:
         self.commit_block_counts.append(len(message.commits.digests) // DIGEST_BYTES)
         step_apply.apply_step(self.pool, step_checks.check_step(self.pool, message), 0.0, reply)
         invariants.check(self.pool)
-        return read_reply(message, reply, len(self.pool.spec.groups))
+        return read_reply(message, reply, len(self.groups))
 
     def turn(self, *, cancel_meanwhile: Request | None = None) -> None:
         self.turn_count += 1
@@ -162,9 +167,8 @@ class PretendedWorker:
         for sample in self.scheduler.running:
             if sample.fork_of is None:
                 sequence = self.pool.sequences[sample.sequence_id]
-                table, *others = self.pool.tables(sequence)
-                assert list(table) == sample.table
-                assert not self.scheduler.has_states or [list(own) for own in others] == [[b] for b in sample.states]
+                tables = [*map(list, self.pool.tables(sequence))]
+                assert tables == [*map(list, sample.tables), *([block] for block in sample.states)]
                 assert sequence.committed_token_count == sample.committed
                 assert sequence.token_count == sample.granted
 
@@ -190,16 +194,20 @@ class PretendedWorker:
         self.prefilled_token_count += token_count
         for position in range(sample.computed, sample.computed + token_count):
             block, offset = divmod(position, self.scheduler.block_size)
-            self.pages[sample.table[block], offset] = sample.tokens[position]
+            for table in sample.tables:
+                self.pages[table[block], offset] = sample.tokens[position]
         for block in sample.states:
             before = self.states.get(block) if sample.computed else []
             assert before == sample.tokens[: sample.computed], f"a state of sample {sample.age} is not of its tokens"
             self.states[block] = sample.tokens[: sample.computed + token_count]
 
     def _read(self, sample: Sample, end: int) -> None:
+        """What the tokens `[computed, end)` read: of each group as far back as its window goes."""
         size = self.scheduler.block_size
-        content = [self.pages[sample.table[position // size], position % size] for position in range(end)]
-        assert content == sample.tokens[:end], f"sample {sample.age} reads another sequence's tokens"
+        for table, group in zip(sample.tables, self.scheduler.groups, strict=True):
+            first = group.first_read(sample.computed)
+            content = [self.pages[table[position // size], position % size] for position in range(first, end)]
+            assert content == sample.tokens[first:end], f"sample {sample.age} reads another sequence's tokens"
 
     def _extend(self, parent: Sample) -> None:
         drawn = [parent]

@@ -62,13 +62,13 @@ def serve(model: PagedModel) -> None:
             length = 1 if dice.random() < 0.3 else dice.choice(LENGTHS)
             start = dice.choice([0, 0, 1, 16, 47])
             blocks = -(-(start + length) // model.cache_spec.block_size)
-            chunks.append(Chunk([0] * length, start, range(first, first + blocks), needs_logits=True))
+            chunks.append(Chunk([0] * length, start, [range(first, first + blocks)], needs_logits=True))
             first += blocks
         if dice.random() < 0.3:
             chunks = [replace(chunk, tokens=[0]) for chunk in chunks]
-        model.forward(build_batch(chunks, block_size=model.cache_spec.block_size), cache)
+        model.forward(build_batch(chunks, groups=model.cache_spec.groups), cache)
         copies = dice.sample(range(cache.block_count), 2 * dice.choice([0, 1, 3, 20]))
-        model.attention.copy_blocks(cache.layers, copies[::2], copies[1::2])
+        model.attention.copy_blocks(cache.buffers, copies[::2], copies[1::2])
         rows = dice.choice([1, 2, 3, 17])
         params = [SamplingParams(temperature=dice.choice([0.0, 1.0]), top_k=dice.choice([0, 5])) for _ in range(rows)]
         logits = torch.zeros(rows, model.vocab_size)

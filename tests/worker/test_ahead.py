@@ -39,7 +39,7 @@ def test_a_sample_that_decodes_has_room_for_so_many_tokens_and_asks_at_times(
     (prompt,) = lasting_prompts(1, output_tokens=41)
     request = decoding(worker, prompt, max_tokens=41)
     (sample,) = request.samples
-    assert len(sample.table) == block_count  # 20 tokens of the prompt, the next one, those ahead, and one block
+    assert len(sample.tables[0]) == block_count  # 20 tokens of the prompt, the next one, those ahead, and one block
     for _ in range(20):
         worker.turn()
         worker.take_in()
@@ -54,7 +54,7 @@ def test_nothing_is_asked_for_beyond_what_a_request_may_generate() -> None:
     (prompt,) = lasting_prompts(1, output_tokens=10)
     worker = worker_of(64, ahead_tokens=64)
     request = decoding(worker, prompt, max_tokens=9)  # the last of 29 tokens is never computed
-    assert len(request.samples[0].table) == 7
+    assert len(request.samples[0].tables[0]) == 7
     worker.run()
     assert request.usage.granted_block_count == 7
     assert sum(map(len, worker.asks)) == 1
@@ -65,7 +65,7 @@ def test_nothing_is_asked_for_beyond_the_longest_sequence() -> None:
     worker = worker_of(64, ahead_tokens=64)
     worker.scheduler.sequence_tokens_max = 30
     request = decoding(worker, prompt, max_tokens=2**31 - 1)
-    assert len(request.samples[0].table) == 8
+    assert len(request.samples[0].tables[0]) == 8
     worker.run()
     assert len(request.samples[0].tokens) == 30
     assert request.samples[0].finish_reason is FinishReason.LENGTH
@@ -166,7 +166,7 @@ def test_a_sample_that_runs_takes_a_block_that_another_holds_ahead_before_anybod
     tables = []
     while not newer.is_done:
         worker.turn()
-        tables.append([len(request.samples[0].table) for request in (older, newer)])
+        tables.append([len(request.samples[0].tables[0]) for request in (older, newer)])
     assert tables == [[5, 6], [7, 6], [6, 7], [6, 7]]
     worker.run()
     assert worker.scheduler.preemption_count == 0
@@ -183,7 +183,7 @@ def test_the_newest_gives_back_first() -> None:
     newest = worker.submit(prompts[2], max_tokens=1)
     worker.turn()
     assert newest.is_done
-    assert [len(request.samples[0].table) for request in (older, newer)] == [8, 7]
+    assert [len(request.samples[0].tables[0]) for request in (older, newer)] == [8, 7]
 
 
 def test_a_prompt_is_let_in_on_blocks_that_are_held_ahead_in_one_step() -> None:
@@ -194,8 +194,8 @@ def test_a_prompt_is_let_in_on_blocks_that_are_held_ahead_in_one_step() -> None:
     newer = worker.submit(prompts[1] + numbers(12), max_tokens=2)
     worker.turn()
     assert newer.samples[0] in worker.scheduler.running
-    assert len(newer.samples[0].table) == 8
-    assert len(older.samples[0].table) == 12, "no more was given back than was missing"
+    assert len(newer.samples[0].tables[0]) == 8
+    assert len(older.samples[0].tables[0]) == 12, "no more was given back than was missing"
     assert worker.pool.blocks.free_count == 0
     worker.run()
     assert worker.scheduler.preemption_count == 0
@@ -210,7 +210,7 @@ def test_who_would_not_fit_either_way_takes_nothing() -> None:
     worker.turn()
     worker.take_in()
     assert worker.scheduler.waiting == large.samples
-    assert len(older.samples[0].table) == 13
+    assert len(older.samples[0].tables[0]) == 13
 
 
 def test_blocks_that_were_held_ahead_and_never_used_are_not_counted() -> None:
@@ -218,7 +218,7 @@ def test_blocks_that_were_held_ahead_and_never_used_are_not_counted() -> None:
     prompt = next(p for p in prompts if len(expected_output(p, 0, 99, 999)[0]) == 2 * SIZE)
     worker = worker_of(64, ahead_tokens=40)
     stopped = decoding(worker, prompt, max_tokens=99)
-    assert len(stopped.samples[0].table) == 17
+    assert len(stopped.samples[0].tables[0]) == 17
     worker.run()
     assert worker.asks[2 * SIZE] == [(stopped.samples[0], 19 * SIZE)], "two more while its last token was computed"
     assert worker.pool.granted_block_count == 19
@@ -234,7 +234,7 @@ def test_samples_that_share_a_half_filled_block_copy_it_though_more_was_granted_
     )
     worker = worker_of(64, ahead_tokens=8)
     request = decoding(worker, prompt, max_tokens=20, n=3)
-    assert len(request.samples[0].table) == 9, "before anybody was forked"
+    assert len(request.samples[0].tables[0]) == 9, "before anybody was forked"
     worker.run()
     worker.check_text(request)
     assert worker.pool.copy_count == 2

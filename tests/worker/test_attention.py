@@ -200,6 +200,17 @@ def test_running_twice_gives_the_same_bits(attention: PagedAttention) -> None:
     assert torch.equal(Scene(lengths).run(attention), Scene(lengths).run(attention))
 
 
+def test_pages_of_other_layers_may_lie_between_those_of_a_layer(attention: PagedAttention) -> None:
+    assert_equals_reference(Scene([(0, 33), (100, 1), (31, 2)], layers_between=2), attention, window_left=20)
+    assert_equals_reference(Scene([(100, 1), (64, 1)], layers_between=2), attention)
+
+
+def test_latents_are_keys_whose_first_elements_are_values(attention: PagedAttention) -> None:
+    latents: Any = {"heads": 4, "kv_heads": 1, "head_dim": 48, "latent_dim": 32}
+    assert_equals_reference(Scene([(0, 33), (100, 1), (31, 2)], **latents), attention)
+    assert_equals_reference(Scene([(100, 1), (0, 1), (64, 1)], layers_between=2, **latents), attention)
+
+
 def test_queries_keys_and_values_may_have_any_strides(attention: PagedAttention) -> None:
     scene, device = Scene([(0, 9), (20, 1)]), device_of(attention)
     expected = scene.run(attention)
@@ -207,7 +218,7 @@ def test_queries_keys_and_values_may_have_any_strides(attention: PagedAttention)
         tensor.transpose(0, 2).contiguous().transpose(0, 2).repeat_interleave(2, dim=1)[:, ::2].to(device)
         for tensor in (scene.new_tokens_of(scene.keys), scene.new_tokens_of(scene.values), scene.query)
     )
-    plan = attention.plan(scene.batch, scene.cache.spec)
+    plan = attention.plan(scene.batch, scene.spec)
     plan.append(key, value, scene.pages)
     output = plan.attend(query, scene.pages, scale=0.2).cpu()
     # Of the same numbers by the same implementation: far closer than either has to be to the reference.

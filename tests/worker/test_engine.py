@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from quire_worker.scheduling.plan import Batch, Plan, Work
 from quire_worker.scheduling.request import FinishReason
 from quire_worker.service import WorkerService
 
-from tests.worker.engine_harness import BLOCK_SIZE, reference_text, running
+from tests.worker.engine_harness import BLOCK_SIZE, prompt, reference_text, running
 from tests.worker.tiny_models import write_tiny_llama, write_tiny_qwen3
 
 DEMO = Path("models/demo").resolve()
@@ -36,11 +35,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "llama": write_tiny_llama(tiny / "llama"),
         "qwen3": write_tiny_qwen3(tiny / "qwen3"),
     }
-
-
-def prompt(length: int, *, seed: int = 0) -> list[int]:
-    dice = random.Random(seed)
-    return [dice.randrange(1, 320) for _ in range(length)]
 
 
 @pytest.mark.parametrize("name", NAMES)

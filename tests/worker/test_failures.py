@@ -160,7 +160,7 @@ async def test_pages_full_of_nan_do_no_harm_to_whoever_gets_them_next(poisoned: 
         for turn in range(4):
             bad = harness.submit([POISON, *prompt(100, seed=turn)], max_tokens=5, namespace=str(turn))
             await fails(harness, bad, Reason.MODEL_FAILED)
-            pages = harness.engine.cache.layers[1]
+            pages = harness.engine.cache.layers[1].pages
             assert pages.isnan().flatten(1).any(1).sum() >= 4, "those of its first chunk"
             company = Company(harness, poisoned, 2, length=20)
             await company.check()
@@ -243,7 +243,7 @@ async def test_a_lost_block_is_looked_for_among_all_that_run(healthy: Path) -> N
         await company.decoding()
         victim = company.requests[0].samples[0]
         failure = runner.failure_of(torch.OutOfMemoryError())
-        computed = runner.Computed([], [], {}, {victim.table[-1]: failure}, 0)
+        computed = runner.Computed([], [], {}, {victim.tables[0][-1]: failure}, 0)
         harness.engine._end_failed(computed)
         assert [request.is_done for request in company.requests] == [True, False, False]
         with pytest.raises(QuireError):

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 from quire_worker.attention import TorchPagedAttention
-from quire_worker.cache import KVCache
+from quire_worker.cache import NAN_BYTE, KVCache
 from quire_worker.model import paged_model as model_file
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError, fingerprint
 from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.transformers_seam import ProbeStep, paged_attention_forward
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from tests.worker.tiny_models import VOCABULARY, write_model, write_tiny_llama, write_tiny_qwen3
 
@@ -76,8 +76,8 @@ class Bench:
     def __init__(self, folder: Path, *, block_size: int = 16, token_count: int = 2000) -> None:
         self.model: PagedModel = load_model(folder, block_size=block_size)
         self.cache = KVCache(self.model.cache_spec, token_count // block_size)
-        for pages in self.cache.layers:
-            pages.fill_(float("nan"))
+        for buffer in self.cache.buffers:
+            buffer.fill_(NAN_BYTE)
         self.free = list(range(self.cache.block_count))
         random.Random(0).shuffle(self.free)
         self.tables: dict[int, list[int]] = {}
@@ -92,8 +92,8 @@ class Bench:
             while len(table) * self.model.cache_spec.block_size < start + len(tokens):
                 table.append(self.free.pop())
             self.lengths[sequence] = start + len(tokens)
-            chunks.append(Chunk(tokens, start, table, needs_logits=True))
-        batch = build_batch(chunks, block_size=self.model.cache_spec.block_size)
+            chunks.append(Chunk(tokens, start, [table], needs_logits=True))
+        batch = build_batch(chunks, groups=self.model.cache_spec.groups)
         return dict(zip(work, self.model.forward(batch, self.cache), strict=True))
 
 
@@ -148,9 +148,9 @@ def test_greedy_text_equals_that_of_generate(folders: dict[str, Path], name: str
 def test_a_batch_in_which_nobody_needs_logits_gives_none_but_writes_its_pages(folders: dict[str, Path]) -> None:
     bench = Bench(folders["llama"])
     prompt = random_prompt(20, seed=1)
-    batch = build_batch([Chunk(prompt[:19], 0, [4, 2], needs_logits=False)], block_size=16)
+    batch = build_batch([Chunk(prompt[:19], 0, [[4, 2]], needs_logits=False)], groups=bench.model.cache_spec.groups)
     assert bench.model.forward(batch, bench.cache).shape == (0, VOCABULARY)
-    batch = build_batch([Chunk(prompt[19:], 19, [4, 2], needs_logits=True)], block_size=16)
+    batch = build_batch([Chunk(prompt[19:], 19, [[4, 2]], needs_logits=True)], groups=bench.model.cache_spec.groups)
     assert_logits_equal(bench.model.forward(batch, bench.cache)[0], own_logits(folders["llama"], prompt)[-1])
 
 
@@ -159,7 +159,7 @@ def test_a_sequence_goes_on_from_copied_blocks(folders: dict[str, Path]) -> None
     prompt = random_prompt(20, seed=2)
     bench.step({0: prompt})
     copy = bench.free.pop()
-    bench.model.attention.copy_blocks(bench.cache.layers, [bench.tables[0][1]], [copy])
+    bench.model.attention.copy_blocks(bench.cache.buffers, [bench.tables[0][1]], [copy])
     bench.tables[1], bench.lengths[1] = [bench.tables[0][0], copy], 20
     logits = bench.step({0: [5], 1: [9]})
     assert_logits_equal(logits[0], own_logits(folders["qwen3"], [*prompt, 5])[-1])
@@ -176,7 +176,7 @@ def test_a_model_tells_what_the_worker_needs_to_know(folders: dict[str, Path]) -
     demo = load_model(folders["demo"])
     assert (demo.vocab_size, demo.max_position, demo.eos_token_ids) == (2048, 4096, frozenset({0}))
     assert demo.architecture == "LlamaForCausalLM"
-    assert demo.cache_spec.layout == "nhd layers=4 kv_heads=2 head_dim=64 block=16 dtype=float32"
+    assert demo.cache_spec.layout == "nhd full_attention[0,1,2,3] heads=2x64 block=16 buffers=4 dtype=float32"
     assert demo.fingerprint == fingerprint(folders["demo"])
 
 
@@ -184,7 +184,7 @@ def test_bfloat16_runs_with_pages_of_bfloat16_close_to_float32(folders: dict[str
     half = load_model(folders["demo"], dtype="bfloat16")
     assert half.cache_spec.dtype == torch.bfloat16
     prompt = random_prompt(33, seed=4)
-    batch = build_batch([Chunk(prompt, 0, range(3), needs_logits=True)], block_size=16)
+    batch = build_batch([Chunk(prompt, 0, [range(3)], needs_logits=True)], groups=half.cache_spec.groups)
     logits = half.forward(batch, KVCache(half.cache_spec, 3))[0]
     expected = own_logits(folders["demo"], prompt)[-1]
     assert logits.dtype == torch.float32
@@ -205,13 +205,16 @@ def change_config(folder: Path, **entries: object) -> None:
 @pytest.mark.parametrize(
     ("entries", "named"),
     [
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ({"sliding_window": 64, "layer_types": None}, "sliding_window = 64"),
-        ({"kv_lora_rank": 32}, "kv_lora_rank"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "lacks 'sliding_window'"),
+        (
+            {"layer_types": ["full_attention", "compressed_sparse_attention"]},
+            "'compressed_sparse_attention' is unknown",
+        ),
+        ({"sliding_window": 64, "layer_types": None}, "sliding window of 64, but it passes 'sliding_window' = None"),
+        ({"kv_lora_rank": 32, "qk_rope_head_dim": 8}, "kv_lora_rank"),
         ({"mamba_d_state": 16}, "mamba_d_state"),
         ({"num_kv_shared_layers": 1}, "num_kv_shared_layers"),
-        ({"attention_chunk_size": 32}, "attention_chunk_size"),
-        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"attention_chunk_size": 32}, "attention_chunk_size = 32"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}, "'dynamic'"),
     ],
@@ -223,16 +226,6 @@ def test_what_cannot_be_served_is_refused_by_name(
     change_config(folder, **entries)
     with pytest.raises(UnsupportedModelError, match=named):
         load_model(folder)
-
-
-def test_a_mistral_is_served_without_and_refused_with_a_window(tmp_path: Path) -> None:
-    shape: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64}
-    without = MistralForCausalLM(MistralConfig(**shape, sliding_window=None))
-    assert load_model(write_model(tmp_path / "without", without)).architecture == "MistralForCausalLM"
-    windowed = MistralForCausalLM(MistralConfig(**shape, sliding_window=8))
-    with pytest.raises(UnsupportedModelError, match="sliding_window = 8"):
-        load_model(write_model(tmp_path / "windowed", windowed))
 
 
 def test_a_model_with_learned_positions_is_served(tmp_path: Path) -> None:
@@ -257,9 +250,6 @@ def call_attention(**options: object) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("sliding_window", 128),
-        ("softcap", 50.0),
-        ("s_aux", torch.zeros(2)),
         ("attention_mask", torch.zeros(3, 3)),
         ("position_bias", torch.zeros(3, 3)),
         ("dropout", 0.1),

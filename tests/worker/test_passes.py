@@ -5,12 +5,17 @@ from __future__ import annotations
 import random
 
 import pytest
-from quire_allocator.core.spec import GroupKind, GroupSpec
+from quire.types import GroupKind, GroupSpec
 
 from tests.worker.pretended_worker import PretendedWorker, numbers
 
 STATE = GroupSpec(GroupKind.STATE, 1024)  # no checkpoint but those at boundaries
 SHARED = numbers(64, seed=99)
+
+
+def full(block_size: int) -> GroupSpec:
+    """A group of full attention."""
+    return GroupSpec(GroupKind.FULL_ATTENTION, block_size)
 
 
 def prompt(user: int) -> list[int]:
@@ -19,7 +24,7 @@ def prompt(user: int) -> list[int]:
 
 
 def test_of_three_prompts_that_part_the_second_is_cut_where_they_do_and_the_third_hits() -> None:
-    worker = PretendedWorker(block_count=64, block_size=16, batch_tokens=256, others=(STATE, STATE))
+    worker = PretendedWorker(block_count=64, block_size=16, batch_tokens=256, groups=(full(16), STATE, STATE))
     cached = []
     for user in range(3):
         request = worker.submit(prompt(user), max_tokens=3)
@@ -35,7 +40,7 @@ def test_of_three_prompts_that_part_the_second_is_cut_where_they_do_and_the_thir
 
 
 def test_a_prompt_that_comes_again_hits_the_checkpoint_at_its_end() -> None:
-    worker = PretendedWorker(block_count=64, block_size=16, batch_tokens=48, others=(STATE,))
+    worker = PretendedWorker(block_count=64, block_size=16, batch_tokens=48, groups=(full(16), STATE))
     requests = []
     for _ in range(2):
         requests.append(worker.submit(prompt(0), max_tokens=3))
@@ -57,7 +62,7 @@ def test_without_states_no_prompt_is_cut() -> None:
 def test_with_states_every_text_is_what_it_is_without(seed: int, ahead_tokens: int | None) -> None:
     rng = random.Random(seed)
     worker = PretendedWorker(
-        block_count=40, block_size=4, batch_tokens=24, others=(STATE, STATE), ahead_tokens=ahead_tokens
+        block_count=40, block_size=4, batch_tokens=24, groups=(full(4), STATE, STATE), ahead_tokens=ahead_tokens
     )
     requests = []
     for _ in range(12):
@@ -75,7 +80,8 @@ def test_with_states_every_text_is_what_it_is_without(seed: int, ahead_tokens: i
 def test_a_pass_that_is_too_long_for_the_pool_is_made_smaller_and_nobody_is_preempted() -> None:
     # 40 tokens are 10 blocks of full attention, and as many of the window at once; in small passes it takes 3 to 5.
     window = GroupSpec(GroupKind.SLIDING_WINDOW, 4, window=8)
-    worker = PretendedWorker(block_count=15, block_size=4, batch_tokens=64, others=(window,))
+    groups = (full(4), window)
+    worker = PretendedWorker(block_count=15, block_size=4, batch_tokens=64, groups=groups, sequence_tokens_max=60)
     request = worker.submit(numbers(40), max_tokens=3)
     worker.run()
     worker.check_text(request)

@@ -7,6 +7,7 @@ import random
 
 import pytest
 from quire.hashing import DigestChain
+from quire.types import GroupKind, GroupSpec
 from quire_allocator.core.pool import Pool
 from quire_worker.scheduling.request import Request
 
@@ -213,6 +214,42 @@ def test_after_the_allocator_forgot_everything_the_same_text_comes() -> None:
         worker.check_text(request)
 
 
+def test_a_prompt_longer_than_its_pool_is_computed_through_a_window() -> None:
+    window = GroupSpec(GroupKind.SLIDING_WINDOW, 4, 10)
+    worker = PretendedWorker(block_count=12, block_size=4, batch_tokens=16, groups=[window], sequence_tokens_max=500)
+    requests = [worker.submit(numbers(200, seed=seed), max_tokens=8, n=2) for seed in range(3)]
+    worker.run()
+    for request in requests:
+        worker.check_text(request)
+    assert worker.pool.blocks.free_count == 12
+    last = requests[2].samples[0]
+    again = worker.submit(last.tokens, max_tokens=3)
+    worker.run()
+    worker.check_text(again)
+    assert again.usage.cached_token_count >= 196, "its window is still there"
+
+
+def test_prompts_are_let_in_by_what_their_windows_hold_at_a_time() -> None:
+    window = GroupSpec(GroupKind.SLIDING_WINDOW, 4, 8)
+    worker = PretendedWorker(block_count=40, block_size=4, batch_tokens=16, groups=[window], sequence_tokens_max=500)
+    for seed in range(4):
+        worker.submit(numbers(160, seed=seed), max_tokens=40)
+    for _ in range(50):
+        worker.turn()
+    assert len(worker.scheduler.running) > 1, "one prompt of full attention would fill the pool"
+    worker.run()
+
+
+def test_the_next_chunk_of_a_prompt_finds_its_room_granted_and_waits_for_nothing() -> None:
+    groups = [GroupSpec(GroupKind.FULL_ATTENTION, 4), GroupSpec(GroupKind.SLIDING_WINDOW, 4, 8)]
+    worker = PretendedWorker(block_count=160, block_size=4, batch_tokens=16, groups=groups, ahead_tokens=0)
+    request = worker.submit(numbers(160), max_tokens=1)
+    for _ in range(10):
+        worker.turn()
+    assert request.is_done, "ten chunks"
+    assert worker.plan_count == 1, "the first one was asked for before its pass, the others during the one before"
+
+
 SEEDS = [int(os.environ["QUIRE_SEED"])] if "QUIRE_SEED" in os.environ else range(40)
 
 
@@ -220,9 +257,13 @@ SEEDS = [int(os.environ["QUIRE_SEED"])] if "QUIRE_SEED" in os.environ else range
 def test_random_requests_in_tiny_pools_read_back_their_own_tokens(seed: int) -> None:
     print(f"QUIRE_SEED={seed}")  # replays this history
     dice = random.Random(seed)
+    size, windowed = dice.choice([1, 2, 4, 16]), (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL)
+    groups = [GroupSpec(dice.choice(windowed), size, dice.randint(1, 5 * size)) for _ in range(dice.choice([0, 1, 3]))]
+    groups += [GroupSpec(GroupKind.FULL_ATTENTION, size)] * (not groups or dice.random() < 0.7)
     worker = PretendedWorker(
-        block_count=dice.randint(6, 40),
-        block_size=dice.choice([1, 2, 4, 16]),
+        block_count=dice.randint(6, 40) * len(groups),
+        block_size=size,
+        groups=groups,
         batch_tokens=dice.randint(1, 40),
         running_max=dice.randint(1, 8),
         ahead_tokens=dice.choice([None, 0, 1, 5, 64]),

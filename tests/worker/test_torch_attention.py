@@ -45,7 +45,7 @@ def test_random_mixed_batches_equal_the_reference(seed: int) -> None:
 
 def units_of(scene: Scene, **options: Any) -> list[list[int]]:
     """The tokens of each unit of a plan."""
-    plan = TorchPagedAttention().plan(scene.batch, scene.cache.spec)
+    plan = TorchPagedAttention().plan(scene.batch, scene.spec)
     return [torch.arange(scene.query.shape[0])[unit.tokens].tolist() for unit in plan.work(**options).units]
 
 
@@ -86,7 +86,7 @@ def test_decoding_over_several_tiles_equals_the_reference(count: int, options: d
 def tiles_of(lengths: list[int], **shape: Any) -> tuple[int, list[int]]:
     """Keys of a tile, and the sequence of each tile, where sequences of so many tokens decode."""
     scene = Scene([(length - 1, 1) for length in lengths], **shape)
-    tiles = TorchPagedAttention().plan(scene.batch, scene.cache.spec).work().tiles
+    tiles = TorchPagedAttention().plan(scene.batch, scene.spec).work().tiles
     assert tiles is not None
     return tiles.rows.shape[1], tiles.sequence_of_tile.tolist()
 
@@ -194,7 +194,7 @@ def test_a_sequence_without_queries_is_no_work(is_gathered: bool) -> None:
     )
     with decoding(is_gathered=is_gathered):
         assert units_of(scene) == ([[0], [1, 2]] if is_gathered else [[1, 2]])
-        tiles = TorchPagedAttention().plan(scene.batch, scene.cache.spec).work().tiles
+        tiles = TorchPagedAttention().plan(scene.batch, scene.spec).work().tiles
     assert (tiles is None) == is_gathered
     assert tiles is None or tiles.tokens.tolist() == [0]
 

@@ -14,7 +14,7 @@ from quire.local import LocalStack
 from quire_worker.sampler import SamplingParams, new_generator, sample
 
 from tests.worker.engine_harness import reference_model, reference_text
-from tests.worker.tiny_models import write_tiny_llama, write_tiny_qwen3
+from tests.worker.tiny_models import write_tiny, write_tiny_llama, write_tiny_qwen3
 
 OUTPUT_TOKENS = 5
 DRAWN = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=3)
@@ -35,7 +35,13 @@ def drawn_reference(folder: Path, prompt: list[int]) -> tuple[int, ...]:
     return tuple(tokens[len(prompt) :])
 
 
-@pytest.mark.parametrize("write", [write_tiny_llama, write_tiny_qwen3])
+def write_two_groups(folder: Path) -> Path:
+    """A window and full attention, with sinks."""
+    layer_types = ["sliding_attention", "full_attention"]
+    return write_tiny("gpt_oss", folder, num_hidden_layers=2, layer_types=layer_types)
+
+
+@pytest.mark.parametrize("write", [write_tiny_llama, write_tiny_qwen3, write_two_groups])
 def test_text_through_the_kernels_is_that_of_transformers(
     write: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,7 +51,7 @@ def test_text_through_the_kernels_is_that_of_transformers(
     prompts = [random_prompt(length) for length in (1, 16, 21, 40)]
     logs = tmp_path / "logs"
     logs.mkdir()
-    arguments = ["--blocks", "32", "--max-batch-tokens", "24", "--log-format", "json"]
+    arguments = ["--blocks", "64", "--max-batch-tokens", "24", "--log-format", "json"]
     stack = LocalStack(folder, worker_arguments=arguments, log_folder=logs)
     with stack, Client(stack.worker_address) as client:
         # The longest prompt comes in two chunks; the second time its prefix is found, and two samples share it.

@@ -2,6 +2,7 @@
 
     write_tiny_llama(tmp_path / "llama")        GQA 4:2, tied embeddings
     write_tiny_qwen3(tmp_path / "qwen3")        GQA 4:2, normalised queries and keys
+    write_tiny("gemma2", tmp_path / "gemma2")   and so on, every family of `FAMILIES`
 
 The same arguments give the same bytes. Weights are drawn ten times wider than usual, so that logits are far apart and
 greedy text depends on every token before it.
@@ -16,8 +17,24 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -32,14 +49,21 @@ _SAMPLE_TEXT = "A quire is a gathering of pages. The pages of a sequence need no
 
 def write_tiny_llama(folder: Path, *, seed: int = 0, heads: int = 4, kv_heads: int = 2, head_dim: int = 16) -> Path:
     """Writes a Llama of two layers with a tokenizer, and returns its folder."""
-    shape = _shape(heads, kv_heads, head_dim)
+    shape = tiny_shape(heads, kv_heads, head_dim)
     return _write(folder, seed, lambda: LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True)))
 
 
 def write_tiny_qwen3(folder: Path, *, seed: int = 0, heads: int = 4, kv_heads: int = 2, head_dim: int = 16) -> Path:
     """Writes a Qwen3 of two layers with a tokenizer, and returns its folder."""
-    shape = _shape(heads, kv_heads, head_dim)
+    shape = tiny_shape(heads, kv_heads, head_dim)
     return _write(folder, seed, lambda: Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=False)))
+
+
+def write_tiny(family: str, folder: Path, **changes: Any) -> Path:
+    """Writes a model of one of `FAMILIES` with a tokenizer, `changes` being made to its configuration."""
+    model_class, config_class, own = FAMILIES[family]
+    shape = tiny_shape() | own | changes
+    return _write(folder, 0, lambda: model_class(config_class(**shape)))
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -64,7 +88,86 @@ def write_model(folder: Path, model: PreTrainedModel) -> Path:
     return folder
 
 
-def _shape(heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+# Windows of 24 tokens end inside blocks of 16. A soft cap of 2, a temperature that changes every 8 tokens: what is too
+# weak to be missed in a checkpoint of this size is made strong.
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 24}),
+    "gemma2": (
+        Gemma2ForCausalLM,
+        Gemma2Config,
+        {"num_hidden_layers": 4, "sliding_window": 24, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16},
+    ),
+    "gemma3": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        {"num_hidden_layers": 5, "sliding_window": 24, "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING, _SLIDING]},
+    ),
+    "gemma3n": (
+        Gemma3nForCausalLM,
+        Gemma3nTextConfig,
+        {
+            "num_hidden_layers": 6,
+            "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL, _SLIDING, _FULL],
+            "sliding_window": 24,
+            "num_kv_shared_layers": 3,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 8,
+            "altup_num_inputs": 2,
+            "laurel_rank": 8,
+            "intermediate_size": [96] * 6,
+            "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0, 0.0, 0.0],
+        },
+    ),
+    "gpt_oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 24,
+            "layer_types": [_SLIDING, _FULL] * 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    ),
+    "llama4": (
+        Llama4ForCausalLM,
+        Llama4TextConfig,
+        {
+            "num_hidden_layers": 4,
+            "attention_chunk_size": 32,
+            "no_rope_layers": [1, 1, 0, 1],
+            "floor_scale": 8,
+            "attn_scale": 1.0,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 96,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
+    "deepseek_v2": (DeepseekV2ForCausalLM, DeepseekV2Config, _LATENT | {"q_lora_rank": None}),
+    "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config, _LATENT | {"q_lora_rank": 24}),
+}
+
+
+def tiny_shape(heads: int = 4, kv_heads: int = 2, head_dim: int = 16) -> dict[str, Any]:
+    """What configurations of most model types call their sizes."""
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": 16 * heads,

@@ -2,7 +2,7 @@
 
 From the bytes up, each file knowing only those before it:
 
-    cache              the physical pages: one tensor per layer, their size in bytes, copying of blocks
+    cache              the physical pages: buffers that one layer of every group shares, and each layer's view of them
     attention          writing keys and values into pages and attending over them
     batch              chunks of several sequences laid out as one flat forward pass
     checkpoint         a folder of weights: what is in it, and its fingerprint

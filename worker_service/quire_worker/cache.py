@@ -1,20 +1,24 @@
-"""The physical KV cache: one tensor of pages per layer.
+"""The physical KV cache: buffers of pages, each shared by one layer of every group.
 
-Layout "NHD, 5-D", the words of FlashInfer:
+A block id of the allocator is a page: slot `id` of every buffer, for whichever group holds the block. Which layers
+share a page, and where in it each lies, comes from the layout planner (`quire.planning`, docs/layout.md). With 2 layers
+of full attention and 4 of a sliding window, all of one size, there are three groups and two buffers:
 
-    layers[i]  [pages, 2, page_size, kv_heads, head_dim]
-                       |  |          N         H, D
-                       |  +-- slot of a token in its page
-                       +-- 0: keys, 1: values
+    buffer 0    full 0, sliding 0, sliding 2        a page of group 1 holds sliding 0 in buffer 0
+    buffer 1    full 1, sliding 1, sliding 3        and sliding 1 in buffer 1
 
-A block id of the allocator is a page index here, the same in every layer, so that a block is `layer_count` pages. How
-layers share a block, its bytes, and what the allocator is told of it come from the layout planner (`quire.planning`);
-for layers of one kind and size that is
-
-    bytes_per_block = 2 * layer_count * block_size * kv_head_count * head_dim * bytes per element
+    bytes_per_block = buffers * bytes of a slot
     block_count     = memory in bytes // bytes_per_block
 
-A slot numbers the tokens of the whole pool: slot = page * page_size + offset in the page.
+A layer sees its part of the buffer as pages of layout "NHD, 5-D", the words of FlashInfer:
+
+    pages  [blocks, 2, block_size, kv_heads, head_dim]
+                    |  |           N         H, D
+                    |  +-- slot of a token in its page
+                    +-- 0: keys, 1: values; latent attention has keys alone, whose first elements are the values
+
+A page is contiguous. From one to the next are `PageSpec.page_stride` elements: more than a page has, where a slot holds
+other layers of the group, too, or padding. Tokens have slots in a layer's pages: page * block_size + place in the page.
 
 Nothing here knows which page is in use. A page that is free, or the part of a page past a sequence's last token, holds
 whatever was last written there, NaN included; attention must never read it.
@@ -23,60 +27,172 @@ whatever was last written there, NaN included; attention must never read it.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from quire.planning import LayerSpec, Layout, blocks_for, plan_layout
 from quire.types import GroupKind, GroupSpec
 
 KEY_AND_VALUE = 2
+NAN_BYTE = 0xFF  # a float of any format that is made of these alone is NaN
+
+
+@dataclass(frozen=True, slots=True)
+class PageSpec:
+    """Shape of the pages of one layer, on one tensor-parallel rank.
+
+    Attributes:
+        kv_head_count: of this rank.
+        block_size: tokens per page.
+        stride: elements from one page to the next, of `dtype`; None where page follows page.
+        latent_dim: of latent attention, how many elements of a key are its value, too; None where there are values.
+
+    Raises:
+        ValueError: a count is below 1, or the stride is no multiple of the keys of a page.
+    """
+
+    kv_head_count: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    stride: int | None = None
+    latent_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("kv_head_count", "head_dim", "block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.page_stride % self.half_elements or self.page_stride < self.half_count * self.half_elements:
+            keys = self.half_elements
+            raise ValueError(f"pages {self.page_stride} elements apart, no multiple of a page's {keys} of keys")
+
+    @property
+    def row_elements(self) -> int:
+        """Counts the elements of the keys of one token."""
+        return self.kv_head_count * self.head_dim
+
+    @property
+    def half_count(self) -> int:
+        """Tells whether a page has keys and values, 2, or keys alone, 1."""
+        return KEY_AND_VALUE if self.latent_dim is None else 1
+
+    @property
+    def half_elements(self) -> int:
+        """Counts the elements of the keys of a page, and of its values."""
+        return self.block_size * self.row_elements
+
+    @property
+    def page_stride(self) -> int:
+        """Returns the elements from one page to the next."""
+        return self.half_count * self.half_elements if self.stride is None else self.stride
+
+    @property
+    def page_shape(self) -> tuple[int, int, int, int]:
+        """Returns the dimensions of one page."""
+        return (self.half_count, self.block_size, self.kv_head_count, self.head_dim)
+
+
+def rows_of(pages: torch.Tensor, width: int) -> torch.Tensor:
+    """Views a layer's pages as rows of `width` elements from its first key on, `[rows, width]`, the same memory.
+
+    Args:
+        pages: `[blocks, 2, block_size, kv_heads, head_dim]`, each contiguous.
+        width: divides the stride between pages. What other layers have between two pages is rows, too.
+    """
+    if pages.is_contiguous():
+        return pages.view(-1, width)
+    elements = (pages.shape[0] - 1) * pages.stride(0) + pages[0].numel()
+    return pages.as_strided((elements // width, width), (width, 1))
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """Shape of the pages of one model (or of one tensor-parallel rank of it: `kv_head_count` is the rank's).
+    """What the layers of one model keep, and in which pages.
+
+    Attributes:
+        layers: of this tensor-parallel rank, those that read another's keys and values included.
+        block_size: tokens per block, the same in every group.
+        dtype: of keys and values.
+        token_count_max: longest sequence, for which the layout is planned.
+        latent_dim: as in `PageSpec`, of all layers.
 
     Raises:
-        ValueError: a count is below 1.
+        ValueError: a layer has no head or no dim, blocks no token, or the layers' pages do not fit side by side.
     """
 
-    layer_count: int
-    kv_head_count: int
-    head_dim: int
-    block_size: int  # tokens per block
+    layers: tuple[LayerSpec, ...]
+    block_size: int
     dtype: torch.dtype
+    token_count_max: int = 32_768
+    latent_dim: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("layer_count", "kv_head_count", "head_dim", "block_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for _ in self.places():  # each checks its own
+            pass
+
+    @classmethod
+    def full_attention(
+        cls, layer_count: int, kv_head_count: int, head_dim: int, block_size: int, dtype: torch.dtype
+    ) -> CacheSpec:
+        """Returns the spec of layers that are all alike and keep every token."""
+        layers = tuple(
+            LayerSpec(layer, GroupKind.FULL_ATTENTION, kv_head_count, head_dim, element_bytes=dtype.itemsize)
+            for layer in range(layer_count)
+        )
+        return cls(layers, block_size, dtype)
 
     @property
     def plan(self) -> Layout:
-        """How the layers share a block."""
-        return _plan(self)
+        """Plans how the layers share pages; once for each spec."""
+        return _plan(self.layers, self.block_size, self.token_count_max)
 
     @property
     def groups(self) -> tuple[GroupSpec, ...]:
-        """What the allocator is told."""
+        """Returns what the allocator is told."""
         return tuple(group.spec for group in self.plan.groups)
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block, keys and values of all layers."""
+        """Counts the bytes of one block, in all buffers."""
         return self.plan.page_bytes
 
     @property
     def layout(self) -> str:
-        """What identifies the bytes in a page, for prefix digests: two caches of equal layout may exchange pages."""
+        """Names what identifies the bytes in a page, for prefix digests: caches of equal layout may exchange pages."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return (
-            f"nhd layers={self.layer_count} kv_heads={self.kv_head_count} head_dim={self.head_dim}"
-            f" block={self.block_size} dtype={dtype}"
+        groups = " ".join(
+            f"{group.spec.kind.name.lower()}{f'({group.spec.window})' if group.spec.window else ''}"
+            f"[{','.join(map(str, group.layers))}]"
+            for group in self.plan.groups
         )
+        shapes = " ".join(
+            dict.fromkeys(
+                f"{layer.kv_head_count}x{layer.head_dim}" for layer in self.layers if layer.shared_with is None
+            )
+        )
+        if self.latent_dim is not None:
+            shapes += f" latent={self.latent_dim}"
+        return f"nhd {groups} heads={shapes} block={self.block_size} buffers={self.plan.buffer_count} dtype={dtype}"
+
+    def places(self) -> Iterator[Place]:
+        """Says where the keys and values of each layer lie; a layer that reads another's has the other's place.
+
+        Raises:
+            ValueError: see the class.
+        """
+        plan = self.plan
+        slices = {layer.layer: part for layer, (part,) in plan.slices().items()}
+        for layer in self.layers:
+            part = slices[layer.layer if layer.shared_with is None else layer.shared_with]
+            buffer, offset = divmod(part.offset, plan.slot_bytes)
+            stride = plan.slot_bytes // self.dtype.itemsize
+            pages = PageSpec(layer.kv_head_count, layer.head_dim, self.block_size, self.dtype, stride, self.latent_dim)
+            yield Place(layer, part.group, buffer, offset // self.dtype.itemsize, pages)
 
     def block_count_for(self, memory_bytes: int) -> int:
-        """Blocks that fit into a budget.
+        """Counts the blocks that fit into a budget.
 
         Raises:
             ValueError: not even one does.
@@ -84,23 +200,46 @@ class CacheSpec:
         return blocks_for(self.plan, memory_bytes)
 
 
+class Place(NamedTuple):
+    """Where one layer's pages lie: `offset` elements after the start of each slot of a buffer."""
+
+    layer: LayerSpec
+    group: int
+    buffer: int
+    offset: int
+    pages: PageSpec
+
+
 @functools.lru_cache(maxsize=8)
-def _plan(spec: CacheSpec) -> Layout:
-    layers = [
-        LayerSpec(
-            layer,
-            GroupKind.FULL_ATTENTION,
-            kv_head_count=spec.kv_head_count,
-            head_dim=spec.head_dim,
-            element_bytes=spec.dtype.itemsize,
-        )
-        for layer in range(spec.layer_count)
-    ]
-    return plan_layout(layers, block_size=spec.block_size, block_size_max=spec.block_size)
+def _plan(layers: tuple[LayerSpec, ...], block_size: int, token_count_max: int) -> Layout:
+    return plan_layout(layers, block_size=block_size, block_size_max=block_size, token_count_max=token_count_max)
+
+
+class LayerCache(NamedTuple):
+    """One layer, bound to its pages.
+
+    Attributes:
+        kind: number of its group and shape, an index in `KVCache.kinds`: what such layers share is planned once.
+        pages: `[blocks, 2, block_size, kv_heads, head_dim]` of the cache's dtype, each page contiguous; 1 for 2 where
+            there are latents.
+        window: tokens that a query sees of a sliding window, itself included; None without one.
+        is_written: whether the layer writes its own keys and values, or reads those that another layer wrote.
+    """
+
+    kind: int
+    pages: torch.Tensor
+    window: int | None
+    is_written: bool
 
 
 class KVCache:
-    """The pages of a pool. `layers[i]` is `[pages, 2, page_size, kv_heads, head_dim]` of the spec's dtype."""
+    """The pages of a pool.
+
+    Attributes:
+        buffers: uint8 `[blocks, bytes of a slot]`, as many as the plan has.
+        layers: by index in the model.
+        kinds: group and shape of the pages, of all layers that share them.
+    """
 
     def __init__(self, spec: CacheSpec, block_count: int, *, device: torch.device | str = "cpu") -> None:
         """Reserves the memory. On a CPU the zeroed pages are only backed by memory once they are written.
@@ -110,13 +249,49 @@ class KVCache:
         """
         if block_count < 1:
             raise ValueError(f"block_count must be at least 1, not {block_count}")
-        shape = (block_count, KEY_AND_VALUE, spec.block_size, spec.kv_head_count, spec.head_dim)
         self.spec = spec
         self.block_count = block_count
         self.device = torch.device(device)
-        self.layers = tuple(torch.zeros(shape, dtype=spec.dtype, device=self.device) for _ in range(spec.layer_count))
+        shape = (block_count, spec.plan.slot_bytes)
+        self.buffers = tuple(
+            torch.zeros(shape, dtype=torch.uint8, device=self.device) for _ in range(spec.plan.buffer_count)
+        )
+        kinds: dict[tuple[int, PageSpec], int] = {}
+        self.layers: dict[int, LayerCache] = {}
+        for place in spec.places():
+            kind = kinds.setdefault((place.group, place.pages), len(kinds))
+            self.layers[place.layer.layer] = self._bind(place, kind)
+        self.kinds = tuple(kinds)
+
+    def _bind(self, place: Place, kind: int) -> LayerCache:
+        elements = self.buffers[place.buffer].view(place.pages.dtype).flatten()
+        shape = place.pages.page_shape
+        strides = [1]
+        for size in reversed(shape[1:]):
+            strides.append(strides[-1] * size)
+        pages = elements.as_strided(
+            (self.block_count, *shape), (place.pages.page_stride, *reversed(strides)), place.offset
+        )
+        is_sliding = place.layer.kind is GroupKind.SLIDING_WINDOW
+        window = place.layer.window if is_sliding else None
+        return LayerCache(kind, pages, window, is_written=place.layer.shared_with is None)
+
+    def sequence_tokens_max(self, pass_token_count: int) -> int:
+        """Counts the tokens of the longest sequence that fits alone, in whole blocks, of which at most so many are
+        computed at a time.
+
+        Full attention holds all of them; a window what the tokens of a pass read, and the rest of the last one's block.
+        0 where not even a block of each group fits.
+        """
+        size, plan = self.spec.block_size, self.spec.plan
+        fits, too_long = 0, -(-self.spec.token_count_max // size) + 1  # in blocks
+        while too_long - fits > 1:
+            middle = (fits + too_long) // 2
+            is_enough = plan.blocks_peak(middle * size, pass_token_count + size) <= self.block_count
+            fits, too_long = (middle, too_long) if is_enough else (fits, middle)
+        return fits * size
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all pages."""
-        return self.block_count * self.spec.bytes_per_block
+        """Counts the bytes of all pages."""
+        return sum(buffer.nbytes for buffer in self.buffers)

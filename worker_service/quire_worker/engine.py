@@ -284,7 +284,7 @@ class Engine:
         failures = dict(computed.failures)
         if computed.lost_blocks:  # also of samples that had no turn
             for holder in self.scheduler.running:
-                for block in computed.lost_blocks.keys() & set(holder.table):
+                for block in computed.lost_blocks.keys() & holder.held_blocks():
                     failures.setdefault(holder.request, computed.lost_blocks[block])
         for request, failure in failures.items():
             self._fail(request, self.failed(request.request_id, failure))

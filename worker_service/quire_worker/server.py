@@ -24,7 +24,7 @@ from quire.errors import QuireError, UsageError
 from quire.session import PoolSession
 from quire.session.lookahead import AHEAD_TOKENS
 from quire.tls import tls_of
-from quire.types import GroupKind, PoolSpec
+from quire.types import PoolSpec
 from quire.v1 import worker_pb2_grpc as pb_grpc
 
 from quire_worker.cache import KVCache
@@ -155,13 +155,18 @@ def load(options: argparse.Namespace) -> Loaded:
         block_count = options.blocks or spec.block_count_for(options.kv_memory)
     except ValueError as error:
         raise UsageError(f"--kv-memory: {error}") from None
+    if block_count < len(spec.groups):
+        needed = f"{len(spec.groups)} blocks of {spec.bytes_per_block:,} bytes, one for each group of layers"
+        raise UsageError(f"--kv-memory or --blocks: {block_count} blocks hold no token; it takes {needed}")
     cache = KVCache(spec, block_count, device=options.device)
     log.info(
         "model loaded",
         architecture=model.architecture,
         attention=type(model.attention).__name__,
         blocks=block_count,
+        groups=len(spec.groups),
         kv_bytes=cache.pool_bytes,
+        sequence_tokens_max=min(model.max_position, cache.sequence_tokens_max(options.max_batch_tokens)),
     )
     if options.device == "cuda":
         compile_kernels(model)
@@ -198,12 +203,11 @@ def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSessi
     """Puts the parts together; nothing is connected yet."""
     _, model, cache, tokenizer = loaded
     scheduler = Scheduler(
-        block_size=cache.spec.block_size,
-        sequence_tokens_max=min(model.max_position, cache.block_count * cache.spec.block_size),
+        groups=cache.spec.groups,
+        sequence_tokens_max=min(model.max_position, cache.sequence_tokens_max(options.max_batch_tokens)),
         batch_tokens_max=options.max_batch_tokens,
         running_max=options.max_running,
         ahead_tokens=options.grant_ahead_tokens,
-        has_states=any(group.kind is GroupKind.STATE for group in cache.spec.groups),
     )
     return Engine(
         model=model,

@@ -67,7 +67,7 @@ class WorkerTelemetry:
         """Notes how many blocks are held and how many separate caches would hold, after a step that asked for any."""
         if outcome.grows:
             self.held_block_count_max = max(self.held_block_count_max, block_count - outcome.free_block_count)
-            entries = sum(len(sample.table) for sample in running)
+            entries = sum(sample.held_block_count for sample in running)
             self.table_entry_count_max = max(self.table_entry_count_max, entries)
 
 

@@ -31,7 +31,7 @@ def test_a_page_table_leaves_out_padding_and_sequences_without_keys() -> None:
 
 def test_each_kind_of_layer_is_planned_once(device: torch.device) -> None:
     scene = Scene([(30, 1), (3, 1)])
-    plan = TritonPagedAttention(device, workspace_bytes=8 << 20).plan(scene.batch, scene.cache.spec)
+    plan = TritonPagedAttention(device, workspace_bytes=8 << 20).plan(scene.batch, scene.spec)
     scene.pages.nan_to_num_()
     for _ in range(3):
         for window_left in (-1, 4):
@@ -44,7 +44,7 @@ def test_a_slot_outside_the_pages_is_refused_before_anything_is_written(device: 
     slots = scene.batch.slot_mapping.clone()
     slots[1] = scene.pages.shape[0] * 16
     batch = dataclasses.replace(scene.batch, slot_mapping=slots)
-    plan = TritonPagedAttention(device, workspace_bytes=8 << 20).plan(batch, scene.cache.spec)
+    plan = TritonPagedAttention(device, workspace_bytes=8 << 20).plan(batch, scene.spec)
     pages = scene.pages.to(device)
     with pytest.raises(ValueError, match="slot_mapping"):
         plan.append(scene.keys[0].to(device), scene.values[0].to(device), pages)

@@ -4,7 +4,7 @@ Two steps, as in FlashInfer: `plan` once per forward pass turns the batch into w
 likes, then each layer calls `append` and `attend` with its own pages.
 
 Layout: pages are NHD, 5-D (see `quire_worker.cache`); queries, keys and values are ragged, the tokens of all sequences
-one after another, `[tokens, heads, head_dim]`.
+one after another, `[tokens, heads, head_dim]`. Each group of layers has its own pages, and so its own batch and plan.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from quire_worker.cache import CacheSpec
+from quire_worker.cache import PageSpec
 from quire_worker.sampler import SamplingParams
 
 
@@ -58,8 +58,9 @@ class AttentionPlan(Protocol):
 
         Args:
             key: `[tokens, kv_heads, head_dim]`, of the pages' dtype, any strides.
-            value: the same.
-            pages: one layer, `[pages, 2, page_size, kv_heads, head_dim]`, contiguous; written in place.
+            value: the same; of latents it is a part of the keys, and not looked at.
+            pages: one layer, `[pages, 2, page_size, kv_heads, head_dim]`, each page contiguous and from one to the next
+                the spec's `page_stride`; written in place.
         """
         ...
 
@@ -87,8 +88,10 @@ class AttentionPlan(Protocol):
             soft_cap: soft_cap * tanh(x / soft_cap) of the scaled scores x, before the mask; 0: none.
             sinks: float32 `[query_heads]`, natural logarithms of what is added to the softmax's denominator.
 
+        Of latents, an implementation may refuse the options with ValueError.
+
         Returns:
-            `[tokens, query_heads, head_dim]`, of the query's dtype.
+            `[tokens, query_heads, head_dim]`, or `latent_dim` where the pages hold latents, of the query's dtype.
         """
         ...
 
@@ -97,7 +100,7 @@ class PagedAttention(Protocol):
     """An implementation of all that a device does for a worker beside the model itself. Serves one forward pass at a
     time: a new plan ends the one before."""
 
-    def plan(self, batch: AttentionBatch, spec: CacheSpec) -> AttentionPlan:
+    def plan(self, batch: AttentionBatch, spec: PageSpec) -> AttentionPlan:
         """Prepares what is the same in all layers of a forward pass.
 
         Args:
@@ -106,14 +109,14 @@ class PagedAttention(Protocol):
         """
         ...
 
-    def copy_blocks(self, layers: Sequence[torch.Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copies whole blocks in every layer: the copy of copy-on-write.
+    def copy_blocks(self, buffers: Sequence[torch.Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copies whole blocks in every buffer: the copy of copy-on-write.
 
         All sources are read before any destination is written, so a block may be source of one pair and destination of
         another. Must run before the forward pass that writes to the destinations.
 
         Args:
-            layers: the pages of all layers, each as for `AttentionPlan.append`, of as many blocks.
+            buffers: of the cache, `[blocks, ...]` of any dtype, of as many blocks.
             sources: block ids.
             destinations: as many block ids, each at most once.
 

@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from quire_worker.attention.interface import AttentionBatch, AttentionPlan, PagedAttention
 from quire_worker.attention.torch_plan import GatheredBatch, plan_units, query_block
 from quire_worker.attention.torch_tiles import DTYPES, Tiles, attend_tiles, key_rows, plan_tiles
-from quire_worker.cache import KEY_AND_VALUE, CacheSpec
+from quire_worker.cache import KEY_AND_VALUE, PageSpec, rows_of
 from quire_worker.sampler import SamplingParams, choose_by_sorting
 
 # The fused kernel works on blocks of 32 rows, and on larger ones from 192 rows on. From 32 queries on, one head fills a
@@ -44,12 +44,12 @@ class TorchPagedAttention(PagedAttention):
         self._workspace = _Workspace()
         self._masks = _CausalMasks()
 
-    def plan(self, batch: AttentionBatch, spec: CacheSpec) -> TorchAttentionPlan:
-        rows = key_rows(batch.slot_mapping, spec.block_size)
+    def plan(self, batch: AttentionBatch, spec: PageSpec) -> TorchAttentionPlan:
+        rows = key_rows(batch.slot_mapping, spec)
         return TorchAttentionPlan(batch, spec, rows, self._workspace, self._masks)
 
-    def copy_blocks(self, layers: Sequence[torch.Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
-        block_count = layers[0].shape[0]
+    def copy_blocks(self, buffers: Sequence[torch.Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
+        block_count = buffers[0].shape[0]
         if len(sources) != len(destinations):
             raise ValueError(f"destinations: {len(destinations)} for {len(sources)} sources")
         if len(set(destinations)) != len(destinations):
@@ -61,8 +61,8 @@ class TorchPagedAttention(PagedAttention):
             return
         read = torch.tensor(sources, dtype=torch.int64)
         write = torch.tensor(destinations, dtype=torch.int64)
-        for pages in layers:
-            pages.index_copy_(0, write, pages.index_select(0, read))
+        for buffer in buffers:
+            buffer.index_copy_(0, write, buffer.index_select(0, read))
 
     def choose(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
@@ -82,7 +82,7 @@ class TorchAttentionPlan(AttentionPlan):
     """The CPU's `AttentionPlan`. What it plans depends on the window, and is made when its first layer comes."""
 
     batch: AttentionBatch
-    spec: CacheSpec
+    spec: PageSpec
     append_rows: torch.Tensor  # int64 [tokens], see `key_rows`
     workspace: _Workspace
     masks: _CausalMasks
@@ -100,8 +100,10 @@ class TorchAttentionPlan(AttentionPlan):
 
     def append(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor) -> None:
         _, _, page_size, kv_heads, head_dim = pages.shape
-        rows = pages.view(-1, kv_heads * head_dim)
+        rows = rows_of(pages, kv_heads * head_dim)
         rows.index_copy_(0, self.append_rows, key.reshape(-1, kv_heads * head_dim))
+        if self.spec.latent_dim is not None:
+            return
         rows[page_size:].index_copy_(0, self.append_rows, value.reshape(-1, kv_heads * head_dim))
 
     def attend(
@@ -114,10 +116,15 @@ class TorchAttentionPlan(AttentionPlan):
         soft_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        attended = self._attend(query, pages, _Scores(scale, window_left, soft_cap, sinks))
+        return attended if self.spec.latent_dim is None else attended[..., : self.spec.latent_dim]
+
+    def _attend(self, query: torch.Tensor, pages: torch.Tensor, scores: _Scores) -> torch.Tensor:
+        """Of latents, the values are whole keys."""
+        scale, window_left, soft_cap, sinks = scores
         tiles, units = self.work(window_left)
         if tiles is not None and not units and tiles.tokens.shape[0] == query.shape[0]:
             return attend_tiles(tiles, query, pages, scale=scale, soft_cap=soft_cap, sinks=sinks)
-        scores = _Scores(scale, window_left, soft_cap, sinks)
         if tiles is None and len(units) == 1 and isinstance(units[0].tokens, slice):
             return self._attend_unit(units[0], query, pages, scores)
         output = torch.empty(query.shape, dtype=query.dtype)
@@ -264,12 +271,14 @@ class _Place(NamedTuple):
 
     def gather(self, pages: torch.Tensor, unit: GatheredBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a unit, each `[sequences, kv_heads, keys, head_dim]`, valid until the next call."""
-        halves = pages.view(-1, self.key_pages.shape[1])  # [pages * 2, ...]: keys, values, keys, ...
+        halves = rows_of(pages, self.key_pages.shape[1])  # keys, values, perhaps other layers, keys, ...
         torch.index_select(halves, 0, unit.key_pages, out=self.key_pages)
-        torch.index_select(halves[1:], 0, unit.key_pages, out=self.value_pages)
+        has_values = pages.shape[1] == KEY_AND_VALUE
+        if has_values:
+            torch.index_select(halves[1:], 0, unit.key_pages, out=self.value_pages)
         if unit.unseen is not None:
             self.slots.index_fill_(1, unit.unseen, 0)
-        return self.key, self.value
+        return self.key, self.value if has_values else self.key
 
 
 class _Workspace:

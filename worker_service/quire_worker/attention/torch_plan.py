@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from quire_worker.attention.interface import AttentionBatch
-from quire_worker.cache import KEY_AND_VALUE, CacheSpec
+from quire_worker.cache import KEY_AND_VALUE, PageSpec
 
 # Bytes of keys and values gathered at once, so that they are in the cache when they are read; a longer sequence has a
 # unit to itself.
@@ -50,9 +50,7 @@ class GatheredBatch:
     tokens: slice | torch.Tensor  # of the flat batch, sequences x queries; int64 if they are not side by side
     sequence_count: int
     query_length: int  # of each sequence
-    key_pages: (
-        torch.Tensor
-    )  # int64 [sequences * pages], indices of keys in a layer of `[pages * 2, ...]`; values follow
+    key_pages: torch.Tensor  # int64 [sequences * pages], the keys among halves of pages, see `rows_of`; values follow
     keys: slice  # of the gathered slots of a sequence, those that take part
     unseen: torch.Tensor | None  # int64, gathered slots to clear
     mask: torch.Tensor | None  # [sequences, 1, 1, keys], of the cache's dtype: -inf where unseen; None: all are seen
@@ -71,7 +69,7 @@ class _Part(NamedTuple):
 
 
 def plan_units(
-    batch: AttentionBatch, spec: CacheSpec, window_left: int, *, query_length_min: int
+    batch: AttentionBatch, spec: PageSpec, window_left: int, *, query_length_min: int
 ) -> tuple[GatheredBatch, ...]:
     """Sequences in units.
 
@@ -91,7 +89,7 @@ def plan_units(
     return tuple(_plan_unit(batch, spec, group, window_left) for group in _groups(parts, spec))
 
 
-def _groups(parts: Sequence[_Part], spec: CacheSpec) -> list[list[_Part]]:
+def _groups(parts: Sequence[_Part], spec: PageSpec) -> list[list[_Part]]:
     """Parts that may share a unit, the longest first."""
     token_bytes = KEY_AND_VALUE * spec.kv_head_count * spec.head_dim * spec.dtype.itemsize
     groups: list[list[_Part]] = []
@@ -106,14 +104,14 @@ def _groups(parts: Sequence[_Part], spec: CacheSpec) -> list[list[_Part]]:
     return groups
 
 
-def _are_alike(longest: _Part, part: _Part, spec: CacheSpec, token_bytes: int) -> bool:
+def _are_alike(longest: _Part, part: _Part, spec: PageSpec, token_bytes: int) -> bool:
     if part.query_length > 1:
         leads = part.first_key % spec.block_size, longest.first_key % spec.block_size
         return part.key_count == longest.key_count and leads[0] == leads[1]
     return (longest.key_count - part.key_count) * token_bytes <= PADDING_BYTES_MAX
 
 
-def _plan_unit(batch: AttentionBatch, spec: CacheSpec, parts: Sequence[_Part], window_left: int) -> GatheredBatch:
+def _plan_unit(batch: AttentionBatch, spec: PageSpec, parts: Sequence[_Part], window_left: int) -> GatheredBatch:
     """Pages from that of the first key to that of the last; where a sequence has fewer, its last one again."""
     page_size = spec.block_size
     first_pages = [part.first_key // page_size for part in parts]
@@ -138,7 +136,7 @@ def _plan_unit(batch: AttentionBatch, spec: CacheSpec, parts: Sequence[_Part], w
         tokens=_tokens(parts),
         sequence_count=len(parts),
         query_length=query_length,
-        key_pages=pages.flatten() * KEY_AND_VALUE,
+        key_pages=pages.flatten() * (spec.page_stride // spec.half_elements),
         keys=keys,
         unseen=unseen,
         mask=mask,

@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import embedding_bag
 
 from quire_worker.attention.interface import AttentionBatch
-from quire_worker.cache import CacheSpec
+from quire_worker.cache import PageSpec, rows_of
 
 # Keys of a tile, of all heads. Measured with 4/2 heads of 64 and 32/8 of 128: shorter tiles cost calls and merging,
 # longer ones leave the cache.
@@ -36,12 +36,13 @@ for beta in ("Sparse CSR tensor support is in beta state", r"index_reduce\(\) is
     warnings.filterwarnings("ignore", message=beta)
 
 
-def key_rows(slots: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Rows of keys in a layer seen as `[pages * 2 * page_size, kv_heads * head_dim]`, for int64 slots of any shape.
+def key_rows(slots: torch.Tensor, spec: PageSpec) -> torch.Tensor:
+    """Rows of keys in a layer seen as rows of `kv_heads * head_dim` (`rows_of`), for int64 slots of any shape.
 
-    A value's row is `page_size` rows after its key's.
+    A value's row is `block_size` rows after its key's.
     """
-    return slots + slots // page_size * page_size  # page * 2 * page_size + offset
+    between = spec.page_stride // spec.row_elements - spec.block_size
+    return slots + slots // spec.block_size * between  # page * rows from page to page + offset
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,14 +76,14 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pattern:
-    """Rows of keys in a layer seen as `[pages * 2 * page_size * kv_heads, head_dim]`."""
+    """Rows of keys in a layer seen as rows of `head_dim` (`rows_of`)."""
 
     indices: torch.Tensor  # int32 or int64 [tiles * query_heads * tile]
     starts: torch.Tensor  # of the same dtype, [tiles * query_heads]
     scores: torch.Tensor  # sparse CSR [tiles * query_heads, rows], whose values a layer writes
 
 
-def plan_tiles(batch: AttentionBatch, spec: CacheSpec, window_left: int) -> Tiles | None:
+def plan_tiles(batch: AttentionBatch, spec: PageSpec, window_left: int) -> Tiles | None:
     """The sequences of one query each; None if there is none, or where gathering their few keys is quicker.
 
     Args:
@@ -112,7 +113,7 @@ def plan_tiles(batch: AttentionBatch, spec: CacheSpec, window_left: int) -> Tile
     return Tiles(
         tokens=batch.query_indptr[sequences].to(torch.int64),
         sequence_of_tile=of_tile,
-        rows=key_rows(slots, spec.block_size) * spec.kv_head_count,
+        rows=key_rows(slots, spec) * spec.kv_head_count,
         padding=padding[:, None] if bool(padding.any()) else None,
     )
 
@@ -143,7 +144,7 @@ def attend_tiles(
     Args:
         tiles: of the window.
         query: `[sequences, query_heads, head_dim]`.
-        pages: one layer, `[pages, 2, page_size, kv_heads, head_dim]`, contiguous.
+        pages: one layer, as for `AttentionPlan.append`.
         scale: see `AttentionPlan.attend`.
         soft_cap: the same.
         sinks: the same.
@@ -153,8 +154,9 @@ def attend_tiles(
     """
     _, _, page_size, kv_heads, head_dim = pages.shape
     sequences, query_heads, _ = query.shape
-    keys = pages.view(-1, head_dim)
+    keys = rows_of(pages, head_dim)
     pattern = tiles.pattern(query_heads, kv_heads, keys.shape[0], pages.dtype)
+    values = keys[(pages.shape[1] - 1) * page_size * kv_heads :]  # a key's value; latents are their own
     of_tile = tiles.sequence_of_tile
     is_whole = of_tile.shape[0] == sequences
     queries = query if is_whole else query[of_tile]
@@ -167,13 +169,13 @@ def attend_tiles(
     if tiles.padding is not None:
         scores = scores.masked_fill(tiles.padding, float("-inf"))
     if is_whole and sinks is None:
-        return _weighted(scores.softmax(2), pattern, keys[page_size * kv_heads :]).view(query.shape)
+        return _weighted(scores.softmax(2), pattern, values).view(query.shape)
     largest = scores.new_full((sequences, query_heads), float("-inf")) if sinks is None else sinks.to(scores.dtype)
     largest = largest.expand(sequences, -1).clone().index_reduce_(0, of_tile, scores.amax(2), "amax")
     weights = (scores - largest[of_tile][:, :, None]).exp_()
     total = torch.zeros_like(largest) if sinks is None else (sinks.to(scores.dtype) - largest).exp_()
     total = total.index_add_(0, of_tile, weights.sum(2))
-    parts = _weighted(weights, pattern, keys[page_size * kv_heads :]).view(-1, query_heads, head_dim)
+    parts = _weighted(weights, pattern, values).view(-1, query_heads, head_dim)
     return torch.zeros_like(query).index_add_(0, of_tile, parts) / total[:, :, None]
 
 

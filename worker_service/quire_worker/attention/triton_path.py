@@ -13,13 +13,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from quire_kernels.flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+from quire_kernels.flashinfer import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchMLAPagedAttentionWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+)
 from quire_kernels.ops.append_slots import append_slots, check_slots
 from quire_kernels.ops.copy_blocks import copy_blocks
 from quire_kernels.ops.sampling import greedy, sample
 
 from quire_worker.attention.interface import AttentionBatch, AttentionPlan, PagedAttention
-from quire_worker.cache import CacheSpec
+from quire_worker.cache import PageSpec
 from quire_worker.sampler import SamplingParams
 
 # For partial results of split decodes: more than any batch needs whose query heads and head dims a GPU is built for.
@@ -44,13 +48,13 @@ class TritonPagedAttention(PagedAttention):
         """Reserves the workspace on the device."""
         self._workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
 
-    def plan(self, batch: AttentionBatch, spec: CacheSpec) -> TritonAttentionPlan:
+    def plan(self, batch: AttentionBatch, spec: PageSpec) -> TritonAttentionPlan:
         slots = batch.slot_mapping.to(self._workspace.device, non_blocking=True)
         return TritonAttentionPlan(batch, spec, page_table(batch, spec.block_size), slots, self._workspace)
 
-    def copy_blocks(self, layers: Sequence[torch.Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """See `PagedAttention.copy_blocks`; one launch for all layers."""
-        copy_blocks(layers, sources, destinations)
+    def copy_blocks(self, buffers: Sequence[torch.Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """See `PagedAttention.copy_blocks`; one launch for all buffers."""
+        copy_blocks(buffers, sources, destinations)
 
     def choose(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
@@ -97,11 +101,12 @@ class TritonAttentionPlan(AttentionPlan):
     """What the GPU's path keeps of one batch, an `AttentionPlan`."""
 
     batch: AttentionBatch
-    spec: CacheSpec
+    spec: PageSpec
     table: PageTable
     slots: torch.Tensor  # int64 [tokens], on the device
     workspace: torch.Tensor
     wrappers: dict[_Kind, Wrapper] = field(default_factory=dict)
+    latent_wrappers: dict[_Kind, BatchMLAPagedAttentionWrapper] = field(default_factory=dict)
     checked_slot_counts: set[int] = field(default_factory=set)
 
     def append(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor) -> None:
@@ -114,7 +119,12 @@ class TritonAttentionPlan(AttentionPlan):
         if slot_count not in self.checked_slot_counts:
             check_slots(self.batch.slot_mapping, slot_count=slot_count)
             self.checked_slot_counts.add(slot_count)
-        append_slots(key, value, self.slots, pages, check=False)
+        if self.spec.latent_dim is None:
+            append_slots(key, value, self.slots, pages, check=False)
+        else:
+            latent, rotated = key.tensor_split([self.spec.latent_dim], dim=-1)
+            places = pages[:, 0].tensor_split([self.spec.latent_dim], dim=-1)
+            append_slots(latent, rotated, self.slots, places, check=False)
 
     def attend(
         self,
@@ -127,12 +137,38 @@ class TritonAttentionPlan(AttentionPlan):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         kind = _Kind(query.shape[1], scale, window_left, soft_cap)
+        if self.spec.latent_dim is not None:
+            return self._attend_latents(kind, query, pages, sinks)
         wrapper = self.wrappers.get(kind)
         if wrapper is None:
             wrapper = self.wrappers[kind] = self._planned(kind)
         output = wrapper.run(query, pages, sinks=None if sinks is None else sinks.float())
         assert isinstance(output, torch.Tensor)  # a pair only where lse is asked for
         return output
+
+    def _attend_latents(
+        self, kind: _Kind, query: torch.Tensor, pages: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Multi-query attention whose values are the first part of its keys."""
+        if kind.window_left >= 0 or kind.soft_cap or sinks is not None:
+            raise ValueError("the kernel of latent attention has no window, soft cap or sinks")
+        wrapper = self.latent_wrappers.get(kind)
+        if wrapper is None:
+            wrapper = self.latent_wrappers[kind] = self._planned_latents(kind)
+        output = wrapper.run(query=query, kv_cache=pages[:, 0, :, 0])
+        assert isinstance(output, torch.Tensor)  # a pair only where lse is asked for
+        return output
+
+    def _planned_latents(self, kind: _Kind) -> BatchMLAPagedAttentionWrapper:
+        """A wrapper for all layers of a kind."""
+        spec, latent_dim = self.spec, self.spec.latent_dim
+        assert latent_dim is not None
+        wrapper = BatchMLAPagedAttentionWrapper(self.workspace)
+        wrapper.plan(
+            self.batch.query_indptr, self.table.indptr, self.table.indices, self.batch.kv_lengths, kind.query_heads,
+            latent_dim, spec.head_dim - latent_dim, spec.block_size, True, kind.scale, spec.dtype, spec.dtype,
+        )  # fmt: skip
+        return wrapper
 
     def _planned(self, kind: _Kind) -> Wrapper:
         """A wrapper for all layers of a kind."""

@@ -115,7 +115,7 @@ class _Run:
     def drop_holders_of_lost_blocks(self, work: Iterable[Work]) -> None:
         """Who would read or write a block that was not copied fails."""
         for item in work:
-            for block in self.lost_blocks.keys() & set(item.sample.table):
+            for block in self.lost_blocks.keys() & item.sample.held_blocks():
                 self._fail([item.sample], self.lost_blocks[block])
 
     def forward(self, parts: Sequence[Part]) -> None:
@@ -168,7 +168,7 @@ class _Run:
     def _try_copy(self, copies: Sequence[Copy]) -> Failure | None:
         try:
             sources, destinations = [copy.source for copy in copies], [copy.destination for copy in copies]
-            self._model.attention.copy_blocks(self._cache.layers, sources, destinations)
+            self._model.attention.copy_blocks(self._cache.buffers, sources, destinations)
         except Exception as error:
             failure = self._judge(error, "copies", len(copies))
         else:
@@ -179,10 +179,10 @@ class _Run:
     def _try_forward(self, parts: Sequence[Part]) -> Failure | None:
         try:
             chunks = [
-                Chunk(part.sample.tokens[part.start : part.end], part.start, part.sample.table, needs_logits=True)
+                Chunk(part.sample.tokens[part.start : part.end], part.start, part.sample.tables, needs_logits=True)
                 for part in parts
             ]
-            forward = build_batch(chunks, block_size=self._cache.spec.block_size, device=self._model.device)
+            forward = build_batch(chunks, groups=self._cache.spec.groups, device=self._model.device)
             logits = self._model.forward(forward, self._cache)  # [parts, vocabulary]
             are_finite = finite_rows(logits)
         except Exception as error:

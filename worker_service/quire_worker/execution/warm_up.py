@@ -41,7 +41,9 @@ def warm_up(model: PagedModel, *, progress: Progress | None = None) -> Compilati
         *((f"prefill, {length} tokens", [length]) for length in LADDER if length <= model.max_position),
     ]
     spec = model.cache_spec
-    cache = KVCache(spec, max(_block_count(lengths, spec.block_size) for _, lengths in steps), device=model.device)
+    position_count = max(_block_count(lengths, spec.block_size) for _, lengths in steps)
+    cache = KVCache(spec, len(spec.groups) * position_count, device=model.device)
+    groups = range(len(spec.groups))
     with count_compilations() as found:
         for number, (title, lengths) in enumerate(steps):
             if progress is not None:
@@ -49,10 +51,11 @@ def warm_up(model: PagedModel, *, progress: Progress | None = None) -> Compilati
             chunks, first = [], 0
             for length in lengths:
                 stop = first + _block_count([length], spec.block_size)
-                chunks.append(Chunk([0] * length, 0, range(first, stop), needs_logits=True))
+                tables = [range(group * position_count + first, group * position_count + stop) for group in groups]
+                chunks.append(Chunk([0] * length, 0, tables, needs_logits=True))
                 first = stop
-            model.forward(build_batch(chunks, block_size=spec.block_size, device=model.device), cache).cpu()
-        model.attention.copy_blocks(cache.layers, [0], [1])
+            model.forward(build_batch(chunks, groups=spec.groups, device=model.device), cache).cpu()
+        model.attention.copy_blocks(cache.buffers, [0], [1])
         logits = torch.zeros(1, model.vocab_size, device=model.device)
         for params in (SamplingParams(), SamplingParams(temperature=1.0)):
             model.attention.choose(logits, [params], lambda: torch.zeros(1, dtype=torch.float64))

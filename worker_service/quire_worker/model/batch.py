@@ -5,6 +5,13 @@
     query_indptr   0 3 4 6                          kv_lengths    3 41 18
 
 A whole prompt, a part of one and a decoding sequence differ in nothing but their numbers.
+
+Attention gets one such layout for each group of layers, with the group's own pages. What no query of a chunk reads is
+left out of it: positions are in queries and keys already, and attention only counts back from the end. With blocks of
+16 tokens,
+
+    sliding window of 20    B reads the keys 21 to 40: the blocks from 16 on, kv_length 25
+    chunks of 16            C starts one: kv_length 2. A chunk of tokens that crosses an edge becomes two sequences
 """
 
 from __future__ import annotations
@@ -14,8 +21,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from quire.protocol.steps import NULL_BLOCK
+from quire.types import GroupKind, GroupSpec
 
 from quire_worker.attention import AttentionBatch
+
+Table = Sequence[int] | np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +36,14 @@ class Chunk:
     Attributes:
         tokens: their ids, at least one.
         start: position of the first; the keys and values of the positions `[0, start)` already lie in the pages.
-        block_table: the sequence's blocks in order, enough for `start + len(tokens)` tokens; further ones are ignored.
+        block_tables: the sequence's blocks in order, of each group, enough for `start + len(tokens)` tokens; further
+            ones are ignored, and so are those before the windows of all its tokens.
         needs_logits: whether the logits after the last token are wanted.
     """
 
     tokens: Sequence[int]
     start: int
-    block_table: Sequence[int]
+    block_tables: Sequence[Table]
     needs_logits: bool
 
 
@@ -42,64 +54,123 @@ class ForwardBatch:
     input_ids: torch.Tensor  # int64 [1, tokens]
     position_ids: torch.Tensor  # int64 [1, tokens]
     logits_index: torch.Tensor  # int64 [rows], tokens of the flat batch
-    attention: AttentionBatch
+    attention: tuple[AttentionBatch, ...]  # of each group
 
 
-def build_batch(chunks: Sequence[Chunk], *, block_size: int, device: torch.device | str = "cpu") -> ForwardBatch:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Spans:
+    """What attention sees as sequences: queries `[start, stop)` of a chunk over its keys `[first, stop)`; int64 arrays,
+    one entry per span, in the order of the flat batch."""
+
+    chunk: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    first: np.ndarray  # where a block begins
+
+
+def build_batch(
+    chunks: Sequence[Chunk], *, groups: Sequence[GroupSpec], device: torch.device | str = "cpu"
+) -> ForwardBatch:
     """Lays out chunks, in the order given.
 
     Args:
         chunks: at least one, of different sequences.
-        block_size: tokens per block.
+        groups: of the pool; a chunk has a block table for each.
         device: where the model's inputs go; what attention plans with stays on the host.
 
     Raises:
-        ValueError: there is no chunk, a chunk is empty or starts below 0, a block table is too short, or two tokens
-            would be written to one slot (a block shared by two sequences that both write to it).
+        ValueError: there is no chunk, a chunk is empty or starts below 0, a block table is too short or lacks a block
+            that is read, or two tokens would be written to one slot (a block shared by two sequences that both write to
+            it).
     """
     if not chunks:
         raise ValueError("a forward pass needs at least one chunk")
     for number, chunk in enumerate(chunks):
-        if len(chunk.tokens) == 0 or chunk.start < 0:
-            raise ValueError(f"chunk {number} has {len(chunk.tokens)} tokens from position {chunk.start}")
-        if len(chunk.block_table) * block_size < chunk.start + len(chunk.tokens):
-            raise ValueError(
-                f"chunk {number} ends at position {chunk.start + len(chunk.tokens)},"
-                f" past its {len(chunk.block_table)} blocks of {block_size}"
-            )
+        _check(number, chunk, groups)
     query_lengths = np.array([len(chunk.tokens) for chunk in chunks], dtype=np.int64)
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
-    kv_lengths = starts + query_lengths
-    query_indptr = np.concatenate(([0], np.cumsum(query_lengths)))
-    block_counts = -(-kv_lengths // block_size)
-    block_tables = np.zeros((len(chunks), int(block_counts.max())), dtype=np.int64)
-    for row, chunk, block_count in zip(block_tables, chunks, block_counts, strict=True):
-        row[:block_count] = chunk.block_table[:block_count]
-
-    chunk_of_token = np.repeat(np.arange(len(chunks)), query_lengths)
-    positions = np.arange(query_indptr[-1]) - query_indptr[chunk_of_token] + starts[chunk_of_token]
-    slots = block_tables[chunk_of_token, positions // block_size] * block_size + positions % block_size
-    if len(np.unique(slots)) != len(slots):
-        raise ValueError("two tokens of a forward pass would be written to one slot")
+    ends = np.cumsum(query_lengths)
+    positions = np.arange(ends[-1]) + np.repeat(starts - (ends - query_lengths), query_lengths)
     tokens = np.concatenate([np.asarray(chunk.tokens, dtype=np.int64) for chunk in chunks])
     wanted = np.array([chunk.needs_logits for chunk in chunks])
+
+    spans: dict[GroupSpec, _Spans] = {}
+    attention = []
+    for index, group in enumerate(groups):
+        if group not in spans:
+            spans[group] = _spans(group, starts, starts + query_lengths)
+        tables = [chunk.block_tables[index] for chunk in chunks]
+        attention.append(_attention_batch(tables, group.block_size, spans[group], positions))
+
+    def on_device(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return ForwardBatch(
+        input_ids=on_device(tokens).unsqueeze(0),
+        position_ids=on_device(positions).unsqueeze(0),
+        logits_index=on_device(ends[wanted] - 1),
+        attention=tuple(attention),
+    )
+
+
+def _check(number: int, chunk: Chunk, groups: Sequence[GroupSpec]) -> None:
+    if len(chunk.tokens) == 0 or chunk.start < 0:
+        raise ValueError(f"chunk {number} has {len(chunk.tokens)} tokens from position {chunk.start}")
+    end = chunk.start + len(chunk.tokens)
+    for table, group in zip(chunk.block_tables, groups, strict=True):
+        if len(table) * group.block_size < end:
+            raise ValueError(
+                f"chunk {number} ends at position {end}, past its {len(table)} blocks of {group.block_size}"
+            )
+
+
+def _spans(group: GroupSpec, starts: np.ndarray, stops: np.ndarray) -> _Spans:
+    """Cuts the tokens `[start, stop)` of each chunk into parts that see the same keys up to their own."""
+    if group.kind is not GroupKind.CHUNKED_LOCAL:
+        first = np.zeros_like(starts)
+        if group.kind is GroupKind.SLIDING_WINDOW:
+            first = np.maximum(0, starts - group.window + 1) // group.block_size * group.block_size
+        return _Spans(np.arange(len(starts)), starts, stops, first)
+    counts = (stops - 1) // group.window - starts // group.window + 1  # of edges that a chunk crosses, and one
+    chunk = np.repeat(np.arange(len(starts)), counts)
+    number = np.arange(len(chunk)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = (starts[chunk] // group.window + number) * group.window
+    return _Spans(chunk, np.maximum(starts[chunk], first), np.minimum(stops[chunk], first + group.window), first)
+
+
+def _attention_batch(tables: Sequence[Table], size: int, spans: _Spans, positions: np.ndarray) -> AttentionBatch:
+    """Lays out one group's part of the forward pass.
+
+    Args:
+        tables: of each chunk.
+        size: tokens per block.
+        spans: of the group.
+        positions: of all tokens, int64 `[tokens]`.
+    """
+    first_blocks, end_blocks = spans.first // size, -(-spans.stop // size)
+    counts = end_blocks - first_blocks
+    block_tables = np.zeros((len(counts), int(counts.max())), dtype=np.int64)
+    parts = zip(spans.chunk.tolist(), first_blocks.tolist(), end_blocks.tolist(), strict=True)
+    for row, (chunk, first, end) in zip(block_tables, parts, strict=True):
+        row[: end - first] = tables[chunk][first:end]
+    if (block_tables == NULL_BLOCK).any():
+        raise ValueError("a block that fell out of a window would be read")
+    query_lengths = spans.stop - spans.start
+    span_of_token = np.repeat(np.arange(len(counts)), query_lengths)
+    pages = block_tables[span_of_token, positions // size - first_blocks[span_of_token]]
+    slots = pages * size + positions % size
+    if len(np.unique(slots)) != len(slots):
+        raise ValueError("two tokens of a forward pass would be written to one slot")
+    kv_lengths = spans.stop - spans.first
 
     def on_host(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(array).to(dtype=dtype)
 
-    def on_device(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        return on_host(array, dtype).to(device)
-
-    return ForwardBatch(
-        input_ids=on_device(tokens, torch.int64).unsqueeze(0),
-        position_ids=on_device(positions, torch.int64).unsqueeze(0),
-        logits_index=on_device(query_indptr[1:][wanted] - 1, torch.int64),
-        attention=AttentionBatch(
-            query_indptr=on_host(query_indptr, torch.int32),
-            kv_lengths=on_host(kv_lengths, torch.int32),
-            block_tables=on_host(block_tables, torch.int32),
-            slot_mapping=on_host(slots, torch.int64),
-            query_length_max=int(query_lengths.max()),
-            kv_length_max=int(kv_lengths.max()),
-        ),
+    return AttentionBatch(
+        query_indptr=on_host(np.concatenate(([0], np.cumsum(query_lengths))), torch.int32),
+        kv_lengths=on_host(kv_lengths, torch.int32),
+        block_tables=on_host(block_tables, torch.int32),
+        slot_mapping=on_host(slots, torch.int64),
+        query_length_max=int(query_lengths.max()),
+        kv_length_max=int(kv_lengths.max()),
     )

@@ -2,8 +2,9 @@
 
 A model is loaded in four steps, each of which refuses by name what it finds:
 
-1. the files of the folder (`checkpoint`), 2. the configuration (`support`), 3. a first pass that computes nothing and
-notes which layers attend, to what shapes and with what options (`transformers_seam`), 4. a comparison: the model must
+1. the files of the folder (`checkpoint`), 2. the configuration, which says what each layer keeps (`support`), 3. a
+first pass that computes nothing and notes which layers attend, to what shapes and with what options
+(`transformers_seam`), 4. a comparison: the model must
 give the same logits through its own attention and through pages. The last is there because the seam lies inside
 transformers, and because a mask or a state that is lost along the way gives wrong text without an error.
 """
@@ -18,14 +19,21 @@ from typing import Any
 
 import structlog
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 from transformers.utils import logging as transformers_logging
 
 from quire_worker.attention import PagedAttention, backend_for
-from quire_worker.cache import CacheSpec, KVCache
+from quire_worker.cache import NAN_BYTE, CacheSpec, KVCache
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError, fingerprint, weight_files
-from quire_worker.model.support import refuse_unsupported_config
+from quire_worker.model.latent import keep_latents
+from quire_worker.model.support import Arrival, layers_as_they_arrive, layers_of
 from quire_worker.model.transformers_seam import ATTENTION_NAME, PagedStep, ProbeStep, run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -66,8 +74,8 @@ class PagedModel:
         Raises:
             UnsupportedModelError: the model uses an option of attention that its first batches did not.
         """
-        step = PagedStep(self.attention.plan(batch.attention, cache.spec), cache.layers)
-        return run(self.module, batch, step)
+        plans = [self.attention.plan(batch.attention[group], pages) for group, pages in cache.kinds]
+        return run(self.module, batch, PagedStep(plans, cache.layers))
 
 
 def load_model(
@@ -94,13 +102,18 @@ def load_model(
     attention = backend_for(device)
     model_fingerprint = fingerprint(folder)
     config = _read_config(folder)
-    refuse_unsupported_config(config)
-    module = _read_weights(folder, DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto"), device)
-    cache_spec, vocab_size = _probe(module, block_size, device)
-    text_config = config.get_text_config()
-    max_position = getattr(text_config, "max_position_embeddings", None)
+    loader, layers = _loader_of(config), layers_of(config, block_size=block_size)
+    module = _read_weights(folder, loader, DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto"), device)
+    max_position = getattr(config.get_text_config(), "max_position_embeddings", None)
     if max_position is None:
         raise UnsupportedModelError(f"model type {config.model_type!r} does not say how long its sequences may be")
+    arrivals, vocab_size = _probe(module, device)
+    layers = layers_as_they_arrive(config.model_type, layers, arrivals)
+    try:
+        key, latent_dim, _ = arrivals[layers[0].layer]
+        cache_spec = CacheSpec(layers, block_size, key.dtype, max_position, latent_dim)
+    except ValueError as error:
+        raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: {error}") from error
     model = PagedModel(
         module=module,
         attention=attention,
@@ -123,11 +136,25 @@ def _read_config(folder: Path) -> Any:
         raise CheckpointError(f"config.json in {folder} cannot be used: {error}") from error
 
 
-def _read_weights(folder: Path, dtype: torch.dtype | str, device: torch.device) -> Any:
+def _loader_of(config: Any) -> Any:
+    """Chooses which of transformers' doors a model comes through. One that reads images, too, is served as the text
+    model that it has.
+
+    Raises:
+        UnsupportedModelError: none that leads to text.
+    """
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: it does not generate text")
+
+
+def _read_weights(folder: Path, loader: Any, dtype: torch.dtype | str, device: torch.device) -> Any:
     weight_files(folder)
     try:
         with _quiet_progress():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = loader.from_pretrained(
                 folder,
                 dtype=dtype,
                 attn_implementation=ATTENTION_NAME,
@@ -145,34 +172,24 @@ def _read_weights(folder: Path, dtype: torch.dtype | str, device: torch.device) 
         raise CheckpointError(f"weights in {folder} lack {_some(report['missing_keys'])}")
     if report["unexpected_keys"]:
         _log.warning("unused_weights", folder=folder.name, weights=_some(report["unexpected_keys"]))
+    keep_latents(module, ATTENTION_NAME)
     return module.to(device).eval()
 
 
-def _probe(module: Any, block_size: int, device: torch.device) -> tuple[CacheSpec, int]:
-    """Shape of the pages and size of the vocabulary, from what arrives rather than from names in the configuration."""
+def _probe(module: Any, device: torch.device) -> tuple[dict[int, Arrival], int]:
+    """Returns what reaches each layer, and the size of the vocabulary."""
     model_type = module.config.model_type
-    layer_count = module.config.get_text_config().num_hidden_layers
     step = ProbeStep()
-    batch = build_batch([Chunk([0, 0], 0, range(2), needs_logits=True)], block_size=block_size, device=device)
+    batch = build_batch([Chunk([0, 0], 0, [], needs_logits=True)], groups=[], device=device)
     try:
         logits = run(module, batch, step)
     except (UnsupportedModelError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # each old architecture fails in its own way
         raise UnsupportedModelError(f"model type {model_type!r} does not run on a flat batch: {error}") from error
-    legacy = sorted(set(range(layer_count)) ^ set(step.key_of_layer))
-    if legacy:
-        raise UnsupportedModelError(
-            f"model type {model_type!r} cannot be served: layers {legacy} do not go through transformers' attention"
-            " interface"
-        )
-    shapes = {(key.shape[1], key.shape[2], key.dtype) for key in step.key_of_layer.values()}
-    if len(shapes) > 1:
-        raise UnsupportedModelError(f"model type {model_type!r} cannot be served: the layers' keys differ: {shapes}")
     if logits.shape[0] != 1:
         raise UnsupportedModelError(f"model type {model_type!r} cannot be served: it computes logits of every token")
-    kv_head_count, head_dim, dtype = shapes.pop()
-    return CacheSpec(layer_count, kv_head_count, head_dim, block_size, dtype), logits.shape[1]
+    return step.arrivals, logits.shape[1]
 
 
 def _check_against_own_attention(model: PagedModel) -> None:
@@ -187,20 +204,21 @@ def _check_against_own_attention(model: PagedModel) -> None:
     first = [(7 * i + 1) % model.vocab_size for i in range(length)]
     second = first[::-1]
     block_count = -(-length // spec.block_size)
-    blocks = range(2 * block_count - 1, -1, -1)
-    cache = KVCache(spec, 2 * block_count, device=model.device)
-    for pages in cache.layers:
-        pages.fill_(float("nan"))
+    blocks = iter(range(2 * len(spec.groups) * block_count - 1, -1, -1))
+    tables = [[[next(blocks) for _ in range(block_count)] for _ in spec.groups] for _ in range(2)]
+    cache = KVCache(spec, 2 * len(spec.groups) * block_count, device=model.device)
+    for buffer in cache.buffers:
+        buffer.fill_(NAN_BYTE)
     split = length // 2
     steps = [
-        [Chunk(first[:split], 0, blocks[:block_count], needs_logits=False)],
+        [Chunk(first[:split], 0, tables[0], needs_logits=False)],
         [
-            Chunk(first[split:], split, blocks[:block_count], needs_logits=True),
-            Chunk(second, 0, blocks[block_count:], needs_logits=True),
+            Chunk(first[split:], split, tables[0], needs_logits=True),
+            Chunk(second, 0, tables[1], needs_logits=True),
         ],
     ]
     for chunks in steps:
-        paged = model.forward(build_batch(chunks, block_size=spec.block_size, device=model.device), cache)
+        paged = model.forward(build_batch(chunks, groups=spec.groups, device=model.device), cache)
 
     module: Any = model.module
     module.set_attn_implementation("eager")

@@ -1,29 +1,47 @@
 """What a model may be made of to be served from pages.
 
-Two nets. The first reads the configuration and refuses by name, before any weights are read, what is known not to work.
-The second looks at every call of attention while the model runs and refuses an option it does not implement: an option
-that is dropped would give wrong text without an error.
+Three nets. The first reads the configuration: it finds what each layer keeps (`quire.planning`), and refuses by name,
+before any weights are read, what is known not to work. The second looks at what arrives in each layer's attention in
+the first pass: it has to be what the configuration says. The third looks at every call and refuses an option that is
+not implemented: an option that is dropped would give wrong text without an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from quire.planning import ConfigError, LayerSpec, read_config
+from quire.types import GroupKind
 
 from quire_worker.model.checkpoint import UnsupportedModelError
 
 # Models pass these along, but they mean nothing to attention over pages: positions are already in the queries and keys.
 _MEANINGLESS_OPTIONS = frozenset({"position_ids", "cache_position"})
 
+# Whose chunks are known to begin at multiples of `attention_chunk_size`: nothing of them reaches attention.
+_CHUNKED_TYPES = frozenset({"llama4_text"})
+
 # Configuration entries that tell of a state beside keys and values.
 _STATE_ENTRIES = ("mamba_d_state", "ssm_state_size", "state_size", "linear_num_key_heads")
 
 
-def refuse_unsupported_config(config: Any) -> None:
-    """Refuses what the configuration shows not to work, before weights are read.
+class Arrival(NamedTuple):
+    """What reached the attention of one layer in the first pass."""
+
+    key: torch.Tensor  # [tokens, kv_heads, head_dim]
+    latent_dim: int | None  # elements of a key that are its value, too, of latent attention
+    sliding_window: int | None  # tokens that a query sees, itself included
+
+
+def layers_of(config: Any, *, block_size: int) -> tuple[LayerSpec, ...]:
+    """Reads from the configuration what each layer keeps, and refuses what it shows not to work.
 
     Args:
         config: of transformers.
+        block_size: tokens per block.
 
     Raises:
         UnsupportedModelError: names the model type and what it is made of.
@@ -33,10 +51,83 @@ def refuse_unsupported_config(config: Any) -> None:
         reason = reason_of(text_config) or reason_of(config)
         if reason is not None:
             raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: {reason}")
+    try:
+        layers = read_config(text_config.to_dict()).layers
+    except ConfigError as error:
+        raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: {error}") from error
+    for layer in layers:
+        if layer.kind is GroupKind.STATE:
+            raise UnsupportedModelError(
+                f"model type {config.model_type!r} cannot be served: layer {layer.layer} keeps a recurrent state"
+            )
+        if layer.kind is not GroupKind.CHUNKED_LOCAL:
+            continue
+        if text_config.model_type not in _CHUNKED_TYPES:
+            raise UnsupportedModelError(
+                f"model type {config.model_type!r} cannot be served: chunked attention (attention_chunk_size ="
+                f" {layer.window}) is known of {', '.join(_CHUNKED_TYPES)} only"
+            )
+        if layer.window % block_size:
+            raise UnsupportedModelError(
+                f"model type {config.model_type!r} cannot be served with blocks of {block_size} tokens: its"
+                f" attention_chunk_size of {layer.window} is no multiple of them; choose another --block-size"
+            )
+    return layers
+
+
+def layers_as_they_arrive(
+    model_type: str, layers: tuple[LayerSpec, ...], arrivals: Mapping[int, Arrival]
+) -> tuple[LayerSpec, ...]:
+    """Returns the same layers with the heads of this rank, which only the model itself knows, and compares the rest.
+
+    Raises:
+        UnsupportedModelError: a layer does not attend, attends without being known, has another window, or computes
+            keys of its own where it should read another's; keys are of several dtypes.
+    """
+    unlike = sorted({layer.layer for layer in layers} ^ arrivals.keys())
+    if unlike:
+        raise UnsupportedModelError(
+            f"model type {model_type!r} cannot be served: layers {unlike} do not go through transformers' attention"
+            " interface"
+        )
+    dtypes = {arrival.key.dtype for arrival in arrivals.values()}
+    if len(dtypes) > 1:
+        raise UnsupportedModelError(f"model type {model_type!r} cannot be served: the layers' keys differ: {dtypes}")
+    for layer in layers:
+        key, latent_dim, found = arrivals[layer.layer]
+        if (latent_dim is None) == (layer.value_head_dim == 0):
+            raise UnsupportedModelError(
+                f"model type {model_type!r} cannot be served: by its configuration layer {layer.layer} has latent"
+                " attention (kv_lora_rank), but its keys and values arrive expanded, or the other way round"
+            )
+        expected = layer.window if layer.kind is GroupKind.SLIDING_WINDOW else None
+        if found != expected:
+            raise UnsupportedModelError(
+                f"model type {model_type!r} cannot be served: by its configuration layer {layer.layer} has a sliding"
+                f" window of {expected}, but it passes 'sliding_window' = {found} to its attention"
+            )
+        if layer.shared_with is not None and key.data_ptr() != arrivals[layer.shared_with].key.data_ptr():
+            raise UnsupportedModelError(
+                f"model type {model_type!r} cannot be served: by its configuration layer {layer.layer} reads the keys"
+                f" of layer {layer.shared_with} (num_kv_shared_layers), but it computes its own"
+            )
+    return tuple(_with_heads(layer, arrivals[layer.layer].key) for layer in layers)
+
+
+def _with_heads(layer: LayerSpec, key: torch.Tensor) -> LayerSpec:
+    _, kv_head_count, head_dim = key.shape
+    element_bytes = key.dtype.itemsize
+    return replace(
+        layer,
+        kv_head_count=kv_head_count,
+        head_dim=head_dim,
+        value_head_dim=0 if layer.value_head_dim == 0 else None,
+        element_bytes=element_bytes,
+    )
 
 
 def refuse_unsupported_options(layer: str, options: Mapping[str, object]) -> None:
-    """Refuses what a model passes to attention, beside queries, keys, values and scale, that pages do not implement.
+    """Refuses what a model passes to attention beside what attention over pages knows.
 
     Args:
         layer: class of the attention module, for the message.
@@ -60,40 +151,9 @@ def _encoder_decoder(config: Any) -> str | None:
     return "it is an encoder-decoder" if config.is_encoder_decoder else None
 
 
-def _latent_attention(config: Any) -> str | None:
-    return "latent attention (kv_lora_rank)" if _entry(config, "kv_lora_rank") else None
-
-
-def _layer_types(config: Any) -> str | None:
-    others = sorted(set(_entry(config, "layer_types") or ()) - {"full_attention"})
-    return f"layers of type {', '.join(others)}; only full_attention is" if others else None
-
-
-def _sliding_window(config: Any) -> str | None:
-    """Refuses a window that, without `layer_types`, holds for every layer unless it is switched off."""
-    window = _entry(config, "sliding_window")
-    if window is None or _entry(config, "layer_types") or _entry(config, "use_sliding_window") is False:
-        return None
-    return f"sliding-window attention (sliding_window = {window})"
-
-
 def _recurrent_state(config: Any) -> str | None:
     name = next((name for name in _STATE_ENTRIES if _entry(config, name)), None)
     return f"recurrent state ({name})" if name is not None else None
-
-
-def _shared_layers(config: Any) -> str | None:
-    count = _entry(config, "num_kv_shared_layers")
-    return f"{count} layers use the keys and values of others (num_kv_shared_layers)" if count else None
-
-
-def _chunked_attention(config: Any) -> str | None:
-    size = _entry(config, "attention_chunk_size")
-    return f"chunked attention (attention_chunk_size = {size})" if size else None
-
-
-def _soft_cap(config: Any) -> str | None:
-    return "capped attention scores (attn_logit_softcapping)" if _entry(config, "attn_logit_softcapping") else None
 
 
 def _batch_dependent_rope(config: Any) -> str | None:
@@ -110,13 +170,7 @@ def _batch_dependent_rope(config: Any) -> str | None:
 
 _REASONS: tuple[Callable[[Any], str | None], ...] = (
     _encoder_decoder,
-    _latent_attention,
     _recurrent_state,
-    _shared_layers,
-    _chunked_attention,
-    _soft_cap,
-    _layer_types,
-    _sliding_window,
     _batch_dependent_rope,
 )
 

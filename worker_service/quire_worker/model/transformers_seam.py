@@ -6,69 +6,126 @@ transformers hands through every layer untouched, so nothing is global:
 
     run -> module(..., quire_step=step) -> each layer -> paged_attention_forward -> step.attend
 
-No mask function is registered under that name, so transformers leaves `attention_mask` None; no cache is passed, so
-keys and values arrive for the new tokens only.
+No mask function is registered under that name, so transformers leaves `attention_mask` None. The cache that it gets is
+a view that keeps nothing (`PositionsView`), so keys and values arrive for the new tokens only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from transformers import AttentionInterface
 
 from quire_worker.attention import AttentionPlan
+from quire_worker.cache import LayerCache
+from quire_worker.model import latent
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.checkpoint import UnsupportedModelError
-from quire_worker.model.support import refuse_unsupported_options
+from quire_worker.model.support import Arrival, refuse_unsupported_options
 
 ATTENTION_NAME = "quire_paged"
+
+
+class Scoring(NamedTuple):
+    """How a layer weighs keys; the words of `AttentionPlan.attend`.
+
+    Attributes:
+        sliding_window: tokens that a query sees, itself included; None: all before it.
+        sinks: `[query_heads]`.
+    """
+
+    scale: float
+    sliding_window: int | None
+    soft_cap: float
+    sinks: torch.Tensor | None
 
 
 class Step(Protocol):
     """One forward pass, as the layers see it. Tensors are ragged, `[tokens, heads, head_dim]`."""
 
     def attend(
-        self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+        self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        """Takes a layer's new keys and values, and returns what its queries attend to."""
+        """Takes a layer's new keys and values, and returns what its queries attend to. Latents are keys, and values are
+        their first elements: the same memory."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedStep:
-    """A real one: writes the layer's pages, then reads them."""
+    """A real one: writes the layer's pages, then reads them. `plans` are by the layers' kinds."""
 
-    plan: AttentionPlan
-    layers: tuple[torch.Tensor, ...]
+    plans: Sequence[AttentionPlan]
+    layers: Mapping[int, LayerCache]
 
     def attend(
-        self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+        self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        """Writes keys and values into the layer's pages, then attends over them."""
-        pages = self.layers[layer_index]
-        self.plan.append(key, value, pages)
-        return self.plan.attend(query, pages, scale=scale)
+        """Writes keys and values into the layer's pages, unless another layer has, then attends over them."""
+        layer = self.layers[layer_index]
+        if scoring.sliding_window != layer.window:
+            raise UnsupportedModelError(
+                f"layer {layer_index} has another sliding window than in its first pass: {scoring.sliding_window}"
+            )
+        plan = self.plans[layer.kind]
+        if layer.is_written:
+            plan.append(key, value, layer.pages)
+        return plan.attend(
+            query,
+            layer.pages,
+            scale=scoring.scale,
+            window_left=-1 if layer.window is None else layer.window - 1,
+            soft_cap=scoring.soft_cap,
+            sinks=scoring.sinks,
+        )
 
 
 class ProbeStep:
     """The first one of a model: computes nothing, and notes what arrives in each layer."""
 
     def __init__(self) -> None:
-        self.key_of_layer: dict[int, torch.Tensor] = {}
+        self.arrivals: dict[int, Arrival] = {}
 
     def attend(
-        self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+        self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         """Notes the shapes that arrive; the result has the right shape and no sense."""
-        if layer_index in self.key_of_layer:
+        if layer_index in self.arrivals:
             raise UnsupportedModelError(f"layer {layer_index} attends twice")
-        if key.shape != value.shape or query.shape[-1] != key.shape[-1] or query.shape[1] % key.shape[1]:
+        is_latent = key.data_ptr() == value.data_ptr()
+        fits = is_latent or key.shape == value.shape
+        if not fits or query.shape[-1] != key.shape[-1] or query.shape[1] % key.shape[1]:
             shapes = " and ".join(str(list(tensor.shape[1:])) for tensor in (query, key, value))
             raise UnsupportedModelError(f"queries, keys and values of {shapes} heads and dims do not fit one page")
-        self.key_of_layer[layer_index] = key
-        return torch.zeros_like(query)
+        latent_dim = value.shape[-1] if is_latent else None
+        self.arrivals[layer_index] = Arrival(key, latent_dim, scoring.sliding_window)
+        return query.new_zeros(*query.shape[:2], value.shape[-1])
+
+
+class PositionsView:
+    """What a model may ask its cache. Keys and values lie in pages, and no layer sees more of them than its own new
+    ones; how many tokens came before is another number for each token of a flat batch."""
+
+    def __init__(self, position_ids: torch.Tensor) -> None:
+        """Of one forward pass: int64 `[1, tokens]`."""
+        self._position_ids = position_ids
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
+        """Tokens before the batch, by token: int64 `[tokens]`, so that `arange(tokens)` plus this is positions.
+
+        Llama 4 computes the temperature of its layers without rotary positions from that sum.
+        """
+        positions = self._position_ids[0]
+        return positions - torch.arange(positions.shape[0], device=positions.device)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keeps nothing, and hands back what came."""
+        return key_states, value_states
 
 
 def paged_attention_forward(
@@ -81,6 +138,9 @@ def paged_attention_forward(
     quire_step: Step | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **options: object,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls for the attention of one layer.
@@ -88,12 +148,15 @@ def paged_attention_forward(
     Args:
         module: the layer's attention; its `layer_idx` says which layer's pages.
         query: `[1, query_heads, tokens, head_dim]`, rotated.
-        key: `[1, kv_heads, tokens, head_dim]`, rotated; new tokens only.
-        value: `[1, kv_heads, tokens, head_dim]`.
+        key: `[1, kv_heads, tokens, head_dim]`, rotated; new tokens only. Of latent attention, `[1, 1, tokens, rank]`.
+        value: `[1, kv_heads, tokens, head_dim]`. Of latent attention, the rotated key, `[1, 1, tokens, rope dims]`.
         attention_mask: None.
         quire_step: the forward pass.
         scaling: factor of the dot products; None is `head_dim ** -0.5`.
         dropout: 0.
+        sliding_window: tokens that a query sees, itself included (Mistral, Gemma, gpt-oss).
+        softcap: bound of the scores (Gemma 2).
+        s_aux: `[query_heads]`, sinks of the softmax (gpt-oss).
         options: anything else the model passes; what is not understood is refused.
 
     Returns:
@@ -115,8 +178,14 @@ def paged_attention_forward(
     )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer_index: int = module.layer_idx  # type: ignore[assignment]  # a plain attribute of every attention module
-    attended = quire_step.attend(layer_index, _ragged(query), _ragged(key), _ragged(value), scale)
-    return attended.unsqueeze(0), None
+    scoring = Scoring(scale, sliding_window, softcap or 0.0, s_aux)
+    queries, keys, values = _ragged(query), _ragged(key), _ragged(value)
+    if not latent.is_latent(module):
+        return quire_step.attend(layer_index, queries, keys, values, scoring).unsqueeze(0), None
+    both = torch.cat([keys, values], dim=2)  # latents, and what is rotated
+    queries = latent.absorbed(module, queries)
+    attended = quire_step.attend(layer_index, queries, both, both[..., : keys.shape[2]], scoring)
+    return latent.values_of(module, attended).unsqueeze(0), None
 
 
 def run(module: torch.nn.Module, batch: ForwardBatch, step: Step) -> torch.Tensor:
@@ -129,7 +198,7 @@ def run(module: torch.nn.Module, batch: ForwardBatch, step: Step) -> torch.Tenso
         output = module(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
-            past_key_values=None,
+            past_key_values=PositionsView(batch.position_ids),
             use_cache=False,
             logits_to_keep=batch.logits_index,
             quire_step=step,

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from quire.hashing import DIGEST_BYTES
+from quire.types import GroupKind, GroupSpec
 
 from quire_worker.scheduling.request import Sample
 
@@ -44,8 +45,30 @@ class Admission(NamedTuple):
     digests: list[bytes]
 
 
+class Peaks:
+    """The most blocks that a sequence holds at a time, of each group: all of full attention, and of a window those that
+    the tokens of a pass read. As for all else, blocks are counted as if each were one of every group.
+
+    Args:
+        groups: of the pool, with blocks of one size.
+        pass_token_count: tokens of one sequence that are computed at a time, at most.
+    """
+
+    def __init__(self, groups: Sequence[GroupSpec], pass_token_count: int) -> None:
+        size = groups[0].block_size
+        windows = [group.window for group in groups if group.kind is not GroupKind.FULL_ATTENTION]
+        # Of the keys that a pass reads, the first may be the last of its block.
+        self._windowed = [-(-(window + pass_token_count - 2) // size) + 1 for window in windows]
+        self._group_count = len(groups)
+
+    def block_count(self, length: int) -> int:
+        """Counts the blocks of a sequence whose tables get so many entries."""
+        full = (self._group_count - len(self._windowed)) * length
+        return -(-(full + sum(min(length, peak) for peak in self._windowed)) // self._group_count)
+
+
 def admit(
-    waiting: Sequence[Sample], running: Sequence[Sample], limits: TurnLimits, *, block_size: int
+    waiting: Sequence[Sample], running: Sequence[Sample], limits: TurnLimits, *, block_size: int, peaks: Peaks
 ) -> list[Admission]:
     """Chooses from `waiting`, which is sorted by age. Changes nothing but caches of digests."""
     if not waiting:
@@ -60,7 +83,7 @@ def admit(
         if not being_computed.isdisjoint(digests):
             continue
         shared = _held_count(digests, running, block_size)
-        needed = -(-len(sample.tokens) // block_size) - shared
+        needed = peaks.block_count(-(-len(sample.tokens) // block_size) - shared)
         alone = not running and not admitted
         if not alone and (samples < _places(sample) or (blocks is not None and needed + len(running) + 1 > blocks)):
             break

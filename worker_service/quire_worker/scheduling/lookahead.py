@@ -28,9 +28,32 @@ def tokens_after(running: Iterable[Sample], work: Iterable[Work], samples: Seque
     return len(samples) + sum(len(sample.tokens) - sample.computed - counts.get(sample, 0) for sample in running)
 
 
+def next_chunks(
+    running: Iterable[Sample], work: Iterable[Work], budget: int, block_size: int
+) -> list[tuple[Sample, int]]:
+    """Returns whose prompt this pass leaves unfinished and whose next chunk has no room yet, and for how many tokens
+    the next pass, of `budget` tokens, needs it."""
+    chunks, counts = [], dict(work)
+    for sample in running:
+        computed = sample.computed + counts.get(sample, 0)
+        token_count = min(max(1, len(sample.tokens) - computed), budget)
+        if sample.pass_token_count_max:
+            token_count = min(token_count, sample.pass_token_count_max)
+        budget -= token_count
+        end = -(-(computed + token_count) // block_size) * block_size
+        if sample in counts and computed < len(sample.tokens) and end > sample.granted:
+            chunks.append((sample, end))
+    return chunks
+
+
+def grow_block_count(sample: Sample, token_count: int, block_size: int) -> int:
+    """Counts the blocks that a grow to so many tokens takes; that of a fork copies the one that it has begun."""
+    return -(-(token_count - sample.granted) // block_size)
+
+
 def block_count_of(sample: Sample, block_size: int) -> int:
-    """Counts the blocks that a sample holds beyond those of its tokens."""
-    return max(0, len(sample.table) - -(-len(sample.tokens) // block_size))
+    """Counts the blocks of each group that a sample holds beyond those of its tokens."""
+    return max(0, sample.table_length - -(-len(sample.tokens) // block_size))
 
 
 def _last(sample: Sample, sequence_tokens_max: int) -> int:

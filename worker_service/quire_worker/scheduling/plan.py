@@ -37,6 +37,7 @@ class Plan:
     Attributes:
         step: what to ask for; nothing may be needed.
         wanted: how many tokens of whom, if granted, in the order of age.
+        commits: who commits in the step.
         forks: parent and child of each fork of the step.
         grows: who each grow of the step is for, and how many tokens it asks room for.
         admitted: those of them that waited.
@@ -46,6 +47,7 @@ class Plan:
 
     step: StepBuilder = field(default_factory=StepBuilder)
     wanted: list[tuple[Sample, int]] = field(default_factory=list)
+    commits: list[Sample] = field(default_factory=list)
     forks: list[tuple[Sample, Sample]] = field(default_factory=list)
     grows: list[tuple[Sample, int]] = field(default_factory=list)
     admitted: set[Sample] = field(default_factory=set)

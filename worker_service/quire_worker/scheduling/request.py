@@ -22,12 +22,16 @@ Positions of a running sample's tokens, with `computed <= len(tokens)`:
 from __future__ import annotations
 
 import asyncio
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from quire.errors import QuireError
 from quire.hashing import DigestChain
+from quire.protocol.steps import NULL_BLOCK, Swap
+from quire.types import GroupSpec
 
 
 class FinishReason(Enum):
@@ -97,6 +101,8 @@ class Sample:
         generator: source of its random choices (opaque here).
         detokenizer: turns its tokens into text (opaque here).
         sequence_id: its sequence at the allocator; 0 while it has none.
+        tables: its blocks, of each group of attention, all equally long; none while it has no sequence.
+        fallen: of each group, entries at the start of the table that hold no block: they fell out of a window.
         fork_of: the sample to be forked from with the next step.
         states: its running block in each group of recurrent states, where the pool has any.
         boundaries: token counts, rising, at which its passes end for a checkpoint to be made; see `passes.py`.
@@ -109,7 +115,8 @@ class Sample:
     generator: Any
     detokenizer: Any
     sequence_id: int = 0
-    table: list[int] = field(default_factory=list)
+    tables: list[array[int]] = field(default_factory=list)
+    fallen: list[int] = field(default_factory=list)
     granted: int = 0
     committed: int = 0
     computed: int = 0
@@ -132,6 +139,22 @@ class Sample:
         """Counts the tokens generated so far."""
         return len(self.tokens) - len(self.request.prompt)
 
+    @property
+    def table_length(self) -> int:
+        """Counts the entries of each of its tables."""
+        return len(self.tables[0]) if self.tables else 0
+
+    @property
+    def held_block_count(self) -> int:
+        """Counts the blocks in its tables, of all groups."""
+        return self.table_length * len(self.tables) - sum(self.fallen) + len(self.states)
+
+    def held_blocks(self) -> set[int]:
+        """Returns the blocks in its tables, of all groups."""
+        held = {block for table in (*self.tables, self.states) for block in table}
+        held.discard(NULL_BLOCK)
+        return held
+
     def digests(self, block_size: int, first: int, end: int) -> list[bytes]:
         """Returns the digests of the blocks `[first, end)` of its tokens; each is computed once."""
         known = len(self._digests)
@@ -144,7 +167,7 @@ class Sample:
     def forget_blocks(self) -> None:
         """Notes that the sample holds nothing: it was freed or preempted, or the allocator lost it."""
         self.sequence_id = 0
-        self.table, self.states, self.boundaries = [], [], ()
+        self.tables, self.fallen, self.states, self.boundaries = [], [], [], ()
         self.granted = self.committed = self.computed = self.pass_token_count_max = 0
         self.fork_of = None
 
@@ -155,8 +178,36 @@ class Sample:
         self._digests = list(parent._digests)
         self._chain = parent._chain.copy() if parent._chain is not None else None
 
+    def take_blocks_of(self, parent: Sample, block_size: int) -> None:
+        """Takes a share of the blocks of `parent`, of which the allocator has made it a fork."""
+        length = -(-self.computed // block_size)
+        self.tables, self.fallen = [table[:length] for table in parent.tables], list(parent.fallen)
+        self.states, self.boundaries = list(parent.states), parent.boundaries
+        self.fork_of = None
+
+    def add_blocks(self, tables: Sequence[Sequence[int]], states: Sequence[Sequence[int]], length: int) -> None:
+        """Takes the blocks that a grow gave it: the last entries of each table, which is so long now."""
+        for table, blocks in zip(self.tables, tables, strict=True):
+            table[length - len(blocks) :] = array("I", blocks)
+        self.states = [own[0] if own else now for now, own in zip(self.states, states, strict=True)]
+
+    def swap(self, swap: Swap) -> None:
+        """Takes the block that was published first in the place of its own; groups of states follow the tables."""
+        if swap.group < len(self.tables):
+            self.tables[swap.group][swap.position] = swap.block
+        else:
+            self.states[swap.group - len(self.tables)] = swap.block
+
+    def settle(self, groups: Sequence[GroupSpec]) -> None:
+        """Lets go of the blocks that no token after the committed ones reads: the commit has given them to others."""
+        for index, (table, group) in enumerate(zip(self.tables, groups, strict=False)):
+            first, end = self.fallen[index], group.first_read(self.committed) // group.block_size
+            if end > first:
+                table[first:end] = array("I", [NULL_BLOCK]) * (end - first)
+                self.fallen[index] = end
+
     def check_invariants(self, block_size: int) -> None:
-        """Checks of a running sample that its counters are in order and its table holds what was granted.
+        """Checks of a running sample that its counters are in order and its tables hold what was granted.
 
         Raises:
             AssertionError: naming what is broken.
@@ -164,4 +215,11 @@ class Sample:
         assert self.committed <= self.computed <= len(self.tokens), f"counters of {self.age} are out of order"
         if self.fork_of is None:
             assert self.computed <= self.granted, f"{self.age} wrote past its blocks"
-            assert len(self.table) == -(-self.granted // block_size), f"{self.age} has another table than was granted"
+            length = -(-self.granted // block_size)
+            assert all(len(table) == length for table in self.tables), f"{self.age} has other tables than was granted"
+            assert self.tables or not length, f"{self.age} has no table"
+            for table, fallen in zip(self.tables, self.fallen, strict=True):
+                is_held = [block != NULL_BLOCK for block in table]
+                assert is_held == [position >= fallen for position in range(length)], (
+                    f"{self.age} has other null entries"
+                )

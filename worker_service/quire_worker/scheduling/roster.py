@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
+
+from quire.types import GroupKind, GroupSpec
 
 from quire_worker.scheduling import lookahead
 from quire_worker.scheduling.request import FinishReason, Request, Sample
@@ -12,7 +15,7 @@ class Roster:
     """Samples of one worker, each in one place.
 
     Args:
-        block_size: tokens per block.
+        groups: of the pool: of attention, with blocks of one size, then of states.
 
     Attributes:
         waiting, running: oldest first.
@@ -21,13 +24,29 @@ class Roster:
         preemption_count: how often a sample that ran had to wait again.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, groups: Sequence[GroupSpec]) -> None:
+        """Begins with nobody.
+
+        Raises:
+            ValueError: blocks have several sizes.
+        """
+        attention = tuple(group for group in groups if group.kind is not GroupKind.STATE)
+        sizes = {group.block_size for group in attention}
+        if len(sizes) != 1:
+            raise ValueError(f"blocks of one size are scheduled, not of {sorted(sizes)} tokens")
+        self.groups = attention
+        self.has_states = len(attention) < len(groups)
+        self.block_size = sizes.pop()
         self.waiting: list[Sample] = []
         self.running: list[Sample] = []
         self.leaving: list[Sample] = []
         self.to_free: list[int] = []
         self.preemption_count = 0
+
+    @property
+    def group_count(self) -> int:
+        """Counts the block tables of each sample."""
+        return len(self.groups)
 
     @property
     def has_work(self) -> bool:
@@ -50,7 +69,7 @@ class Roster:
             return
         sample.has_ended = True
         sample.finish_reason = reason
-        sample.request.usage.unshared_block_count += -(-sample.computed // self.block_size)
+        sample.request.usage.unshared_block_count += self.group_count * -(-sample.computed // self.block_size)
         self._uncount_ahead(sample)
         if sample in self.running:
             self.running.remove(sample)
@@ -85,9 +104,29 @@ class Roster:
         insort(self.waiting, victim, key=age_of)
         return victim
 
+    def _uncommitted_block_count(self) -> int:
+        """Counts the blocks that the next commit publishes."""
+        return sum(
+            sample.computed // self.block_size - sample.committed // self.block_size
+            for sample in (*self.running, *self.leaving)
+        )
+
+    def _take_filled(self) -> dict[Sample, list[bytes]]:
+        """Returns who filled blocks since the last commit, and their digests; among them parents of forks, which share
+        only what is committed. From now on it all counts as committed."""
+        parents = {sample.fork_of for sample in self.running}
+        filled = {}
+        for sample in self.running + self.leaving:
+            first, end = sample.committed // self.block_size, sample.computed // self.block_size
+            if sample.sequence_id and (end > first or (sample in parents and sample.computed > sample.committed)):
+                filled[sample] = sample.digests(self.block_size, first, end)
+                sample.committed = sample.computed
+        return filled
+
     def _uncount_ahead(self, sample: Sample) -> None:
         """Takes blocks that a sample held ahead and never used out of its request's usage."""
-        sample.request.usage.granted_block_count -= lookahead.block_count_of(sample, self.block_size)
+        ahead = lookahead.block_count_of(sample, self.block_size)
+        sample.request.usage.granted_block_count -= self.group_count * ahead
 
     def check_invariants(self) -> None:
         """Checks that counters of every sample are in order, nobody is in two places and tables hold what was granted.
@@ -102,7 +141,7 @@ class Roster:
             sample.check_invariants(self.block_size)
         for sample in self.waiting:
             assert not sample.sequence_id, f"{sample.age} waits with blocks"
-            assert not sample.table, f"{sample.age} waits with blocks"
+            assert not sample.tables, f"{sample.age} waits with blocks"
 
 
 def age_of(sample: Sample) -> tuple[int, int]:

@@ -13,6 +13,9 @@ Pure: no torch, grpc, clock or randomness. One turn of the engine:
     3. advance   the batch has been computed
     4. extend    one more token was sampled; finish says why a sample ends
 
+Where a group has a window, a prompt is granted chunk by chunk: what falls out of the window of one serves the next.
+Tables of all groups grow alike, so whatever counts blocks here counts those of one group: "a block" is one of each.
+
 Order is by age, always: the oldest sample is asked for first and preempted last, so it always gets on. Who is let in is
 decided in `admission.py`, where a pass over a prompt ends in `passes.py`, how many blocks are asked for ahead in
 `quire.session.lookahead`; who is where is kept in `roster.py`.
@@ -20,15 +23,17 @@ decided in `admission.py`, where a pass over a prompt ends in `passes.py`, how m
 
 from __future__ import annotations
 
+from array import array
 from bisect import insort
 from collections.abc import Iterable, Sequence
 
 from quire.protocol.outcomes import Copy, GrowOutcome, Result, StepOutcome
 from quire.protocol.packing import unpack_uint64
 from quire.session.lookahead import Decoding, Increment, give_back, needs_of
+from quire.types import GroupKind, GroupSpec
 
 from quire_worker.scheduling import lookahead
-from quire_worker.scheduling.admission import Admission, TurnLimits, admit
+from quire_worker.scheduling.admission import Admission, Peaks, TurnLimits, admit
 from quire_worker.scheduling.passes import boundaries_of, is_at_boundary, pass_token_count, to_cut
 from quire_worker.scheduling.plan import Batch, Plan, Work
 from quire_worker.scheduling.request import FinishReason, Request, Sample
@@ -39,13 +44,12 @@ class Scheduler(Roster):
     """Decides about the samples of one worker.
 
     Args:
-        block_size: tokens per block.
+        groups: of the pool: of attention, with blocks of one size, then of states.
         sequence_tokens_max: longest sequence that the model and the pool can hold.
         batch_tokens_max: tokens per forward pass.
         running_max: samples that run at a time.
         ahead_tokens: for which a sample that decodes asks for room beyond its next token.
         digest_bytes_max: of the digests that one step may carry for new sequences.
-        has_states: the pool's groups behind the first, which is of full attention, keep recurrent states.
         commit_blocks_max: whose digests one step may carry. Without an allocator nobody computes beyond that. At least
             those of a forward pass.
     """
@@ -53,24 +57,24 @@ class Scheduler(Roster):
     def __init__(
         self,
         *,
-        block_size: int,
+        groups: Sequence[GroupSpec],
         sequence_tokens_max: int,
         batch_tokens_max: int,
         running_max: int,
         ahead_tokens: int = 0,
         digest_bytes_max: int = 512 << 10,
         commit_blocks_max: int = 10 << 10,
-        has_states: bool = False,
     ) -> None:
-        super().__init__(block_size)
+        super().__init__(groups)
         self.sequence_tokens_max = sequence_tokens_max
         self.batch_tokens_max = batch_tokens_max
         self.running_max = running_max
         self.ahead_tokens = ahead_tokens
         self.digest_bytes_max = digest_bytes_max
         self.commit_blocks_max = commit_blocks_max
-        self.has_states = has_states
-        self._increment = Increment.of(block_size)
+        self._increment = Increment.of(self.block_size)
+        self._peaks = Peaks(self.groups, batch_tokens_max)
+        self._has_windows = any(group.kind is not GroupKind.FULL_ATTENTION for group in self.groups)
         self._last_sequence_id = 0
         self._free_block_count: int | None = None
         self._copies: list[Copy] = []  # to run before the next batch
@@ -94,8 +98,9 @@ class Scheduler(Roster):
             if sample.computed + token_count > sample.granted:
                 self._grow(plan, sample, self._round_up(sample.computed + token_count))
         room = self._room()
-        missing = len(plan.grows) - (self._free_block_count or 0) - freed_ahead
-        admissions = self._choose(budget, None if room is None else room + freed_ahead - len(plan.grows))
+        taken = sum(lookahead.grow_block_count(*grow, self.block_size) for grow in plan.grows)
+        missing = taken - (self._free_block_count or 0) - freed_ahead
+        admissions = self._choose(budget, None if room is None else room + freed_ahead - taken)
         missing += self._let_in(plan, admissions)
         self._commit(plan, filled, {**cut, **self._given_back(missing)})
         return plan
@@ -140,11 +145,17 @@ class Scheduler(Roster):
         samples = lookahead.going_on(work, self.sequence_tokens_max)
         budget = max(0, self.batch_tokens_max - lookahead.tokens_after(self.running, work, samples))
         needs = self._needs_of(samples, self._free_block_count or 0)
-        if may_wait and not needs and not self._can_admit(budget):
+        chunks = lookahead.next_chunks(self.running, work, self.batch_tokens_max, self.block_size)
+        if may_wait and not needs and not chunks and not self._can_admit(budget):
             return plan
         filled = self._take_filled()
         self._commit(plan, filled, self._cut(filled))
         free = (self._free_block_count or 0) + self._free(plan)
+        for sample, token_count in chunks:
+            needed = lookahead.grow_block_count(sample, token_count, self.block_size)
+            if needed <= free:
+                free -= needed
+                self._grow(plan, sample, token_count)
         admissions = self._choose(budget, free - sum(each.lacks_room for each in samples))
         for sample, token_count in self._needs_of(samples, free - sum(each.block_count for each in admissions)):
             self._grow(plan, sample, token_count)
@@ -181,8 +192,7 @@ class Scheduler(Roster):
         """
         self._take_commits(plan, outcome)
         for parent, child in plan.forks:
-            child.table, child.fork_of = parent.table[: -(-child.computed // self.block_size)], None
-            child.states, child.boundaries = list(parent.states), parent.boundaries
+            child.take_blocks_of(parent, self.block_size)
         self._copies += outcome.copies
         return {
             sample
@@ -193,8 +203,8 @@ class Scheduler(Roster):
     @staticmethod
     def forbidden(plan: Plan, outcome: StepOutcome) -> list[Request]:
         """Returns those that the allocator will never let in, to be ended before the answer is taken in."""
-        rows = zip(plan.grows, outcome.grows, strict=True)
-        return [sample.request for (sample, _), grown in rows if grown.result is Result.FORBIDDEN]
+        results = zip(plan.grows, (grown.result for grown in outcome.grows), strict=True)
+        return [sample.request for (sample, _), result in results if result is Result.FORBIDDEN]
 
     def advance(self, work: Iterable[Work]) -> None:
         """Counts what the batch has computed; what was not computed must never be committed."""
@@ -230,28 +240,10 @@ class Scheduler(Roster):
 
     # -- parts of a plan -----------------------------------------------------------------------------------------------
 
-    def _uncommitted_block_count(self) -> int:
-        """Counts the blocks that the next commit publishes."""
-        return sum(
-            sample.computed // self.block_size - sample.committed // self.block_size
-            for sample in (*self.running, *self.leaving)
-        )
-
-    def _take_filled(self) -> dict[Sample, list[bytes]]:
-        """Returns who filled blocks since the last commit, and their digests; among them parents of forks, which share
-        only what is committed. From now on it all counts as committed."""
-        parents = {sample.fork_of for sample in self.running}
-        filled = {}
-        for sample in self.running + self.leaving:
-            first, end = sample.committed // self.block_size, sample.computed // self.block_size
-            if sample.sequence_id and (end > first or (sample in parents and sample.computed > sample.committed)):
-                filled[sample] = sample.digests(self.block_size, first, end)
-                sample.committed = sample.computed
-        return filled
-
     def _commit(self, plan: Plan, filled: dict[Sample, list[bytes]], kept: dict[Sample, int]) -> None:
         """Commits whoever filled a block or gives some back, keeping room for so many tokens."""
-        for sample in {**filled, **kept}:
+        plan.commits = [*{**filled, **kept}]
+        for sample in plan.commits:
             plan.step.commit(sample.sequence_id, sample.computed, filled.get(sample, ()), kept.get(sample, 0))
         for sample, token_count in kept.items():
             self._keep(sample, token_count)
@@ -259,9 +251,10 @@ class Scheduler(Roster):
 
     def _keep(self, sample: Sample, token_count: int) -> None:
         """The sample has room for so many tokens from now on, and gives back the blocks beyond."""
-        block_count = -(-token_count // self.block_size)
-        sample.request.usage.granted_block_count -= len(sample.table) - block_count
-        del sample.table[block_count:]
+        end = -(-token_count // self.block_size)
+        sample.request.usage.granted_block_count -= self.group_count * (sample.table_length - end)
+        for table in sample.tables:
+            del table[end:]
         sample.granted = token_count
 
     def _cut(self, filled: dict[Sample, list[bytes]]) -> dict[Sample, int]:
@@ -327,21 +320,21 @@ class Scheduler(Roster):
             blocks=free_block_count,
             digest_bytes=self.digest_bytes_max,
         )
-        return admit(self.waiting, self.running, limits, block_size=self.block_size)
+        return admit(self.waiting, self.running, limits, block_size=self.block_size, peaks=self._peaks)
 
     def _let_in(self, plan: Plan, admissions: Iterable[Admission]) -> int:
         """Returns how many blocks they take at most."""
         block_count = 0
         for sample, token_count, needed, digests in admissions:
             prompt, request = self._round_up(len(sample.tokens)), sample.request
-            capacity = min(prompt, self._round_up(sample.pass_token_count_max or prompt))
-            whole = prompt if capacity < prompt else 0
+            at_once = sample.pass_token_count_max or (self.batch_tokens_max if self._has_windows else prompt)
+            capacity = min(prompt, self._round_up(at_once))
             plan.step.allocate(
                 self._new_sequence_id(),
                 capacity,
                 digests,
                 request.namespace,
-                prompt_token_count=whole,
+                prompt_token_count=prompt if capacity < prompt else 0,
                 is_return=request.admitted,
             )
             plan.grows.append((sample, capacity))
@@ -355,14 +348,14 @@ class Scheduler(Roster):
     def _take_commits(self, plan: Plan, outcome: StepOutcome) -> None:
         assert not any((*outcome.commits, *outcome.forks)), "the allocator lost a sequence"
         if plan.step:
-            self._free_block_count = outcome.free_block_count
+            self._free_block_count = outcome.free_block_count // self.group_count
         if outcome.swaps:
             by_id = {sample.sequence_id: sample for sample in (*self.running, *self.leaving)}
             for swap in outcome.swaps:  # of a sample that was freed with this step nobody asks any more
-                if swap.sequence_id in by_id and not swap.group:
-                    by_id[swap.sequence_id].table[swap.position] = swap.block
-                elif swap.sequence_id in by_id and self.has_states:
-                    by_id[swap.sequence_id].states[swap.group - 1] = swap.block
+                if swap.sequence_id in by_id:
+                    by_id[swap.sequence_id].swap(swap)
+        for sample in plan.commits:
+            sample.settle(self.groups)
 
     def _take(self, sample: Sample, token_count: int, grown: GrowOutcome, *, is_new: bool) -> bool:
         """Notes what the allocator granted; returns False if that was nothing."""
@@ -377,16 +370,17 @@ class Scheduler(Roster):
         if is_new and sample.has_ended:  # cancelled while the allocator was being asked
             self.leaving.append(sample)
             return False
-        blocks, *states = grown.blocks
+        tables, states = grown.blocks[: self.group_count], grown.blocks[self.group_count :]
         usage = sample.request.usage
         matched_block_count = grown.matched_token_count // self.block_size
         if not sample.has_ended:  # else it has no use for them
-            usage.granted_block_count += len(blocks) - matched_block_count
+            usage.granted_block_count += sum(len(blocks) - matched_block_count for blocks in tables)
         if is_new:
             self.waiting.remove(sample)
             insort(self.running, sample, key=age_of)
-            sample.table = list(blocks)
+            sample.tables = [array("I", blocks) for blocks in tables]
             sample.computed = sample.committed = grown.matched_token_count
+            sample.fallen = [group.first_read(sample.computed) // self.block_size for group in self.groups]
             if self.has_states:
                 sample.states = [own[0] for own in states]
                 sample.boundaries = boundaries_of(sample, grown.junction_token_count, self.block_size)
@@ -394,9 +388,7 @@ class Scheduler(Roster):
                 sample.request.admitted = True
                 usage.cached_token_count = grown.matched_token_count
         else:
-            sample.table[token_count // self.block_size - len(blocks) :] = blocks
-            if self.has_states:
-                sample.states = [own[0] if own else now for now, own in zip(sample.states, states, strict=True)]
+            sample.add_blocks(tables, states, token_count // self.block_size)
         sample.granted = max(token_count, grown.matched_token_count)
         return True
 

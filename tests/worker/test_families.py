@@ -1,0 +1,182 @@
+"""Every family of models through the engine, token by token against transformers' own `generate`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quire.errors import UsageError
+from quire.types import GroupKind, GroupSpec
+from quire_worker.attention.torch_path import TorchAttentionPlan
+from quire_worker.cache import CacheSpec, KVCache, Place
+from quire_worker.model.batch import Chunk, build_batch
+from quire_worker.model.transformers_seam import PositionsView
+from quire_worker.server import load, parse_arguments
+
+from tests.worker.engine_harness import paged_model, prompt, reference_model, reference_text, running
+from tests.worker.tiny_models import FAMILIES, write_tiny
+
+LENGTHS = [1, 15, 16, 17, 31, 33, 48, 100, 131, 200]
+BLOCKS = 256  # of each group
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    tiny = tmp_path_factory.mktemp("families")
+    return {family: write_tiny(family, tiny / family) for family in FAMILIES}
+
+
+def pool_of(folder: Path, block_count: int) -> int:
+    """Blocks of a pool that has so many for each group."""
+    return block_count * len(paged_model(folder).cache_spec.groups)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_mixed_batches_prefix_hits_and_forks_give_the_text_of_transformers(
+    folders: dict[str, Path], family: str
+) -> None:
+    folder = folders[family]
+    prompts = [prompt(length, seed=length) for length in LENGTHS]
+    blocks = pool_of(folder, BLOCKS)
+    async with running(folder, blocks=blocks) as harness:
+        tasks = []
+        for tokens in prompts:  # one after the other, so that prefills meet decodes
+            tasks.append(asyncio.create_task(harness.generate(tokens, max_tokens=20)))
+            await asyncio.sleep(0)
+        outputs = await asyncio.gather(*tasks)
+        again = await asyncio.gather(*(harness.generate(tokens, max_tokens=20, n=2) for tokens in prompts))
+        assert await harness.free_block_count() == blocks
+    for tokens, output, hit in zip(prompts, outputs, again, strict=True):
+        expected = reference_text(folder, tuple(tokens), 20)
+        assert output.tokens[0] == expected, f"prompt of {len(tokens)}"
+        assert hit.tokens == [expected] * 2, f"prompt of {len(tokens)}, found in the cache and forked"
+        assert hit.request.usage.cached_token_count == (len(tokens) - 1) // 16 * 16
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_requests_that_outgrow_their_pool_are_preempted_and_finish_with_the_same_text(
+    folders: dict[str, Path], family: str
+) -> None:
+    folder = folders[family]
+    prompts = [prompt(1 + i, seed=i) for i in range(4)]
+    blocks = pool_of(folder, 4)  # two are let in, and a window of 24 tokens alone is three blocks of each of them
+    async with running(folder, blocks=blocks) as harness:
+        outputs = await asyncio.gather(
+            *(harness.generate(tokens, max_tokens=56, ignore_eos=True) for tokens in prompts)
+        )
+        preemptions = harness.engine.scheduler.preemption_count
+        assert await harness.free_block_count() == blocks
+    assert preemptions > 0
+    for tokens, output in zip(prompts, outputs, strict=True):
+        expected = reference_text(folder, tuple(tokens), 56)
+        assert output.tokens[0][: len(expected)] == expected
+        assert len(output.tokens[0]) == 56
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama4", "deepseek_v3"])
+async def test_the_text_goes_on_when_the_allocator_is_replaced_by_an_empty_one(
+    folders: dict[str, Path], family: str
+) -> None:
+    tokens, blocks = prompt(50, seed=9), pool_of(folders[family], 64)
+    async with running(folders[family], blocks=blocks) as harness:
+        request = harness.submit(tokens, max_tokens=60, ignore_eos=True)
+        task = asyncio.create_task(harness.collect(request))
+        while request.usage.output_token_count < 10:
+            await asyncio.sleep(0)
+        await harness.allocator.stop()
+        await harness.allocator.start()
+        output = await task
+        assert await harness.free_block_count() == blocks
+    expected = reference_text(folders[family], tuple(tokens), 60)
+    assert output.tokens[0][: len(expected)] == expected
+    assert len(output.tokens[0]) == 60
+
+
+def test_a_pool_with_less_than_a_block_for_each_group_is_refused_with_what_it_takes(folders: dict[str, Path]) -> None:
+    options = parse_arguments(["--model", str(folders["gemma3"]), "--blocks", "4"])
+    with pytest.raises(UsageError, match="4 blocks hold no token; it takes 5 blocks of 4,096 bytes"):
+        load(options)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_of_latent_attention_pages_hold_one_vector_per_token(folders: dict[str, Path], family: str) -> None:
+    spec = paged_model(folders[family]).cache_spec
+    assert spec.bytes_per_block == len(spec.layers) * 16 * (32 + 8) * 4  # tokens, latent and rotated part, float32
+
+
+# -- what a family needs beyond keys and values: without it, logits are others -----------------------------------------
+
+
+def without(option: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Attention that drops one of its options."""
+
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        attend = TorchAttentionPlan.attend
+
+        def forgetful(plan: TorchAttentionPlan, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+            del options[option]
+            return attend(plan, *tensors, **options)
+
+        monkeypatch.setattr(TorchAttentionPlan, "attend", forgetful)
+
+    return plant
+
+
+def batch_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that counts positions from the start of the batch."""
+    monkeypatch.setattr(PositionsView, "get_seq_length", lambda *_: 0)
+
+
+def no_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every key before a query is seen."""
+    full = GroupSpec(GroupKind.FULL_ATTENTION, 16)
+    monkeypatch.setattr(CacheSpec, "groups", property(lambda spec: tuple(full for _ in spec.plan.groups)))
+
+
+def keys_of_another_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that share read the pages of the first layer."""
+    places = CacheSpec.places
+
+    def misplaced(spec: CacheSpec) -> Iterator[Place]:
+        first = next(places(spec))
+        for place in places(spec):
+            moved = place._replace(group=first.group, buffer=first.buffer, offset=first.offset)
+            yield place if place.layer.shared_with is None else moved
+
+    monkeypatch.setattr(CacheSpec, "places", misplaced)
+
+
+@pytest.mark.parametrize(
+    ("family", "plant"),
+    [
+        ("mistral", without("window_left")),
+        ("gemma2", without("soft_cap")),
+        ("gpt_oss", without("sinks")),
+        ("llama4", batch_positions),
+        ("llama4", no_chunks),
+        ("gemma3n", keys_of_another_layer),
+    ],
+    ids=["window", "soft_cap", "sinks", "temperature", "chunks", "shared_layers"],
+)
+def test_what_a_family_needs_is_found_missing(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, family: str, plant: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    model, tokens = paged_model(folders[family]), prompt(70, seed=7)
+    with torch.inference_mode():
+        expected = reference_model(folders[family])(torch.tensor([tokens])).logits[0, -1]
+
+    def difference() -> float:
+        cache = KVCache(model.cache_spec, 5 * len(model.cache_spec.groups))
+        tables = [range(5 * group, 5 * group + 5) for group in range(len(model.cache_spec.groups))]
+        for start, stop in ((0, 41), (41, 70)):
+            chunk = Chunk(tokens[start:stop], start, tables, needs_logits=True)
+            logits = model.forward(build_batch([chunk], groups=model.cache_spec.groups), cache)[0]
+        return float((logits - expected).norm() / expected.norm())
+
+    assert difference() < 1e-4
+    plant(monkeypatch)
+    assert difference() > 1e-2

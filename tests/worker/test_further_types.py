@@ -1,0 +1,158 @@
+"""Model types that are not among the families, and are served because what they are made of is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from quire_worker.cache import NAN_BYTE, KVCache
+from quire_worker.model.batch import Chunk, build_batch
+from quire_worker.model.checkpoint import UnsupportedModelError
+from quire_worker.model.paged_model import load_model
+from transformers import AutoModelForCausalLM
+
+from tests.worker.engine_harness import prompt
+from tests.worker.tiny_models import FAMILIES, tiny_shape, write_model
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+THREE_TO_ONE: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "sliding_window": 24,
+    "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+}
+
+# By the start of the classes' names, what is changed in the shape that all have.
+SERVED: dict[str, dict[str, Any]] = {
+    "Apertus": {},
+    "Arcee": {},
+    "Cohere2": THREE_TO_ONE,
+    "Dots1": EXPERTS | {"layer_types": [FULL, FULL]},
+    "Ernie4_5": {},
+    "Exaone4": THREE_TO_ONE,
+    "GPTBigCode": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256},
+    "GPTNeoX": {},
+    "Gemma": {},
+    "Glm4": {"pad_token_id": 0},
+    "Glm4Moe": EXPERTS,
+    "Granite": {},
+    "HunYuanDenseV1": {},
+    "MiniCPM3": {
+        "kv_lora_rank": 32,
+        "q_lora_rank": 24,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+    },
+    "Ministral": {"sliding_window": 24, "layer_types": [SLIDING, FULL]},
+    "Mixtral": {"sliding_window": 24, "num_local_experts": 4},
+    "Olmo2": {},
+    "Olmo3": THREE_TO_ONE,
+    "Phi": {},
+    "Phi3": {"sliding_window": 24, "pad_token_id": 0},
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1, "num_hidden_layers": 3},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "SeedOss": {},
+    "SmolLM3": {"num_hidden_layers": 4, "pad_token_id": 0},
+    "Starcoder2": {"sliding_window": 24},
+}
+
+
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+LLAMA4_VISION = VISION | {
+    "intermediate_size": 128,
+    "vision_output_dim": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+    "pixel_shuffle_ratio": 0.5,
+}
+
+# Models that read images, too: the family of the text model, and the configuration around it.
+WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Gemma3": ("gemma3", {"vision_config": VISION | {"intermediate_size": 32}, "mm_tokens_per_image": 4}),
+    "Llama4": ("llama4", {"vision_config": LLAMA4_VISION}),
+    "Mistral3": ("mistral", {"vision_config": VISION | {"intermediate_size": 32, "model_type": "pixtral"}}),
+}
+
+
+def write(name: str, folder: Path, changes: dict[str, Any]) -> Path:
+    config = getattr(transformers, f"{name}Config")(**(tiny_shape() | changes))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+    return write_model(folder, model)
+
+
+def check_logits(folder: Path, model_class: Any) -> None:
+    """Of 70 tokens through pages, in two chunks."""
+    model, tokens = load_model(folder), prompt(70, seed=7)
+    own: Any = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        expected = own(torch.tensor([tokens])).logits[0, -1]
+    groups = model.cache_spec.groups
+    cache = KVCache(model.cache_spec, 5 * len(groups))
+    for buffer in cache.buffers:
+        buffer.fill_(NAN_BYTE)
+    tables = [range(5 * group, 5 * group + 5) for group in range(len(groups))]
+    for start, stop in ((0, 41), (41, 70)):
+        chunk = Chunk(tokens[start:stop], start, tables, needs_logits=True)
+        logits = model.forward(build_batch([chunk], groups=groups), cache)[0]
+    assert (logits - expected).norm() < 1e-4 * expected.norm()
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_logits_equal_those_of_transformers_beyond_every_window(name: str, tmp_path: Path) -> None:
+    check_logits(write(name, tmp_path, SERVED[name]), AutoModelForCausalLM)
+
+
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_of_a_model_that_reads_images_the_text_model_is_served(name: str, tmp_path: Path) -> None:
+    family, around = WITH_IMAGES[name]
+    _, text_class, own = FAMILIES[family]
+    tokens = {"image_token_index": 317, "boi_token_index": 318, "eoi_token_index": 319}  # none of the prompt's
+    text_config = text_class(**(tiny_shape() | own)).to_dict()
+    config = getattr(transformers, f"{name}Config")(text_config=text_config, **around, **tokens)
+    model_class: Any = getattr(transformers, f"{name}ForConditionalGeneration")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = model_class(config)
+    check_logits(write_model(tmp_path, model), model_class)
+
+
+def test_a_model_that_does_not_generate_text_is_refused_by_name(tmp_path: Path) -> None:
+    shape = VISION | {"intermediate_size": 32}
+    write_model(tmp_path, transformers.ViTModel(transformers.ViTConfig(**shape)))
+    with pytest.raises(UnsupportedModelError, match="'vit' cannot be served: it does not generate text"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("StableLm", "does not hand keyword arguments to its attention"),
+        ("Mamba", r"recurrent state \(state_size\)"),
+        ("Bamba", "recurrent state"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(name: str, named: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        load_model(write(name, tmp_path, {}))

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from quire.protocol.steps import NULL_BLOCK
+from quire.protocol.outcomes import NULL_BLOCK
 from quire.types import GroupKind, GroupSpec
 
 from quire_worker.attention import AttentionBatch

@@ -30,7 +30,7 @@ from typing import Any
 
 from quire.errors import QuireError
 from quire.hashing import DigestChain
-from quire.protocol.steps import NULL_BLOCK, Swap
+from quire.protocol.outcomes import NULL_BLOCK, Swap
 from quire.types import GroupSpec
 
 

@@ -46,7 +46,7 @@ Row = dict[str, Any]
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shapes, sides = list(all_shapes()), [QUIRE, *VLLM, FULL, OPTIMUM]
     workloads = [*WORKLOADS, TRACE]
@@ -157,7 +157,7 @@ def goals(rows: Sequence[Row], sides: Sequence[str]) -> list[Goal]:
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Measures everything and prints or writes what was asked for."""
     options = arguments()
     sides = usable_sides(options.sides)
     scale = QUICK_SCALE if options.quick else FULL_SCALE

@@ -109,7 +109,7 @@ class Servers:
         self.allocator_clock = _cpu_clock(self.allocator.process.pid)
 
     def stop(self) -> None:
-        """Ends both processes."""
+        """Ends the echo and the allocator."""
         assert self._echo.stdin is not None
         self._echo.stdin.close()
         self._echo.wait()

@@ -21,6 +21,7 @@ TEXT_SUFFIXES = {".py", ".md", ".proto", ".toml", ".sh", ".yml", ".yaml", ".json
 FILE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 70
 DOCSTRING_WORDS_MIN = 4
+NO_SUBJECT = ("Of ", "By ", "For ", "As ", "In ", "Without ")  # how a docstring begins that has to be solved
 # Written in two parts, so that this file does not find itself.
 LEFTOVERS = re.compile("TO" + "DO|FIX" + "ME|XX" + "X|HA" + "CK")
 MACHINE_PATHS = re.compile(r"(?<![\w.:/}])/(?:" + "ho" + "me|Us" + "ers|ro" + "ot|wo" + r"rk)/\w")
@@ -133,15 +134,16 @@ def test_an_override_needs_no_docstring_of_its_own_and_nothing_else_goes_without
     assert not is_documented_above("settle", classes)
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=name_of)
-def test_no_docstring_is_too_short_to_have_a_subject_and_a_verb(path: Path) -> None:
+@pytest.mark.parametrize("path", [path for path in PYTHON if "tests" not in path.parts], ids=name_of)
+def test_every_docstring_has_a_subject_and_a_verb(path: Path) -> None:
     nodes = [
         node
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, Definition | ast.Module)
     ]
-    texts = {getattr(node, "name", "the module"): ast.get_docstring(node) for node in nodes}
-    assert not {name: text for name, text in texts.items() if text and len(text.split()) <= DOCSTRING_WORDS_MIN - 1}
+    texts = {getattr(node, "name", "the module"): ast.get_docstring(node) or "" for node in nodes}
+    assert not {name: text for name, text in texts.items() if text and len(text.split()) < DOCSTRING_WORDS_MIN}
+    assert not {name: text for name, text in texts.items() if text.startswith(NO_SUBJECT)}
 
 
 @pytest.mark.parametrize("path", [path for path in PYTHON if path.name.startswith("test_")], ids=name_of)

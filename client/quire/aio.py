@@ -124,7 +124,7 @@ class AsyncClient(_Connected):
         timeout_s: float | None = None,
         **options: Unpack[types.SamplingOptions],
     ) -> AsyncChunkStream:
-        """As `generate`, but gives each piece as it comes; samples of one request come interleaved."""
+        """Does what `generate` does, but gives each piece as it comes; samples of one request come interleaved."""
         request = messages.generate_request(prompt, params, options, namespace, request_id)
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         attempts = Attempts(self._link, self._stub.Generate, request, messages.chunk, timeout_s)

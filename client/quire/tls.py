@@ -27,7 +27,7 @@ class Tls:
     key: str | Path | None = None
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a secure channel.
+        """Returns what a secure channel needs.
 
         Raises:
             UsageError: a file cannot be read or everybody can read the key; certificate or key comes alone.

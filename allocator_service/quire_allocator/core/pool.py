@@ -144,8 +144,7 @@ class Pool:
                 return self.allocate(
                     sequence_id,
                     chunk,
-                    b"",
-                    namespace,
+                    namespace=namespace,
                     prompt_token_count=prompt,
                     priority=priority,
                     is_return=is_return,

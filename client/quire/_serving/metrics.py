@@ -97,7 +97,7 @@ class _QuietHandler(WSGIRequestHandler):
     timeout = 10  # seconds; a peer that sends nothing must not hold the one thread
 
     def get_environ(self) -> dict[str, Any]:
-        """As WSGI has it, and what the caller may do."""
+        """Returns what WSGI has, and what the caller may do."""
         tls = getattr(self.server, "tls", None)
         permissions = EVERYTHING
         if tls is not None and tls.verifies_clients:

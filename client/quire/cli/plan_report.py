@@ -45,7 +45,7 @@ class Budget:
 
     @classmethod
     def of(cls, layout: Layout, memory_bytes: int, utilization: float, used_bytes: int) -> Budget:
-        """As many blocks as fit.
+        """Takes as many blocks as fit.
 
         Raises:
             ValueError: not even one does, or the utilization is no share.
@@ -228,7 +228,7 @@ def _family_as_json(family: Family) -> dict[str, Any]:
 
 
 def _layer_bytes(family: Family) -> list[int]:
-    """Of a layer in a block, for each size of heads, the largest first."""
+    """Returns the bytes of a layer in a block, for each size of heads, the largest first."""
     return sorted({family.layer_bytes(layer) for layer in family.layers}, reverse=True)
 
 
@@ -246,7 +246,7 @@ def _words(kind: GroupKind) -> str:
 
 
 def _size(byte_count: int) -> str:
-    """In the largest binary unit that it fills."""
+    """Writes bytes in the largest binary unit that they fill."""
     size = float(byte_count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

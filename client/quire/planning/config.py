@@ -127,7 +127,7 @@ def _attention(fields: Fields, index: int, kind: LayerKind, ranks: int) -> Layer
 
 
 def _kv_heads(fields: Fields, kind: LayerKind, ranks: int) -> int:
-    """Of one rank: never below 1."""
+    """Counts the KV heads of one rank, never below 1."""
     heads = fields.integer("num_attention_heads", "n_head", "n_heads", "num_heads")
     if fields.has("multi_query") and not fields.has("new_decoder_architecture"):  # Falcon, StarCoder
         count = 1

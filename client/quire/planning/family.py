@@ -45,12 +45,12 @@ class Family:
 
     @property
     def kind(self) -> GroupKind:
-        """Of all its layers."""
+        """Returns the kind of all its layers."""
         return self.runs[0][0].kind
 
     @property
     def window(self) -> int:
-        """Of all its layers, in tokens."""
+        """Returns the window of all its layers, in tokens."""
         return self.runs[0][0].window
 
     @property

@@ -75,7 +75,7 @@ def _kind_of(fields: Fields, name: str, word: str) -> LayerKind:
 
 
 def _hybrid_kinds(fields: Fields, count: int) -> list[LayerKind]:
-    """Of models with states, each in its own words; empty for all others."""
+    """Reads the kinds of layers of models with states, each in its own words; empty for all others."""
     if fields.model_type in _STATES_ALONE:
         return [LayerKind.STATE] * count
     if fields.model_type in _EVERY_LAYER_BOTH:
@@ -111,7 +111,7 @@ def _attention_layers(fields: Fields, count: int) -> set[int] | None:
 
 
 def _attention_kinds(fields: Fields, count: int) -> list[LayerKind]:
-    """Of models of attention alone."""
+    """Reads the kinds of layers of models of attention alone."""
     if fields.has("attention_chunk_size"):
         return _chunked_kinds(fields, count)
     if not fields.has("sliding_window") or fields.get("use_sliding_window") is False:

@@ -132,7 +132,7 @@ class Layout:
         return sum(f.group_count * f.block_count_peak(token_count, pass_token_count) for f in self.families)
 
     def padding_share(self, token_count: int) -> float:
-        """Of the bytes that a sequence of this length holds, the share that no token or state can ever use."""
+        """Returns the share of the bytes of a sequence of this length that no token or state can ever use."""
         padding = sum(family.block_count(token_count) * family.padding_bytes for family in self.families)
         return padding / (self.blocks_needed(token_count) * self.page_bytes)
 

@@ -127,7 +127,7 @@ def _own(layers: Iterable[LayerSpec]) -> list[LayerSpec]:
 
 
 def _candidates(layers: list[LayerSpec], block_sizes: list[int], prices: Prices) -> Iterator[Layout]:
-    """For each page size that holds a layer of each family, and each largest block, the cheapest layout."""
+    """Yields the cheapest layout for each page size that holds a layer of each family, and each largest block."""
     ways = [[[Divisions.of(family) for family in way] for way in _ways(together)] for together in alike(layers)]
     every = [divisions for alternatives in ways for way in alternatives for divisions in way]
     page_sizes = {size for divisions in every for tokens in block_sizes for size in divisions.page_sizes(tokens)}
@@ -144,7 +144,7 @@ def _candidates(layers: list[LayerSpec], block_sizes: list[int], prices: Prices)
 
 
 def _ways(together: tuple[LayerSpec, ...]) -> list[list[tuple[LayerSpec, ...]]]:
-    """As one family, where attention differs in the sizes of heads, or as a family for each size."""
+    """Yields attention that differs in the sizes of heads as one family, and as a family for each size."""
     apart = by_size(together)
     if len(apart) == 1 or together[0].kind is GroupKind.STATE:
         return [apart]
@@ -157,7 +157,7 @@ def _options(divisions: Divisions, block_sizes: list[int], page_bytes: int, pric
 
 
 def _cheapest(options: list[_Option], block_size_max: int) -> _Option:
-    """Of those with blocks of so many tokens at most; of equals the one with the smallest blocks."""
+    """Returns the cheapest with blocks of so many tokens at most; of equals the one with the smallest blocks."""
     allowed = (option for option in options if option.family.block_size <= block_size_max)
     return min(allowed, key=lambda option: (_comparable(option.cost), option.family.block_size))
 

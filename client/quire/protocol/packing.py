@@ -36,7 +36,7 @@ def pack_uint64(numbers: Iterable[int]) -> bytes:
 
 
 def pack_uint32s(columns: Iterable[array[int]]) -> bytes:
-    """Of arrays of uint32, one after the other."""
+    """Packs arrays of uint32, one after the other."""
     data = b"".join(columns)
     return data if IS_LITTLE_ENDIAN else _pack("I", array("I", data))
 

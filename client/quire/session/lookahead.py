@@ -58,7 +58,7 @@ class Decoding(NamedTuple, Generic[K]):
 
 
 class Increment(NamedTuple):
-    """By what the tables of a sequence grow: so many tokens, for which so many blocks are taken, all groups together.
+    """Says by what tables grow: so many tokens, for which so many blocks are taken, all groups together.
 
     Attributes:
         token_count, block_count: of the least that leaves no group with a half-filled block.

@@ -120,7 +120,7 @@ class TorchAttentionPlan(AttentionPlan):
         return attended if self.spec.latent_dim is None else attended[..., : self.spec.latent_dim]
 
     def _attend(self, query: torch.Tensor, pages: torch.Tensor, scores: _Scores) -> torch.Tensor:
-        """Of latents, the values are whole keys."""
+        """Attends; with latents the values are whole keys."""
         scale, window_left, soft_cap, sinks = scores
         tiles, units = self.work(window_left)
         if tiles is not None and not units and tiles.tokens.shape[0] == query.shape[0]:

@@ -110,7 +110,7 @@ class PositionsView:
     ones; how many tokens came before is another number for each token of a flat batch."""
 
     def __init__(self, position_ids: torch.Tensor) -> None:
-        """Of one forward pass: int64 `[1, tokens]`."""
+        """Keeps the positions of one forward pass: int64 `[1, tokens]`."""
         self._position_ids = position_ids
 
     def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:

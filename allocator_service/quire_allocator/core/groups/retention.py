@@ -184,7 +184,7 @@ class Retention(Keeper):
             _manager(unit).revalue(unit)
 
     def end_old(self, boundary: Boundary | None) -> None:
-        """Of those where no paths part, only the last few of a path stay."""
+        """Ends the boundaries of a path where no paths part, but for the last few."""
         count = 0
         while boundary is not None:
             before = boundary.parent = living(boundary.parent)

@@ -125,9 +125,8 @@ class Pool:
         limit = min((prompt - 1) // self.digest_tokens, len(digests) // DIGEST_BYTES)
         hits, matched, junction = self.coordinator.find(space, digests, limit * self.digest_tokens)
         chunk, token_count = token_count, max(token_count, matched)
-        place, pending = matched // self.digest_tokens, 0
-        if len(self.pending):
-            pending = self.pending.pending_count(namespace, digests, place, limit) * self.digest_tokens
+        place, size = matched // self.digest_tokens, self.digest_tokens
+        pending = self.pending.pending_count(namespace, digests, place, limit) * size if len(self.pending) else 0
         needs = [m.needed_after(hit, token_count) for m, hit in zip(self.managers, hits)]
         needed, revived = sum(needs), sum([hit.cached_block_count for hit in hits])
         left = self.blocks.free_count - needed - revived

@@ -167,8 +167,7 @@ class Pool:
             self.admission.promise(sequence)
         sequence.announcement = self.pending.announce(namespace, digests, place, limit)
         self.coordinator.note_prompt(space, digests, prompt)
-        self.sequences[sequence_id] = sequence
-        self.last_sequence_id = sequence_id
+        self.sequences[sequence_id], self.last_sequence_id = sequence, sequence_id
         if is_return:
             self.returned_token_count += prompt
             self.returned_matched_token_count += matched

@@ -173,7 +173,7 @@ class Side:
         waiting = (telemetry.allocator_wait_s - self._waited_s) / (telemetry.step_seconds.sum - self._turns_s)
         for request in self._requests:
             self._engine.cancel(request)
-        while self._engine.scheduler.has_work:
+        while self._engine.scheduler.roster.has_work:
             await self._engine.step()
         await self._answers.complete.wait()
         return Round(self._tokens / self._taken_s, waiting)

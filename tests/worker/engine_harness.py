@@ -84,7 +84,7 @@ class CheckedEngine(Engine):
         self.in_turn = True
         await super().step()
         self.in_turn = False
-        self.scheduler.check_invariants()
+        self.scheduler.roster.check_invariants()
 
 
 class AllocatorServer:
@@ -144,7 +144,7 @@ class Harness:
 
     async def free_block_count(self) -> int:
         """As the allocator sees it once everything asked for so far has been applied."""
-        while self.engine.scheduler.has_work or self.engine.in_turn:
+        while self.engine.scheduler.roster.has_work or self.engine.in_turn:
             await asyncio.sleep(0)
         return self.allocator.directory.pool("test").pool.blocks.free_count
 

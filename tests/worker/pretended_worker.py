@@ -108,7 +108,7 @@ class PretendedWorker:
         params = SamplingParams(**sampling)
         request = Request(self._request_count, "", prompt, params, namespace, root, 0.0, deliveries=asyncio.Queue())
         request.samples = [Sample(request, i, list(prompt), None, None) for i in range(params.n)]
-        self.scheduler.add(request.samples[0])
+        self.scheduler.roster.add(request.samples[0])
         return request
 
     def ask(self, plan: Plan) -> StepOutcome:
@@ -125,9 +125,9 @@ class PretendedWorker:
             self.take_in()
         plan, outcome = self._plan()
         if cancel_meanwhile is not None:
-            self.scheduler.cancel(cancel_meanwhile)
+            self.scheduler.roster.cancel(cancel_meanwhile)
         batch = self.scheduler.schedule(plan, outcome)
-        self.scheduler.check_invariants()
+        self.scheduler.roster.check_invariants()
         if self._asked is None:
             self._check_pool()
         if self._asks_ahead and self._asked is None:
@@ -140,7 +140,7 @@ class PretendedWorker:
         """Takes in the answer to what was asked."""
         if self._asked is not None:
             self.scheduler.take_in(*self._asked)
-            self.scheduler.check_invariants()
+            self.scheduler.roster.check_invariants()
             self._asked = None
 
     def _plan(self) -> tuple[Plan, StepOutcome]:
@@ -164,7 +164,7 @@ class PretendedWorker:
 
     def _check_pool(self) -> None:
         """The allocator knows of who runs what the scheduler does."""
-        for sample in self.scheduler.running:
+        for sample in self.scheduler.roster.running:
             if sample.fork_of is None:
                 sequence = self.pool.sequences[sample.sequence_id]
                 tables = [*map(list, self.pool.tables(sequence))]
@@ -174,7 +174,7 @@ class PretendedWorker:
 
     def _compute(self, batch: Batch) -> None:
         for copy in batch.copies:
-            for offset in range(self.scheduler.block_size):
+            for offset in range(self.scheduler.roster.block_size):
                 if (copy.source, offset) in self.pages:
                     self.pages[copy.destination, offset] = self.pages[copy.source, offset]
             if copy.source in self.states:
@@ -188,12 +188,12 @@ class PretendedWorker:
         self.scheduler.advance(batch.work)
         for sample in complete:
             self._extend(sample)
-        self.scheduler.check_invariants()
+        self.scheduler.roster.check_invariants()
 
     def _write(self, sample: Sample, token_count: int) -> None:
         self.prefilled_token_count += token_count
         for position in range(sample.computed, sample.computed + token_count):
-            block, offset = divmod(position, self.scheduler.block_size)
+            block, offset = divmod(position, self.scheduler.roster.block_size)
             for table in sample.tables:
                 self.pages[table[block], offset] = sample.tokens[position]
         for block in sample.states:
@@ -203,8 +203,8 @@ class PretendedWorker:
 
     def _read(self, sample: Sample, end: int) -> None:
         """What the tokens `[computed, end)` read: of each group as far back as its window goes."""
-        size = self.scheduler.block_size
-        for table, group in zip(sample.tables, self.scheduler.groups, strict=True):
+        size = self.scheduler.roster.block_size
+        for table, group in zip(sample.tables, self.scheduler.roster.groups, strict=True):
             first = group.first_read(sample.computed)
             content = [self.pages[table[position // size], position % size] for position in range(first, end)]
             assert content == sample.tokens[first:end], f"sample {sample.age} reads another sequence's tokens"
@@ -219,14 +219,14 @@ class PretendedWorker:
                 sample.fork_from(parent)
             self.scheduler.extend(sample, tokens[sample.index], is_stop=tokens[sample.index] == STOP)
             if sample is not parent and not sample.has_ended:
-                self.scheduler.add_fork(sample)
+                self.scheduler.roster.add_fork(sample)
 
     def run(self, *, turns_max: int = 5000) -> None:
         for _ in range(turns_max):
-            if not self.scheduler.has_work:
+            if not self.scheduler.roster.has_work:
                 return
             self.turn()
-        pytest.fail(f"still working after {turns_max} turns: {len(self.scheduler.waiting)} wait")
+        pytest.fail(f"still working after {turns_max} turns: {len(self.scheduler.roster.waiting)} wait")
 
     def check_text(self, request: Request) -> None:
         for sample in request.samples:

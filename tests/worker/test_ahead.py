@@ -134,7 +134,7 @@ def test_decoding_goes_on_while_a_prompt_waits_for_an_answer() -> None:
         worker.turn()
     assert older.usage.output_token_count == 1 + 16
     assert worker.waited_count == 0
-    assert worker.scheduler.waiting == newer.samples
+    assert worker.scheduler.roster.waiting == newer.samples
     worker.is_silent = False
     worker.turn()
     assert newer.usage.output_token_count == 1
@@ -169,7 +169,7 @@ def test_a_sample_that_runs_takes_a_block_that_another_holds_ahead_before_anybod
         tables.append([len(request.samples[0].tables[0]) for request in (older, newer)])
     assert tables == [[5, 6], [7, 6], [6, 7], [6, 7]]
     worker.run()
-    assert worker.scheduler.preemption_count == 0
+    assert worker.scheduler.roster.preemption_count == 0
     worker.check_text(older)
     worker.check_text(newer)
 
@@ -193,12 +193,12 @@ def test_a_prompt_is_let_in_on_blocks_that_are_held_ahead_in_one_step() -> None:
     assert worker.pool.blocks.free_count == 20 - 13  # 49 tokens
     newer = worker.submit(prompts[1] + numbers(12), max_tokens=2)
     worker.turn()
-    assert newer.samples[0] in worker.scheduler.running
+    assert newer.samples[0] in worker.scheduler.roster.running
     assert len(newer.samples[0].tables[0]) == 8
     assert len(older.samples[0].tables[0]) == 12, "no more was given back than was missing"
     assert worker.pool.blocks.free_count == 0
     worker.run()
-    assert worker.scheduler.preemption_count == 0
+    assert worker.scheduler.roster.preemption_count == 0
     worker.check_text(older)
 
 
@@ -209,7 +209,7 @@ def test_who_would_not_fit_either_way_takes_nothing() -> None:
     large = worker.submit(numbers(60, seed=5), max_tokens=2)
     worker.turn()
     worker.take_in()
-    assert worker.scheduler.waiting == large.samples
+    assert worker.scheduler.roster.waiting == large.samples
     assert len(older.samples[0].tables[0]) == 13
 
 
@@ -309,7 +309,7 @@ def test_a_worker_that_is_full_asks_for_nobody() -> None:
     for _ in range(30):
         worker.turn()
     assert worker.plan_count == 1
-    assert worker.scheduler.waiting == requests[2].samples
+    assert worker.scheduler.roster.waiting == requests[2].samples
     worker.run()
     for request in requests:
         worker.check_text(request)
@@ -321,7 +321,7 @@ def test_a_worker_whose_pool_is_full_asks_for_nobody() -> None:
     older = decoding(worker, prompts[0], max_tokens=12)
     newer = worker.submit(prompts[1], max_tokens=12)
     while not older.is_done:
-        assert worker.scheduler.waiting == newer.samples
+        assert worker.scheduler.roster.waiting == newer.samples
         worker.turn()
     assert worker.plan_count == 1, "only the first had to be waited for"
     worker.run()
@@ -335,10 +335,10 @@ def test_nobody_is_let_in_ahead_while_the_prompt_of_another_takes_all_tokens() -
     for _ in range(3):  # 15 tokens are left of the first, more than a turn has
         worker.turn()
         worker.take_in()
-        assert worker.scheduler.waiting == second.samples
+        assert worker.scheduler.roster.waiting == second.samples
     worker.turn()
     worker.take_in()
-    assert not worker.scheduler.waiting, "in the last turn of the first five tokens are left"
+    assert not worker.scheduler.roster.waiting, "in the last turn of the first five tokens are left"
     worker.run()
     for request in (first, second):
         worker.check_text(request)
@@ -349,7 +349,7 @@ def test_nobody_is_let_in_ahead_on_blocks_that_the_running_will_need() -> None:
         worker = PretendedWorker(block_count=block_count, block_size=SIZE, batch_tokens=21, ahead_tokens=8)
         requests = [worker.submit(prompt, max_tokens=3) for prompt in lasting_prompts(3, output_tokens=3)]
         worker.run()
-        assert worker.scheduler.preemption_count == 0
+        assert worker.scheduler.roster.preemption_count == 0
         for request in requests:
             worker.check_text(request)
 
@@ -368,11 +368,11 @@ def test_room_ahead_costs_nobody_a_place(seed: int) -> None:
                 requests.append(worker.submit(prompt, max_tokens=dice.randint(1, 16), n=dice.choice([1, 1, 2])))
             worker.turn()
             worker.may_wait = dice.random() < 0.5
-            history.append([(sample.age, sample.output_token_count) for sample in worker.scheduler.running])
+            history.append([(sample.age, sample.output_token_count) for sample in worker.scheduler.roster.running])
         worker.run()
         for request in requests:
             worker.check_text(request)
-        histories.append((history, worker.scheduler.preemption_count, worker.pool.granted_block_count))
+        histories.append((history, worker.scheduler.roster.preemption_count, worker.pool.granted_block_count))
     (without, preemption_count, granted), (with_it, as_many, granted_ahead) = histories
     assert with_it == without
     assert as_many == preemption_count

@@ -93,7 +93,7 @@ async def test_eight_requests_in_a_pool_that_fits_two_are_preempted_and_finish_w
         outputs = await asyncio.gather(
             *(harness.generate(tokens, max_tokens=56, ignore_eos=True) for tokens in prompts)
         )
-        preemptions = harness.engine.scheduler.preemption_count
+        preemptions = harness.engine.scheduler.roster.preemption_count
         assert await harness.free_block_count() == 12
     assert preemptions > 0
     for tokens, output in zip(prompts, outputs, strict=True):
@@ -195,7 +195,7 @@ async def test_decoding_goes_on_without_an_allocator_for_all_tokens_that_were_gr
         while request.usage.output_token_count < before + ahead_tokens:
             await asyncio.sleep(0)
         assert not harness.engine.session.connected
-        assert len(harness.engine.scheduler.waiting) == others
+        assert len(harness.engine.scheduler.roster.waiting) == others
         await harness.allocator.start()
         output = await task
         await asyncio.gather(*waiting)

@@ -68,7 +68,7 @@ async def test_requests_that_outgrow_their_pool_are_preempted_and_finish_with_th
         outputs = await asyncio.gather(
             *(harness.generate(tokens, max_tokens=56, ignore_eos=True) for tokens in prompts)
         )
-        preemptions = harness.engine.scheduler.preemption_count
+        preemptions = harness.engine.scheduler.roster.preemption_count
         assert await harness.free_block_count() == blocks
     assert preemptions > 0
     for tokens, output in zip(prompts, outputs, strict=True):

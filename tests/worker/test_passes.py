@@ -86,4 +86,4 @@ def test_a_pass_that_is_too_long_for_the_pool_is_made_smaller_and_nobody_is_pree
     worker.run()
     worker.check_text(request)
     assert 0 < request.samples[0].pass_token_count_max < 12
-    assert worker.scheduler.preemption_count == 0
+    assert worker.scheduler.roster.preemption_count == 0

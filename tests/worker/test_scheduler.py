@@ -88,7 +88,7 @@ def test_eight_requests_in_a_pool_that_fits_two_all_finish() -> None:
     worker.run()
     for request in requests:
         worker.check_text(request)
-    assert worker.scheduler.preemption_count > 0
+    assert worker.scheduler.roster.preemption_count > 0
     assert worker.pool.blocks.free_count == 12
 
 
@@ -96,9 +96,9 @@ def test_each_prompt_is_queried_once_however_often_its_samples_are_preempted() -
     worker = PretendedWorker(block_count=12, block_size=4, batch_tokens=16)
     requests = [worker.submit(numbers(8, seed=i), max_tokens=19, n=1 + i % 2) for i in range(8)]
     worker.run()
-    assert worker.scheduler.preemption_count > 0
+    assert worker.scheduler.roster.preemption_count > 0
     assert worker.pool.queried_token_count == sum(len(request.prompt) for request in requests)
-    assert worker.pool.returned_token_count > worker.scheduler.preemption_count * 8
+    assert worker.pool.returned_token_count > worker.scheduler.roster.preemption_count * 8
 
 
 def test_the_newest_is_preempted_and_the_oldest_never() -> None:
@@ -106,19 +106,19 @@ def test_the_newest_is_preempted_and_the_oldest_never() -> None:
     requests = [worker.submit(numbers(12, seed=i), max_tokens=30) for i in range(4)]
     worker.run()
     assert requests[0].usage.preemption_count == 0
-    assert sum(request.usage.preemption_count for request in requests) == worker.scheduler.preemption_count > 0
+    assert sum(request.usage.preemption_count for request in requests) == worker.scheduler.roster.preemption_count > 0
 
 
 def test_a_preempted_sample_is_let_in_again_before_newer_ones_and_then_they_are() -> None:
     worker = PretendedWorker(block_count=40, block_size=4, batch_tokens=64)
     long = [worker.submit(prompt, max_tokens=100) for prompt in lasting_prompts(2, output_tokens=100)]
-    while not worker.scheduler.preemption_count:
+    while not worker.scheduler.roster.preemption_count:
         worker.turn()
     small = worker.submit(numbers(5, seed=9), max_tokens=1)
     for _ in range(3):
         worker.turn()
-    assert worker.scheduler.waiting == [long[1].samples[0], small.samples[0]], "the older one does not fit yet"
-    worker.scheduler.cancel(long[1])
+    assert worker.scheduler.roster.waiting == [long[1].samples[0], small.samples[0]], "the older one does not fit yet"
+    worker.scheduler.roster.cancel(long[1])
     for _ in range(3):
         worker.turn()
     assert small.is_done
@@ -143,7 +143,7 @@ def test_a_request_with_many_samples_takes_a_place_for_each() -> None:
     requests = [worker.submit(numbers(8, seed=i), max_tokens=5, n=3) for i in range(3)]
     while not all(request.is_done for request in requests):
         worker.turn()
-        assert len(worker.scheduler.running) <= 4
+        assert len(worker.scheduler.roster.running) <= 4
 
 
 def test_digests_beyond_what_a_step_may_carry_are_left_out() -> None:
@@ -164,7 +164,7 @@ def test_a_refused_step_frees_everything_and_the_text_is_the_same() -> None:
         worker.turn()
     plan = worker.scheduler.plan()
     worker.scheduler.give_everything_back(plan)
-    worker.scheduler.check_invariants()
+    worker.scheduler.roster.check_invariants()
     worker.run()
     for request in requests:
         worker.check_text(request)
@@ -186,10 +186,10 @@ def test_a_cancelled_request_holds_nothing_after_the_next_turn() -> None:
     worker.turn()
     worker.turn()
     assert worker.pool.blocks.free_count < 64
-    worker.scheduler.cancel(request)
+    worker.scheduler.roster.cancel(request)
     worker.turn()
     assert worker.pool.blocks.free_count == 64
-    assert not worker.scheduler.has_work
+    assert not worker.scheduler.roster.has_work
 
 
 def test_a_request_cancelled_while_it_is_being_admitted_holds_nothing() -> None:
@@ -208,7 +208,7 @@ def test_after_the_allocator_forgot_everything_the_same_text_comes() -> None:
         worker.turn()
     worker.pool = Pool(worker.pool.spec)
     worker.scheduler.forget_blocks()
-    worker.scheduler.check_invariants()
+    worker.scheduler.roster.check_invariants()
     worker.run()
     for request in requests:
         worker.check_text(request)
@@ -236,7 +236,7 @@ def test_prompts_are_let_in_by_what_their_windows_hold_at_a_time() -> None:
         worker.submit(numbers(160, seed=seed), max_tokens=40)
     for _ in range(50):
         worker.turn()
-    assert len(worker.scheduler.running) > 1, "one prompt of full attention would fill the pool"
+    assert len(worker.scheduler.roster.running) > 1, "one prompt of full attention would fill the pool"
     worker.run()
 
 
@@ -285,7 +285,7 @@ def test_random_requests_in_tiny_pools_read_back_their_own_tokens(seed: int) -> 
                 )
             )
         elif event < 0.28 and live:
-            worker.scheduler.cancel(live.pop(dice.randrange(len(live))))
+            worker.scheduler.roster.cancel(live.pop(dice.randrange(len(live))))
         elif event < 0.29:
             worker.take_in()
             lost = worker.scheduler.plan()

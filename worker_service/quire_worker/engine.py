@@ -91,7 +91,7 @@ class Engine:
         try:
             while not self._stopping:
                 self._wake.clear()
-                if not self.scheduler.has_work:
+                if not self.scheduler.roster.has_work:
                     await self._wake.wait()
                 await self.step()
         except DeviceLostError:
@@ -110,7 +110,7 @@ class Engine:
             return
         plan, outcome = asked
         batch = self.scheduler.schedule(plan, outcome)
-        self.telemetry.observe_blocks(outcome, self.scheduler.running, self.cache.block_count)
+        self.telemetry.observe_blocks(outcome, self.scheduler.roster.running, self.cache.block_count)
         if batch.work:
             computed = await self._compute(batch)
             self._end_failed(computed)
@@ -130,7 +130,7 @@ class Engine:
             raise self._draining()
         if not self.session.connected:
             raise QuireError.of(Reason.ALLOCATOR_LOST, "the worker has no session with its allocator at present")
-        if len(self.scheduler.waiting) >= self.waiting_max:
+        if len(self.scheduler.roster.waiting) >= self.waiting_max:
             raise QuireError.of(Reason.QUEUE_FULL, f"{self.waiting_max} requests are waiting already")
         self._request_count += 1
         root = root_digest(fingerprint=self.model.fingerprint, layout=self.cache.spec.layout, namespace=namespace)
@@ -139,14 +139,14 @@ class Engine:
             Sample(request, i, list(prompt), new_generator(sampling.seed, i), self.tokenizer.new_stream())
             for i in range(sampling.n)
         ]
-        self.scheduler.add(request.samples[0])
+        self.scheduler.roster.add(request.samples[0])
         self._open.add(request)
         self._wake.set()
         return request
 
     def cancel(self, request: Request) -> None:
         """Ends a request, done or not; what it still holds is freed with the next step, within 0.1 s."""
-        self.scheduler.cancel(request)
+        self.scheduler.roster.cancel(request)
         self._open.discard(request)
         self._changed.set()
         self._wake.set()
@@ -230,7 +230,7 @@ class Engine:
         if outcome is None:
             return False
         self.scheduler.take_in(plan, outcome)
-        self.telemetry.observe_blocks(outcome, self.scheduler.running, self.cache.block_count)
+        self.telemetry.observe_blocks(outcome, self.scheduler.roster.running, self.cache.block_count)
         return True
 
     async def _answer(self) -> StepOutcome | None:
@@ -246,7 +246,7 @@ class Engine:
         try:
             outcome = await answer
         except SessionLostError:
-            log.warning("the allocator lost this pool; computing again", running=len(self.scheduler.running))
+            log.warning("the allocator lost this pool; computing again", running=len(self.scheduler.roster.running))
             self.scheduler.forget_blocks()
             return None
         except QuireError as error:
@@ -283,7 +283,7 @@ class Engine:
         self.telemetry.retry_count += computed.retry_count
         failures = dict(computed.failures)
         if computed.lost_blocks:  # also of samples that had no turn
-            for holder in self.scheduler.running:
+            for holder in self.scheduler.roster.running:
                 for block in computed.lost_blocks.keys() & holder.held_blocks():
                     failures.setdefault(holder.request, computed.lost_blocks[block])
         for request, failure in failures.items():
@@ -296,7 +296,7 @@ class Engine:
         return QuireError.of(failure.reason, failure.message)
 
     def _fail(self, request: Request, error: QuireError) -> None:
-        self.scheduler.cancel(request)
+        self.scheduler.roster.cancel(request)
         request.deliveries.put_nowait(error)
 
     def _hand_out(self, tokens: Sequence[tuple[Draw, int]]) -> None:
@@ -308,7 +308,7 @@ class Engine:
                 drawn.fork_from(parent)
             self.scheduler.extend(drawn, token, is_stop=self._is_stop(drawn.request, token))
             if drawn is not parent and not drawn.has_ended:
-                self.scheduler.add_fork(drawn)
+                self.scheduler.roster.add_fork(drawn)
             try:
                 self._deliver(drawn, [] if drawn.finish_reason is FinishReason.STOP else [token])
             except TokenizerError as error:

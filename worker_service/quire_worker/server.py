@@ -268,7 +268,7 @@ async def serve(options: argparse.Namespace) -> None:
     stopping = asyncio.create_task(stop.wait())
 
     await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
-    log.info("draining", running=len(engine.scheduler.running), waiting=len(engine.scheduler.waiting))
+    log.info("draining", running=len(engine.scheduler.roster.running), waiting=len(engine.scheduler.roster.waiting))
     service.draining = True
     await server.withdraw()
     if session.connected and not running.done():

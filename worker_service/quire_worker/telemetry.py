@@ -86,8 +86,8 @@ class WorkerCollector(Collector):
     def _gauges(self) -> Iterator[Metric]:
         engine = self._engine
         samples = GaugeMetricFamily("quire_worker_samples", "Samples running and waiting.", labels=["state"])
-        samples.add_metric(["running"], len(engine.scheduler.running))
-        samples.add_metric(["waiting"], len(engine.scheduler.waiting))
+        samples.add_metric(["running"], len(engine.scheduler.roster.running))
+        samples.add_metric(["waiting"], len(engine.scheduler.roster.waiting))
         yield samples
         yield GaugeMetricFamily("quire_worker_blocks", "Blocks of the pool.", value=engine.cache.block_count)
         yield GaugeMetricFamily("quire_worker_kv_bytes", "Bytes of the pool.", value=engine.cache.pool_bytes)
@@ -118,7 +118,7 @@ class WorkerCollector(Collector):
         tokens.add_metric(["output"], numbers.output_token_count)
         yield tokens
         for name, text, value in (
-            ("preemptions", "Samples whose blocks were taken back.", self._engine.scheduler.preemption_count),
+            ("preemptions", "Samples whose blocks were taken back.", self._engine.scheduler.roster.preemption_count),
             ("retries", "Passes that failed and were computed in parts.", numbers.retry_count),
             ("block_reports", "Reports that an allocator asked for.", self._engine.session.report_count),
             (

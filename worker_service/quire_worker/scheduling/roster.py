@@ -63,6 +63,11 @@ class Roster:
         """Adds a sample that shares its parent's blocks with the next step."""
         insort(self.running, child, key=age_of)
 
+    def start(self, sample: Sample) -> None:
+        """Makes a waiting sample run, because it was let in."""
+        self.waiting.remove(sample)
+        insort(self.running, sample, key=age_of)
+
     def finish(self, sample: Sample, reason: FinishReason | None) -> None:
         """Ends a sample; its blocks are freed with the next step."""
         if sample.has_ended:
@@ -104,14 +109,19 @@ class Roster:
         insort(self.waiting, victim, key=age_of)
         return victim
 
-    def _uncommitted_block_count(self) -> int:
+    @property
+    def held_ahead_count(self) -> int:
+        """Counts the blocks that samples hold beyond those of their tokens."""
+        return sum(lookahead.block_count_of(sample, self.block_size) for sample in self.running + self.leaving)
+
+    def uncommitted_block_count(self) -> int:
         """Counts the blocks that the next commit publishes."""
         return sum(
             sample.computed // self.block_size - sample.committed // self.block_size
             for sample in (*self.running, *self.leaving)
         )
 
-    def _take_filled(self) -> dict[Sample, list[bytes]]:
+    def take_filled(self) -> dict[Sample, list[bytes]]:
         """Returns who filled blocks since the last commit, and their digests; among them parents of forks, which share
         only what is committed. From now on it all counts as committed."""
         parents = {sample.fork_of for sample in self.running}

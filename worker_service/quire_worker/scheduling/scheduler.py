@@ -24,7 +24,6 @@ decided in `admission.py`, where a pass over a prompt ends in `passes.py`, how m
 from __future__ import annotations
 
 from array import array
-from bisect import insort
 from collections.abc import Iterable, Sequence
 
 from quire.protocol.outcomes import Copy, GrowOutcome, Result, StepOutcome
@@ -37,10 +36,10 @@ from quire_worker.scheduling.admission import Admission, Peaks, TurnLimits, admi
 from quire_worker.scheduling.passes import boundaries_of, is_at_boundary, pass_token_count, to_cut
 from quire_worker.scheduling.plan import Batch, Plan, Work
 from quire_worker.scheduling.request import FinishReason, Request, Sample
-from quire_worker.scheduling.roster import Roster, age_of
+from quire_worker.scheduling.roster import Roster
 
 
-class Scheduler(Roster):
+class Scheduler:
     """Decides about the samples of one worker.
 
     Args:
@@ -52,6 +51,9 @@ class Scheduler(Roster):
         digest_bytes_max: of the digests that one step may carry for new sequences.
         commit_blocks_max: whose digests one step may carry. Without an allocator nobody computes beyond that. At least
             those of a forward pass.
+
+    Attributes:
+        roster: who waits, who runs, who leaves.
     """
 
     def __init__(
@@ -65,16 +67,16 @@ class Scheduler(Roster):
         digest_bytes_max: int = 512 << 10,
         commit_blocks_max: int = 10 << 10,
     ) -> None:
-        super().__init__(groups)
+        self.roster = Roster(groups)
         self.sequence_tokens_max = sequence_tokens_max
         self.batch_tokens_max = batch_tokens_max
         self.running_max = running_max
         self.ahead_tokens = ahead_tokens
         self.digest_bytes_max = digest_bytes_max
         self.commit_blocks_max = commit_blocks_max
-        self._increment = Increment.of(self.block_size)
-        self._peaks = Peaks(self.groups, batch_tokens_max)
-        self._has_windows = any(group.kind is not GroupKind.FULL_ATTENTION for group in self.groups)
+        self._increment = Increment.of(self.roster.block_size)
+        self._peaks = Peaks(self.roster.groups, batch_tokens_max)
+        self._has_windows = any(group.kind is not GroupKind.FULL_ATTENTION for group in self.roster.groups)
         self._last_sequence_id = 0
         self._free_block_count: int | None = None
         self._copies: list[Copy] = []  # to run before the next batch
@@ -84,12 +86,12 @@ class Scheduler(Roster):
     def plan(self) -> Plan:
         """Decides what to ask for."""
         plan = Plan()
-        filled = self._take_filled()
+        filled = self.roster.take_filled()
         cut = self._cut(filled)
         self._fork(plan)
         freed_ahead = self._free(plan)
         budget = self.batch_tokens_max
-        for sample in self.running:
+        for sample in self.roster.running:
             token_count = pass_token_count(sample, budget)
             if token_count == 0:
                 break
@@ -98,7 +100,7 @@ class Scheduler(Roster):
             if sample.computed + token_count > sample.granted:
                 self._grow(plan, sample, self._round_up(sample.computed + token_count))
         room = self._room()
-        taken = sum(lookahead.grow_block_count(*grow, self.block_size) for grow in plan.grows)
+        taken = sum(lookahead.grow_block_count(*grow, self.roster.block_size) for grow in plan.grows)
         missing = taken - (self._free_block_count or 0) - freed_ahead
         admissions = self._choose(budget, None if room is None else room + freed_ahead - taken)
         missing += self._let_in(plan, admissions)
@@ -109,12 +111,12 @@ class Scheduler(Roster):
         """Plans a turn of those for whom everything is granted already. It is not whole if the allocator has to be
         asked for others that run, or nobody runs. Parents wait for their forks, which share all that they have
         committed."""
-        filled_max = self.batch_tokens_max // self.block_size + len(self.running)  # by one pass
-        if self._uncommitted_block_count() + filled_max > self.commit_blocks_max:
+        filled_max = self.batch_tokens_max // self.roster.block_size + len(self.roster.running)  # by one pass
+        if self.roster.uncommitted_block_count() + filled_max > self.commit_blocks_max:
             return Plan(is_whole=False)
-        plan, budget = Plan(is_whole=bool(self.running)), self.batch_tokens_max
-        parents = {sample.fork_of for sample in self.running}
-        for sample in self.running:
+        plan, budget = Plan(is_whole=bool(self.roster.running)), self.batch_tokens_max
+        parents = {sample.fork_of for sample in self.roster.running}
+        for sample in self.roster.running:
             token_count = pass_token_count(sample, budget)
             has_to_ask = sample.fork_of is not None or sample in parents or is_at_boundary(sample)
             if has_to_ask or sample.computed + token_count > sample.granted:
@@ -143,16 +145,16 @@ class Scheduler(Roster):
         """
         plan = Plan()
         samples = lookahead.going_on(work, self.sequence_tokens_max)
-        budget = max(0, self.batch_tokens_max - lookahead.tokens_after(self.running, work, samples))
+        budget = max(0, self.batch_tokens_max - lookahead.tokens_after(self.roster.running, work, samples))
         needs = self._needs_of(samples, self._free_block_count or 0)
-        chunks = lookahead.next_chunks(self.running, work, self.batch_tokens_max, self.block_size)
+        chunks = lookahead.next_chunks(self.roster.running, work, self.batch_tokens_max, self.roster.block_size)
         if may_wait and not needs and not chunks and not self._can_admit(budget):
             return plan
-        filled = self._take_filled()
+        filled = self.roster.take_filled()
         self._commit(plan, filled, self._cut(filled))
         free = (self._free_block_count or 0) + self._free(plan)
         for sample, token_count in chunks:
-            needed = lookahead.grow_block_count(sample, token_count, self.block_size)
+            needed = lookahead.grow_block_count(sample, token_count, self.roster.block_size)
             if needed <= free:
                 free -= needed
                 self._grow(plan, sample, token_count)
@@ -172,7 +174,7 @@ class Scheduler(Roster):
         rows = zip(plan.grows, outcome.grows, strict=True)
         squeezed = {sample for (sample, _), grown in rows if grown.result is Result.PASS_TOO_LONG}
         if any(sample not in plan.admitted and not sample.has_ended for sample in denied - squeezed):
-            denied.add(self.preempt_newest())
+            denied.add(self.roster.preempt_newest())
         work = [
             Work(sample, pass_token_count(sample, min(token_count, sample.granted - sample.computed)))
             for sample, token_count in plan.wanted
@@ -192,7 +194,7 @@ class Scheduler(Roster):
         """
         self._take_commits(plan, outcome)
         for parent, child in plan.forks:
-            child.take_blocks_of(parent, self.block_size)
+            child.take_blocks_of(parent, self.roster.block_size)
         self._copies += outcome.copies
         return {
             sample
@@ -214,29 +216,29 @@ class Scheduler(Roster):
     def extend(self, sample: Sample, token: int, *, is_stop: bool) -> None:
         """Adds a token that was sampled. A stop token ends the sample and is not kept; so does the longest length."""
         if is_stop:
-            self.finish(sample, FinishReason.STOP)
+            self.roster.finish(sample, FinishReason.STOP)
             return
         sample.tokens.append(token)
         sample.request.usage.output_token_count += 1
         longest = len(sample.tokens) >= self.sequence_tokens_max
         if longest or sample.output_token_count >= sample.request.sampling.max_tokens:
-            self.finish(sample, FinishReason.LENGTH)
+            self.roster.finish(sample, FinishReason.LENGTH)
 
     # -- the allocator's state is gone ---------------------------------------------------------------------------------
 
     def forget_blocks(self) -> None:
         """Makes everybody who ran wait, to be computed again."""
-        super().forget_blocks()
+        self.roster.forget_blocks()
         self._free_block_count = None
         self._copies.clear()
 
     def give_everything_back(self, plan: Plan) -> None:
         """Frees with the next step all that the allocator still holds for us, because it refused the step of this
         plan."""
-        held = [sample.sequence_id for sample in (*self.running, *self.leaving) if sample.sequence_id]
+        held = [sample.sequence_id for sample in (*self.roster.running, *self.roster.leaving) if sample.sequence_id]
         unfreed = unpack_uint64(plan.step.message.frees.sequences)
         self.forget_blocks()
-        self.to_free = sorted({*held, *unfreed})
+        self.roster.to_free = sorted({*held, *unfreed})
 
     # -- parts of a plan -----------------------------------------------------------------------------------------------
 
@@ -251,24 +253,24 @@ class Scheduler(Roster):
 
     def _keep(self, sample: Sample, token_count: int) -> None:
         """The sample has room for so many tokens from now on, and gives back the blocks beyond."""
-        end = -(-token_count // self.block_size)
-        sample.request.usage.granted_block_count -= self.group_count * (sample.table_length - end)
+        end = -(-token_count // self.roster.block_size)
+        sample.request.usage.granted_block_count -= self.roster.group_count * (sample.table_length - end)
         for table in sample.tables:
             del table[end:]
         sample.granted = token_count
 
     def _cut(self, filled: dict[Sample, list[bytes]]) -> dict[Sample, int]:
         """Who gives back all room beyond what it has computed, so that its state becomes a checkpoint or is shared."""
-        if not self.has_states:
+        if not self.roster.has_states:
             return {}
-        parents = {sample.fork_of for sample in self.running}
-        cut = to_cut((*self.running, *self.leaving), filled, parents)
+        parents = {sample.fork_of for sample in self.roster.running}
+        cut = to_cut((*self.roster.running, *self.roster.leaving), filled, parents)
         for sample in cut:
             self._keep(sample, sample.computed)
         return {sample: sample.computed for sample in cut}
 
     def _fork(self, plan: Plan) -> None:
-        for sample in self.running:
+        for sample in self.roster.running:
             if sample.fork_of is not None:
                 sample.sequence_id = self._new_sequence_id()
                 plan.step.fork(sample.fork_of.sequence_id, sample.sequence_id)
@@ -279,14 +281,14 @@ class Scheduler(Roster):
         how many blocks they held ahead, which are free at once: nobody shares them."""
         parents = {parent for parent, _ in plan.forks}
         freed_ahead = 0
-        for sample in self.leaving:
+        for sample in self.roster.leaving:
             if sample not in parents:
                 plan.step.free(sample.sequence_id)
-                freed_ahead += lookahead.block_count_of(sample, self.block_size)
-        self.leaving = [sample for sample in self.leaving if sample in parents]
-        for sequence_id in self.to_free:
+                freed_ahead += lookahead.block_count_of(sample, self.roster.block_size)
+        self.roster.leaving = [sample for sample in self.roster.leaving if sample in parents]
+        for sequence_id in self.roster.to_free:
             plan.step.free(sequence_id)
-        self.to_free.clear()
+        self.roster.to_free.clear()
         return freed_ahead
 
     def _grow(self, plan: Plan, sample: Sample, token_count: int) -> None:
@@ -294,14 +296,11 @@ class Scheduler(Roster):
         plan.grows.append((sample, token_count))
 
     def _can_admit(self, budget: int) -> bool:
-        return bool(self.waiting) and budget > 0 and len(self.running) < self.running_max
+        return bool(self.roster.waiting) and budget > 0 and len(self.roster.running) < self.running_max
 
     def _room(self) -> int | None:
         """Counts the blocks that are free, or held ahead, which is as good; None where the allocator has not said."""
-        if self._free_block_count is None:
-            return None
-        held = sum(lookahead.block_count_of(sample, self.block_size) for sample in self.running + self.leaving)
-        return self._free_block_count + held
+        return None if self._free_block_count is None else self._free_block_count + self.roster.held_ahead_count
 
     def _needs_of(self, samples: Sequence[Decoding[Sample]], free_block_count: int) -> list[tuple[Sample, int]]:
         return needs_of(samples, free_block_count, ahead_tokens=self.ahead_tokens, increment=self._increment)
@@ -310,17 +309,19 @@ class Scheduler(Roster):
         """Returns who gives back so many blocks that it holds ahead, and for how many tokens each keeps room."""
         if block_count <= 0:
             return {}
-        holders = [(sample, sample.granted, len(sample.tokens)) for sample in self.running + self.leaving]
+        holders = [(sample, sample.granted, len(sample.tokens)) for sample in self.roster.running + self.roster.leaving]
         return give_back(holders, block_count, self._increment)
 
     def _choose(self, budget: int, free_block_count: int | None) -> list[Admission]:
         limits = TurnLimits(
             tokens=budget,
-            samples=self.running_max - len(self.running),
+            samples=self.running_max - len(self.roster.running),
             blocks=free_block_count,
             digest_bytes=self.digest_bytes_max,
         )
-        return admit(self.waiting, self.running, limits, block_size=self.block_size, peaks=self._peaks)
+        return admit(
+            self.roster.waiting, self.roster.running, limits, block_size=self.roster.block_size, peaks=self._peaks
+        )
 
     def _let_in(self, plan: Plan, admissions: Iterable[Admission]) -> int:
         """Returns how many blocks they take at most."""
@@ -348,14 +349,14 @@ class Scheduler(Roster):
     def _take_commits(self, plan: Plan, outcome: StepOutcome) -> None:
         assert not any((*outcome.commits, *outcome.forks)), "the allocator lost a sequence"
         if plan.step:
-            self._free_block_count = outcome.free_block_count // self.group_count
+            self._free_block_count = outcome.free_block_count // self.roster.group_count
         if outcome.swaps:
-            by_id = {sample.sequence_id: sample for sample in (*self.running, *self.leaving)}
+            by_id = {sample.sequence_id: sample for sample in (*self.roster.running, *self.roster.leaving)}
             for swap in outcome.swaps:  # of a sample that was freed with this step nobody asks any more
                 if swap.sequence_id in by_id:
                     by_id[swap.sequence_id].swap(swap)
         for sample in plan.commits:
-            sample.settle(self.groups)
+            sample.settle(self.roster.groups)
 
     def _take(self, sample: Sample, token_count: int, grown: GrowOutcome, *, is_new: bool) -> bool:
         """Notes what the allocator granted; returns False if that was nothing."""
@@ -368,32 +369,32 @@ class Scheduler(Roster):
         if is_new:
             sample.sequence_id = grown.sequence_id
         if is_new and sample.has_ended:  # cancelled while the allocator was being asked
-            self.leaving.append(sample)
+            self.roster.leaving.append(sample)
             return False
-        tables, states = grown.blocks[: self.group_count], grown.blocks[self.group_count :]
+        roster = self.roster
+        tables, states = grown.blocks[: roster.group_count], grown.blocks[roster.group_count :]
         usage = sample.request.usage
-        matched_block_count = grown.matched_token_count // self.block_size
+        matched_block_count = grown.matched_token_count // self.roster.block_size
         if not sample.has_ended:  # else it has no use for them
             usage.granted_block_count += sum(len(blocks) - matched_block_count for blocks in tables)
         if is_new:
-            self.waiting.remove(sample)
-            insort(self.running, sample, key=age_of)
+            roster.start(sample)
             sample.tables = [array("I", blocks) for blocks in tables]
             sample.computed = sample.committed = grown.matched_token_count
-            sample.fallen = [group.first_read(sample.computed) // self.block_size for group in self.groups]
-            if self.has_states:
+            sample.fallen = [group.first_read(sample.computed) // roster.block_size for group in roster.groups]
+            if roster.has_states:
                 sample.states = [own[0] for own in states]
-                sample.boundaries = boundaries_of(sample, grown.junction_token_count, self.block_size)
+                sample.boundaries = boundaries_of(sample, grown.junction_token_count, roster.block_size)
             if not sample.request.admitted:
                 sample.request.admitted = True
                 usage.cached_token_count = grown.matched_token_count
         else:
-            sample.add_blocks(tables, states, token_count // self.block_size)
+            sample.add_blocks(tables, states, token_count // self.roster.block_size)
         sample.granted = max(token_count, grown.matched_token_count)
         return True
 
     def _round_up(self, token_count: int) -> int:
-        return -(-token_count // self.block_size) * self.block_size
+        return -(-token_count // self.roster.block_size) * self.roster.block_size
 
     def _new_sequence_id(self) -> int:
         self._last_sequence_id += 1

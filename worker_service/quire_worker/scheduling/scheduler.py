@@ -51,9 +51,6 @@ class Scheduler:
         digest_bytes_max: of the digests that one step may carry for new sequences.
         commit_blocks_max: whose digests one step may carry. Without an allocator nobody computes beyond that. At least
             those of a forward pass.
-
-    Attributes:
-        roster: who waits, who runs, who leaves.
     """
 
     def __init__(
@@ -67,7 +64,7 @@ class Scheduler:
         digest_bytes_max: int = 512 << 10,
         commit_blocks_max: int = 10 << 10,
     ) -> None:
-        self.roster = Roster(groups)
+        self.roster = Roster(groups)  # who waits, who runs, who leaves
         self.sequence_tokens_max = sequence_tokens_max
         self.batch_tokens_max = batch_tokens_max
         self.running_max = running_max

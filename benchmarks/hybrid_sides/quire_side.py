@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from itertools import count
-from typing import Any, Final
+from typing import Final
 
 from quire.planning import blocks_for
 from quire_allocator.core.pool import Pool
@@ -25,9 +24,7 @@ class QuireSide:
     """
 
     def __init__(self, groups: tuple[GroupSpec, ...], block_count: int, chunk_tokens: int, retention: str = "") -> None:
-        fields = {field.name for field in dataclasses.fields(PoolSpec)}
-        wanted: dict[str, Any] = {"retention": retention, "chunk_token_count_max": chunk_tokens}
-        spec = PoolSpec(block_count, groups, **{name: value for name, value in wanted.items() if name in fields})
+        spec = PoolSpec(block_count, groups, retention=retention, chunk_token_count_max=chunk_tokens)
         self.pool = Pool(spec)
         self.refused_count = 0
         self._chunk_tokens = chunk_tokens
@@ -62,8 +59,7 @@ class QuireSide:
             self.refused_count += 1
             return 0
         matched = answer.matched_token_count
-        junction = getattr(answer, "junction_token_count", 0)
-        is_done = self._compute(sequence, matched, prompt, junction, digests)
+        is_done = self._compute(sequence, matched, prompt, answer.junction_token_count, digests)
         is_done = is_done and self._decode(sequence, prompt, request.computed_token_count, digests)
         assert self.pool.free(sequence) is Result.OK
         if not is_done:

@@ -64,7 +64,7 @@ check: $(READY) ## lint, formatting, what may import what, and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo --no-cache
-	$(BIN)/mypy client/quire allocator_service/quire_allocator worker_service/quire_kernels worker_service/quire_worker
+	$(BIN)/mypy client/quire allocator_service/quire_allocator worker_service/quire_cpu worker_service/quire_kernels worker_service/quire_worker
 
 format: $(READY) ## format and mend what can be mended
 	$(BIN)/ruff check --fix .

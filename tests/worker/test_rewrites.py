@@ -55,7 +55,7 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 TIED: dict[str, Any] = {**SHAPE, "tie_word_embeddings": True}
-LAYERS = Counter(AttentionRewrite=2, GatedMlpRewrite=2, NormRewrite=5, DecoderLayerRewrite=2)
+LAYERS = Counter(AttentionRewrite=2, GatedMlpRewrite=2, NormRewrite=5, DecoderLayerRewrite=2, DecoderRewrite=1)
 
 # Per family: what makes it, and how often each rewrite has to fit it.
 FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], Counter[str]]] = {

@@ -15,6 +15,12 @@ namespace QUIRE_ISA {
 constexpr long DIRECT_ROWS = 4;  // at most, that read keys and values where they lie
 constexpr long TILE_ROWS = 64;   // of a tile of queries, about
 
+// Whether rows read keys and values where they lie: there are few of them, and a key is whole vectors of words.
+template <class T>
+inline bool reads_directly(const QuireAttend& a, long rows) {
+    return rows <= DIRECT_ROWS && a.head_dim % (LANES * PER_WORD<T>) == 0;
+}
+
 // The queries [first_query, first_query + queries) of a sequence, for some KV heads.
 struct Item {
     int32_t sequence, first_query, queries, first_head, heads;
@@ -50,12 +56,13 @@ inline void direct_products(const T* const* queries, const Block<T>& block, long
         const T* key[AT_ONCE];
         for (int j = 0; j < LANES; j++) sum[j] = Vec{};
         for (int j = 0; j < AT_ONCE; j++) key[j] = block.keys[smaller(k + j, block.count - 1)] + head_offset;
-        for (long i = 0; i < size; i += LANES) {
-            Vec query[ROWS];
-            for (int r = 0; r < ROWS; r++) query[r] = load(queries[r] + i);
+        for (long i = 0; i < size; i += LANES * PER_WORD<T>) {
+            Words query[ROWS];
+            for (int r = 0; r < ROWS; r++) query[r] = load_raw<Words>(queries[r] + i);
             for (int j = 0; j < AT_ONCE; j++) {
-                const Vec x = load(key[j] + i);
-                for (int r = 0; r < ROWS; r++) sum[r * AT_ONCE + j] += query[r] * x;
+                const Words x = load_raw<Words>(key[j] + i);
+                for (int r = 0; r < ROWS; r++)
+                    sum[r * AT_ONCE + j] = multiply_add<T>(query[r], x, sum[r * AT_ONCE + j]);
             }
         }
         float sums[LANES];
@@ -203,7 +210,7 @@ struct Walk {
     }
 
     void run() {
-        const bool is_direct = rows <= DIRECT_ROWS && size % LANES == 0;
+        const bool is_direct = reads_directly<T>(a, rows);
         const long all_rows = rows * item.heads, words = size / PER_WORD<T>;
         padded = round_up(size, WIDTH);
         // 64 bytes apart, so that every part begins at a cache line.
@@ -257,8 +264,8 @@ void attend_of(const QuireAttend& a) {
         const int32_t queries = a.query_indptr[s + 1] - a.query_indptr[s];
         for (int32_t q = 0; q < queries; q += tile) {
             const int32_t some = static_cast<int32_t>(smaller(tile, queries - q));
-            const bool is_direct = some * group <= DIRECT_ROWS && a.head_dim % LANES == 0;
-            const int32_t heads = is_direct && a.sequences > 1 ? a.kv_heads : 1;  // one sequence: a head for each thread
+            // All heads of a block one after another read memory in order; a lone sequence gives each thread a head.
+            const int32_t heads = reads_directly<T>(a, some * group) && a.sequences > 1 ? a.kv_heads : 1;
             for (int32_t h = 0; h < a.kv_heads; h += heads) items[count++] = {s, q, some, h, heads};
         }
     }

@@ -24,7 +24,7 @@ inline void tile(const Word* a, long a_stride, const Word* b, long b_stride, lon
         Words right[VECTORS];
         for (int v = 0; v < VECTORS; v++) right[v] = load_raw<Words>(b + v * LANES);
         for (int r = 0; r < ROWS; r++) {
-            const Word left = a[r * a_stride + k];
+            const Words left = all_lanes(a[r * a_stride + k]);
             for (int v = 0; v < VECTORS; v++) sum[r][v] = multiply_add<T>(left, right[v], sum[r][v]);
         }
     }

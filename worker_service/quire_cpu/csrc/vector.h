@@ -181,28 +181,24 @@ inline Vec hyperbolic_tangent(Vec x) {
 
 inline Vec silu(Vec x) { return x / (1.0f + exponential(-x)); }
 
-// sum + a * b of float32, or of two pairs of bfloat16; `a` is one word for all lanes.
+// sum + a * b of float32, or of two pairs of bfloat16, lane by lane.
 template <class T>
-inline Vec multiply_add(Word a, Words b, Vec sum);
+inline Vec multiply_add(Words a, Words b, Vec sum);
 template <>
-inline Vec multiply_add<float>(Word a, Words b, Vec sum) {
-    float factor;
-    memcpy(&factor, &a, sizeof factor);
-    return sum + factor * (Vec)b;
+inline Vec multiply_add<float>(Words a, Words b, Vec sum) {
+    return sum + (Vec)a * (Vec)b;
 }
 template <>
-inline Vec multiply_add<Bfloat16>(Word a, Words b, Vec sum) {
+inline Vec multiply_add<Bfloat16>(Words a, Words b, Vec sum) {
 #if defined(__AVX512BF16__)
-    return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(a), (__m512bh)b);
+    return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #else
-    const uint32_t first_bits = a << 16, second_bits = a & 0xffff0000u;
-    float first, second;
-    memcpy(&first, &first_bits, sizeof first);
-    memcpy(&second, &second_bits, sizeof second);
-    sum = sum + first * (Vec)(b << 16);
-    return sum + second * (Vec)(b & 0xffff0000u);
+    sum = sum + (Vec)(a << 16) * (Vec)(b << 16);
+    return sum + (Vec)(a & 0xffff0000u) * (Vec)(b & 0xffff0000u);
 #endif
 }
+
+inline Words all_lanes(Word word) { return Words{} + static_cast<uint32_t>(word); }
 
 // Memory of a thread that every call uses again, grown to the largest.
 inline char* workspace(size_t bytes) {

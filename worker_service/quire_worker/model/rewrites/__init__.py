@@ -12,6 +12,7 @@ and one rewrite a file, from the smallest:
     gated_mlp      silu(gate) * up, then down: two products, the first with its activation
     attention      q/k/v in one product, then norms of heads and rotary embedding in one kernel
     decoder_layer  the residual sums: added where the product before them writes its result
+    decoder        the loop over the layers, without transformers' masks and hooks between them
 
 Names of classes count for nothing: a module is replaced if its parts fit the pattern and its replacement gives what the
 module itself gave, for what it was given. Everything else stays as it is. Weights are packed module by module and the

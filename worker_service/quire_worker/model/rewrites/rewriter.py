@@ -11,6 +11,7 @@ import torch
 from quire_cpu.library import Library
 
 from quire_worker.model.rewrites.attention import AttentionRewrite
+from quire_worker.model.rewrites.decoder import DecoderRewrite
 from quire_worker.model.rewrites.decoder_layer import DecoderLayerRewrite
 from quire_worker.model.rewrites.gated_mlp import GatedMlpRewrite
 from quire_worker.model.rewrites.interface import Rewrite, is_plain_linear
@@ -61,7 +62,7 @@ class _Pass:
             LinearRewrite(library, shared),
         )
         # Tried after: they are made of what its parts became.
-        self._wholes: tuple[Rewrite, ...] = (DecoderLayerRewrite(),)
+        self._wholes: tuple[Rewrite, ...] = (DecoderLayerRewrite(), DecoderRewrite())
 
     def visit(self, module: torch.nn.Module) -> None:
         """Rewrites all that is in a module."""
@@ -110,7 +111,7 @@ def agrees(candidate: torch.nn.Module, call: Call) -> bool:
     """Whether a candidate gives what the original gave. One that cannot be called as the original was does not."""
     try:
         result = candidate(*call.arguments, **call.keywords)
-    except (ValueError, TypeError, RuntimeError, IndexError):
+    except (ValueError, TypeError, RuntimeError, LookupError):
         return False
     ours, theirs = _tensor_of(result), _tensor_of(call.result)
     if ours is None or theirs is None or type(result) is not type(call.result):
@@ -122,8 +123,8 @@ def agrees(candidate: torch.nn.Module, call: Call) -> bool:
 
 
 def _tensor_of(result: Any) -> torch.Tensor | None:
-    """A module's result, or the first of several."""
-    first = result[0] if isinstance(result, tuple) else result
+    """A module's result, or the first of several: of a tuple, or of one of transformers' outputs."""
+    first = result if isinstance(result, torch.Tensor) else result[0]
     return first if isinstance(first, torch.Tensor) else None
 
 

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import structlog
 import torch
 from quire_cpu.library import Library
 
@@ -24,16 +23,23 @@ from quire_worker.model.rewrites.tied_head import PackedEmbedding
 # bfloat16 of results that are rounded at other places. Another activation, or a bias left out, is tens of percents.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
-_log = structlog.get_logger(__name__)
+TIED_HEAD = "TiedHead"
 
 
-def rewrite(module: torch.nn.Module, library: Library, run: Callable[[Recording], object]) -> Counter[str]:
+def rewrite(
+    module: torch.nn.Module,
+    library: Library,
+    run: Callable[[Recording], object],
+    *,
+    is_wanted: Callable[[str], bool] = lambda name: True,
+) -> Counter[str]:
     """Rewrites a model in place.
 
     Args:
         module: a transformers model on a CPU, for inference.
         library: the kernels.
         run: makes the model compute one batch, with a step from `Recording.step`; of a few tokens.
+        is_wanted: which rewrites to try, by name; for benchmarks.
 
     Returns:
         How often each rewrite was applied, by its class's name.
@@ -41,8 +47,9 @@ def rewrite(module: torch.nn.Module, library: Library, run: Callable[[Recording]
     recording = Recording()
     with torch.inference_mode():
         recording.record(module, run)
-        done = _Pass(library, recording, _shared_weights(module))
-        done.pack_tied_head(module)
+        done = _Pass(library, recording, _shared_weights(module), is_wanted)
+        if is_wanted(TIED_HEAD):
+            done.pack_tied_head(module)
         done.visit(module)
     return done.counts
 
@@ -50,19 +57,24 @@ def rewrite(module: torch.nn.Module, library: Library, run: Callable[[Recording]
 class _Pass:
     """One model's rewriting."""
 
-    def __init__(self, library: Library, recording: Recording, shared: set[int]) -> None:
+    def __init__(
+        self, library: Library, recording: Recording, shared: set[int], is_wanted: Callable[[str], bool]
+    ) -> None:
+        def wanted(*rewrites: Rewrite) -> tuple[Rewrite, ...]:
+            return tuple(each for each in rewrites if is_wanted(type(each).__name__))
+
         self.counts: Counter[str] = Counter()
         self._library = library
         self._recording = recording
         # Tried on a module before its parts are: the largest pattern first.
-        self._parts: tuple[Rewrite, ...] = (
+        self._parts = wanted(
             AttentionRewrite(library, recording),
             GatedMlpRewrite(library),
             NormRewrite(library),
             LinearRewrite(library, shared),
         )
         # Tried after: they are made of what its parts became.
-        self._wholes: tuple[Rewrite, ...] = (DecoderLayerRewrite(), DecoderRewrite())
+        self._wholes = wanted(DecoderLayerRewrite(), DecoderRewrite())
 
     def visit(self, module: torch.nn.Module) -> None:
         """Rewrites all that is in a module."""
@@ -104,7 +116,7 @@ class _Pass:
                 del self._recording.calls[part]
             module.set_input_embeddings(replacements[0])
             module.set_output_embeddings(replacements[1])
-            self.counts["TiedHead"] += 1
+            self.counts[TIED_HEAD] += 1
 
 
 def agrees(candidate: torch.nn.Module, call: Call) -> bool:

@@ -72,15 +72,15 @@ def test_the_structures_are_as_large_as_the_header_says() -> None:
     header = (build.SOURCES / "quire_cpu.h").read_text(encoding="utf-8")
     from quire_cpu import interface
 
-    for name, structure in interface.CALLS.items():
-        title = "Quire" + "".join(part.title() for part in name.removeprefix("quire_").split("_"))
+    for structure in [*interface.CALLS.values(), interface.Packed, interface.Layer]:
+        title = f"Quire{structure.__name__}"
         body = header.split(f"struct {title} {{", 1)[1].split("};", 1)[0]
         fields = [
-            word.strip().lstrip("*").strip()
+            name.split()[-1].lstrip("*")
             for line in body.splitlines()
             for declaration in line.split("//")[0].split(";")
-            if declaration.strip()
-            for word in declaration.replace("const ", "").strip().split(" ", 1)[1].split(",")
+            for name in declaration.split(",")
+            if name.strip()
         ]
         assert [field for field, _ in structure._fields_] == fields
     assert ctypes.sizeof(interface.Pack) == 8 * 8 + 8

@@ -1,6 +1,6 @@
 """Compiles `csrc/` to one shared library; `python -m quire_cpu.build FOLDER` is what a wheel's build calls.
 
-`kernels.cpp` is compiled once for each instruction set of the architecture, `dispatch.cpp` once. It takes about ten
+`kernels.cpp` is compiled once for each instruction set of the architecture, the other files once. It takes about ten
 seconds of CPU and a C++17 compiler: `$CXX`, or the first of `c++`, `g++`, `clang++`.
 """
 
@@ -67,7 +67,9 @@ def build(folder: Path) -> Path:
     target = folder / library_name()
     try:
         with tempfile.TemporaryDirectory(dir=folder) as made:
-            objects = [_compile(program, "dispatch.cpp", Path(made) / "dispatch.o", ())]
+            objects = [
+                _compile(program, f"{name}.cpp", Path(made) / f"{name}.o", ()) for name in ("decoder", "dispatch")
+            ]
             sets = {"baseline": (), **INSTRUCTION_SETS.get(platform.machine(), {})}
             for name, flags in sets.items():
                 objects.append(

@@ -100,6 +100,40 @@ class Pack(ctypes.Structure):
     ]
 
 
+class Packed(ctypes.Structure):
+    """Describes a packed weight (`QuirePacked`)."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("weight", "bias")],
+        *[(name, c_int64) for name in ("inputs", "outputs")],
+        ("is_gated", c_int32),
+    ]
+
+
+class Layer(ctypes.Structure):
+    """Describes one layer of a decoder (`QuireLayer`)."""
+
+    _fields_ = [
+        *[(name, Packed) for name in ("qkv", "output", "gate_up", "down")],
+        *[(name, c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm", "pages")],
+        *[(name, c_float) for name in ("attention_epsilon", "mlp_epsilon", "head_epsilon", "scale")],
+    ]
+
+
+class Decoder(ctypes.Structure):
+    """Holds the arguments of `quire_decoder`."""
+
+    _fields_ = [
+        ("layers", ctypes.POINTER(Layer)),
+        ("layer_count", c_int64),
+        *[(name, c_void_p) for name in ("hidden", "normed", "qkv", "attended", "gated")],
+        ("attend", ctypes.POINTER(Attend)),
+        *[(name, c_void_p) for name in ("slots", "cosine", "sine")],
+        *[(name, c_int64) for name in ("table_stride", "tokens", "hidden_size")],
+        *[(name, c_int32) for name in ("query_heads", "kv_heads", "head_dim", "rotary_dim", "dtype")],
+    ]
+
+
 CALLS = {
     "quire_attend": Attend,
     "quire_append": Append,
@@ -108,6 +142,7 @@ CALLS = {
     "quire_silu_mul": SiluMul,
     "quire_linear": Linear,
     "quire_pack": Pack,
+    "quire_decoder": Decoder,
 }
 
 

@@ -95,6 +95,42 @@ struct QuirePack {
     int32_t dtype;
 };
 
+// A packed weight, as quire_linear takes it.
+struct QuirePacked {
+    const void* weight;
+    const float* bias;             // or null
+    int64_t inputs, outputs;
+    int32_t is_gated;
+};
+
+// One layer of a decoder: x = x + attention(norm(x)); x = x + mlp(norm(x)).
+struct QuireLayer {
+    struct QuirePacked qkv, output, gate_up, down;
+    const void* attention_norm;
+    const void* mlp_norm;
+    const void* query_norm;        // or null
+    const void* key_norm;
+    void* pages;
+    float attention_epsilon, mlp_epsilon, head_epsilon, scale;
+};
+
+// All layers of a decoder, on the hidden states where they are. The other buffers are for what lies between the kernels.
+struct QuireDecoder {
+    const struct QuireLayer* layers;
+    int64_t layer_count;
+    void* hidden;                  // [tokens, hidden_size]
+    void* normed;                  // [tokens, hidden_size]
+    void* qkv;                     // [tokens, query_heads + 2 * kv_heads, head_dim]
+    void* attended;                // [tokens, query_heads, head_dim]
+    void* gated;                   // [tokens, outputs of gate_up]
+    const struct QuireAttend* attend;  // the batch; query, pages, output and scale are filled in
+    const int64_t* slots;          // [tokens]
+    const void* cosine;            // [tokens, rotary_dim]
+    const void* sine;
+    int64_t table_stride, tokens, hidden_size;
+    int32_t query_heads, kv_heads, head_dim, rotary_dim, dtype;
+};
+
 enum { QUIRE_PANEL = 64 };         // columns of a panel of a packed weight
 
 QUIRE_EXPORT const char* quire_instruction_sets(void);        // those that this CPU has, best first, comma between
@@ -108,5 +144,6 @@ QUIRE_EXPORT void quire_norm(const struct QuireNorm*);
 QUIRE_EXPORT void quire_silu_mul(const struct QuireSiluMul*);
 QUIRE_EXPORT void quire_linear(const struct QuireLinear*);
 QUIRE_EXPORT void quire_pack(const struct QuirePack*);
+QUIRE_EXPORT void quire_decoder(const struct QuireDecoder*);
 // The first largest logit of each row; a NaN is larger than all numbers.
 QUIRE_EXPORT void quire_greedy(const float* logits, int64_t stride, int64_t rows, int64_t vocabulary, int64_t* tokens);

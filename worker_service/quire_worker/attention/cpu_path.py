@@ -46,7 +46,7 @@ class CpuPagedAttention(PagedAttention):
         return self._torch.choose(logits, params, draw)
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
     """What distinguishes the layers of a model, to the kernels."""
 
     query_heads: int
@@ -62,7 +62,7 @@ class CpuAttentionPlan(AttentionPlan):
     library: Library
     batch: AttentionBatch
     spec: CacheSpec
-    arguments: dict[_Kind, Attend] = field(default_factory=dict)
+    arguments: dict[Kind, Attend] = field(default_factory=dict)
 
     def append(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor) -> None:
         if key.stride(2) != 1:
@@ -87,10 +87,7 @@ class CpuAttentionPlan(AttentionPlan):
         soft_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        kind = _Kind(query.shape[1], scale, window_left, soft_cap)
-        arguments = self.arguments.get(kind)
-        if arguments is None:
-            arguments = self.arguments[kind] = self._arguments_of(kind)
+        arguments = self.arguments_of(Kind(query.shape[1], scale, window_left, soft_cap))
         if query.stride(2) != 1:
             query = query.contiguous()
         logarithms = None if sinks is None else sinks.float().contiguous()
@@ -102,8 +99,14 @@ class CpuAttentionPlan(AttentionPlan):
         self.library.functions.quire_attend(byref(arguments))
         return output
 
-    def _arguments_of(self, kind: _Kind) -> Attend:
-        """All but pointers to what a layer has of its own."""
+    def arguments_of(self, kind: Kind) -> Attend:
+        """All but pointers to what a layer has of its own; they are the next layer's to fill in."""
+        arguments = self.arguments.get(kind)
+        if arguments is None:
+            arguments = self.arguments[kind] = self._new_arguments(kind)
+        return arguments
+
+    def _new_arguments(self, kind: Kind) -> Attend:
         batch, spec = self.batch, self.spec
         tables = batch.block_tables
         return Attend(

@@ -1,8 +1,8 @@
 """The loop over the layers, without the masks, caches and hooks that transformers' models prepare around it.
 
 Where every layer goes straight to the kernels, they all run in one call of `quire_decoder`. That saves ten calls from
-Python a layer; more than that, while it runs the model's thread needs nothing of the interpreter, so that the event loop
-can hand out the last tokens meanwhile.
+Python a layer; more than that, while it runs the model's thread needs nothing of the interpreter, so that the event
+loop can hand out the last tokens meanwhile.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class DecoderRewrite:
 
 
 def _layers_in_c(layers: list[DecoderLayer]) -> ctypes.Array[interface.Layer] | None:
-    """What `quire_decoder` reads of the layers; None where they differ in shape, or ask attention for more than a scale."""
+    """What `quire_decoder` reads of the layers; None where their shapes differ, or one asks for more than a scale."""
     shapes = {
         (a.qkv.outputs, a.query_heads, a.kv_heads, a.head_dim, layer.mlp.gate_up.outputs)
         for layer in layers

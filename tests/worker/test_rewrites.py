@@ -19,6 +19,7 @@ from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.rewrites import rewriter
+from quire_worker.model.rewrites.decoder import Decoder
 from quire_worker.model.rewrites.gated_mlp import GatedMlp, GatedMlpRewrite
 from quire_worker.model.rewrites.linear import Linear, LinearRewrite
 from quire_worker.model.rewrites.norm import Norm, NormRewrite
@@ -155,6 +156,28 @@ def test_in_bfloat16_logits_are_as_near_to_float32_as_the_models_own(family: str
         for logits in (logits_of(model), logits_of(load_untouched(folder, dtype="bfloat16")))
     )
     assert ours < 1.2 * own
+
+
+@pytest.mark.parametrize("family", ["llama, biases", "qwen3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(dtype: str, family: str, tmp_path: Path) -> None:
+    model = load_model(folder_of(family, tmp_path), dtype=dtype)
+    (decoder,) = (part for part in model.module.modules() if isinstance(part, Decoder))
+    at_once = logits_of(model)
+    with mock.patch.object(decoder, "_run_in_c", side_effect=AssertionError), pytest.raises(AssertionError):
+        logits_of(model)
+    with mock.patch.object(decoder, "_in_c", None):
+        assert torch.equal(logits_of(model), at_once)
+
+
+def test_several_threads_give_the_bits_of_one(tmp_path: Path) -> None:
+    model = load_model(folder_of("llama", tmp_path))
+    before, one = torch.get_num_threads(), logits_of(model)
+    try:
+        torch.set_num_threads(before + 2)
+        assert torch.equal(logits_of(model), one)
+    finally:
+        torch.set_num_threads(before)
 
 
 def tensor_bytes(module: torch.nn.Module) -> int:

@@ -10,7 +10,7 @@ from quire_cpu import ops
 from quire_cpu.library import Library
 from quire_cpu.ops import HeadNorms, PackedLinear
 
-from quire_worker.model.rewrites.interface import WithLibrary, child_names, is_plain_linear, own_parameter_names
+from quire_worker.model.rewrites.interface import KernelRewrite, child_names, is_plain_linear, own_parameter_names
 from quire_worker.model.rewrites.linear import packed_of
 from quire_worker.model.rewrites.norm import weight_and_epsilon
 from quire_worker.model.rewrites.recording import Recording
@@ -72,7 +72,7 @@ class MergedAttention(torch.nn.Module):
         return self.output(attended.view(1, heads.shape[0], -1), residual), None
 
 
-class AttentionRewrite(WithLibrary):
+class AttentionRewrite(KernelRewrite):
     """Knows a module of q, k, v and o projections, with or without a norm of each query and key head. How it turns
     queries and keys, and that it does nothing else, shows when it is tried."""
 

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from quire_worker.attention.cpu_path import CpuAttentionPlan, Kind
 from quire_worker.model.rewrites.decoder_layer import DecoderLayer
-from quire_worker.model.rewrites.interface import child_names, own_parameter_names
+from quire_worker.model.rewrites.interface import Rewrite, child_names, own_parameter_names
 from quire_worker.model.rewrites.norm import Norm
 
 PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
@@ -81,7 +81,7 @@ class Decoder(torch.nn.Module):
         attention.library.functions.quire_decoder(ctypes.byref(arguments))
 
 
-class DecoderRewrite:
+class DecoderRewrite(Rewrite):
     """Knows a model of just these parts whose layers and last norm are rewritten already."""
 
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:

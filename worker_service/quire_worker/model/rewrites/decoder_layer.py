@@ -9,7 +9,7 @@ import torch
 
 from quire_worker.model.rewrites.attention import MergedAttention
 from quire_worker.model.rewrites.gated_mlp import GatedMlp
-from quire_worker.model.rewrites.interface import child_names, own_parameter_names
+from quire_worker.model.rewrites.interface import Rewrite, child_names, own_parameter_names
 from quire_worker.model.rewrites.norm import Norm
 
 PARTS = {
@@ -45,7 +45,7 @@ class DecoderLayer(torch.nn.Module):
         return self.mlp.forward(self.mlp_norm.forward(attended), attended)
 
 
-class DecoderLayerRewrite:
+class DecoderLayerRewrite(Rewrite):
     """Knows a layer of just these parts, all of them rewritten already."""
 
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:

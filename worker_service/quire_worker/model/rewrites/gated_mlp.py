@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from quire_cpu.ops import PackedLinear
 
-from quire_worker.model.rewrites.interface import WithLibrary, child_names, is_plain_linear, own_parameter_names
+from quire_worker.model.rewrites.interface import KernelRewrite, child_names, is_plain_linear, own_parameter_names
 from quire_worker.model.rewrites.linear import packed_of
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -26,7 +26,7 @@ class GatedMlp(torch.nn.Module):
         return self.down(self.gate_up(x), residual)
 
 
-class GatedMlpRewrite(WithLibrary):
+class GatedMlpRewrite(KernelRewrite):
     """Knows a module of `gate_proj`, `up_proj`, `down_proj` and an activation; that this is SiLU shows when it is
     tried."""
 

@@ -39,8 +39,8 @@ def is_plain_linear(module: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
     return weight.is_contiguous() and weight.shape[1] * weight.itemsize % 4 == 0
 
 
-class WithLibrary:
-    """Holds the kernels for a rewrite."""
+class KernelRewrite(Rewrite):
+    """A rewrite whose replacements call kernels."""
 
     def __init__(self, library: Library) -> None:
         self._library = library

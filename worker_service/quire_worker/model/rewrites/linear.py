@@ -8,7 +8,7 @@ import torch
 from quire_cpu.library import Library
 from quire_cpu.ops import PackedLinear
 
-from quire_worker.model.rewrites.interface import WithLibrary, is_plain_linear
+from quire_worker.model.rewrites.interface import KernelRewrite, is_plain_linear
 
 
 class Linear(torch.nn.Module):
@@ -23,7 +23,7 @@ class Linear(torch.nn.Module):
         return self.packed(x)
 
 
-class LinearRewrite(WithLibrary):
+class LinearRewrite(KernelRewrite):
     """Knows `torch.nn.Linear` itself, unless its weight is also something else's: it would be there twice."""
 
     def __init__(self, library: Library, shared: set[int]) -> None:

@@ -8,7 +8,7 @@ import torch
 from quire_cpu import ops
 from quire_cpu.library import Library
 
-from quire_worker.model.rewrites.interface import WithLibrary, child_names, own_parameter_names
+from quire_worker.model.rewrites.interface import KernelRewrite, child_names, own_parameter_names
 
 
 class Norm(torch.nn.Module):
@@ -25,7 +25,7 @@ class Norm(torch.nn.Module):
         return ops.norm(self.library, hidden_states, self.weight, self.epsilon)
 
 
-class NormRewrite(WithLibrary):
+class NormRewrite(KernelRewrite):
     """Knows a module of one vector and an epsilon. The vector may be counted from 0 or, as Gemma's, from 1."""
 
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:

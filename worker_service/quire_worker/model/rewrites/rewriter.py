@@ -55,7 +55,7 @@ def rewrite(
 
 
 class _Pass:
-    """One model's rewriting."""
+    """Rewrites one model, and is done with it then."""
 
     def __init__(
         self, library: Library, recording: Recording, shared: set[int], is_wanted: Callable[[str], bool]

@@ -98,6 +98,20 @@ def test_a_nan_reaches_the_result_of_its_own_sequence_and_no_other(
     torch.testing.assert_close(output[new:].double(), scene.reference()[new:], rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("new", [1, 40])
+def test_pages_may_lie_apart(new: int, attention: CpuPagedAttention) -> None:
+    """As those of layers that share a slot do."""
+    scene = Scene([(70, new), (3, new)])
+    pages = scene.pages
+    apart = torch.full((pages.shape[0], 3, *pages.shape[1:]), float("nan"))
+    apart[:, 1] = pages
+    scene.pages = apart[:, 1]
+    assert not scene.pages.is_contiguous()
+    assert_equals_reference(scene, attention)
+    assert apart[:, 0].isnan().all()
+    assert apart[:, 2].isnan().all()
+
+
 def test_a_dtype_that_the_kernels_have_not_is_attended_to_by_torch() -> None:
     attention = implementation("cpu", torch.device("cpu"))
     assert_equals_reference(Scene([(20, 1), (0, 9)], dtype=torch.float16), attention)

@@ -19,7 +19,9 @@ class Attend(ctypes.Structure):
         *[(name, c_int64) for name in ("table_stride", "sequences")],
         ("query", c_void_p),
         *[(name, c_int64) for name in ("query_token_stride", "query_head_stride")],
-        *[(name, c_void_p) for name in ("pages", "output")],
+        ("pages", c_void_p),
+        ("page_stride", c_int64),
+        ("output", c_void_p),
         *[(name, c_int32) for name in ("query_heads", "kv_heads", "head_dim", "page_size", "window_left", "dtype")],
         *[(name, c_float) for name in ("scale", "soft_cap")],
         ("sinks", c_void_p),
@@ -36,7 +38,7 @@ class Append(ctypes.Structure):
             for name in ("key_token_stride", "key_head_stride", "value_token_stride", "value_head_stride")
         ],
         *[(name, c_void_p) for name in ("slots", "pages")],
-        ("tokens", c_int64),
+        *[(name, c_int64) for name in ("page_stride", "tokens")],
         *[(name, c_int32) for name in ("kv_heads", "head_dim", "page_size", "dtype")],
     ]
 
@@ -116,6 +118,7 @@ class Layer(ctypes.Structure):
     _fields_ = [
         *[(name, Packed) for name in ("qkv", "output", "gate_up", "down")],
         *[(name, c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm", "pages")],
+        ("page_stride", c_int64),
         *[(name, c_float) for name in ("attention_epsilon", "mlp_epsilon", "head_epsilon", "scale")],
     ]
 

@@ -43,7 +43,7 @@ struct Block {
                 offset = 0;
                 page++;
             }
-            keys[i] = static_cast<const T*>(a.pages) + table[page] * 2 * value_offset + offset * row;
+            keys[i] = static_cast<const T*>(a.pages) + table[page] * a.page_stride + offset * row;
         }
     }
 };

@@ -31,13 +31,14 @@ void attention(const QuireDecoder& d, const QuireLayer& layer) {
     const void* key = behind(d.qkv, d.query_heads * d.head_dim, d.dtype);
     const void* value = behind(d.qkv, turned * d.head_dim, d.dtype);
     const QuireAppend append{key,        value,    row,        d.head_dim, row,         d.head_dim, d.slots,
-                             layer.pages, d.tokens, d.kv_heads, d.head_dim, d.attend->page_size, d.dtype};
+                             layer.pages, layer.page_stride, d.tokens, d.kv_heads, d.head_dim, d.attend->page_size, d.dtype};
     quire_append(&append);
     QuireAttend attend = *d.attend;
     attend.query = d.qkv;
     attend.query_token_stride = row;
     attend.query_head_stride = d.head_dim;
     attend.pages = layer.pages;
+    attend.page_stride = layer.page_stride;
     attend.output = d.attended;
     attend.scale = layer.scale;
     quire_attend(&attend);

@@ -19,7 +19,8 @@ struct QuireAttend {
     const void* query;             // [tokens, query_heads, head_dim]
     int64_t query_token_stride;
     int64_t query_head_stride;
-    const void* pages;             // [pages, 2, page_size, kv_heads, head_dim]
+    const void* pages;             // [pages, 2, page_size, kv_heads, head_dim], each page contiguous
+    int64_t page_stride;           // from one page to the next
     void* output;                  // [tokens, query_heads, head_dim], contiguous
     int32_t query_heads, kv_heads, head_dim, page_size;
     int32_t window_left;           // -1: all
@@ -36,6 +37,7 @@ struct QuireAppend {
     int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
     const int64_t* slots;          // [tokens], page * page_size + offset
     void* pages;
+    int64_t page_stride;
     int64_t tokens;
     int32_t kv_heads, head_dim, page_size, dtype;
 };
@@ -111,6 +113,7 @@ struct QuireLayer {
     const void* query_norm;        // or null
     const void* key_norm;
     void* pages;
+    int64_t page_stride;
     float attention_epsilon, mlp_epsilon, head_epsilon, scale;
 };
 

@@ -91,7 +91,7 @@ void append_of(const QuireAppend& a) {
     const long row = static_cast<long>(a.kv_heads) * a.head_dim, half = a.page_size * row;
     for (long token = 0; token < a.tokens; token++) {
         const long slot = a.slots[token], page = slot / a.page_size, offset = slot % a.page_size;
-        T* keys = static_cast<T*>(a.pages) + page * 2 * half + offset * row;
+        T* keys = static_cast<T*>(a.pages) + page * a.page_stride + offset * row;
         const T* key = static_cast<const T*>(a.key) + token * a.key_token_stride;
         const T* value = static_cast<const T*>(a.value) + token * a.value_token_stride;
         for (long h = 0; h < a.kv_heads; h++) {

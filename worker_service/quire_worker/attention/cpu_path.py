@@ -72,8 +72,8 @@ class CpuAttentionPlan(AttentionPlan):
         spec = self.spec
         arguments = Append(
             key.data_ptr(), value.data_ptr(), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-            self.batch.slot_mapping.data_ptr(), pages.data_ptr(), key.shape[0], spec.kv_head_count, spec.head_dim,
-            spec.block_size, DTYPES[spec.dtype],
+            self.batch.slot_mapping.data_ptr(), pages.data_ptr(), pages.stride(0), key.shape[0], spec.kv_head_count,
+            spec.head_dim, spec.block_size, DTYPES[spec.dtype],
         )  # fmt: skip
         self.library.functions.quire_append(byref(arguments))
 
@@ -94,7 +94,8 @@ class CpuAttentionPlan(AttentionPlan):
         output = torch.empty(query.shape, dtype=query.dtype)
         arguments.query = query.data_ptr()
         arguments.query_token_stride, arguments.query_head_stride = query.stride(0), query.stride(1)
-        arguments.pages, arguments.output = pages.data_ptr(), output.data_ptr()
+        arguments.pages, arguments.page_stride = pages.data_ptr(), pages.stride(0)
+        arguments.output = output.data_ptr()
         arguments.sinks = 0 if logarithms is None else logarithms.data_ptr()
         self.library.functions.quire_attend(byref(arguments))
         return output

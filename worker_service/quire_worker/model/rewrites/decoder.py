@@ -17,6 +17,7 @@ from quire_cpu.ops import PackedLinear
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from quire_worker.attention.cpu_path import CpuAttentionPlan, Kind
+from quire_worker.model.rewrites.attention import MergedAttention
 from quire_worker.model.rewrites.decoder_layer import DecoderLayer
 from quire_worker.model.rewrites.interface import Rewrite, child_names, own_parameter_names
 from quire_worker.model.rewrites.norm import Norm
@@ -64,7 +65,7 @@ class Decoder(torch.nn.Module):
         attention, mlp, tokens = first.attention, first.mlp, hidden.shape[1]
         assert self._in_c is not None
         for layer, index in zip(self._in_c, (each.attention.layer_index for each in self._in_order), strict=True):
-            layer.pages = pages[index].data_ptr()
+            layer.pages, layer.page_stride = pages[index].data_ptr(), pages[index].stride(0)
         normed = torch.empty_like(hidden)
         between = [
             torch.empty(tokens, size, dtype=hidden.dtype)
@@ -100,7 +101,7 @@ def _layers_in_c(layers: list[DecoderLayer]) -> ctypes.Array[interface.Layer] | 
         for layer in layers
         for a in [layer.attention]
     }
-    if len(shapes) > 1 or any(len(each.attention.options) != 1 or each.attention.keywords for each in layers):
+    if len(shapes) > 1 or any(_scale_of(each.attention) is None for each in layers):
         return None
     found = (interface.Layer * len(layers))()
     for described, layer in zip(found, layers, strict=True):
@@ -110,11 +111,17 @@ def _layers_in_c(layers: list[DecoderLayer]) -> ctypes.Array[interface.Layer] | 
         described.attention_norm = layer.attention_norm.weight.data_ptr()
         described.mlp_norm = layer.mlp_norm.weight.data_ptr()
         described.attention_epsilon, described.mlp_epsilon = layer.attention_norm.epsilon, layer.mlp_norm.epsilon
-        (described.scale,) = attention.options
+        described.scale = _scale_of(attention)
         if norms is not None:
             described.query_norm, described.key_norm = norms.query.data_ptr(), norms.key.data_ptr()
             described.head_epsilon = norms.epsilon
     return found
+
+
+def _scale_of(attention: MergedAttention) -> float | None:
+    """What a layer asks attention for, if that is a scale and nothing else."""
+    options = attention.options
+    return options[0] if len(options) == 1 and isinstance(options[0], float) and not attention.keywords else None
 
 
 def _packed(layer: PackedLinear) -> interface.Packed:

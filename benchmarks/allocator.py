@@ -41,7 +41,7 @@ Medians = dict[str, Costs]
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=11, help="rounds (default: %(default)s)")
     parser.add_argument("--without", nargs="*", default=[], choices=["vllm", "service", "scale"], help="parts to skip")
@@ -175,7 +175,7 @@ def measure_scale() -> tuple[list[dict[str, object]], list[Goal]]:
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Measures everything and prints or writes what was asked for."""
     options = arguments()
     medians = measure(options)
     slower = slowdown(medians)

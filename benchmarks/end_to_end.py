@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--model",
@@ -199,7 +199,7 @@ def measure_model(options: argparse.Namespace, name: str, folder: Path) -> list[
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Measures everything and prints or writes what was asked for."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     options = arguments()
     rows: list[Row] = []

@@ -38,7 +38,7 @@ CHAT_ROUNDS = 50
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True, help="file of requests, a line of JSON each")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="BLOCKS", help="(default: %(default)s)")
@@ -68,7 +68,7 @@ def chats_in_turn(chat_count: int) -> list[Request]:
 
 
 def lru(requests: Sequence[Request], capacity: int) -> int:
-    """Least recently used."""
+    """Evicts what was used longest ago."""
     cache: OrderedDict[int, None] = OrderedDict()
     hits = 0
     for request in requests:
@@ -125,7 +125,7 @@ class S3Fifo:
         self.remembered: OrderedDict[int, None] = OrderedDict()
 
     def access(self, block: int) -> bool:
-        """Whether it hits."""
+        """Counts one access and tells whether it hits."""
         if block in self.hits_of:
             self.hits_of[block] = min(3, self.hits_of[block] + 1)
             return True
@@ -164,7 +164,7 @@ class S3Fifo:
 
 
 def s3_fifo(requests: Sequence[Request], capacity: int) -> int:
-    """S3-FIFO."""
+    """Evicts as S3-FIFO does: a small queue, a main queue, and ghosts of what left the small one."""
     cache = S3Fifo(capacity)
     return sum(cache.access(block) for request in requests for block in reversed(request))
 
@@ -321,7 +321,7 @@ def goals(trace: Sequence[dict[str, object]], chats: Sequence[dict[str, object]]
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Measures everything and prints or writes what was asked for."""
     options = arguments()
     requests = read_trace(options.trace, options.split)
     trace = [ratios(options.trace.stem, requests, size, options.restarts) for size in options.sizes]

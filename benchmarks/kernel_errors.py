@@ -6,7 +6,7 @@ a GPU's errors may differ both ways.
 
     attention     of normal numbers against float64 on the same, rounded, queries and cache: what the kernel adds
     fp8 cache     the same against the bytes that are in the cache, and against what was quantised: what fp8 costs
-    append        what an fp8 cache holds times its scale, against what was appended
+    append        what an fp8 cache holds times its scale, against what was appended; fp8 is e4m3 or e5m2
     on the CPU    the worker's path there, where there is no GPU; it gives no lse
     sample        how far the number that drew a token lies outside the token's share of the probability; 0: inside
 
@@ -35,7 +35,7 @@ from quire_kernels.ops.mla_paged import mla_paged_reference  # noqa: E402
 from quire_kernels.ops.prefill_paged import prefill_paged_reference  # noqa: E402
 from quire_kernels.ops.prefill_ragged import prefill_ragged_reference  # noqa: E402
 from quire_kernels.ops.sampling import weights_reference  # noqa: E402
-from quire_kernels.shared.e4m3 import E4M3  # noqa: E402
+from quire_kernels.shared.fp8 import E4M3, E5M2, FP8_MAX, quantise_reference  # noqa: E402
 from quire_kernels.shared.options import AttentionOptions  # noqa: E402
 from quire_kernels.shared.paged_cache import unpack_paged_cache  # noqa: E402
 from quire_kernels.shared.prefill_rows import Masking  # noqa: E402
@@ -67,13 +67,14 @@ HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 8, 2, 128, 16
 MLA_HEADS, CKV_DIM, KPE_DIM = 4, 512, 64
 VOCABULARY = 5000
 ON_CPU = ", on the CPU"
+FORMATS = {E4M3: "e4m3", E5M2: "e5m2"}
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Of one operation; see the top of the file."""
+    """Holds the errors of one operation; the top of the file says what they are."""
 
     operation: str
     dtype: str
@@ -85,7 +86,7 @@ class Errors:
     of_tolerance: float | None = None
 
     def row(self) -> dict[str, object]:
-        """As it is published: rounded, where the next run may differ."""
+        """Returns the row as it is published: rounded where the next run may differ."""
         numbers = {
             name: "" if value is None else float(f"{value:.2g}")
             for name in ("max_abs", "relative_rms", "lse_max_abs", "tolerance", "of_tolerance")
@@ -105,7 +106,7 @@ def errors(
     against: str = "float64",
     tolerance: float | None = None,
 ) -> Errors:
-    """Of outputs, and of lse."""
+    """Returns the errors of outputs and of their log-sum-exp."""
     error, lse = (actual[0].double() - expected[0]).abs(), (actual[1].double() - expected[1]).abs()
     rms = float(error.square().mean().sqrt() / expected[0].square().mean().sqrt())
     share = None if tolerance is None else float((error / (1 + expected[0].abs())).max()) / tolerance
@@ -113,7 +114,7 @@ def errors(
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Without "torch."."""
+    """Returns the dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -132,29 +133,29 @@ class Scene:
         self.workspace = torch.empty(64 << 20, dtype=torch.uint8, device=DEVICE)
 
     def queries(self, tokens: int) -> torch.Tensor:
-        """Normal numbers."""
+        """Draws normal numbers for the queries."""
         return torch.randn(tokens, HEADS, HEAD_DIM, device=DEVICE).to(self.dtype)
 
     def decode(self, q: torch.Tensor, cache: torch.Tensor, **scales: Any) -> Result:
-        """By the wrapper."""
+        """Computes decode by the wrapper."""
         wrapper = BatchDecodeWithPagedKVCacheWrapper(self.workspace)
         dtypes = {"q_data_type": q.dtype, "kv_data_type": cache.dtype}
         wrapper.plan(*self.table, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, **dtypes)
         return pair(wrapper.run(q, cache, return_lse=True, **scales))
 
     def prefill(self, q: torch.Tensor, cache: torch.Tensor, **scales: Any) -> Result:
-        """By the wrapper, causal."""
+        """Computes causal prefill by the wrapper."""
         wrapper = BatchPrefillWithPagedKVCacheWrapper(self.workspace)
         dtypes = {"q_data_type": q.dtype, "kv_data_type": cache.dtype}
         wrapper.plan(starts(NEW), *self.table, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, causal=True, **dtypes)
         return pair(wrapper.run(q, cache, return_lse=True, **scales))
 
     def decode_reference(self, q: torch.Tensor, cache: torch.Tensor, options: AttentionOptions) -> Result:
-        """In float64."""
+        """Computes decode in float64."""
         return decode_paged_reference(q, unpack_paged_cache(cache), *self.table, options)
 
     def prefill_reference(self, q: torch.Tensor, cache: torch.Tensor, options: AttentionOptions) -> Result:
-        """In float64."""
+        """Computes causal prefill in float64."""
         masking = Masking(causal=True)
         return prefill_paged_reference(q, unpack_paged_cache(cache), starts(NEW), *self.table, options, masking)
 
@@ -175,14 +176,15 @@ def pair(result: Any) -> Result:
     return result
 
 
+def scale_of(fp8: torch.dtype) -> torch.Tensor:
+    """One that puts the largest number of a normal distribution near the largest of the format."""
+    return torch.full((KV_HEADS,), 4.5 / FP8_MAX[fp8], device=DEVICE)
+
+
 def paged(dtype: torch.dtype) -> Iterator[Errors]:
-    """Decode and prefill, on a cache of the queries' dtype and on one of fp8."""
+    """Decode and prefill, on a cache of the queries' dtype and on one of each format of fp8."""
     scene, options = Scene(dtype), AttentionOptions(HEAD_DIM**-0.5)
     tolerance = TOLERANCE[dtype]
-    # A scale that puts the largest number of a normal distribution near the largest of e4m3.
-    scale = torch.full((KV_HEADS,), 4.5 / 448, device=DEVICE)
-    fp8 = (scene.pages.float() / scale[0]).clamp(-448, 448).to(E4M3)
-    scaled = AttentionOptions(HEAD_DIM**-0.5, k_scale=scale, v_scale=scale)
     for title, run, reference, tokens in (
         ("decode", scene.decode, scene.decode_reference, len(LENGTHS)),
         ("prefill", scene.prefill, scene.prefill_reference, sum(NEW)),
@@ -190,10 +192,14 @@ def paged(dtype: torch.dtype) -> Iterator[Errors]:
         q = scene.queries(tokens)
         right = reference(q, scene.pages, options)
         yield errors(title, name_of(dtype), run(q, scene.pages), right, tolerance=tolerance)
-        actual = run(q, fp8, k_scale=scale, v_scale=scale)
-        dtypes, held = f"{name_of(dtype)}, fp8 cache", "float64 on the fp8 cache"
-        yield errors(title, dtypes, actual, reference(q, fp8, scaled), against=held, tolerance=tolerance)
-        yield errors(title, dtypes, actual, right, against="float64 before quantising")
+        for fp8, name in FORMATS.items():
+            scale = scale_of(fp8)
+            cache = quantise_reference(scene.pages, scale[0], fp8)
+            scaled = AttentionOptions(HEAD_DIM**-0.5, k_scale=scale, v_scale=scale)
+            actual = run(q, cache, k_scale=scale, v_scale=scale)
+            dtypes, held = f"{name_of(dtype)}, {name} cache", "float64 on the fp8 cache"
+            yield errors(title, dtypes, actual, reference(q, cache, scaled), against=held, tolerance=tolerance)
+            yield errors(title, dtypes, actual, right, against="float64 before quantising")
 
 
 def on_cpu(dtype: torch.dtype) -> Iterator[Errors]:
@@ -247,7 +253,7 @@ def latent(dtype: torch.dtype, new: tuple[int, ...], title: str) -> Errors:
 
 
 def merged(dtype: torch.dtype) -> Errors:
-    """Five states."""
+    """Merges five states and returns the errors."""
     v = torch.randn(64, 5, HEADS, HEAD_DIM, device=DEVICE).to(dtype)
     s = 5 * torch.randn(64, 5, HEADS, device=DEVICE)
     right, lse = merge_states_reference(v.double(), s)
@@ -255,18 +261,19 @@ def merged(dtype: torch.dtype) -> Errors:
     return errors("merge_states", name_of(dtype), merge_states(v, s), expected, tolerance=MERGE_TOLERANCE[dtype])
 
 
-def quantised(dtype: torch.dtype) -> Errors:
+def quantised(dtype: torch.dtype) -> Iterator[Errors]:
     """What is read back, times the scale."""
     tokens = torch.randn(2, 64, KV_HEADS, HEAD_DIM, device=DEVICE).to(dtype)
-    cache = torch.zeros(4, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM, device=DEVICE).to(E4M3)
-    scale = torch.full((KV_HEADS,), 4.5 / 448, device=DEVICE)
     table = (index(range(4)), starts([4]), index([PAGE_SIZE]))
     requests, positions = index([0] * 64), index(range(64))
-    append_paged_kv_cache(*tokens, requests, positions, cache, *table, "NHD", scale, scale)
-    held = cache.float().double().movedim(1, 0).flatten(1, 2) * scale.double()[:, None]
     nothing = torch.zeros(1, device=DEVICE)
-    found = errors("append, fp8 cache", name_of(dtype), (held, nothing), (tokens.double(), nothing.double()))
-    return Errors(found.operation, found.dtype, "what was appended", found.max_abs, found.relative_rms)
+    for fp8, name in FORMATS.items():
+        cache, scale = torch.zeros(4, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM, device=DEVICE).to(fp8), scale_of(fp8)
+        append_paged_kv_cache(*tokens, requests, positions, cache, *table, "NHD", scale, scale)
+        held = cache.float().double().movedim(1, 0).flatten(1, 2) * scale.double()[:, None]
+        dtypes = f"{name_of(dtype)}, {name} cache"
+        found = errors("append", dtypes, (held, nothing), (tokens.double(), nothing.double()))
+        yield Errors(found.operation, found.dtype, "what was appended", found.max_abs, found.relative_rms)
 
 
 def drawn(dtype: torch.dtype) -> Errors:
@@ -286,7 +293,7 @@ def drawn(dtype: torch.dtype) -> Errors:
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Measures everything and prints or writes what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_output_arguments(parser)
     options = parser.parse_args()
@@ -297,7 +304,7 @@ def main() -> None:
         found.append(ragged(dtype))
         found.append(latent(dtype, (1,) * len(LENGTHS), "latent decode"))
         found.append(latent(dtype, NEW, "latent prefill"))
-        found += [merged(dtype), quantised(dtype), drawn(dtype)]
+        found += [merged(dtype), *quantised(dtype), drawn(dtype)]
     if DEVICE.type == "cpu":
         for dtype in DTYPES:
             found += on_cpu(dtype)

@@ -24,7 +24,7 @@ PEERS = ("flex", "sdpa", "torch", "vllm")
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=["cpu", "gpu"], help="(default: gpu where there is one, or cpu)")
     parser.add_argument("--repeat", type=int, help="rounds: at least on a CPU, at most on a GPU (default: 9, 21)")
@@ -92,7 +92,7 @@ def accelerator() -> str:
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Measures everything and prints or writes what was asked for."""
     options = arguments()
     has_gpu = torch.cuda.is_available()
     wanted = options.parts or (["gpu"] if has_gpu else ["cpu"])

@@ -48,7 +48,7 @@ PARTS = ("process", "attach", "build", "send", "swap", "grant")
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", type=int, default=100_000, help="blocks of the smaller pool (default: %(default)s)")
     parser.add_argument("--large", type=int, default=1_000_000, help="of the larger one (default: %(default)s)")
@@ -119,7 +119,7 @@ class Outbox(deque[pb.SessionRequest]):
         self._owner = owner
 
     def popleft(self) -> pb.SessionRequest:
-        """The next message."""
+        """Takes the next message."""
         request = super().popleft()
         if request.HasField("report_end"):
             self._owner.note("send")
@@ -166,7 +166,7 @@ class Owner:
         self.watched.note("grant")
 
     async def give_back(self) -> None:
-        """Frees that block."""
+        """Frees the block that was granted."""
         step = StepBuilder()
         step.free(self.session.ledger.last_sequence_id)
         await self.session.step(step)
@@ -210,7 +210,7 @@ async def recover(supervisor: Supervisor, pools: list[Owner]) -> tuple[float, di
 
 
 async def measure(pools: int, block_count: int, repeat: int) -> dict[str, object]:
-    """One row."""
+    """Returns one row of results."""
     with tempfile.TemporaryDirectory(prefix="quire-") as folder:
         supervisor = Supervisor(Path(folder))
         await supervisor.start()
@@ -227,7 +227,7 @@ async def measure(pools: int, block_count: int, repeat: int) -> dict[str, object
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Measures everything and prints or writes what was asked for."""
     options = arguments()
     cases = (
         (1, options.small, options.repeat, 1.0),

@@ -60,7 +60,7 @@ BUILD = core_build()
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(MODEL), help="folder of the model (default: models/demo)")
     parser.add_argument("--requests", type=int, default=32, help="prompts of a round (default: %(default)s)")
@@ -84,7 +84,7 @@ class DirectSession:
         self._pool = InProcess(pool_spec_message(spec))
 
     async def step(self, operations: StepBuilder) -> StepOutcome:
-        """Applies a step."""
+        """Applies one step and returns its outcome."""
         return await (await self.submit(operations))
 
     async def submit(self, operations: StepBuilder) -> asyncio.Future[StepOutcome]:
@@ -111,7 +111,7 @@ class Answers:
         return bool(self._session.connected)
 
     async def step(self, operations: StepBuilder) -> StepOutcome:
-        """Applies a step."""
+        """Applies one step and returns its outcome."""
         self.complete.clear()
         try:
             outcome: StepOutcome = await self._session.step(operations)
@@ -277,7 +277,7 @@ async def made(
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Measures everything and prints or writes what was asked for."""
     options = arguments()
     cpus = sorted(os.sched_getaffinity(0))
     command = {"--listen": "127.0.0.1:0", "--metrics": "127.0.0.1:0", "--cpu": str(cpus[0]), "--lease": "3600"}

@@ -56,7 +56,7 @@ BUILD = core_build()
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=11, help="rounds, both sides in turn (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=400, help="messages of a side's turn (default: %(default)s)")
@@ -85,7 +85,7 @@ class Turn(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Messages a second."""
+        """Returns the messages per second."""
         return len(self.times) / self.wall_s
 
 
@@ -108,7 +108,7 @@ class Servers:
         self.allocator_clock = _cpu_clock(self.allocator.process.pid)
 
     def stop(self) -> None:
-        """Ends both."""
+        """Ends both processes."""
         assert self._echo.stdin is not None
         self._echo.stdin.close()
         self._echo.wait()
@@ -213,7 +213,7 @@ def percentile(turns: Sequence[Turn], share: float) -> float:
 
 
 def row(what: str, streams: int, turns: Sequence[Turn], over_echo: float | None = None) -> dict[str, object]:
-    """One row."""
+    """Returns one row of results."""
     numbers = {
         "per_s": statistics.median(turn.rate for turn in turns),
         "p50_us": percentile(turns, 0.5),
@@ -331,7 +331,7 @@ async def measure(options: argparse.Namespace, servers: Servers) -> tuple[list[d
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Measures everything and prints or writes what was asked for."""
     options = arguments()
     cpus = sorted(os.sched_getaffinity(0))
     take_cpu(cpus[-1])

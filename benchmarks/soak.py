@@ -92,7 +92,7 @@ async def churn(client: AsyncAllocatorClient, seconds: float) -> int:
 
 
 async def measure(minutes: float) -> dict[str, float]:
-    """All phases."""
+    """Runs all phases and returns their rows."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         arguments = ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]
@@ -126,7 +126,7 @@ async def measure(minutes: float) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Measures everything and prints or writes what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=3.0, help="of both phases together (default: %(default)s)")
     add_output_arguments(parser)

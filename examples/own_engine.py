@@ -29,7 +29,7 @@ START_S = 30.0
 
 
 def next_token(tokens: list[int], seed: int) -> int:
-    """The model."""
+    """Stands for the model: the next token follows from the tokens so far."""
     return hashlib.blake2b(repr((tokens, seed)).encode()).digest()[0]
 
 
@@ -123,7 +123,7 @@ class Engine:
             self.take(outcome)
 
     def decoding(self) -> list[Sequence]:
-        """The oldest first."""
+        """Returns the sequences that decode, the oldest first."""
         return [each for each in self.live.values() if len(each.tokens) <= each.last]
 
     def compute_one(self, sequence: Sequence) -> None:
@@ -192,7 +192,7 @@ async def decode(engine: Engine, address: str, folder: Path) -> None:
 
 
 async def main() -> None:
-    """Decodes, and compares."""
+    """Decodes all prompts and compares them with what the model would have said alone."""
     spec = PoolSpec.full_attention(
         block_count=BLOCK_COUNT, block_size=BLOCK_SIZE, cache_layout=LAYOUT, model_fingerprint=FINGERPRINT
     )

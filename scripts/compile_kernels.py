@@ -28,7 +28,8 @@ from typing import Any
 os.environ.pop("TRITON_INTERPRET", None)
 
 import triton
-from quire_kernels.shared.configurations import ARCHITECTURES, SHARED_MEMORY_MAX, KernelConfiguration, collect
+from quire_kernels.compilation.configurations import ARCHITECTURES, SHARED_MEMORY_MAX, KernelConfiguration
+from quire_kernels.compilation.shipped import SHIPPED
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -81,10 +82,9 @@ def main() -> int:
     parser.add_argument("--architectures", nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
-    configurations = collect()
     work = [
         (number, architecture)
-        for number, configuration in enumerate(configurations)
+        for number, configuration in enumerate(SHIPPED)
         if arguments.only in configuration.title
         for architecture in arguments.architectures
         if architecture in configuration.architectures
@@ -113,7 +113,7 @@ def main() -> int:
 def _compile_one(work: tuple[int, str]) -> Row | str:
     """A row, or why there is none. Work names a configuration by its number, since kernels cannot be sent around."""
     number, architecture = work
-    configuration = collect()[number]
+    configuration = SHIPPED[number]
     try:
         return compile_configuration(configuration, architecture)
     except Exception as error:
@@ -135,7 +135,7 @@ def compile_configuration(configuration: KernelConfiguration, architecture: str)
     compiled = triton.compile(source, target=TARGETS[architecture], options=options)
     registers, spilled = _amd_usage(compiled) if architecture.startswith("gfx") else _nvidia_usage(compiled)
     return Row(
-        kernel=kernel.__name__.strip("_"),
+        kernel=kernel.__name__,
         configuration=configuration.name,
         architecture=architecture,
         num_warps=configuration.num_warps,

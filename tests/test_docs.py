@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "docs" / "model"
 FOLDERS = ("client", "allocator_service", "worker_service", "tests", "benchmarks", "examples", "scripts", "docs")
 SOURCES = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+OF_OTHERS = {"_call.py", "mla/_batch_mla/_wrapper.py"}  # files of gRPC and FlashInfer
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
 
 
@@ -45,6 +46,30 @@ def test_every_python_file_that_is_named_exists(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     named = {name for name in re.findall(r"`([\w/]+\.py)`", text) if not name.startswith("vllm/")}
     assert not [name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in SOURCES)]
+
+
+def test_every_python_file_that_a_package_names_is_its_own_or_the_clients() -> None:
+    """A file that has moved or has another name now leaves its old name behind in comments."""
+    missing = []
+    for folder in ("/client/", "/allocator_service/", "/worker_service/"):
+        near = [path for path in SOURCES if path.startswith((folder, "/client/"))]
+        for source in (path for path in SOURCES if path.startswith(folder)):
+            for name in re.findall(r"`([\w/]+\.py)`", (ROOT / source[1:]).read_text(encoding="utf-8")):
+                known = f"/{name}" in SOURCES or any(path.endswith(f"/{name}") for path in near)
+                if not known and name not in OF_OTHERS:
+                    missing.append((source, name))
+    assert not missing
+
+
+def test_every_method_that_the_record_of_the_model_names_exists() -> None:
+    code = "".join(
+        (ROOT / path[1:]).read_text(encoding="utf-8") for path in SOURCES if path.startswith(("/client/", "/allocator"))
+    )
+    named = re.findall(r"`([A-Z]\w+)\.(\w+)`", (MODEL / "README.md").read_text(encoding="utf-8"))
+    assert len(named) > 12
+    for owner, method in named:
+        bodies = re.findall(rf"^class {owner}\b.*?(?=^class |\Z)", code, re.MULTILINE | re.DOTALL)
+        assert any(f"    def {method}(" in body for body in bodies), f"{owner}.{method}"
 
 
 def test_every_test_named_in_the_bug_record_exists() -> None:

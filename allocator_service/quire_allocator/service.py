@@ -25,6 +25,7 @@ from quire.v1 import allocator_pb2_grpc as pb_grpc
 
 from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Directory, Ownership
+from quire_allocator.core.readers import index
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import DIGEST_BYTES
 from quire_allocator.metrics.counters import Counters
@@ -178,6 +179,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     def Allocate(self, request: pb.AllocateRequest, permissions: Permissions) -> pb.AllocateResponse:
         digests = translate.digests(request.digests)
         namespace = translate.namespace(request.namespace)
+        translate.check_turn_ends(request.turn_ends)
         require(request.token_count > 0, "token_count must be at least 1")
 
         def operate(owner: Ownership) -> pb.AllocateResponse:
@@ -192,6 +194,8 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
                 prompt_token_count=request.prompt_token_count,
                 priority=request.priority,
                 defer_token_count=request.defer_token_count,
+                is_return=request.is_return,
+                turn_ends=request.turn_ends,
             )
             return translate.allocate_response(grown)
 
@@ -254,10 +258,13 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         authorization.require_namespace(permissions, namespace)
         found = []
         for owner in self._observable(permissions):
-            matched = owner.pool.match_acknowledged(namespace, digests)
-            if matched:
-                found.append(pb.PrefixMatch(pool=owner.name, matched_token_count=matched))
-        return pb.MatchPrefixResponse(matches=sorted(found, key=lambda m: (-m.matched_token_count, m.pool)))
+            matched, junction = index.find_acknowledged(owner.pool, namespace, digests)
+            if matched or junction:
+                found.append(
+                    pb.PrefixMatch(pool=owner.name, matched_token_count=matched, junction_token_count=junction)
+                )
+        found.sort(key=lambda match: (-match.matched_token_count, -match.junction_token_count, match.pool))
+        return pb.MatchPrefixResponse(matches=found)
 
     @unary
     def ListPools(self, request: pb.ListPoolsRequest, permissions: Permissions) -> pb.ListPoolsResponse:

@@ -41,7 +41,7 @@ def new_pool(sliding: int = 0, block_count: int = POOL_BLOCKS) -> Pool:
 
 
 class CoreSide:
-    """The allocator's core."""
+    """Drives the allocator's core in process, as the service would."""
 
     name = "core"
 

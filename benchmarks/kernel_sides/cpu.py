@@ -52,7 +52,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        """For a goal's name."""
+        """Names the case in a goal."""
         work = "decode" if self.queries == 1 else f"{self.queries} tokens a sequence"
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{work}, batch {self.batch}, context {self.context}, {self.heads}, {dtype}"

@@ -58,7 +58,7 @@ class CudaTimer:
         self._other = torch.zeros(FLUSH_BYTES // 4, device="cuda")
 
     def __call__(self, side: Side) -> float:
-        """Milliseconds."""
+        """Runs one side and returns its time on the device in milliseconds."""
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # Reads, half a millisecond of them: what was cached is gone and nothing waits to be written back, and the host
         # has issued the side before the device comes to it.

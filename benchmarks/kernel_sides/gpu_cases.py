@@ -36,17 +36,17 @@ class Grouped:
 
     @property
     def key_elements(self) -> int:
-        """Of a token in the cache."""
+        """Counts the elements of one token in the cache."""
         return 2 * self.kv_heads * self.head_dim
 
     @property
     def query_elements(self) -> int:
-        """Of a token's queries; its results are as many, or fewer."""
+        """Counts the elements of one token's queries; its results are as many, or fewer."""
         return self.query_heads * self.head_dim
 
     @property
     def pair_operations(self) -> int:
-        """Of a query token and a key that it sees, over all heads."""
+        """Counts the operations for one query token and one key that it sees, over all heads."""
         return 4 * self.query_heads * self.head_dim
 
 
@@ -61,17 +61,17 @@ class Latent:
 
     @property
     def key_elements(self) -> int:
-        """Of a token in the cache."""
+        """Counts the elements of one token in the cache."""
         return self.latent + self.positional
 
     @property
     def query_elements(self) -> int:
-        """Of a token's queries; its results are as many, or fewer."""
+        """Counts the elements of one token's queries; its results are as many, or fewer."""
         return self.query_heads * (self.latent + self.positional)
 
     @property
     def pair_operations(self) -> int:
-        """Of a query token and a key that it sees, over all heads."""
+        """Counts the operations for one query token and one key that it sees, over all heads."""
         return 2 * self.query_heads * (2 * self.latent + self.positional)
 
 
@@ -95,13 +95,13 @@ class Case:
 
     @property
     def title(self) -> str:
-        """For people."""
+        """Names the case for people."""
         work = "MLA decode" if isinstance(self.shape, Latent) else self.work
         return f"{work}, {self.shape.name}, batch {self.batch}, context {self.context}, page {self.page_size}"
 
     @property
     def queries(self) -> int:
-        """Of a sequence."""
+        """Counts the queries of one sequence."""
         return self.context if self.work == "prefill" else 1
 
     @property
@@ -112,12 +112,12 @@ class Case:
 
     @property
     def key_bytes(self) -> int:
-        """Of the cache."""
+        """Counts the bytes of keys and values that the case reads."""
         return self.batch * self.context * self.shape.key_elements * ELEMENT_BYTES
 
     @property
     def query_bytes(self) -> int:
-        """Of the queries."""
+        """Counts the bytes of all queries."""
         return self.batch * self.queries * self.shape.query_elements * ELEMENT_BYTES
 
     @property

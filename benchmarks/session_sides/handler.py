@@ -15,7 +15,7 @@ class _Nobody:
     """Is told what happens, and does nothing."""
 
     def ignore(self, *_: object) -> None:
-        """Whatever it is."""
+        """Takes any message and does nothing."""
 
     opened = resumed = dropped = expired = published = quarantined = ignore
 

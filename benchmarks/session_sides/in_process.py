@@ -45,7 +45,7 @@ class InProcess:
         self._exchange()
 
     def step(self, operations: StepBuilder) -> StepOutcome:
-        """Applies a step."""
+        """Applies one step and returns its outcome."""
         self._owner.submit(operations)
         outcome = self._exchange()
         assert outcome is not None, "a step has an answer"

@@ -42,7 +42,7 @@ class Authority:
 
 
 def make_authority(folder: Path, *, days: int) -> Authority:
-    """A new authority, in `ca.pem` and `ca.key`.
+    """Makes a new authority, in `ca.pem` and `ca.key`.
 
     Raises:
         UsageError: one of the files is there already, or cannot be written.
@@ -58,7 +58,7 @@ def make_authority(folder: Path, *, days: int) -> Authority:
 
 
 def read_authority(folder: Path) -> Authority | None:
-    """The authority in a folder; None where there is none.
+    """Returns the authority in a folder; None where there is none.
 
     Raises:
         UsageError: its files are unusable, or everybody can read its key.
@@ -78,7 +78,7 @@ def read_authority(folder: Path) -> Authority | None:
 
 
 def make_server(folder: Path, authority: Authority, name: str, hosts: Sequence[str], *, days: int) -> None:
-    """A server's certificate and key, in `NAME.pem` and `NAME.key`; this machine's own names are always in it.
+    """Makes a server's certificate and key, in `NAME.pem` and `NAME.key`; this machine's own names are always in it.
 
     Raises:
         UsageError: a host or the name is none, a file is there already or cannot be written, the authority has expired.
@@ -88,7 +88,7 @@ def make_server(folder: Path, authority: Authority, name: str, hosts: Sequence[s
 
 
 def make_client(folder: Path, authority: Authority, name: str, uris: Sequence[str], *, days: int) -> None:
-    """A caller's certificate and key, in `NAME.pem` and `NAME.key`, that permits what `uris` say.
+    """Makes a caller's certificate and key, in `NAME.pem` and `NAME.key`, that permits what `uris` say.
 
     Raises:
         UsageError: as `make_server`.
@@ -151,7 +151,7 @@ def _builder(
     days: int,
     ends: datetime.datetime | None = None,
 ) -> x509.CertificateBuilder:
-    """What all certificates have; none outlives its authority."""
+    """Returns what all certificates have; none outlives its authority."""
     now = _now()
     end = now + datetime.timedelta(days=days)
     return (

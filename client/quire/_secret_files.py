@@ -27,7 +27,7 @@ def require_private(path: str | Path, what: str) -> None:
 
 
 def read_token(path: str | None) -> str | None:
-    """The bearer token in a file, without surrounding white space; None without a path.
+    """Returns the bearer token in a file, without surrounding white space; None without a path.
 
     Raises:
         UsageError: the file cannot be read, or everybody can read it; its token is too short or not printable ASCII.

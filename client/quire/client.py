@@ -39,11 +39,11 @@ class _Connected:
 
     @property
     def address(self) -> str:
-        """The address that calls go to."""
+        """Returns the address that calls go to."""
         return self._link.address
 
     def health(self, *, timeout_s: float | None = None) -> bool:
-        """Whether the service says that it is serving (grpc.health.v1).
+        """Tells whether the service says that it is serving (grpc.health.v1).
 
         Raises:
             QuireError: nobody answers, or the token is refused.
@@ -129,7 +129,7 @@ class Client(_Connected):
         return ChunkStream(self._link, attempts, request.request_id)
 
     def status(self, *, timeout_s: float | None = None) -> types.WorkerStatus:
-        """What the worker is and does."""
+        """Returns what the worker is and does."""
         reply = self._link.call(self._stub.GetStatus, worker_pb.GetStatusRequest(), timeout_s)
         return messages.worker_status(reply)
 
@@ -161,12 +161,12 @@ class AllocatorClient(_Connected):
         self._stub = pb_grpc.AllocatorServiceStub(self._link.channel)
 
     def list_pools(self, *, timeout_s: float | None = None) -> tuple[views.PoolSummary, ...]:
-        """Every attached pool, by name."""
+        """Returns every attached pool, by name."""
         reply = self._link.call(self._stub.ListPools, pb.ListPoolsRequest(), timeout_s)
         return tuple(map(messages.pool_summary, reply.pools))
 
     def get_pool(self, pool: str, *, timeout_s: float | None = None) -> views.PoolSummary:
-        """One pool in a few numbers."""
+        """Returns one pool in a few numbers."""
         reply = self._link.call(self._stub.GetPool, pb.GetPoolRequest(pool=pool), timeout_s)
         return messages.pool_summary(reply.summary)
 
@@ -180,7 +180,7 @@ class AllocatorClient(_Connected):
         return messages.pool_blocks(pages)
 
     def get_pool_usage(self, pool: str, *, timeout_s: float | None = None) -> views.PoolUsage:
-        """Where the memory of one pool goes: namespaces, longest and most shared prefixes, fragmentation."""
+        """Returns where the memory of one pool goes: namespaces, longest and most shared prefixes, fragmentation."""
         request = pb.GetPoolRequest(pool=pool, view=pb.POOL_VIEW_USAGE)
         return messages.pool_usage(self._link.call(self._stub.GetPool, request, timeout_s))
 
@@ -200,7 +200,7 @@ class AllocatorClient(_Connected):
         timeout_s: float | None = None,
         on_wait: Callable[[QuireError], None] | None = None,
     ) -> EventStream:
-        """Every change of what one pool can hit, in order; see `quire.events`.
+        """Returns every change of what one pool can hit, in order; see `quire.events`.
 
         Args:
             pool: its name.

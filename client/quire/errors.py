@@ -294,7 +294,7 @@ def to_metadata(error: QuireError) -> tuple[tuple[str, str | bytes], ...]:
 
 
 def from_rpc_error(error: grpc.RpcError, request_id: str | None = None) -> QuireError:
-    """The exception for what a gRPC call raised (sync or asyncio)."""
+    """Returns the exception for what a gRPC call raised (sync or asyncio)."""
     code = error.code()
     message = error.details() or code.name
     kind = _CLASS_OF.get(code, QuireError)

@@ -1,6 +1,6 @@
 """Prefix digests: SHA-256 of everything up to the end of a block.
 
-    root     = SHA256("quire/2" | field(fingerprint) | field(layout) | field(lora) | field(namespace))
+    root     = SHA256("quire/2" | field(fingerprint) | field(layout) | field(adapter) | field(namespace))
     digest_i = SHA256(root | uint32 block size | int32 tokens of the blocks 0 to i)
 
 where field(x) is the length of x as uint32 followed by x; all numbers are little-endian. One running hash gives all
@@ -71,21 +71,29 @@ class MultimodalItem:
         return self.first_token + self.token_count
 
 
-def root_digest(*, fingerprint: bytes, layout: str, lora: str = "", namespace: str = "") -> bytes:
-    """Digest that every chain of one model, cache layout, adapter and namespace starts from.
+def root_digest(*, fingerprint: bytes, layout: str, adapter: bytes = b"", namespace: str = "") -> bytes:
+    """Returns the digest that every chain of one model, cache layout, adapter and namespace starts from.
 
     Args:
         fingerprint: what identifies the weights, as the worker reports it (`GetStatus.model_fingerprint`).
         layout: what identifies the bytes in a page, block size included (`GetStatus.cache_layout`).
-        lora: name of the adapter; empty without one.
+        adapter: SHA-256 of the adapter's weights; empty without one. A name will not do: an adapter that is loaded
+            again under its old name would hit the old one's blocks.
         namespace: prefixes are shared only inside one namespace. It is the salt: who does not know it can form none of
             these digests.
 
     Returns:
         32 bytes.
+
+    Raises:
+        ValueError: `adapter` is neither empty nor 32 bytes.
     """
+    if len(adapter) not in (0, DIGEST_BYTES):
+        raise ValueError(
+            f"adapter must be the SHA-256 of the adapter's weights, {DIGEST_BYTES} bytes, or empty, not {len(adapter)}"
+        )
     state = hashlib.sha256(_VERSION)
-    for part in (fingerprint, layout.encode(), lora.encode(), namespace.encode()):
+    for part in (fingerprint, layout.encode(), adapter, namespace.encode()):
         state.update(_field(part))
     return state.digest()
 
@@ -113,7 +121,7 @@ class DigestChain:
         self._state = self._begin(self._last)
 
     def extend(self, tokens: Sequence[int], *, extra_keys: Sequence[Iterable[bytes]] | None = None) -> list[bytes]:
-        """Digests of the next blocks.
+        """Returns the digests of the next blocks.
 
         Args:
             tokens: of whole blocks, each fits a signed 32-bit integer. Fastest as an array of int32 (`array("i")`,
@@ -164,7 +172,7 @@ class DigestChain:
 def block_digests(
     root: bytes, tokens: Sequence[int], block_size: int, *, extra_keys: Sequence[Iterable[bytes]] | None = None
 ) -> list[bytes]:
-    """Digests of the full blocks of `tokens`, in order; a trailing partial block has none.
+    """Returns the digests of the full blocks of `tokens`, in order; a trailing partial block has none.
 
     Args:
         root: 32 bytes from `root_digest`.
@@ -189,14 +197,14 @@ def block_digests(
 def block_digests_bytes(
     root: bytes, tokens: Sequence[int], block_size: int, *, extra_keys: Sequence[Iterable[bytes]] | None = None
 ) -> bytes:
-    """What `block_digests` returns, concatenated, as digests travel."""
+    """Returns what `block_digests` returns, concatenated, as digests travel."""
     return b"".join(block_digests(root, tokens, block_size, extra_keys=extra_keys))
 
 
 def prompt_digests(
     root: bytes, tokens: Sequence[int], block_size: int, *, extra_keys: Sequence[Iterable[bytes]] | None = None
 ) -> list[bytes]:
-    """Digests of the blocks of a prompt that may be shared: all full ones except a last block that would leave nothing
+    """Returns the digests of the blocks of a prompt that may be shared: all full ones except a last that leaves nothing
     to compute, since at least one token must go through the model to get the first logits."""
     shareable = max(0, len(tokens) - 1) // block_size * block_size
     return block_digests(root, tokens[:shareable], block_size, extra_keys=extra_keys)
@@ -242,7 +250,7 @@ def multimodal_keys(items: Iterable[MultimodalItem], token_count: int, block_siz
 
 
 def split_digests(data: bytes) -> list[bytes]:
-    """Concatenated digests apart again.
+    """Takes concatenated digests apart again.
 
     Raises:
         ValueError: the length is no multiple of 32.
@@ -257,7 +265,7 @@ def _field(data: bytes) -> bytes:
 
 
 def _int32_bytes(tokens: Sequence[int]) -> bytes:
-    """The tokens as little-endian int32: a copy of their memory where that is what they are already."""
+    """Returns the tokens as little-endian int32: a copy of their memory where that is what they are already."""
     if not isinstance(tokens, list | tuple):
         with contextlib.suppress(TypeError, NotImplementedError):  # no array, or of a format that Python does not read
             view = memoryview(tokens)  # type: ignore[arg-type]

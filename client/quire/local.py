@@ -75,12 +75,12 @@ class ServerProcess:
 
     @property
     def address(self) -> str:
-        """Where it serves gRPC; known once it is ready."""
+        """Returns where it serves gRPC; known once it is ready."""
         return str(self._ready["address"])
 
     @property
     def metrics_address(self) -> str:
-        """Where it serves /metrics; known once it is ready."""
+        """Returns where it serves /metrics; known once it is ready."""
         return str(self._ready["metrics_address"])
 
     def wait_ready(self, *, deadline: float) -> None:
@@ -101,7 +101,7 @@ class ServerProcess:
         self._ready = json.loads(self._ready_file.read_text())
 
     def failure(self) -> ServerFailedError:
-        """What to raise where it has ended."""
+        """Returns what to raise where it has ended."""
         code = self.process.returncode
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return ServerFailedError(f"{self.module} {how}{self._log_tail()}")
@@ -170,13 +170,13 @@ class LocalStack:
 
     @property
     def allocator_address(self) -> str:
-        """Where the allocator serves."""
+        """Returns where the allocator serves."""
         assert self.allocator is not None, "the stack is not started"
         return self.allocator.address
 
     @property
     def worker_address(self) -> str:
-        """Where the worker serves."""
+        """Returns where the worker serves."""
         assert self.worker is not None, "the stack is not started"
         return self.worker.address
 
@@ -203,7 +203,7 @@ class LocalStack:
             self._cleanup = undo.pop_all()
 
     def poll(self) -> ServerFailedError | None:
-        """What to raise if one of the two has ended; None while both run."""
+        """Returns what to raise if one of the two has ended; None while both run."""
         for server in (self.allocator, self.worker):
             if server is not None and server.process.poll() is not None:
                 return server.failure()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence, Set
-from typing import Final
+from typing import Final, assert_never
 
 from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, SnapshotEnd
 from quire.types import GroupKind, GroupSpec, PoolSpec
@@ -61,11 +61,11 @@ class PrefixMirror:
                     del self._stored[event.groups[0], event.namespace]
 
     def stored(self, group: int, namespace: str = "") -> Set[bytes]:
-        """Digests that are stored in one group; changes with the next event."""
+        """Returns the digests that are stored in one group; changes with the next event."""
         return self._stored.get((self._first[group], namespace), NO_DIGESTS)
 
     def matched_token_count(self, digests: Sequence[bytes], namespace: str = "") -> int:
-        """Leading tokens of a prompt, given as its digests, that every group can serve."""
+        """Counts the leading tokens of a prompt, given as its digests, that every group can serve."""
         count = len(digests)
         for group, number in self._groups.items():
             if group.kind is GroupKind.FULL_ATTENTION:
@@ -78,7 +78,7 @@ class PrefixMirror:
         return count * self._digest_tokens
 
     def _leading(self, group: GroupSpec, stored: Set[bytes], digests: Sequence[bytes]) -> int:
-        """Leading digests whose blocks are all stored."""
+        """Counts the leading digests whose blocks are all stored."""
         stride = group.block_size // self._digest_tokens
         for end in range(stride, len(digests) + 1, stride):
             if digests[end - 1] not in stored:
@@ -86,7 +86,7 @@ class PrefixMirror:
         return len(digests) // stride * stride
 
     def _serves(self, group: GroupSpec, stored: Set[bytes], digests: Sequence[bytes], count: int) -> bool:
-        """Whether a group can serve so many leading digests; of full attention, no more than `_leading`."""
+        """Tells whether a group can serve so many leading digests; of full attention, no more than `_leading`."""
         if group.kind is GroupKind.STATE:
             return digests[count - 1] in stored
         token_count = count * self._digest_tokens
@@ -99,6 +99,8 @@ class PrefixMirror:
                 first_needed = max(0, token_count - group.window + 1)
             case GroupKind.CHUNKED_LOCAL:
                 first_needed = token_count // group.window * group.window
+            case _:
+                assert_never(group.kind)
         stride = group.block_size // self._digest_tokens
         ends = range((first_needed // group.block_size + 1) * stride, count + 1, stride)
         return all(digests[end - 1] in stored for end in ends)

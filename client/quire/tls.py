@@ -41,7 +41,7 @@ class Tls:
 
 
 def read_pem(path: str | Path) -> bytes:
-    """What is in a file.
+    """Returns what is in a file.
 
     Raises:
         UsageError: it cannot be read, or is no PEM.
@@ -56,7 +56,7 @@ def read_pem(path: str | Path) -> bytes:
 
 
 def tls_of(ca: str | None, cert: str | None, key: str | None) -> Tls | None:
-    """What three options say; None if they say nothing.
+    """Returns what three options say; None if they say nothing.
 
     Raises:
         UsageError: a certificate or a key without an authority.
@@ -69,7 +69,7 @@ def tls_of(ca: str | None, cert: str | None, key: str | None) -> Tls | None:
 
 
 def resolve_tls(tls: Tls | None) -> Tls | None:
-    """The given files, or those that QUIRE_TLS_CA, QUIRE_TLS_CERT and QUIRE_TLS_KEY name, or None.
+    """Returns the given files, or those that QUIRE_TLS_CA, QUIRE_TLS_CERT and QUIRE_TLS_KEY name, or None.
 
     Raises:
         UsageError: the environment names a certificate or a key without an authority.

@@ -201,6 +201,8 @@ class PoolSpec:
         watermark_block_count: free blocks that a new sequence must leave for those that run.
         quotas: at most one per namespace.
         eviction_policy: which cached blocks leave first, by name; empty for the default.
+        retention: which blocks of windowed groups stay cached: `dense`, `tail` or `auto`; empty for the default, auto.
+        chunk_token_count_max: the largest chunk of a prompt that is computed in one pass; 0 where nobody says.
     """
 
     block_count: int
@@ -210,6 +212,8 @@ class PoolSpec:
     watermark_block_count: int = 0
     quotas: tuple[Quota, ...] = ()
     eviction_policy: str = ""
+    retention: str = ""
+    chunk_token_count_max: int = 0
 
     @classmethod
     def full_attention(
@@ -223,14 +227,14 @@ class PoolSpec:
         quotas: tuple[Quota, ...] = (),
         eviction_policy: str = "",
     ) -> PoolSpec:
-        """A pool whose layers all attend to every earlier token."""
+        """Returns a pool whose layers all attend to every earlier token."""
         groups = (GroupSpec(GroupKind.FULL_ATTENTION, block_size),)
         identity = (cache_layout, model_fingerprint)
         return cls(block_count, groups, *identity, watermark_block_count, quotas, eviction_policy)
 
     @property
     def block_size(self) -> int:
-        """Tokens that one digest covers: the smallest block size of all groups."""
+        """Returns how many tokens one digest covers: the smallest block size of all groups."""
         return min(group.block_size for group in self.groups)
 
 
@@ -244,9 +248,12 @@ class Allocation:
 
     Attributes:
         copies: to run before any write (only in pools with STATE groups).
-        shortfall: blocks missing (NO_SPACE), or too many for the namespace (QUOTA).
+        shortfall: blocks missing (NO_SPACE), too many for the namespace (QUOTA), or for the pool at once
+            (PASS_TOO_LONG).
         pending_token_count: tokens after the matched ones that others are computing.
         victim: whom to preempt (NO_SPACE only), if preempting anybody helps.
+        junction_token_count: leading tokens that would have matched, had there been a checkpoint: a commit that ends
+            there makes one. 0 where nothing would be gained.
     """
 
     result: Result
@@ -256,10 +263,11 @@ class Allocation:
     shortfall: int
     pending_token_count: int
     victim: Victim | None
+    junction_token_count: int = 0
 
     @property
     def ok(self) -> bool:
-        """Whether it was done."""
+        """Tells whether it was done."""
         return self.result is Result.OK
 
 
@@ -268,7 +276,8 @@ class Growth:
     """A longer sequence: per group the last entries of its table, replacing what stood there; copies to run first.
 
     Attributes:
-        shortfall: blocks missing (NO_SPACE), or too many for the namespace (QUOTA).
+        shortfall: blocks missing (NO_SPACE), too many for the namespace (QUOTA), or for the pool at once
+            (PASS_TOO_LONG).
         victim: whom to preempt (NO_SPACE only), if preempting anybody helps.
     """
 
@@ -280,7 +289,7 @@ class Growth:
 
     @property
     def ok(self) -> bool:
-        """Whether it was done."""
+        """Tells whether it was done."""
         return self.result is Result.OK
 
 
@@ -293,5 +302,5 @@ class CommitOutcome:
 
     @property
     def ok(self) -> bool:
-        """Whether it was done."""
+        """Tells whether it was done."""
         return self.result is Result.OK

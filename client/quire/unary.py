@@ -43,10 +43,14 @@ class UnarySession:
         prompt_token_count: int = 0,
         priority: int = 0,
         defer_token_count: int = 0,
+        is_return: bool = False,
+        turn_ends: Iterable[int] = (),
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> types.Allocation:
-        """A new sequence that shares what `digests` hit: OK, NO_SPACE, EXISTS, TOO_LONG, PENDING or QUOTA.
+        """Creates a sequence that shares what `digests` hit.
+
+        It answers OK, NO_SPACE, EXISTS, TOO_LONG, PASS_TOO_LONG (a shorter first chunk would fit), PENDING or QUOTA.
 
         Args:
             sequence_id: higher than every earlier one.
@@ -57,6 +61,8 @@ class UnarySession:
                 only if all of it would fit, and the rest is kept free from later admissions.
             priority: for a sequence of one priority none of a higher one is ever named as a victim.
             defer_token_count: answer PENDING if others are computing at least so many tokens of its prefix; 0: never.
+            is_return: a preempted request returns: its tokens are counted as returned, not as queried.
+            turn_ends: token counts, rising, at most 16, after which later prompts may go on otherwise.
             request_id: of this operation; see above.
             timeout_s: for this call.
         """
@@ -65,18 +71,21 @@ class UnarySession:
             request_id,
             digests=digests,
             namespace=namespace,
+            turn_ends=turn_ends,
             sequence_id=sequence_id,
             token_count=token_count,
             prompt_token_count=prompt_token_count,
             priority=priority,
             defer_token_count=defer_token_count,
+            is_return=is_return,
         )
         return messages.allocation(self._link.call(self._stub.Allocate, request, timeout_s))
 
     def grow(
         self, sequence_id: int, token_count: int, *, request_id: str | None = None, timeout_s: float | None = None
     ) -> types.Growth:
-        """Room for `token_count` tokens of a live sequence: OK, NO_SPACE, NOT_FOUND, TOO_LONG or QUOTA."""
+        """Makes room for `token_count` tokens of a live sequence: OK, NO_SPACE, NOT_FOUND, TOO_LONG, PASS_TOO_LONG
+        (fewer at once would fit, after a commit) or QUOTA."""
         request = messages.grow_request(self.session_id, request_id, sequence_id, token_count)
         return messages.growth(self._link.call(self._stub.Grow, request, timeout_s))
 
@@ -89,7 +98,7 @@ class UnarySession:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> Result:
-        """A new sequence (ids only rise) that shares every computed block of a live one.
+        """Creates a sequence (ids only rise) that shares every computed block of a live one.
 
         OK, NOT_FOUND, EXISTS, or UNCOMMITTED: a pool with STATE groups, and a parent with granted tokens that are not
         committed. With `hold_ms`, up to a day, it is a hold: nobody writes to it, and after so many milliseconds it is
@@ -108,7 +117,7 @@ class UnarySession:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> types.CommitOutcome:
-        """Tokens up to `token_count` are computed: OK, NOT_FOUND or TOO_LONG.
+        """Notes that tokens up to `token_count` are computed: OK, NOT_FOUND or TOO_LONG.
 
         One digest for each `block_size` of the pool that this fills publishes them, another number is MALFORMED. With
         `keep_token_count`, blocks that are not needed to hold so many tokens, nor `token_count`, are given back: those
@@ -176,10 +185,14 @@ class AsyncUnarySession:
         prompt_token_count: int = 0,
         priority: int = 0,
         defer_token_count: int = 0,
+        is_return: bool = False,
+        turn_ends: Iterable[int] = (),
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> types.Allocation:
-        """A new sequence that shares what `digests` hit: OK, NO_SPACE, EXISTS, TOO_LONG, PENDING or QUOTA.
+        """Creates a sequence that shares what `digests` hit.
+
+        It answers OK, NO_SPACE, EXISTS, TOO_LONG, PASS_TOO_LONG (a shorter first chunk would fit), PENDING or QUOTA.
 
         Args:
             sequence_id: higher than every earlier one.
@@ -190,6 +203,8 @@ class AsyncUnarySession:
                 only if all of it would fit, and the rest is kept free from later admissions.
             priority: for a sequence of one priority none of a higher one is ever named as a victim.
             defer_token_count: answer PENDING if others are computing at least so many tokens of its prefix; 0: never.
+            is_return: a preempted request returns: its tokens are counted as returned, not as queried.
+            turn_ends: token counts, rising, at most 16, after which later prompts may go on otherwise.
             request_id: of this operation; see above.
             timeout_s: for this call.
         """
@@ -198,18 +213,21 @@ class AsyncUnarySession:
             request_id,
             digests=digests,
             namespace=namespace,
+            turn_ends=turn_ends,
             sequence_id=sequence_id,
             token_count=token_count,
             prompt_token_count=prompt_token_count,
             priority=priority,
             defer_token_count=defer_token_count,
+            is_return=is_return,
         )
         return messages.allocation(await self._link.call(self._stub.Allocate, request, timeout_s))
 
     async def grow(
         self, sequence_id: int, token_count: int, *, request_id: str | None = None, timeout_s: float | None = None
     ) -> types.Growth:
-        """Room for `token_count` tokens of a live sequence: OK, NO_SPACE, NOT_FOUND, TOO_LONG or QUOTA."""
+        """Makes room for `token_count` tokens of a live sequence: OK, NO_SPACE, NOT_FOUND, TOO_LONG, PASS_TOO_LONG
+        (fewer at once would fit, after a commit) or QUOTA."""
         request = messages.grow_request(self.session_id, request_id, sequence_id, token_count)
         return messages.growth(await self._link.call(self._stub.Grow, request, timeout_s))
 
@@ -222,7 +240,7 @@ class AsyncUnarySession:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> Result:
-        """A new sequence (ids only rise) that shares every computed block of a live one.
+        """Creates a sequence (ids only rise) that shares every computed block of a live one.
 
         OK, NOT_FOUND, EXISTS, or UNCOMMITTED: a pool with STATE groups, and a parent with granted tokens that are not
         committed. With `hold_ms`, up to a day, it is a hold: nobody writes to it, and after so many milliseconds it is
@@ -241,7 +259,7 @@ class AsyncUnarySession:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> types.CommitOutcome:
-        """Tokens up to `token_count` are computed: OK, NOT_FOUND or TOO_LONG.
+        """Notes that tokens up to `token_count` are computed: OK, NOT_FOUND or TOO_LONG.
 
         One digest for each `block_size` of the pool that this fills publishes them, another number is MALFORMED. With
         `keep_token_count`, blocks that are not needed to hold so many tokens, nor `token_count`, are given back: those

@@ -108,11 +108,42 @@ def test_weights_are_divided_by_the_ranks_and_their_absence_is_told(plan: Any) -
     assert "weights are not subtracted from the memory: give --weights or --used" in without.out
 
 
-def test_lengths_and_padding_beyond_what_is_meant_are_told(plan: Any) -> None:
-    out = plan(GEMMA, "--max-len", "1M", "--padding-max", "0.05", "--block-size", "64").out
+def test_lengths_beyond_what_the_model_was_made_for_are_told(plan: Any) -> None:
+    out = plan(GEMMA, "--max-len", "1M", "--block-size", "64").out
     assert "1,048,576 tokens are more than the 131,072 that the model was made for" in out
-    out = plan(str(CONFIGS / "bamba-9b.json"), "--padding-max", "0.0000001").out
-    assert "no layout keeps padding below 0.0%; this one leaves up to" in out
+
+
+def test_what_a_group_is_worth_decides_between_groups_and_bytes(plan: Any) -> None:
+    found = [json.loads(plan(GEMMA, "--group-cost", share, "--json").out)["layout"] for share in ("0.02", "0.005", "0")]
+    assert [layout["group_count"] for layout in found] == [4, 13, 31]
+    assert [round(layout["cost"]["unused"], 3) for layout in found] == [0.069, 0.028, 0.002]
+    out = plan(GEMMA).out
+    assert "cost    10.6%: 2.8% unused, 6.5% for groups, 1.4% for edges" in out
+
+
+def test_idle_chats_are_counted_by_what_the_pool_retains(plan: Any) -> None:
+    asked = [GEMMA, "--memory", "80GiB", "--used", "50GiB", "--chat-tokens", "8k", "--chat-tokens", "30000"]
+    # 36,044 blocks; 2 groups of full attention with 512 and 1,875 blocks a chat, 11 of a window with as many, or with
+    # the 64 of its 1,023 tokens and 2.
+    found = json.loads(plan(*asked, "--json").out)
+    assert found["memory"]["block_count"] == 36_044
+    assert [tuple(row.values()) for row in found["chats"]] == [
+        (8_192, 13 * 512, 5, 2 * 512 + 11 * 66, 20),
+        (30_000, 13 * 1_875, 1, 2 * 1_875 + 11 * 66, 8),
+    ]
+    lines = plan(*asked).out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert ["8,192", "tokens", "6,656", "5", "1,750", "20"] in [line.split() for line in lines]
+    without = plan(GEMMA, "--chat-tokens", "8k").out.splitlines()
+    assert ["8,192", "tokens", "6,656", "1,750"] in [line.split() for line in without]
+
+
+def test_heads_of_two_sizes_are_one_group_with_two_sizes_per_layer(plan: Any, tmp_path: Path) -> None:
+    config = {**WORKED_EXAMPLE, "num_hidden_layers": 4, "per_layer_config": {"2": {"head_dim": 128}}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    out = plan(str(tmp_path)).out
+    assert "groups  1; prefix hits are multiples of 16 tokens" in out
+    assert "524,288 / 262,144" in out
 
 
 def test_a_state_is_told_in_blocks_and_in_tokens(plan: Any) -> None:
@@ -143,7 +174,8 @@ def test_a_model_of_states_alone_holds_sequences_of_any_length(plan: Any, tmp_pa
         ([GEMMA, "--tensor-parallel", "3"], "16 KV heads of model type 'gemma3_text' do not divide by 3 ranks"),
         ([GEMMA, "--tensor-parallel", "0"], "Invalid value for '--tensor-parallel'"),
         ([GEMMA, "--dtype", "fp5"], "dtype 'fp5' is unknown; known are float32"),
-        ([GEMMA, "--padding-max", "5"], "padding 5.0 must be a share above 0 and at most 1"),
+        ([GEMMA, "--group-cost", "5"], "cost of a group 5.0 must be a share from 0 to 1"),
+        ([GEMMA, "--chat-tokens", "many"], "'many' is not understood: write 32k (32,768), 1M or a number of tokens"),
         ([str(CONFIGS / "bamba-9b.json"), "--checkpoint-tokens", "65"], "must be a multiple of blocks of 64 tokens"),
     ],
 )  # fmt: skip

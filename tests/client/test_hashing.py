@@ -40,8 +40,8 @@ const key = (block, size, [id, first, count]) =>
   Buffer.concat([Buffer.from("mm/1"), int32(first - block * size), int32(count), Buffer.from(id, "hex")]);
 const chain = (vector) => {
   const size = Number(vector.block_size), tokens = words(vector.tokens).map(Number);
-  const texts = [vector.layout, vector.lora, vector.namespace].map((text) => Buffer.from(text, "utf8"));
-  const fields = [Buffer.from(vector.fingerprint, "hex"), ...texts].map(field);
+  const coded = [["fingerprint", "hex"], ["layout", "utf8"], ["adapter", "hex"], ["namespace", "utf8"]];
+  const fields = coded.map(([name, code]) => field(Buffer.from(vector[name], code)));
   const root = sha256(Buffer.concat([Buffer.from("quire/2"), ...fields]));
   let hashed = Buffer.concat([root, int32(size)]);
   const items = (vector.items || "").split("|").map(words).filter((item) => item.length);
@@ -107,7 +107,7 @@ def test_the_library_computes_the_vectors_of_the_page(title: str) -> None:
     root = root_digest(
         fingerprint=bytes.fromhex(vector["fingerprint"]),
         layout=vector["layout"],
-        lora=vector["lora"],
+        adapter=bytes.fromhex(vector["adapter"]),
         namespace=vector["namespace"],
     )
     assert root.hex() == vector["root"]
@@ -126,9 +126,9 @@ def test_the_definition_of_the_page_gives_its_vectors(title: str) -> None:
     def sha256(*parts: bytes) -> bytes:
         return hashlib.sha256(b"".join(parts)).digest()
 
-    texts = [vector[name].encode() for name in ("layout", "lora", "namespace")]
-    fields = [part for text in (bytes.fromhex(vector["fingerprint"]), *texts) for part in (number(len(text)), text)]
-    parent = sha256(b"quire/2", *fields)
+    fingerprint, adapter = (bytes.fromhex(vector[name]) for name in ("fingerprint", "adapter"))
+    fields = (fingerprint, vector["layout"].encode(), adapter, vector["namespace"].encode())
+    parent = sha256(b"quire/2", *[part for field in fields for part in (number(len(field)), field)])
     assert parent.hex() == vector["root"]
     tokens, size = list(map(int, vector["tokens"].split())), int(vector["block_size"])
     extra = extra_keys_of(vector) or [[]] * len(tokens)
@@ -162,15 +162,28 @@ def test_items_give_the_extra_keys_of_the_page_in_whatever_order_they_come(title
         assert [list(keys) for keys in multimodal_keys(items, token_count, size)] == extra_keys_of(vector)
 
 
-@pytest.mark.parametrize("changed", ["fingerprint", "layout", "lora", "namespace"])
-def test_the_root_depends_on_everything_it_is_derived_from(changed: str) -> None:
-    fields: dict[str, Any] = {"fingerprint": b"a", "layout": "b", "lora": "c", "namespace": "d"}
-    other = {**fields, changed: b"x" if changed == "fingerprint" else "x"}
-    assert root_digest(**fields) != root_digest(**other)
+def test_the_root_depends_on_everything_it_is_derived_from() -> None:
+    fields: dict[str, Any] = {"fingerprint": b"a", "layout": "b", "adapter": b"c" * 32, "namespace": "d"}
+    others: dict[str, Any] = {"fingerprint": b"x", "layout": "x", "adapter": b"x" * 32, "namespace": "x"}
+    assert (
+        len({root_digest(**{**fields, name: value}) for name, value in others.items()} | {root_digest(**fields)}) == 5
+    )
 
 
-def test_text_cannot_move_from_one_field_of_the_root_into_the_next() -> None:
-    assert root_digest(fingerprint=b"", layout="ab", lora="c") != root_digest(fingerprint=b"", layout="a", lora="bc")
+def test_bytes_cannot_move_from_one_field_of_the_root_into_the_next() -> None:
+    assert root_digest(fingerprint=b"ab", layout="c") != root_digest(fingerprint=b"a", layout="bc")
+
+
+def test_an_adapter_that_is_loaded_again_under_its_name_with_other_weights_shares_nothing_with_the_old_one() -> None:
+    adapters = [hashlib.sha256(weights).digest() for weights in (b"first training", b"second training")]
+    roots = [root_digest(fingerprint=b"model", layout="nhd", adapter=adapter) for adapter in adapters]
+    assert len({ROOT, *roots}) == 3
+
+
+@pytest.mark.parametrize("adapter", [b"polite", b"\0" * 31, b"\0" * 33])
+def test_a_name_in_place_of_the_digest_of_an_adapter_is_refused(adapter: bytes) -> None:
+    with pytest.raises(ValueError, match=f"SHA-256 of the adapter's weights, 32 bytes, or empty, not {len(adapter)}"):
+        root_digest(fingerprint=b"model", layout="nhd", adapter=adapter)
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40), st.integers(1, 9), st.integers(0, 40))

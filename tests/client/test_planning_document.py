@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from quire.planning import (
+    LayerSpec,
     Layout,
     ModelCache,
+    Prices,
     layers_from_config,
     lengths_up_to,
     plan_layout,
@@ -82,9 +84,18 @@ def state_figures(path: Path) -> tuple[str, ...]:
     )
 
 
-def rows_of(document: str) -> set[tuple[str, ...]]:
-    lines = (line for line in document.splitlines() if line.startswith("| "))
-    return {tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines}
+def rows_of(document: str, header: str = "model") -> set[tuple[str, ...]]:
+    """Cells of all tables whose first column has this header, without those of the header."""
+    rows: set[tuple[str, ...]] = set()
+    is_wanted = was_row = False
+    for line in document.splitlines():
+        cells = tuple(cell.strip() for cell in line.strip("|").split("|"))
+        if line.startswith("| ") and not was_row:
+            is_wanted = cells[0] == header
+        elif line.startswith("| ") and is_wanted:
+            rows.add(cells)
+        was_row = line.startswith("| ")
+    return rows - {row for row in rows if set("".join(row)) <= set("-: ")}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -95,7 +106,7 @@ def test_the_document_has_the_figures_of_the_code(path: Path) -> None:
 
 
 def test_the_document_tells_of_every_model_and_of_no_other() -> None:
-    named = {row[0] for row in rows_of(DOCUMENT.read_text(encoding="utf-8"))} - {"model", "---"}
+    named = {row[0] for row in rows_of(DOCUMENT.read_text(encoding="utf-8"))}
     assert len(CONFIGS) == 10
     assert named == {path.stem for path in CONFIGS}
 
@@ -108,3 +119,24 @@ def test_padding_stays_below_five_percent_with_blocks_of_at_most_64_tokens(path:
         assert layout.padding_share_max(range(256, 4_096, 61)) < 0.05
         assert layout.padding_share_max(lengths_up_to(131_072)) < 0.05
         assert tokens_per_block(layout) <= 64
+
+
+def test_the_document_has_the_costs_of_four_layouts() -> None:
+    layers = [LayerSpec(i, GroupKind.FULL_ATTENTION, kv_head_count=1, head_dim=64) for i in range(9)]
+    for count, window in ((39, 128), (5, 2_048)):
+        first = len(layers)
+        layers += [
+            LayerSpec(first + i, GroupKind.SLIDING_WINDOW, kv_head_count=1, head_dim=64, window=window)
+            for i in range(count)
+        ]
+    best, in_blocks_of_16 = plan_layout(layers), plan_layout(layers, block_size_max=16)
+    each, smallest = plan_layout(layers, group_cost=0), smallest_count_layout(layers)
+    rows = set()
+    for layout in (best, in_blocks_of_16, smallest, each):
+        cost = Prices(layers).layout(layout)
+        together = f"**{cost.total:.1%}**" if layout is best else f"{cost.total:.1%}"
+        shares = (f"{cost.unused:.1%}", f"{cost.groups:.1%}", f"{cost.edges:.1%}", together)
+        rows.add((f"{layout.group_count}", *shares, f"{layout.growth_bytes_per_token:,.0f}"))
+    header = "9 full, 39 window of 128, 5 window of 2,048"
+    found = rows_of(DOCUMENT.read_text(encoding="utf-8"), header)
+    assert {(*row[1:-1], row[-1].removesuffix(" bytes a token")) for row in found} == rows

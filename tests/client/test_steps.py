@@ -85,14 +85,23 @@ def test_what_only_one_operation_asks_for_is_sent_for_all_of_its_phase() -> None
     step.fork(1, 3)
     step.fork(1, 4, hold_ms=500)
     step.grow(1, 12)
-    step.allocate(5, 6, prompt_token_count=60, priority=2, defer_token_count=16)
-    step.allocate(6, 7)
+    step.allocate(5, 6, prompt_token_count=60, priority=2, defer_token_count=16, is_return=True)
+    step.allocate(6, 7, turn_ends=(3, 9))
     message = step.message
     assert message.commits.keep_token_counts == pack_uint32([9, 0])
     assert message.forks.hold_ms == pack_uint32([0, 500])
     assert message.grows.prompt_token_counts == pack_uint32([0, 60, 0])
     assert message.grows.priorities == pack_uint32([0, 2, 0])
     assert message.grows.defer_token_counts == pack_uint32([0, 16, 0])
+    assert message.grows.returns == pack_uint32([0, 1, 0])
+    assert message.grows.turn_end_counts == pack_uint32([0, 0, 2])
+    assert message.grows.turn_ends == pack_uint32([3, 9])
+
+
+@pytest.mark.parametrize("ends", [(0,), (4, 4), (9, 3), tuple(range(1, 18))])
+def test_ends_of_turns_that_no_allocator_takes_are_refused_when_they_are_named(ends: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="ends of turns"):
+        StepBuilder().allocate(1, 4, turn_ends=ends)
 
 
 def test_a_message_is_made_anew_each_time_and_goes_on_growing() -> None:
@@ -137,9 +146,10 @@ def test_only_grows_that_changed_a_table_have_blocks_and_others_none() -> None:
     assert tables == [[[7], [8, NULL_BLOCK]], [[], []], [[1, 2, 3], []]]
 
 
-def test_results_shortfalls_victims_and_pending_tokens_belong_to_their_grows() -> None:
+def test_results_shortfalls_victims_pending_tokens_and_junctions_belong_to_their_grows() -> None:
     reply = pb.StepReply(
         grow_results=[pb.RESULT_NO_SPACE, pb.RESULT_PENDING, pb.RESULT_QUOTA],
+        junction_token_counts=[0, 64, 0],
         matched_token_counts=[0, 32, 0],
         pending_token_counts=[0, 32, 0],
         grow_shortfalls=[3, 0, 1],
@@ -149,9 +159,9 @@ def test_results_shortfalls_victims_and_pending_tokens_belong_to_their_grows() -
     )
     outcome = read_reply(three_grows(), reply, 1)
     assert [grown[1:3] + grown[4:] for grown in outcome.grows] == [
-        (Result.NO_SPACE, 0, 3, 0, Victim(9, 40), 10),
-        (Result.PENDING, 32, 0, 32, None, 32),
-        (Result.QUOTA, 0, 1, 0, None, 30),
+        (Result.NO_SPACE, 0, 3, 0, Victim(9, 40), 10, 0),
+        (Result.PENDING, 32, 0, 32, None, 32, 64),
+        (Result.QUOTA, 0, 1, 0, None, 30, 0),
     ]
     assert outcome.expired_holds == [4, 6]
 
@@ -181,6 +191,7 @@ def test_swaps_name_the_sequence_of_their_commit() -> None:
         pb.StepReply(commit_results=[pb.RESULT_NOT_FOUND]),
         pb.StepReply(matched_token_counts=[1]),
         pb.StepReply(pending_token_counts=[1, 2]),
+        pb.StepReply(junction_token_counts=[1, 2]),
         pb.StepReply(grow_shortfalls=[1] * 4),
         pb.StepReply(victim_sequences=[1]),
         pb.StepReply(granted_grows=packed(0), block_counts=packed(1)),

@@ -369,7 +369,7 @@ class Episode:
             self._state = self._look()
             return
         reports = owner.report_count
-        owner.lose()
+        owner.lose_stream()
         owner.epoch = max(epoch, owner.epoch)
         owner.attach()
         self.machine = SessionMachine(self.sessions)

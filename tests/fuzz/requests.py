@@ -101,6 +101,7 @@ class Plausible:
 
     def _commit(self, pool: Pool, sequence_id: int, count: int) -> list[bytes]:
         """As many digests as the commit fills blocks."""
-        filled = pool.filled_block_count(sequence_id, count) or 0
-        first = count // pool.digest_tokens - filled
-        return [self.digests[place % PLACES] for place in range(first, first + filled)]
+        if sequence_id not in pool.sequences:
+            return []
+        first = pool.sequences[sequence_id].committed_token_count // pool.digest_tokens
+        return [self.digests[place % PLACES] for place in range(first, count // pool.digest_tokens)]

@@ -88,7 +88,7 @@ def test_an_attach_that_is_not_permitted_fences_nobody(sessions: SessionRegistry
     side = owner()
     machine = attach(sessions, side, EVERYTHING)
     ask(machine, side, allocating(1, "red"))
-    side.lose()
+    side.lose_stream()
     side.attach()
     intruder = SessionMachine(sessions, permissions=permissions_of(["quire://pool/other", "quire://namespace/*"]))
     with pytest.raises(Refusal, match="does not permit owning"):
@@ -199,12 +199,12 @@ def test_a_session_with_sequences_of_another_namespace_is_neither_resumed_nor_re
     side = owner()
     machine = attach(sessions, side, BOTH)
     ask(machine, side, allocating(1, "red"))
-    side.lose()
+    side.lose_stream()
     side.attach()
     with pytest.raises(Refusal, match="this namespace"):
         SessionMachine(sessions, permissions=BLUE).receive(side.outbox.popleft(), 0.0)
     assert machine.ending is None
-    side.lose()
+    side.lose_stream()
     sessions.directory.remove(sessions.directory.pool("pool"))
     side.attach()
     with pytest.raises(Refusal, match="this namespace"):

@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 from quire.protocol.steps import Result
-from quire_allocator.core.admission import Gates
+from quire_allocator.core.admission import Admission
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.core.ownership.replay import StepLog
@@ -184,7 +184,7 @@ def _a_fork_of_a_half_filled_block_is_forgotten(original: Any, self: Any, parent
     return done
 
 
-@plant(Gates, "enforce_cache_quota")
+@plant(Admission, "enforce_cache_quota")
 def _the_cache_quota_is_not_enforced(original: Any, self: Any, space: Any) -> None:
     return None
 

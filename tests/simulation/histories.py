@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from quire.hashing import DIGEST_BYTES, block_digests
 from quire.protocol.packing import entry_uint32, unpack_uint32, unpack_uint64
-from quire.protocol.steps import NULL_BLOCK, Result, StepBuilder, StepOutcome
+from quire.protocol.steps import NULL_BLOCK, GrowOutcome, Result, StepBuilder, StepOutcome
 from quire.session.ledger import Ledger
 from quire.v1 import allocator_pb2 as pb
 
@@ -56,6 +56,7 @@ class Text:
     is_leaving: bool = False  # this and what follows: once the steps that are unanswered are answered
     committing: int = 0
     growing: int = 0
+    cut: int = 0  # where a pass ends: at the junction that the owner was told
 
     def __post_init__(self) -> None:
         self.answered()
@@ -150,7 +151,9 @@ class History:
         chunk = rng.randrange(1, len(prompt) + 1) if rng.random() < 0.3 else len(prompt)
         self.asked[self.last_id] = (prompt, namespace)
         digests = block_digests(ROOT, prompt, self.digest_tokens)
-        step.allocate(self.last_id, chunk, digests, namespace, prompt_token_count=len(prompt) * (chunk < len(prompt)))
+        whole = len(prompt) * (chunk < len(prompt))
+        ends = sorted(rng.sample(range(1, 40), rng.choice([0, 0, 0, 2])))
+        step.allocate(self.last_id, chunk, digests, namespace, prompt_token_count=whole, turn_ends=ends)
 
     def digests(self, text: Text, first: int, end: int) -> list[bytes]:
         """Digests of the blocks that become full between two token counts."""
@@ -182,7 +185,7 @@ class History:
             self.device.copy(copy.source, copy.destination)
         for token_count, grown in zip(unpack_uint32(step.grows.token_counts), outcome.grows, strict=True):
             if grown.result is Result.OK:
-                self._take_grow(grown.sequence_id, token_count, grown.matched_token_count, ledger)
+                self._take_grow(grown, token_count, ledger)
         for sequence_id, text in self.texts.items():
             if not text.is_hold and not fails:
                 self._write(text, ledger.sequences[sequence_id].tables)
@@ -198,19 +201,21 @@ class History:
                 tokens = parent.tokens[:length]
                 self.texts[child_id] = Text(tokens, parent.namespace, length, length, length, length, is_hold)
 
-    def _take_grow(self, sequence_id: int, wanted: int, matched: int, ledger: Ledger) -> None:
+    def _take_grow(self, grown: GrowOutcome, wanted: int, ledger: Ledger) -> None:
+        sequence_id, matched = grown.sequence_id, grown.matched_token_count
         text = self.texts.get(sequence_id)
         if text is None:
             prompt, namespace = self.asked[sequence_id]
             text = self.texts[sequence_id] = Text(
                 list(prompt), namespace, matched, matched, max(wanted, matched), len(prompt)
             )
+            text.cut = grown.junction_token_count
             self._read(text, ledger.sequences[sequence_id].tables, is_new=True)
         text.granted = max(text.granted, wanted)
 
     def _write(self, text: Text, tables: list) -> None:  # type: ignore[type-arg]
         """The forward pass: as many tokens as there is room for."""
-        end = text.granted
+        end = text.cut if text.written < text.cut < text.granted else text.granted
         while len(text.tokens) < end:
             text.tokens.append(self.rng.randrange(50))
         for number, spec in enumerate(self.spec.groups):

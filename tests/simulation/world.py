@@ -193,7 +193,7 @@ class Worker:
             self.link.client_gone = True
             self.old_links.append(self.link)
             self.link = None
-            self.owner.lose()
+            self.owner.lose_stream()
 
     def flush(self) -> None:
         """Sends what is in the outbox."""

@@ -48,6 +48,8 @@ class PretendedWorker:
     """Scheduler, the allocator's pool, and pages that hold tokens instead of keys and values.
 
     Args:
+        others: groups of the pool behind the one of full attention. Pages of states hold the tokens that went in.
+        chunk_tokens_max: what the pool is told of its owner's largest chunk.
         ahead_tokens: as the scheduler's; None: every turn asks, and nothing is asked for while a batch is computed.
 
     Attributes:
@@ -67,8 +69,11 @@ class PretendedWorker:
         running_max: int = 8,
         ahead_tokens: int | None = None,
         commit_blocks_max: int = 1_000,
+        others: tuple[GroupSpec, ...] = (),
+        chunk_tokens_max: int = 0,
     ) -> None:
-        self.pool = Pool(PoolSpec(block_count, (GroupSpec(GroupKind.FULL_ATTENTION, block_size),)))
+        groups = (GroupSpec(GroupKind.FULL_ATTENTION, block_size), *others)
+        self.pool = Pool(PoolSpec(block_count, groups, chunk_token_count_max=chunk_tokens_max))
         self.scheduler = Scheduler(
             block_size=block_size,
             sequence_tokens_max=block_count * block_size,
@@ -76,7 +81,9 @@ class PretendedWorker:
             running_max=running_max,
             ahead_tokens=ahead_tokens or 0,
             commit_blocks_max=commit_blocks_max,
+            has_states=any(group.kind is GroupKind.STATE for group in others),
         )
+        self.states: dict[int, list[int]] = {}  # block -> tokens that its state is of
         self.asks: list[list[tuple[Sample, int]]] = []
         self.commit_block_counts: list[int] = []  # of each step
         self._asks_ahead = ahead_tokens is not None
@@ -105,7 +112,7 @@ class PretendedWorker:
         self.commit_block_counts.append(len(message.commits.digests) // DIGEST_BYTES)
         step_apply.apply_step(self.pool, step_checks.check_step(self.pool, message), 0.0, reply)
         invariants.check(self.pool)
-        return read_reply(message, reply, 1)
+        return read_reply(message, reply, len(self.pool.spec.groups))
 
     def turn(self, *, cancel_meanwhile: Request | None = None) -> None:
         self.turn_count += 1
@@ -155,7 +162,9 @@ class PretendedWorker:
         for sample in self.scheduler.running:
             if sample.fork_of is None:
                 sequence = self.pool.sequences[sample.sequence_id]
-                assert list(self.pool.tables(sequence)[0]) == sample.table
+                table, *others = self.pool.tables(sequence)
+                assert list(table) == sample.table
+                assert not self.scheduler.has_states or [list(own) for own in others] == [[b] for b in sample.states]
                 assert sequence.committed_token_count == sample.committed
                 assert sequence.token_count == sample.granted
 
@@ -164,6 +173,8 @@ class PretendedWorker:
             for offset in range(self.scheduler.block_size):
                 if (copy.source, offset) in self.pages:
                     self.pages[copy.destination, offset] = self.pages[copy.source, offset]
+            if copy.source in self.states:
+                self.states[copy.destination] = self.states[copy.source]
         for item in batch.work:
             self._write(item.sample, item.token_count)
         for item in batch.work:
@@ -180,6 +191,10 @@ class PretendedWorker:
         for position in range(sample.computed, sample.computed + token_count):
             block, offset = divmod(position, self.scheduler.block_size)
             self.pages[sample.table[block], offset] = sample.tokens[position]
+        for block in sample.states:
+            before = self.states.get(block) if sample.computed else []
+            assert before == sample.tokens[: sample.computed], f"a state of sample {sample.age} is not of its tokens"
+            self.states[block] = sample.tokens[: sample.computed + token_count]
 
     def _read(self, sample: Sample, end: int) -> None:
         size = self.scheduler.block_size

@@ -91,6 +91,15 @@ def test_eight_requests_in_a_pool_that_fits_two_all_finish() -> None:
     assert worker.pool.blocks.free_count == 12
 
 
+def test_each_prompt_is_queried_once_however_often_its_samples_are_preempted() -> None:
+    worker = PretendedWorker(block_count=12, block_size=4, batch_tokens=16)
+    requests = [worker.submit(numbers(8, seed=i), max_tokens=19, n=1 + i % 2) for i in range(8)]
+    worker.run()
+    assert worker.scheduler.preemption_count > 0
+    assert worker.pool.queried_token_count == sum(len(request.prompt) for request in requests)
+    assert worker.pool.returned_token_count > worker.scheduler.preemption_count * 8
+
+
 def test_the_newest_is_preempted_and_the_oldest_never() -> None:
     worker = PretendedWorker(block_count=12, block_size=4, batch_tokens=16)
     requests = [worker.submit(numbers(12, seed=i), max_tokens=30) for i in range(4)]
@@ -153,7 +162,7 @@ def test_a_refused_step_frees_everything_and_the_text_is_the_same() -> None:
     for _ in range(5):
         worker.turn()
     plan = worker.scheduler.plan()
-    worker.scheduler.start_over(plan)
+    worker.scheduler.give_everything_back(plan)
     worker.scheduler.check_invariants()
     worker.run()
     for request in requests:
@@ -240,7 +249,7 @@ def test_random_requests_in_tiny_pools_read_back_their_own_tokens(seed: int) -> 
             worker.take_in()
             lost = worker.scheduler.plan()
             if dice.random() < 0.5:
-                worker.scheduler.start_over(lost)
+                worker.scheduler.give_everything_back(lost)
             else:
                 worker.pool = Pool(worker.pool.spec)
                 worker.scheduler.forget_blocks()

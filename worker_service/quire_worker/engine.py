@@ -32,8 +32,9 @@ from quire_worker.telemetry import WorkerTelemetry
 log = structlog.get_logger()
 
 NOTHING_ASKED = StepOutcome([], [], [], [], [], [], 0)
-QUIET_S = 0.1  # for which commits and frees wait for others to go along with
-PATIENCE_S = 0.02  # after which who has room goes on without those who wait for an answer; it is usually there in 1 ms
+QUIET_S = 0.1  # seconds that a step of mere commits and frees waits for others to go along with
+# Seconds that samples with room wait for an answer, which usually takes 1 ms, before they go on without the others.
+PATIENCE_S = 0.02
 
 
 class Asked(NamedTuple):
@@ -144,7 +145,7 @@ class Engine:
         return request
 
     def cancel(self, request: Request) -> None:
-        """Ends a request, done or not; what it still holds is freed with the next step, which comes at once."""
+        """Ends a request, done or not; what it still holds is freed with the next step, within 0.1 s."""
         self.scheduler.cancel(request)
         self._open.discard(request)
         self._changed.set()
@@ -254,7 +255,7 @@ class Engine:
                 raise
             for drawn in plan.admitted:
                 self._fail(drawn.request, error)
-            self.scheduler.start_over(plan)
+            self.scheduler.give_everything_back(plan)
             return None
         for request in self.scheduler.forbidden(plan, outcome):
             message = "the worker's own certificate does not permit this namespace"

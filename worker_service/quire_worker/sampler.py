@@ -71,7 +71,7 @@ class SamplingParams:
             _check_integer("stop_token_ids", token, 0, INT32_MAX)
 
 
-# Of logits, parameters, and what draws a number in [0, 1) for each row that is not greedy: a token for each row.
+# Takes logits, parameters and a source of numbers in [0, 1) for the rows that are not greedy; returns a token for each.
 Choose: TypeAlias = Callable[[torch.Tensor, Sequence[SamplingParams], Callable[[], torch.Tensor]], list[int]]
 
 

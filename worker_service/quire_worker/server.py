@@ -24,7 +24,7 @@ from quire.errors import QuireError, UsageError
 from quire.session import PoolSession
 from quire.session.lookahead import AHEAD_TOKENS
 from quire.tls import tls_of
-from quire.types import PoolSpec
+from quire.types import GroupKind, PoolSpec
 from quire.v1 import worker_pb2_grpc as pb_grpc
 
 from quire_worker.cache import KVCache
@@ -39,11 +39,11 @@ from quire_worker.telemetry import WorkerCollector, WorkerTelemetry
 
 log = structlog.get_logger()
 
-# Shutting down takes at most the sum of these, in seconds: for requests to finish, and for the last turn.
+# Seconds for requests to finish, and for the last turn; shutting down takes at most their sum.
 DRAIN_S = 4.0
 TURN_S = 2.0
 WAIT_LOG_S = 10.0
-BLOCKS_PER_STEP_MAX = 8_192  # that one forward pass may fill, so that their digests fit a step
+BLOCKS_PER_STEP_MAX = 8_192  # blocks that one forward pass may fill, so that their digests fit a step
 RUNNING_MAX = 4_096  # samples; each may need a few operations of one step
 
 
@@ -204,6 +204,7 @@ def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSessi
         batch_tokens_max=options.max_batch_tokens,
         running_max=options.max_running,
         ahead_tokens=options.grant_ahead_tokens,
+        has_states=any(group.kind is GroupKind.STATE for group in cache.spec.groups),
     )
     return Engine(
         model=model,
@@ -240,7 +241,7 @@ async def serve(options: argparse.Namespace) -> None:
         DeviceLostError: the device failed; its last requests were told.
     """
     stop = stop_event()
-    calls_max = 4 * (options.max_waiting + options.max_running)  # the queue is what refuses, with a reason
+    calls_max = 4 * (options.max_waiting + options.max_running)  # far above the queue, which refuses with a reason
     server = Server(options, service_name="quire.v1.WorkerService", calls_max=max(4_096, calls_max))
     tls = tls_of(options.allocator_ca, options.allocator_cert, options.allocator_key)
     allocator = AsyncAllocatorClient(options.allocator, token=server.token, tls=tls)
@@ -252,6 +253,7 @@ async def serve(options: argparse.Namespace) -> None:
             groups=loaded.cache.spec.groups,
             cache_layout=loaded.cache.spec.layout,
             model_fingerprint=loaded.model.fingerprint,
+            chunk_token_count_max=options.max_batch_tokens,
         ),
         on_wait=log_waits(),
     )

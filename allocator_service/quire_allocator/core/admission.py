@@ -2,13 +2,19 @@
 
 A new sequence must pass, in this order:
 
-    TOO_LONG    it could never fit
-    PENDING     others are computing as much of its prefix as it would rather wait for
-    QUOTA       its namespace would hold more than it may
-    NO_SPACE    its whole prompt must fit (not only the first chunk), beside what was *promised* to prompts that are
-                still growing, and leave the *watermark* free for whoever runs. An idle pool waives the last two
+    TOO_LONG        it could never fit, computed in passes as large as its owner announces
+    PASS_TOO_LONG   it could, but not with a first pass of so many tokens
+    PENDING         others are computing as much of its prefix as it would rather wait for
+    QUOTA           its namespace would hold more than it may
+    NO_SPACE        its whole prompt must fit (not only the first chunk), beside what was *promised* to prompts that are
+                    still growing, and leave the *watermark* free for whoever runs. An idle pool waives the last two
 
-A live one only what it asks for must fit. NO_SPACE says how many blocks are short, and whose preemption costs least.
+Of a live sequence only what it asks for must fit: TOO_LONG if no pass is small enough for that, else PASS_TOO_LONG,
+which says how many blocks are too many at once. NO_SPACE says how many are short, and whose preemption costs least.
+
+Windowed groups hold a pass and the window before it, so what a prompt takes depends on how it is computed: 512 tokens
+in blocks of 16 with a window of 64 take 32 blocks of full attention, and 6 of the window in passes of 16 tokens, but 13
+in passes of 128.
 """
 
 from __future__ import annotations
@@ -27,11 +33,12 @@ VICTIMS_EXAMINED_MAX: Final = 1024  # newest sequences: looking at all of a larg
 
 
 class Applicant(NamedTuple):
-    """A new sequence that asks to be let in."""
+    """Asks to be let in, as a new sequence."""
 
     space: Namespace
     hits: Sequence[Hit]
     matched_token_count: int
+    junction_token_count: int
     token_count: int
     prompt_token_count: int
     priority: int
@@ -39,8 +46,8 @@ class Applicant(NamedTuple):
     defer_token_count: int
 
 
-class Gates:
-    """Admission to one pool.
+class Admission:
+    """Decides who gets blocks of one pool.
 
     Attributes:
         promised_block_count: sum over all sequences of what the rest of their prompts will take.
@@ -54,26 +61,34 @@ class Gates:
         self._blocks = blocks
         self._managers = managers
         self._sequences = sequences
-        self._cheapest: list[tuple[int, int, int]] | None = None  # as of the last change
+        self._cheapest: list[tuple[int, int, int]] | None = None  # None once the pool has changed
 
     @property
     def reserved_block_count(self) -> int:
-        """Free blocks that a new sequence must leave."""
+        """Counts the free blocks that a new sequence must leave."""
         return self._spec.watermark_block_count + self.promised_block_count if self._sequences else 0
 
     def refuse_new(self, applicant: Applicant, needed: int, revived: int) -> GrowResult | None:
-        """Why a new sequence that needs so many blocks now, beside cached ones of its hits, is not let in; or None."""
+        """Says why a new sequence is not let in that needs so many blocks beside cached ones of its hits; or None."""
         taken = sum([hit.block_count for hit in applicant.hits])
         whole = needed
         if applicant.prompt_token_count > applicant.token_count:
-            peak = sum(m.peak(applicant.prompt_token_count, applicant.token_count) for m in self._managers)
+            peak = self._peak(applicant.prompt_token_count, self._pass_token_count(applicant.token_count))
             whole = max(needed, peak - taken)
-        if taken + whole > self._spec.block_count:
-            return GrowResult(Result.TOO_LONG, 0, applicant.pending_token_count)
+        over = taken + whole - self._spec.block_count
+        if over > 0:
+            longest = max(applicant.token_count, applicant.prompt_token_count)
+            return self._too_long(longest, self._pass_token_count(1), over, applicant.pending_token_count)
         if 0 < applicant.defer_token_count <= applicant.pending_token_count:
-            return GrowResult(Result.PENDING, applicant.matched_token_count, applicant.pending_token_count)
+            return GrowResult(
+                Result.PENDING,
+                applicant.matched_token_count,
+                applicant.pending_token_count,
+                junction_token_count=applicant.junction_token_count,
+            )
         hits = zip(self._managers, applicant.hits)
-        kept = sum([hit.cached_block_count for m, hit in hits if not m.in_place])  # a state is copied, and let go
+        # A grow copies a state and lets go of it, so it stays in no table.
+        kept = sum([hit.cached_block_count for m, hit in hits if not m.in_place])
         over = self._over_quota(applicant.space, needed + kept)
         if over > 0:
             return GrowResult(Result.QUOTA, 0, applicant.pending_token_count, shortfall=over)
@@ -86,10 +101,10 @@ class Gates:
     def refuse_grow(
         self, sequence_id: int, sequence: SequenceState, token_count: int, needed: int
     ) -> GrowResult | None:
-        """Why a live sequence does not get the blocks that it needs to hold `token_count` tokens, or None."""
+        """Says why a live sequence does not get the blocks that it needs to hold `token_count` tokens, or None."""
         footprint = sum([m.footprint(part, token_count) for m, part in zip(self._managers, sequence.parts)])
         if footprint > self._spec.block_count:
-            return GrowResult(Result.TOO_LONG)
+            return self._too_long(token_count, 1, footprint - self._spec.block_count)
         over = self._over_quota(sequence.namespace, needed - self._let_go(sequence))
         if over > 0:
             return GrowResult(Result.QUOTA, shortfall=over)
@@ -101,7 +116,7 @@ class Gates:
 
     def promise(self, sequence: SequenceState) -> None:
         """Keeps free from later admissions what the rest of a prompt in chunks will take beyond what it has now."""
-        prompt, chunk = sequence.prompt_token_count, sequence.chunk_token_count
+        prompt, chunk = sequence.prompt_token_count, self._pass_token_count(sequence.chunk_token_count)
         count = 0
         for manager, part in zip(self._managers, sequence.parts):
             most = min(manager.footprint(part, prompt), manager.peak(prompt, chunk))
@@ -110,13 +125,13 @@ class Gates:
         sequence.promised = count
 
     def end_promise(self, sequence: SequenceState) -> None:
-        """The sequence is gone."""
+        """Takes back the promise of a sequence that is gone."""
         self.promised_block_count -= sequence.promised
         sequence.promised = 0
 
     def give_up_checkpoints(self, sequence: SequenceState, missing: int) -> bool:
-        """Where so many blocks are missing to copy a state that only this sequence holds, it may go on in place:
-        a checkpoint that nobody else uses is not worth a refusal. Returns whether that is enough."""
+        """Lets a sequence go on in place where so many blocks are missing to copy a state that it alone holds: a
+        checkpoint that nobody else uses is not worth a refusal. Returns whether that is enough."""
         in_place = [(m, part) for m, part in zip(self._managers, sequence.parts) if m.in_place]
         if missing > sum([m.let_go(part, sequence.token_count) for m, part in in_place]):
             return False
@@ -125,8 +140,8 @@ class Gates:
         return True
 
     def cheapest_victim(self, priority: int, *, except_id: int = 0) -> Victim | None:
-        """The live sequence of at most that priority whose preemption loses least: lowest priority first, then fewest
-        tokens to compute again beyond what others hold too, then the newest. Looks at the newest thousand."""
+        """Finds the live sequence of at most that priority whose preemption loses least: lowest priority first, then
+        fewest tokens to compute again beyond what others hold too, then the newest. Looks at the newest thousand."""
         if self._cheapest is None:
             self._cheapest = self._two_cheapest()
         for of, lost, negative_id in self._cheapest:
@@ -135,12 +150,14 @@ class Gates:
         return None
 
     def note_change(self) -> None:
-        """What a preemption would lose may be another now. Refusals change nothing: a step that has many of them looks
-        for its victim once, or a full pool would hold up everybody else's."""
+        """Forgets the cheapest victim, since a change may have made another one cheaper.
+
+        Refusals change nothing, so a step with many of them looks only once.
+        """
         self._cheapest = None
 
     def _two_cheapest(self) -> list[tuple[int, int, int]]:
-        """Priority, tokens lost and negative id of the first two in order: one of them may be who asks."""
+        """Returns priority, tokens lost and negative id of the first two in order: one of them may be who asks."""
         costs = []
         for sequence_id in islice(reversed(self._sequences), VICTIMS_EXAMINED_MAX):
             sequence = self._sequences[sequence_id]
@@ -150,14 +167,27 @@ class Gates:
         return nsmallest(2, costs)
 
     def enforce_cache_quota(self, space: Namespace) -> None:
-        """A namespace that leaves more behind than it may loses its own first."""
+        """Evicts what a namespace leaves behind beyond what it may."""
         if space.queue is not None and space.quota is not None and space.quota.cached_block_count_max is not None:
             over = space.cached_count - space.quota.cached_block_count_max
             if over > 0:
                 self._blocks.evict_from(space, over)
 
+    def _too_long(self, token_count: int, pass_token_count: int, over: int, pending: int = 0) -> GrowResult:
+        """Says whether so many tokens would fit, computed in passes of that size; `over` blocks are too many now."""
+        if self._peak(token_count, pass_token_count) > self._spec.block_count:
+            return GrowResult(Result.TOO_LONG, 0, pending)
+        return GrowResult(Result.PASS_TOO_LONG, 0, pending, shortfall=over)
+
+    def _peak(self, token_count: int, pass_token_count: int) -> int:
+        return sum([manager.peak(token_count, pass_token_count) for manager in self._managers])
+
+    def _pass_token_count(self, chunk: int) -> int:
+        """Tokens of the largest pass of a prompt that begins with such a chunk."""
+        return max(chunk, self._spec.chunk_token_count_max)
+
     def _let_go(self, sequence: SequenceState) -> int:
-        """Blocks that its next grow copies and that are in no table then."""
+        """Counts the blocks that its next grow copies and that are in no table then."""
         if sequence.namespace.quota is None:
             return 0
         parts = zip(self._managers, sequence.parts)

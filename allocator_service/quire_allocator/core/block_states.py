@@ -15,7 +15,7 @@ STATE_MAX: Final = 255
 
 
 class BlockStates:
-    """Per block, in how many tables it is, and whether it is published.
+    """Tells of each block in how many tables it is, and whether it is published.
 
     Attributes:
         holders: uint32 [blocks].
@@ -23,13 +23,14 @@ class BlockStates:
     """
 
     def __init__(self, block_count: int) -> None:
-        import numpy as np  # by whoever looks: a process that takes over from a killed one must not wait for it
+        # numpy is imported by whoever asks: an allocator that takes over from a killed one must not wait for it.
+        import numpy as np
 
         self.holders: NDArray[np.uint32] = np.zeros(block_count, dtype=np.uint32)
         self.published: NDArray[np.bool_] = np.zeros(block_count, dtype=np.bool_)
 
     def mark(self, blocks: array[int], holders: int, *, published: bool) -> None:
-        """Blocks, each at most once, are in `holders` more tables."""
+        """Counts blocks, each named at most once, as being in `holders` more tables."""
         import numpy as np
 
         ids = np.frombuffer(blocks, dtype=np.uint32)
@@ -38,7 +39,7 @@ class BlockStates:
             self.published[ids] = True
 
     def to_bytes(self, first: int = 0, end: int | None = None) -> bytes:
-        """One byte per block of [first, end): 0 empty, 1 cached, n >= 2 held by n - 1 tables (255: 254 or more)."""
+        """Returns a byte for each block of [first, end): 0 empty, 1 cached, n >= 2 in n - 1 tables (255: 254 up)."""
         import numpy as np
 
         held = self.holders[first:end]

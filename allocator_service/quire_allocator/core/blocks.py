@@ -6,9 +6,9 @@ Lifecycle of a block:
     2. held         in at least one table; `take` brings it here from 1, or from 3 by eviction
     3. cached free  in no table, but published: hittable until evicted
 
-Groups of equal specification share one *manager* (`runs.py`, `units.py`), which knows its held and cached blocks; here
-are only the empty ones, the number of cached ones, and the queue of those that may leave. Empty blocks are granted
-first, the last one given back first, then cached ones in the order of the eviction policy.
+Groups of equal specification share one *manager* (`full.py`, `windows.py`, `states.py`), which knows its held and
+cached blocks; here are only the empty ones, the number of cached ones, and the queue of those that may leave. Empty
+blocks are granted first, the last one given back first, then cached ones in the order of the eviction policy.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Namespace:
 
     @property
     def held_count(self) -> int:
-        """Blocks held, all groups together."""
+        """Counts blocks held, all groups together."""
         return sum(scope.held for scope in self.scopes)
 
     @property
     def cached_count(self) -> int:
-        """Blocks cached, all groups together."""
+        """Counts blocks cached, all groups together."""
         return sum(scope.cached for scope in self.scopes)
 
 
@@ -102,17 +102,17 @@ class Blocks:
 
     @property
     def empty_count(self) -> int:
-        """Blocks in state 1."""
+        """Counts the blocks in state 1 of the lifecycle."""
         return self.block_count - self._top
 
     @property
     def empty(self) -> array[int]:
-        """Blocks in state 1, the next to be granted first."""
+        """Returns the blocks in state 1, the next to be granted first."""
         return self._stack[self._top :]
 
     @property
     def free_count(self) -> int:
-        """Blocks that can be granted: empty and cached."""
+        """Counts the blocks that can be granted: empty and cached."""
         return self.block_count - self._top + self.cached_count
 
     def take(self, count: int) -> array[int]:
@@ -126,7 +126,7 @@ class Blocks:
         return self._stack[top : top + count]
 
     def take_one(self) -> int:
-        """The same for a single block."""
+        """Does the same for a single block."""
         top = self._top
         if top == self.block_count:
             self._evict(1)
@@ -135,7 +135,7 @@ class Blocks:
         return self._stack[top]
 
     def give_back(self, blocks: array[int]) -> None:
-        """Blocks that nobody could hit become empty; they are granted next, in the same order."""
+        """Puts blocks that no prompt can hit on the empty stack; the next `take` hands them out in this order."""
         top = self._top - len(blocks)
         self._stack[top : self._top] = blocks
         self._top = top
@@ -143,7 +143,7 @@ class Blocks:
     # -- what managers report ------------------------------------------------------------------------------------------
 
     def now_held(self, entry: Scoped, count: int) -> None:
-        """A cached entry of `count` blocks has a holder again."""
+        """Counts `count` blocks of a cached entry as held again, and withdraws it from the queue."""
         scope = entry.scope
         scope.cached -= count
         scope.held += count
@@ -152,7 +152,7 @@ class Blocks:
             self.queue.discard(entry)
 
     def now_cached(self, entry: Scoped, count: int, *, is_candidate: bool) -> None:
-        """The last holder of a published entry left."""
+        """Counts a published entry's blocks as cached, because its last holder left."""
         scope = entry.scope
         scope.held -= count
         scope.cached += count
@@ -162,21 +162,21 @@ class Blocks:
             self.push(entry)
 
     def push(self, entry: Scoped) -> None:
-        """A cached entry may leave from now on."""
+        """Makes a cached entry a candidate, also of its namespace's own queue."""
         self.queue.push(entry)
         own = entry.scope.namespace.queue
         if own is not None:
             own.add(entry)
 
     def dropped(self, scope: Scope, count: int) -> None:
-        """Cached blocks became empty; a namespace that has nothing any more is forgotten."""
+        """Counts evicted blocks as cached no more, and forgets a namespace that has nothing left."""
         scope.cached -= count
         self.cached_count -= count
         if not scope.cached:
             self.forget_if_unused(scope.namespace)
 
     def forget_if_unused(self, namespace: Namespace) -> None:
-        """Namespaces are named by clients: one without sequences and blocks must not stay."""
+        """Forgets a namespace without sequences and blocks: clients choose names, and unused ones must not pile up."""
         if namespace.sequence_count:
             return
         for scope in namespace.scopes:

@@ -25,7 +25,7 @@ DIGEST_BYTES_KEPT_MAX: Final = 32 << 20
 
 
 class Change(enum.Enum):
-    """What happened to digests."""
+    """Says what happened to the digests of an event."""
 
     STORED = enum.auto()
     REMOVED = enum.auto()
@@ -55,24 +55,24 @@ class Event(NamedTuple):
 
     @property
     def digests(self) -> bytes:
-        """The digests of the event, concatenated."""
+        """Returns the digests of the event, concatenated."""
         return bytes(self.source[self.start : self.end])
 
 
 def digest_count_before(untold: set[bytes], digests: bytes) -> int:
-    """Leading digests of which none is in `untold`."""
+    """Counts the leading digests of which none is in `untold`."""
     for offset in range(0, len(digests), DIGEST_BYTES):
         if digests[offset : offset + DIGEST_BYTES] in untold:
             return offset // DIGEST_BYTES
     return len(digests) // DIGEST_BYTES
 
 
-# Fields of an Event: making one costs as much as an append.
+# The fields of an Event as a plain tuple: a named tuple costs as much to make as an append.
 _Record = tuple[int, Change, Scope, bytes, int, bytes | bytearray, int, int]
 
 
 class EventLog:
-    """Events of one pool, the latest `event_count_max` of them and `digest_bytes_max`."""
+    """Keeps the latest events of one pool: at most `event_count_max` of them, with `digest_bytes_max` of digests."""
 
     def __init__(self) -> None:
         self.event_count_max = EVENTS_KEPT_MAX
@@ -88,14 +88,16 @@ class EventLog:
         self._recorded.append((self.step, _STORED, scope, parent_digest, first_position, digests, 0, len(digests)))
 
     def removed(self, scope: Scope, first_position: int, source: bytes | bytearray, start: int, end: int) -> None:
-        """Digests no longer hit: no other block carries them. They stand in `source[start:end]`, which does not change
-        any more, and is kept instead of a copy where they are most of it."""
+        """Records that the digests `source[start:end]` can be hit no more.
+
+        `source` never changes after this; it is copied only where the digests are less than half of it.
+        """
         if len(source) > 2 * (end - start):
             source, start, end = source[start:end], 0, end - start
         self._recorded.append((self.step, _REMOVED, scope, b"", first_position, source, start, end))
 
     def discard(self) -> None:
-        """What was recorded so far is never told: a watcher of a rebuilt pool starts with a snapshot."""
+        """Drops what is recorded and not published: a watcher of a rebuilt pool starts with a snapshot."""
         self._recorded.clear()
 
     def publish(self, acknowledged_step: int) -> bool:
@@ -114,7 +116,7 @@ class EventLog:
         return True
 
     def untold(self, namespace: str) -> set[bytes]:
-        """Digests of a namespace that were stored by steps whose answers may have been lost: nobody may be told yet."""
+        """Returns digests stored by steps whose answers may have been lost: nobody may be told of them yet."""
         return {
             bytes(source[offset : offset + DIGEST_BYTES])
             for _, change, scope, _, _, source, start, end in self._recorded
@@ -123,11 +125,11 @@ class EventLog:
         }
 
     def can_resume(self, cursor: int) -> bool:
-        """Whether every event after `cursor` is still kept."""
+        """Tells whether every event after `cursor` is still kept."""
         return self.last_cursor - len(self._kept) <= cursor <= self.last_cursor
 
     def after(self, cursor: int, count_max: int) -> Iterator[tuple[int, Event]]:
-        """Published events after `cursor`, each with its own cursor; the caller has checked `can_resume`."""
+        """Yields published events after `cursor`, each with its own cursor; the caller has checked `can_resume`."""
         kept = self._kept
         first = cursor - (self.last_cursor - len(kept))
         for offset in range(min(count_max, len(kept) - first)):

@@ -1,13 +1,13 @@
 """Prefixes that a live sequence is computing right now, so that the next prompt that begins with one may wait for it.
 
-Lifecycle of a chain:
+Lifecycle of an announcement:
 
     1. announced   a new sequence says which digests it will compute, from its matched tokens on
     2. advanced    a commit has published the first of them; what is left is pending
     3. gone        all of it is published, or the sequence was dropped
 
-A chain is found at the places where it was announced and advanced to: a prompt whose published prefix ends there, and
-that goes on with the chain's next digest, is told how far the chain goes along with it.
+An announcement is found at the places where it was announced and advanced to: a prompt whose published prefix ends
+there, and that goes on with the announcement's next digest, is told how far the announcement goes along with it.
 """
 
 from __future__ import annotations
@@ -25,75 +25,82 @@ class Announcement:
         self.digests = digests
         self.next_digest = next_digest
         self.digest_count = digest_count
-        self.places: list[int] = []  # digests before those where it was announced and advanced to
+        self.places: list[int] = []  # how many digests came before each point at which it was announced or advanced to
 
     def key(self, place: int) -> bytes:
-        """Its next digest there."""
+        """Returns the digest at `place`, under which others find this announcement."""
         return self.digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
 
 
 class PendingPrefixes:
-    """Every chain of a pool."""
+    """Finds the announcements of a pool by their next digests."""
 
     def __init__(self) -> None:
         self._places: dict[bytes, list[Announcement]] = {}
 
     def announce(self, namespace: str, digests: bytes, next_digest: int, digest_count: int) -> Announcement | None:
-        """A new sequence will compute the first `digest_count` of `digests`, from number `next_digest` on; None where
-        nothing is left of them."""
+        """Notes that a new sequence will compute the first `digest_count` of `digests`, from number `next_digest` on.
+
+        Returns None where nothing is left of them.
+        """
         if next_digest >= digest_count:
             return None
-        chain = Announcement(namespace, digests, next_digest, digest_count)
-        self._add_place(chain)
-        return chain
+        announcement = Announcement(namespace, digests, next_digest, digest_count)
+        self._add_place(announcement)
+        return announcement
 
-    def advance(self, chain: Announcement, next_digest: int) -> bool:
-        """The chain is published up to there; returns whether anything is still pending."""
-        if next_digest >= chain.digest_count:
-            self.drop(chain)
+    def advance(self, announcement: Announcement, next_digest: int) -> bool:
+        """Notes that it is published up to there; returns whether anything is still pending."""
+        if next_digest >= announcement.digest_count:
+            self.drop(announcement)
             return False
-        if next_digest > chain.next_digest:
-            chain.next_digest = next_digest
-            self._add_place(chain)
+        if next_digest > announcement.next_digest:
+            announcement.next_digest = next_digest
+            self._add_place(announcement)
         return True
 
-    def drop(self, chain: Announcement) -> None:
-        """Nobody computes it any more."""
-        for place in chain.places:
-            key = chain.key(place)
-            chains = self._places[key]
-            chains.remove(chain)
-            if not chains:
+    def drop(self, announcement: Announcement) -> None:
+        """Removes an announcement: its sequence is gone or has published all of it."""
+        for place in announcement.places:
+            key = announcement.key(place)
+            announcements = self._places[key]
+            announcements.remove(announcement)
+            if not announcements:
                 del self._places[key]
-        chain.places.clear()
+        announcement.places.clear()
 
     def pending_count(self, namespace: str, digests: bytes, matched: int, limit: int) -> int:
-        """Digests after the first `matched` (of at most `limit`) that some sequence is computing."""
+        """Counts digests after the first `matched` (of at most `limit`) that some sequence is computing."""
         if matched >= limit:
             return 0
         key = digests[matched * DIGEST_BYTES : (matched + 1) * DIGEST_BYTES]
         agreed = [
-            (_agree(chain.digests, digests, matched, min(chain.digest_count, limit)), chain.next_digest)
-            for chain in self._places.get(key, ())
-            if chain.namespace == namespace and matched in chain.places and chain.key(matched) == key
+            (
+                _agree(announcement.digests, digests, matched, min(announcement.digest_count, limit)),
+                announcement.next_digest,
+            )
+            for announcement in self._places.get(key, ())
+            if announcement.namespace == namespace
+            and matched in announcement.places
+            and announcement.key(matched) == key
         ]
         return max((common - matched for common, computed in agreed if common > computed), default=0)
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def _add_place(self, chain: Announcement) -> None:
-        chain.places.append(chain.next_digest)
-        key = chain.key(chain.next_digest)
-        chains = self._places.get(key)
-        if chains is None:
-            self._places[key] = [chain]
+    def _add_place(self, announcement: Announcement) -> None:
+        announcement.places.append(announcement.next_digest)
+        key = announcement.key(announcement.next_digest)
+        announcements = self._places.get(key)
+        if announcements is None:
+            self._places[key] = [announcement]
         else:
-            chains.append(chain)
+            announcements.append(announcement)
 
 
 def _agree(ours: bytes, theirs: bytes, known: int, limit: int) -> int:
-    """Digests in which two chains agree from the first on, at least `known` + 1, at most `limit`."""
+    """Counts the first digests in which two prompts agree: at least `known` + 1, at most `limit`."""
     low, high = known + 1, min(limit, len(theirs) // DIGEST_BYTES)
     start = known * DIGEST_BYTES
     while low < high:

@@ -23,11 +23,12 @@ one pool are applied by one caller at a time. What differs between types of atte
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Final
 
-from quire_allocator.core.admission import Applicant, Gates
+from quire_allocator.core.admission import Admission, Applicant
 from quire_allocator.core.blocks import Blocks
-from quire_allocator.core.events import EventLog, digest_count_before
+from quire_allocator.core.events import EventLog
 from quire_allocator.core.groups.coordinator import Coordinator
 from quire_allocator.core.pending import PendingPrefixes
 from quire_allocator.core.sequence import SequenceState
@@ -37,6 +38,7 @@ from quire_allocator.core.spec import (
     Copy,
     Grants,
     GrowResult,
+    Match,
     PoolSpec,
     Result,
     Swap,
@@ -49,7 +51,7 @@ _NOBODY: Final = array("Q")
 
 
 class Pool:
-    """Block tables of one pool. See the module's docstring."""
+    """Applies operations to the block tables of one pool, as the module's docstring says."""
 
     def __init__(self, spec: PoolSpec) -> None:
         self.spec = spec
@@ -59,14 +61,16 @@ class Pool:
         self.coordinator = Coordinator(spec, self.blocks, self.log)
         self.managers = self.coordinator.managers
         self.sequences: dict[int, SequenceState] = {}
-        self.gates = Gates(spec, self.blocks, self.managers, self.sequences)
+        self.admission = Admission(spec, self.blocks, self.managers, self.sequences)
         self.pending = PendingPrefixes()
         self.holds: dict[int, float] = {}  # sequence -> when it ends
-        self._batch_ids = _NOBODY  # whom `grow_many` found last, since when nobody was freed
+        self._batch_ids = _NOBODY  # the ids of the last `grow_many`; valid until the next `free`
         self._batch: list[SequenceState | None] = []
         self.last_sequence_id = 0
         self.queried_token_count = 0
         self.matched_token_count = 0
+        self.returned_token_count = 0
+        self.returned_matched_token_count = 0
         self.granted_block_count = 0
         self.copy_count = 0
         self._edge_tokens = spec.edge_tokens
@@ -74,18 +78,14 @@ class Pool:
     # -- prefixes ------------------------------------------------------------------------------------------------------
 
     def match(self, namespace: str, digests: bytes) -> int:
-        """Leading tokens that every group can serve. A hint: changes nothing, not even the eviction order."""
-        space = self.blocks.namespaces.get(namespace) or self.coordinator.new_namespace(namespace)
-        return self.coordinator.find(space, digests, len(digests) // DIGEST_BYTES * self.digest_tokens)[1]
+        """Counts the leading tokens that every group can serve. Changes nothing, not even the order of eviction."""
+        return self.find(namespace, digests).matched_token_count
 
-    def match_acknowledged(self, namespace: str, digests: bytes) -> int:
-        """The same for others than the owner: without what steps have stored that it has not acknowledged."""
-        matched = self.match(namespace, digests)
-        untold = self.log.untold(namespace) if matched else None
-        if not untold:
-            return matched
-        told = digest_count_before(untold, digests)
-        return self.match(namespace, digests[: told * DIGEST_BYTES])
+    def find(self, namespace: str, digests: bytes) -> Match:
+        """Returns the same, and up to where a checkpoint would have made it a hit."""
+        space = self.blocks.namespaces.get(namespace) or self.coordinator.new_namespace(namespace)
+        limit = len(digests) // DIGEST_BYTES * self.digest_tokens
+        return Match(*self.coordinator.find(space, digests, limit)[1:])
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
@@ -99,11 +99,13 @@ class Pool:
         prompt_token_count: int = 0,
         priority: int = 0,
         defer_token_count: int = 0,
+        is_return: bool = False,
+        turn_ends: Sequence[int] = (),
     ) -> GrowResult:
         """Creates a sequence that can hold `token_count` tokens, at least 1.
 
         The shared prefix is the longest published one that leaves at least one token to compute. It counts as
-        committed. Answers OK, EXISTS, TOO_LONG, PENDING, QUOTA or NO_SPACE.
+        committed. Answers OK, EXISTS, TOO_LONG, PASS_TOO_LONG, PENDING, QUOTA or NO_SPACE.
 
         Args:
             sequence_id: higher than every earlier one.
@@ -114,13 +116,15 @@ class Pool:
                 would fit, and what is left of it is kept free from later admissions.
             priority: sequences of a higher one are never named to be preempted for it.
             defer_token_count: answer PENDING instead if others are computing at least so many tokens of its prefix.
+            is_return: a preempted request returns: its tokens count as returned, not as queried.
+            turn_ends: token counts at which later prompts may part from it, beside the end of its own.
         """
         if sequence_id <= self.last_sequence_id:
             return GrowResult(Result.EXISTS)
         space = self.blocks.namespaces.get(namespace) or self.coordinator.new_namespace(namespace)
         prompt = max(token_count, prompt_token_count)
         limit = min((prompt - 1) // self.digest_tokens, len(digests) // DIGEST_BYTES)
-        hits, matched = self.coordinator.find(space, digests, limit * self.digest_tokens)
+        hits, matched, junction = self.coordinator.find(space, digests, limit * self.digest_tokens)
         chunk, token_count = token_count, max(token_count, matched)
         place, pending = matched // self.digest_tokens, 0
         if len(self.pending):
@@ -128,42 +132,59 @@ class Pool:
         needs = [m.needed_after(hit, token_count) for m, hit in zip(self.managers, hits)]
         needed, revived = sum(needs), sum([hit.cached_block_count for hit in hits])
         left = self.blocks.free_count - needed - revived
-        # Where as much is left as must be, it also fits the pool: what it shares is not free.
-        if prompt > chunk or space.quota is not None or left < self.gates.reserved_block_count or defer_token_count:
-            applicant = Applicant(space, hits, matched, chunk, prompt_token_count, priority, pending, defer_token_count)
-            refused = self.gates.refuse_new(applicant, needed, revived)
+        # Enough blocks stay free after the reserve, so nothing can refuse, not even TOO_LONG: what is held and what is
+        # free make up the pool. Admission is skipped.
+        if prompt > chunk or space.quota is not None or left < self.admission.reserved_block_count or defer_token_count:
+            applicant = Applicant(
+                space, hits, matched, junction, chunk, prompt_token_count, priority, pending, defer_token_count
+            )
+            refused = self.admission.refuse_new(applicant, needed, revived)
             if refused is not None and refused.result is Result.NO_SPACE and matched and not self.sequences:
-                # With the state to copy from, a hit may need more room than there is, and nobody would ever make room.
+                # The pool is idle, and only the hit does not fit: a state takes one block more, to be copied into.
+                # Nobody will ever free one, so the prompt is computed without the hit.
                 return self.allocate(
-                    sequence_id, chunk, namespace=namespace, prompt_token_count=prompt_token_count, priority=priority
+                    sequence_id,
+                    chunk,
+                    b"",
+                    namespace,
+                    prompt_token_count=prompt,
+                    priority=priority,
+                    is_return=is_return,
+                    turn_ends=turn_ends,
                 )
             if refused is not None:
                 return refused
 
-        self.gates.note_change()
+        self.admission.note_change()
         # Hits are held before anything is taken: taking evicts.
         self.blocks.namespaces[namespace] = space
         space.sequence_count += 1  # or it would be forgotten with its last cached block
-        sequence = self.coordinator.open(space, hits, matched, prompt, priority)
+        boundaries = self.coordinator.boundaries(prompt, junction, turn_ends)
+        sequence = self.coordinator.open(space, hits, matched, boundaries, priority)
         copies: list[Copy] = []
         self.coordinator.grant(sequence, needs, token_count, copies)
         self.granted_block_count += needed
         self.copy_count += len(copies)
         if prompt > chunk:
             sequence.prompt_token_count, sequence.chunk_token_count = prompt, chunk
-            self.gates.promise(sequence)
-        sequence.chain = self.pending.announce(namespace, digests, place, limit)
+            self.admission.promise(sequence)
+        sequence.announcement = self.pending.announce(namespace, digests, place, limit)
+        self.coordinator.note_prompt(space, digests, prompt)
         self.sequences[sequence_id] = sequence
         self.last_sequence_id = sequence_id
-        self.queried_token_count += prompt
-        self.matched_token_count += matched
-        return GrowResult(Result.OK, matched, pending, self.tables(sequence), copies)
+        if is_return:
+            self.returned_token_count += prompt
+            self.returned_matched_token_count += matched
+        else:
+            self.queried_token_count += prompt
+            self.matched_token_count += matched
+        return GrowResult(Result.OK, matched, pending, self.tables(sequence), copies, junction_token_count=junction)
 
     def grow(self, sequence_id: int, token_count: int) -> GrowResult:
         """Makes room for `token_count` tokens; fewer than there are changes nothing.
 
         If the block that holds the next token is shared, or published by a sequence that filled it further, it is
-        replaced by a private copy. Answers OK, NOT_FOUND, TOO_LONG, QUOTA or NO_SPACE.
+        replaced by a private copy. Answers OK, NOT_FOUND, TOO_LONG, PASS_TOO_LONG, QUOTA or NO_SPACE.
         """
         sequence = self.sequences.get(sequence_id)
         if sequence is None:
@@ -176,43 +197,43 @@ class Pool:
     def _extend(self, sequence_id: int, sequence: SequenceState, token_count: int) -> GrowResult:
         """Grows a sequence beyond its limit."""
         if self._takes_next_blocks(sequence, token_count):
-            self.gates.note_change()
+            self.admission.note_change()
             self.granted_block_count += self.coordinator.group_count
             return GrowResult(_OK, 0, 0, self.coordinator.append(sequence, token_count), ())
         before = sequence.token_count
         needs = [m.needed(part, before, token_count) for m, part in zip(self.managers, sequence.parts)]
         needed = sum(needs)
-        refused = self.gates.refuse_grow(sequence_id, sequence, token_count, needed)
+        refused = self.admission.refuse_grow(sequence_id, sequence, token_count, needed)
         if refused is not None:
             is_short = refused.result is Result.NO_SPACE and self.coordinator.in_place
-            if is_short and self.gates.give_up_checkpoints(sequence, refused.shortfall):
+            if is_short and self.admission.give_up_checkpoints(sequence, refused.shortfall):
                 return self._extend(sequence_id, sequence, token_count)
             return refused
-        self.gates.note_change()
+        self.admission.note_change()
         copies: list[Copy] = []
         granted = self.coordinator.grant(sequence, needs, token_count, copies)
         self.granted_block_count += needed
         self.copy_count += len(copies)
         if sequence.promised:
-            self.gates.promise(sequence)
+            self.admission.promise(sequence)
         if copies:  # what was copied may be cached now
-            self.gates.enforce_cache_quota(sequence.namespace)
+            self.admission.enforce_cache_quota(sequence.namespace)
         return GrowResult(Result.OK, 0, 0, self.coordinator.added(sequence, granted) if needed else (), copies)
 
     def _takes_next_blocks(self, sequence: SequenceState, token_count: int) -> bool:
-        """Decoding's own path: one free block for every group, at a block edge, and nothing else to be looked at."""
-        size, groups = self.digest_tokens, self.coordinator
+        """Tells whether this grow takes one free block for every group, at a block edge, as decoding does."""
+        size = self.digest_tokens
         return (
-            groups.in_step
+            self.coordinator.in_step
             and not sequence.limit % size
             and token_count - sequence.limit <= size
             and not sequence.promised
             and sequence.namespace.quota is None
-            and self.blocks.free_count >= groups.group_count
+            and self.blocks.free_count >= self.coordinator.group_count
         )
 
     def names_new(self, sequence_ids: array[int]) -> bool:
-        """Whether one of these ids is above every earlier one."""
+        """Tells whether one of these ids is above every earlier one."""
         if sequence_ids != self._batch_ids:
             last = self.last_sequence_id
             for sequence_id in sequence_ids:
@@ -241,7 +262,7 @@ class Pool:
                 others.append((number, GrowResult(Result.NOT_FOUND)))
             elif token_count > sequence.limit:
                 if takes_one and self._takes_next_blocks(sequence, token_count):
-                    self.gates.note_change()
+                    self.admission.note_change()
                     self.granted_block_count += 1
                     grants.add_one(number, self.coordinator.append_one(sequence, token_count))
                 else:
@@ -265,7 +286,7 @@ class Pool:
         Args:
             sequence_id: a live sequence.
             token_count: not below what was committed before.
-            digests: of the digest blocks in [committed, token_count), concatenated; `filled_block_count` says how many.
+            digests: of the blocks of `digest_tokens` tokens that end in (committed, token_count], concatenated.
             keep_token_count: if not 0, blocks that are not needed to hold so many tokens, nor `token_count`, are given
                 back: draft tokens that were not accepted.
         """
@@ -274,7 +295,7 @@ class Pool:
             return CommitResult(Result.NOT_FOUND)
         if token_count > sequence.token_count:
             return CommitResult(Result.TOO_LONG)
-        self.gates.note_change()
+        self.admission.note_change()
         if token_count < sequence.quiet_until and not keep_token_count:
             sequence.committed_token_count = token_count
             return _COMMITTED
@@ -283,33 +304,24 @@ class Pool:
         swaps: list[Swap] = []
         if digests:
             for manager, part in zip(self.managers, sequence.parts):
-                if granted == token_count or not manager.in_place:  # else it may be overwritten without a grow
+                # With room left, the next pass would overwrite a published state without a grow that copies it.
+                if granted == token_count or not manager.in_place:
                     manager.commit(part, committed, token_count, digests, swaps)
         sequence.committed_token_count = token_count
         if granted < sequence.token_count:
             self.coordinator.shrink(sequence, granted)
-        if sequence.chain is not None and not self.pending.advance(sequence.chain, token_count // self.digest_tokens):
-            sequence.chain = None
+        if sequence.announcement is not None and not self.pending.advance(
+            sequence.announcement, token_count // self.digest_tokens
+        ):
+            sequence.announcement = None
         self.coordinator.settle(sequence)
         if self.coordinator.settles:
-            self.gates.enforce_cache_quota(sequence.namespace)
+            self.admission.enforce_cache_quota(sequence.namespace)
         if self.coordinator.in_place or keep_token_count:
             self.coordinator.note_limit(sequence)
         if sequence.prompt_token_count:
-            self.gates.promise(sequence)
+            self.admission.promise(sequence)
         return CommitResult(Result.OK, swaps) if swaps else _COMMITTED
-
-    def filled_block_count(self, sequence_id: int, token_count: int) -> int | None:
-        """Digest blocks that a commit up to `token_count` would fill.
-
-        None where the commit would not answer OK and no digest is looked at; negative where it would go back.
-        """
-        sequence = self.sequences.get(sequence_id)
-        if sequence is None or token_count > sequence.token_count:
-            return None
-        if token_count < sequence.committed_token_count:
-            return -1
-        return token_count // self.digest_tokens - sequence.committed_token_count // self.digest_tokens
 
     def fork(self, parent_id: int, child_id: int, *, hold_until: float | None = None) -> Result:
         """Creates a sequence that shares what its parent has committed. Answers OK, NOT_FOUND, EXISTS or UNCOMMITTED.
@@ -331,13 +343,13 @@ class Pool:
         length = parent.committed_token_count
         if self.coordinator.in_place and parent.token_count > length:
             return Result.UNCOMMITTED
-        self.gates.note_change()
+        self.admission.note_change()
         parts = tuple([manager.fork(part, length) for manager, part in zip(self.managers, parent.parts)])
         child = SequenceState(parent.namespace, length, parent.priority, parts)
         child.quiet_until = parent.quiet_until
-        if (
-            self.coordinator.in_place or length % self._edge_tokens
-        ):  # a block is shared that either side has yet to write
+        child.boundaries = parent.boundaries
+        # Where a block is shared that either side has yet to write:
+        if self.coordinator.in_place or length % self._edge_tokens:
             self.coordinator.note_limit(parent)
         parent.namespace.sequence_count += 1
         if hold_until is not None:
@@ -353,16 +365,16 @@ class Pool:
         if sequence is None:
             return Result.NOT_FOUND
         self._batch, self._batch_ids = [], _NOBODY
-        self.gates.note_change()
+        self.admission.note_change()
         for manager, part in zip(self.managers, sequence.parts):
             manager.free(part)
-        self.gates.end_promise(sequence)
-        if sequence.chain is not None:
-            self.pending.drop(sequence.chain)
+        self.admission.end_promise(sequence)
+        if sequence.announcement is not None:
+            self.pending.drop(sequence.announcement)
         if sequence.is_hold:
             del self.holds[sequence_id]
         sequence.namespace.sequence_count -= 1
-        self.gates.enforce_cache_quota(sequence.namespace)
+        self.admission.enforce_cache_quota(sequence.namespace)
         self.blocks.forget_if_unused(sequence.namespace)
         return Result.OK
 
@@ -378,11 +390,11 @@ class Pool:
     # -- what readers see ----------------------------------------------------------------------------------------------
 
     def tables(self, sequence: SequenceState) -> tuple[array[int], ...]:
-        """One table per group; `NULL_BLOCK` where a block was given back."""
+        """Returns one table for each group; `NULL_BLOCK` stands where a block was given back."""
         return self.coordinator.tables(sequence)
 
     def table_entry_count(self) -> int:
-        """Blocks in all tables, shared ones each time: what separate caches would hold."""
+        """Counts the blocks in all tables, shared ones each time: what separate caches would hold."""
         return sum(
             manager.footprint(part, sequence.token_count)
             for sequence in self.sequences.values()

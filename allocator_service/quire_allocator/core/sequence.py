@@ -22,13 +22,16 @@ class SequenceState:
         quiet_until: commits below this count have nothing to publish and nothing to give back.
         prompt_token_count: tokens of a prompt that is computed in chunks of `chunk_token_count`; 0 where it is not.
         promised: blocks that the rest of that prompt will take; admission leaves them free.
-        chain: the part of its prompt that it announced and has still to compute.
+        announcement: the part of its prompt that it announced and has still to compute, or None.
         is_hold: nobody writes to it, and it ends by itself.
+        boundaries: token counts, rising, at which a later prompt may part from this sequence: the last edge of the
+            prompt that leaves a token to compute, the junction, and ends of turns that the owner named.
         parts: what it has in each manager.
     """
 
     __slots__ = (
-        "chain",
+        "announcement",
+        "boundaries",
         "chunk_token_count",
         "committed_token_count",
         "is_hold",
@@ -53,6 +56,7 @@ class SequenceState:
         self.chunk_token_count = 0
         self.promised = 0
         self.priority = priority
-        self.chain: Announcement | None = None
+        self.boundaries: tuple[int, ...] = ()
+        self.announcement: Announcement | None = None
         self.is_hold = False
         self.parts = parts

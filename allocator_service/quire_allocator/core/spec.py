@@ -12,8 +12,9 @@ from typing import Final, NamedTuple
 DIGEST_BYTES: Final = 32
 NULL_BLOCK: Final = 0xFFFFFFFF  # a table entry whose block was given back
 CHECKPOINTS_MAX_DEFAULT: Final = 16
+RETENTIONS: Final = ("auto", "dense", "tail")
 NEVER: Final = 1 << 62  # tokens: more than any sequence has
-NO_BLOCKS: Final = array("I")  # to be copied: half of what it costs to make an empty array by its type's letter
+NO_BLOCKS: Final = array("I")  # an empty array to copy, at half the cost of making one
 
 
 class Result(enum.IntEnum):
@@ -28,6 +29,7 @@ class Result(enum.IntEnum):
     QUOTA = 6
     UNCOMMITTED = 7
     FORBIDDEN = 8  # by the step's caller; the core itself permits everything
+    PASS_TOO_LONG = 9  # it would fit if it were computed in smaller passes
 
 
 class GroupKind(enum.Enum):
@@ -82,7 +84,10 @@ class PoolSpec:
     Attributes:
         watermark_block_count: free blocks that a new sequence must leave for those that run.
         quotas: at most one per namespace.
-        eviction_policy: a name of `eviction.POLICIES`; empty for the default.
+        eviction_policy: a name of `eviction.policies.POLICIES`; empty for the default.
+        retention: which blocks of windowed groups stay cached: `dense`, `tail` or `auto`; empty for the default, auto.
+        chunk_token_count_max: the largest chunk of a prompt that the owner computes in one pass; 0 where it does not
+            say.
     """
 
     block_count: int
@@ -92,17 +97,32 @@ class PoolSpec:
     watermark_block_count: int = 0
     quotas: tuple[Quota, ...] = ()
     eviction_policy: str = ""
+    retention: str = ""
+    chunk_token_count_max: int = 0
 
     @property
     def block_size(self) -> int:
-        """Tokens that one digest covers: the smallest block size."""
+        """Returns how many tokens one digest covers: the smallest block size."""
         return min(group.block_size for group in self.groups)
 
     @property
     def edge_tokens(self) -> int:
-        """Prefixes can only be served up to multiples of this: block edges of all groups but those of states."""
+        """Returns what prefixes can only be served in multiples of: block edges of all groups but those of states."""
         sizes = [group.block_size for group in self.groups if group.kind is not GroupKind.STATE]
         return math.lcm(*sizes) if sizes else self.block_size
+
+
+class Match(NamedTuple):
+    """How much of a prompt is published, in leading tokens.
+
+    Attributes:
+        matched_token_count: what every group can serve.
+        junction_token_count: up to where full attention alone would, if that is more; else 0. A checkpoint of the
+            states there, and the window before it, would have made it a hit.
+    """
+
+    matched_token_count: int
+    junction_token_count: int
 
 
 class Copy(NamedTuple):
@@ -142,10 +162,10 @@ class Grants:
         self.rows: list[int] = []
         self.counts: list[int] = []
         self.blocks: list[array[int]] = []
-        self._singles: array[int] | None = None  # the last of `blocks`, where it is ours
+        self._singles: array[int] | None = None  # the last array of `blocks`, while only `add_one` writes to it
 
     def add(self, row: int, tables: tuple[array[int], ...]) -> None:
-        """What one grow was granted, per group."""
+        """Adds what one grow was granted, one array for each group."""
         self.rows.append(row)
         for table in tables:
             self.counts.append(len(table))
@@ -153,7 +173,7 @@ class Grants:
         self._singles = None
 
     def add_one(self, row: int, block: int) -> None:
-        """The same of one block: what most grows of a decoding batch are granted, if anything."""
+        """Adds one block for one grow, as most grows of a decoding batch take."""
         self.rows.append(row)
         self.counts.append(1)
         if self._singles is None:
@@ -166,19 +186,22 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
     """Answer to allocate and grow. No tuple: making one of those costs as much as an append.
 
     Attributes:
-        result: OK, NO_SPACE, NOT_FOUND, EXISTS, TOO_LONG, PENDING or QUOTA.
+        result: OK, NO_SPACE, NOT_FOUND, EXISTS, TOO_LONG, PASS_TOO_LONG, PENDING or QUOTA.
         matched_token_count: leading tokens shared with published blocks (allocate only).
+        junction_token_count: as in `Match` (allocate only, OK and PENDING).
         pending_token_count: tokens after those that another sequence is computing (allocate only).
         blocks: per group the last entries of the table, replacing what stood there; after allocate the whole table.
             Empty where nothing changed in any group.
         copies: to run before any write of this step.
-        shortfall: blocks missing (NO_SPACE), or too many for the namespace (QUOTA).
+        shortfall: blocks missing (NO_SPACE), too many for the namespace (QUOTA), or too many for the pool at once
+            (PASS_TOO_LONG).
         victim: whom to preempt (NO_SPACE only), if preempting anybody helps.
     """
 
     __slots__ = (
         "blocks",
         "copies",
+        "junction_token_count",
         "matched_token_count",
         "pending_token_count",
         "result",
@@ -194,12 +217,14 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         blocks: tuple[array[int], ...] = (),
         copies: Sequence[Copy] = (),
         *,
+        junction_token_count: int = 0,
         shortfall: int = 0,
         victim: Victim | None = None,
     ) -> None:
         self.result = result
         self.matched_token_count = matched_token_count
         self.pending_token_count = pending_token_count
+        self.junction_token_count = junction_token_count
         self.blocks = blocks
         self.copies = copies
         self.shortfall = shortfall
@@ -212,7 +237,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
         return f"GrowResult{self._values()!r}"
 
     def _values(self) -> tuple[object, ...]:
-        counts = (self.matched_token_count, self.pending_token_count)
+        counts = (self.matched_token_count, self.pending_token_count, self.junction_token_count)
         return (self.result, *counts, self.blocks, list(self.copies), self.shortfall, self.victim)
 
 

@@ -101,7 +101,7 @@ class AllocatorCollector(Collector):
         )
         tokens = CounterMetricFamily(
             "quire_allocator_prefix_tokens",
-            "Tokens of new sequences: all, and those found in the cache.",
+            "Tokens of new sequences: all, and those found in the cache; the same of preempted requests that return.",
             labels=["pool", "outcome"],
         )
         granted = CounterMetricFamily("quire_allocator_granted_blocks", "Blocks granted.", labels=["pool"])
@@ -115,6 +115,8 @@ class AllocatorCollector(Collector):
             seconds.add_metric([name], numbers.step_seconds.buckets(), numbers.step_seconds.sum)
             tokens.add_metric([name, "queried"], pool.queried_token_count)
             tokens.add_metric([name, "hit"], pool.matched_token_count)
+            tokens.add_metric([name, "returned"], pool.returned_token_count)
+            tokens.add_metric([name, "returned_hit"], pool.returned_matched_token_count)
             granted.add_metric([name], pool.granted_block_count)
             evictions.add_metric([name], pool.blocks.evicted_count)
             copies.add_metric([name], pool.copy_count)

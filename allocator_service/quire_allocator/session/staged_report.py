@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 
-from quire.protocol.limits import REPORT_CHUNK_BYTES_MAX, REPORT_CHUNK_ENTRIES_MAX
+from quire.protocol.limits import BOUNDARIES_MAX, REPORT_CHUNK_BYTES_MAX, REPORT_CHUNK_ENTRIES_MAX
 from quire.protocol.packing import unpack_uint32
 from quire.v1 import allocator_pb2 as pb
 
@@ -133,6 +133,7 @@ class StagedReport:
         groups = len(self._spec.groups)
         require(message.hold_remaining_ms <= limits.HOLD_MS_MAX, f"a hold lasts at most {limits.HOLD_MS_MAX} ms")
         require(len(message.tables) == groups, f"a sequence has one table for each of the {groups} groups")
+        require(len(message.boundaries) <= BOUNDARIES_MAX, f"a sequence has at most {BOUNDARIES_MAX} boundaries")
         tables = [unpack_uint32(_words(table.blocks, "blocks")) for table in message.tables]
         self._table_entries_left -= sum(map(len, tables))
         require(
@@ -150,6 +151,7 @@ class StagedReport:
             message.prompt_token_count,
             message.chunk_token_count,
             now + message.hold_remaining_ms / 1000 if message.HasField("hold_remaining_ms") else None,
+            tuple(message.boundaries),
         )
         last = self._sequences[-1] if self._sequences else None
         if last is not None and last.sequence_id == sequence.sequence_id:

@@ -16,7 +16,7 @@ NUMBER_BYTES = 4  # a block id, or an entry of a packed array
 COPY_BYTES = 3 * NUMBER_BYTES  # source, destination, and the destination once more among the blocks
 SWAP_BYTES = 4 * NUMBER_BYTES  # operation, group, index, block
 TABLE_BYTES = 16  # what protobuf wraps around one table
-GROW_BYTES = 8 * NUMBER_BYTES  # result, matched, pending, shortfall and index of a grow, and 12 bytes for a victim
+GROW_BYTES = 9 * NUMBER_BYTES  # result, matched, pending, junction, shortfall, index, and 12 bytes for a victim
 
 
 def check(answer_bytes: int) -> None:

@@ -89,7 +89,7 @@ def _grow(pool: Pool, columns: StepColumns, reply: pb.StepReply) -> None:
         if grown.copies:
             reply.copy_sources.extend([copy.source for copy in grown.copies])
             reply.copy_destinations.extend([copy.destination for copy in grown.copies])
-        if grown.result or grown.matched_token_count or grown.pending_token_count:
+        if grown.result or grown.matched_token_count or grown.pending_token_count or grown.junction_token_count:
             is_plain = False
     if not is_plain:
         _describe(columns, others, reply)
@@ -113,6 +113,8 @@ def _grow_each(pool: Pool, columns: StepColumns) -> tuple[Grants, list[tuple[int
                 prompt_token_count=columns.prompt_token_counts[number] if columns.prompt_token_counts else 0,
                 priority=columns.priorities[number] if columns.priorities else 0,
                 defer_token_count=columns.defer_token_counts[number] if columns.defer_token_counts else 0,
+                is_return=bool(columns.returns and columns.returns[number]),
+                turn_ends=columns.turn_ends[number] if columns.turn_ends else (),
             )
         else:
             grown = pool.grow(sequence, token_count)
@@ -143,6 +145,11 @@ def _describe(columns: StepColumns, others: Sequence[tuple[int, GrowResult]], re
             matched[number], pending[number] = grown.matched_token_count, grown.pending_token_count
         reply.matched_token_counts.extend(translate.omit_zeros(matched))
         reply.pending_token_counts.extend(translate.omit_zeros(pending))
+    if any(grown.junction_token_count for _, grown in others):
+        junctions = [0] * count
+        for number, grown in others:
+            junctions[number] = grown.junction_token_count
+        reply.junction_token_counts.extend(junctions)
 
 
 def _any_refused(results: Sequence[int]) -> bool:

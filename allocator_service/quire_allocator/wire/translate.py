@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import cast
 
+from quire.protocol import turn_ends
 from quire.protocol.limits import MESSAGE_BYTES_MAX, NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
 from quire.protocol.packing import pack_uint32
 from quire.v1 import allocator_pb2 as pb
@@ -16,6 +17,7 @@ from quire_allocator.core.eviction.policies import POLICIES
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import (
     DIGEST_BYTES,
+    RETENTIONS,
     CommitResult,
     GroupKind,
     GroupSpec,
@@ -28,13 +30,13 @@ from quire_allocator.core.spec import (
 
 _NAME = re.compile(rf"[A-Za-z0-9._/-]{{1,{limits.NAME_CHARACTERS_MAX}}}")
 
-_KINDS: dict[int, GroupKind] = {
+KINDS: dict[int, GroupKind] = {
     pb.GROUP_KIND_FULL_ATTENTION: GroupKind.FULL_ATTENTION,
     pb.GROUP_KIND_SLIDING_WINDOW: GroupKind.SLIDING_WINDOW,
     pb.GROUP_KIND_CHUNKED_LOCAL: GroupKind.CHUNKED_LOCAL,
     pb.GROUP_KIND_STATE: GroupKind.STATE,
 }
-_WIRE_KINDS = {kind: cast("pb.GroupKind.ValueType", number) for number, kind in _KINDS.items()}
+WIRE_KINDS = {kind: cast("pb.GroupKind.ValueType", number) for number, kind in KINDS.items()}
 
 LIMITS = pb.Limits(
     message_bytes_max=MESSAGE_BYTES_MAX,
@@ -76,6 +78,14 @@ def digests(data: bytes) -> bytes:
     return data
 
 
+def check_turn_ends(ends: Sequence[int]) -> None:
+    """Refuses ends of one sequence's turns that are too many or do not rise, as MALFORMED."""
+    try:
+        turn_ends.check(ends)
+    except ValueError as error:
+        raise Refusal("MALFORMED", str(error)) from None
+
+
 def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
     """Returns a pool's specification, checked.
 
@@ -92,6 +102,11 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
         # The refused name is left out, since it may be of any length.
         lambda: f"eviction_policy is none of {', '.join(sorted(POLICIES))}",
     )
+    require(not spec.retention or spec.retention in RETENTIONS, f"retention is none of {', '.join(RETENTIONS)}")
+    require(
+        spec.chunk_token_count_max <= limits.CHUNK_TOKENS_MAX,
+        f"chunk_token_count_max must be at most {limits.CHUNK_TOKENS_MAX}",
+    )
     groups = tuple(map(_group_spec, spec.groups))
     smallest = min(group.block_size for group in groups)
     require(
@@ -107,11 +122,13 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
         spec.watermark_block_count,
         _quotas(spec.quotas),
         spec.eviction_policy,
+        spec.retention,
+        spec.chunk_token_count_max,
     )
 
 
 def _group_spec(group: pb.GroupSpec) -> GroupSpec:
-    kind = _KINDS.get(group.kind)
+    kind = KINDS.get(group.kind)
     if kind is None:
         raise Refusal("LAYOUT", f"group kind {group.kind} is not managed")
     require(1 <= group.block_size <= limits.BLOCK_SIZE_MAX, f"block_size must be 1 to {limits.BLOCK_SIZE_MAX}")
@@ -147,7 +164,7 @@ def pool_spec_message(spec: PoolSpec) -> pb.PoolSpec:
         block_count=spec.block_count,
         groups=[
             pb.GroupSpec(
-                kind=_WIRE_KINDS[g.kind], block_size=g.block_size, window=g.window, checkpoints_max=g.checkpoints_max
+                kind=WIRE_KINDS[g.kind], block_size=g.block_size, window=g.window, checkpoints_max=g.checkpoints_max
             )
             for g in spec.groups
         ],
@@ -163,6 +180,8 @@ def pool_spec_message(spec: PoolSpec) -> pb.PoolSpec:
             for quota in spec.quotas
         ],
         eviction_policy=spec.eviction_policy,
+        retention=spec.retention,
+        chunk_token_count_max=spec.chunk_token_count_max,
     )
 
 
@@ -187,6 +206,7 @@ def allocate_response(grown: GrowResult) -> pb.AllocateResponse:
         result=result(grown.result),
         matched_token_count=grown.matched_token_count,
         pending_token_count=grown.pending_token_count,
+        junction_token_count=grown.junction_token_count,
         tables=[block_table(blocks) for blocks in grown.blocks],
         copy_sources=[copy.source for copy in grown.copies],
         copy_destinations=[copy.destination for copy in grown.copies],

@@ -37,7 +37,7 @@ def summary(owner: Ownership, now: float) -> pb.PoolSummary:
             for g in usage.groups(owner.pool)
         ],
         unwritten_slot_count=usage.unwritten_slot_count(owner.pool),
-        promised_block_count=owner.pool.gates.promised_block_count,
+        promised_block_count=owner.pool.admission.promised_block_count,
         evicted_block_count=blocks.evicted_count,
     )
 

@@ -49,7 +49,7 @@ def write_ready_file(path: str | None, **values: object) -> None:
 
 
 def stop_event() -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set."""
+    """Returns an event that SIGTERM and SIGINT set."""
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -32,7 +32,7 @@ def permit_everything(_context: aio.ServicerContext[Any, Any]) -> Permissions:
 
 
 def permit_as_certified(context: aio.ServicerContext[Any, Any]) -> Permissions:
-    """What the certificate of the call's connection says; nothing without one."""
+    """Returns what the certificate of the call's connection says; nothing without one."""
     return _certified(tuple(context.auth_context().get("peer_uri", ())))
 
 

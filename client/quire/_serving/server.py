@@ -37,7 +37,7 @@ GRACE_S: Final = 5.0  # a supervisor that kills (quire.local, quire._child) wait
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str) -> None:
-    """The options that every server has."""
+    """Adds the options that every server has."""
     parser.add_argument(
         "--listen", default=listen, help="host:port or unix:///path; port 0 takes any free one (default: %(default)s)"
     )
@@ -145,7 +145,7 @@ class Server:
         await self.grpc.start()
 
     async def announce(self) -> None:
-        """Everything is up: health says SERVING, and the ready file is there."""
+        """Says that everything is up: health is SERVING, and the ready file is there."""
         assert self._metrics is not None, "announced before started"
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         metrics = self._metrics.bound_address
@@ -160,7 +160,7 @@ class Server:
         )
 
     async def set_serving(self, serving: bool) -> None:
-        """What health says between `announce` and `withdraw`."""
+        """Sets what health says between `announce` and `withdraw`."""
         status = health_pb2.HealthCheckResponse
         await self._set_health(status.SERVING if serving else status.NOT_SERVING)
 

@@ -40,11 +40,11 @@ class ServerTls:
 
     @property
     def verifies_clients(self) -> bool:
-        """Whether callers have to show a certificate."""
+        """Tells whether callers have to show a certificate."""
         return self._client_ca is not None
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a secure port."""
+        """Makes the credentials of a secure port, read anew when a file is replaced."""
         return grpc.dynamic_ssl_server_credentials(
             self._grpc,
             self._changed,  # type: ignore[arg-type]  # its stubs do not know that None is "as before"
@@ -52,12 +52,12 @@ class ServerTls:
         )
 
     def context(self) -> ssl.SSLContext:
-        """For a connection over HTTPS."""
+        """Makes the context of a connection over HTTPS."""
         self._refresh()
         return self._context
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """What gRPC asks before each handshake; None: as before."""
+        """Answers what gRPC asks before each handshake; None means as before."""
         self._refresh()
         if self._told is self._grpc:
             return None
@@ -78,7 +78,7 @@ class ServerTls:
             log.info("certificates were replaced")
 
     def _look(self) -> tuple[tuple[int, int, int], ...]:
-        """What tells whether a file was replaced."""
+        """Returns what tells whether a file was replaced."""
         found = []
         for path in (self._cert, self._key, self._client_ca):
             if path is not None:

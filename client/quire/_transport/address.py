@@ -20,12 +20,12 @@ def split(address: str) -> tuple[str, int]:
 
 
 def is_unix(address: str) -> bool:
-    """Whether the address is a Unix socket."""
+    """Tells whether the address is a Unix socket."""
     return address.startswith("unix:")
 
 
 def is_local(address: str) -> bool:
-    """Whether only this machine can reach the address: a Unix socket or loopback."""
+    """Tells whether only this machine can reach the address: a Unix socket or loopback."""
     if is_unix(address):
         return True
     host, _ = split(address)

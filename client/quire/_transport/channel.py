@@ -85,7 +85,7 @@ ItemT = TypeVar("ItemT")
 
 
 def resolve_token(token: str | None) -> str | None:
-    """The given token, or the one in the file that QUIRE_TOKEN_FILE names, or None.
+    """Returns the given token, or the one in the file that QUIRE_TOKEN_FILE names, or None.
 
     Raises:
         UsageError: that file is unusable.
@@ -94,12 +94,12 @@ def resolve_token(token: str | None) -> str | None:
 
 
 def resolve_address(address: str | None, variable: str, default: str) -> str:
-    """The given address, or the environment variable's, or the default."""
+    """Returns the given address, or the environment variable's, or the default."""
     return address or os.environ.get(variable) or default
 
 
 def readable(message: ItemT | None) -> ItemT:
-    """The message. grpc.aio gives None for bytes that are none, where the other flavour fails the call.
+    """Returns the message. grpc.aio gives None for bytes that are none, where the other flavour fails the call.
 
     Raises:
         InternalError: it is None.
@@ -117,7 +117,7 @@ def is_task_cancelled() -> bool:
 
 
 def _is_here(address: str) -> bool:
-    """Whether what is sent there stays on this machine; a form of address that only gRPC knows does not count."""
+    """Tells whether what is sent there stays on this machine; a form of address that only gRPC knows does not count."""
     try:
         return is_local(address)
     except UsageError:
@@ -163,7 +163,7 @@ class Attempts(Generic[ItemT]):
         return self._method(self._request, timeout=left_s, metadata=self._link.metadata)
 
     def read(self, message: Any) -> ItemT:
-        """What the caller makes of a message; once one has arrived the call is never repeated."""
+        """Returns what the caller makes of a message; once one has arrived the call is never repeated."""
         self._begun = True
         return self._read(message)
 
@@ -217,7 +217,7 @@ class Link:
         return self.timeout_s if timeout_s is None else timeout_s
 
     def translate(self, error: grpc.RpcError, request_id: str | None = None) -> QuireError:
-        """The exception for what gRPC raised; it names the address where nobody answered there."""
+        """Returns the exception for what gRPC raised; it names the address where nobody answered there."""
         return self.explain(from_rpc_error(error, request_id))
 
     def explain(self, error: QuireError) -> QuireError:
@@ -232,7 +232,7 @@ class Link:
 
 
 class SyncLink(Link):
-    """A connection for threads."""
+    """Connects the blocking flavours of the client, for threads."""
 
     def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
         super().__init__(address, token, tls, timeout_s)

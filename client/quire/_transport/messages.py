@@ -29,7 +29,7 @@ def generate_request(
     namespace: str,
     request_id: str | None,
 ) -> worker_pb.GenerateRequest:
-    """A prompt and how to continue it; `options` override `params`.
+    """Makes the message of a prompt and how to continue it; `options` override `params`.
 
     Raises:
         TypeError: an unknown option, or a value of the wrong type.
@@ -76,7 +76,7 @@ def chunk(message: worker_pb.GenerateResponse) -> types.Chunk:
 
 
 def gather(chunks: Iterable[types.Chunk], request_id: str) -> types.Generation:
-    """All chunks of a request as its result.
+    """Gathers all chunks of a request as its result.
 
     Raises:
         UnavailableError: the stream ended before the request did.
@@ -98,7 +98,7 @@ def gather(chunks: Iterable[types.Chunk], request_id: str) -> types.Generation:
 
 
 def worker_status(message: worker_pb.GetStatusResponse) -> types.WorkerStatus:
-    """A worker in a few numbers."""
+    """Returns a worker in a few numbers."""
     return types.WorkerStatus(**_values(message))
 
 
@@ -111,11 +111,12 @@ def _usage(message: worker_pb.Usage) -> types.Usage:
 
 
 def pool_spec_message(spec: types.PoolSpec) -> pb.PoolSpec:
-    """What an owner declares."""
+    """Returns what an owner declares."""
     message = pb.PoolSpec(
         cache_layout=spec.cache_layout,
         model_fingerprint=spec.model_fingerprint,
         eviction_policy=spec.eviction_policy,
+        retention=spec.retention,
     )
     for group in spec.groups:
         added = message.groups.add(kind=cast("pb.GroupKind.ValueType", int(group.kind)))
@@ -125,12 +126,16 @@ def pool_spec_message(spec: types.PoolSpec) -> pb.PoolSpec:
         limits = {"held_blocks_max": quota.held_blocks_max, "cached_blocks_max": quota.cached_blocks_max}
         given = {name: limit for name, limit in limits.items() if limit is not None}
         _fill(message.quotas.add(namespace=quota.namespace), reason=Reason.MALFORMED, **given)
-    counts = {"block_count": spec.block_count, "watermark_block_count": spec.watermark_block_count}
+    counts = {
+        "block_count": spec.block_count,
+        "watermark_block_count": spec.watermark_block_count,
+        "chunk_token_count_max": spec.chunk_token_count_max,
+    }
     return _fill(message, reason=Reason.MALFORMED, **counts)
 
 
 def pool_spec(message: pb.PoolSpec) -> types.PoolSpec:
-    """What an owner declared."""
+    """Returns what an owner declared."""
     groups = (
         types.GroupSpec(types.GroupKind(group.kind), group.block_size, group.window, group.checkpoints_max)
         for group in message.groups
@@ -147,7 +152,7 @@ def pool_spec(message: pb.PoolSpec) -> types.PoolSpec:
 
 
 def pool_summary(message: pb.PoolSummary) -> views.PoolSummary:
-    """A pool in a few numbers."""
+    """Returns a pool in a few numbers."""
     values = _values(message)
     values.update(
         spec=pool_spec(message.spec),
@@ -158,7 +163,7 @@ def pool_summary(message: pb.PoolSummary) -> views.PoolSummary:
 
 
 def pool_usage(message: pb.GetPoolResponse) -> views.PoolUsage:
-    """Where the memory of a pool goes."""
+    """Returns where the memory of a pool goes."""
     usage = message.usage
     values = _values(usage)
     values.update(
@@ -171,7 +176,7 @@ def pool_usage(message: pb.GetPoolResponse) -> views.PoolUsage:
 
 
 def pool_blocks(pages: Sequence[pb.GetPoolResponse]) -> views.PoolBlocks:
-    """Who holds what, from all pages of an answer; the summary is the last page's."""
+    """Returns who holds what, from all pages of an answer; the summary is the last page's."""
     parts: dict[int, list[pb.SequenceInfo]] = {}  # a long sequence comes in several
     for page in pages:
         for info in page.sequences:
@@ -184,7 +189,7 @@ def pool_blocks(pages: Sequence[pb.GetPoolResponse]) -> views.PoolBlocks:
 
 
 def next_page(request: pb.GetPoolRequest, page: pb.GetPoolResponse) -> pb.GetPoolRequest | None:
-    """What to ask for after this page; None after the last one."""
+    """Returns what to ask for after this page; None after the last one."""
     if not page.truncated:
         return None
     following = pb.GetPoolRequest()
@@ -206,7 +211,7 @@ def match_request(digests: bytes | Iterable[bytes], namespace: str) -> pb.MatchP
 
 def prefix_matches(message: pb.MatchPrefixResponse) -> tuple[views.PrefixMatch, ...]:
     """Pools that match, best first."""
-    return tuple(views.PrefixMatch(match.pool, match.matched_token_count) for match in message.matches)
+    return tuple(views.PrefixMatch(**_values(match)) for match in message.matches)
 
 
 def watch_request(pool: str, session_id: bytes, cursor: int) -> pb.WatchEventsRequest:
@@ -215,7 +220,7 @@ def watch_request(pool: str, session_id: bytes, cursor: int) -> pb.WatchEventsRe
 
 
 def _sequence(parts: Sequence[pb.SequenceInfo]) -> views.SequenceInfo:
-    """A sequence from its parts in order; counts are the last part's."""
+    """Makes a sequence from its parts in order; counts are the last part's."""
     info = parts[-1]
     pieces = zip(*(part.tables for part in parts), strict=True)  # per group
     return views.SequenceInfo(
@@ -249,11 +254,14 @@ def allocate_request(
     *,
     digests: bytes | Iterable[bytes],
     namespace: str,
+    turn_ends: Iterable[int],
     **counts: int,
 ) -> pb.AllocateRequest:
     """Asks for a new sequence."""
     request = pb.AllocateRequest(session_id=session_id, digests=concatenated(digests), namespace=namespace)
-    return _operation(request, request_id, **counts)
+    request = _operation(request, request_id, **counts)
+    _extend(request.turn_ends, "turn_ends", turn_ends, request.request_id, Reason.MALFORMED)
+    return request
 
 
 def grow_request(session_id: bytes, request_id: str | None, sequence_id: int, token_count: int) -> pb.GrowRequest:
@@ -283,7 +291,7 @@ def free_request(session_id: bytes, request_id: str | None, sequence_id: int) ->
 
 
 def allocation(message: pb.AllocateResponse) -> types.Allocation:
-    """What an allocate did."""
+    """Returns what an allocate did."""
     return types.Allocation(
         result=Result(message.result),
         matched_token_count=message.matched_token_count,
@@ -292,11 +300,12 @@ def allocation(message: pb.AllocateResponse) -> types.Allocation:
         shortfall=message.shortfall,
         pending_token_count=message.pending_token_count,
         victim=_victim(message),
+        junction_token_count=message.junction_token_count,
     )
 
 
 def growth(message: pb.GrowResponse) -> types.Growth:
-    """What a grow did."""
+    """Returns what a grow did."""
     result = Result(message.result)
     return types.Growth(result, _tables(message.tables), _copies(message), message.shortfall, _victim(message))
 
@@ -311,7 +320,7 @@ def _victim(message: pb.AllocateResponse | pb.GrowResponse) -> Victim | None:
 
 
 def commit_outcome(sequence_id: int, message: pb.CommitResponse) -> types.CommitOutcome:
-    """What a commit did."""
+    """Returns what a commit did."""
     swaps = (
         Swap(sequence_id, group, index, block)
         for group, index, block in zip(message.swap_groups, message.swap_indices, message.swap_blocks, strict=True)
@@ -324,7 +333,7 @@ def commit_outcome(sequence_id: int, message: pb.CommitResponse) -> types.Commit
 
 
 def new_request_id() -> str:
-    """A random id for one call."""
+    """Returns a random id for one call."""
     return uuid.uuid4().hex
 
 
@@ -346,12 +355,14 @@ def _fill(
 
 
 def _values(message: Message) -> dict[str, Any]:
-    """Every field of a message, for a value whose attributes have the same names."""
+    """Returns every field of a message, for a value whose attributes have the same names."""
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
-def _extend(field: Any, name: str, values: Iterable[int], request_id: str) -> None:
+def _extend(
+    field: Any, name: str, values: Iterable[int], request_id: str, reason: Reason = Reason.BAD_PARAMETER
+) -> None:
     try:
         field.extend(values)
     except ValueError as error:
-        raise InvalidArgumentError(f"{name}: {error}", Reason.BAD_PARAMETER, request_id) from None
+        raise InvalidArgumentError(f"{name}: {error}", reason, request_id) from None

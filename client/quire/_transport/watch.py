@@ -65,7 +65,7 @@ class Watch:
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
     def read(self, message: pb.CacheEvent) -> CacheEvent | None:
-        """The event, or None for one that this version does not know; the next attempt goes on after it."""
+        """Returns the event, or None for one that this version does not know; the next attempt goes on after it."""
         self._begun, self._failures = True, 0
         self._backoff.reset()
         change = message.WhichOneof("change")
@@ -96,7 +96,7 @@ class Watch:
 
 
 def read_event(message: pb.CacheEvent) -> CacheEvent | None:
-    """An event; None if this version does not know its kind.
+    """Returns an event; None if this version does not know its kind.
 
     Raises:
         InternalError: it names no group, or its digests are not whole.

@@ -35,7 +35,7 @@ class SequenceRow(NamedTuple):
 
 
 def legends(pool: PoolBlocks) -> dict[int, Legend]:
-    """A letter per sequence in order of their ids; those after the 52nd have OTHER in common."""
+    """Returns a letter per sequence in order of their ids; those after the 52nd have OTHER in common."""
     found = {}
     for index, sequence in enumerate(pool.sequences):
         letter = ascii_letters[index] if index < len(ascii_letters) else OTHER
@@ -62,7 +62,7 @@ def cells(pool: PoolBlocks) -> list[Legend]:
 
 
 def draw(pool: PoolBlocks, *, width: int, rows_max: int) -> Text:
-    """The map in lines of at most `width` characters, each headed by the id of its first block.
+    """Returns the map in lines of at most `width` characters, each headed by the id of its first block.
 
     Where more than one line in a row is all empty, one line says so instead.
     """
@@ -99,7 +99,7 @@ def _draw_row(picture: Text, label: str, row: list[Legend]) -> None:
 
 
 def sequence_rows(pool: PoolBlocks) -> list[SequenceRow]:
-    """What each sequence holds, and how much of it with others."""
+    """Returns what each sequence holds, and how much of it with others."""
     of_sequence = legends(pool)
     holders: dict[int, set[int]] = defaultdict(set)
     for sequence in pool.sequences:

@@ -13,7 +13,7 @@ import typer
 from quire.cli import options
 from quire.errors import UsageError
 
-EXAMPLES = """Plan the KV cache of a model: groups, pages, blocks, and how many sequences fit.
+EXAMPLES = """Plan the KV cache of a model: groups, pages, blocks, and how many sequences and idle chats fit.
 
 Needs the model's config.json and nothing else: no weights, no GPU, no torch.
 
@@ -21,6 +21,7 @@ Examples:
 
     quire plan models/demo
     quire plan config.json --memory 80GiB --utilization 0.9 --tensor-parallel 8 --weights 141GB
+    quire plan config.json --memory 80GiB --chat-tokens 8k --chat-tokens 30k
     quire plan Qwen/Qwen3-0.6B --memory 24GiB --dtype fp8 --max-len 32k     (with huggingface_hub installed)
 """
 LENGTH_MAX: Final = 32_768  # tokens, where neither the command line nor the model names a longest sequence
@@ -56,12 +57,16 @@ def plan(
         str | None, typer.Option(metavar="TOKENS", help="Longest sequence; 32k is 32,768. Without it, the model's.")
     ] = None,
     block_size: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Of the smallest blocks.")] = 16,
-    padding_max: Annotated[float, typer.Option(metavar="SHARE", help="Of a sequence's bytes, whatever its length.")] = (
-        0.05
-    ),
+    group_cost: Annotated[
+        float, typer.Option(metavar="SHARE", help="Of a sequence's bytes, that one group less is worth.")
+    ] = 0.005,
     checkpoint_tokens: Annotated[
         int | None,
-        typer.Option(min=1, metavar="TOKENS", help="States may be kept at multiples of it. Without it, 256."),
+        typer.Option(min=1, metavar="TOKENS", help="States may be kept at multiples of it. Without it, 256 to 4,096."),
+    ] = None,
+    chat_tokens: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TOKENS", help="Length of idle chats to count; may be repeated. Without it, the lengths."),
     ] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -77,9 +82,12 @@ def plan(
             cache.layers,
             block_size=block_size,
             token_count_max=token_count_max,
-            padding_max=padding_max,
+            group_cost=group_cost,
             checkpoint_tokens=checkpoint_tokens,
         )
+        cost = planning.Prices(cache.layers, token_count_max=token_count_max, group_cost=group_cost).layout(layout)
+        lengths = planning.lengths_up_to(token_count_max)
+        chats = tuple(map(planning.parse_tokens, chat_tokens or ()))
         budget = None
         if memory is not None:
             used_bytes = planning.parse_bytes(used) if used else 0
@@ -89,7 +97,7 @@ def plan(
             raise UsageError("--weights and --used are taken off --memory, which is not given")
     except ValueError as error:
         raise UsageError(str(error)) from None
-    made = Plan(cache, layout, tensor_parallel, planning.lengths_up_to(token_count_max), padding_max, budget)
+    made = Plan(cache, layout, cost, tensor_parallel, lengths, chats or lengths, budget)
     if as_json:
         print(json.dumps(made.as_json()))
     else:
@@ -97,7 +105,7 @@ def plan(
 
 
 def _config_path(model: str) -> Path:
-    """The file that the argument means, fetched if it is a model id.
+    """Returns the file that the argument means, fetched if it is a model id.
 
     Raises:
         UsageError: there is none, or it cannot be fetched.

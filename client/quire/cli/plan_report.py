@@ -9,13 +9,28 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from quire.planning import Family, Layout, ModelCache, blocks_for, full_attention_bytes, longest_sequence
+from quire.planning import (
+    Cost,
+    Family,
+    Layout,
+    ModelCache,
+    Retention,
+    blocks_for,
+    chat_block_count,
+    chats_kept,
+    full_attention_bytes,
+    longest_sequence,
+)
 from quire.types import GroupKind
 
 LEGEND = """blocks: the most that a sequence holds until it is this long
 padding: share of its bytes that nothing can use
 unused: padding, and slots past its end or before its window
 full only: the same if every attention layer kept every token"""
+CHATS_LEGEND = """idle chats: with nothing in common, that stay hittable; by the pool's retention:
+dense: all their blocks stay
+tail: of windows and states only what can end a hit
+auto: as many as tail, and more while nobody wants the blocks"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +60,14 @@ class Plan:
 
     cache: ModelCache
     layout: Layout
+    cost: Cost
     rank_count: int
     lengths: tuple[int, ...]
-    padding_max: float
+    chat_lengths: tuple[int, ...]
     budget: Budget | None
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, in bytes, tokens and counts."""
+        """Returns everything, in bytes, tokens and counts."""
         layout = self.layout
         names = ("group_count", "page_bytes", "buffer_count", "slot_bytes", "token_bytes", "state_bytes")
         more = ("growth_bytes_per_token", "edge_tokens", "checkpoint_tokens", "checkpoint_block_count")
@@ -63,12 +79,14 @@ class Plan:
             "layout": {
                 **{name: getattr(layout, name) for name in (*names, *more)},
                 "padding_share_max": layout.padding_share_max(self.lengths),
+                "cost": {**self.cost._asdict(), "total": self.cost.total},
                 "families": [_family_as_json(family) for family in layout.families],
             },
             "memory": None
             if self.budget is None
             else {**asdict(self.budget), "longest_sequence": longest_sequence(layout, self.budget.block_count)},
             "lengths": [self._length_as_json(length) for length in self.lengths],
+            "chats": [self._chat_as_json(length) for length in self.chat_lengths],
         }
 
     def show(self) -> None:
@@ -77,7 +95,9 @@ class Plan:
         facts = Table(box=None, show_header=False, pad_edge=False)
         for name, value in self._facts():
             facts.add_row(f"[dim]{name}", value)
-        for part in (facts, "", self._groups_table(), "", self._lengths_table(), f"[dim]{LEGEND}"):
+        lengths = (self._lengths_table(), f"[dim]{LEGEND}")
+        chats = (self._chats_table(), f"[dim]{CHATS_LEGEND}")
+        for part in (facts, "", self._groups_table(), "", *lengths, "", *chats):
             console.print(part)
         for note in self._notes():
             console.print(note, style="yellow", markup=False)
@@ -96,6 +116,14 @@ class Plan:
             row["full_attention_sequence_count"] = self.budget.pool_bytes // row["full_attention_bytes"]
         return row
 
+    def _chat_as_json(self, length: int) -> dict[str, Any]:
+        row: dict[str, Any] = {"token_count": length}
+        for retention in Retention:
+            row[f"{retention}_block_count"] = chat_block_count(self.layout, length, retention)
+            if self.budget is not None:
+                row[f"{retention}_chat_count"] = chats_kept(self.layout, self.budget.block_count, length, retention)
+        return row
+
     def _notes(self) -> list[str]:
         notes = list(self.cache.notes)
         if self.budget is not None and self.budget.used_bytes == 0:
@@ -103,9 +131,6 @@ class Plan:
         longest = self.cache.token_count_max
         if longest is not None and self.lengths[-1] > longest:
             notes.append(f"{self.lengths[-1]:,} tokens are more than the {longest:,} that the model was made for")
-        worst = self.layout.padding_share_max(self.lengths)
-        if worst >= self.padding_max:
-            notes.append(f"no layout keeps padding below {self.padding_max:.1%}; this one leaves up to {worst:.1%}")
         return notes
 
     def _facts(self) -> list[tuple[str, str]]:
@@ -123,10 +148,12 @@ class Plan:
             worth = f", as much as {tokens:,} tokens" if layout.token_bytes else ""
             rows.append(("state", f"{layout.state_bytes:,} bytes in {blocks:,} blocks{worth}"))
             rows.append(("", f"kept at the end of a prompt and every {layout.checkpoint_tokens:,} tokens"))
+        unused, groups, edges = self.cost
         buffers = f"{layout.buffer_count} buffers" if layout.buffer_count > 1 else "1 buffer"
         rows += [
             ("block", f"{layout.page_bytes:,} bytes, in {buffers} of {layout.slot_bytes:,}"),
             ("groups", f"{layout.group_count:,}; prefix hits are multiples of {layout.edge_tokens:,} tokens"),
+            ("cost", f"{self.cost.total:.1%}: {unused:.1%} unused, {groups:.1%} for groups, {edges:.1%} for edges"),
         ]
         if self.budget is not None:
             used = f" - {_size(self.budget.used_bytes)} used" if self.budget.used_bytes else ""
@@ -151,7 +178,7 @@ class Plan:
                 f"{family.window:,}" if family.window else "",
                 f"{len(family.layers):,}{divided} {pages}",
                 "a state" if family.kind is GroupKind.STATE else f"{family.block_size:,} tokens",
-                f"{family.layer_bytes:,}",
+                " / ".join(f"{size:,}" for size in _layer_bytes(family)),
                 f"{family.padding_bytes / (family.group_count * family.page_bytes):.1%}",
             )
         return table
@@ -176,14 +203,33 @@ class Plan:
             table.add_row(*row)
         return table
 
+    def _chats_table(self) -> Table:
+        table = Table(box=None, pad_edge=False)
+        table.add_column("idle chats of", justify="right", no_wrap=True)
+        for retention in Retention:
+            table.add_column(f"{retention}: blocks", justify="right", no_wrap=True)
+            if self.budget is not None:
+                table.add_column("chats", justify="right", no_wrap=True)
+        for length in self.chat_lengths:
+            table.add_row(
+                f"{length:,} tokens", *(f"{cell:,}" for cell in list(self._chat_as_json(length).values())[1:])
+            )
+        return table
+
 
 def _family_as_json(family: Family) -> dict[str, Any]:
-    names = ("window", "block_size", "group_count", "layers_per_run", "pages_per_run", "layer_bytes", "padding_bytes")
+    names = ("window", "block_size", "group_count", "layers_per_run", "pages_per_run", "padding_bytes")
     return {
         "kind": family.kind.name,
         "layers": [layer.layer for layer in family.layers],
+        "layer_bytes": _layer_bytes(family),
         **{name: getattr(family, name) for name in names},
     }
+
+
+def _layer_bytes(family: Family) -> list[int]:
+    """Of a layer in a block, for each size of heads, the largest first."""
+    return sorted({family.layer_bytes(layer) for layer in family.layers}, reverse=True)
 
 
 def _layers_in_words(cache: ModelCache) -> str:

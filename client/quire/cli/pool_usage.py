@@ -32,13 +32,13 @@ class GroupRow(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Which groups, and what they are."""
+        """Returns which groups, and what they are."""
         window = f" {self.spec.window:,}" if self.spec.window else ""
         return f"{','.join(map(str, self.numbers))} {KINDS[self.spec.kind]}{window}"
 
 
 def group_rows(summary: PoolSummary) -> list[GroupRow]:
-    """One row for each specification of a group, in order."""
+    """Returns one row for each specification of a group, in order."""
     rows: dict[GroupSpec, GroupRow] = {}
     for usage in summary.groups:
         spec = summary.spec.groups[usage.group]
@@ -110,5 +110,5 @@ def _prefixes(title: str, uses: Sequence[PrefixUsage]) -> Table:
 
 
 def repr_of(namespace: str) -> str:
-    """A namespace on a terminal; the one without a name must be seen too."""
+    """Returns a namespace on a terminal; the one without a name must be seen too."""
     return printable(namespace).replace("\n", " ") or "(none)"

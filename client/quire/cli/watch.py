@@ -69,7 +69,7 @@ def _tell(error: QuireError) -> None:
 
 
 def line(event: CacheEvent) -> str:
-    """An event for people; digests are cut."""
+    """Returns an event for people; digests are cut."""
     match event:
         case IndexCleared():
             return f"{event.cursor:>8}  cleared   session {event.session_id.hex()}"
@@ -92,7 +92,7 @@ def _blocks(event: BlocksStored | BlocksRemoved) -> str:
 
 
 def as_object(event: CacheEvent) -> dict[str, Any]:
-    """An event for programs: its kind and all its fields, bytes in hexadecimal."""
+    """Returns an event for programs: its kind and all its fields, bytes in hexadecimal."""
     kinds = {
         IndexCleared: "cleared",
         SnapshotEnd: "snapshot_end",

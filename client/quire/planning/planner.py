@@ -1,42 +1,36 @@
 """From layers to a layout: the search for page size, block sizes and groups.
 
-The rule. Every page size is considered that some number of layers of one attention family fill exactly, with blocks of
-`block_size` tokens or a power of two of it, up to `block_size_max`. For each, attention families take the block size
-that fills the page best, and states are laid end to end over as few pages as hold them. Of the layouts whose padding
-stays below `padding_max` at every one of `lengths_up_to` the longest sequence, the one with the smallest product
+Candidates, of which the layout with the smallest cost wins (`quire.planning.cost`):
 
-    number of groups x tokens that a prefix hit is a multiple of
+    page size    what the largest group of some family fills, divided as evenly as possible into 1, 2, 3 ... groups; and
+                 a state, its half, its quarter and so on
+    block size   for attention `block_size`, or a power of two times it up to `block_size_max`, in any mixture
+    families     layers of one kind and window together, whatever the sizes of their heads, or those of each size apart
+    groups       as few as the page size allows, divided evenly: 52 layers in pages of 10 are 9, 9, 9, 9, 8 and 8;
+                 states are laid end to end over as few pages as hold them
 
-wins, then the one with least padding: each group costs a block table per sequence and work per step, each token of
-granularity is computed again after a hit, and doubling one has to halve the other to be worth it. In a model with
-states a hit needs a checkpoint, too, so there any granularity up to `BLOCK_SIZE_MAX` counts as that.
+A cost is a sum over the families, but for the edges that the largest block makes. So for each page size and largest
+block every family takes what is cheapest for itself, and no better combination is missed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
-from quire.planning.layout import Family, Layout
+from quire.planning.cost import GROUP_COST, Prices
+from quire.planning.dividing import Divisions, alike, by_size
+from quire.planning.family import Family
+from quire.planning.layout import Layout
 from quire.planning.specs import LayerSpec
 from quire.types import GroupKind
 
 BLOCK_SIZE: Final = 16  # tokens
 BLOCK_SIZE_MAX: Final = 64  # of attention; hundreds would make prefix hits rare and leave last blocks half empty
-PADDING_MAX: Final = 0.05
 GROUP_COUNT_MAX: Final = 1_024
 CHECKPOINT_TOKENS_MIN: Final = 256
 CHECKPOINT_TOKENS_MAX: Final = 4_096
-LENGTH_MIN: Final = 256  # tokens; of shorter sequences nobody holds enough for padding to matter
-
-
-def lengths_up_to(token_count_max: int) -> tuple[int, ...]:
-    """Sequence lengths to judge a layout by: 256, each four times the one before, and the maximum itself."""
-    lengths = [LENGTH_MIN]
-    while lengths[-1] * 4 < token_count_max:
-        lengths.append(lengths[-1] * 4)
-    return (*(length for length in lengths if length < token_count_max), token_count_max)
 
 
 def plan_layout(
@@ -45,69 +39,66 @@ def plan_layout(
     block_size: int = BLOCK_SIZE,
     block_size_max: int = BLOCK_SIZE_MAX,
     token_count_max: int = 32_768,
-    padding_max: float = PADDING_MAX,
+    group_cost: float = GROUP_COST,
     group_count_max: int = GROUP_COUNT_MAX,
     checkpoint_tokens: int | None = None,
 ) -> Layout:
-    """The best layout by the rule above.
+    """The layout with the smallest cost; of equals the one with the fewest groups, then with the smallest pages.
 
     Args:
         layers: of one rank; those with `shared_with` take no pages.
         block_size: the smallest number of tokens per block.
         block_size_max: the largest, unless `block_size` is larger.
-        token_count_max: longest sequence; padding is judged at `lengths_up_to` it.
-        padding_max: share of a sequence's bytes. If no layout stays below it, the one with the least padding is taken.
-        group_count_max: groups of a pool. If every layout has more, the one with the fewest is taken.
+        token_count_max: longest sequence; costs are averaged over `lengths_up_to` it.
+        group_cost: what one group less is worth, as a share of a sequence's bytes.
+        group_count_max: groups of a pool. If every candidate has more, the one with the fewest is taken.
         checkpoint_tokens: interval of state checkpoints, a multiple of every block size. None is the least power of
             two of blocks whose tokens take as many pages as a checkpoint, but at least 256 and at most 4,096 tokens.
 
     Raises:
         ValueError: no layer keeps anything, or an argument is out of range.
     """
-    if min(block_size, token_count_max, group_count_max) < 1:
-        raise ValueError("block size, sequence length and number of groups must be at least 1")
-    if not 0 < padding_max <= 1:
-        raise ValueError(f"padding {padding_max} must be a share above 0 and at most 1")
-    families = _families(layers)
-    has_states = any(family[0].kind is GroupKind.STATE for family in families)
-    lengths = lengths_up_to(token_count_max)
+    if min(block_size, group_count_max) < 1:
+        raise ValueError(f"block size {block_size} and number of groups {group_count_max} must be at least 1")
+    own = _own(layers)
+    prices = Prices(own, token_count_max=token_count_max, group_cost=group_cost)
     sizes = [block_size]
     while sizes[-1] * 2 <= block_size_max:
         sizes.append(sizes[-1] * 2)
 
     def rank(layout: Layout) -> tuple[float, ...]:
-        padding = layout.padding_share_max(lengths)
         excess = max(layout.group_count - group_count_max, 0)
-        granularity = max(layout.edge_tokens, BLOCK_SIZE_MAX if has_states else 1)
-        cost = 0 if excess or padding >= padding_max else layout.group_count * granularity
-        return (excess, padding >= padding_max, cost, padding, layout.group_count, granularity, layout.page_bytes)
+        return (excess, _comparable(prices.layout(layout).total), layout.group_count, layout.page_bytes)
 
-    candidates = (
-        Layout(tuple(_family(layers_, page_bytes, sizes[: index + 1]) for layers_ in families), page_bytes)
-        for index, largest in enumerate(sizes)
-        for page_bytes in _page_sizes(families, block_size, largest)
-    )
-    return _with_checkpoints(min(candidates, key=rank), block_size, checkpoint_tokens)
+    return _with_checkpoints(min(_candidates(own, sizes, prices), key=rank), block_size, checkpoint_tokens)
 
 
 def smallest_count_layout(layers: Iterable[LayerSpec], *, block_size: int = BLOCK_SIZE) -> Layout:
     """The rule that vLLM follows, for comparison: every group as many layers as the smallest family has.
 
     If the largest family has less than 1.5 times as many, groups are as large as that one. One layer of a page is as
-    large as the largest state, which makes the blocks of attention longer.
+    large as the largest state, which makes the blocks of attention longer. Attention layers of one kind and window
+    alone are one group, whatever the sizes of their heads.
 
     Raises:
         ValueError: no layer keeps anything.
     """
-    families = _families(layers)
+    together = alike(_own(layers))
+    if len(together) == 1 and together[0][0].kind is not GroupKind.STATE:
+        page_bytes = block_size * sum(layer.token_bytes for layer in together[0])
+        return Layout((Family((together[0],), block_size, page_bytes),), page_bytes)
+    families = [family for layers_ in together for family in by_size(layers_)]
     counts = [len(family) for family in families]
     per_page = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
     unit = block_size * max(family[0].token_bytes for family in families)
-    slot = max(unit, *(_probe(family).layer_bytes for family in families))
+    slot = max(unit, *(family[0].aligned_state_bytes for family in families))
     slot = -(-slot // unit) * unit if unit else slot
-    block_sizes = [slot // (family[0].token_bytes * block_size or slot) * block_size for family in families]
-    made = (Family(tuple(f), size, per_page * slot, per_page) for f, size in zip(families, block_sizes, strict=True))
-    return _with_checkpoints(Layout(tuple(made), per_page * slot), block_size, max(block_sizes))
+    made = []
+    for family in families:
+        runs = tuple(family[first : first + per_page] for first in range(0, len(family), per_page))
+        made.append(Family(runs, slot // (family[0].token_bytes * block_size or slot) * block_size, per_page * slot))
+    interval = max(family.block_size for family in made)
+    return _with_checkpoints(Layout(tuple(made), per_page * slot), block_size, interval)
 
 
 def full_attention_bytes(layers: Iterable[LayerSpec], token_count: int, *, block_size: int = BLOCK_SIZE) -> int:
@@ -116,53 +107,64 @@ def full_attention_bytes(layers: Iterable[LayerSpec], token_count: int, *, block
     return sum(layer.state_bytes + padded * layer.token_bytes for layer in layers if layer.shared_with is None)
 
 
-def _families(layers: Iterable[LayerSpec]) -> list[list[LayerSpec]]:
-    """Layers that keep something of their own, by spec; full attention first, states last."""
-    found: dict[tuple[int, int, int, int], list[LayerSpec]] = {}
-    for layer in layers:
-        if layer.shared_with is None:
-            key = (layer.kind.value, layer.window, layer.token_bytes, layer.state_bytes)
-            found.setdefault(key, []).append(layer)
-    if not found:
+class _Option(NamedTuple):
+    """One family in pages of one size, and what it adds to the cost."""
+
+    cost: float
+    family: Family
+
+
+def _own(layers: Iterable[LayerSpec]) -> list[LayerSpec]:
+    """Those that keep something of their own.
+
+    Raises:
+        ValueError: there are none.
+    """
+    own = [layer for layer in layers if layer.shared_with is None]
+    if not own:
         raise ValueError("no layer keeps anything: there is nothing to lay out")
-    return [found[key] for key in sorted(found)]
+    return own
 
 
-def _page_sizes(families: list[list[LayerSpec]], smallest: int, block_size: int) -> set[int]:
-    """Bytes that a number of layers of one family fill with blocks of this size; states alone fill one page."""
-    tokens = [family for family in families if family[0].kind is not GroupKind.STATE]
-    if not tokens:
-        return {max(len(family) * _probe(family).layer_bytes for family in families)}
-    floor = max(smallest * family[0].token_bytes for family in tokens)  # a layer of each fits
-    sizes = {count * block_size * family[0].token_bytes for family in tokens for count in range(1, len(family) + 1)}
-    return {size for size in sizes if size >= floor}
+def _candidates(layers: list[LayerSpec], block_sizes: list[int], prices: Prices) -> Iterator[Layout]:
+    """For each page size that holds a layer of each family, and each largest block, the cheapest layout."""
+    ways = [[[Divisions.of(family) for family in way] for way in _ways(together)] for together in alike(layers)]
+    every = [divisions for alternatives in ways for way in alternatives for divisions in way]
+    page_sizes = {size for divisions in every for tokens in block_sizes for size in divisions.page_sizes(tokens)}
+    floor = max(layer.token_bytes for layer in layers) * block_sizes[0]
+    for page_bytes in sorted(size for size in page_sizes if size >= floor):
+        options = {id(divisions): _options(divisions, block_sizes, page_bytes, prices) for divisions in every}
+        for largest in block_sizes:
+            families: list[Family] = []
+            for alternatives in ways:
+                chosen = [[_cheapest(options[id(family)], largest) for family in way] for way in alternatives]
+                best = min(chosen, key=lambda way: _comparable(sum(option.cost for option in way)))
+                families += (option.family for option in best)
+            yield Layout(tuple(families), page_bytes)
 
 
-def _family(layers: list[LayerSpec], page_bytes: int, block_sizes: list[int]) -> Family:
-    if layers[0].kind is GroupKind.STATE:
-        return _state_family(layers, page_bytes)
-    return _attention_family(layers, page_bytes, block_sizes)
+def _ways(together: tuple[LayerSpec, ...]) -> list[list[tuple[LayerSpec, ...]]]:
+    """As one family, where attention differs in the sizes of heads, or as a family for each size."""
+    apart = by_size(together)
+    if len(apart) == 1 or together[0].kind is GroupKind.STATE:
+        return [apart]
+    return [[together], apart]
 
 
-def _attention_family(layers: list[LayerSpec], page_bytes: int, block_sizes: list[int]) -> Family:
-    """With the block size that leaves the least of its pages empty, the smallest of equals."""
-    families = []
-    for block_size in block_sizes:
-        per_page = min(page_bytes // (block_size * layers[0].token_bytes), len(layers))
-        if per_page > 0:
-            families.append(Family(tuple(layers), block_size, page_bytes, per_page))
-    return min(families, key=lambda family: (family.group_count / family.block_size, family.block_size))
+def _options(divisions: Divisions, block_sizes: list[int], page_bytes: int, prices: Prices) -> list[_Option]:
+    families = (divisions.family(block_size, page_bytes) for block_size in block_sizes)
+    return [_Option(prices.family(family), family) for family in families if family is not None]
 
 
-def _state_family(layers: list[LayerSpec], page_bytes: int) -> Family:
-    """Over as few pages as possible; of equals, in runs of the fewest pages, so that few states straddle pages."""
-    families = [Family(tuple(layers), 1, page_bytes, count) for count in range(1, len(layers) + 1)]
-    return min(families, key=lambda family: (family.group_count, family.pages_per_run, family.layers_per_run))
+def _cheapest(options: list[_Option], block_size_max: int) -> _Option:
+    """Of those with blocks of so many tokens at most; of equals the one with the smallest blocks."""
+    allowed = (option for option in options if option.family.block_size <= block_size_max)
+    return min(allowed, key=lambda option: (_comparable(option.cost), option.family.block_size))
 
 
-def _probe(layers: list[LayerSpec]) -> Family:
-    """With one token a block, in a page that holds them all: to read sizes from."""
-    return Family(tuple(layers), 1, 1 << 62, len(layers))
+def _comparable(cost: float) -> float:
+    """Costs that differ only by how they were rounded are equal."""
+    return round(cost, 9)
 
 
 def _with_checkpoints(layout: Layout, block_size: int, checkpoint_tokens: int | None) -> Layout:

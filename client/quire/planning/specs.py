@@ -7,6 +7,7 @@ from typing import Final
 
 from quire.types import GroupKind
 
+STATE_ALIGNMENT_BYTES: Final = 256  # where each state starts, for wide loads
 # Bytes of one element, by the names that configurations and command lines use.
 ELEMENT_BYTES: Final = {
     "float32": 4,
@@ -81,3 +82,19 @@ class LayerSpec:
         """Bytes that one token takes in this layer, keys and values together; 0 for a state."""
         value_head_dim = self.head_dim if self.value_head_dim is None else self.value_head_dim
         return self.kv_head_count * (self.head_dim + value_head_dim) * self.element_bytes
+
+    @property
+    def aligned_state_bytes(self) -> int:
+        """Bytes of one state up to the next address where another may start; 0 for attention."""
+        return -(-self.state_bytes // STATE_ALIGNMENT_BYTES) * STATE_ALIGNMENT_BYTES
+
+    def live_bytes(self, token_count: int) -> int:
+        """Bytes that computing the last of `token_count` tokens reads and writes."""
+        if token_count < 1:
+            return 0
+        tokens = token_count
+        if self.kind is GroupKind.SLIDING_WINDOW:
+            tokens = min(token_count, self.window)
+        elif self.kind is GroupKind.CHUNKED_LOCAL:
+            tokens = (token_count - 1) % self.window + 1
+        return self.state_bytes + tokens * self.token_bytes

@@ -42,17 +42,17 @@ def pack_uint32s(columns: Iterable[array[int]]) -> bytes:
 
 
 def unpack_uint32(data: bytes) -> array[int]:
-    """The numbers; ValueError if the length is no multiple of 4."""
+    """Returns the numbers; ValueError if the length is no multiple of 4."""
     return _unpack(_UINT32, data)
 
 
 def unpack_uint64(data: bytes) -> array[int]:
-    """The numbers; ValueError if the length is no multiple of 8."""
+    """Returns the numbers; ValueError if the length is no multiple of 8."""
     return _unpack(_UINT64, data)
 
 
 def entry_uint32(data: bytes, row: int) -> int:
-    """One number of a column; 0 in one that is empty because all are."""
+    """Returns one number of a column; 0 in one that is empty because all are."""
     return int.from_bytes(data[4 * row : 4 * row + 4], "little")
 
 

@@ -38,7 +38,7 @@ class Names:
 
     @property
     def are_all(self) -> bool:
-        """Whether every name is one of them."""
+        """Tells whether every name is one of them."""
         return "" in self.prefixes
 
 
@@ -66,25 +66,25 @@ class Permissions:
     namespaces: Names = Names()
 
     def may_own(self, pool: str) -> bool:
-        """Whether it may attach to this pool and change it."""
+        """Tells whether it may attach to this pool and change it."""
         return pool in self.pools
 
     def may_observe(self, pool: str) -> bool:
-        """Whether it may know of this pool."""
+        """Tells whether it may know of this pool."""
         return pool in self.pools or pool in self.observed
 
     @property
     def may_observe_all(self) -> bool:
-        """Whether it may know of every pool, as who reads the metrics does."""
+        """Tells whether it may know of every pool, as who reads the metrics does."""
         return self.pools.are_all or self.observed.are_all
 
     def may_use(self, namespace: str) -> bool:
-        """Whether it may have to do with what is in this namespace."""
+        """Tells whether it may have to do with what is in this namespace."""
         return namespace in self.namespaces
 
 
 def uris_of(patterns: Patterns) -> list[str]:
-    """What a certificate says to permit this."""
+    """Returns what a certificate says to permit this."""
     return [
         f"{SCHEME}{kind}/{quote(pattern.removesuffix('*'), safe='/')}{'*' if pattern.endswith('*') else ''}"
         for kind, of_kind in zip(KINDS, patterns, strict=True)
@@ -93,7 +93,7 @@ def uris_of(patterns: Patterns) -> list[str]:
 
 
 def permissions_of(uris: Iterable[str]) -> Permissions:
-    """What a certificate with these URIs permits."""
+    """Returns what a certificate with these URIs permits."""
     exact: dict[str, set[str]] = {kind: set() for kind in KINDS}
     prefixes: dict[str, set[str]] = {kind: set() for kind in KINDS}
     for uri in uris:

@@ -22,10 +22,11 @@ from typing import Final, TypeAlias
 from quire.protocol.packing import IS_LITTLE_ENDIAN
 
 STATE_DIGEST_STEPS: Final = 64  # every so many steps the reply carries one
-# It must not hold up anybody's step: of larger tables each digest covers the next part, until all have had their turn.
+# A digest must not hold up a step: in a larger pool each covers the next 16,384 entries, until all sequences had their
+# turn.
 STATE_DIGEST_ENTRIES_MAX: Final = 16_384
 SEQUENCE_ENTRIES: Final = 128  # as many entries cost what a sequence costs by itself
-_GOLDEN: Final = 0x9E3779B9  # of 2**32
+_GOLDEN: Final = 0x9E3779B9  # 2**32 divided by the golden ratio
 _SEQUENCE: Final = struct.Struct("<QIII").pack
 _LENGTH: Final = struct.Struct("<I").pack
 
@@ -36,7 +37,8 @@ SequenceRow: TypeAlias = tuple[int, int, int, str, Sequence["array[int]"]]
 
 
 def in_turn(sequence_ids: Sequence[int], number: int) -> Sequence[int]:
-    """Rising ids in the order in which the digest after step `number` takes them: all around, each time from elsewhere.
+    """Returns the ids in the order in which the digest after step `number` takes them: rising from a start that moves
+    with each digest, then from the lowest on.
 
     Multiples of the golden ratio spread evenly over any number of places, however many of them a digest covers.
     """
@@ -48,9 +50,9 @@ def in_turn(sequence_ids: Sequence[int], number: int) -> Sequence[int]:
 
 
 def state_digest(sequences: Iterable[SequenceRow], entries_max: int | None = None) -> bytes:
-    """32 bytes; the sequences come by rising id, or `in_turn` and until there are `entries_max` table entries, to
+    """Returns 32 bytes; the sequences come by rising id, or `in_turn` until there are `entries_max` table entries, to
     which a sequence adds `SEQUENCE_ENTRIES`."""
-    data, entry_count = bytearray(), 0  # hashed at once: an update for each costs more than what is in it
+    data, entry_count = bytearray(), 0  # hashed at once: an update for each sequence costs more than its bytes
     for sequence_id, token_count, committed, namespace, tables in sequences:
         name = namespace.encode()
         data += _SEQUENCE(sequence_id, token_count, committed, len(name))

@@ -11,6 +11,7 @@ from itertools import repeat
 from typing import Final, NamedTuple
 
 from quire.hashing import DIGEST_BYTES
+from quire.protocol import turn_ends as ends_of_turns
 from quire.protocol.packing import pack_uint32, pack_uint64, unpack_uint32, unpack_uint64
 from quire.v1 import allocator_pb2 as pb
 
@@ -29,6 +30,7 @@ class Result(enum.IntEnum):
     QUOTA = 6  # the namespace would hold too many blocks
     UNCOMMITTED = 7  # a fork of a recurrent state that may be beyond the committed tokens
     FORBIDDEN = 8  # a new sequence in a namespace that the caller's certificate does not permit
+    PASS_TOO_LONG = 9  # it would fit, computed in smaller passes
 
 
 class Swap(NamedTuple):
@@ -59,15 +61,18 @@ class GrowOutcome(NamedTuple):
 
     Attributes:
         sequence_id: the sequence.
-        result: OK, NO_SPACE, NOT_FOUND, EXISTS, TOO_LONG, PENDING, QUOTA or FORBIDDEN.
+        result: OK, NO_SPACE, NOT_FOUND, EXISTS, TOO_LONG, PASS_TOO_LONG, PENDING, QUOTA or FORBIDDEN.
         matched_token_count: leading tokens that need not be computed (new sequences only).
         blocks: per group the last entries of its table, replacing what stood there; of a new sequence all of them.
             `NULL_BLOCK` where a windowed group holds none.
-        shortfall: blocks that were missing (NO_SPACE), or too many for the namespace (QUOTA).
+        shortfall: blocks that were missing (NO_SPACE), too many for the namespace (QUOTA), or for the pool at once
+            (PASS_TOO_LONG).
         pending_token_count: tokens after the matched ones that others are computing (new sequences only).
         victim: whom to preempt (NO_SPACE only), if preempting anybody helps.
         token_count: tokens that were asked for, or that matched, if those are more: with OK there is room for them, and
             the last entries of the tables are for the last of them.
+        junction_token_count: leading tokens that would have matched, had there been a checkpoint: a commit that ends
+            there makes one. 0 where nothing would be gained (new sequences only).
     """
 
     sequence_id: int
@@ -78,6 +83,7 @@ class GrowOutcome(NamedTuple):
     pending_token_count: int = 0
     victim: Victim | None = None
     token_count: int = 0
+    junction_token_count: int = 0
 
 
 class StepOutcome(NamedTuple):
@@ -99,7 +105,7 @@ class StepOutcome(NamedTuple):
 
 
 class _New(NamedTuple):
-    """What a grow of a new sequence says beyond one of a live sequence: a column each."""
+    """Holds what a grow of a new sequence says beyond one of a live sequence: a column each."""
 
     row: int
     digest_count: int
@@ -107,6 +113,8 @@ class _New(NamedTuple):
     prompt_token_count: int
     priority: int
     defer_token_count: int
+    is_return: bool
+    turn_end_count: int
 
 
 class StepBuilder:
@@ -128,6 +136,7 @@ class StepBuilder:
         self._grow_token_counts: list[int] = []
         self._new: list[_New] = []
         self._new_digests: list[bytes] = []
+        self._turn_ends: list[int] = []  # of all new sequences
         self._namespaces: dict[str, int] = {}
 
     def __bool__(self) -> bool:
@@ -135,13 +144,13 @@ class StepBuilder:
 
     @property
     def operation_count(self) -> int:
-        """Of all phases together."""
+        """Counts the operations of all phases."""
         return len(self._commits) + len(self._frees) + len(self._parents) + len(self._grows)
 
     def commit(
         self, sequence_id: int, token_count: int, digests: bytes | Sequence[bytes] = b"", keep_token_count: int = 0
     ) -> None:
-        """Tokens up to `token_count` are computed; one digest for each digest block that this fills.
+        """Notes that tokens up to `token_count` are computed; one digest for each digest block that this fills.
 
         With `keep_token_count`, blocks that are not needed to hold so many tokens, nor `token_count`, are given back:
         those granted ahead for draft tokens that were not accepted.
@@ -156,7 +165,7 @@ class StepBuilder:
         self._frees.append(sequence_id)
 
     def fork(self, parent_id: int, child_id: int, hold_ms: int = 0) -> None:
-        """A new sequence that shares what its parent has committed; ids only rise. It may be grown in the same step, or
+        """Creates a sequence that shares what its parent has committed; ids only rise. It may grow in the same step, or
         once it was answered that it exists; a grow of what could not be forked answers NOT_FOUND.
 
         With `hold_ms`, up to a day, it is a hold: nobody writes to it, and the first step after so many milliseconds
@@ -176,8 +185,10 @@ class StepBuilder:
         prompt_token_count: int = 0,
         priority: int = 0,
         defer_token_count: int = 0,
+        is_return: bool = False,
+        turn_ends: Sequence[int] = (),
     ) -> None:
-        """A new sequence for `token_count` tokens that shares the published part of `digests`; ids only rise.
+        """Creates a sequence for `token_count` tokens that shares the published part of `digests`; ids only rise.
 
         Args:
             sequence_id: higher than every earlier one. It may be grown once it was answered that it exists.
@@ -188,21 +199,27 @@ class StepBuilder:
                 only if all of it would fit, and the rest is kept free from later admissions.
             priority: for a sequence of one priority none of a higher one is ever named as a victim.
             defer_token_count: answer PENDING if others are computing at least so many tokens of its prefix; 0: never.
+            is_return: a preempted request returns: its tokens are counted as returned, not as queried.
+            turn_ends: token counts, rising, at most 16, after which later prompts may go on otherwise.
         """
+        ends_of_turns.check(turn_ends)
         data = concatenated(digests)
         index = self._namespaces.setdefault(namespace, len(self._namespaces))
         row, count = len(self._grows), len(data) // DIGEST_BYTES
-        self._new.append(_New(row, count, index, prompt_token_count, priority, defer_token_count))
+        self._new.append(
+            _New(row, count, index, prompt_token_count, priority, defer_token_count, is_return, len(turn_ends))
+        )
+        self._turn_ends += turn_ends
         self._new_digests.append(data)
         self.grow(sequence_id, token_count)
 
     def grow(self, sequence_id: int, token_count: int) -> None:
-        """Room for `token_count` tokens of a live sequence."""
+        """Makes room for `token_count` tokens of a live sequence."""
         self._grows.append(sequence_id)
         self._grow_token_counts.append(token_count)
 
     def names_no_newer(self, created: int) -> bool:
-        """Whether nothing is to be created, and no sequence grows whose id is higher than the highest so far."""
+        """Tells whether nothing is to be created, and no sequence grows whose id is higher than the highest so far."""
         return not (self._new or self._parents) and max(self._grows, default=0) <= created
 
     def check_ids(self, created: int, highest: int) -> None:
@@ -228,7 +245,7 @@ class StepBuilder:
 
     @property
     def message(self) -> pb.Step:
-        """All that was collected so far, as a new message. Raises as `fill` does."""
+        """Returns all that was collected so far, as a new message. Raises as `fill` does."""
         step = pb.Step()
         self.fill(step)
         return step
@@ -260,7 +277,7 @@ class StepBuilder:
             self._fill_new(step.grows)
 
     def _fill_new(self, grows: pb.GrowPhase) -> None:
-        """The columns that only new sequences have, in a phase that has the others."""
+        """Fills the columns that only new sequences have, in a phase that has the others."""
 
         def column(name: str) -> bytes:
             values = [getattr(new, name) for new in self._new]
@@ -276,13 +293,16 @@ class StepBuilder:
         grows.prompt_token_counts = column("prompt_token_count")
         grows.priorities = column("priority")
         grows.defer_token_counts = column("defer_token_count")
+        grows.returns = column("is_return")
+        grows.turn_end_counts = column("turn_end_count")
+        grows.turn_ends = pack_uint32(self._turn_ends)
         grows.digests = b"".join(self._new_digests)
         if any(self._namespaces):  # without any, all are in the one that has no name
             grows.namespaces.extend(self._namespaces)
 
 
 def concatenated(digests: bytes | Iterable[bytes]) -> bytes:
-    """Digests as they travel, from either form.
+    """Returns the digests as they travel, from either form.
 
     Raises:
         ValueError: one has not 32 bytes.
@@ -298,7 +318,7 @@ def concatenated(digests: bytes | Iterable[bytes]) -> bytes:
 
 
 def read_reply(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutcome:
-    """What `step` did, from its reply.
+    """Returns what `step` did, from its reply.
 
     Raises:
         ValueError: the reply does not fit the step.
@@ -320,19 +340,19 @@ def read_reply(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutc
 
 
 def _pack_unless_zero(values: list[int]) -> bytes:
-    """A column of zeros is sent empty."""
+    """Packs a column; one of zeros is sent empty."""
     return pack_uint32(values) if any(values) else b""
 
 
 def _results(values: Sequence[int], count: int) -> list[Result]:
-    """An empty list means that every operation was OK."""
+    """Reads a column of results; an empty one means that every operation was OK."""
     if values and len(values) != count:
         raise ValueError(f"{len(values)} results for {count} operations")
     return [Result(value) for value in values] if values else [Result.OK] * count
 
 
 def _optional(values: Sequence[int], count: int) -> Iterable[int]:
-    """An empty array means that every number is 0."""
+    """Reads a column of numbers; an empty one means that every number is 0."""
     if values and len(values) != count:
         raise ValueError(f"{len(values)} numbers for {count} grows")
     return values or repeat(0, count)
@@ -358,13 +378,14 @@ def _grows(step: pb.Step, reply: pb.StepReply, group_count: int) -> list[GrowOut
         _optional(reply.pending_token_counts, count),
         victims,
         token_counts,
+        _optional(reply.junction_token_counts, count),
         strict=True,
     )
     return list(map(GrowOutcome._make, columns))
 
 
 def _tables(reply: pb.StepReply, count: int, group_count: int) -> list[tuple[Sequence[int], ...]]:
-    """Per grow and group the table's last entries; empty where the reply does not name the grow."""
+    """Returns for each grow and group the table's last entries; empty where the reply does not name the grow."""
     tables: list[tuple[Sequence[int], ...]] = [((),) * group_count] * count
     rows, sizes, blocks = map(unpack_uint32, (reply.granted_grows, reply.block_counts, reply.blocks))
     if len(sizes) != len(rows) * group_count or sum(sizes) != len(blocks):

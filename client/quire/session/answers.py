@@ -1,8 +1,8 @@
 """The steps of a session that have no answer yet, and the answers that nobody was there to take.
 
 A step cannot be called back: what its caller was cancelled for is applied all the same, and its answer has blocks to
-note and copies to run. It is kept until an engine asks for it. Nor is a step sent by an engine that does not know yet
-that an earlier one failed: it was made for a pool in which that one is in force.
+note and copies to run. It is kept until an engine asks for it. A step is refused while its engine has not learned that
+an earlier one failed: the later one was planned for a pool in which the earlier one is in force.
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ class Pending(asyncio.Future[StepOutcome]):
 
 
 class Answers:
-    """By the numbers of their steps."""
+    """Keeps the answers to come, by the numbers of their steps, and those that were missed."""
 
     def __init__(self) -> None:
         self._asked: dict[int, Pending] = {}
         self._missed: dict[int, tuple[StepBuilder, StepOutcome]] = {}
-        self._untold: Exception | None = None  # why steps have no answer, as long as nobody has awaited that
+        # The error that left steps without an answer, until somebody has awaited it.
+        self._untold: Exception | None = None
 
     def check(self, refusal: QuireError | None) -> None:
-        """Whether a step may be submitted; raises what its caller has to know before."""
+        """Raises what a caller has to know before it submits a step, if there is anything."""
         untold, self._untold = self._untold, None
         if untold is not None:
             raise untold
@@ -63,7 +64,7 @@ class Answers:
             raise AnswersMissedError("the caller of a step was cancelled: its answer, in `missed`, comes first")
 
     def expect(self, number: int, operations: StepBuilder) -> Pending:
-        """A step was submitted."""
+        """Notes that a step was submitted, and returns its answer to come."""
         asked = self._asked[number] = Pending(self, number, operations)
         return asked
 
@@ -76,12 +77,12 @@ class Answers:
             asked.set_result(outcome)
 
     def miss(self, asked: Pending) -> None:
-        """Its caller was cancelled; where the answer is still to come, `take` sees that."""
+        """Keeps an answer whose caller was cancelled in the moment it came; `take` keeps one that comes later."""
         if asked.done() and not asked.cancelled() and asked.exception() is None:
             self._missed[asked.number] = asked.operations, asked.result()
 
     def fail(self, numbers: Iterable[int], error: Exception) -> None:
-        """These will have no answer."""
+        """Fails the answers to these steps."""
         for number in numbers:
             asked = self._asked.pop(number, None)
             if asked is None:
@@ -89,29 +90,29 @@ class Answers:
             self._untold = error
             if not asked.done():
                 asked.set_exception(error)
-                asked.exception()  # whoever does not ask is not told in a log either
+                asked.exception()  # marks it as seen: asyncio would log an error that nobody awaits
 
     def fail_all(self, error: Exception) -> None:
-        """No step will have an answer."""
+        """Fails the answers to all steps."""
         self.fail(list(self._asked), error)
 
-    def lose(self) -> None:
-        """The pool is empty now: what was answered is not in force any more, what was not never will be."""
+    def lose_pool(self) -> None:
+        """Fails all answers and drops the missed ones, because the pool is empty now."""
         self._untold = error = SessionLostError()
         self._missed.clear()
         self.fail_all(error)
 
     def is_told(self, error: Exception) -> None:
-        """The engine knows why its steps have no answer."""
+        """Notes that the engine has seen this error."""
         if error is self._untold:
             self._untold = None
 
     def are_coming(self) -> bool:
-        """Whether there will be more that are missed: steps whose callers were cancelled are unanswered."""
+        """Tells whether steps of cancelled callers are still unanswered."""
         return any(asked.done() for asked in self._asked.values())
 
     def missed(self) -> list[tuple[StepBuilder, StepOutcome]]:
-        """Those that were missed, oldest first, once."""
+        """Returns the missed answers, oldest first; each is given once."""
         missed = [self._missed[number] for number in sorted(self._missed)]
         self._missed.clear()
         return missed

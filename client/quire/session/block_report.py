@@ -21,14 +21,15 @@ from quire.session.ledger import Ledger, LedgerSequence
 from quire.session.pages import DigestSpace, Pages, PublishedStretch
 from quire.v1 import allocator_pb2 as pb
 
-# Sequences and stretches of one chunk. One costs an allocator as much as many blocks do, and between two chunks it
-# serves others.
+# Sequences and stretches of one chunk. One costs an allocator as much as many blocks, and it serves others only between
+# chunks.
 HEADS_MAX: Final = 512
 
 # What a part of a chunk takes at most, in bytes: tags are one byte, lengths three, for no chunk reaches 2 MiB.
 FRAME_BYTES: Final = 1 + 3  # of a message, a string, or an array of numbers
 NUMBER_BYTES: Final = 1 + 5  # a uint32 of its own
-SEQUENCE_BYTES: Final = FRAME_BYTES + 9 + 7 * NUMBER_BYTES  # its id, and seven numbers
+SEQUENCE_BYTES: Final = 2 * FRAME_BYTES + 9 + 7 * NUMBER_BYTES  # its id, and seven numbers; boundaries beside them
+BOUNDARY_BYTES: Final = 4
 TABLE_BYTES: Final = 2 * FRAME_BYTES  # a message around an array
 TABLE_ENTRY_BYTES: Final = 4
 STRETCH_BYTES: Final = FRAME_BYTES + 3 * NUMBER_BYTES + (2 + DIGEST_BYTES) + 2 * FRAME_BYTES
@@ -62,7 +63,7 @@ class _Chunker:
             self.finish()
 
     def add_head(self, namespace: str, size: int, entry_size: int) -> int:
-        """Counts what a sequence or stretch of `size` bytes has beside its entries, where one of these fits, too;
+        """Makes room for the fixed bytes of a sequence or stretch and one entry of it, counts the fixed bytes, and
         returns the index of its namespace."""
         self.make_room(self._name_bytes(namespace) + size + entry_size)
         self.bytes_left -= self._name_bytes(namespace) + size
@@ -81,7 +82,7 @@ class _Chunker:
 
 
 def report_chunks(ledger: Ledger, now: float) -> list[pb.ReportChunk]:
-    """The whole report; empty for an empty pool. `now` is in seconds, for what is left of holds."""
+    """Makes the whole report; empty for an empty pool. `now` is in seconds, for what is left of holds."""
     chunker = _Chunker()
     for sequence_id, sequence in ledger.sequences.items():
         _add_sequence(chunker, sequence_id, sequence, now)
@@ -99,7 +100,7 @@ def report_chunks(ledger: Ledger, now: float) -> list[pb.ReportChunk]:
 
 
 def report_end(chunks: Sequence[pb.ReportChunk], *, last_step: int, last_sequence_id: int) -> pb.ReportEnd:
-    """What closes the report."""
+    """Makes the message that closes the report."""
     sha256 = hashlib.sha256()
     for chunk in chunks:
         sha256.update(chunk.SerializeToString(deterministic=True))
@@ -109,9 +110,9 @@ def report_end(chunks: Sequence[pb.ReportChunk], *, last_step: int, last_sequenc
 
 
 def _add_sequence(chunker: _Chunker, sequence_id: int, sequence: LedgerSequence, now: float) -> None:
-    """In one chunk or, with long tables, in several."""
+    """Adds a sequence to as many chunks as its tables need."""
     done = [0] * len(sequence.tables)
-    size = SEQUENCE_BYTES + TABLE_BYTES * len(sequence.tables)
+    size = SEQUENCE_BYTES + BOUNDARY_BYTES * len(sequence.boundaries) + TABLE_BYTES * len(sequence.tables)
     while True:
         namespace = chunker.add_head(sequence.namespace, size, TABLE_ENTRY_BYTES)
         message = chunker.chunk.sequences.add(
@@ -122,6 +123,7 @@ def _add_sequence(chunker: _Chunker, sequence_id: int, sequence: LedgerSequence,
             priority=sequence.priority,
             prompt_token_count=sequence.prompt_token_count,
             chunk_token_count=sequence.chunk_token_count,
+            boundaries=sequence.boundaries,
         )
         if sequence.hold_until is not None:
             message.hold_remaining_ms = max(0, int((sequence.hold_until - now) * _MILLISECONDS))
@@ -136,7 +138,8 @@ def _add_sequence(chunker: _Chunker, sequence_id: int, sequence: LedgerSequence,
 
 
 def _may_repeat(parts: Sequence[PublishedStretch]) -> bool:
-    """Whether two blocks of one group and namespace might carry one digest: two of them begin alike."""
+    """Tells whether two blocks of one group and namespace might carry one digest. It compares only the first 8 bytes of
+    each digest, which is quick and may say yes in vain."""
     words: dict[DigestSpace, list[int]] = {}
     for part in parts:
         first_words = memoryview(part.digests).cast("Q")[:: DIGEST_BYTES // 8]
@@ -145,7 +148,7 @@ def _may_repeat(parts: Sequence[PublishedStretch]) -> bool:
 
 
 def _outdated(pages: Pages, held: Set[int]) -> set[int]:
-    """Blocks whose digest another block carries now."""
+    """Returns the blocks whose digest another block carries now."""
     carriers: dict[tuple[int, str, bytes], int] = {}
     outdated = set()
     for block, carried in pages.carried().items():
@@ -162,7 +165,7 @@ def _outdated(pages: Pages, held: Set[int]) -> set[int]:
 
 
 def _add_freed(chunker: _Chunker, pages: Pages, others: Set[int]) -> None:
-    """Blocks that were let go of, and are not among the others, in that order."""
+    """Adds the blocks that were let go of, in that order, but for those among `others`."""
     released, blocks = pages.released, array("I")
     steps, operations, ranks = list[int](), list[int](), list[int]()
     for release in pages.releases():

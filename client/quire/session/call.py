@@ -17,7 +17,7 @@ from quire.errors import QuireError, UnavailableError
 from quire.session.call_status import Ending
 from quire.v1 import allocator_pb2 as pb
 
-LOOK_S: Final = 0.25  # how often it is looked whether a call without a connection was cancelled
+LOOK_S: Final = 0.25  # seconds between two looks at whether an unconnected call was cancelled
 
 
 class EndedError(Exception):
@@ -29,7 +29,7 @@ class EndedError(Exception):
 
 
 class SessionCall:
-    """One stream of the Session RPC, which has been begun. Written to by one task at a time, and read by another."""
+    """Writes and reads one stream of the Session RPC: one task at a time writes, another one reads."""
 
     def __init__(self, call: aio.StreamStreamCall[pb.SessionRequest, pb.SessionReply]) -> None:
         self._call = call
@@ -55,7 +55,7 @@ class SessionCall:
             raise EndedError(None)
 
     async def read(self) -> pb.SessionReply:
-        """The next message.
+        """Returns the next message.
 
         Raises:
             EndedError: there is none.
@@ -76,7 +76,7 @@ class SessionCall:
         return message
 
     async def write(self, message: pb.SessionRequest) -> bool:
-        """Sends one message; False if the call is over, and who reads is told why."""
+        """Sends one message. Returns False if the call is over; `read` says why."""
         try:
             await self._call.write(message)
         except asyncio.CancelledError:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Ending:
-    """Of one call. To be made before anything is written to it."""
+    """Notes how one call ended. It must be made before anything is written to the call."""
 
     def __init__(self, call: aio.Call) -> None:
         self._status: aio.AioRpcError | None = None
@@ -39,7 +39,7 @@ class Ending:
         return self._status
 
     async def error(self, timeout_s: float = SILENCE_S) -> QuireError | None:
-        """Why the call ended; None if it ended well, was cancelled here, or does not say in time."""
+        """Says why the call ended; None if it ended well, was cancelled here, or does not say in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 status = await self.status()
@@ -48,16 +48,18 @@ class Ending:
         return None if status.code() in _WELL else from_rpc_error(status)
 
     def _note(self, call: Any) -> None:
-        """Called whenever a status is set, before anything else can happen; the first one counts."""
+        """Notes the first status that is set; gRPC calls this before anything else can happen."""
         code, details = _at_once(call.code()), _at_once(call.details())
-        if self._status is None and (code, details) != _PUT_IN_ITS_PLACE:  # else the peer's is still to come
+        if (
+            self._status is None and (code, details) != _PUT_IN_ITS_PLACE
+        ):  # skip gRPC's own; the peer's is still to come
             trailing = _at_once(call.trailing_metadata())
             self._status = aio.AioRpcError(code, aio.Metadata(), trailing, details, details)
             self._ended.set()
 
 
 def _at_once(coroutine: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns that has nothing to wait for: a status that is set."""
+    """Runs a coroutine that need not wait, since its status is set, and returns its result."""
     try:
         coroutine.send(None)
     except StopIteration as done:

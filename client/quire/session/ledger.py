@@ -23,12 +23,13 @@ from quire.hashing import DIGEST_BYTES
 from quire.protocol.packing import entry_uint32, unpack_uint32, unpack_uint64
 from quire.protocol.state_digest import STATE_DIGEST_ENTRIES_MAX, SequenceRow, in_turn, state_digest
 from quire.protocol.steps import NULL_BLOCK, Copy, GrowOutcome, Result, StepOutcome, Swap
+from quire.protocol.turn_ends import deal
 from quire.session.pages import DigestSpace, Pages
 from quire.v1 import allocator_pb2 as pb
 
 _FULL, _STATE = pb.GROUP_KIND_FULL_ATTENTION, pb.GROUP_KIND_STATE
 _SLIDING, _CHUNKED = pb.GROUP_KIND_SLIDING_WINDOW, pb.GROUP_KIND_CHUNKED_LOCAL
-_KIND_ORDER: Final = (_FULL, _SLIDING, _CHUNKED, _STATE)  # in which an allocator lets go of a sequence's groups
+KIND_ORDER: Final = (_FULL, _SLIDING, _CHUNKED, _STATE)  # in which an allocator lets go of a sequence's groups
 
 
 class LedgerSequence:
@@ -37,9 +38,11 @@ class LedgerSequence:
     Attributes:
         prompt_token_count, chunk_token_count: of its first grow; 0 for a fork.
         hold_until: when a hold ends, in seconds; None for an ordinary sequence.
+        boundaries: token counts, rising, at which states make checkpoints and windows keep what is before them.
     """
 
     __slots__ = (
+        "boundaries",
         "chunk_token_count",
         "committed_token_count",
         "hold_until",
@@ -57,6 +60,7 @@ class LedgerSequence:
         self.priority = priority
         self.prompt_token_count = self.chunk_token_count = 0
         self.hold_until: float | None = None
+        self.boundaries: tuple[int, ...] = ()
         self.tables: list[array[int]] = []
 
 
@@ -79,6 +83,7 @@ class Ledger:
         self._digest_tokens = min(group.block_size for group in spec.groups)
         sizes = [group.block_size for group in spec.groups if group.kind != _STATE]
         self._edge_tokens = math.lcm(*sizes) if sizes else self._digest_tokens
+        self._keeps_prefixes = all(group.kind == _FULL for group in spec.groups)
         self._states = [number for number, group in enumerate(spec.groups) if group.kind == _STATE]
         self._managed = _groups_alike(self.groups)
         self._step = self._operation = self._rank = 0
@@ -101,11 +106,11 @@ class Ledger:
             self._apply_grows(step.grows, outcome)
 
     def digest(self) -> bytes:
-        """As `state.state_digest` has it, of everything."""
+        """Returns the digest of the whole state; `protocol/state_digest.py` says how it is made."""
         return state_digest(self.rows())
 
     def digest_after(self, number: int) -> bytes:
-        """As the answer to that step has it."""
+        """Returns the digest that the answer to that step has."""
         return state_digest(self.rows(in_turn(list(self.sequences), number)), STATE_DIGEST_ENTRIES_MAX)
 
     def rows(self, sequence_ids: Iterable[int] | None = None) -> Iterator[SequenceRow]:
@@ -121,7 +126,7 @@ class Ledger:
             )
 
     def held_blocks(self) -> set[int]:
-        """Blocks in at least one table."""
+        """Returns the blocks that are in at least one table."""
         held = {block for sequence in self.sequences.values() for table in sequence.tables for block in table}
         held.discard(NULL_BLOCK)
         return held
@@ -190,11 +195,9 @@ class Ledger:
         self.pages.publish(DigestSpace(sequence.namespace, group), first, earlier, digests, table[first:end])
 
     def _publish_state(self, sequence: LedgerSequence, group: int, token_count: int, digests: bytes) -> None:
-        """Where a checkpoint belongs, if the running block is the sequence's alone."""
-        edge, prompt = self._edge_tokens, sequence.prompt_token_count
-        prompt_end = (prompt - 1) // edge * edge if prompt else 0
+        """Publishes the running block as a checkpoint, if one belongs there and no other sequence has the block."""
         block = sequence.tables[group][0]
-        if token_count % self.groups[group].block_size and token_count != prompt_end:
+        if token_count % self.groups[group].block_size and token_count not in sequence.boundaries:
             return
         if block in self.pages.published or self._holder_count(group, block) > 1:
             return
@@ -207,7 +210,7 @@ class Ledger:
         return digests[start : start + DIGEST_BYTES]
 
     def _settle(self, sequence: LedgerSequence, alike: Sequence[int], first: int) -> None:
-        """What fell out of a window, deepest first."""
+        """Releases blocks that fell out of a window, deepest first."""
         table, fallen = sequence.tables[alike[0]], list[int]()
         for position in reversed(range(min(first, len(table)))):
             if table[position] == NULL_BLOCK:
@@ -220,7 +223,7 @@ class Ledger:
     # -- frees and forks -----------------------------------------------------------------------------------------------
 
     def _free(self, sequence: LedgerSequence) -> None:
-        """Tail first, groups of one specification together."""
+        """Releases a sequence's blocks, tail first, groups of one specification together."""
         if not self.pages.published:
             return
         for alike in self._managed:
@@ -233,7 +236,7 @@ class Ledger:
     def _fork(self, parent: LedgerSequence, child_id: int, hold_until: float | None) -> None:
         length = parent.committed_token_count
         child = LedgerSequence(parent.namespace, length, length, parent.priority)
-        child.hold_until = hold_until
+        child.hold_until, child.boundaries = hold_until, parent.boundaries
         for spec, table in zip(self.groups, parent.tables, strict=True):
             child.tables.append(table[:] if spec.kind == _STATE else table[: -(-length // spec.block_size)])
         self.sequences[child_id] = child
@@ -243,24 +246,27 @@ class Ledger:
 
     def _apply_grows(self, grows: pb.GrowPhase, outcome: StepOutcome) -> None:
         copies, before, sequences = list(reversed(outcome.copies)), self._operation + 1, self.sequences
+        ends: list[array[int]] = []
+        if not self._keeps_prefixes and grows.turn_end_counts:
+            ends = deal(unpack_uint32(grows.turn_end_counts), unpack_uint32(grows.turn_ends))
         self._operation += len(outcome.grows)
         ok, is_plain = Result.OK, not self._states
         for row, (grown, wanted) in enumerate(zip(outcome.grows, unpack_uint32(grows.token_counts), strict=True)):
             if grown[1] is not ok:
                 continue
             sequence, blocks = sequences.get(grown[0]), grown[3]
-            if is_plain and sequence is not None and not any(blocks):  # decoding, most of the time
+            if is_plain and sequence is not None and not any(blocks):  # usual while decoding: no table changes
                 sequence.token_count = max(sequence.token_count, wanted)
                 continue
             self._operation, self._rank = before + row, 0
             if sequence is None:
-                self._open(grown, grows, row, wanted)
+                self._open(grown, grows, row, wanted, ends[row] if ends else ())
             else:
                 self._grow(sequence, blocks, wanted)
             if copies:
                 self._let_go_of_sources(copies, grown)
 
-    def _open(self, grown: GrowOutcome, grows: pb.GrowPhase, row: int, chunk: int) -> None:
+    def _open(self, grown: GrowOutcome, grows: pb.GrowPhase, row: int, chunk: int, turn_ends: Sequence[int]) -> None:
         matched = grown.matched_token_count
         namespace = ""
         if grows.namespaces:
@@ -269,6 +275,10 @@ class Ledger:
         sequence = LedgerSequence(namespace, max(chunk, matched), matched, priority)
         sequence.chunk_token_count = chunk
         sequence.prompt_token_count = max(chunk, entry_uint32(grows.prompt_token_counts, row))
+        if not self._keeps_prefixes:
+            ends = (sequence.prompt_token_count - 1, grown.junction_token_count, *turn_ends)
+            edges = {end // self._edge_tokens * self._edge_tokens for end in ends}
+            sequence.boundaries = tuple(sorted(edges - {0}))
         sequence.tables = [array("I", table) for table in grown.blocks]
         self.sequences[grown.sequence_id] = sequence
         self.last_sequence_id = grown.sequence_id
@@ -285,12 +295,12 @@ class Ledger:
                 self.pages.grant(added)
         if wanted > sequence.token_count:
             sequence.token_count = wanted
-            for group in self._states:  # a checkpoint that is written to without a copy is none any more
+            for group in self._states:  # a checkpoint written to without a copy is a checkpoint no more
                 if not blocks[group]:
                     self.pages.grant(sequence.tables[group])
 
     def _let_go_of_sources(self, copies: list[Copy], grown: GrowOutcome) -> None:
-        """The copies of one grow, in order, from the end of the list."""
+        """Releases the sources of one grow's copies, which are taken from the end of `copies`."""
         own = {block for table in grown.blocks for block in table}
         while copies and copies[-1].destination in own:
             self._release([copies.pop().source])
@@ -313,15 +323,15 @@ class Ledger:
 
 
 def first_needed(spec: pb.GroupSpec, token_count: int) -> int:
-    """First token that the token after `token_count` others still reads in a windowed group."""
+    """Returns the first token that the token after `token_count` others still reads in a windowed group."""
     if spec.kind == _CHUNKED:
         return token_count // spec.window * spec.window
     return max(0, token_count - spec.window + 1)
 
 
 def _groups_alike(groups: Sequence[pb.GroupSpec]) -> list[list[int]]:
-    """Numbers of the groups of one specification together, in the order in which a free goes through them."""
+    """Returns the groups of one specification together, in the order in which a free goes through them."""
     alike: dict[bytes, list[int]] = {}
     for number, group in enumerate(groups):
         alike.setdefault(group.SerializeToString(deterministic=True), []).append(number)
-    return sorted(alike.values(), key=lambda numbers: _KIND_ORDER.index(groups[numbers[0]].kind))
+    return sorted(alike.values(), key=lambda numbers: KIND_ORDER.index(groups[numbers[0]].kind))

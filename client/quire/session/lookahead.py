@@ -6,10 +6,14 @@ Of a sequence that decodes, in tokens, with `length` its tokens (the one that is
     [0, length)                                needed
     [length, min(length + ahead, last))        granted ahead, rounded up to whole blocks
 
-Whoever misses some of this asks for one block more than it misses, and so does everybody who has not got that much:
-all are asked for together, once in two blocks' length of turns as long as nobody joins. Nobody pays for it: only free
-blocks that no sequence needs are taken ahead, for the oldest first; where a sequence to be let in or one that runs
-needs them, the newest give them back in the same step. For admission they are as good as free.
+With `ahead` 64 and blocks of 16 tokens:
+
+    who asks        as soon as one sequence has room for fewer than 64 tokens beyond its length, all with room for fewer
+                    than 80 ask in the same step
+    for how much    80 tokens beyond its length, rounded up to whole blocks, so that the next asking comes 17 to 32
+                    turns later
+    from what       free blocks that no sequence needs, the oldest sequence first; admission counts them as free
+    given back      by the newest sequences, in the step in which somebody needs them
 
     session = allocator.session("default", spec, ahead_tokens=64)
     ...
@@ -18,9 +22,9 @@ needs them, the newest give them back in the same step. For admission they are a
     answer = await session.submit(step)  # the forward pass runs meanwhile, of whoever has room: sequence 7
     for grown in (await answer).grows: ...  # each has room for `grown.token_count` tokens, once its blocks are noted
 
-What was granted is what the engine has taken in. The session's ledger may know more: an answer comes between any two
-turns of the event loop, and whoever computes on the strength of it before it has run the copies and noted the blocks
-writes into pages of others. Pure: no call, clock or lock.
+`granted` must come from answers that the engine has taken in, not from the ledger. The ledger hears of an answer
+earlier; an engine that computes on it before running the copies writes into pages of others. Pure: no call, clock or
+lock.
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ class Decoding(NamedTuple, Generic[K]):
 
     @property
     def lacks_room(self) -> bool:
-        """Whether its next token has no room: it is needed, whatever is asked for ahead."""
+        """Tells whether its next token has no room: it is needed, whatever is asked for ahead."""
         return min(self.length, self.last) > self.granted
 
 
@@ -67,30 +71,30 @@ class Increment(NamedTuple):
 
     @classmethod
     def of(cls, *sizes: int) -> Increment:
-        """Of groups of these block sizes."""
+        """Makes the increment of groups of these block sizes."""
         token_count = math.lcm(*sizes)
         return cls(token_count, sum(token_count // size for size in sizes), sizes)
 
     def up(self, token_count: int) -> int:
-        """Rounded up to whole units."""
+        """Rounds up to whole increments."""
         return -(-token_count // self.token_count) * self.token_count
 
     def least(self, token_count: int) -> int:
-        """Rounded up to a whole block of the group with the smallest."""
+        """Rounds up to a whole block of the group with the smallest."""
         size = min(self.sizes, default=1)
         return -(-token_count // size) * size
 
     def blocks(self, token_count: int) -> int:
-        """Blocks in the tables of a sequence with room for so many tokens."""
+        """Counts the blocks in the tables of a sequence with room for so many tokens."""
         return sum(-(-token_count // size) for size in self.sizes)
 
     def full(self, token_count: int) -> int:
-        """Those of them that so many tokens fill. Another one may be shared, and is copied when the sequence grows."""
+        """Counts those that so many tokens fill. One more may be shared, and is copied when the sequence grows."""
         return sum(token_count // size for size in self.sizes)
 
 
 class RoomAhead:
-    """What a session asks for ahead.
+    """Asks for the room that a session takes ahead.
 
     Where a pool has recurrent states, a sequence that was granted more than it commits leaves no checkpoint: where one
     belongs, the commit gives back what is beyond (`keep_token_count`).
@@ -132,7 +136,7 @@ class RoomAhead:
             step.grow(sequence_id, token_count)
 
     def give_back(self, block_count: int, holders: Sequence[tuple[int, int, int]]) -> dict[int, int]:
-        """Who gives back so many blocks, or all that there are, and the `keep_token_count` for the commit of each.
+        """Chooses who gives back so many blocks, or all there are, with the `keep_token_count` for the commit of each.
 
         Args:
             block_count: that are missing.
@@ -144,7 +148,7 @@ class RoomAhead:
 def needs_of(
     decoding: Sequence[Decoding[K]], free_block_count: int, *, ahead_tokens: int, increment: Increment
 ) -> list[tuple[K, int]]:
-    """Who asks for room while it is computed, and for how many tokens: whole units.
+    """Chooses who asks for room while it is computed, and for how many tokens: whole increments.
 
     Whose next token has no room asks for it in any case; the rest is within `free_block_count`. Where that is not even
     enough for an increment for each of them, they ask for no more than their next token takes.
@@ -177,7 +181,7 @@ def needs_of(
 
 
 def _room_within(block_count: int, held: int, wanted: int, increment: Increment) -> int:
-    """Tokens of room, in whole units for `wanted` tokens, that so many blocks are enough for."""
+    """Counts the tokens of room, in whole increments up to `wanted`, that so many blocks are enough for."""
     begun = increment.up(held)
     left = block_count - (increment.blocks(begun) - increment.blocks(held))
     if wanted <= held or left < 0:
@@ -189,7 +193,7 @@ def _room_within(block_count: int, held: int, wanted: int, increment: Increment)
 
 
 def give_back(holders: Sequence[tuple[K, int, int]], block_count: int, increment: Increment) -> dict[K, int]:
-    """Who gives back so many blocks or all that there are, the newest first, and for how many tokens each keeps room.
+    """Chooses who gives back so many blocks, or all there are, newest first, and for how many tokens each keeps room.
 
     Args:
         holders: oldest first: sequence, tokens of room that it was granted, and those that it needs.

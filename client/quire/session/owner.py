@@ -6,7 +6,7 @@ Lifecycle of a `PoolOwner`:
     2. attaching  a stream begins with Attach, under a higher epoch than ever before
     3. reporting  the allocator has no state for us: the ledger goes out as a block report, and comes back in force
     4. open       steps go out as they are submitted, at most `window` of them unanswered; answers come in order
-    5. idle       the stream was lost (`lose`) or given up by us because both sides disagree: back to 2
+    5. idle       the stream was lost (`lose_stream`) or given up by us because both sides disagree: back to 2
 
 A step keeps its number until it is answered. After Resumed the same bytes go out again, after Ready the same operations
 under the new session id: whatever became of them before, they are applied exactly once to what the ledger says.
@@ -55,17 +55,18 @@ class Answer(NamedTuple):
 class Verdict(enum.Enum):
     """What the end of a stream means for its owner."""
 
-    AGAIN = enum.auto()  # attach again, at once
-    LATER = enum.auto()  # attach again after a while: a lease will end, a place be free
-    LOST = enum.auto()  # the allocator will not have our pool: it begins anew, empty
-    STEP_REFUSED = enum.auto()  # the oldest unanswered step was wrong; it and those after it were not applied
-    REFUSED = enum.auto()  # as LATER: this allocator will not have us, which held this pool before; the next one may
-    FINAL = enum.auto()  # nothing that we could send would help, and there is nothing to lose
+    AGAIN = enum.auto()  # attach again at once
+    LATER = enum.auto()  # attach again later, when a lease has ended or a place is free
+    LOST = enum.auto()  # the allocator refuses our report: the pool begins empty
+    STEP_REFUSED = enum.auto()  # the oldest unanswered step was wrong; none from it on was applied
+    # This allocator refuses an owner that it, or one before it, had let in: try again later, another one may accept.
+    REFUSED = enum.auto()
+    FINAL = enum.auto()  # the allocator refuses an owner that was never let in: give up
 
 
 _MISREADINGS_MAX: Final = 3
 _WINDOW_FIELD_MAX: Final = 2**32 - 1
-_SENT_WITH_BYTES: Final = (2 + 16) + (1 + 10)  # session and acknowledgement, which a step gets when it is sent
+_SENT_WITH_BYTES: Final = (2 + 16) + (1 + 10)  # session id and acknowledgement, added when a step is sent
 _AGAIN: Final = frozenset(
     {Reason.FENCED, Reason.SESSION_UNKNOWN, Reason.IDLE, Reason.DRAINING, Reason.POOL_QUARANTINED}
 )
@@ -75,7 +76,7 @@ _UNREPORTABLE: Final = frozenset({Reason.MALFORMED, Reason.TOO_LARGE, Reason.NOT
 
 
 class PoolOwner:
-    """Owner of one pool.
+    """Owns one pool.
 
     Args:
         pool: its name.
@@ -113,23 +114,23 @@ class PoolOwner:
         self.report_count = 0
         self.disagreement_count = 0
         self._was_open = False
-        self._misread_count = 0  # reports in a row of which the allocator made another state
+        self._misread_count = 0  # consecutive reports after which the allocator's state was not ours
         self._unanswered: deque[pb.SessionRequest] = deque()
 
     @property
     def has_room(self) -> bool:
-        """Whether another step may be submitted."""
+        """Tells whether another step may be submitted."""
         return len(self._unanswered) < self.window
 
     @property
     def unanswered_count(self) -> int:
-        """Steps that were submitted and not answered yet."""
+        """Counts the steps that were submitted and not answered yet."""
         return len(self._unanswered)
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """A new stream begins: whatever older ones still bring is not for us."""
+        """Begins a stream under a new epoch; messages of older streams are ignored."""
         self.epoch += 1
         self.phase = Phase.ATTACHING
         self.outbox.clear()
@@ -148,18 +149,18 @@ class PoolOwner:
             )
         )
 
-    def lose(self) -> None:
-        """The stream is gone. What was not answered is sent again on the next one."""
+    def lose_stream(self) -> None:
+        """Notes that the stream is gone; unanswered steps are sent again on the next one."""
         self.phase = Phase.IDLE
         self.outbox.clear()
 
     def disown(self) -> None:
-        """The allocator's state is not ours: the next stream must not resume it, but take a report."""
-        self.lose()
+        """Makes the next stream report instead of resuming, because the allocator's state is not ours."""
+        self.lose_stream()
         self.session_id = b""
 
     def start_over(self) -> list[int]:
-        """The pool begins anew, empty; returns the numbers of steps that will never be applied."""
+        """Empties the ledger and returns the numbers of the steps that are given up."""
         self.disown()
         last_sequence_id = self.ledger.last_sequence_id
         self.ledger = Ledger(self.spec)
@@ -173,7 +174,7 @@ class PoolOwner:
         return numbers
 
     def judge(self, error: QuireError | None) -> Verdict:
-        """What to do about a stream that ended so; None where it does not say. Changes nothing."""
+        """Says what to do about a stream that ended with `error`; None where it gave no reason. Changes nothing."""
         if error is None or error.reason is None or error.reason in _AGAIN or error.reason in _DISAGREE:
             return Verdict.AGAIN  # without a reason it is gRPC itself that failed, under whatever code
         if self.phase is Phase.OPEN:
@@ -185,12 +186,12 @@ class PoolOwner:
         return Verdict.REFUSED if self._was_open else Verdict.FINAL
 
     def ended(self, error: QuireError | None) -> tuple[Verdict, list[int]]:
-        """The allocator ended the stream; returns what that means, and the numbers of steps that it takes along."""
+        """Takes in that the allocator ended the stream; returns what that means, and the steps that fail with it."""
         verdict = self.judge(error)
         if error is not None and error.reason in _DISAGREE:
             self.disagreement_count += 1
             self.disown()
-        self.lose()
+        self.lose_stream()
         if verdict is Verdict.LOST:
             return verdict, self.start_over()
         if verdict is Verdict.STEP_REFUSED:
@@ -200,7 +201,7 @@ class PoolOwner:
     # -- sending -------------------------------------------------------------------------------------------------------
 
     def submit(self, operations: StepBuilder) -> int:
-        """The next step; returns its number. There must be room in the window.
+        """Submits the next step and returns its number. There must be room in the window.
 
         Raises:
             ResourceExhaustedError: TOO_LARGE, the allocator takes fewer operations or bytes; nothing was submitted.
@@ -220,8 +221,8 @@ class PoolOwner:
         return int(request.step.number)
 
     def _check_ids(self, operations: StepBuilder) -> None:
-        """On the wire an id alone says whether a sequence is new: one that was meant to be, and is not, would be given
-        another one's blocks, and one that was meant to live would be created, for nobody to free."""
+        """Refuses ids that are not new, or not known. On the wire an id alone says which: one that was meant to be new,
+        and is not, would be given another one's blocks; one that was meant to live would be made, and never freed."""
         created = self.ledger.last_sequence_id
         if operations.names_no_newer(created):  # decoding, most of the time
             return
@@ -233,7 +234,7 @@ class PoolOwner:
 
     @staticmethod
     def _check_size(what: str, count: int, most: int) -> None:
-        """`most` is 0 where no allocator has said it yet."""
+        """Refuses a count above `most`; 0 means that no allocator has named a limit."""
         if 0 < most < count:
             raise QuireError.of(Reason.TOO_LARGE, f"the step has {count} {what}, and at most {most} are taken")
 
@@ -311,7 +312,7 @@ class PoolOwner:
             if self._misread_count >= _MISREADINGS_MAX:
                 raise InternalError("the allocator makes another state of our report, time and again")
             self.disagreement_count += 1
-            self.disown()  # nothing of what is unanswered was sent in that session: the next report takes it along
+            self.disown()  # unanswered steps go out under the session that the next report opens
             return
         self._misread_count = 0
         self.session_id = ready.session_id

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from quire.hashing import DIGEST_BYTES
 
 _NOTHING: Final[frozenset[int]] = frozenset()
-_SWEEP_MIN: Final = 4096  # entries of releases that are looked through only when so many more are outdated
+_SWEEP_MIN: Final = 4096  # releases are swept when four times (this + the released blocks) are listed
 
 
 class Published(NamedTuple):
@@ -64,17 +64,17 @@ class PublishedStretch:
         self.sparse_at = self.live // 2
 
     def digest_at(self, index: int) -> bytes:
-        """Digest of one block."""
+        """Returns the digest of one block."""
         return bytes(self.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES])
 
     def part(self, start: int, end: int) -> PublishedStretch:
-        """Blocks of [start, end), as a stretch of their own."""
+        """Returns the blocks of [start, end) as a stretch of their own."""
         parent = self.digest_at(start - 1) if start else self.parent
         digests = bytes(self.digests[start * DIGEST_BYTES : end * DIGEST_BYTES])
         return PublishedStretch(self.scope, self.first_position + start, parent, digests, self.blocks[start:end])
 
     def extend(self, digests: bytes, blocks: array[int]) -> None:
-        """More blocks at the end of a whole one."""
+        """Adds blocks at the end of a stretch that is whole."""
         self.digests += digests
         self.blocks.extend(blocks)
         self.live += len(blocks)
@@ -94,7 +94,7 @@ class Release:
 
 
 class Pages:
-    """All pages of a pool.
+    """Knows what the pages of a pool carry.
 
     Attributes:
         published: of every block that carries a digest the stretch that it is in.
@@ -104,14 +104,14 @@ class Pages:
     def __init__(self) -> None:
         self.published: dict[int, PublishedStretch] = {}
         self.released: dict[int, Release] = {}
-        self._release_entries = 0  # of all releases, outdated ones included
+        self._release_entries = 0  # blocks listed in all releases, also where a later one replaced the entry
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
     def publish(
         self, scope: DigestSpace, first_position: int, before: int | None, digests: bytes, blocks: array[int]
     ) -> None:
-        """Consecutive blocks carry these digests from now on; `before` is the block before them, if there is one."""
+        """Notes that consecutive blocks carry these digests; `before` is the block before them, if there is one."""
         published = self.published
         if not published.keys().isdisjoint(blocks):  # a commit was swapped to blocks that others have published
             for index, block in enumerate(blocks):
@@ -139,13 +139,13 @@ class Pages:
             published.update(dict.fromkeys(blocks, stretch))
 
     def grant(self, blocks: Sequence[int]) -> None:
-        """Blocks that are written anew: whatever they carried is gone."""
+        """Notes that these blocks are written anew and carry nothing."""
         if not self.published.keys().isdisjoint(blocks):
             for block in blocks:
                 self._forget(block)
 
     def release(self, step: int, operation: int, rank: int, blocks: Sequence[int]) -> int:
-        """The operation let go of these, in that order; returns how many of them are published."""
+        """Notes that an operation let go of these blocks in this order; returns how many are published."""
         published = self.published
         own = [block for block in blocks if block in published]
         if own:
@@ -158,11 +158,11 @@ class Pages:
     # -- what is there -------------------------------------------------------------------------------------------------
 
     def stretches(self) -> list[PublishedStretch]:
-        """Every stretch, in the order in which they were published."""
+        """Returns every stretch, in the order in which they were published."""
         return list(dict.fromkeys(self.published.values()))
 
     def parts(self, stretch: PublishedStretch, without: Set[int] = _NOTHING) -> Iterator[PublishedStretch]:
-        """What is left of a stretch, without some blocks."""
+        """Yields the parts of a stretch that still carry their digests, leaving out `without`."""
         if stretch.live == len(stretch.blocks) and without.isdisjoint(stretch.blocks):
             yield stretch
             return
@@ -177,11 +177,11 @@ class Pages:
             yield stretch.part(start, len(stretch.blocks))
 
     def releases(self) -> list[Release]:
-        """Every release that still is some block's last, the first one first."""
+        """Returns every release that still is some block's last, the first one first."""
         return sorted(dict.fromkeys(self.released.values()), key=lambda r: (r.step, r.operation, r.rank))
 
     def carried(self) -> dict[int, Published]:
-        """What every published block carries, in the order in which they were published."""
+        """Returns what every published block carries, in the order in which they were published."""
         found: dict[int, Published] = {}
         for stretch in self.stretches():
             for part in self.parts(stretch):
@@ -199,7 +199,7 @@ class Pages:
         return stretch.digest_at(stretch.blocks.index(block))
 
     def _forget(self, block: int) -> None:
-        """The block carries nothing any more, if it did."""
+        """Notes that the block carries nothing any more, if it did."""
         stretch = self.published.pop(block, None)
         if stretch is None:
             return
@@ -210,7 +210,7 @@ class Pages:
                 self.published.update(dict.fromkeys(part.blocks, part))
 
     def _sweep(self) -> None:
-        """Drops what is outdated from releases of which only a part is."""
+        """Drops from each release the blocks that a later one has named."""
         released = self.released
         for release in self.releases():
             release.blocks = array("I", [block for block in release.blocks if released.get(block) is release])

@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 class PoolSession:
-    """Owner of one pool. Opened once. Not for concurrent use, except that the stream keeps itself up.
+    """Owns one pool over a stream. It is opened once, and its methods are for one task at a time.
 
     Args:
         stub: `AllocatorServiceStub` on an asyncio channel.
@@ -103,10 +103,10 @@ class PoolSession:
         self._connected = False
         self._closing = False
         self._silence = Silence(HEARTBEAT_S / TICKS_PER_HEARTBEAT, time.monotonic())
-        self._fell_silent = False  # the last stream
-        self._has_served = False  # the current stream: answered anything after it was up
+        self._fell_silent = False  # the last stream was left because it was silent
+        self._has_served = False  # the current stream has brought a message since it was up
         self._refusal: QuireError | None = None
-        self._refused_for: Reason | None = None  # since it was open last
+        self._refused_for: Reason | None = None  # why it was refused last; each reason is logged once
         self._answers = Answers()
         self._changed = asyncio.Event()  # an answer came, the stream went up or was refused
         self._sending = asyncio.Lock()
@@ -115,32 +115,32 @@ class PoolSession:
 
     @property
     def connected(self) -> bool:
-        """Whether a stream is up and attached."""
+        """Tells whether a stream is up and attached."""
         return self._connected
 
     @property
     def limits(self) -> pb.Limits:
-        """What the allocator accepts; known once open."""
+        """Returns what the allocator accepts; known once the session is open."""
         return self._owner.limits
 
     @property
     def ledger(self) -> Ledger:
-        """What is known of the pool after the last answer; to be read, not changed."""
+        """Returns what is known of the pool after the last answer; it is to be read, not changed."""
         return self._owner.ledger
 
     @property
     def unanswered_count(self) -> int:
-        """Steps that were submitted and not answered yet."""
+        """Counts the steps that were submitted and not answered yet."""
         return self._owner.unanswered_count
 
     @property
     def report_count(self) -> int:
-        """Block reports that an allocator asked for."""
+        """Counts the block reports that an allocator asked for."""
         return self._owner.report_count
 
     @property
     def disagreement_count(self) -> int:
-        """Times that the allocator's state was another than ours."""
+        """Counts how often the allocator's state was another than ours."""
         return self._owner.disagreement_count
 
     async def open(self) -> None:
@@ -203,7 +203,7 @@ class PoolSession:
         return asked
 
     async def missed(self) -> list[tuple[StepBuilder, StepOutcome]]:
-        """The steps whose callers were cancelled and what they did, once all are answered; they are given once.
+        """Returns the steps whose callers were cancelled and what they did, once all are answered; each is given once.
 
         To be taken in before those that were submitted after them. What was refused is not among them, and neither is
         what was lost, as the next `submit` tells.
@@ -231,7 +231,7 @@ class PoolSession:
     # -- the stream ----------------------------------------------------------------------------------------------------
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
-        """What goes on by itself has nobody to tell: whoever waits hears of its end, a callback's error or ours."""
+        """Runs a background task. Its failure ends the session, and everybody who waits is told."""
         try:
             await work
         except Exception as error:
@@ -240,8 +240,8 @@ class PoolSession:
             self._answers.fail(self._owner.give_up_steps(), self._refusal)
             for task in self._tasks:
                 if task is not asyncio.current_task():
-                    task.cancel()  # neither goes on without the other
-            with contextlib.suppress(Exception):  # the callback that raised may be called again
+                    task.cancel()  # the tasks need each other
+            with contextlib.suppress(Exception):  # `_drop` may call the callback that has just raised
                 self._drop()
             self._changed.set()
 
@@ -266,8 +266,8 @@ class PoolSession:
             await asyncio.sleep(backoff.next_s(asked_s))
 
     async def _serve_once(self, *, patient: bool) -> QuireError | None:
-        """One stream from attach to end; returns why it ended, if it says. A patient one begins when there is a
-        connection: once it is known why there was none, a pause of our own would only add to the outage."""
+        """Runs one stream from attach to end; returns why it ended, if it says. With `patient` it waits for a
+        connection and not for a pause, which would lengthen the outage."""
         owner = self._owner
         self._silence.heard()  # it has as long as any other answer
         call = self._call = SessionCall(self._stub.Session(metadata=self._metadata, wait_for_ready=patient))
@@ -284,14 +284,15 @@ class PoolSession:
             return ended.said
         except LedgerLostError as error:
             log.error("the pool begins anew: %s", error)
-            self._answers.lose()
+            self._answers.lose_pool()
         except InternalError as error:
             log.error("the allocator broke the protocol: %s", error)
-            self._answers.fail(owner.give_up_steps(), error)  # it will be told what is, whatever they did
+            # Whatever these steps did, the next report tells the allocator what is.
+            self._answers.fail(owner.give_up_steps(), error)
         return None
 
     def _take(self, reply: pb.SessionReply) -> None:
-        """One message of the current stream."""
+        """Takes in one message of the current stream."""
         owner = self._owner
         self._silence.heard()
         self._has_served = self._connected
@@ -304,7 +305,7 @@ class PoolSession:
             self._set_connected(True)
 
     async def _flush(self) -> None:
-        """Sends what is in the outbox. What goes wrong is told to who reads."""
+        """Sends the outbox; a failure is raised to the reader."""
         call, outbox = self._call, self._owner.outbox
         async with self._sending:
             while outbox and call is not None and call is self._call and await call.write(outbox.popleft()):
@@ -316,12 +317,12 @@ class PoolSession:
         flush.add_done_callback(self._flushes.discard)
 
     def _end_stream(self, error: QuireError | None, why: QuireError) -> Verdict:
-        """The current stream is over: the owner says what that means, and whose steps it takes along."""
+        """Ends the current stream: the owner says what that means, and which steps fail with it."""
         verdict, numbers = self._owner.ended(error)
         self._drop()
         if verdict is Verdict.LOST:
             log.error("the allocator refuses our report, the pool begins anew: %s", error)
-            self._answers.lose()
+            self._answers.lose_pool()
         elif verdict is Verdict.STEP_REFUSED:
             self._answers.fail(numbers, why)
         elif verdict is Verdict.REFUSED:
@@ -358,7 +359,8 @@ class PoolSession:
             if tick % TICKS_PER_HEARTBEAT:
                 continue
             self._owner.heartbeat()
-            if not self._sending.locked():  # else whoever is sending takes it along, or is stuck until silence ends it
+            # Else the sender takes the heartbeat along, or hangs until silence ends the stream.
+            if not self._sending.locked():
                 self._flush_soon()
 
     async def _wait_for_change(self) -> None:
@@ -372,7 +374,7 @@ class PoolSession:
             self.on_change(connected)
 
     async def _stop(self) -> None:
-        """Ends everything that goes on by itself."""
+        """Ends the background tasks."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()

@@ -52,9 +52,11 @@ class _GroupKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GroupKind.V
     """Tokens attend inside their own chunk of `window` tokens; blocks of earlier chunks are given back."""
     GROUP_KIND_STATE: _GroupKind.ValueType  # 4
     """Recurrent state (mamba, linear attention): a block holds a state instead of tokens. A table has one entry, the
-    running block, which every forward pass overwrites. Two commits publish the running block as a checkpoint: one that
-    ends exactly at a multiple of `block_size`, and one that ends at the last digest boundary of the prompt that leaves
-    a token to compute. The next grow then replaces the running block by a copy. A hit ends at a checkpoint.
+    running block, which every forward pass overwrites. A commit that leaves no granted token to compute publishes the
+    running block as a checkpoint where it ends exactly at a multiple of `block_size`, or at a boundary of the
+    sequence: the last edge of the prompt that leaves a token to compute, the junction that its grow was told, or an end
+    of a turn that its owner named. The next grow then replaces the running block by a copy. A hit ends at a
+    checkpoint.
     """
 
 class GroupKind(_GroupKind, metaclass=_GroupKindEnumTypeWrapper):
@@ -76,9 +78,11 @@ GROUP_KIND_CHUNKED_LOCAL: GroupKind.ValueType  # 3
 """Tokens attend inside their own chunk of `window` tokens; blocks of earlier chunks are given back."""
 GROUP_KIND_STATE: GroupKind.ValueType  # 4
 """Recurrent state (mamba, linear attention): a block holds a state instead of tokens. A table has one entry, the
-running block, which every forward pass overwrites. Two commits publish the running block as a checkpoint: one that
-ends exactly at a multiple of `block_size`, and one that ends at the last digest boundary of the prompt that leaves
-a token to compute. The next grow then replaces the running block by a copy. A hit ends at a checkpoint.
+running block, which every forward pass overwrites. A commit that leaves no granted token to compute publishes the
+running block as a checkpoint where it ends exactly at a multiple of `block_size`, or at a boundary of the
+sequence: the last edge of the prompt that leaves a token to compute, the junction that its grow was told, or an end
+of a turn that its owner named. The next grow then replaces the running block by a copy. A hit ends at a
+checkpoint.
 """
 Global___GroupKind: _TypeAlias = GroupKind  # noqa: Y015
 
@@ -97,8 +101,8 @@ class _ResultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Result.ValueTy
     RESULT_EXISTS: _Result.ValueType  # 3
     """The id of a new sequence is in use, or not higher than every earlier one."""
     RESULT_TOO_LONG: _Result.ValueType  # 4
-    """The tokens are more than the pool could ever hold for one sequence, or a commit goes beyond the tokens that the
-    sequence can hold.
+    """The tokens are more than the pool could ever hold for one sequence, in however small passes (of a new sequence: in
+    passes as large as `chunk_token_count_max`), or a commit goes beyond the tokens that the sequence can hold.
     """
     RESULT_PENDING: _Result.ValueType  # 5
     """The grow of a new sequence set `defer_token_counts`, and other sequences are computing its prefix: ask again when
@@ -112,6 +116,10 @@ class _ResultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Result.ValueTy
     """
     RESULT_FORBIDDEN: _Result.ValueType  # 8
     """The new sequence is in a namespace that the caller's certificate does not permit."""
+    RESULT_PASS_TOO_LONG: _Result.ValueType  # 9
+    """The tokens would fit, but not so many at once: a pass and the window before it take more blocks than the pool has,
+    by as many as `grow_shortfalls` says. Ask for a smaller chunk, after what has been computed is committed.
+    """
 
 class Result(_Result, metaclass=_ResultEnumTypeWrapper):
     """---------------------------------------------------------------------------------------------------------------------
@@ -130,8 +138,8 @@ RESULT_NOT_FOUND: Result.ValueType  # 2
 RESULT_EXISTS: Result.ValueType  # 3
 """The id of a new sequence is in use, or not higher than every earlier one."""
 RESULT_TOO_LONG: Result.ValueType  # 4
-"""The tokens are more than the pool could ever hold for one sequence, or a commit goes beyond the tokens that the
-sequence can hold.
+"""The tokens are more than the pool could ever hold for one sequence, in however small passes (of a new sequence: in
+passes as large as `chunk_token_count_max`), or a commit goes beyond the tokens that the sequence can hold.
 """
 RESULT_PENDING: Result.ValueType  # 5
 """The grow of a new sequence set `defer_token_counts`, and other sequences are computing its prefix: ask again when
@@ -145,6 +153,10 @@ block may hold the state after some of them, which no fork can share.
 """
 RESULT_FORBIDDEN: Result.ValueType  # 8
 """The new sequence is in a namespace that the caller's certificate does not permit."""
+RESULT_PASS_TOO_LONG: Result.ValueType  # 9
+"""The tokens would fit, but not so many at once: a pass and the window before it take more blocks than the pool has,
+by as many as `grow_shortfalls` says. Ask for a smaller chunk, after what has been computed is committed.
+"""
 Global___Result: _TypeAlias = Result  # noqa: Y015
 
 class _SessionKind:
@@ -216,7 +228,7 @@ class GroupSpec(_message.Message):
     """Tokens of the window or chunk, for SLIDING_WINDOW and CHUNKED_LOCAL, 1 to 16,777,216; 0 otherwise."""
     checkpoints_max: _builtins.int
     """Of STATE: checkpoints that one sequence may leave in the cache although no sequence has used them; 0 stands for the
-    default of 16. Otherwise 0.
+    default of 16. Beyond, those between boundaries are dropped first. Otherwise 0.
     """
     def __init__(
         self,
@@ -286,6 +298,8 @@ class PoolSpec(_message.Message):
     WATERMARK_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     QUOTAS_FIELD_NUMBER: _builtins.int
     EVICTION_POLICY_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
+    CHUNK_TOKEN_COUNT_MAX_FIELD_NUMBER: _builtins.int
     block_count: _builtins.int
     """Physical blocks, shared by all groups, 1 to 16,777,216. The blocks of all pools together are limited too:
     RESOURCE_EXHAUSTED / LIMIT.
@@ -299,6 +313,13 @@ class PoolSpec(_message.Message):
     eviction_policy: _builtins.str
     """Which cached blocks are evicted first: "lru", "cost", or one of the names in docs/eviction.md; empty for the
     default.
+    """
+    retention: _builtins.str
+    """Which blocks of windowed groups stay cached: "dense", "tail" or "auto"; empty for the default, "auto"."""
+    chunk_token_count_max: _builtins.int
+    """The largest chunk of a prompt that the owner computes in one pass, in tokens, at most 16,777,216; 0 where it does
+    not say. Windowed groups hold a pass and the window before it, so a prompt in chunks is let in only if it fits with
+    passes as large as this.
     """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupSpec]:
@@ -320,10 +341,12 @@ class PoolSpec(_message.Message):
         watermark_block_count: _builtins.int = ...,
         quotas: _abc.Iterable[Global___Quota] | None = ...,
         eviction_policy: _builtins.str = ...,
+        retention: _builtins.str = ...,
+        chunk_token_count_max: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "cache_layout", b"cache_layout", "eviction_policy", b"eviction_policy", "groups", b"groups", "model_fingerprint", b"model_fingerprint", "quotas", b"quotas", "watermark_block_count", b"watermark_block_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "cache_layout", b"cache_layout", "chunk_token_count_max", b"chunk_token_count_max", "eviction_policy", b"eviction_policy", "groups", b"groups", "model_fingerprint", b"model_fingerprint", "quotas", b"quotas", "retention", b"retention", "watermark_block_count", b"watermark_block_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -757,6 +780,7 @@ class ReportedSequence(_message.Message):
     PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     CHUNK_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     HOLD_REMAINING_MS_FIELD_NUMBER: _builtins.int
+    BOUNDARIES_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """Its id."""
     namespace: _builtins.int
@@ -775,6 +799,13 @@ class ReportedSequence(_message.Message):
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
         """One table per group, or the part of each that follows what earlier chunks carried."""
 
+    @_builtins.property
+    def boundaries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token counts, rising, at which a later prompt may part from it: the last edge of its prompt that leaves a token to
+        compute, the junction that its grow was told, and ends of turns as in GrowPhase, each moved back to an edge: at
+        most 18. Empty where all groups are of full attention.
+        """
+
     def __init__(
         self,
         *,
@@ -787,10 +818,11 @@ class ReportedSequence(_message.Message):
         prompt_token_count: _builtins.int = ...,
         chunk_token_count: _builtins.int = ...,
         hold_remaining_ms: _builtins.int | None = ...,
+        boundaries: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_hold_remaining_ms", b"_hold_remaining_ms", "hold_remaining_ms", b"hold_remaining_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold_remaining_ms", b"_hold_remaining_ms", "chunk_token_count", b"chunk_token_count", "committed_token_count", b"committed_token_count", "hold_remaining_ms", b"hold_remaining_ms", "namespace", b"namespace", "priority", b"priority", "prompt_token_count", b"prompt_token_count", "sequence_id", b"sequence_id", "tables", b"tables", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hold_remaining_ms", b"_hold_remaining_ms", "boundaries", b"boundaries", "chunk_token_count", b"chunk_token_count", "committed_token_count", b"committed_token_count", "hold_remaining_ms", b"hold_remaining_ms", "namespace", b"namespace", "priority", b"priority", "prompt_token_count", b"prompt_token_count", "sequence_id", b"sequence_id", "tables", b"tables", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hold_remaining_ms: _TypeAlias = _typing.Literal["hold_remaining_ms"]  # noqa: Y015
     _WhichOneofArgType__hold_remaining_ms: _TypeAlias = _typing.Literal["_hold_remaining_ms", b"_hold_remaining_ms"]  # noqa: Y015
@@ -1116,6 +1148,9 @@ class GrowPhase(_message.Message):
     PROMPT_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     PRIORITIES_FIELD_NUMBER: _builtins.int
     DEFER_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    TURN_END_COUNTS_FIELD_NUMBER: _builtins.int
+    TURN_ENDS_FIELD_NUMBER: _builtins.int
+    RETURNS_FIELD_NUMBER: _builtins.int
     sequences: _builtins.bytes
     """One entry per operation: the sequence. uint64."""
     token_counts: _builtins.bytes
@@ -1140,6 +1175,18 @@ class GrowPhase(_message.Message):
     """Where other sequences are computing at least so many tokens of its prefix, the answer is RESULT_PENDING instead of
     a grant. 0: never. uint32.
     """
+    turn_end_counts: _builtins.bytes
+    """Per operation, ends of turns that it names, at most 16; only for new sequences. Empty when no operation names any.
+    uint32.
+    """
+    turn_ends: _builtins.bytes
+    """The ends of turns, operation after operation: token counts, rising for each, after which a later prompt may go on
+    otherwise. What windows and states need there is kept. They need not be block edges, nor within the prompt. uint32.
+    """
+    returns: _builtins.bytes
+    """1 where the new sequence is a preempted request that returns: its tokens are counted as returned, not as queried,
+    because hit rates are of requests that ask for the first time. 0 otherwise; empty when all are 0. uint32.
+    """
     @_builtins.property
     def namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Namespaces that this step refers to by index, each at most 128 bytes. Empty: the one namespace ""."""
@@ -1156,10 +1203,13 @@ class GrowPhase(_message.Message):
         prompt_token_counts: _builtins.bytes = ...,
         priorities: _builtins.bytes = ...,
         defer_token_counts: _builtins.bytes = ...,
+        turn_end_counts: _builtins.bytes = ...,
+        turn_ends: _builtins.bytes = ...,
+        returns: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["defer_token_counts", b"defer_token_counts", "digest_counts", b"digest_counts", "digests", b"digests", "namespace_indices", b"namespace_indices", "namespaces", b"namespaces", "priorities", b"priorities", "prompt_token_counts", b"prompt_token_counts", "sequences", b"sequences", "token_counts", b"token_counts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["defer_token_counts", b"defer_token_counts", "digest_counts", b"digest_counts", "digests", b"digests", "namespace_indices", b"namespace_indices", "namespaces", b"namespaces", "priorities", b"priorities", "prompt_token_counts", b"prompt_token_counts", "returns", b"returns", "sequences", b"sequences", "token_counts", b"token_counts", "turn_end_counts", b"turn_end_counts", "turn_ends", b"turn_ends"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1191,6 +1241,7 @@ class StepReply(_message.Message):
     PENDING_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     VICTIM_SEQUENCES_FIELD_NUMBER: _builtins.int
     VICTIM_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    JUNCTION_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     EXPIRED_HOLDS_FIELD_NUMBER: _builtins.int
     FREE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     STATE_DIGEST_FIELD_NUMBER: _builtins.int
@@ -1248,8 +1299,8 @@ class StepReply(_message.Message):
     def copy_destinations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def grow_shortfalls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Per grow: blocks that are missing where the result is NO_SPACE, or that exceed the quota where it is QUOTA. Empty
-        when all are 0.
+        """Per grow: blocks that are missing where the result is NO_SPACE, that exceed the quota where it is QUOTA, or the
+        pool where it is PASS_TOO_LONG. Empty when all are 0.
         """
 
     @_builtins.property
@@ -1266,6 +1317,14 @@ class StepReply(_message.Message):
 
     @_builtins.property
     def victim_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def junction_token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per grow of a new sequence: the junction, which is the leading tokens that full attention alone could have shared
+        (in a pool without full attention, that an earlier prompt had too), where that is more than was matched: windows
+        and states had nothing there. It is a boundary of the sequence: a commit that ends there makes a checkpoint, which
+        the next prompt hits. 0 where nothing would be gained. Empty when all are 0.
+        """
+
     @_builtins.property
     def expired_holds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Holds whose time was over: the server freed them before the first phase."""
@@ -1293,13 +1352,14 @@ class StepReply(_message.Message):
         pending_token_counts: _abc.Iterable[_builtins.int] | None = ...,
         victim_sequences: _abc.Iterable[_builtins.int] | None = ...,
         victim_token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        junction_token_counts: _abc.Iterable[_builtins.int] | None = ...,
         expired_holds: _abc.Iterable[_builtins.int] | None = ...,
         free_block_count: _builtins.int = ...,
         state_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "blocks", b"blocks", "commit_results", b"commit_results", "copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "expired_holds", b"expired_holds", "fork_results", b"fork_results", "free_block_count", b"free_block_count", "free_results", b"free_results", "granted_grows", b"granted_grows", "grow_results", b"grow_results", "grow_shortfalls", b"grow_shortfalls", "matched_token_counts", b"matched_token_counts", "number", b"number", "pending_token_counts", b"pending_token_counts", "session_id", b"session_id", "state_digest", b"state_digest", "swap_blocks", b"swap_blocks", "swap_groups", b"swap_groups", "swap_indices", b"swap_indices", "swap_operations", b"swap_operations", "victim_sequences", b"victim_sequences", "victim_token_counts", b"victim_token_counts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "blocks", b"blocks", "commit_results", b"commit_results", "copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "expired_holds", b"expired_holds", "fork_results", b"fork_results", "free_block_count", b"free_block_count", "free_results", b"free_results", "granted_grows", b"granted_grows", "grow_results", b"grow_results", "grow_shortfalls", b"grow_shortfalls", "junction_token_counts", b"junction_token_counts", "matched_token_counts", b"matched_token_counts", "number", b"number", "pending_token_counts", b"pending_token_counts", "session_id", b"session_id", "state_digest", b"state_digest", "swap_blocks", b"swap_blocks", "swap_groups", b"swap_groups", "swap_indices", b"swap_indices", "swap_operations", b"swap_operations", "victim_sequences", b"victim_sequences", "victim_token_counts", b"victim_token_counts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1432,6 +1492,8 @@ class AllocateRequest(_message.Message):
     PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     DEFER_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    TURN_ENDS_FIELD_NUMBER: _builtins.int
+    IS_RETURN_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """The session."""
     request_id: _builtins.str
@@ -1454,6 +1516,12 @@ class AllocateRequest(_message.Message):
     """As in GrowPhase."""
     priority: _builtins.int
     defer_token_count: _builtins.int
+    is_return: _builtins.bool
+    """Whether this is a preempted request that returns; see `returns` in GrowPhase."""
+    @_builtins.property
+    def turn_ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ends of turns as in GrowPhase: token counts, rising, at most 16."""
+
     def __init__(
         self,
         *,
@@ -1466,10 +1534,12 @@ class AllocateRequest(_message.Message):
         prompt_token_count: _builtins.int = ...,
         priority: _builtins.int = ...,
         defer_token_count: _builtins.int = ...,
+        turn_ends: _abc.Iterable[_builtins.int] | None = ...,
+        is_return: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["defer_token_count", b"defer_token_count", "digests", b"digests", "namespace", b"namespace", "priority", b"priority", "prompt_token_count", b"prompt_token_count", "request_id", b"request_id", "sequence_id", b"sequence_id", "session_id", b"session_id", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["defer_token_count", b"defer_token_count", "digests", b"digests", "is_return", b"is_return", "namespace", b"namespace", "priority", b"priority", "prompt_token_count", b"prompt_token_count", "request_id", b"request_id", "sequence_id", b"sequence_id", "session_id", b"session_id", "token_count", b"token_count", "turn_ends", b"turn_ends"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1515,14 +1585,17 @@ class AllocateResponse(_message.Message):
     COPY_DESTINATIONS_FIELD_NUMBER: _builtins.int
     PENDING_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     VICTIM_FIELD_NUMBER: _builtins.int
+    JUNCTION_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     result: Global___Result.ValueType
-    """OK, NO_SPACE, EXISTS, TOO_LONG, PENDING or QUOTA."""
+    """OK, NO_SPACE, EXISTS, TOO_LONG, PASS_TOO_LONG, PENDING or QUOTA."""
     matched_token_count: _builtins.int
     """Leading tokens that need not be computed."""
     shortfall: _builtins.int
-    """Blocks missing where the result is NO_SPACE, too many where it is QUOTA."""
+    """Blocks missing where the result is NO_SPACE, too many where it is QUOTA or PASS_TOO_LONG."""
     pending_token_count: _builtins.int
     """Tokens of its prefix, after the matched ones, that other sequences are computing."""
+    junction_token_count: _builtins.int
+    """The junction, as in StepReply, where the result is OK or PENDING."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
         """The whole table of each group."""
@@ -1548,10 +1621,11 @@ class AllocateResponse(_message.Message):
         copy_destinations: _abc.Iterable[_builtins.int] | None = ...,
         pending_token_count: _builtins.int = ...,
         victim: Global___Victim | None = ...,
+        junction_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["victim", b"victim"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "matched_token_count", b"matched_token_count", "pending_token_count", b"pending_token_count", "result", b"result", "shortfall", b"shortfall", "tables", b"tables", "victim", b"victim"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "junction_token_count", b"junction_token_count", "matched_token_count", b"matched_token_count", "pending_token_count", b"pending_token_count", "result", b"result", "shortfall", b"shortfall", "tables", b"tables", "victim", b"victim"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1606,9 +1680,9 @@ class GrowResponse(_message.Message):
     SHORTFALL_FIELD_NUMBER: _builtins.int
     VICTIM_FIELD_NUMBER: _builtins.int
     result: Global___Result.ValueType
-    """OK, NO_SPACE, NOT_FOUND, TOO_LONG or QUOTA."""
+    """OK, NO_SPACE, NOT_FOUND, TOO_LONG, PASS_TOO_LONG or QUOTA."""
     shortfall: _builtins.int
-    """Blocks missing where the result is NO_SPACE, too many where it is QUOTA."""
+    """Blocks missing where the result is NO_SPACE, too many where it is QUOTA or PASS_TOO_LONG."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
         """Per group the last entries of its table, replacing what stood there."""
@@ -1904,8 +1978,8 @@ Global___MatchPrefixRequest: _TypeAlias = MatchPrefixRequest  # noqa: Y015
 
 @_typing.final
 class MatchPrefixResponse(_message.Message):
-    """MatchPrefixResponse: the pools that match at least one block and that the caller may look into, longest first, then
-    by name.
+    """MatchPrefixResponse: the pools that match at least one block, or have a junction, and that the caller may look into:
+    longest match first, then furthest junction, then by name.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1936,19 +2010,23 @@ class PrefixMatch(_message.Message):
 
     POOL_FIELD_NUMBER: _builtins.int
     MATCHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    JUNCTION_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     """The pool."""
     matched_token_count: _builtins.int
-    """Leading tokens published there."""
+    """Leading tokens published there that all groups can serve."""
+    junction_token_count: _builtins.int
+    """The junction, as in StepReply: with it, the tokens from the matched ones to here need only what states keep."""
     def __init__(
         self,
         *,
         pool: _builtins.str = ...,
         matched_token_count: _builtins.int = ...,
+        junction_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["matched_token_count", b"matched_token_count", "pool", b"pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["junction_token_count", b"junction_token_count", "matched_token_count", b"matched_token_count", "pool", b"pool"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

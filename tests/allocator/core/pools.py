@@ -79,7 +79,7 @@ def everything(pool: Pool) -> tuple[Any, ...]:
         for i, s in pool.sequences.items()
     ]
     counters = (pool.granted_block_count, pool.copy_count, pool.queried_token_count, pool.matched_token_count)
-    kept = (sorted(pool.blocks.namespaces), len(pool.pending), dict(pool.holds), pool.gates.promised_block_count)
+    kept = (sorted(pool.blocks.namespaces), len(pool.pending), dict(pool.holds), pool.admission.promised_block_count)
     log = (len(pool.log._recorded), pool.blocks.evicted_count)
     return (states(pool), granted_next(pool), sequences, counters, kept, log)
 
@@ -105,6 +105,11 @@ def commit(pool: Pool, sequence_id: int, letters: str, token_count: int, keep: i
     assert answer.result is Result.OK
     invariants.check(pool)
     return answer
+
+
+def filled(pool: Pool, sequence_id: int, token_count: int) -> int:
+    """Digest blocks that a commit up to `token_count` fills; negative where it goes back."""
+    return token_count // pool.digest_tokens - pool.sequences[sequence_id].committed_token_count // pool.digest_tokens
 
 
 def forget(pool: Pool, manager: int, positions: Sequence[int], namespace: str = "") -> None:

@@ -14,7 +14,7 @@ from quire_allocator.core.eviction.policies import (
     RecomputeCost,
     ReuseValue,
 )
-from quire_allocator.core.eviction.reuse_model import AGES, Ghost, Ghosts, Group, ReuseModel, _values
+from quire_allocator.core.eviction.reuse_model import AGES, Family, Ghost, Ghosts, ReuseModel, _values
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import Result
@@ -307,7 +307,7 @@ def test_blocks_trimmed_one_by_one_are_remembered_as_one_stretch() -> None:
 
 
 def test_what_is_remembered_of_evicted_blocks_is_bounded() -> None:
-    model = ReuseModel([Group(range(1), 0.1)], 100)
+    model = ReuseModel([Family(range(1), 0.1)], 100)
     ghosts = Ghosts(model, block_count_max=40, count_max=6)
     for number in range(30):
         ghosts.add(b"%d" % number, Ghost(0, 0, number, 5), number)
@@ -323,7 +323,7 @@ def test_what_is_remembered_of_evicted_blocks_is_bounded() -> None:
 
 def learned(returns: Sequence[tuple[int, int]], ends: Sequence[tuple[int, int]]) -> list[float]:
     """Values of a kind, in a pool of 64 blocks, of which so many blocks returned or were given up at so many ages."""
-    model = ReuseModel([Group(range(1), 0.01)], 64)
+    model = ReuseModel([Family(range(1), 0.01)], 64)
     for _ in range(100):
         model.start(0, 0, 100)
     for age, count in returns:
@@ -348,7 +348,7 @@ def test_the_value_falls_after_the_age_at_which_blocks_return() -> None:
 
 
 def test_a_kind_that_was_seldom_seen_is_judged_like_its_group() -> None:
-    model = ReuseModel([Group(range(2), 0.01)], 64)
+    model = ReuseModel([Family(range(2), 0.01)], 64)
     for _ in range(100):
         model.start(0, 0, 100)
     model.start(0, 1, 1)
@@ -359,7 +359,7 @@ def test_a_kind_that_was_seldom_seen_is_judged_like_its_group() -> None:
 
 def test_what_was_learned_long_ago_counts_less() -> None:
     def after(quiet: int) -> float:
-        model = ReuseModel([Group(range(1), 0.01)], 64)
+        model = ReuseModel([Family(range(1), 0.01)], 64)
         for number in range(200):
             model.start(0, 0, 100)
             model.end(0, 10, 90 if number < 100 else 0, returned=True)

@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import quire.types
+from quire.cli.pool_usage import KINDS as SHOWN_KINDS
+from quire.session import ledger
+from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core.groups.factory import MANAGERS
 from quire_allocator.core.groups.window_rules import WINDOW_RULES
 from quire_allocator.core.groups.windows import WindowManager
 from quire_allocator.core.readers.group_invariants import CHECKS
 from quire_allocator.core.rebuild.rebuild import BUILDERS
 from quire_allocator.core.spec import GroupKind
+from quire_allocator.wire import translate
 
 from tests.allocator.core.pools import chunked, computed, d, full, make_pool, sliding, state
 from tests.allocator.twin.kinds import ORDER
@@ -20,6 +25,14 @@ from tests.allocator.twin.kinds import ORDER
 @pytest.mark.parametrize("table", [MANAGERS, CHECKS, BUILDERS], ids=["managers", "checks", "builders"])
 def test_every_kind_of_group_has_its_manager_its_checks_and_its_builder(table: Mapping[GroupKind, Any]) -> None:
     assert set(table) == set(GroupKind)
+
+
+def test_every_kind_of_group_has_one_name_on_the_wire_and_on_both_sides() -> None:
+    names = {kind.name for kind in GroupKind}
+    assert {kind.name for kind in quire.types.GroupKind} == names
+    assert set(translate.KINDS.values()) == set(GroupKind)
+    assert {kind.name for kind in SHOWN_KINDS} == names
+    assert {pb.GroupKind.Name(kind) for kind in ledger.KIND_ORDER} == {f"GROUP_KIND_{name}" for name in names}
 
 
 def test_every_kind_of_group_is_known_to_the_twin() -> None:

@@ -18,6 +18,7 @@ from tests.allocator.core.pools import (
     counts,
     d,
     everything,
+    filled,
     full,
     make_pool,
     sliding,
@@ -76,12 +77,12 @@ def test_what_is_cached_of_a_prompt_counts_towards_its_fit() -> None:
 def test_the_rest_of_a_prompt_is_kept_from_later_admissions_until_it_is_granted() -> None:
     pool = make_pool(10)
     pool.allocate(1, 4, prompt_token_count=24)
-    assert pool.gates.promised_block_count == 5
+    assert pool.admission.promised_block_count == 5
     assert refusal(pool.allocate(2, 20)) == (Result.NO_SPACE, 1)  # 9 free, 5 of them promised
     assert pool.allocate(2, 16).result is Result.OK
     for token_count, promised in [(5, 4), (8, 4), (16, 2), (24, 0), (28, 0)]:
         assert pool.grow(1, token_count).result is (Result.OK if token_count <= 24 else Result.NO_SPACE)
-        assert pool.gates.promised_block_count == promised
+        assert pool.admission.promised_block_count == promised
         invariants.check(pool)
 
 
@@ -91,31 +92,31 @@ def test_those_that_run_may_take_what_is_promised() -> None:
     pool.allocate(2, 4, prompt_token_count=12)
     assert pool.grow(1, 12).result is Result.OK
     assert refusal(pool.grow(2, 8)) == (Result.NO_SPACE, 1)
-    assert pool.gates.promised_block_count == 2
+    assert pool.admission.promised_block_count == 2
 
 
 def test_a_promise_ends_with_its_sequence() -> None:
     pool = make_pool(8)
     pool.allocate(1, 4, prompt_token_count=32)
-    assert pool.gates.promised_block_count == 7
+    assert pool.admission.promised_block_count == 7
     pool.free(1)
-    assert pool.gates.promised_block_count == 0
+    assert pool.admission.promised_block_count == 0
 
 
 def test_what_windows_give_back_is_promised_again_and_nothing_once_the_prompt_is_granted() -> None:
     # Passes of 4 tokens and a window of 5 touch 8 tokens: at most 3 blocks. 40 tokens take 10 + 3 of 14 blocks.
     pool = make_pool(14, full(4), sliding(4, 5))
     pool.allocate(1, 4, d(LETTERS[:10]), prompt_token_count=40)
-    assert pool.gates.promised_block_count == 9 + 2
+    assert pool.admission.promised_block_count == 9 + 2
     for block in range(1, 11):
         assert pool.grow(1, 4 * block).result is Result.OK
         # Of 8 tokens on, the token at `4 * block` reads 4 tokens before it: one block.
         window = 2 if block > 1 else 1
-        assert pool.gates.promised_block_count == (10 - block) + min(10 - block, 3 - window)
+        assert pool.admission.promised_block_count == (10 - block) + min(10 - block, 3 - window)
         if block < 10:
             assert pool.allocate(2, 1).result is Result.NO_SPACE
         commit(pool, 1, LETTERS, 4 * block)
-        assert pool.gates.promised_block_count == (10 - block) + min(10 - block, 2)
+        assert pool.admission.promised_block_count == (10 - block) + min(10 - block, 2)
     assert counts(pool) == (0, 3, 11)
     assert pool.allocate(2, 1).result is Result.OK
 
@@ -129,23 +130,54 @@ def test_a_hit_is_no_part_of_a_pass() -> None:
     assert pool.sequences[2].promised == 1 + 1  # there is but one block of each left to fill
 
 
+@pytest.mark.parametrize("block_count", [38, 42, 44, 45])
+def test_a_prompt_is_let_in_only_if_passes_as_large_as_its_owner_announces_fit(block_count: int) -> None:
+    # 512 tokens are 32 blocks of full attention. A pass of 128 reads 63 before it: 191 tokens touch at most 13 of 16.
+    groups, letters = (full(16), sliding(16, 64)), "".join(chr(33 + number) for number in range(32))
+    pool = make_pool(block_count, *groups, chunk_token_count_max=128)
+    assert pool.allocate(1, 16, prompt_token_count=512).result is (Result.OK if block_count == 45 else Result.TOO_LONG)
+    if block_count == 45:
+        assert pool.sequences[1].promised == 31 + 12
+        for end in (16, 128, 256, 384, 512):
+            assert pool.grow(1, end).result is Result.OK
+            commit(pool, 1, letters, end)
+    unannounced = make_pool(block_count, *groups)
+    assert unannounced.allocate(1, 16, prompt_token_count=512).result is Result.OK
+
+
+def test_a_pass_that_is_too_long_is_told_apart_from_what_can_never_fit() -> None:
+    # A window of 8 tokens in blocks of 4 takes 3 blocks at most in passes of one token; 7 of 10 are left for 28 tokens.
+    pool = make_pool(10, full(4), sliding(4, 8))
+    assert refusal(pool.allocate(1, 28)) == (Result.PASS_TOO_LONG, 4)
+    assert refusal(pool.allocate(1, 29)) == (Result.TOO_LONG, 0)
+    assert refusal(pool.allocate(1, 20, prompt_token_count=28)) == (Result.PASS_TOO_LONG, 4)
+    assert pool.allocate(1, 12).result is Result.OK
+    commit(pool, 1, "abc", 12)  # the window has 2 blocks of them, full attention 3
+    before = everything(pool)
+    assert refusal(pool.grow(1, 28)) == (Result.PASS_TOO_LONG, 3)
+    assert refusal(pool.grow(1, 29)) == (Result.TOO_LONG, 0)
+    assert everything(pool) == before
+    for end in (16, 20, 24, 28):
+        assert pool.grow(1, end).result is Result.OK
+        commit(pool, 1, "abcdefg", end)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_while_nobody_decodes_no_prompt_that_was_let_in_ever_lacks_a_block(seed: int) -> None:
     rng = random.Random(seed)
     groups = rng.choice(([full(4)], [full(4), sliding(4, 6)], [sliding(2, 7), full(4), sliding(2, 7), state(8)]))
-    pool = make_pool(40, *groups)
+    announced = rng.choice((0, 9))
+    pool = make_pool(40, *groups, chunk_token_count_max=announced)
     prompts: dict[int, tuple[int, int]] = {}  # tokens, tokens of a pass
     for sequence_id in range(1, 400):
         length, chunk = rng.randint(1, 40), rng.randint(1, 9)
         own = bytes([sequence_id % 256, sequence_id // 256]) * 16
         if pool.allocate(sequence_id, min(chunk, length), prompt_token_count=length).result is Result.OK:
-            prompts[sequence_id] = (length, chunk)
+            prompts[sequence_id] = (length, max(chunk, announced))
         for runner in rng.sample(list(prompts), min(3, len(prompts))):
             length, chunk = prompts[runner]
             token_count = pool.sequences[runner].token_count
-            filled = pool.filled_block_count(runner, token_count)
-            assert filled is not None
-            pool.commit(runner, token_count, own * filled)
+            pool.commit(runner, token_count, own * filled(pool, runner, token_count))
             if token_count == length:
                 pool.free(runner)
                 del prompts[runner]

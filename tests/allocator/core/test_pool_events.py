@@ -135,6 +135,30 @@ def test_what_one_commit_stores_is_one_event_in_each_kind_of_group(group: GroupS
     assert all_told(pool) == [("STORED", "abcdefghijklmnop", 0, "", 0)]
 
 
+def test_what_a_commit_stores_from_a_forked_block_on_is_one_event() -> None:
+    pool = make_pool()
+    pool.allocate(1, 6)
+    commit(pool, 1, "a", 6)
+    pool.fork(1, 2)
+    pool.grow(1, 13)  # writes on in a copy
+    pool.grow(2, 13)  # the only one left in the block
+    pool.fork(2, 3)
+    commit(pool, 1, "abc", 13)
+    assert all_told(pool) == [("STORED", "a", 0, "", 0), ("STORED", "bc", 1, "a", 0)]
+    pool = make_pool()
+    pool.allocate(1, 12)
+    commit(pool, 1, "a", 6)
+    pool.fork(1, 2)
+    commit(pool, 1, "abc", 12)  # the block that it shares with its fork, and the one behind
+    assert all_told(pool) == [("STORED", "a", 0, "", 0), ("STORED", "bc", 1, "a", 0)]
+    pool.grow(2, 8)
+    commit(pool, 2, "abc", 8)  # its copy of what is published already
+    pool.free(1)
+    pool.free(2)
+    assert pool.match("", d("abc")) == 12
+    assert len(all_told(pool)) == 2
+
+
 def test_the_next_commit_of_a_window_is_an_event_without_a_parent() -> None:
     pool = make_pool(20, sliding(8, 40))
     pool.allocate(1, 128)

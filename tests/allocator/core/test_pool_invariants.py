@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quire_allocator.core.groups.units import Unit
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
-from quire_allocator.core.spec import Quota, Result
+from quire_allocator.core.spec import NO_BLOCKS, Quota, Result
 
-from tests.allocator.core.pools import blocks_of, chunked, commit, computed, d, full, make_pool, sliding, state
+from tests.allocator.core.pools import blocks_of, chunked, commit, computed, d, filled, full, make_pool, sliding, state
 
 
 def test_a_block_never_stands_at_two_positions_even_if_its_owner_repeats_a_digest() -> None:
@@ -58,10 +59,9 @@ def test_no_digest_that_an_owner_could_make_up_breaks_an_invariant(
             pool.grow(sequence_id, token_count)
         elif name == "commit" and pool.sequences:
             until = min(token_count, pool.sequences[sequence_id].token_count)
-            filled = pool.filled_block_count(sequence_id, until)
-            assert filled is not None
-            if filled >= 0:
-                pool.commit(sequence_id, until, b"".join((digests * 24 or [bytes(32)] * 24)[:filled]), choice)
+            count = filled(pool, sequence_id, until)
+            if count >= 0:
+                pool.commit(sequence_id, until, b"".join((digests * 24 or [bytes(32)] * 24)[:count]), choice)
         elif name in ("fork", "hold"):
             pool.fork(sequence_id, new_id, hold_until=float(new_id + choice) if name == "hold" else None)
         elif name == "expire":
@@ -179,9 +179,9 @@ def announce_what_nobody_computes(pool: Pool) -> None:
 
 
 def stop_announcing(pool: Pool) -> None:
-    chain = pool.sequences[5].chain
-    assert chain is not None
-    pool.pending.drop(chain)
+    announcement = pool.sequences[5].announcement
+    assert announcement is not None
+    pool.pending.drop(announcement)
 
 
 def borrow_elsewhere(pool: Pool) -> None:
@@ -200,7 +200,8 @@ def lose_the_state(pool: Pool) -> None:
 
 
 def keep_too_many(pool: Pool) -> None:
-    part(pool, 1, 0).checkpoints.extend([part(pool, 1, 0).unit] * 16)
+    state = part(pool, 1, 0)
+    state.checkpoints.extend(Unit(state.scope, NO_BLOCKS) for _ in range(17))
 
 
 def add(target: Callable[[Pool], Any], name: str, by: int) -> Callable[[Pool], None]:
@@ -221,7 +222,7 @@ DEFECTS: list[tuple[str, Callable[[Pool], None]]] = [
     ("not what is committed is published|table begins", publish_too_much),
     ("may grow to", add(lambda pool: pool.sequences[3], "limit", 1)),
     ("commits of .* are unseen", add(lambda pool: pool.sequences[1], "quiet_until", 5)),
-    ("count as promised", add(lambda pool: pool.gates, "promised_block_count", 1)),
+    ("count as promised", add(lambda pool: pool.admission, "promised_block_count", 1)),
     ("count as promised", add(lambda pool: pool.sequences[5], "promised", 1)),
     ("counts .* sequences", add(lambda pool: pool.blocks.namespaces["blue"], "sequence_count", 1)),
     ("namespace of sequence 9 was forgotten", forget_a_namespace),

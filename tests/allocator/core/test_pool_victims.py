@@ -1,4 +1,4 @@
-"""Whom NO_SPACE names to be preempted: who loses least. By hand; blocks of 4 tokens, one group by default."""
+"""Whom NO_SPACE names to be preempted: who loses least; and its return. By hand; blocks of 4 tokens, one group."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_what_a_sequence_alone_borrows_does_not_count_as_held_by_others() -> Non
     commit(pool, 1, "a", 6)
     pool.fork(1, 2)
     commit(pool, 1, "ab", 8)
-    assert pool.gates.cheapest_victim(0, except_id=1) == Victim(2, 2)  # "a" is the first one's too
+    assert pool.admission.cheapest_victim(0, except_id=1) == Victim(2, 2)  # "a" is the first one's too
     assert pool.allocate(3, 28).victim == Victim(1, 0)  # both blocks are the second one's too
     pool.free(1)
     assert pool.allocate(3, 28).victim == Victim(2, 6)
@@ -76,18 +76,18 @@ def test_where_windows_or_states_are_not_shared_as_well_everything_is_computed_a
     pool = make_pool(8, full(4), sliding(4, 4))
     computed(pool, 1, "ab")  # 0, 1; the window keeps 3
     pool.allocate(2, 9, d("ab"))
-    assert pool.gates.cheapest_victim(0) == Victim(1, 0)  # all it has is the other's too
-    assert pool.gates.cheapest_victim(0, except_id=1) == Victim(2, 8)  # of its window one block is its own
+    assert pool.admission.cheapest_victim(0) == Victim(1, 0)  # all it has is the other's too
+    assert pool.admission.cheapest_victim(0, except_id=1) == Victim(2, 8)  # of its window one block is its own
 
 
 def test_a_state_that_a_fork_shares_need_not_be_computed_again() -> None:
     pool = make_pool(8, full(4), state(4))
     computed(pool, 1, "ab")
-    assert pool.gates.cheapest_victim(0) == Victim(1, 8)
+    assert pool.admission.cheapest_victim(0) == Victim(1, 8)
     pool.fork(1, 2)
-    assert pool.gates.cheapest_victim(0) == Victim(2, 0)
+    assert pool.admission.cheapest_victim(0) == Victim(2, 0)
     pool.grow(2, 9)  # it has a copy of the state now
-    assert pool.gates.cheapest_victim(0) == Victim(2, 8)
+    assert pool.admission.cheapest_victim(0) == Victim(2, 8)
 
 
 def test_preempting_the_victims_that_are_named_makes_room() -> None:
@@ -106,14 +106,14 @@ def test_preempting_the_victims_that_are_named_makes_room() -> None:
 @pytest.mark.skipif(IS_COMPILED, reason="methods of extension modules cannot be replaced")
 def test_many_refusals_look_for_their_victim_once_and_again_after_each_change(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, searches = make_pool(8), 0
-    search = pool.gates._two_cheapest
+    search = pool.admission._two_cheapest
 
     def counted() -> list[tuple[int, int, int]]:
         nonlocal searches
         searches += 1
         return search()
 
-    monkeypatch.setattr(pool.gates, "_two_cheapest", counted)
+    monkeypatch.setattr(pool.admission, "_two_cheapest", counted)
     for sequence_id in range(1, 9):
         computed(pool, sequence_id, "abcdefgh"[sequence_id - 1])
     _, refused = pool.grow_many(array("Q", range(1, 9)) * 100, [5] * 800)
@@ -122,3 +122,15 @@ def test_many_refusals_look_for_their_victim_once_and_again_after_each_change(mo
     pool.free(8)
     assert pool.grow(1, 9).victim == Victim(7, 4)
     assert searches == 2
+
+
+def test_a_preempted_request_that_returns_is_no_new_query() -> None:
+    pool = make_pool(20)
+    letters = "abcdefghijkl"
+    computed(pool, 1, letters)
+    before = (pool.queried_token_count, pool.matched_token_count)
+    pool.free(1)
+    grown = pool.allocate(2, 49, d(letters), is_return=True)
+    assert grown.matched_token_count == 48
+    assert (pool.queried_token_count, pool.matched_token_count) == before == (48, 0)
+    assert (pool.returned_token_count, pool.returned_matched_token_count) == (49, 48)

@@ -18,6 +18,7 @@ from tests.allocator.core.pools import (
     computed,
     counts,
     d,
+    filled,
     forget,
     full,
     granted_next,
@@ -45,11 +46,12 @@ def test_112_tokens_of_10_full_and_20_sliding_layers_take_11_blocks() -> None:
     assert len({block for table in groups for block in table if block != NULL}) == 11
 
 
-@pytest.mark.parametrize(("block_count", "result"), [(15, Result.OK), (14, Result.TOO_LONG)])
+@pytest.mark.parametrize(("block_count", "result"), [(15, Result.OK), (14, Result.PASS_TOO_LONG)])
 def test_the_same_prompt_in_chunks_of_16_is_let_in_where_15_blocks_are(block_count: int, result: Result) -> None:
     # A pass of 16 tokens reads 31 before it: 47 tokens touch at most 4 blocks of 16. 7 + 4 + 4 = 15.
     pool = make_pool(block_count, full(16), sliding(16, 32), sliding(16, 32))
-    assert pool.allocate(1, 112, d("abcdefg")).result is Result.TOO_LONG  # at once: 7 + 7 + 7
+    at_once = pool.allocate(1, 112, d("abcdefg"))  # 7 + 7 + 7; in passes of 1 token 7 + 3 + 3
+    assert (at_once.result, at_once.shortfall) == (Result.PASS_TOO_LONG, 21 - block_count)
     assert pool.allocate(1, 16, d("abcdefg"), prompt_token_count=112).result is result
     for token_count in range(16, 113, 16) if result is Result.OK else ():
         assert pool.grow(1, token_count).result is Result.OK
@@ -222,7 +224,7 @@ def test_no_sequence_ever_holds_more_than_admission_counted(make: object, window
             for token_count in [*range(first, 30, chunk), 30]:
                 assert pool.grow(1, token_count).result is Result.OK
                 held.append(pool.blocks.block_count - pool.blocks.free_count)
-                pool.commit(1, token_count, bytes(32) * pool.filled_block_count(1, token_count))  # type: ignore[operator]
+                pool.commit(1, token_count, bytes(32) * filled(pool, 1, token_count))
             assert max(held) <= peak, (chunk, first)
 
 

@@ -200,6 +200,7 @@ async def test_usage_tells_where_the_memory_goes(allocator: Allocator) -> None:
         ("prompt_token_counts", "prompt_token_counts"),
         ("priorities", "priorities"),
         ("defer_token_counts", "defer_token_counts"),
+        ("returns", "returns"),
     ],
 )
 async def test_a_column_of_another_length_makes_the_step_malformed(
@@ -216,6 +217,19 @@ async def test_a_column_of_another_length_makes_the_step_malformed(
             setattr(message, phase, column)
     with refused(Reason.MALFORMED, complaint):
         await owner.step(commits=committed, forks=forks, grows=grown)
+
+
+async def test_what_returns_in_a_step_is_counted_apart_from_what_is_new(allocator: Allocator) -> None:
+    owner = await StreamOwner.ready(allocator)
+    both = grows((1, 5, b""), (2, 6, b""))
+    both.returns = pack_uint32([0, 1])
+    await owner.step(grows=both)
+    pool = allocator.service.directory.pool("a").pool
+    assert (pool.queried_token_count, pool.returned_token_count) == (5, 6)
+    both = grows((3, 5, b""))
+    both.returns = pack_uint32([2])
+    with refused(Reason.MALFORMED, "returns are 0 or 1"):
+        await owner.step(grows=both)
 
 
 async def test_a_specification_is_told_as_it_was_declared(allocator: Allocator) -> None:

@@ -23,6 +23,7 @@ from quire.v1 import allocator_pb2 as pb
 from quire_allocator import limits, server
 from quire_allocator.core.ownership import directory, replay
 
+from tests.allocator.service import boundary_limit_cases as boundary_cases
 from tests.allocator.service import limit_cases as cases
 from tests.allocator.service.harness import Allocator, UnaryOwner, running_allocator
 
@@ -69,6 +70,10 @@ EDGES: list[Edge] = [
     Edge("GROUPS_MAX", cases.groups),
     Edge("WINDOW_TOKENS_MAX", cases.window_tokens),
     Edge("CHECKPOINTS_MAX", cases.checkpoints),
+    Edge("CHUNK_TOKENS_MAX", boundary_cases.chunk_tokens),
+    Edge("TURN_ENDS_MAX", boundary_cases.turn_ends_of_a_step),
+    Edge("TURN_ENDS_MAX", boundary_cases.turn_ends_of_a_unary_session),
+    Edge("BOUNDARIES_MAX", boundary_cases.reported_boundaries),
     Edge("QUOTAS_MAX", cases.quotas),
     Edge("HOLD_MS_MAX", cases.hold_of_a_step),
     Edge("HOLD_MS_MAX", cases.hold_of_a_unary_session),

@@ -309,6 +309,8 @@ def test_every_metric_is_exported_and_counts(plain: Running) -> None:
         stub.Fork(pb.ForkRequest(session_id=session, request_id="3", parent_id=1, child_id=2))
         stub.Grow(pb.GrowRequest(session_id=session, request_id="4", sequence_id=1, token_count=7))
         stub.Free(pb.FreeRequest(session_id=session, request_id="5", sequence_id=9))
+        back = {"sequence_id": 3, "token_count": 5, "digests": d("a"), "is_return": True}
+        stub.Allocate(pb.AllocateRequest(session_id=session, request_id="6", **back))
         status, body = scrape(plain.metrics_address)
         stub.CloseSession(pb.CloseSessionRequest(session_id=session))
     assert status == 200
@@ -322,14 +324,14 @@ def test_every_metric_is_exported_and_counts(plain: Running) -> None:
         for sample in family.samples
         if sample.labels.get("pool", "m") == "m"
     }  # fmt: skip
-    assert samples["blocks", "held"] == 3
-    assert samples["blocks", "empty"] == 5
-    assert samples["sequences",] == 2
+    assert samples["blocks", "held"] == 4
+    assert samples["blocks", "empty"] == 4
+    assert samples["sequences",] == 3
     assert samples["sessions", "unary"] == 1
     assert samples["copies_total",] == 1
-    assert samples["granted_blocks_total",] == 3
-    assert samples["prefix_tokens_total", "queried"] == 6
-    assert samples["operations_total", "OK", "grow"] == 2
+    assert samples["granted_blocks_total",] == 4
+    assert [samples["prefix_tokens_total", outcome] for outcome in ("queried", "hit", "returned_hit")] == [6, 0, 4]
+    assert samples["operations_total", "OK", "grow"] == 3
     assert samples["operations_total", "NOT_FOUND", "free"] == 1
     assert samples["rpc_total", "OK", "Fork"] == 1
 

@@ -180,6 +180,17 @@ async def test_the_number_of_live_sequences_is_limited(allocator: Allocator, mon
     assert (await owner.call("Fork", parent_id=2, child_id=3)).result == pb.RESULT_OK
 
 
+async def test_a_commit_that_goes_back_is_refused_with_both_numbers(allocator: Allocator) -> None:
+    owner = await UnaryOwner.open(allocator)
+    await owner.call("Allocate", sequence_id=1, token_count=8)
+    await owner.call("Commit", sequence_id=1, token_count=6, digests=d("a"))
+    with refused(Reason.MALFORMED, "commit of sequence 1: 3 tokens after 6 were committed"):
+        await owner.call("Commit", sequence_id=1, token_count=3)
+    with refused(Reason.MALFORMED, "commit of sequence 1: 0 digests for 1 full blocks"):
+        await owner.call("Commit", sequence_id=1, token_count=8)
+    assert (await owner.call("Commit", sequence_id=1, token_count=9)).result == pb.RESULT_TOO_LONG
+
+
 async def test_a_refused_call_renews_no_lease(allocator: Allocator) -> None:
     owner = await UnaryOwner.open(allocator)
     lease_end = allocator.service.directory.pool("a").lease_end

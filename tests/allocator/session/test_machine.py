@@ -121,7 +121,7 @@ def test_a_step_that_trips_an_invariant_stops_the_pool_and_the_third_time_for_te
         with pytest.raises(Refusal) as caught:
             machine.receive(side.outbox.popleft(), float(time))
         assert caught.value.reason == "POOL_QUARANTINED"
-        side.lose()
+        side.lose_stream()
         side.give_up_steps()
         if time < limits.QUARANTINES_MAX - 1:
             machine = attached(sessions, side, float(time))

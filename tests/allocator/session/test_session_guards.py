@@ -203,7 +203,7 @@ def test_a_refused_step_renews_no_lease(sessions: SessionRegistry) -> None:
         stream.receive(pb.SessionRequest(step=wrong), 5.0)
     assert pool_of(stream).lease_end == before
     again = SessionMachine(sessions)
-    side.lose()
+    side.lose_stream()
     side.attach()
     talk(again, side, 6.0)
     assert pool_of(again).lease_end == 6.0 + sessions.directory.lease_s

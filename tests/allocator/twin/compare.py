@@ -52,21 +52,23 @@ class Comparison:
         quotas: dict[str, tuple[int | None, int | None]] = rng.choice(
             ({}, {}, {"blue": (held, cached)}, {"*": (None, cached)}, {"": (held, None), "*": (held, cached)})
         )
+        chunk_max = rng.choice((0, 0, 1, rng.randint(2, shape.tokens_max)))
         spec = PoolSpec(
             shape.block_count,
             tuple(GroupSpec(GroupKind(name), size, window, count) for name, size, window, count in shape.groups),
             watermark_block_count=watermark,
             quotas=tuple(Quota(name, *limits) for name, limits in quotas.items()),
             eviction_policy=policy,
+            chunk_token_count_max=chunk_max,
         )
         self.pool = Pool(spec)
-        self.twin = TwinPool(shape.block_count, shape.groups, watermark, quotas)
+        self.twin = TwinPool(shape.block_count, shape.groups, watermark, quotas, chunk_max)
         self.memory = Memory(shape.block_count, self.twin)
         self.has_state = any(kind.name == "state" for kind in self.twin.kinds)
         self.writers: dict[int, Writer] = {}
         self.texts: list[list[int]] = []
         self.seen: Counter[str] = Counter()
-        self.trace: deque[str] = deque([f"limits: {watermark=} {quotas=}"], maxlen=40)
+        self.trace: deque[str] = deque([f"limits: {watermark=} {quotas=} {chunk_max=}"], maxlen=40)
         self.now = 0
         self._acknowledged = self._cursor = 0
         self._mirror: Counter[Stored] = Counter()
@@ -94,6 +96,7 @@ class Comparison:
             self.seen["hit"] += theirs[1] > 0
             self.seen["pending"] += theirs[2] > 0
             self.seen["victim"] += theirs[6] is not None
+            self.seen["junction"] += theirs[7] > 0
         assert ours == theirs, f"{event}: the pool answers {ours}, its twin {theirs}"
         return theirs
 
@@ -142,12 +145,15 @@ class Comparison:
             theirs = twin.sequences[sequence_id]
             assert (ours.namespace.name, ours.token_count) == (theirs.namespace, theirs.token_count)
             assert (ours.committed_token_count, ours.priority) == (theirs.committed, theirs.priority)
+            assert ours.boundaries == tuple(sorted(theirs.boundaries))
             assert ours.promised == twin.promised(theirs) * bool(theirs.prompt), f"promised to {sequence_id}"
             assert [list(table) for table in pool.tables(ours)] == twin.tables(sequence_id)
         assert pool.table_entry_count() == sum(len(slot.blocks) for _, slot in twin.all_slots())
         assert pool.last_sequence_id == twin.highest_id
         counters = (pool.granted_block_count, pool.copy_count, pool.queried_token_count, pool.matched_token_count)
         assert counters == (twin.granted, twin.copied, twin.queried, twin.hit)
+        returned = (pool.returned_token_count, pool.returned_matched_token_count)
+        assert returned == (twin.returned, twin.returned_hit)
         assert pool.blocks.evicted_count == twin.evicted
         self._compare_published()
         self._compare_answers()
@@ -184,12 +190,12 @@ class Comparison:
         digests = self.memory.digests(self.memory.numbers(text), 0, length)
         joined = b"".join(digests)
         matched, _ = twin.match(namespace, digests)
-        assert pool.match(namespace, joined) == matched
+        assert pool.find(namespace, joined) == (matched, twin.junction(namespace, digests, matched))
         place = matched // twin.digest_tokens
         pending = pool.pending.pending_count(namespace, joined, place, len(digests))
         assert pending == twin.pending(namespace, digests, place)
         priority, except_id = rng.randint(0, 2), rng.choice([0, *twin.sequences])
-        assert pool.gates.cheapest_victim(priority, except_id=except_id) == twin.victim(priority, except_id)
+        assert pool.admission.cheapest_victim(priority, except_id=except_id) == twin.victim(priority, except_id)
 
     def compare_free_order(self) -> None:
         """The order in which all free blocks would be granted."""
@@ -253,5 +259,5 @@ def plain(answer: Any, group_count: int) -> Any:
         copies = [tuple(copy) for copy in answer.copies]
         victim = tuple(answer.victim) if answer.victim is not None else None
         counts = (answer.matched_token_count, answer.pending_token_count)
-        return (answer.result.name, *counts, blocks, copies, answer.shortfall, victim)
+        return (answer.result.name, *counts, blocks, copies, answer.shortfall, victim, answer.junction_token_count)
     return answer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 NULL = 0xFFFFFFFF
@@ -19,6 +19,11 @@ class Kind:
     window: int
     checkpoints_max: int
     groups: tuple[int, ...]
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether what can be hit of it is always a whole prefix."""
+        return self.name == "full_attention"
 
     @property
     def width(self) -> int:
@@ -66,12 +71,12 @@ class Kind:
         return places
 
     def filled(
-        self, committed: int, until: int, digests: Sequence[bytes], *, digest_tokens: int, prompt_end: int
+        self, committed: int, until: int, digests: Sequence[bytes], *, digest_tokens: int, boundaries: Collection[int]
     ) -> list[tuple[int, bytes]]:
         """What a commit publishes, as position and digest; `digests` are those of the digest blocks it fills."""
         first = committed // digest_tokens
         if self.name == "state":
-            is_checkpoint = until % self.block_size == 0 or until == prompt_end
+            is_checkpoint = until % self.block_size == 0 or until in boundaries
             return [(until // digest_tokens, digests[-1])] if committed < until and is_checkpoint else []
         ends = [end for end in range(self.block_size, until + 1, self.block_size) if end > committed]
         return [(end // self.block_size - 1, digests[end // digest_tokens - 1 - first]) for end in ends]

@@ -1,20 +1,23 @@
 """A slow, obvious model of a pool: lists, and every question answered by looking at everything.
 
 It shares no code with the core. What it knows is in `state.py`, what one kind of group needs and gives back in
-`kinds.py`; here is what the operations do. Results are plain tuples, written to be read and not to be fast.
+`kinds.py`, how many checkpoints are kept in `checkpoints.py`; here is what the operations do. Results are plain tuples,
+written to be read and not to be fast.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.allocator.twin.state import Slot, TwinSequence, TwinState
+from tests.allocator.twin.checkpoints import TwinCheckpoints
+from tests.allocator.twin.state import Slot, TwinSequence
 
-Grown = tuple[str, int, int, list[list[int]], list[tuple[int, int]], int, tuple[int, int] | None]
+# Result, matched and pending tokens, blocks, copies, shortfall, victim, junction.
+Grown = tuple[str, int, int, list[list[int]], list[tuple[int, int]], int, tuple[int, int] | None, int]
 Committed = tuple[str, list[tuple[int, int, int]]]  # result, swaps as (group, position, block)
 
 
-class TwinPool(TwinState):
+class TwinPool(TwinCheckpoints):
     """What a pool must do."""
 
     # -- operations ----------------------------------------------------------------------------------------------------
@@ -29,6 +32,8 @@ class TwinPool(TwinState):
         prompt_token_count: int = 0,
         priority: int = 0,
         defer_token_count: int = 0,
+        is_return: bool = False,
+        turn_ends: Sequence[int] = (),
     ) -> Grown:
         """A new sequence."""
         if sequence_id <= self.highest_id:
@@ -37,32 +42,50 @@ class TwinPool(TwinState):
         shareable = [d for i, d in enumerate(digests) if (i + 1) * self.digest_tokens < prompt]
         matched, tables = self.match(namespace, shareable)
         pending = self.digest_tokens * self.pending(namespace, shareable, matched // self.digest_tokens)
+        junction = self.junction(namespace, shareable, matched)
         answer = self._admit(namespace, (matched, tables), token_count, prompt_token_count, priority)
-        if answer[0] != "TOO_LONG" and 0 < defer_token_count <= pending:
-            return ("PENDING", matched, pending, [], [], 0, None)
+        if "TOO_LONG" not in answer[0] and 0 < defer_token_count <= pending:
+            return ("PENDING", matched, pending, [], [], 0, None, junction)
         if answer[0] == "NO_SPACE" and matched and not self.sequences:  # nobody to wait for: do without the hit
+            prompt = prompt_token_count
             return self.allocate(
-                sequence_id, token_count, [], namespace, prompt_token_count=prompt_token_count, priority=priority
+                sequence_id,
+                token_count,
+                [],
+                namespace,
+                prompt_token_count=prompt,
+                priority=priority,
+                is_return=is_return,
+                turn_ends=turn_ends,
             )
         if answer[0] != "OK":
-            return (answer[0], 0, pending, [], [], answer[1], answer[2])
+            return (answer[0], 0, pending, [], [], answer[1], answer[2], 0)
         sequence = TwinSequence(namespace, matched, matched, tables, priority)
         for table in tables:
             for slot in table:
                 if slot is not None:
                     slot.hits += 1
+                    self._used(slot)
         if prompt > token_count:
             sequence.prompt, sequence.chunk = prompt, token_count
-        sequence.prompt_end = max(end for end in range(0, prompt, self.digest_tokens) if self.is_edge(end))
+        if not all(kind.keeps_prefixes for kind in self.kinds):
+            ends = [prompt - 1, junction, *turn_ends]
+            edges = [end for end in range(0, max(ends) + 1, self.digest_tokens) if self.is_edge(end)]
+            sequence.boundaries = {max(edge for edge in edges if edge <= end) for end in ends} - {0}
+        self.prompts.append((namespace, [d for i, d in enumerate(digests) if (i + 1) * self.digest_tokens <= prompt]))
         token_count = max(token_count, matched)
         if len(shareable) * self.digest_tokens > matched:
             sequence.announced, sequence.stops = shareable, [matched // self.digest_tokens]
         self.sequences[sequence_id] = sequence
         self.highest_id = sequence_id
         _, copies = self._grant(sequence, token_count)
-        self.queried += prompt
-        self.hit += matched
-        return ("OK", matched, pending, self.tables(sequence_id), copies, 0, None)
+        if is_return:
+            self.returned += prompt
+            self.returned_hit += matched
+        else:
+            self.queried += prompt
+            self.hit += matched
+        return ("OK", matched, pending, self.tables(sequence_id), copies, 0, None, junction)
 
     def grow(self, sequence_id: int, token_count: int) -> Grown:
         """Room for more tokens."""
@@ -70,29 +93,30 @@ class TwinPool(TwinState):
         if sequence is None:
             return refused("NOT_FOUND")
         if token_count <= sequence.token_count:
-            return ("OK", 0, 0, [[] for _ in range(self.group_count)], [], 0, None)
+            return ("OK", 0, 0, [[] for _ in range(self.group_count)], [], 0, None, 0)
         after = 0
         for kind, table in zip(self.kinds, sequence.tables, strict=True):
             after += kind.width * (kind.entries(token_count) - table.count(None))
         if after > self.block_count:
-            return refused("TOO_LONG")
+            result, over = self._too_long(after, token_count, 1)
+            return (result, 0, 0, [], [], over, None, 0)
         needed = sum(self._needs(sequence, token_count))
         copied = [slot for slot in self._foreign(sequence) if slot is not None]
         let_go = sum(len(slot.blocks) for slot in copied if self.holders(slot) == 1)
         over = self._over_quota(sequence.namespace, needed - let_go)
         if over > 0:
-            return ("QUOTA", 0, 0, [], [], over, None)
+            return ("QUOTA", 0, 0, [], [], over, None, 0)
         missing = needed - self.free_count()
         if missing > 0:
             own = [s for s in copied if s.key and self.kinds[s.kind].name == "state" and self.holders(s) == 1]
             if missing > sum(len(slot.blocks) for slot in own):
-                return ("NO_SPACE", 0, 0, [], [], missing, self.victim(sequence.priority, sequence_id))
+                return ("NO_SPACE", 0, 0, [], [], missing, self.victim(sequence.priority, sequence_id), 0)
             for slot in own:  # a checkpoint is given up before anybody is refused
                 self._unpublish(slot)
                 sequence.tables[slot.kind] = [Slot(slot.kind, slot.namespace, slot.blocks)]
         blocks, copies = self._grant(sequence, token_count)
         self._enforce_quota(sequence.namespace)
-        return ("OK", 0, 0, blocks, copies, 0, None)
+        return ("OK", 0, 0, blocks, copies, 0, None, 0)
 
     def commit(
         self, sequence_id: int, until: int, digests: Sequence[bytes] = (), keep_token_count: int = 0
@@ -112,7 +136,7 @@ class TwinPool(TwinState):
                 continue  # nobody would ask before it is overwritten
             replaced = []
             for position, digest in kind.filled(
-                sequence.committed, until, digests, digest_tokens=self.digest_tokens, prompt_end=sequence.prompt_end
+                sequence.committed, until, digests, digest_tokens=self.digest_tokens, boundaries=sequence.boundaries
             ):
                 own = self._publish(sequence, number, position, digest, swaps)
                 if kind.name == "full_attention":
@@ -143,6 +167,7 @@ class TwinPool(TwinState):
         ]
         child = TwinSequence(parent.namespace, parent.committed, parent.committed, shared, parent.priority)
         child.hold_until = hold_until
+        child.boundaries = parent.boundaries
         self.sequences[child_id] = child
         self.highest_id = child_id
         return "OK"
@@ -157,6 +182,7 @@ class TwinPool(TwinState):
                 last = table.pop()
                 if last is not None:
                     self._released(last)
+                    self._left(sequence, last)
         del self.sequences[sequence_id]
         self._enforce_quota(sequence.namespace)
         return "OK"
@@ -189,9 +215,10 @@ class TwinPool(TwinState):
         )
         whole = taken + needed
         if prompt_token_count > token_count:
-            whole = sum(kind.width * kind.peak(prompt_token_count, token_count) for kind in self.kinds)
+            whole = self._peak(prompt_token_count, max(token_count, self.chunk_max))
         if whole > self.block_count:
-            return "TOO_LONG", 0, None
+            longest = max(token_count, prompt_token_count)
+            return (*self._too_long(whole, longest, max(1, self.chunk_max)), None)
         revived = sum(len(slot.blocks) for slot in hits if not self.is_held(slot))
         newly_held = sum(len(slot.blocks) for slot in kept if not self.is_held(slot))
         over = self._over_quota(namespace, newly_held + needed)
@@ -203,6 +230,16 @@ class TwinPool(TwinState):
         if missing > 0:
             return "NO_SPACE", missing, self.victim(priority)
         return "OK", 0, None
+
+    def _peak(self, token_count: int, chunk: int) -> int:
+        """Blocks that a sequence has at most, if it computes so many tokens at a time."""
+        return sum(kind.width * kind.peak(token_count, chunk) for kind in self.kinds)
+
+    def _too_long(self, blocks: int, token_count: int, chunk: int) -> tuple[str, int]:
+        """Why so many blocks are too many: no pass is short enough, or this one is not."""
+        if self._peak(token_count, chunk) > self.block_count:
+            return "TOO_LONG", 0
+        return "PASS_TOO_LONG", blocks - self.block_count
 
     def _foreign(self, sequence: TwinSequence) -> list[Slot | None]:
         """Per kind the slot that the next token goes into, if it is not this sequence's alone to write."""
@@ -234,6 +271,7 @@ class TwinPool(TwinState):
                 table[first] = Slot(number, sequence.namespace, [blocks.pop(0) for _ in kind.groups])
                 copies += zip(foreign.blocks, table[first].blocks, strict=True)
                 self._released(foreign)
+                self._left(sequence, foreign)
             while len(table) < kind.entries(until):
                 table.append(Slot(number, sequence.namespace, [blocks.pop(0) for _ in kind.groups]))
             added.append(table[first:])
@@ -263,17 +301,10 @@ class TwinPool(TwinState):
             assert slot.key is not None
             assert (slot.kind, slot.namespace, slot.key[3]) not in parents, "a parent leaves first"
         self.evicted += len(slot.blocks)
+        self._used(slot)
         self.published.remove(slot)
         slot.key = None
         self.empty += slot.blocks[::-1]
-
-    def _unpublish(self, slot: Slot) -> None:
-        """A checkpoint that is not worth its blocks any more."""
-        if self.leaving is not None:
-            assert slot.key is not None
-            assert self.leaving.popleft() == (*slot.key[:3], slot.key[3][-1])
-        self.published.remove(slot)
-        slot.key = None
 
     def _released(self, slot: Slot) -> None:
         """One table fewer names it; where it was the last, it is cached from now on, or empty."""
@@ -308,6 +339,7 @@ class TwinPool(TwinState):
             if kind.name == "state":
                 sequence.checkpoints.append(own)
         else:
+            self._used(other)
             table[index] = other
             swaps += [(group, index, block) for group, block in zip(kind.groups, other.blocks, strict=True)]
         return own
@@ -336,13 +368,8 @@ class TwinPool(TwinState):
                 if slot is not None and kind.has_fallen_out(position, sequence.committed):
                     table[position] = None
                     self._released(slot)
-            own = [slot for slot in sequence.checkpoints if self.kinds[slot.kind] == kind]
-            while kind.name == "state" and len(own) > kind.checkpoints_max:
-                oldest = own.pop(0)
-                sequence.checkpoints.remove(oldest)
-                if oldest.key is not None and not self.is_held(oldest) and not oldest.hits:
-                    self._unpublish(oldest)
-                    self.empty += oldest.blocks[::-1]
+        for number in range(len(self.kinds)):
+            self._trim(sequence, number)
 
     def _over_quota(self, namespace: str, added: int) -> int:
         limit = self.quotas.get(namespace, self.quotas.get("*", (None, None)))[0]
@@ -357,4 +384,4 @@ class TwinPool(TwinState):
 
 def refused(result: str) -> Grown:
     """An answer that says no more."""
-    return (result, 0, 0, [], [], 0, None)
+    return (result, 0, 0, [], [], 0, None, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from typing import NamedTuple
 
 from quire_allocator.core.blocks import Namespace, Scoped
@@ -97,8 +98,12 @@ class NodeBuilder:
             parent = digest
             position += 1
 
-    def locate(self, space: Namespace, sequence: ReportedSequence) -> Place:
+    def locate(self, space: Namespace, sequence: ReportedSequence) -> Callable[[], RunPart]:
         """Finds the end of what is published, and claims what is not."""
+        place = self._place(space, sequence)
+        return lambda: self._part(place)
+
+    def _place(self, space: Namespace, sequence: ReportedSequence) -> Place:
         manager, committed, size = self._manager, sequence.committed_token_count, self._manager.block_size
         if self._by_block is None:
             self._by_block = self._link()
@@ -151,7 +156,7 @@ class NodeBuilder:
                     cached.append((stretch[-1].rank, stretch[-1].position, run))
         return cached
 
-    def part(self, place: Place) -> RunPart:
+    def _part(self, place: Place) -> RunPart:
         """Holds the run, and shares the half-filled block."""
         tree = self._manager.tree
         run = place.end.run if place.end is not None else place.scope.root

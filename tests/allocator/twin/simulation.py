@@ -108,8 +108,10 @@ class Simulation(Comparison):
         namespace, priority = rng.choice(NAMESPACES), rng.choice((0, 0, 1, 2))
         prompt = length if first < length or rng.random() < 0.1 else 0
         defer = rng.randint(1, 2 * self.twin.digest_tokens) if rng.random() < 0.4 else 0
+        ends = [rng.randint(1, length + 8) for _ in range(rng.choice((0, 0, 1, 2)))]
         sequence_id, self.next_id = self.next_id, self.next_id + rng.randint(1, 3)
-        options = {"prompt_token_count": prompt, "priority": priority, "defer_token_count": defer}
+        options = {"prompt_token_count": prompt, "priority": priority, "defer_token_count": defer, "turn_ends": ends}
+        options["is_return"] = not sequence_id % 5
         answer = self.do("allocate", sequence_id, first, digests, namespace, **options)
         if answer[0] != "OK":
             self.next_id = sequence_id  # the id was not used up
@@ -118,6 +120,8 @@ class Simulation(Comparison):
         token_count = self.twin.sequences[sequence_id].token_count
         self.writers[sequence_id] = Writer(namespace, plan[:token_count], answer[1], plan)
         self._number(sequence_id)
+        if answer[1] < answer[7] <= token_count and rng.random() < 0.6:
+            self._commit_to(sequence_id, answer[7])
         if rng.random() < 0.7:
             self._forward_some(sequence_id)
         if self.has_state and rng.random() < 0.5:
@@ -163,7 +167,7 @@ class Simulation(Comparison):
             until = rng.randint(committed, writer.written)
         keep = rng.randint(1, sequence.token_count + 2) if rng.random() < 0.25 else 0
         digests = self._digests(writer.numbers, committed, until)
-        assert self.pool.filled_block_count(sequence_id, until) == len(digests) == self.twin.filled(sequence_id, until)
+        assert len(digests) == self.twin.filled(sequence_id, until)
         _, swaps = self.do("commit", sequence_id, until, digests, keep_token_count=keep)
         self.seen["swap"] += len(swaps)
         self.seen["returned"] += sequence.token_count < len(writer.text)
@@ -181,7 +185,7 @@ class Simulation(Comparison):
             settled = [i for i, sequence in self.twin.sequences.items() if sequence.token_count == sequence.committed]
             parent_id = rng.choice(settled or [parent_id])
         child_id = self.next_id if rng.random() < 0.95 else rng.randint(0, self.next_id - 1)
-        until = float(self.now + rng.randint(1, 60)) if rng.random() < 0.4 else None
+        until = float(self.now + rng.randint(1, 60)) if rng.random() < 0.45 else None
         result = self.do("fork", parent_id, child_id, hold_until=until)
         if result == "OK":
             parent, committed = self.writers[parent_id], self.twin.sequences[parent_id].committed
@@ -221,7 +225,7 @@ class Simulation(Comparison):
 
     def wrong(self) -> None:
         """Ids that are unknown, freed or used, and more tokens than were granted."""
-        pool, twin = self.pool, self.twin
+        twin = self.twin
         dead = self.random.choice([i for i in range(self.next_id + 2) if i not in self.writers])
         used = self.random.randint(0, twin.highest_id)
         for event in [
@@ -233,11 +237,7 @@ class Simulation(Comparison):
         ]:
             self.do(*event)
         for live in self.writers:
-            beyond = twin.sequences[live].token_count + 1
-            self.do("commit", live, beyond)
-            assert pool.filled_block_count(live, beyond) is None
-            lower = twin.sequences[live].committed - 1
-            assert lower < 0 or pool.filled_block_count(live, lower) == -1
+            self.do("commit", live, twin.sequences[live].token_count + 1)
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -277,6 +277,15 @@ class Simulation(Comparison):
         self._forward(sequence_id, sequence.token_count)
         digests = self._digests(writer.numbers, sequence.committed, writer.written)
         self.do("commit", sequence_id, writer.written, digests)
+
+    def _commit_to(self, sequence_id: int, until: int) -> None:
+        """A pass is cut there, and what is behind it given back: so a checkpoint is made."""
+        writer, sequence = self.writers[sequence_id], self.twin.sequences[sequence_id]
+        self._forward(sequence_id, until)
+        digests = self._digests(writer.numbers, sequence.committed, until)
+        self.do("commit", sequence_id, until, digests, keep_token_count=until)
+        writer.text = writer.text[:until]
+        self._number(sequence_id)
 
     def _forward_some(self, sequence_id: int) -> None:
         token_count = self.twin.sequences[sequence_id].token_count

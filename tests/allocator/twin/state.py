@@ -41,7 +41,7 @@ class TwinSequence:
     priority: int = 0
     prompt: int = 0  # its length, where only its first chunk was asked for
     chunk: int = 0  # tokens that are computed at a time
-    prompt_end: int = 0
+    boundaries: set[int] = field(default_factory=set)  # where a later prompt may part from it
     announced: list[bytes] = field(default_factory=list)
     stops: list[int] = field(default_factory=list)
     hold_until: float | None = None
@@ -61,6 +61,7 @@ class TwinState:
         groups: Sequence[tuple[str, int, int, int]],
         watermark: int = 0,
         quotas: dict[str, tuple[int | None, int | None]] | None = None,
+        chunk_max: int = 0,
     ) -> None:
         self.block_count = block_count
         self.group_count = len(groups)
@@ -68,12 +69,16 @@ class TwinState:
         self.digest_tokens = min(kind.block_size for kind in self.kinds)
         self.watermark = watermark
         self.quotas = quotas or {}
+        self.chunk_max = chunk_max  # tokens that the owner computes in one pass of a prompt
+        self.prompts: list[tuple[str, list[bytes]]] = []  # of all sequences that were ever let in
+        self.between: list[Slot] = []  # cached checkpoints that nobody used and that are at no boundary, oldest first
         self.sequences: dict[int, TwinSequence] = {}
         self.highest_id = 0
         self.empty = list(range(block_count))[::-1]  # the last one is granted next
         self.published: list[Slot] = []
         self.clock = 0
         self.evicted = self.granted = self.copied = self.queried = self.hit = 0
+        self.returned = self.returned_hit = 0
         self.leaving: deque[Removed] | None = None
 
     # -- what can be observed ------------------------------------------------------------------------------------------
@@ -126,7 +131,9 @@ class TwinState:
         for kind, table in zip(self.kinds, sequence.tables, strict=True):
             now = sum(slot is not None for slot in table)
             whole = kind.entries(sequence.prompt) - (len(table) - now)
-            total += kind.width * max(0, min(whole, kind.peak(sequence.prompt, sequence.chunk)) - now)
+            total += kind.width * max(
+                0, min(whole, kind.peak(sequence.prompt, max(sequence.chunk, self.chunk_max))) - now
+            )
         return total
 
     def promised_count(self) -> int:
@@ -157,6 +164,32 @@ class TwinState:
                 return length, tables
         raise AssertionError("the empty prefix always matches")
 
+    def junction(self, namespace: str, digests: Sequence[bytes], matched: int) -> int:
+        """The last edge behind `matched` tokens up to which full attention alone would serve the prompt, or, without
+        any, up to which some earlier prompt was the same; 0 if there is none."""
+        keepers = [(number, kind) for number, kind in enumerate(self.kinds) if kind.keeps_prefixes]
+        keys = {slot.key for slot in self.published}
+        best = 0
+        for count in range(1, len(digests) + 1):
+            length = count * self.digest_tokens
+            if len(keepers) == len(self.kinds) or not self.is_edge(length) or length <= matched:
+                continue
+            if keepers:
+                served = [(n, kind.serving(length, digests, self.digest_tokens)) for n, kind in keepers]
+                is_kept = all(
+                    (n, namespace, *place) in keys
+                    for n, places in served
+                    for place in places or ()
+                    if place is not None
+                )
+            else:
+                is_kept = any(
+                    name == namespace and prompt[:count] == list(digests[:count]) for name, prompt in self.prompts
+                )
+            if is_kept:
+                best = length
+        return best
+
     def pending(self, namespace: str, digests: Sequence[bytes], matched: int) -> int:
         """Digests after the first `matched` that some sequence is computing."""
         best = 0
@@ -183,14 +216,10 @@ class TwinState:
                 costs.append((sequence.priority, max(0, sequence.committed - kept), -sequence_id))
         return (-min(costs)[2], min(costs)[1]) if costs else None
 
-    def filled(self, sequence_id: int, token_count: int) -> int | None:
-        """As `Pool.filled_block_count`."""
-        sequence = self.sequences.get(sequence_id)
-        if sequence is None or token_count > sequence.token_count:
-            return None
-        if token_count < sequence.committed:
-            return -1
-        return sum(end > sequence.committed for end in range(self.digest_tokens, token_count + 1, self.digest_tokens))
+    def filled(self, sequence_id: int, token_count: int) -> int:
+        """Digest blocks that a commit of a live sequence fills."""
+        committed = self.sequences[sequence_id].committed
+        return sum(end > committed for end in range(self.digest_tokens, token_count + 1, self.digest_tokens))
 
     def is_edge(self, token_count: int) -> bool:
         """Whether a prefix of so many tokens can be served: blocks of all attention groups end there."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
-from quire_kernels.shared.e4m3 import E4M3
+from quire_kernels.shared.fp8 import E4M3, E5M2
 
-CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, E4M3)
+CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, E4M3, E5M2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,11 +91,11 @@ def append_both_ways(
     return torch.equal(bits(cache), bits(expected))
 
 
-def append_matches(module: ModuleType, device: torch.device, *, fp8: bool) -> bool:
-    """A comparison that covers a module's kernel: used on the real one and on faulty ones."""
+def append_matches(module: ModuleType, device: torch.device, *, fp8: torch.dtype | None = None) -> bool:
+    """A comparison that covers a module's kernel, with a float32 or fp8 cache: used on the real one and faulty ones."""
     case = make_case(device, head_dim=80, heads=5)
     scales = (torch.tensor([0.5, 2.0, 1.0, 0.001, 3.0], device=device), 0.25) if fp8 else ()
-    cache = empty_cache(case, E4M3 if fp8 else torch.float32)
+    cache = empty_cache(case, fp8 or torch.float32)
     return append_both_ways(module.append_paged_kv_cache, module.append_reference, case, cache, "NHD", *scales)
 
 

@@ -8,7 +8,7 @@ import torch
 from quire_kernels.ops.decode_paged import decode_paged, decode_paged_reference
 from quire_kernels.ops.prefill_paged import prefill_paged, prefill_paged_reference
 from quire_kernels.shared.decode_work import divide_decode
-from quire_kernels.shared.e4m3 import E4M3
+from quire_kernels.shared.fp8 import is_fp8
 from quire_kernels.shared.options import AttentionOptions
 from quire_kernels.shared.paged_cache import PagedCache, unpack_paged_cache
 from quire_kernels.shared.prefill_rows import Masking, divide_prefill, prefill_tiling
@@ -71,7 +71,7 @@ class Scene:
             return wide[..., ::2]
         return (
             torch.stack([k.view(torch.uint8), v.view(torch.uint8)], 1).view(k.dtype)
-            if k.dtype == E4M3
+            if is_fp8(k.dtype)
             else (torch.stack([k, v], 1))
         )
 
@@ -100,7 +100,7 @@ class Scene:
             head_dim=cache.head_dim,
             v_head_dim=cache.v_head_dim,
             element_bytes=self.dtype.itemsize,
-            is_fp8=cache.dtype == E4M3,
+            is_fp8=is_fp8(cache.dtype),
             window_left=options.window_left,
         )
         return decode_paged(self.q, cache, *self.table, options, division)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from quire_kernels.ops import append_paged_kv_cache as real
 from quire_kernels.ops.append_paged_kv_cache import append_paged_kv_cache, append_reference
-from quire_kernels.shared.e4m3 import E4M3
+from quire_kernels.shared.fp8 import E4M3, E5M2, FP8_MAX
 
 from tests.worker.kernels.append_cases import (
     CACHE_DTYPES,
+    PAGE_COUNT,
     AppendCase,
     append_both_ways,
     append_refuses,
@@ -52,24 +53,42 @@ def test_any_page_size_head_count_and_head_dim(page_size: int, heads: int, head_
     assert append_both_ways(append_paged_kv_cache, append_reference, case, empty_cache(case, torch.bfloat16))
 
 
+@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_an_fp8_cache_stores_what_torch_rounds_to_with_a_scale_per_head(
-    source: torch.dtype, device: torch.device
+    source: torch.dtype, fp8: torch.dtype, device: torch.device
 ) -> None:
     case = make_case(device, dtype=source)
-    case.key[0, 0, :4] = torch.tensor([1e4, -1e4, float("inf"), float("nan")])  # saturate, and NaN stays
+    case.key[0, 0, :4] = torch.tensor([5e4, -5e4, float("inf"), float("nan")])  # saturate, and NaN stays
     k_scale, v_scale = torch.tensor([0.5, 3.0, 0.013], device=device), torch.tensor([7.0], device=device)
-    cache = empty_cache(case, E4M3)
+    cache = empty_cache(case, fp8)
     assert append_both_ways(append_paged_kv_cache, append_reference, case, cache, "NHD", k_scale, v_scale)
     page, offset = divmod(int(case.slot_mapping[0]), case.page_size)
     stored = cache[page, 0, offset, 0, :4].to(torch.float32)
-    assert stored[:3].tolist() == [448.0, -448.0, 448.0]
+    assert stored[:3].tolist() == [FP8_MAX[fp8], -FP8_MAX[fp8], FP8_MAX[fp8]]
     assert stored[3].isnan()
 
 
-def test_an_fp8_cache_without_scales_stores_the_numbers_themselves(device: torch.device) -> None:
+@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
+def test_an_fp8_cache_without_scales_stores_the_numbers_themselves(fp8: torch.dtype, device: torch.device) -> None:
     case = make_case(device)
-    assert append_both_ways(append_paged_kv_cache, append_reference, case, empty_cache(case, E4M3))
+    assert append_both_ways(append_paged_kv_cache, append_reference, case, empty_cache(case, fp8))
+
+
+@pytest.mark.parametrize("source", [E4M3, torch.float8_e4m3fnuz, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [E5M2, torch.float8_e5m2fnuz, torch.uint8], ids=str)
+def test_dtypes_between_which_nothing_converts_are_refused_with_what_would_do(
+    dtype: torch.dtype, source: torch.dtype, device: torch.device
+) -> None:
+    case = make_case(device)
+    cache = torch.zeros(PAGE_COUNT, 2, 4, 3, 64, dtype=torch.uint8, device=device).view(dtype)
+    keys = case.key.to(source)
+    message = f"append_key is {source}, the cache {dtype}: .*cache float8_e4m3fn or float8_e5m2 and the keys float16"
+    with pytest.raises(ValueError, match=message):
+        append(case, cache, append_key=keys, append_value=keys)
+    if dtype != E5M2:
+        with pytest.raises(ValueError, match=f"append_key is torch.float32, the cache {dtype}"):
+            append(case, cache)
 
 
 def test_a_pair_of_tensors_of_any_strides_is_a_cache(device: torch.device) -> None:

@@ -7,7 +7,7 @@ import torch
 from quire_kernels.ops import append_slots as real
 from quire_kernels.ops.append_paged_kv_cache import append_paged_kv_cache
 from quire_kernels.ops.append_slots import append_slots, append_slots_reference
-from quire_kernels.shared.e4m3 import E4M3
+from quire_kernels.shared.fp8 import E4M3, is_fp8
 
 from tests.worker.kernels.append_cases import (
     CACHE_DTYPES,
@@ -24,9 +24,9 @@ from tests.worker.kernels.append_cases import (
 @pytest.mark.parametrize("dtype", CACHE_DTYPES, ids=str)
 def test_slots_and_page_tables_append_alike(dtype: torch.dtype, kv_layout: str, device: torch.device) -> None:
     case = make_case(device, heads=5, head_dim=80)
-    source = torch.bfloat16 if dtype == E4M3 else dtype
+    source = torch.bfloat16 if is_fp8(dtype) else dtype
     key, value = case.key.to(source), case.value.to(source)
-    scales = (0.5, torch.tensor([1.0, 2.0, 3.0, 0.1, 0.2], device=device)) if dtype == E4M3 else (None, None)
+    scales = (0.5, torch.tensor([1.0, 2.0, 3.0, 0.1, 0.2], device=device)) if is_fp8(dtype) else (None, None)
     caches = [empty_cache(case, dtype, kv_layout) for _ in range(3)]
     append_slots(key, value, case.slot_mapping, caches[0], kv_layout, *scales)
     append_slots_reference(key, value, case.slot_mapping, caches[1], kv_layout, *scales)

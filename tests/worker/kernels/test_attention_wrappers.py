@@ -14,7 +14,7 @@ from quire_kernels.ops.decode_paged import decode_paged_reference
 from quire_kernels.ops.pack_mask import segment_packbits
 from quire_kernels.ops.prefill_paged import prefill_paged_reference
 from quire_kernels.ops.prefill_ragged import prefill_ragged_reference
-from quire_kernels.shared.e4m3 import E4M3
+from quire_kernels.shared.fp8 import E4M3, E5M2
 from quire_kernels.shared.options import AttentionOptions
 from quire_kernels.shared.prefill_rows import Masking
 
@@ -51,11 +51,12 @@ def test_decode_with_defaults_is_the_softmax(layout: str, device: torch.device) 
     assert torch.equal(given_lse, lse)
 
 
-def test_decode_with_all_options(device: torch.device) -> None:
-    scene = Scene([30, 7, 200], cache_dtype=E4M3, device=device)
+@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
+def test_decode_with_all_options(fp8: torch.dtype, device: torch.device) -> None:
+    scene = Scene([30, 7, 200], cache_dtype=fp8, device=device)
     wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace(device))
     plan_decode(
-        wrapper, scene, pos_encoding_mode="ALIBI", window_left=60, logits_soft_cap=4.0, kv_data_type=E4M3, sm_scale=0.3
+        wrapper, scene, pos_encoding_mode="ALIBI", window_left=60, logits_soft_cap=4.0, kv_data_type=fp8, sm_scale=0.3
     )
     sinks, v_scale = scene.numbers(4), torch.tensor([0.5, 3.0], device=device)
     options = AttentionOptions(
@@ -296,16 +297,17 @@ def test_ragged_prefill_under_a_mask_forgets_causal(packed: bool, device: torch.
     assert lse[2].eq(-torch.inf).all()
 
 
-def test_ragged_prefill_with_all_options(device: torch.device) -> None:
+@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
+def test_ragged_prefill_with_all_options(fp8: torch.dtype, device: torch.device) -> None:
     q, k, v = (torch.randn(count, heads, 80, device=device) for count, heads in ((12, 10), (20, 2), (20, 2)))
     qo_indptr, kv_indptr = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 9, 9, 12], [0, 13, 15, 20]))
     wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
     wrapper.plan(
         qo_indptr, kv_indptr, 10, 2, 80, causal=True, pos_encoding_mode="ALIBI", window_left=6, logits_soft_cap=4.0,
-        sm_scale=0.3, q_data_type=torch.float32, kv_data_type=E4M3,
+        sm_scale=0.3, q_data_type=torch.float32, kv_data_type=fp8,
     )  # fmt: skip
     sinks, v_scale = torch.randn(10, device=device), torch.tensor([0.5, 3.0], device=device)
-    k, v = k.to(E4M3), v.to(E4M3)
+    k, v = k.to(fp8), v.to(fp8)
     options = AttentionOptions(
         0.3 * 2.0 * 0.5, logits_soft_cap=4.0, window_left=6, sinks=sinks, v_scale=v_scale,
         alibi_slopes=standard_alibi_slopes(10, device),

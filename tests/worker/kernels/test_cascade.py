@@ -9,7 +9,7 @@ import pytest
 import torch
 from quire_kernels.flashinfer import MultiLevelCascadeAttentionWrapper
 from quire_kernels.flashinfer import cascade as real
-from quire_kernels.shared.e4m3 import E4M3
+from quire_kernels.shared.fp8 import E4M3
 from quire_kernels.shared.options import AttentionOptions
 from quire_kernels.shared.reference import attend, visible
 

@@ -1,19 +1,21 @@
-"""What ships: every kernel declares its specialisations, and the table of compiled ones lists them all."""
+"""What ships: specialisations of every kernel are listed, and the table of compiled ones has them all."""
 
 from __future__ import annotations
 
+import ast
 import csv
 import itertools
 from pathlib import Path
 
 import pytest
-from quire_kernels.shared.configurations import (
+from quire_kernels.compilation.configurations import (
     ARCHITECTURES,
     ELEMENT_BYTES,
+    FP8_TYPES,
     SHARED_MEMORY_MAX,
     KernelConfiguration,
-    collect,
 )
+from quire_kernels.compilation.shipped import SHIPPED
 from quire_kernels.shared.decode_work import decode_tiling
 from quire_kernels.shared.launch import Tiling
 from quire_kernels.shared.mla_work import mla_tiling
@@ -27,22 +29,30 @@ KERNELS = ROOT / "worker_service" / "quire_kernels"
 class Kernel:
     """Stands for what @triton.jit makes."""
 
-    __name__ = "_kernel"
+    __name__ = "kernel"
     arg_names = ("x_ptr", "n", "BLOCK")
 
 
-def test_every_file_that_launches_a_kernel_declares_configurations() -> None:
-    launchers = [path for path in KERNELS.rglob("*.py") if "_kernel[" in path.read_text(encoding="utf-8")]
-    assert len(launchers) >= 6
-    silent = [path.name for path in launchers if "CONFIGURATIONS" not in path.read_text(encoding="utf-8")]
-    assert not silent
+def launched_kernels() -> set[str]:
+    """Names of what is launched anywhere in the library, as in `append_kernel[grid](...)`."""
+    found = set()
+    for path in KERNELS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                found.add(ast.unparse(node.func.value))
+    return {name for name in found if name.endswith("_kernel")} | {"kernel"} & found
 
 
-def test_titles_are_unique_and_the_committed_table_lists_exactly_them() -> None:
+def test_every_kernel_that_is_launched_ships() -> None:
+    shipped = {configuration.kernel.__name__ for configuration in SHIPPED}
+    assert len(shipped) >= 14
+    # Both kernels that append are launched from one place, which calls either `kernel`.
+    assert launched_kernels() - {"kernel"} == shipped - {"append_kernel", "append_slots_kernel"}
+
+
+def test_the_committed_table_lists_exactly_what_ships() -> None:
     shipped = {
-        (configuration.title, architecture)
-        for configuration in collect()
-        for architecture in configuration.architectures
+        (configuration.title, architecture) for configuration in SHIPPED for architecture in configuration.architectures
     }
     with TABLE.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -52,18 +62,20 @@ def test_titles_are_unique_and_the_committed_table_lists_exactly_them() -> None:
 
 
 def tiling_of(configuration: KernelConfiguration) -> tuple[object, ...]:
-    """What decides about registers: chip, sizes of elements, whether there is a mask, and the tiling."""
-    query, key = (ELEMENT_BYTES[configuration.signature[name].strip("*")] for name in ("q", "k"))
+    """What decides about registers: chip, size and type of elements, whether there is a mask, and the tiling."""
+    query, key = (configuration.signature[name].strip("*") for name in ("q", "k"))
+    cache = key if ELEMENT_BYTES[key] == 1 else None
     sizes = configuration.constexprs
     tiling = Tiling(sizes["BLOCK_M"], sizes["BLOCK_N"], configuration.num_warps, configuration.num_stages)
-    return configuration.architectures, query, key == 1, sizes.get("MASK_KIND", 0) > 0, tiling
+    return configuration.architectures, ELEMENT_BYTES[query], cache, sizes.get("MASK_KIND", 0) > 0, tiling
 
 
 def test_every_tiling_that_a_launcher_can_choose_is_compiled() -> None:
     dims = [(dim, dim) for dim in (16, 64, 72, 80, 96, 128, 160, 192, 224, 256)] + [(192, 128), (256, 64)]
     chosen: dict[str, set[tuple[object, ...]]] = {"decode_paged_kernel": set(), "prefill_paged_kernel": set()}
-    for chip, element_bytes, is_fp8, (dim, v_dim) in itertools.product(ARCHITECTURES, (2, 4), (False, True), dims):
-        what = ((chip,), element_bytes, is_fp8)
+    caches = [(chip, cache) for chip in ARCHITECTURES for cache in (None, *FP8_TYPES[chip])]
+    for (chip, cache), element_bytes, (dim, v_dim) in itertools.product(caches, (2, 4), dims):
+        what, is_fp8 = ((chip,), element_bytes, cache), cache is not None
         for group in (1, 2, 5, 7, 8, 16, 17, 32, 48, 64, 128):
             decode = decode_tiling(chip, group, dim, v_dim, element_bytes, is_fp8=is_fp8)
             chosen["decode_paged_kernel"].add((*what, False, decode))
@@ -71,7 +83,7 @@ def test_every_tiling_that_a_launcher_can_choose_is_compiled() -> None:
             prefill = prefill_tiling(chip, rows, dim, v_dim, element_bytes, masked=masked, is_fp8=is_fp8)
             chosen["prefill_paged_kernel"].add((*what, masked, prefill))
     for kernel, tilings in chosen.items():
-        compiled = {tiling_of(found) for found in collect() if found.kernel.__name__ == kernel and has_options(found)}
+        compiled = {tiling_of(found) for found in SHIPPED if found.kernel.__name__ == kernel and has_options(found)}
         assert tilings == compiled
 
 
@@ -83,7 +95,7 @@ def has_options(configuration: KernelConfiguration) -> bool:
 def test_every_tiling_of_latent_attention_is_compiled() -> None:
     compiled = {
         (found.architectures[0], ELEMENT_BYTES[found.signature["ckv"].strip("*")], found.constexprs["BLOCK_M"])
-        for found in collect()
+        for found in SHIPPED
         if found.kernel.__name__ == "mla_paged_kernel" and found.constexprs["PAGE_SIZE"] == 16
     }
     for chip, heads, element_bytes in itertools.product(ARCHITECTURES, (1, 8, 16, 17, 64, 128), (2, 4)):

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 from quire_kernels.ops import copy_blocks as real
-from quire_kernels.ops.copy_blocks import HELD, copy_blocks, copy_blocks_reference, plan_chains
+from quire_kernels.ops.copy_blocks import copy_blocks, copy_blocks_reference, plan_chains
 from quire_kernels.shared.block_buffers import describe_buffers
 
 PAIRS = {
@@ -65,7 +65,8 @@ def test_a_plan_never_reads_a_block_after_its_overwriting_and_its_chains_are_ind
     for number, chain in enumerate(chains):
         written: set[int] = set()
         for source, destination in chain.steps:
-            origin = chain.held if source == HELD else source
+            origin = chain.held if source is None else source
+            assert origin is not None
             assert source not in written
             assert writer_of.get(origin, number) == number
             written.add(destination)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from quire_kernels.ops.decode_paged import decode_paged, decode_paged_reference
 from quire_kernels.shared.decode_work import divide_decode
-from quire_kernels.shared.e4m3 import E4M3
+from quire_kernels.shared.fp8 import E4M3, E5M2
 from quire_kernels.shared.paged_cache import PagedCache
 from quire_kernels.shared.reference import TOLERANCE
 from torch.nn.functional import scaled_dot_product_attention
@@ -111,9 +111,11 @@ def test_all_options_together(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", ["NHD", "HND pair"])
-def test_an_fp8_cache_is_scaled_by_head(layout: str, dtype: torch.dtype, device: torch.device) -> None:
-    scene = Scene([45, 0, 3], dtype=dtype, cache_dtype=E4M3, layout=layout, device=device)
+@pytest.mark.parametrize(("fp8", "layout"), [(E4M3, "NHD"), (E4M3, "HND pair"), (E5M2, "NHD"), (E5M2, "HND pair")])
+def test_an_fp8_cache_is_scaled_by_head(
+    fp8: torch.dtype, layout: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    scene = Scene([45, 0, 3], dtype=dtype, cache_dtype=fp8, layout=layout, device=device)
     scene.check_decode(k_scale=scene.numbers(2).abs() + 0.5, v_scale=scene.numbers(2).abs() + 0.5)
 
 
@@ -236,7 +238,7 @@ def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
 
     refused("^q must be", q=scene.q[..., :32])
     refused("^q must be float16", q=scene.q.double())
-    refused("^cache is", q=scene.q.half())
+    refused("^cache must be of q's", q=scene.q.half())
     refused("^q has 3 heads", q=scene.q[:, :3])
     refused("^indptr must have", indptr=scene.indptr[:2])
     refused("^indptr must be int32", indptr=scene.indptr.long())
@@ -249,4 +251,4 @@ def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
     refused("^out must be", out=scene.q.half())
     refused("^lse must be", lse=scene.numbers(4))
     refused("^out must be contiguous", out=torch.empty(4, 2, 64, device=device).transpose(0, 1))
-    refused("^cache is", cache=PagedCache(cache.k.half(), cache.v.half()))
+    refused("^cache must be of q's", cache=PagedCache(cache.k.half(), cache.v.half()))

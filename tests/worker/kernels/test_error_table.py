@@ -10,7 +10,6 @@ from quire_kernels.shared.reference import CPU_TOLERANCE, LSE_TOLERANCE, MERGE_T
 
 ROOT = Path(__file__).resolve().parents[3]
 DTYPES = ("float32", "float16", "bfloat16")
-FP8 = ", fp8 cache"
 
 
 def measured() -> dict[tuple[str, str, str], dict[str, str]]:
@@ -21,10 +20,11 @@ def measured() -> dict[tuple[str, str, str], dict[str, str]]:
 def lines() -> list[str]:
     """The table of `docs/attention.md`."""
     rows, found = measured(), []
-    for operation, against in dict.fromkeys((operation, against) for operation, _, against in rows):
-        is_fp8 = (operation, "float32", against) not in rows
-        cells = [rows[operation, dtype + (FP8 if is_fp8 else ""), against] for dtype in DTYPES]
-        title = f"{operation}{FP8 if is_fp8 else ''}"
+    for operation, cache, against in dict.fromkeys(
+        (operation, dtype.removeprefix(dtype.partition(",")[0]), against) for operation, dtype, against in rows
+    ):
+        cells = [rows[operation, dtype + cache, against] for dtype in DTYPES]
+        title = operation + cache  # such as "decode" and ", e4m3 cache"
         numbers = [" / ".join(filter(None, (cell["max_abs"], cell["relative_rms"]))) for cell in cells]
         found.append(f"| {title} | {against} | {' | '.join(numbers)} |")
     return found

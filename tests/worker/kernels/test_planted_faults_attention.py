@@ -12,6 +12,7 @@ import pytest
 import torch
 from quire_kernels.ops import merge_splits, prefill_ragged
 from quire_kernels.shared import work_units
+from quire_kernels.shared.fp8 import E5M2
 from quire_kernels.shared.options import AttentionOptions
 from quire_kernels.shared.paged_cache import kv_lengths
 from quire_kernels.shared.prefill_rows import Masking, divide_prefill, mask_indptr_of, prefill_tiling
@@ -96,13 +97,19 @@ ONE_PAGE = {"page_size": 64}  # tiles lie within a page, so unused slots are rea
 FAULTS: list[tuple[Fault, Check]] = [
     (Fault(title, module, before, after), check)
     for module, title, before, after, check in (
-        ("tile", "the soft cap is forgotten", "soft_capped(s * scale, soft_cap) * LOG2_E", "s * scale * LOG2_E",
+        ("tile", "the soft cap is forgotten", "soft_capped(s * scoring.scale, scoring.soft_cap) * LOG2_E",
+         "s * scoring.scale * LOG2_E",
          decodes([30], logits_soft_cap=0.5)),
-        ("tile", "scores are taken in base 2", "s = s * (scale * LOG2_E)", "s = s * scale", decodes([30])),
-        ("tile", "the soft cap comes before the scale", "soft_capped(s * scale, soft_cap)",
-         "soft_capped(s, soft_cap) * scale", decodes([30], logits_soft_cap=0.5)),
-        ("tile", "values of unused slots are read", "load_tile(v, offsets, key_valid,",
-         "load_tile(v, offsets, keys >= 0,", decodes([40], ONE_PAGE)),
+        ("tile", "scores are taken in base 2", "s = s * (scoring.scale * LOG2_E)", "s = s * scoring.scale",
+         decodes([30])),
+        ("tile", "the soft cap comes before the scale", "soft_capped(s * scoring.scale, scoring.soft_cap)",
+         "soft_capped(s, scoring.soft_cap) * scoring.scale", decodes([30], logits_soft_cap=0.5)),
+        ("tile", "values of unused slots are read", "load_tile(keys.v, offsets, key_valid,",
+         "load_tile(keys.v, offsets, key >= 0,", decodes([40], ONE_PAGE)),
+        ("tile", "e5m2 is read as e4m3", "x = e5m2_to_float(x)", "x = e4m3_to_float(x)",
+         decodes([30], {"cache_dtype": E5M2})),
+        ("fp8", "e5m2 loses its lowest bit", "(byte.to(tl.int32) & 0xFF) << 8", "(byte.to(tl.int32) & 0xFE) << 8",
+         decodes([30], {"cache_dtype": E5M2})),
         ("tile", "the lse is natural", "row_max + tl.log2(", "row_max + tl.log(", decodes([30])),
         ("tile", "every unit counts the sink", "        if is_first:", "        if is_first | True:",
          decodes([700], sinks=4)),
@@ -114,13 +121,14 @@ FAULTS: list[tuple[Fault, Check]] = [
          prefills([5], [9])),
         ("tile", "the next tile reads this one's page", "        pages = next_pages", "        pages = pages",
          decodes([90])),
-        ("tile", "slopes point the other way", "(keys[None, :] - position[:, None])",
-         "(position[:, None] - keys[None, :])", decodes([90], alibi_slopes=4)),
-        ("tile", "dims past a power of two are forgotten", "        if BLOCK_TAIL > 0:\n            tail = load_tile",
-         "        if BLOCK_TAIL > 9999:\n            tail = load_tile", decodes([30], {"head_dim": 80})),
+        ("tile", "slopes point the other way", "(key[None, :] - rows.position[:, None])",
+         "(rows.position[:, None] - key[None, :])", decodes([90], alibi_slopes=4)),
+        ("tile", "dims past a power of two are forgotten",
+         "        if shape.BLOCK_TAIL > 0:\n            tail = load_tile",
+         "        if shape.BLOCK_TAIL > 9999:\n            tail = load_tile", decodes([30], {"head_dim": 80})),
         ("tile", "mask bits are read from the other end", "(index & 7)", "(7 - (index & 7))", prefills_under_bits),
-        ("tile", "a custom mask is ignored", "if MASK_KIND != MASK_NONE:\n                seen",
-         "if MASK_KIND == 99:\n                seen", prefills_under_bits),
+        ("tile", "a custom mask is ignored", "if scoring.MASK_KIND != MASK_NONE:\n                seen",
+         "if scoring.MASK_KIND == 99:\n                seen", prefills_under_bits),
         ("tile", "the scale of keys is forgotten", "scale = sm_scale * tl.load(k_scale + kv_head)", "scale = sm_scale",
          decodes([30], k_scale=2)),
         ("tile", "the scale of values is forgotten", "output_scale = tl.load(v_scale + kv_head)", "output_scale = 1.0",

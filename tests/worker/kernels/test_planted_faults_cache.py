@@ -20,6 +20,7 @@ from quire_kernels.ops import (
     sampling,
     swap_blocks,
 )
+from quire_kernels.shared.fp8 import E4M3, E5M2
 
 from tests.worker.kernels.append_cases import (
     append_matches,
@@ -40,11 +41,15 @@ Comparison = Callable[[ModuleType, torch.device], bool]
 
 
 def append_to_floats(module: ModuleType, device: torch.device) -> bool:
-    return append_matches(module, device, fp8=False)
+    return append_matches(module, device)
 
 
 def append_to_fp8(module: ModuleType, device: torch.device) -> bool:
-    return append_matches(module, device, fp8=True)
+    return append_matches(module, device, fp8=E4M3)
+
+
+def append_to_e5m2(module: ModuleType, device: torch.device) -> bool:
+    return append_matches(module, device, fp8=E5M2)
 
 
 def copy_chain(module: ModuleType, device: torch.device) -> bool:
@@ -58,6 +63,7 @@ def copy_circle(module: ModuleType, device: torch.device) -> bool:
 REAL: dict[Comparison, ModuleType] = {
     append_to_floats: append_paged_kv_cache,
     append_to_fp8: append_paged_kv_cache,
+    append_to_e5m2: append_paged_kv_cache,
     unchecked_append_matches: append_paged_kv_cache,
     append_refuses: append_paged_kv_cache,
     slots_match: append_slots,
@@ -97,14 +103,19 @@ FAULTS: list[tuple[Comparison, Fault]] = [
         "head * SCALE_STRIDE", "head * 0", TOKEN)),
     (append_to_floats, Fault("all heads are written to the first", "append_token",
         "target += head[:, None] * head_stride", "target += head[:, None] * 0", TOKEN)),
-    (append_to_fp8, Fault("fp8 is cut off instead of rounded", "e4m3",
-        "(magnitude + 0x7FFFF + ((magnitude >> 20) & 1))",
+    (append_to_fp8, Fault("fp8 is cut off instead of rounded", "fp8",
+        "(magnitude + HALF + ((magnitude >> DROPPED) & 1))",
         "magnitude", BYTE)),
-    (append_to_fp8, Fault("fp8 does not saturate", "e4m3", "tl.minimum(magnitude, 0x43E00000)", "magnitude", BYTE)),
-    (append_to_fp8, Fault("fp8 loses its subnormals", "e4m3",
-        "subnormal = shifted.to(tl.uint32, bitcast=True) - 0x46800000",
+    (append_to_fp8, Fault("fp8 does not saturate", "fp8", "tl.minimum(magnitude, LARGEST)", "magnitude", BYTE)),
+    (append_to_fp8, Fault("fp8 loses its subnormals", "fp8",
+        "subnormal = shifted.to(tl.uint32, bitcast=True) - ((127 + EXPONENT) << 23)",
         "subnormal = magnitude * 0", BYTE)),
-    (append_to_fp8, Fault("fp8 loses its sign", "e4m3", "(byte | sign)", "byte", BYTE)),
+    (append_to_fp8, Fault("fp8 loses its sign", "fp8", "(byte | sign)", "byte", BYTE)),
+    (append_to_e5m2, Fault("e5m2 has the exponents of e4m3", "fp8",
+        "fp8_from_float(x, 2, 15,", "fp8_from_float(x, 2, 7,", BYTE)),
+    (append_to_e5m2, Fault("e5m2 saturates where e4m3 does", "fp8", "0x47600000", "0x43E00000", BYTE)),
+    (append_to_e5m2, Fault("an e5m2 cache is written in e4m3", "append_token", "data = e5m2_from_float(data)",
+        "data = e4m3_from_float(data)", TOKEN)),
     (unchecked_append_matches, Fault("the page after a request's last is its own", "append_paged_kv_cache",
         "if entry < tl.load(kv_indptr_ptr + request + 1):", "if entry <= tl.load(kv_indptr_ptr + request + 1):")),
     (append_refuses, Fault("the slot after the last token of a request may be written", "append_paged_kv_cache",
@@ -139,7 +150,7 @@ FAULTS: list[tuple[Comparison, Fault]] = [
         "head * 0", SLOTS)),
     (copy_chain, Fault("chains run backwards", "copy_blocks", "tuple(chain_steps)", "tuple(chain_steps[::-1])")),
     (copy_circle, Fault("a circle reads what it has overwritten", "copy_blocks",
-        "(HELD if source == first else source, destination)", "(source, destination)")),
+        "(None if source == first else source, destination)", "(source, destination)")),
     (copy_circle, Fault("block 0 is never held", "copy_blocks", "mask & (held_block >= 0)", "mask & (held_block > 0)")),
     (copy_chain, Fault("only the first chunk is copied", "copy_blocks", "word = chunk * CHUNK_WORDS + ", "word = ")),
     (copy_chain, Fault("only the first layer is copied", "copy_blocks", "% buffer_count\n", "% 1\n")),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from quire_kernels.ops.pack_mask import segment_packbits
 from quire_kernels.ops.prefill_paged import prefill_paged, prefill_paged_reference
-from quire_kernels.shared.e4m3 import E4M3
+from quire_kernels.shared.fp8 import E4M3, E5M2
 from quire_kernels.shared.paged_cache import kv_lengths
 from quire_kernels.shared.prefill_rows import Masking, divide_prefill, mask_indptr_of, prefill_tiling
 from quire_kernels.shared.reference import TOLERANCE
@@ -166,8 +166,9 @@ def test_slopes_add_a_bias_by_distance(device: torch.device) -> None:
     scene.check_prefill(alibi_slopes=scene.numbers(4).abs() / 4)
 
 
-def test_all_options_together(device: torch.device) -> None:
-    scene = Scene([90, 0, 33], query_lengths=[30, 0, 33], dtype=torch.bfloat16, cache_dtype=E4M3, device=device)
+@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
+def test_all_options_together(fp8: torch.dtype, device: torch.device) -> None:
+    scene = Scene([90, 0, 33], query_lengths=[30, 0, 33], dtype=torch.bfloat16, cache_dtype=fp8, device=device)
     scene.check_prefill(
         window_left=40, logits_soft_cap=3.0, sinks=scene.numbers(4), alibi_slopes=scene.numbers(4).abs() / 10,
         k_scale=scene.numbers(2).abs() + 0.5, v_scale=scene.numbers(2).abs() + 0.5,
@@ -175,8 +176,9 @@ def test_all_options_together(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_an_fp8_cache_is_scaled_by_head(dtype: torch.dtype, device: torch.device) -> None:
-    scene = Scene([45, 3], query_lengths=[9, 3], dtype=dtype, cache_dtype=E4M3, device=device)
+@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
+def test_an_fp8_cache_is_scaled_by_head(fp8: torch.dtype, dtype: torch.dtype, device: torch.device) -> None:
+    scene = Scene([45, 3], query_lengths=[9, 3], dtype=dtype, cache_dtype=fp8, device=device)
     scene.check_prefill(k_scale=scene.numbers(2).abs() + 0.5, v_scale=scene.numbers(2).abs() + 0.5)
 
 
@@ -277,7 +279,7 @@ def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
             prefill_paged(**arguments)  # type: ignore[arg-type]
 
     refused("^q must be", q=scene.q[..., :32])
-    refused("^cache is", q=scene.q.half())
+    refused("^cache must be of q's", q=scene.q.half())
     refused("^qo_indptr must have", qo_indptr=scene.qo_indptr[:2])
     refused("^indptr must be int32", indptr=scene.indptr.long())
     refused("^last_page_len must have", last_page_len=scene.last_page_len[:1])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from quire_kernels.ops.pack_mask import segment_packbits
 from quire_kernels.ops.prefill_ragged import prefill_ragged, prefill_ragged_reference
-from quire_kernels.shared.e4m3 import E4M3
+from quire_kernels.shared.fp8 import E4M3, E5M2
 from quire_kernels.shared.options import AttentionOptions
 from quire_kernels.shared.prefill_rows import Masking, divide_prefill, mask_indptr_of, prefill_tiling
 from quire_kernels.shared.reference import TOLERANCE
@@ -144,7 +144,8 @@ def test_a_row_that_its_mask_hides_from_all_keys_gives_zeros(device: torch.devic
     assert lse[1].eq(-torch.inf).all()
 
 
-def test_options_and_fp8(device: torch.device) -> None:
+@pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
+def test_options_and_fp8(fp8: torch.dtype, device: torch.device) -> None:
     q, k, v, qo_indptr, kv_indptr = ragged(device, [7, 3], [21, 5], dtype=torch.bfloat16)
     options = AttentionOptions(
         0.2,
@@ -154,7 +155,7 @@ def test_options_and_fp8(device: torch.device) -> None:
         k_scale=torch.tensor([0.5, 2.0], device=device),
         v_scale=torch.tensor([3.0, 0.25], device=device),
     )
-    k, v = k.float().to(E4M3), v.float().to(E4M3)
+    k, v = k.float().to(fp8), v.float().to(fp8)
     check((q, k, v, qo_indptr, kv_indptr), Masking(causal=True), options)
 
 
@@ -177,6 +178,6 @@ def test_what_does_not_fit_is_refused_by_name(device: torch.device) -> None:
     refused("^q must be", q=q[..., :32])
     refused("^k and v must be", v=v[:3])
     refused("^v is", v=v.half())
-    refused("^cache is", k=k.half(), v=v.half())
+    refused("^cache must be of q's", k=k.half(), v=v.half())
     refused("^kv_indptr must have", kv_indptr=kv_indptr[:2])
     refused("^qo_indptr must be int32", qo_indptr=qo_indptr.long())

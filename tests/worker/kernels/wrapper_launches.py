@@ -19,7 +19,7 @@ import torch
 import triton
 from quire_kernels.compilation import kinds as warmup_kinds
 from quire_kernels.compilation import warmup as warmup_module
-from quire_kernels.shared.e4m3 import E4M3
+from quire_kernels.shared.fp8 import E4M3, E5M2
 from quire_worker import attention
 from quire_worker.attention import AttentionKind, LatentKind, warmup
 from triton.runtime.jit import JITFunction
@@ -39,6 +39,7 @@ _MASKED = AttentionKind(64, 1, 80, 5, torch.float32, has_alibi=True, custom_mask
 KINDS = (
     _LLAMA,
     _FP8,
+    AttentionKind(2, 2, 64, 16, torch.bfloat16, E5M2),
     _MASKED,
     replace(_MASKED, custom_mask="bool", causal=False),
     AttentionKind(4, 4, 192, 1, torch.bfloat16, v_head_dim=128, causal=False, calls=("ragged",)),

@@ -19,7 +19,7 @@ from quire_kernels.ops.append_paged_kv_cache import append_paged_kv_cache
 from quire_kernels.ops.copy_blocks import copy_blocks
 from quire_kernels.ops.pack_mask import segment_packbits
 from quire_kernels.ops.swap_blocks import gather_blocks, scatter_blocks
-from quire_kernels.shared.e4m3 import E4M3
+from quire_kernels.shared.fp8 import is_fp8
 
 PROMPT_ROWS = (8, 40, 200)  # query rows of a request, one for each size of block
 CALLS = ("append", "decode", "prefill", "ragged", "cascade", "copy")
@@ -142,7 +142,7 @@ def _append(kind: AttentionKind, workspace: torch.Tensor) -> None:
     device = workspace.device
     key, value = (torch.zeros(1, kind.num_kv_heads, kind.head_dim, dtype=kind.dtype, device=device) for _ in range(2))
     index = torch.tensor([0, 1], dtype=torch.int32, device=device)
-    scales: dict[str, Any] = _scales(kind, device) if kind.kv_dtype == E4M3 != kind.dtype else {}
+    scales: dict[str, Any] = _scales(kind, device) if is_fp8(kind.kv_dtype) else {}
     append_paged_kv_cache(
         key, value, index[:1], index[:1], _cache(kind, 1, device), index[:1], index, index[1:],
         kind.kv_layout, **scales,

@@ -21,6 +21,7 @@ from quire_kernels.ops.sampling import greedy, sample
 
 WORKSPACE_BYTES = 256 << 20
 
+# What is told of each step: how many steps are done, how many there are, and what comes next.
 Progress = Callable[[int, int, str], None]
 
 

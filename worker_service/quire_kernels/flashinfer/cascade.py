@@ -122,7 +122,7 @@ class MultiLevelCascadeAttentionWrapper:
             rope_scale: without effect, as in FlashInfer where nothing is rotated.
             rope_theta: the same.
             q_data_type: float16, bfloat16 or float32.
-            kv_data_type: that of q (None), or float8_e4m3fn.
+            kv_data_type: that of q (None), or float8_e4m3fn or float8_e5m2.
 
         Raises:
             ValueError: there is a window or an encoding of positions, a number of levels differs, levels have different

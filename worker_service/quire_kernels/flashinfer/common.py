@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quire_kernels.shared.e4m3 import E4M3
+from quire_kernels.shared.fp8 import FP8_NAMES, is_fp8
 from quire_kernels.shared.launch import QUERY_DTYPES, check_runnable
 from quire_kernels.shared.options import AttentionOptions, Scale, scale_per_head
 from quire_kernels.shared.paged_cache import check_page_table
@@ -42,8 +42,8 @@ def planned_dtypes(
     kv_dtype = q_dtype if kv_data_type is None else as_dtype("kv_data_type", kv_data_type)
     if q_dtype not in QUERY_DTYPES:
         raise ValueError(f"q_data_type must be one of {QUERY_DTYPES}, not {q_dtype}")
-    if kv_dtype not in (q_dtype, E4M3):
-        raise ValueError(f"kv_data_type must be {q_dtype} or {E4M3}, not {kv_dtype}")
+    if kv_dtype != q_dtype and not is_fp8(kv_dtype):
+        raise ValueError(f"kv_data_type must be q_data_type's {q_dtype}, {FP8_NAMES}, not {kv_dtype}")
     if o_data_type is not None and as_dtype("o_data_type", o_data_type) != q_dtype:
         raise ValueError(f"o_data_type must be that of q, {q_dtype}, not {o_data_type}")
     return q_dtype, kv_dtype

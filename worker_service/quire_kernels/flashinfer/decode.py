@@ -23,7 +23,7 @@ from quire_kernels.flashinfer.common import (
 )
 from quire_kernels.ops.decode_paged import decode_paged
 from quire_kernels.shared.decode_work import DecodeWork, divide_decode
-from quire_kernels.shared.e4m3 import E4M3
+from quire_kernels.shared.fp8 import is_fp8
 from quire_kernels.shared.options import AttentionOptions, Scale
 from quire_kernels.shared.paged_cache import PagedKVCache, check_kv_layout, unpack_paged_cache
 
@@ -68,7 +68,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             paged_kv_indptr_buffer: int32 `[batch + 1]`.
             paged_kv_indices_buffer: int32, room for the most pages there will be.
             paged_kv_last_page_len_buffer: int32 `[batch]`.
-            **others: see `flashinfer_arguments.CONSTRUCTOR`.
+            **others: see `flashinfer.arguments.CONSTRUCTOR`.
 
         Raises:
             ValueError: unknown layout, a buffer is missing or elsewhere, the workspace is not of bytes, or one of the
@@ -123,13 +123,13 @@ class BatchDecodeWithPagedKVCacheWrapper:
             window_left: keys before its own position that a query sees, inclusive; -1: all.
             logits_soft_cap: cap * tanh(x / cap) of the scores; None or 0: none.
             q_data_type: float16, bfloat16 or float32; that of `data_type` (None), or else float16.
-            kv_data_type: that of `data_type` or of q (None), or float8_e4m3fn.
+            kv_data_type: that of `data_type` or of q (None), or float8_e4m3fn or float8_e5m2.
             o_data_type: that of q.
             data_type: FlashInfer's older name for both of the first two.
             sm_scale: 1 / sqrt(head_dim) if None.
             disable_split_kv: keys of a request are added up in one order, whatever the batch; slow for long ones.
             alibi_slopes: float32 `[num_qo_heads]`; the paper's if None.
-            **others: see `flashinfer_arguments.DECODE_PLAN`.
+            **others: see `flashinfer.arguments.DECODE_PLAN`.
 
         Raises:
             ValueError: an argument is out of range, does not fit, or cannot be honoured; names it.
@@ -159,7 +159,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         table = checked.place(self._tensors.put(checked.tensors))
         division = divide_decode(
             table.indptr, table.last_page_len, page_size=page_size, query_heads=num_qo_heads, kv_heads=num_kv_heads,
-            head_dim=head_dim, v_head_dim=head_dim, element_bytes=q_dtype.itemsize, is_fp8=kv_dtype == E4M3,
+            head_dim=head_dim, v_head_dim=head_dim, element_bytes=q_dtype.itemsize, is_fp8=is_fp8(kv_dtype),
             window_left=window_left, split_keys=not disable_split_kv, workspace=self._workspace,
             out=None if before is None else before.division,
         )  # fmt: skip
@@ -193,7 +193,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             return_lse: whether lse is given back.
             window_left: None, or as planned.
             sinks: float32 `[num_qo_heads]`, natural logarithms, unscaled, counted once and in lse.
-            **others: see `flashinfer_arguments.DECODE_RUN`.
+            **others: see `flashinfer.arguments.DECODE_RUN`.
 
         Returns:
             `[batch, num_qo_heads, head_dim]` of q's dtype, and with `return_lse` float32 `[batch, num_qo_heads]`, in

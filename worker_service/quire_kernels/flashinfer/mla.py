@@ -77,7 +77,7 @@ class BatchMLAPagedAttentionWrapper:
             kv_indptr: int32 `[batch + 1]`.
             kv_indices: int32, room for the most pages there will be.
             kv_len_arr: int32 `[batch]`.
-            **others: see `flashinfer_arguments.MLA_CONSTRUCTOR`.
+            **others: see `flashinfer.arguments.MLA_CONSTRUCTOR`.
 
         Raises:
             ValueError: a buffer is missing, elsewhere, or of another batch, the workspace is not of bytes, or one of
@@ -131,7 +131,7 @@ class BatchMLAPagedAttentionWrapper:
             q_data_type: float16, bfloat16 or float32.
             kv_data_type: the same.
             output_dtype: the same.
-            **others: see `flashinfer_arguments.MLA_PLAN`.
+            **others: see `flashinfer.arguments.MLA_PLAN`.
 
         Raises:
             ValueError: an argument is out of range, does not fit, or cannot be honoured; names it.
@@ -200,7 +200,7 @@ class BatchMLAPagedAttentionWrapper:
             query: instead of the first two: both, or one tensor that has the second after the first in its last
                 dimension.
             kv_cache: instead of the caches, the same.
-            **others: see `flashinfer_arguments.MLA_RUN`.
+            **others: see `flashinfer.arguments.MLA_RUN`.
 
         Returns:
             `[tokens, num_heads, head_dim_ckv]`, and with `return_lse` float32 `[tokens, num_heads]`, in base 2. A query

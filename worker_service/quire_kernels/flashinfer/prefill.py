@@ -74,7 +74,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
             paged_kv_last_page_len_buf: int32 `[batch]`.
             custom_mask_buf: uint8 (packed) or bool, room for the largest mask; needed for masks in graphs.
             mask_indptr_buf: int64 `[batch + 1]`; the same.
-            **others: see `flashinfer_arguments.PREFILL_CONSTRUCTOR`.
+            **others: see `flashinfer.arguments.PREFILL_CONSTRUCTOR`.
 
         Raises:
             ValueError: unknown layout, a buffer is missing or elsewhere, the workspace is not of bytes, or one of the
@@ -148,11 +148,11 @@ class BatchPrefillWithPagedKVCacheWrapper:
             rope_scale: without effect, as in FlashInfer where nothing is rotated.
             rope_theta: the same.
             q_data_type: float16, bfloat16 or float32.
-            kv_data_type: that of q (None), or float8_e4m3fn.
+            kv_data_type: that of q (None), or float8_e4m3fn or float8_e5m2.
             o_data_type: that of q.
             chunk_size: a query sees only keys of its own chunk of so many tokens; 0: all.
             alibi_slopes: float32 `[num_qo_heads]`; the paper's if None.
-            **others: see `flashinfer_arguments.PREFILL_PLAN`.
+            **others: see `flashinfer.arguments.PREFILL_PLAN`.
 
         Raises:
             ValueError: an argument is out of range, does not fit, or cannot be honoured; names it.
@@ -233,7 +233,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
             lse_base: "log2", or "ln" for natural logarithms.
             window_left: instead of what was planned; None: that.
             sinks: float32 `[num_qo_heads]`, natural logarithms, unscaled, counted once and in lse.
-            **others: see `flashinfer_arguments.PREFILL_RUN`.
+            **others: see `flashinfer.arguments.PREFILL_RUN`.
 
         Returns:
             `[tokens, num_qo_heads, head_dim_vo]` of q's dtype, and with `return_lse` float32 `[tokens, num_qo_heads]`,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from quire_kernels.flashinfer.common import check_planned
-from quire_kernels.shared.e4m3 import E4M3
+from quire_kernels.shared.fp8 import is_fp8
 from quire_kernels.shared.launch import chip_of
 from quire_kernels.shared.options import AttentionOptions
 from quire_kernels.shared.paged_cache import check_indptr
@@ -91,7 +91,7 @@ class CheckedQueries:
                 self.shape.head_dim_vo,
                 self.shape.q_dtype.itemsize,
                 masked=masking.kind > 0,
-                is_fp8=self.shape.kv_dtype == E4M3,
+                is_fp8=is_fp8(self.shape.kv_dtype),
             )
             division = divide_prefill(qo_indptr, token_count=self.token_count, group=group, tiling=tiling)
         else:

@@ -16,7 +16,6 @@ import triton.language as tl
 
 from quire_kernels.shared.append_token import (
     Scale,
-    configurations,
     prepare,
     store_reference,
     write_key_and_value,
@@ -35,7 +34,7 @@ from quire_kernels.shared.paged_cache import (
     do_not_specialize=["batch_size", "page_count"],
     do_not_specialize_on_alignment=["batch_indices_ptr", "positions_ptr", "kv_indices_ptr", "kv_indptr_ptr"],
 )
-def _append_kernel(
+def append_kernel(
     key_ptr,
     value_ptr,
     k_ptr,
@@ -73,6 +72,7 @@ def _append_kernel(
     V_SCALE_STRIDE: tl.constexpr,
     QUANTISE: tl.constexpr,
 ):
+    """Program (t, b) writes block b of the heads of token t, unless the token is padding or out of range."""
     token = tl.program_id(0).to(tl.int64)
     request = tl.load(batch_indices_ptr + token)
     position = tl.load(positions_ptr + token)
@@ -116,7 +116,7 @@ def append_paged_kv_cache(
 
     Args:
         append_key: `[tokens, num_kv_heads, head_dim]`, any strides; of the cache's dtype, or bf16, fp16 or fp32 if the
-            cache is fp8 e4m3.
+            cache is float8_e4m3fn or float8_e5m2.
         append_value: the same for values.
         batch_indices: int32 `[tokens]`, request of each token; negative skips the token.
         positions: int32 `[tokens]`, place of each token in its request; negative skips the token.
@@ -151,7 +151,7 @@ def append_paged_kv_cache(
             page_count=cache.page_count,
             page_size=cache.page_size,
         )
-    append.launch(_append_kernel, *tokens.values(), *table.values(), kv_indptr.shape[0] - 1, cache.page_count)
+    append.launch(append_kernel, *tokens.values(), *table.values(), kv_indptr.shape[0] - 1, cache.page_count)
 
 
 def check_append(
@@ -224,12 +224,3 @@ def _slots(
         None if request < 0 or position < 0 else (pages[starts[request] + position // page_size], position % page_size)
         for request, position in zip(batch_indices.tolist(), positions.tolist(), strict=True)
     ]
-
-
-CONFIGURATIONS = configurations(
-    _append_kernel,
-    {
-        **dict.fromkeys(("batch_indices_ptr", "positions_ptr", "kv_indices_ptr", "kv_indptr_ptr"), "*i32"),
-        **dict.fromkeys(("batch_size", "page_count"), "i32"),
-    },
-)

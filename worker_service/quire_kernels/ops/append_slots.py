@@ -15,7 +15,6 @@ import triton.language as tl
 
 from quire_kernels.shared.append_token import (
     Scale,
-    configurations,
     prepare,
     store_reference,
     write_key_and_value,
@@ -24,7 +23,7 @@ from quire_kernels.shared.paged_cache import PagedKVCache, unpack_paged_cache
 
 
 @triton.jit(do_not_specialize=["slot_count"], do_not_specialize_on_alignment=["slot_mapping_ptr"])
-def _append_slots_kernel(
+def append_slots_kernel(
     key_ptr,
     value_ptr,
     k_ptr,
@@ -58,6 +57,7 @@ def _append_slots_kernel(
     V_SCALE_STRIDE: tl.constexpr,
     QUANTISE: tl.constexpr,
 ):
+    """Program (t, b) writes block b of the heads of token t, unless its slot is negative or outside the pool."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token)
     if (slot >= 0) & (slot < slot_count):
@@ -93,7 +93,7 @@ def append_slots(
 
     Args:
         append_key: `[tokens, num_kv_heads, head_dim]`, any strides; of the cache's dtype, or bf16, fp16 or fp32 if the
-            cache is fp8 e4m3.
+            cache is float8_e4m3fn or float8_e5m2.
         append_value: the same for values.
         slot_mapping: int64 `[tokens]`, slot = page * page_size + offset; negative skips the token.
         paged_kv_cache: 5-D or a pair of 4-D tensors, any strides, see `append_paged_kv_cache`.
@@ -114,7 +114,7 @@ def append_slots(
     slot_count = cache.page_count * cache.page_size
     if check:
         check_slots(slot_mapping, slot_count=slot_count)
-    append.launch(_append_slots_kernel, slot_mapping, slot_count)
+    append.launch(append_slots_kernel, slot_mapping, slot_count)
 
 
 def check_slots(slot_mapping: torch.Tensor, *, slot_count: int) -> None:
@@ -147,6 +147,3 @@ def append_slots_reference(
     cache = unpack_paged_cache(paged_kv_cache, kv_layout)
     slots = [None if slot < 0 else divmod(slot, cache.page_size) for slot in slot_mapping.tolist()]
     store_reference(append_key, append_value, slots, cache, k_scale, v_scale)
-
-
-CONFIGURATIONS = configurations(_append_slots_kernel, {"slot_mapping_ptr": "*i64", "slot_count": "i32"})

@@ -15,8 +15,9 @@ order: its program first holds the chunk of one block in registers and ends by s
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import triton
@@ -24,7 +25,6 @@ import triton.language as tl
 
 from quire_kernels.shared.block_buffers import (
     NUM_WARPS,
-    WORD_TYPES,
     Buffers,
     check_blocks,
     describe_buffers,
@@ -32,14 +32,10 @@ from quire_kernels.shared.block_buffers import (
     word_constexprs,
     words_at,
 )
-from quire_kernels.shared.configurations import KernelConfiguration
-
-NOTHING_HELD = -1  # where a block id stands otherwise
-HELD = -1
 
 
 @triton.jit(do_not_specialize=["chain_count", "buffer_count", "chunk_count"])
-def _copy_blocks_kernel(
+def copy_blocks_kernel(
     table_ptr,
     chain_count,
     buffer_count,
@@ -48,6 +44,7 @@ def _copy_blocks_kernel(
     WORD_BYTES: tl.constexpr,
     CHUNK_WORDS: tl.constexpr,
 ):
+    """A program runs one chain for one chunk of its blocks in one buffer; chunk innermost, then buffer, then chain."""
     # [buffers, 3] of buffers; [chains] held blocks; [chains + 1] indptr; [steps, 2] source and destination
     program = tl.program_id(0)
     chunk = program % chunk_count
@@ -109,15 +106,16 @@ def copy_blocks(buffers: Buffers, sources: Sequence[int], destinations: Sequence
     chains = plan_chains(sources, destinations)
     if not chains:
         return
-    numbers = [*table.fields, *(chain.held for chain in chains), 0]
-    step_count = 0
-    for chain in chains:
-        step_count += len(chain.steps)
-        numbers.append(step_count)
-    numbers += [block for chain in chains for step in chain.steps for block in step]
+    steps = [block for chain in chains for step in chain.steps for block in step]
+    numbers = [
+        *table.fields,
+        *_encoded(chain.held for chain in chains),
+        *accumulate((len(chain.steps) for chain in chains), initial=0),
+        *_encoded(steps),
+    ]
     word_bytes = table.word_bytes()
-    with table.current(_copy_blocks_kernel):
-        _copy_blocks_kernel[(len(chains) * table.buffer_count * table.chunk_count(word_bytes),)](
+    with table.current(copy_blocks_kernel):
+        copy_blocks_kernel[(len(chains) * table.buffer_count * table.chunk_count(word_bytes),)](
             upload(numbers, table.device),
             len(chains),
             table.buffer_count,
@@ -127,12 +125,17 @@ def copy_blocks(buffers: Buffers, sources: Sequence[int], destinations: Sequence
         )
 
 
+def _encoded(blocks: Iterable[int | None]) -> list[int]:
+    """Blocks as the kernel's table has them, where -1 is no block: nothing is held, or what is held is copied."""
+    return [-1 if block is None else block for block in blocks]
+
+
 @dataclass(frozen=True, slots=True)
 class CopyChain:
-    """Copies that must happen one after another: `(source, destination)`, where the source `HELD` is the held block."""
+    """Copies that must happen one after another."""
 
-    held: int  # block whose bytes are held from the start, or NOTHING_HELD
-    steps: tuple[tuple[int, int], ...]
+    held: int | None  # the block whose bytes are held from the start, if there is one
+    steps: tuple[tuple[int | None, int], ...]  # (source, destination); from None what is held is copied
 
 
 def plan_chains(sources: Sequence[int], destinations: Sequence[int]) -> list[CopyChain]:
@@ -154,7 +157,7 @@ def plan_chains(sources: Sequence[int], destinations: Sequence[int]) -> list[Cop
     for source in source_of.values():
         if source in reads:
             reads[source] += 1
-    steps: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    steps: dict[int, list[tuple[int | None, int]]] = defaultdict(list)
     held: dict[int, int] = {}
     ready = [destination for destination, count in reads.items() if count == 0]
     waiting = dict.fromkeys(source_of)  # an ordered set
@@ -174,11 +177,11 @@ def plan_chains(sources: Sequence[int], destinations: Sequence[int]) -> list[Cop
         while True:
             del waiting[destination]
             source = source_of[destination]
-            steps[chain].append((HELD if source == first else source, destination))
+            steps[chain].append((None if source == first else source, destination))
             if source == first:
                 break
             destination = source
-    return [CopyChain(held.get(chain, NOTHING_HELD), tuple(chain_steps)) for chain, chain_steps in steps.items()]
+    return [CopyChain(held.get(chain), tuple(chain_steps)) for chain, chain_steps in steps.items()]
 
 
 def copy_blocks_reference(buffers: Sequence[torch.Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
@@ -190,7 +193,7 @@ def copy_blocks_reference(buffers: Sequence[torch.Tensor], sources: Sequence[int
 
 
 def _components(source_of: dict[int, int]) -> dict[int, int]:
-    """CopyChain of each destination: that of its source if somebody writes it, else its own."""
+    """Number of the chain that each destination belongs to: that of its source if somebody writes it, else its own."""
     chain_of: dict[int, int] = {}
     for destination in source_of:
         path = []
@@ -202,16 +205,3 @@ def _components(source_of: dict[int, int]) -> dict[int, int]:
         for member in path:
             chain_of[member] = chain_of.get(block, destination)
     return chain_of
-
-
-CONFIGURATIONS = tuple(
-    KernelConfiguration(
-        kernel=_copy_blocks_kernel,
-        name=f"words of {word_bytes}",
-        signature={"table_ptr": "*i64", **dict.fromkeys(("chain_count", "buffer_count", "chunk_count"), "i32")},
-        constexprs=word_constexprs(word_bytes),
-        aligned=frozenset(("table_ptr",)),
-        num_warps=NUM_WARPS,
-    )
-    for word_bytes in WORD_TYPES
-)

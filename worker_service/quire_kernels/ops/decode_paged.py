@@ -11,18 +11,13 @@ changed.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 
 from quire_kernels.ops.merge_splits import merge_splits
-from quire_kernels.shared.configurations import ARCHITECTURES, ELEMENT_BYTES, KernelConfiguration, unique
-from quire_kernels.shared.decode_work import DecodeWork, decode_tiling
+from quire_kernels.shared.decode_work import DecodeWork
 from quire_kernels.shared.launch import (
-    RUNTIME_STRIDES,
     as_kernel_sees,
     check_devices,
     check_queries,
@@ -38,6 +33,11 @@ from quire_kernels.shared.paged_cache import PagedCache, check_index_tensor
 from quire_kernels.shared.reference import attend, gather, visible
 from quire_kernels.shared.tile import (
     MASK_NONE,
+    Keys,
+    Rows,
+    Scoring,
+    Shape,
+    Span,
     attend_keys,
     finish_softmax,
     load_queries,
@@ -95,19 +95,22 @@ def decode_paged_kernel(
     valid = row < GROUP
     head = kv_head * GROUP + row
     q_row = request * stride_q_token + head * stride_q_head
-    q_part, q_tail = load_queries(q, q_row, valid, stride_q_dim, HEAD_DIM, BLOCK_D, BLOCK_TAIL, UPCAST)
+    queries = load_queries(q, q_row, valid, stride_q_dim, HEAD_DIM, BLOCK_D, BLOCK_TAIL, UPCAST)
     is_first = unit == tl.load(unit_indptr + request)
-    acc, row_max, row_sum = start_softmax(sinks, head, valid, is_first, BLOCK_M, BLOCK_V)
+    softmax = start_softmax(sinks, head, valid, is_first, BLOCK_M, BLOCK_V)
     slope, scale, output_scale = score_factors(slopes, head, valid, k_scale, v_scale, kv_head, sm_scale, BLOCK_M)
-    zero = tl.zeros((BLOCK_M,), dtype=tl.int32)
-    acc, row_max, row_sum = attend_keys(
-        acc, row_max, row_sum, q_part, q_tail, start, stop, load_low, stop, (zero + load_low, zero + stop),
-        zero + (length - 1), k + kv_head * stride_k_head, v + kv_head * stride_v_head, page_indices + first_page,
+    keys = Keys(
+        k + kv_head * stride_k_head, v + kv_head * stride_v_head, page_indices + first_page,
         (stride_k_page, stride_k_token, stride_k_dim), (stride_v_page, stride_v_token, stride_v_dim),
-        scale, soft_cap, slope, None, zero, True, PAGE_SIZE, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V,
-        SOFT_CAP, slopes is not None, MASK_NONE, UPCAST,
     )
-    result, result_lse = finish_softmax(acc, row_max, row_sum, output_scale)
+    zero = tl.zeros((BLOCK_M,), dtype=tl.int32)
+    rows = Rows(zero + load_low, zero + stop, zero + (length - 1))
+    softmax = attend_keys(
+        softmax, queries, keys, Span(start, stop, load_low, stop), rows,
+        Scoring(scale, soft_cap, slope, None, zero, SOFT_CAP, slopes is not None, MASK_NONE),
+        Shape(PAGE_SIZE, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V, UPCAST), True,
+    )
+    result, result_lse = finish_softmax(softmax[0], softmax[1], softmax[2], output_scale)
     if siblings == 1:
         store_rows(out, lse, request * heads + head, valid, result, result_lse, V_DIM, BLOCK_V)
     else:
@@ -132,7 +135,7 @@ def decode_paged(
 
     Args:
         q: `[batch, query_heads, head_dim]`, float16, bfloat16 or float32, any strides.
-        cache: of q's dtype or float8_e4m3fn.
+        cache: of q's dtype, float8_e4m3fn or float8_e5m2.
         indptr: int32 `[batch + 1]`.
         indices: int32, page ids.
         last_page_len: int32 `[batch]`.
@@ -196,72 +199,3 @@ def decode_paged_reference(
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)
-
-
-def _configuration(
-    chip: str, dtype: str, cache_dtype: str, dims: tuple[int, int], group: int, page_size: int, options: bool
-) -> KernelConfiguration:
-    is_fp8 = ELEMENT_BYTES[cache_dtype] == 1
-    tiling = decode_tiling(chip, group, *dims, ELEMENT_BYTES[dtype], is_fp8=is_fp8)
-    signature = {
-        **dict.fromkeys(("q", "out"), f"*{dtype}"),
-        **dict.fromkeys(("k", "v"), f"*{cache_dtype}"),
-        **dict.fromkeys(("page_indptr", "page_indices", "last_page_len", "units", "unit_indptr"), "*i32"),
-        **dict.fromkeys(("lse", "partial_out", "partial_lse"), "*fp32"),
-        **dict.fromkeys(("sm_scale", "soft_cap"), "fp32"),
-        **dict.fromkeys(("window_left", "batch"), "i32"),
-        **dict.fromkeys(RUNTIME_STRIDES, "i32"),
-    }
-    optional = ("sinks", "slopes", "k_scale", "v_scale")
-    scales = ("k_scale", "v_scale") if is_fp8 else ()
-    present = optional if options else scales
-    title = (f"D{dims[0]}", f"V{dims[1]}", f"G{group}", f"P{page_size}")
-    return KernelConfiguration(
-        kernel=decode_paged_kernel,
-        name=" ".join([chip, dtype, "cache", cache_dtype, *title, *(["options"] if options else [])]),
-        signature={**signature, **dict.fromkeys(present, "*fp32")},
-        constexprs={
-            **{name: None for name in optional if name not in present},
-            **dict.fromkeys(("stride_q_dim", "stride_k_dim", "stride_v_dim"), 1),
-            "KV_HEADS": 8,
-            "GROUP": group,
-            "PAGE_SIZE": page_size,
-            "BLOCK_M": tiling.block_m,
-            "BLOCK_N": tiling.block_n,
-            "WINDOW": options,
-            "SOFT_CAP": options,
-            "UPCAST": False,
-            **head_dim_blocks(*dims),
-        },
-        aligned=frozenset({"q", "k", "v", "out", "partial_out", *RUNTIME_STRIDES}),
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-        architectures=(chip,),
-    )
-
-
-def _variants(chip: str) -> Iterator[KernelConfiguration]:
-    """Head dims, ratios of heads, page sizes and dtypes as models have them; and each tiling with all options."""
-    fp8 = "fp8e4nv" if chip == "sm_90" else "u8"
-    usual, narrow, wide, latent = (128, 128), (64, 64), (256, 256), (192, 128)
-    for dims in (narrow, (80, 80), (96, 96), usual, wide, latent):
-        yield _configuration(chip, "bf16", "bf16", dims, 4, 16, False)
-    for group in (1, 5, 7, 8, 16, 32, 64):
-        yield _configuration(chip, "bf16", "bf16", usual, group, 16, False)
-    for page_size in (1, 64):
-        yield _configuration(chip, "bf16", "bf16", usual, 4, page_size, False)
-    yield _configuration(chip, "bf16", fp8, usual, 8, 16, False)
-    for dtype in ("fp16", "fp32"):
-        yield _configuration(chip, dtype, dtype, usual, 4, 16, False)
-        yield _configuration(chip, dtype, dtype, usual, 4, 16, True)
-    tilings = set()
-    for dtype in ("bf16", "fp32"):
-        for cache, dims, group in itertools.product((dtype, fp8), (wide, latent, usual), (4, 32, 64)):
-            found = _configuration(chip, dtype, cache, dims, group, 16, True)
-            tiling = (dtype, cache, found.constexprs["BLOCK_M"], found.constexprs["BLOCK_N"], found.num_warps)
-            if tiling not in tilings:
-                tilings.add(tiling)
-                yield found
-
-
-CONFIGURATIONS = unique(itertools.chain.from_iterable(_variants(chip) for chip in ARCHITECTURES))

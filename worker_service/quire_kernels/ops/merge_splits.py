@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from quire_kernels.shared.configurations import KernelConfiguration
 from quire_kernels.shared.launch import check_devices, device_of
 from quire_kernels.shared.work_units import WorkUnits
 
@@ -129,27 +128,3 @@ def merge_splits_reference(
         outs.append((partial_out[start:stop].double() * weight[..., None]).sum(0))
         lses.append(total * LOG2_E)
     return torch.stack(outs), torch.stack(lses)
-
-
-CONFIGURATIONS = tuple(
-    KernelConfiguration(
-        kernel=merge_splits_kernel,
-        name=f"{dtype} V{v_head_dim}",
-        signature={
-            **dict.fromkeys(("partial_out", "partial_lse", "lse"), "*fp32"),
-            "unit_indptr": "*i32",
-            "out": f"*{dtype}",
-            **dict.fromkeys(("heads", "stride_out_token", "stride_out_head"), "i32"),
-        },
-        constexprs={
-            "stride_out_dim": 1,
-            "V_DIM": v_head_dim,
-            "BLOCK_V": triton.next_power_of_2(v_head_dim),
-            "BLOCK_SPLITS": BLOCK_SPLITS,
-        },
-        aligned=frozenset({"partial_out", "out", "stride_out_token", "stride_out_head"}),
-        num_warps=NUM_WARPS,
-    )
-    for dtype in ("bf16", "fp16", "fp32")
-    for v_head_dim in (64, 96, 128, 256, 512)
-)

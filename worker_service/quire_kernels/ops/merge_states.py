@@ -17,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-from quire_kernels.shared.configurations import KernelConfiguration
 from quire_kernels.shared.launch import check_runnable, device_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -26,7 +25,7 @@ NUM_WARPS = 4
 
 
 @triton.jit(do_not_specialize=["state_count"])
-def _merge_states_kernel(
+def merge_states_kernel(
     v_ptr,
     s_ptr,
     v_out_ptr,
@@ -44,6 +43,7 @@ def _merge_states_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
+    """Program (r, b) merges all states of row r for block b of the heads."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     element = tl.arange(0, BLOCK_DIM)
@@ -79,7 +79,7 @@ def _merge_states_kernel(
 
 
 @triton.jit(do_not_specialize_on_alignment=["mask_ptr"])
-def _merge_state_kernel(
+def merge_state_kernel(
     v_a_ptr,
     s_a_ptr,
     v_b_ptr,
@@ -92,6 +92,7 @@ def _merge_state_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
+    """Program (r, b) merges both states of row r for block b of the heads, where the mask is not 0."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     element = tl.arange(0, BLOCK_DIM)
@@ -199,9 +200,9 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     lse = torch.empty(rows, heads, dtype=torch.float32, device=v.device)
     if merged.numel() == 0:
         return merged, lse
-    sizes = _sizes(heads, dim)
-    with device_of(_merge_states_kernel, v=v):
-        _merge_states_kernel[(rows, triton.cdiv(heads, sizes["BLOCK_HEADS"]))](
+    sizes = tile_sizes(heads, dim)
+    with device_of(merge_states_kernel, v=v):
+        merge_states_kernel[(rows, triton.cdiv(heads, sizes["BLOCK_HEADS"]))](
             v, s, merged, lse, state_count, *v.stride(), *s.stride(), **sizes, num_warps=NUM_WARPS
         )
     return merged, lse
@@ -230,9 +231,9 @@ def _launch_pair(
     rows, heads, dim = v.shape
     if v.numel() == 0:
         return
-    sizes = _sizes(heads, dim)
-    with device_of(_merge_state_kernel, v=v):
-        _merge_state_kernel[(rows, triton.cdiv(heads, sizes["BLOCK_HEADS"]))](
+    sizes = tile_sizes(heads, dim)
+    with device_of(merge_state_kernel, v=v):
+        merge_state_kernel[(rows, triton.cdiv(heads, sizes["BLOCK_HEADS"]))](
             v_a, s_a, v_b, s_b, v, s, mask, **sizes, num_warps=NUM_WARPS
         )
 
@@ -246,7 +247,7 @@ def _check_state(v_name: str, v: torch.Tensor, s_name: str, s: torch.Tensor, *, 
         raise ValueError(f"{s_name} must be float32 {tuple(v.shape[:-1])}, not {s.dtype} {tuple(s.shape)}")
     if s.device != v.device:
         raise ValueError(f"{s_name} is on {s.device}, {v_name} on {v.device}")
-    check_runnable(_merge_state_kernel, **{v_name: v})
+    check_runnable(merge_state_kernel, **{v_name: v})
 
 
 def _check_alike(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
@@ -257,43 +258,8 @@ def _check_alike(name: str, tensor: torch.Tensor, other_name: str, other: torch.
         )
 
 
-def _sizes(heads: int, dim: int) -> dict[str, Any]:
+def tile_sizes(heads: int, dim: int) -> dict[str, Any]:
+    """Gives the constexprs that say what one program merges: at most `TILE_ELEMENTS_MAX`, unless one head has more."""
     block_dim = triton.next_power_of_2(dim)
     block_heads = min(triton.next_power_of_2(heads), max(1, TILE_ELEMENTS_MAX // block_dim))
     return {"HEADS": heads, "DIM": dim, "BLOCK_HEADS": block_heads, "BLOCK_DIM": block_dim}
-
-
-def _configuration(kernel: Any, dtype: str, dim: int, *, masked: bool = False) -> KernelConfiguration:
-    outputs = {"v_out_ptr": f"*{dtype}", "s_out_ptr": "*fp32"}
-    constexprs: dict[str, Any] = _sizes(32, dim)
-    if kernel is _merge_states_kernel:
-        strides = [name for name in kernel.arg_names if name.endswith("_stride") and name != "v_element_stride"]
-        aligned = {"v_ptr": f"*{dtype}", "s_ptr": "*fp32", **outputs, **dict.fromkeys(strides, "i32")}
-        del aligned["s_head_stride"]
-        signature = {**aligned, "state_count": "i32"}
-        constexprs |= {"v_element_stride": 1, "s_head_stride": 1}
-    else:
-        inputs = {"v_a_ptr": f"*{dtype}", "s_a_ptr": "*fp32", "v_b_ptr": f"*{dtype}", "s_b_ptr": "*fp32"}
-        aligned = {**inputs, **outputs}
-        signature = {**aligned, **({"mask_ptr": "*u8"} if masked else {})}
-        constexprs |= {} if masked else {"mask_ptr": None}
-    return KernelConfiguration(
-        kernel=kernel,
-        name=f"{dtype} D{dim}{' masked' if masked else ''}",
-        signature=signature,
-        constexprs=constexprs,
-        aligned=frozenset(aligned),
-        num_warps=NUM_WARPS,
-    )
-
-
-CONFIGURATIONS = (
-    *(
-        _configuration(_merge_states_kernel, dtype, dim)
-        for dtype, dims in (("bf16", (64, 80, 96, 128, 256, 512)), ("fp16", (128, 512)), ("fp32", (64, 128, 256, 512)))
-        for dim in dims
-    ),
-    *(_configuration(_merge_state_kernel, dtype, dim) for dtype in ("bf16", "fp32") for dim in (64, 128, 256, 512)),
-    _configuration(_merge_state_kernel, "fp16", 128),
-    _configuration(_merge_state_kernel, "bf16", 128, masked=True),
-)

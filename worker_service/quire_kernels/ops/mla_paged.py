@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 
 from quire_kernels.ops.merge_splits import merge_splits
-from quire_kernels.shared.configurations import ARCHITECTURES, ELEMENT_BYTES, KernelConfiguration
 from quire_kernels.shared.launch import check_devices, device_of, is_interpreted, output_like
-from quire_kernels.shared.mla_work import MlaWork, mla_tiling
+from quire_kernels.shared.mla_work import MlaWork
 from quire_kernels.shared.options import AttentionOptions
 from quire_kernels.shared.paged_cache import PagedCache, check_index_tensor
 from quire_kernels.shared.reference import attend, gather, visible
@@ -35,9 +34,6 @@ from quire_kernels.shared.tile import (
     store_rows,
     token_offsets,
 )
-
-AXES = {"q_nope": ("token", "head"), "q_pe": ("token", "head"), "ckv": ("page", "token"), "kpe": ("page", "token")}
-STRIDES = tuple(f"stride_{name}_{axis}" for name, axes in AXES.items() for axis in axes)
 
 
 # fmt: off
@@ -256,51 +252,3 @@ def mla_paged_reference(
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)
-
-
-def _configuration(chip: str, dtype: str, heads: int, page_size: int, *, split_keys: bool) -> KernelConfiguration:
-    tiling = mla_tiling(chip, heads, ELEMENT_BYTES[dtype])
-    partial = ("partial_out", "partial_lse")
-    signature = {
-        **dict.fromkeys(("q_nope", "q_pe", "ckv", "kpe", "out"), f"*{dtype}"),
-        **dict.fromkeys(
-            ("qo_indptr", "page_indptr", "page_indices", "kv_lengths", "units", "unit_indptr"),
-            "*i32",
-        ),
-        **dict.fromkeys(("lse", *(partial if split_keys else ())), "*fp32"),
-        "sm_scale": "fp32",
-        "batch": "i32",
-        **dict.fromkeys(STRIDES, "i32"),
-    }
-    return KernelConfiguration(
-        kernel=mla_paged_kernel,
-        name=f"{chip} {dtype} H{heads} P{page_size} {'decode' if split_keys else 'prefill'}",
-        signature=signature,
-        constexprs={
-            **({} if split_keys else dict.fromkeys(partial)),
-            "HEADS": heads,
-            "PAGE_SIZE": page_size,
-            "CKV_DIM": 512,
-            "KPE_DIM": 64,
-            "BLOCK_M": tiling.block_m,
-            "BLOCK_N": tiling.block_n,
-            "CAUSAL": not split_keys,
-            "SPLIT_KEYS": split_keys,
-            "UPCAST": False,
-        },
-        aligned=frozenset({"q_nope", "q_pe", "ckv", "kpe", "out", *STRIDES}),
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-        architectures=(chip,),
-    )
-
-
-CONFIGURATIONS = tuple(
-    _configuration(chip, dtype, heads, page_size, split_keys=split_keys)
-    for chip in ARCHITECTURES
-    for dtype, heads, page_size in (
-        *(("bf16", heads, page_size) for heads in (16, 128) for page_size in (1, 16, 64)),
-        *((dtype, heads, 16) for dtype in ("fp16", "fp32") for heads in (16, 128)),
-    )
-    for split_keys in (True, False)
-)

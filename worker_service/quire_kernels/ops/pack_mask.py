@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from quire_kernels.shared.configurations import KernelConfiguration
 from quire_kernels.shared.launch import device_of
 
 BIT_ORDERS = ("little", "big")
@@ -23,7 +22,7 @@ NUM_WARPS = 4
 
 
 @triton.jit(do_not_specialize_on_alignment=["input_indptr_ptr", "output_indptr_ptr"])
-def _segment_packbits_kernel(
+def segment_packbits_kernel(
     x_ptr,
     packed_ptr,
     input_indptr_ptr,
@@ -31,6 +30,7 @@ def _segment_packbits_kernel(
     BLOCK_BYTES: tl.constexpr,
     IS_LITTLE: tl.constexpr,
 ):
+    """Program (b, i) packs block b of the bytes of request i."""
     request = tl.program_id(1)
     begin = tl.load(input_indptr_ptr + request).to(tl.int64)
     bit_count = tl.load(input_indptr_ptr + request + 1).to(tl.int64) - begin
@@ -114,8 +114,8 @@ def _pack(x: torch.Tensor, bounds: list[int], bitorder: str) -> tuple[torch.Tens
     if not output[-1]:
         return packed, output
     indptr = torch.tensor([bounds, output], dtype=torch.int64, device=x.device)  # [2, batch + 1]
-    with device_of(_segment_packbits_kernel, x=x):
-        _segment_packbits_kernel[(triton.cdiv(max(sizes), BLOCK_BYTES), len(sizes))](
+    with device_of(segment_packbits_kernel, x=x):
+        segment_packbits_kernel[(triton.cdiv(max(sizes), BLOCK_BYTES), len(sizes))](
             x.contiguous().view(torch.uint8),
             packed,
             indptr[0],
@@ -125,19 +125,3 @@ def _pack(x: torch.Tensor, bounds: list[int], bitorder: str) -> tuple[torch.Tens
             num_warps=NUM_WARPS,
         )
     return packed, output
-
-
-CONFIGURATIONS = tuple(
-    KernelConfiguration(
-        kernel=_segment_packbits_kernel,
-        name="little" if is_little else "big",
-        signature={
-            **dict.fromkeys(("x_ptr", "packed_ptr"), "*u8"),
-            **dict.fromkeys(("input_indptr_ptr", "output_indptr_ptr"), "*i64"),
-        },
-        constexprs={"BLOCK_BYTES": BLOCK_BYTES, "IS_LITTLE": is_little},
-        aligned=frozenset(("x_ptr", "packed_ptr")),
-        num_warps=NUM_WARPS,
-    )
-    for is_little in (True, False)
-)

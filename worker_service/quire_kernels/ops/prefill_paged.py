@@ -9,16 +9,11 @@ fill the gaps at the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from quire_kernels.shared.configurations import ARCHITECTURES, unique
 from quire_kernels.shared.launch import (
-    RUNTIME_STRIDES,
     as_kernel_sees,
     check_devices,
     device_of,
@@ -27,9 +22,10 @@ from quire_kernels.shared.launch import (
 )
 from quire_kernels.shared.options import AttentionOptions
 from quire_kernels.shared.paged_cache import PagedCache, check_index_tensor
-from quire_kernels.shared.prefill_launch import prefill_configuration, prepare_prefill, tiling_variants
+from quire_kernels.shared.prefill_launch import prepare_prefill
 from quire_kernels.shared.prefill_rows import Masking, PrefillWork, attend_requests, attend_rows
 from quire_kernels.shared.reference import gather
+from quire_kernels.shared.tile import Keys, Shape
 
 
 # fmt: off
@@ -76,13 +72,16 @@ def prefill_paged_kernel(
     kv_len = (page_count - 1) * PAGE_SIZE + tl.load(last_page_len + request)
     kv_len = tl.where(page_count > 0, kv_len, 0)
     attend_rows(
-        q, q_begin, q_len, k + kv_head * stride_k_head, v + kv_head * stride_v_head, kv_len, kv_head,
-        page_indices + first_page, out, lse, row_start, row_stop,
-        sinks, slopes, k_scale, v_scale, sm_scale, soft_cap, window_left, chunk_size, mask, mask_indptr, request,
-        (stride_q_token, stride_q_head, stride_q_dim), (stride_k_page, stride_k_token, stride_k_dim),
-        (stride_v_page, stride_v_token, stride_v_dim),
-        KV_HEADS, GROUP, PAGE_SIZE, HEAD_DIM, V_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V,
-        CAUSAL, WINDOW, CHUNKED, MASK_KIND, SOFT_CAP, UPCAST,
+        q, q_begin, q_len, (stride_q_token, stride_q_head, stride_q_dim),
+        Keys(
+            k + kv_head * stride_k_head, v + kv_head * stride_v_head, page_indices + first_page,
+            (stride_k_page, stride_k_token, stride_k_dim), (stride_v_page, stride_v_token, stride_v_dim),
+        ),
+        kv_len, kv_head,
+        out, lse, row_start, row_stop, sinks, slopes, k_scale, v_scale, sm_scale, soft_cap, window_left, chunk_size,
+        mask, mask_indptr, request,
+        Shape(PAGE_SIZE, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V, UPCAST),
+        KV_HEADS, GROUP, BLOCK_M, CAUSAL, WINDOW, CHUNKED, MASK_KIND, SOFT_CAP,
     )
 # fmt: on
 
@@ -105,7 +104,7 @@ def prefill_paged(
 
     Args:
         q: `[tokens, query_heads, head_dim]`, float16, bfloat16 or float32, any strides.
-        cache: of q's dtype or float8_e4m3fn.
+        cache: of q's dtype, float8_e4m3fn or float8_e5m2.
         qo_indptr: int32 `[batch + 1]`, from 0 to tokens.
         indptr: int32 `[batch + 1]`.
         indices: int32, page ids.
@@ -160,30 +159,3 @@ def prefill_paged_reference(
         options,
         masking,
     )
-
-
-def _variants(chip: str) -> Iterator[dict[str, Any]]:
-    """Head dims, ratios of heads, page sizes and dtypes as models have them; and each tiling with all options."""
-    usual: dict[str, Any] = {"dtype": "bf16", "dims": (128, 128)}
-    fp8 = "fp8e4nv" if chip == "sm_90" else "u8"
-    yield from (usual | {"dims": dims} for dims in ((64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128)))
-    yield from (usual | {"group": group} for group in (5, 7))
-    yield from (usual | {"rows": rows} for rows in (16, 64))
-    yield from (usual | {"page_size": page_size} for page_size in (1, 64))
-    yield from (usual | change for change in ({"mask": 1}, {"mask": 2}, {"causal": False}, {"cache": fp8}))
-    for dtype in ("fp16", "fp32"):
-        yield from (usual | {"dtype": dtype, "options": options} for options in (False, True))
-    yield from tiling_variants(chip, fp8)
-
-
-CONFIGURATIONS = unique(
-    prefill_configuration(
-        prefill_paged_kernel,
-        ("qo_indptr", "page_indptr", "page_indices", "last_page_len"),
-        RUNTIME_STRIDES,
-        chip=chip,
-        **variant,
-    )
-    for chip in ARCHITECTURES
-    for variant in _variants(chip)
-)

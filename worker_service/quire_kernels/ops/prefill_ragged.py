@@ -8,19 +8,16 @@ of keys and values may differ: 192 and 128 for the prefill of multi-head latent 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from quire_kernels.shared.configurations import ARCHITECTURES, unique
 from quire_kernels.shared.launch import as_kernel_sees, check_devices, device_of, is_interpreted
 from quire_kernels.shared.options import AttentionOptions
 from quire_kernels.shared.paged_cache import check_index_tensor
-from quire_kernels.shared.prefill_launch import prefill_configuration, prepare_prefill
+from quire_kernels.shared.prefill_launch import prepare_prefill
 from quire_kernels.shared.prefill_rows import Masking, PrefillWork, attend_requests, attend_rows
+from quire_kernels.shared.tile import Keys, Shape
 
 AXES = ("token", "head", "dim")
 
@@ -66,14 +63,17 @@ def prefill_ragged_kernel(
     kv_begin = tl.load(kv_indptr + request)
     kv_len = tl.load(kv_indptr + request + 1) - kv_begin
     attend_rows(
-        q, q_begin, q_len, k + kv_begin.to(tl.int64) * stride_k_token + kv_head * stride_k_head,
-        v + kv_begin.to(tl.int64) * stride_v_token + kv_head * stride_v_head, kv_len, kv_head,
-        None, out, lse, row_start, row_stop,
-        sinks, slopes, k_scale, v_scale, sm_scale, soft_cap, window_left, chunk_size, mask, mask_indptr, request,
-        (stride_q_token, stride_q_head, stride_q_dim), (0, stride_k_token, stride_k_dim),
-        (0, stride_v_token, stride_v_dim),
-        KV_HEADS, GROUP, 0, HEAD_DIM, V_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V,
-        CAUSAL, WINDOW, CHUNKED, MASK_KIND, SOFT_CAP, UPCAST,
+        q, q_begin, q_len, (stride_q_token, stride_q_head, stride_q_dim),
+        Keys(
+            k + kv_begin.to(tl.int64) * stride_k_token + kv_head * stride_k_head,
+            v + kv_begin.to(tl.int64) * stride_v_token + kv_head * stride_v_head, kv_indptr,
+            (0, stride_k_token, stride_k_dim), (0, stride_v_token, stride_v_dim),
+        ),
+        kv_len, kv_head,
+        out, lse, row_start, row_stop, sinks, slopes, k_scale, v_scale, sm_scale, soft_cap, window_left, chunk_size,
+        mask, mask_indptr, request,
+        Shape(0, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V, UPCAST),
+        KV_HEADS, GROUP, BLOCK_M, CAUSAL, WINDOW, CHUNKED, MASK_KIND, SOFT_CAP,
     )
 # fmt: on
 
@@ -95,7 +95,7 @@ def prefill_ragged(
 
     Args:
         q: `[tokens, query_heads, head_dim]`, float16, bfloat16 or float32, any strides.
-        k: `[kv_tokens, kv_heads, head_dim]`, of q's dtype or float8_e4m3fn, any strides.
+        k: `[kv_tokens, kv_heads, head_dim]`, of q's dtype, float8_e4m3fn or float8_e5m2, any strides.
         v: `[kv_tokens, kv_heads, v_head_dim]`, of k's dtype.
         qo_indptr: int32 `[batch + 1]`, from 0 to tokens.
         kv_indptr: int32 `[batch + 1]`, from 0 to kv_tokens.
@@ -157,29 +157,3 @@ def prefill_ragged_reference(
         options,
         masking,
     )
-
-
-def _variants(chip: str) -> Iterator[dict[str, Any]]:
-    """Fewer than of `prefill_paged`, whose inner loop this shares: keys without pages take fewer registers."""
-    usual: dict[str, Any] = {"dtype": "bf16", "dims": (128, 128)}
-    fp8 = "fp8e4nv" if chip == "sm_90" else "u8"
-    yield from (usual | {"dims": dims} for dims in ((64, 64), (80, 80), (96, 96), (128, 128), (256, 256)))
-    yield usual | {"dims": (192, 128), "group": 1}
-    yield from (usual | {"group": group} for group in (5, 7))
-    yield from (usual | change for change in ({"mask": 2}, {"causal": False}, {"cache": fp8}))
-    for dtype in ("fp16", "fp32"):
-        yield from (usual | {"dtype": dtype, "options": options} for options in (False, True))
-    yield usual | {"dims": (256, 256), "options": True}
-
-
-CONFIGURATIONS = unique(
-    prefill_configuration(
-        prefill_ragged_kernel,
-        ("qo_indptr", "kv_indptr"),
-        tuple(f"stride_{name}_{axis}" for name in "qkv" for axis in AXES[:2]),
-        chip=chip,
-        **variant,
-    )
-    for chip in ARCHITECTURES
-    for variant in _variants(chip)
-)

@@ -25,7 +25,6 @@ import torch
 import triton
 import triton.language as tl
 
-from quire_kernels.shared.configurations import KernelConfiguration
 from quire_kernels.shared.launch import device_of
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -84,7 +83,7 @@ def _lowest_kept(
     do_not_specialize=["vocabulary", "row_stride"],
     do_not_specialize_on_alignment=["uniform_ptr", "temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr"],
 )
-def _sample_kernel(
+def sample_kernel(
     logits_ptr,
     uniform_ptr,
     temperature_ptr,
@@ -99,6 +98,7 @@ def _sample_kernel(
     DRAW_BLOCK: tl.constexpr,
     GREEDY: tl.constexpr,
 ):
+    """A program chooses the token of one row."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     temperature = tl.cast(0.0, tl.float32) if GREEDY else tl.load(temperature_ptr + row)
@@ -273,8 +273,8 @@ def _launch(logits: torch.Tensor, vectors: dict[str, torch.Tensor] | None, out: 
     token = torch.empty(batch, dtype=torch.int32, device=logits.device) if out is None else out
     if batch == 0:
         return token
-    with device_of(_sample_kernel, logits=logits):
-        _sample_kernel[(batch,)](
+    with device_of(sample_kernel, logits=logits):
+        sample_kernel[(batch,)](
             logits,
             *(vectors.values() if vectors else (None,) * 5),
             token,
@@ -320,26 +320,3 @@ def _vector(name: str, value: torch.Tensor | float, dtype: torch.dtype, logits: 
             f"not {value.dtype} {tuple(value.shape)} on {value.device}"
         )
     return value.contiguous()
-
-
-def _configuration(dtype: str, *, is_greedy: bool) -> KernelConfiguration:
-    vectors = {
-        **dict.fromkeys(("uniform_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr"), "*fp32"),
-        "top_k_ptr": "*i32",
-    }
-    aligned = {"logits_ptr": f"*{dtype}", "token_ptr": "*i32"}
-    blocks = {"BLOCK": BLOCK, "DRAW_BLOCK": DRAW_BLOCK}
-    constexprs = {"stride": 1, **blocks, "GREEDY": is_greedy, **(dict.fromkeys(vectors) if is_greedy else {})}
-    return KernelConfiguration(
-        kernel=_sample_kernel,
-        name=f"{dtype}{' greedy' if is_greedy else ''}",
-        signature={**aligned, **({} if is_greedy else vectors), "vocabulary": "i32", "row_stride": "i32"},
-        constexprs=constexprs,
-        aligned=frozenset(aligned),
-        num_warps=NUM_WARPS,
-    )
-
-
-CONFIGURATIONS = tuple(
-    _configuration(dtype, is_greedy=is_greedy) for dtype in DTYPES.values() for is_greedy in (False, True)
-)

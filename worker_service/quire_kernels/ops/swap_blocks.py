@@ -17,7 +17,6 @@ import triton.language as tl
 
 from quire_kernels.shared.block_buffers import (
     NUM_WARPS,
-    WORD_TYPES,
     BlockBuffers,
     Buffers,
     check_blocks,
@@ -26,11 +25,10 @@ from quire_kernels.shared.block_buffers import (
     word_constexprs,
     words_at,
 )
-from quire_kernels.shared.configurations import KernelConfiguration
 
 
 @triton.jit(do_not_specialize=["staging_stride", "buffer_count", "chunk_count"])
-def _swap_blocks_kernel(
+def swap_blocks_kernel(
     table_ptr,
     staging_stride,
     buffer_count,
@@ -40,6 +38,7 @@ def _swap_blocks_kernel(
     CHUNK_WORDS: tl.constexpr,
     GATHER: tl.constexpr,
 ):
+    """A program moves one chunk of one block of one buffer; chunk innermost, then buffer, then row of staging."""
     # staging's address; [buffers, 3] of buffers; [buffers] offsets in a row of staging; [rows] blocks
     program = tl.program_id(0)
     chunk = program % chunk_count
@@ -120,8 +119,8 @@ def _swap(table: BlockBuffers, blocks: Sequence[int], staging: torch.Tensor, *, 
         return
     offsets = [0, *accumulate(table.block_bytes[:-1])]
     word_bytes = table.word_bytes(staging.data_ptr(), row_bytes, *offsets)
-    with table.current(_swap_blocks_kernel):
-        _swap_blocks_kernel[(len(blocks) * table.buffer_count * table.chunk_count(word_bytes),)](
+    with table.current(swap_blocks_kernel):
+        swap_blocks_kernel[(len(blocks) * table.buffer_count * table.chunk_count(word_bytes),)](
             upload([staging.data_ptr(), *table.fields, *offsets, *blocks], table.device),
             row_bytes,
             table.buffer_count,
@@ -130,17 +129,3 @@ def _swap(table: BlockBuffers, blocks: Sequence[int], staging: torch.Tensor, *, 
             GATHER=gather,
             num_warps=NUM_WARPS,
         )
-
-
-CONFIGURATIONS = tuple(
-    KernelConfiguration(
-        kernel=_swap_blocks_kernel,
-        name=f"{'gather' if gather else 'scatter'} words of {word_bytes}",
-        signature={"table_ptr": "*i64", **dict.fromkeys(("staging_stride", "buffer_count", "chunk_count"), "i32")},
-        constexprs={**word_constexprs(word_bytes), "GATHER": gather},
-        aligned=frozenset(("table_ptr",)),
-        num_warps=NUM_WARPS,
-    )
-    for gather in (True, False)
-    for word_bytes in WORD_TYPES
-)

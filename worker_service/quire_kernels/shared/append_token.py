@@ -1,7 +1,7 @@
 """What both ways to append share: how one token's heads go to their slot, and what must hold of the tensors.
 
     cache[page, offset, head, :] = token[head, :]                            same dtype: the bits are copied
-    cache[page, offset, head, :] = e4m3(token[head, :] / scale[head])        fp8 cache: quantised, saturating at 448
+    cache[page, offset, head, :] = fp8(token[head, :] / scale[head])         fp8 cache: quantised, saturating, see `fp8`
 
 A kernel sees every tensor as integers of its element's size, so any dtype without scales goes through one code path
 and nothing is rounded; only a quantising append reads floating-point numbers.
@@ -16,8 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
-from quire_kernels.shared.configurations import KernelConfiguration
-from quire_kernels.shared.e4m3 import E4M3, e4m3_from_float, quantise_reference
+from quire_kernels.shared.fp8 import (
+    FP8_BYTES,
+    FP8_NAMES,
+    e4m3_from_float,
+    e5m2_from_float,
+    is_fp8,
+    quantise_reference,
+)
 from quire_kernels.shared.launch import device_of
 from quire_kernels.shared.paged_cache import PagedCache, PagedKVCache, unpack_paged_cache
 
@@ -26,18 +32,8 @@ Scale = float | torch.Tensor | None
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 QUANTISABLE = (torch.bfloat16, torch.float16, torch.float32)
-TILE_ELEMENTS_MAX = 2048  # of the heads that one program writes
+TILE_ELEMENTS_MAX = 2048  # one program writes as many heads as have so many elements together: 16 of 128
 NUM_WARPS = 4
-STRIDES = tuple(  # of the tensors in `Append.views`, as the kernels name them
-    f"{view}_{axis}_stride"
-    for view, axes in (
-        ("key", ("token", "head", "element")),
-        ("value", ("token", "head", "element")),
-        ("k", ("page", "token", "head", "element")),
-        ("v", ("page", "token", "head", "element")),
-    )
-    for axis in axes
-)
 
 
 @triton.jit
@@ -74,7 +70,11 @@ def write_token(
     if QUANTISE:
         scale = tl.load(scale_ptr + head * SCALE_STRIDE, mask=head < HEADS, other=1.0)
         data = data.to(tl.float32)
-        data = e4m3_from_float(tl.div_rn(data, tl.broadcast_to(scale[:, None], data.shape)))
+        data = tl.div_rn(data, tl.broadcast_to(scale[:, None], data.shape))
+        if cache_ptr.dtype.element_ty == tl.int8:
+            data = e5m2_from_float(data)
+        else:
+            data = e4m3_from_float(data)
     target = cache_ptr + page * page_stride + offset * token_stride
     target += head[:, None] * head_stride + element[None, :] * element_stride
     tl.store(target, data, mask=mask)
@@ -90,7 +90,7 @@ def write_key_and_value(
     BLOCK_HEADS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr, QUANTISE: tl.constexpr,
 ):
-    """Both parts of a token, to its slot."""
+    """Writes both parts of a token, its key and its value, to its slot."""
     write_token(
         key_ptr, k_ptr, k_scale_ptr, token, page, offset, key_strides[0], key_strides[1], key_strides[2],
         k_strides[0], k_strides[1], k_strides[2], k_strides[3],
@@ -114,7 +114,7 @@ class Append:
     cache: PagedCache
     token_count: int
     views: tuple[torch.Tensor | None, ...]  # key, value, k cache, v cache, k scale, v scale
-    strides: tuple[int, ...]  # of the first four, 3 + 3 + 4 + 4
+    strides: tuple[int, ...]  # of the first four views: 3 of key, 3 of value, 4 of each cache
     sizes: dict[str, Any]  # constexprs
 
     @property
@@ -123,7 +123,7 @@ class Append:
         return triton.cdiv(self.cache.num_kv_heads, self.sizes["BLOCK_HEADS"])
 
     def launch(self, kernel: Any, *places: Any) -> None:
-        """Runs a kernel over all tokens; `places` are its arguments that say where each goes."""
+        """Runs a kernel over all tokens; `places` are the arguments that tell it where each token goes."""
         if self.token_count == 0:
             return
         with device_of(kernel, paged_kv_cache=self.cache.k):
@@ -144,7 +144,7 @@ def prepare(
 
     Args:
         append_key: `[tokens, num_kv_heads, head_dim]`, any strides; of the cache's dtype, or bf16, fp16 or fp32 if the
-            cache is fp8 e4m3.
+            cache is float8_e4m3fn or float8_e5m2.
         append_value: the same; its head dim is that of the values.
         paged_kv_cache: see `quire_kernels.shared.paged_cache`.
         kv_layout: "NHD" or "HND".
@@ -162,7 +162,7 @@ def prepare(
             f"append_value is {append_value.dtype} {tuple(append_value.shape)}, "
             f"append_key {append_key.dtype} {tuple(append_key.shape)}"
         )
-    quantise = cache.dtype == E4M3 and append_key.dtype != E4M3
+    quantise = is_fp8(cache.dtype) and append_key.dtype in QUANTISABLE
     for name, given in (("k_scale", k_scale), ("v_scale", v_scale)):
         if given is not None and not quantise:
             raise ValueError(f"{name} needs an fp8 cache and keys that are not: {cache.dtype}, {append_key.dtype}")
@@ -175,7 +175,8 @@ def prepare(
         scale_strides = {"K_SCALE_STRIDE": k_scales.stride(0), "V_SCALE_STRIDE": v_scales.stride(0)}
     else:
         sources = [_as_integers(source) for source in sources]
-    caches = [_as_integers(cache.k), _as_integers(cache.v)]
+    as_bytes = FP8_BYTES[cache.dtype] if quantise else INTEGERS[cache.dtype.itemsize]
+    caches = [cache.k.view(as_bytes), cache.v.view(as_bytes)]
     strides = [stride for view in (*sources, *caches) for stride in view.stride()]
     sizes = tile_sizes(cache.num_kv_heads, cache.head_dim, cache.v_head_dim)
     return Append(
@@ -188,7 +189,7 @@ def prepare(
 
 
 def tile_sizes(num_kv_heads: int, head_dim: int, v_head_dim: int) -> dict[str, Any]:
-    """The constexprs that say what one program writes: at most `TILE_ELEMENTS_MAX`, unless one head has more."""
+    """Gives the constexprs that say what one program writes: at most `TILE_ELEMENTS_MAX`, unless one head has more."""
     block_k, block_v = triton.next_power_of_2(head_dim), triton.next_power_of_2(v_head_dim)
     fitting = max(1, TILE_ELEMENTS_MAX // max(block_k, block_v))
     return {
@@ -201,58 +202,6 @@ def tile_sizes(num_kv_heads: int, head_dim: int, v_head_dim: int) -> dict[str, A
     }
 
 
-def configurations(kernel: Any, index_types: dict[str, str]) -> tuple[KernelConfiguration, ...]:
-    """The specialisations of a kernel that appends, of common head dims.
-
-    Args:
-        kernel: what calls `write_token`, with arguments named as in `append_paged_kv_cache`.
-        index_types: Triton types of the arguments that are its own, such as `{"positions_ptr": "*i32"}`.
-    """
-    dims = (64, 80, 96, 128, 256)
-    pairs = {
-        ("i16", "i16"): dims,
-        ("bf16", "u8"): dims,
-        ("fp16", "u8"): (128,),
-        ("fp32", "u8"): (128,),
-        ("u8", "u8"): (128,),
-        ("i32", "i32"): (64, 128, 256),
-    }
-    return tuple(
-        _configuration(kernel, index_types, element, cache_element, head_dim)
-        for (element, cache_element), head_dims in pairs.items()
-        for head_dim in head_dims
-    )
-
-
-def _configuration(
-    kernel: Any, index_types: dict[str, str], element: str, cache_element: str, head_dim: int
-) -> KernelConfiguration:
-    quantise = element != cache_element
-    scales = ("k_scale_ptr", "v_scale_ptr")
-    signature = {
-        **dict.fromkeys(("key_ptr", "value_ptr"), f"*{element}"),
-        **dict.fromkeys(("k_ptr", "v_ptr"), f"*{cache_element}"),
-        **(dict.fromkeys(scales, "*fp32") if quantise else {}),
-        **dict.fromkeys((stride for stride in STRIDES if "element" not in stride), "i32"),
-    }
-    constexprs = {
-        **({} if quantise else dict.fromkeys(scales)),
-        **dict.fromkeys((stride for stride in STRIDES if "element" in stride), 1),
-        "PAGE_SIZE": 16,
-        **tile_sizes(8, head_dim, head_dim),
-        **dict.fromkeys(("K_SCALE_STRIDE", "V_SCALE_STRIDE"), int(quantise)),
-        "QUANTISE": quantise,
-    }
-    return KernelConfiguration(
-        kernel=kernel,
-        name=f"{element} to {'e4m3' if quantise else cache_element} D{head_dim}",
-        signature={**signature, **index_types},
-        constexprs=constexprs,
-        aligned=frozenset(signature),
-        num_warps=NUM_WARPS,
-    )
-
-
 def store_reference(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -261,12 +210,12 @@ def store_reference(
     k_scale: Scale,
     v_scale: Scale,
 ) -> None:
-    """Plain torch: token i goes to its (page, offset in the page), or nowhere."""
+    """Writes token i to its (page, offset in the page), or nowhere, in plain torch."""
     for source, pages, scale in ((append_key, cache.k, k_scale), (append_value, cache.v, v_scale)):
         data = source
-        if cache.dtype == E4M3 and source.dtype != E4M3:
+        if is_fp8(cache.dtype) and source.dtype in QUANTISABLE:
             factor = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32, device=source.device)
-            data = quantise_reference(source, factor.reshape(-1, 1))
+            data = quantise_reference(source, factor.reshape(-1, 1), cache.dtype)
         stored, written = _as_integers(pages), _as_integers(data)
         for token, slot in enumerate(slots):
             if slot is not None:
@@ -280,14 +229,17 @@ def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
 def _check_source(name: str, source: torch.Tensor, cache: PagedCache, head_dim: int) -> None:
     if source.dim() != 3 or source.shape[1:] != (cache.num_kv_heads, head_dim):
         raise ValueError(f"{name} must be [tokens, {cache.num_kv_heads}, {head_dim}], not {tuple(source.shape)}")
-    if source.dtype != cache.dtype and not (cache.dtype == E4M3 and source.dtype in QUANTISABLE):
-        raise ValueError(f"{name} is {source.dtype}, the cache {cache.dtype}")
+    if source.dtype != cache.dtype and not (is_fp8(cache.dtype) and source.dtype in QUANTISABLE):
+        raise ValueError(
+            f"{name} is {source.dtype}, the cache {cache.dtype}: both must be alike, or the cache {FP8_NAMES} "
+            "and the keys float16, bfloat16 or float32"
+        )
     if source.device != cache.device:
         raise ValueError(f"{name} is on {source.device}, the cache on {cache.device}")
 
 
 def _scale_tensor(name: str, scale: Scale, cache: PagedCache) -> torch.Tensor:
-    """fp32 `[num_kv_heads]`, or one for all heads with stride 0."""
+    """A scale as fp32 `[num_kv_heads]`; one number for all heads is repeated by a stride of 0."""
     if not isinstance(scale, torch.Tensor):
         value = 1.0 if scale is None else float(scale)
         if not 0 < value < float("inf"):

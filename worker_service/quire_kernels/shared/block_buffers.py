@@ -22,15 +22,15 @@ import triton.language as tl
 
 from quire_kernels.shared.launch import device_of
 
-CHUNK_WORDS = 1024  # of one block of one buffer, moved by one program: 8 KiB of 8-byte words
+CHUNK_WORDS = 1024  # one program moves so many words of one block of one buffer: 8 KiB of 8-byte words
 NUM_WARPS = 4
 WORD_TYPES = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}  # by size in bytes
-BUFFER_FIELDS = 3  # base, stride, size
+BUFFER_FIELDS = 3  # a buffer is described by base, stride and size
 
 
 @triton.jit
 def words_at(address, WORD: tl.constexpr):
-    """The int64 `address` as a pointer to words. Neighbouring threads move neighbouring words."""
+    """Takes the int64 `address` for a pointer to words. Neighbouring threads move neighbouring words."""
     return address.to(tl.pointer_type(WORD))
 
 
@@ -49,15 +49,15 @@ class BlockBuffers:
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
-        """Bytes of a block in each buffer."""
+        """How many bytes a block has in each buffer."""
         return self.fields[2::BUFFER_FIELDS]
 
     def chunk_count(self, word_bytes: int) -> int:
-        """Programs for one block of the buffer whose blocks are largest."""
+        """How many programs move one block of the buffer whose blocks are largest."""
         return -(-max(self.block_bytes) // (CHUNK_WORDS * word_bytes))
 
     def word_bytes(self, *more: int) -> int:
-        """The largest word, of 1, 2, 4 or 8 bytes, that all addresses and sizes are multiples of, and `more`."""
+        """The largest word, of 1, 2, 4 or 8 bytes, that divides all addresses, sizes and `more`: 4 for 4096 and 60."""
         return math.gcd(8, *self.fields, *more)
 
     def current(self, kernel: Any) -> AbstractContextManager[object]:
@@ -74,12 +74,12 @@ Buffers = Sequence[torch.Tensor] | BlockBuffers
 
 
 def word_constexprs(word_bytes: int) -> dict[str, object]:
-    """What the kernels must know about words."""
+    """The constexprs that tell the kernels about words."""
     return {"WORD": WORD_TYPES[word_bytes], "WORD_BYTES": word_bytes, "CHUNK_WORDS": CHUNK_WORDS}
 
 
 def describe_buffers(buffers: Buffers) -> BlockBuffers:
-    """The table of some tensors. Made once, it may be used instead of them as long as they live.
+    """Makes the table of some tensors, which may be used instead of them as long as they live.
 
     Args:
         buffers: each `[blocks, ...]` of any dtype, all on one device; a block is contiguous, blocks may lie apart.
@@ -122,7 +122,7 @@ def check_blocks(name: str, blocks: Sequence[int], block_count: int, *, unique: 
 
 
 def upload(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64 `[numbers]` on the device; from pinned memory, so that the host does not wait for the copy."""
+    """Copies numbers to the device, int64, from pinned memory, so that the host does not wait for the copy."""
     table = torch.tensor(numbers, dtype=torch.int64)
     if device.type == "cpu":
         return table

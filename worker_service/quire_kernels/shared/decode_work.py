@@ -15,8 +15,8 @@ from quire_kernels.shared.launch import DOT_MIN, Tiling, chip_of, multiprocessor
 from quire_kernels.shared.paged_cache import check_index_tensor, kv_lengths
 from quire_kernels.shared.work_units import ITEMS_MAX, WorkUnits, divide_work
 
-WAVES = 4
-HEAD_BLOCK_MAX = 64  # query heads of one program
+WAVES = 4  # programs per multiprocessor that the division aims at: enough to hide that some end sooner
+HEAD_BLOCK_MAX = 64  # one program attends so many query heads at most
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +33,7 @@ class DecodeWork:
 def decode_tiling(
     chip: str, group: int, head_dim: int, v_head_dim: int, element_bytes: int, *, is_fp8: bool = False
 ) -> Tiling:
-    """Sizes for `group` query heads per KV head, such that nothing spills.
+    """Chooses sizes for `group` query heads per KV head, such that nothing spills.
 
     The tiles in flight are what hides the latency of memory: two or three of them, each about 32 KiB.
 
@@ -57,7 +57,10 @@ def decode_tiling(
 
 
 def decode_capacity(batch: int, kv_heads: int, group: int, tiling: Tiling, device: torch.device) -> int:
-    """Units that a batch is cut into at most; programs are as many, times the KV heads and blocks of query heads."""
+    """Says how many units a batch is cut into at most; each has a program per KV head and block of query heads.
+
+    On 132 multiprocessors 8 KV heads of 4 query heads give ceil(4 * 132 / 8) = 66 units, and one more per request.
+    """
     blocks = kv_heads * triton.cdiv(group, tiling.block_m)
     return max(1, triton.cdiv(WAVES * multiprocessor_count(device), blocks)) + batch
 

@@ -10,20 +10,14 @@ from typing import Any
 import torch
 import triton
 
-from quire_kernels.shared.e4m3 import E4M3
+from quire_kernels.shared.fp8 import FP8_BYTES, FP8_NAMES, is_fp8
 from quire_kernels.shared.options import AttentionOptions
 from quire_kernels.shared.paged_cache import PagedCache
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-NATIVE_E4M3_CAPABILITY = (8, 9)
-DOT_MIN = 16  # smallest side of a tensor-core product
-MULTIPROCESSORS_WITHOUT_GPU = 4
-
-# The strides that are arguments at run time; those of the head dim are 1 and compiled in.
-RUNTIME_STRIDES = (
-    *(f"stride_q_{axis}" for axis in ("token", "head")),
-    *(f"stride_{name}_{axis}" for name in "kv" for axis in ("page", "token", "head")),
-)
+NATIVE_FP8_CAPABILITY = (8, 9)
+DOT_MIN = 16  # the smallest side that a product on tensor cores may have
+MULTIPROCESSORS_WITHOUT_GPU = 4  # so that a test's requests are split into units, and not into many
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +31,7 @@ class Tiling:
 
 
 def chip_of(device: torch.device) -> str:
-    """What sizes are chosen for: "sm_80" (and what is older than sm_90), "sm_90" (and later), or "gfx942"."""
+    """Says what sizes are chosen for: "sm_80" (all before sm_90), "sm_90" (and later), or "gfx942"."""
     if device.type == "cuda" and torch.version.hip is not None:
         return "gfx942"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
@@ -54,7 +48,7 @@ def check_runnable(kernel: Any, **places: torch.Tensor | torch.device) -> None:
     """Refuses tensors in the host's memory, which only an interpreted kernel can read.
 
     Args:
-        kernel: that is to read them.
+        kernel: the one that is to read them.
         **places: tensors, or where they are, by the names of the caller's arguments.
 
     Raises:
@@ -73,7 +67,7 @@ def device_of(kernel: Any, **place: torch.Tensor | torch.device) -> AbstractCont
     """Makes a tensor's device the current one, where `kernel` is then launched: every launcher goes through here.
 
     Args:
-        kernel: that is launched.
+        kernel: the one that is launched.
         **place: a tensor, or where it is, by the name of the caller's argument.
 
     Raises:
@@ -86,14 +80,14 @@ def device_of(kernel: Any, **place: torch.Tensor | torch.device) -> AbstractCont
 
 
 def multiprocessor_count(device: torch.device) -> int:
-    """Multiprocessors of a GPU, a small number for a CPU."""
+    """Counts the multiprocessors of a GPU; a CPU counts as a small one."""
     if device.type != "cuda":
         return MULTIPROCESSORS_WITHOUT_GPU
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def head_dim_blocks(head_dim: int, v_head_dim: int) -> dict[str, int]:
-    """The constexprs of `tile.attend_keys` that depend on head dims: 192 and 128 give D 128, TAIL 64, V 128."""
+    """Gives the constexprs that depend on head dims: 192 and 128 give BLOCK_D 128, BLOCK_TAIL 64, BLOCK_V 128."""
     block_d = max(DOT_MIN, 1 << (head_dim.bit_length() - 1))
     tail = head_dim - block_d
     return {
@@ -106,16 +100,19 @@ def head_dim_blocks(head_dim: int, v_head_dim: int) -> dict[str, int]:
 
 
 def as_kernel_sees(cache: torch.Tensor, *, interpreted: bool) -> torch.Tensor:
-    """A cache in the dtype for a kernel: e4m3 goes as bytes where the device has no such type."""
-    if cache.dtype != E4M3:
+    """Views a cache in the dtype for a kernel: fp8 goes as bytes, see `fp8`, where the device has no such type.
+
+    Triton could convert e5m2 on older chips, too. It goes as e4m3 does, so that they run what the interpreter tests.
+    """
+    if not is_fp8(cache.dtype):
         return cache
     is_native = (
         not interpreted
         and cache.device.type == "cuda"
         and torch.version.hip is None
-        and torch.cuda.get_device_capability(cache.device) >= NATIVE_E4M3_CAPABILITY
+        and torch.cuda.get_device_capability(cache.device) >= NATIVE_FP8_CAPABILITY
     )
-    return cache if is_native else cache.view(torch.uint8)
+    return cache if is_native else cache.view(FP8_BYTES[cache.dtype])
 
 
 def check_queries(q: torch.Tensor, *, head_dim: int, kv_heads: int, kv_dtype: torch.dtype) -> None:
@@ -125,7 +122,7 @@ def check_queries(q: torch.Tensor, *, head_dim: int, kv_heads: int, kv_dtype: to
         q: `[tokens, query_heads, head_dim]`, float16, bfloat16 or float32, any strides.
         head_dim: of the keys.
         kv_heads: must divide query_heads.
-        kv_dtype: that of q, or float8_e4m3fn.
+        kv_dtype: that of q, or float8_e4m3fn, or float8_e5m2.
 
     Raises:
         ValueError: a shape or dtype does not fit; names the argument.
@@ -134,8 +131,8 @@ def check_queries(q: torch.Tensor, *, head_dim: int, kv_heads: int, kv_dtype: to
         raise ValueError(f"q must be [tokens, heads, {head_dim}], not {tuple(q.shape)}")
     if q.dtype not in QUERY_DTYPES:
         raise ValueError(f"q must be float16, bfloat16 or float32, not {q.dtype}")
-    if kv_dtype not in (q.dtype, E4M3):
-        raise ValueError(f"cache is {kv_dtype}: neither q's {q.dtype} nor {E4M3}")
+    if kv_dtype != q.dtype and not is_fp8(kv_dtype):
+        raise ValueError(f"cache must be of q's {q.dtype}, {FP8_NAMES}, not {kv_dtype}")
     if q.shape[1] == 0 or q.shape[1] % kv_heads:
         raise ValueError(f"q has {q.shape[1]} heads, no multiple of {kv_heads} KV heads")
     if head_dim < DOT_MIN:
@@ -156,7 +153,7 @@ def check_devices(device: torch.device, **tensors: torch.Tensor | None) -> None:
 def output_like(
     name: str, given: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """A tensor to write to: the caller's, if it fits, else a new one.
+    """Gives a tensor to write to: the caller's, if it fits, else a new one.
 
     Raises:
         ValueError: the caller's has another shape, dtype or device, or is not contiguous; names it.

@@ -28,7 +28,7 @@ class MlaWork:
 
 
 def mla_tiling(chip: str, heads: int, element_bytes: int) -> Tiling:
-    """Sizes for latents of 512 + 64, such that nothing spills: the accumulator of a row has 512 entries."""
+    """Chooses sizes for latents of 512 + 64, such that nothing spills: the accumulator of a row has 512 entries."""
     if chip == "gfx942":
         return Tiling(16, 16, num_warps=4, num_stages=1)
     if element_bytes == 4:

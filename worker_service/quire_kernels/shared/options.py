@@ -78,7 +78,7 @@ class AttentionOptions:
 
 
 def scale_per_head(name: str, scale: Scale | None, kv_heads: int, device: torch.device) -> torch.Tensor | None:
-    """A scale as float32 `[kv_heads]`; None stays None, which costs nothing in a kernel.
+    """Makes a scale float32 `[kv_heads]`; None stays None, which costs nothing in a kernel.
 
     Args:
         name: of the argument, for the message.

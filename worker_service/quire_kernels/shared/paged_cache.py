@@ -38,7 +38,7 @@ class PagedCache:
 
     @property
     def page_count(self) -> int:
-        """Pages of the pool."""
+        """How many pages the pool has."""
         return self.k.shape[0]
 
     @property
@@ -53,39 +53,39 @@ class PagedCache:
 
     @property
     def head_dim(self) -> int:
-        """Elements of a key of one head."""
+        """How many elements a key of one head has."""
         return self.k.shape[3]
 
     @property
     def v_head_dim(self) -> int:
-        """Elements of a value of one head."""
+        """How many elements a value of one head has."""
         return self.v.shape[3]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and values."""
+        """The dtype that keys and values have."""
         return self.k.dtype
 
     @property
     def device(self) -> torch.device:
-        """Of keys and values."""
+        """The device that keys and values are on."""
         return self.k.device
 
     @property
     def k_strides(self) -> tuple[int, int, int, int]:
-        """In elements, of page, token in the page, head, element."""
+        """How many elements lie between two pages, two tokens of a page, two heads, and two elements of a key."""
         page, token, head, element = self.k.stride()
         return page, token, head, element
 
     @property
     def v_strides(self) -> tuple[int, int, int, int]:
-        """In elements, of page, token in the page, head, element."""
+        """The same for values."""
         page, token, head, element = self.v.stride()
         return page, token, head, element
 
 
 def unpack_paged_cache(cache: PagedKVCache, kv_layout: str = "NHD") -> PagedCache:
-    """Views of keys and values with one order of dimensions.
+    """Gives keys and values as views with one order of dimensions.
 
     Args:
         cache: a 5-D tensor or a pair of 4-D tensors, see the top of the file; any dtype, any strides.
@@ -205,6 +205,9 @@ def check_page_table(
 
 
 def kv_lengths(indptr: torch.Tensor, last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Tokens per request, int32 `[batch]`, computed on the device of the page table without waiting for it."""
+    """Counts the tokens of each request, int32 `[batch]`, on the page table's device and without waiting for it.
+
+    Three pages of 16 whose last holds 5 tokens are 2 * 16 + 5 = 37; no page is no token, whatever `last_page_len` says.
+    """
     pages = indptr.diff()
     return torch.where(pages > 0, (pages - 1) * page_size + last_page_len, 0).to(torch.int32)

@@ -1,15 +1,12 @@
-"""What the launchers of both prefill kernels share: checks, arguments, and the specialisations that ship."""
+"""What the launchers of both prefill kernels share: checks and arguments."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from quire_kernels.shared.configurations import ELEMENT_BYTES, KernelConfiguration
 from quire_kernels.shared.launch import (
     check_devices,
     check_queries,
@@ -19,7 +16,7 @@ from quire_kernels.shared.launch import (
 )
 from quire_kernels.shared.options import AttentionOptions
 from quire_kernels.shared.paged_cache import check_index_tensor
-from quire_kernels.shared.prefill_rows import Masking, PrefillWork, prefill_tiling
+from quire_kernels.shared.prefill_rows import Masking, PrefillWork
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +30,7 @@ class PrefillLaunch:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to launch for."""
+        """Whether there are no queries, so that nothing must be launched."""
         return self.out.shape[0] == 0 or self.grid[0] == 0
 
 
@@ -98,73 +95,3 @@ def prepare_prefill(
         output_like("lse", lse, (tokens, heads), torch.float32, q.device),
         arguments,
     )
-
-
-def prefill_configuration(
-    kernel: Any, indices: tuple[str, ...], strides: tuple[str, ...], *, chip: str, **variant: Any
-) -> KernelConfiguration:
-    """One specialisation of a prefill kernel.
-
-    Args:
-        kernel: either of the two.
-        indices: its int32 arguments.
-        strides: its run-time strides.
-        chip: that it is for.
-        variant: dtype, cache, dims, group, page_size, rows, options, mask, causal; see the declarations.
-    """
-    dtype, cache, dims = variant["dtype"], variant.get("cache", variant["dtype"]), variant["dims"]
-    rows, options, mask = variant.get("rows", 1024), variant.get("options", False), variant.get("mask", 0)
-    is_fp8 = ELEMENT_BYTES[cache] == 1
-    tiling = prefill_tiling(chip, rows, dims[0], dims[1], ELEMENT_BYTES[dtype], masked=mask > 0, is_fp8=is_fp8)
-    optional = ("sinks", "slopes", "k_scale", "v_scale")
-    present = optional if options else ("k_scale", "v_scale") if is_fp8 else ()
-    sizes = {"KV_HEADS": 8, "GROUP": variant.get("group", 4), **head_dim_blocks(*dims)}
-    if "PAGE_SIZE" in kernel.arg_names:
-        sizes["PAGE_SIZE"] = variant.get("page_size", 16)
-    signature = {
-        **dict.fromkeys(("q", "out"), f"*{dtype}"),
-        **dict.fromkeys(("k", "v"), f"*{cache}"),
-        **dict.fromkeys(("units", "unit_indptr", *indices), "*i32"),
-        **dict.fromkeys(("lse", *present), "*fp32"),
-        **dict.fromkeys(("sm_scale", "soft_cap"), "fp32"),
-        **dict.fromkeys(("window_left", "chunk_size", "batch", *strides), "i32"),
-        **({"mask": "*u8", "mask_indptr": "*i64"} if mask else {}),
-    }
-    title = [chip, dtype, f"cache {cache}", f"D{dims[0]} V{dims[1]}", f"G{sizes['GROUP']}", f"M{tiling.block_m}"]
-    title += [f"P{sizes['PAGE_SIZE']}"] if "PAGE_SIZE" in sizes else []
-    title += ["options"] if options else []
-    title += [f"mask {mask}"] if mask else [] if variant.get("causal", True) else ["not causal"]
-    return KernelConfiguration(
-        kernel=kernel,
-        name=" ".join(title),
-        signature=signature,
-        constexprs={
-            **{name: None for name in (*optional, "mask", "mask_indptr") if name not in signature},
-            **dict.fromkeys(("stride_q_dim", "stride_k_dim", "stride_v_dim"), 1),
-            **sizes,
-            "BLOCK_M": tiling.block_m,
-            "BLOCK_N": tiling.block_n,
-            "CAUSAL": variant.get("causal", not mask),
-            "CHUNKED": options,
-            "MASK_KIND": mask,
-            "WINDOW": options,
-            "SOFT_CAP": options,
-            "UPCAST": False,
-        },
-        aligned=frozenset({"q", "k", "v", "out", *strides}),
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-        architectures=(chip,),
-    )
-
-
-def tiling_variants(chip: str, fp8: str) -> Iterator[dict[str, Any]]:
-    """Each tiling that `prefill_tiling` gives for a chip, at the largest head dims that get it and with all options."""
-    seen = set()
-    for dtype, mask in itertools.product(("bf16", "fp32"), (0, 2)):
-        for cache, dims, rows in itertools.product((dtype, fp8), ((256, 256), (192, 128), (128, 128)), (16, 64, 128)):
-            is_fp8 = cache == fp8
-            tiling = prefill_tiling(chip, rows, *dims, ELEMENT_BYTES[dtype], masked=mask > 0, is_fp8=is_fp8)
-            if (dtype, mask, cache, tiling) not in seen:
-                seen.add((dtype, mask, cache, tiling))
-                yield {"dtype": dtype, "cache": cache, "dims": dims, "rows": rows, "mask": mask, "options": True}

@@ -27,6 +27,9 @@ from quire_kernels.shared.paged_cache import check_index_tensor
 from quire_kernels.shared.reference import attend, visible
 from quire_kernels.shared.tile import (
     MASK_NONE,
+    Rows,
+    Scoring,
+    Span,
     attend_keys,
     finish_softmax,
     load_queries,
@@ -40,18 +43,14 @@ from quire_kernels.shared.work_units import WorkUnits, divide_work
 # fmt: off
 @triton.jit
 def attend_rows(
-    q, q_begin, q_len,  # q at the request's first token
-    k, v, kv_len, kv_head,  # at the KV head (and, without pages, the request's first key)
-    page_ids,  # at the request's first page
+    q, q_begin, q_len, q_strides,  # q at the request's first token
+    keys, kv_len, kv_head,  # `Keys` of the request at its KV head
     out, lse, row_start, row_stop,
     sinks, slopes, k_scale, v_scale, sm_scale, soft_cap, window_left, chunk_size,
-    mask, mask_indptr, request,
-    q_strides, k_strides, v_strides,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_V: tl.constexpr,
+    mask, mask_indptr, request, shape,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, MASK_KIND: tl.constexpr,
-    SOFT_CAP: tl.constexpr, UPCAST: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ):
     """Attends the rows `[row_start, row_stop)` of a request, at most BLOCK_M, and stores them."""
     row = row_start + tl.arange(0, BLOCK_M)
@@ -71,17 +70,20 @@ def attend_rows(
         row_high = tl.minimum(row_high, position + 1)
         load_high = tl.minimum(kv_len, last + 1)
         free_high = tl.minimum(kv_len, first + 1)
-    start = load_low // BLOCK_N * BLOCK_N
-    free_start = tl.maximum((free_low + BLOCK_N - 1) // BLOCK_N * BLOCK_N, start)
-    free_stop = tl.maximum(tl.maximum(free_high, 0) // BLOCK_N * BLOCK_N, free_start)
+    start = load_low // shape.BLOCK_N * shape.BLOCK_N
+    free_start = tl.maximum((free_low + shape.BLOCK_N - 1) // shape.BLOCK_N * shape.BLOCK_N, start)
+    free_stop = tl.maximum(tl.maximum(free_high, 0) // shape.BLOCK_N * shape.BLOCK_N, free_start)
 
     q_row = (q_begin + token).to(tl.int64) * q_strides[0] + head * q_strides[1]
-    q_part, q_tail = load_queries(q, q_row, valid, q_strides[2], HEAD_DIM, BLOCK_D, BLOCK_TAIL, UPCAST)
-    acc, row_max, row_sum = start_softmax(sinks, head, valid, True, BLOCK_M, BLOCK_V)
+    queries = load_queries(
+        q, q_row, valid, q_strides[2], shape.HEAD_DIM, shape.BLOCK_D, shape.BLOCK_TAIL, shape.UPCAST
+    )
+    softmax = start_softmax(sinks, head, valid, True, BLOCK_M, shape.BLOCK_V)
     slope, scale, output_scale = score_factors(slopes, head, valid, k_scale, v_scale, kv_head, sm_scale, BLOCK_M)
     mask_row = token.to(tl.int64) * kv_len
     if MASK_KIND != MASK_NONE:
         mask += tl.load(mask_indptr + request)
+    rows = Rows(row_low, row_high, position)
     for phase in tl.static_range(3):  # left edge, free, right edge
         if phase == 0:
             tile_start, tile_stop = start, free_start if MASK_KIND == MASK_NONE else load_high
@@ -90,21 +92,21 @@ def attend_rows(
         else:
             tile_start, tile_stop = free_stop, load_high
         if (phase == 0 and (WINDOW or CHUNKED or MASK_KIND != MASK_NONE)) or (phase > 0 and MASK_KIND == MASK_NONE):
-            acc, row_max, row_sum = attend_keys(
-                acc, row_max, row_sum, q_part, q_tail, tile_start, tile_stop, load_low, load_high, (row_low, row_high),
-                position, k, v, page_ids, k_strides, v_strides, scale, soft_cap, slope, mask, mask_row,
-                phase != 1, PAGE_SIZE, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_V,
-                SOFT_CAP, slopes is not None, MASK_KIND, UPCAST,
+            span = Span(tile_start, tile_stop, load_low, load_high)
+            softmax = attend_keys(
+                softmax, queries, keys, span, rows,
+                Scoring(scale, soft_cap, slope, mask, mask_row, SOFT_CAP, slopes is not None, MASK_KIND), shape,
+                phase != 1,
             )
-    result, result_lse = finish_softmax(acc, row_max, row_sum, output_scale)
+    result, result_lse = finish_softmax(softmax[0], softmax[1], softmax[2], output_scale)
     out_row = (q_begin + token).to(tl.int64) * (KV_HEADS * GROUP) + head
-    store_rows(out, lse, out_row, valid, result, result_lse, V_DIM, BLOCK_V)
+    store_rows(out, lse, out_row, valid, result, result_lse, shape.V_DIM, shape.BLOCK_V)
 # fmt: on
 
 
 @triton.jit
 def visible_from(position, window_left, chunk_size, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
-    """First key that a query at `position` sees."""
+    """Finds the first key that a query at `position` sees: of 40, with window_left 9 and chunks of 32, max(31, 32)."""
     low = position * 0
     if WINDOW:
         low = tl.maximum(low, position - window_left)
@@ -158,7 +160,7 @@ class Masking:
             raise ValueError(f"mask_indptr must have {batch + 1} entries, not {tuple(self.mask_indptr.shape)}")
 
     def arguments(self) -> dict[str, Any]:
-        """The kernels' arguments that say this."""
+        """Gives the kernels' arguments that say this."""
         mask = self.custom_mask
         return {
             "mask": mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask,
@@ -171,7 +173,7 @@ class Masking:
 
 
 def mask_indptr_of(qo_indptr: torch.Tensor, kv_lengths: torch.Tensor, *, packed: bool) -> torch.Tensor:
-    """Where each request's part of a flat mask starts, on the device.
+    """Computes where each request's part of a flat mask starts, on the device.
 
     Args:
         qo_indptr: int32 `[batch + 1]`.
@@ -197,7 +199,7 @@ def prefill_tiling(
     masked: bool = False,
     is_fp8: bool = False,
 ) -> Tiling:
-    """Sizes for blocks of query rows, such that nothing spills.
+    """Chooses sizes for blocks of query rows, such that nothing spills.
 
     Args:
         chip: of `launch.chip_of`.
@@ -275,7 +277,7 @@ def attend_requests(
     options: AttentionOptions,
     masking: Masking,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain torch: the queries `[starts[i], starts[i + 1])` against the keys of request i."""
+    """Attends the queries `[starts[i], starts[i + 1])` to the keys of request i, in plain torch."""
     outs, lses = [], []
     for request, (start, stop) in enumerate(itertools.pairwise(starts)):
         k, v = keys_and_values(request)
@@ -295,7 +297,7 @@ def attend_requests(
 
 
 def _mask_of(mask: torch.Tensor, start: int, shape: torch.Size) -> torch.Tensor:
-    """The custom mask of a request, bool `[q_len, kv_len]`, from entries or bits."""
+    """Cuts the custom mask of a request out, bool `[q_len, kv_len]`, from entries or bits."""
     size = shape.numel()
     if mask.dtype == torch.bool:
         return mask[start : start + size].reshape(shape)

@@ -20,13 +20,13 @@ LSE_TOLERANCE = 1e-4
 CPU_TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float64: 1e-12}
 # Merging rounds once, or, in the interpreter, cuts bfloat16 off.
 MERGE_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
-SAMPLE_TOLERANCE = 1e-5  # of sums, in probability
+SAMPLE_TOLERANCE = 1e-5  # the number that drew a token may lie so far outside the token's share of the probability
 
 
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, options: AttentionOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The formulas at the top of `options`, written down.
+    """Computes the formulas at the top of `options` as they stand there.
 
     Args:
         q: `[q_len, query_heads, head_dim]`, any dtype.
@@ -66,7 +66,7 @@ def attend(
 def visible(
     q_len: int, kv_len: int, *, causal: bool = False, window_left: int = -1, chunk_size: int = 0
 ) -> torch.Tensor:
-    """Which keys a query sees, bool `[q_len, kv_len]`: right-aligned, the last query stands at the last key."""
+    """Says which keys a query sees, bool `[q_len, kv_len]`: right-aligned, the last query stands at the last key."""
     position = (kv_len - q_len + torch.arange(q_len))[:, None]
     key = torch.arange(kv_len)[None, :]
     seen = torch.ones(q_len, kv_len, dtype=torch.bool)
@@ -82,7 +82,7 @@ def visible(
 def gather(
     cache: PagedCache, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor, request: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a request, `[kv_len, kv_heads, head_dim]`, fp8 as float32."""
+    """Gathers keys and values of a request, `[kv_len, kv_heads, head_dim]`, fp8 as float32."""
     pages = indices[int(indptr[request]) : int(indptr[request + 1])].long()
     length = (pages.shape[0] - 1) * cache.page_size + int(last_page_len[request]) if pages.shape[0] else 0
     k, v = (part[pages].flatten(0, 1)[:length] for part in (cache.k, cache.v))

@@ -19,10 +19,12 @@ A head dim that is no power of two is cut in two for the first product, BLOCK_D 
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from quire_kernels.shared.e4m3 import e4m3_to_float
+from quire_kernels.shared.fp8 import e4m3_to_float, e5m2_to_float
 
 # Custom masks: none, one byte per (query, key), one bit per (query, key) in little bit order.
 MASK_NONE = tl.constexpr(0)
@@ -34,9 +36,11 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def as_operand(x, like, UPCAST: tl.constexpr):
-    """`x` as an operand of a product with `like`: bytes are e4m3; UPCAST is for the interpreter."""
+    """`x` as an operand of a product with `like`; bytes are fp8, see `fp8`, and UPCAST is for the interpreter."""
     if x.dtype == tl.uint8:
         x = e4m3_to_float(x)
+    elif x.dtype == tl.int8:
+        x = e5m2_to_float(x)
     if UPCAST:
         return x.to(tl.float32)
     else:
@@ -47,7 +51,7 @@ def as_operand(x, like, UPCAST: tl.constexpr):
 def load_query_dims(
     q, row_offset, row_valid, stride_dim, DIM_START: tl.constexpr, DIM_STOP: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Dims `[DIM_START, DIM_STOP)` of query rows, `[M, BLOCK]`, zero outside."""
+    """Loads the dims `[DIM_START, DIM_STOP)` of query rows, `[M, BLOCK]`, zero outside."""
     dims = DIM_START + tl.arange(0, BLOCK)
     valid = row_valid[:, None] & (dims < DIM_STOP)[None, :]
     return tl.load(q + row_offset[:, None] + dims[None, :].to(tl.int64) * stride_dim, mask=valid, other=0.0)
@@ -64,7 +68,7 @@ def load_queries(
     BLOCK_TAIL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Both parts of query rows, `[M, BLOCK_D]` and `[M, BLOCK_TAIL]`; the second is the first if there is none."""
+    """Loads both parts of query rows, `[M, BLOCK_D]` and `[M, BLOCK_TAIL]`; without a tail the second is the first."""
     part = load_query_dims(q, row_offset, row_valid, stride_dim, 0, BLOCK_D, BLOCK_D)
     tail = part
     if BLOCK_TAIL > 0:
@@ -77,7 +81,7 @@ def load_queries(
 
 @triton.jit
 def start_softmax(sinks, head, valid, is_first, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr):
-    """acc, row_max and row_sum before any key. A sink is counted once: where `is_first`."""
+    """Gives acc, row_max and row_sum before any key. A sink is counted once: where `is_first`."""
     acc = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -90,7 +94,7 @@ def start_softmax(sinks, head, valid, is_first, BLOCK_M: tl.constexpr, BLOCK_V: 
 
 @triton.jit
 def score_factors(slopes, head, valid, k_scale, v_scale, kv_head, sm_scale, BLOCK_M: tl.constexpr):
-    """ALiBi slope of each row, scale of the scores, scale of the output."""
+    """Loads the ALiBi slope of each row, and computes the scales of scores and output."""
     slope = tl.zeros((BLOCK_M,), dtype=tl.float32)
     if slopes is not None:
         slope = tl.load(slopes + head, mask=valid, other=0.0)
@@ -115,7 +119,7 @@ def store_rows(out, lse, row, valid, result, result_lse, V_DIM: tl.constexpr, BL
 
 @triton.jit
 def page_ids_of_tile(page_ids, start, load_low, load_high, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Page ids of the keys `[start, start + BLOCK_N)`: one if pages are that large, else one a key; int64."""
+    """Loads the page ids of the keys `[start, start + BLOCK_N)`: one if pages are that large, else one a key; int64."""
     if PAGE_SIZE == 0:
         return tl.zeros((), dtype=tl.int64)
     elif PAGE_SIZE % BLOCK_N == 0:
@@ -129,7 +133,10 @@ def page_ids_of_tile(page_ids, start, load_low, load_high, PAGE_SIZE: tl.constex
 
 @triton.jit
 def token_offsets(pages, start, strides, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Element offsets of the keys `[start, start + BLOCK_N)`, int64 `[BLOCK_N]`."""
+    """Computes the element offsets of the keys `[start, start + BLOCK_N)`, int64 `[BLOCK_N]`.
+
+    Key 37 in pages of 16 is slot 5 of its page: page id * page stride + 5 * token stride.
+    """
     lane = tl.arange(0, BLOCK_N)
     if PAGE_SIZE == 0:
         return (start + lane).to(tl.int64) * strides[1]
@@ -150,7 +157,7 @@ def load_tile(
     BLOCK: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """Dims `[DIM_START, DIM_STOP)` of a tile of keys or values, `[BLOCK_N, BLOCK]`, zero outside."""
+    """Loads the dims `[DIM_START, DIM_STOP)` of a tile of keys or values, `[BLOCK_N, BLOCK]`, zero outside."""
     dims = DIM_START + tl.arange(0, BLOCK)
     pointers = base + offsets[:, None] + dims[None, :].to(tl.int64) * stride_dim
     if DIM_STOP - DIM_START == BLOCK:
@@ -167,13 +174,13 @@ def load_tile(
 
 @triton.jit
 def soft_capped(x, soft_cap):
-    """soft_cap * tanh(x / soft_cap), with exp2: the interpreter has no tanh."""
+    """Computes soft_cap * tanh(x / soft_cap); the interpreter has no tanh, which is 1 - 2 / (e^2y + 1) of y."""
     return soft_cap * (1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E / soft_cap)) + 1.0))
 
 
 @triton.jit
 def is_unmasked(mask, mask_row, keys, valid, MASK_KIND: tl.constexpr):
-    """Entries of a custom mask, bool `[M, BLOCK_N]`; `mask_row` int64 `[M]`, index of each row's first entry."""
+    """Loads entries of a custom mask, bool `[M, BLOCK_N]`; `mask_row`, int64 `[M]`, is where each row begins."""
     index = mask_row[:, None] + keys[None, :]
     if MASK_KIND == MASK_BITS:
         byte = tl.load(mask + (index >> 3), mask=valid, other=0)
@@ -184,7 +191,7 @@ def is_unmasked(mask, mask_row, keys, valid, MASK_KIND: tl.constexpr):
 
 @triton.jit
 def softmax_step(s, v, q, acc, row_max, row_sum, EDGE: tl.constexpr, UPCAST: tl.constexpr):
-    """One tile of the online softmax; `s` in units of log2."""
+    """Takes one tile into the online softmax; `s` is in units of log2."""
     new_max = tl.maximum(row_max, tl.max(s, 1))
     if EDGE:  # -inf - -inf would be NaN
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -198,75 +205,109 @@ def softmax_step(s, v, q, acc, row_max, row_sum, EDGE: tl.constexpr, UPCAST: tl.
     return acc, new_max, row_sum
 
 
+# What `attend_keys` takes, by meaning. A tuple with compile-time values (upper case) is made in the call itself: Triton
+# turns the numbers of a tuple that has a name into values at run time.
+class Keys(NamedTuple):
+    """Where the keys and values of a request lie."""
+
+    k: Any  # pointer to the KV head (and, without pages, the first key) of the request
+    v: Any
+    page_ids: (
+        Any  # pointer to the id of the request's first page; without pages any pointer, as Triton 3.6 takes no None
+    )
+    k_strides: Any  # (page, token, element)
+    v_strides: Any
+
+
+class Span(NamedTuple):
+    """The keys `[start, stop)` that a call attends to; it reads those that also lie in `[load_low, load_high)`."""
+
+    start: Any  # a multiple of BLOCK_N
+    stop: Any
+    load_low: Any
+    load_high: Any
+
+
+class Rows(NamedTuple):
+    """What each row sees: the keys `[low, high)`. All three are `[M]` int32."""
+
+    low: Any
+    high: Any
+    position: Any  # of the query among the keys
+
+
+class Scoring(NamedTuple):
+    """How scores follow from products: see `options`."""
+
+    scale: Any  # natural units, that of the cache's keys included
+    soft_cap: Any
+    slope: Any  # [M] float32, natural units
+    mask: Any  # pointer to the request's custom mask, or None
+    mask_row: Any  # [M] int64, index of each row's first entry in the mask
+    SOFT_CAP: Any
+    ALIBI: Any
+    MASK_KIND: Any
+
+
+class Shape(NamedTuple):
+    """What the compiler knows about keys and tiles."""
+
+    PAGE_SIZE: Any  # 0: keys lie one after another
+    HEAD_DIM: Any
+    V_DIM: Any
+    BLOCK_N: Any
+    BLOCK_D: Any
+    BLOCK_TAIL: Any
+    BLOCK_V: Any
+    UPCAST: Any
+
+
 @triton.jit
-def attend_keys(
-    acc,  # [M, BLOCK_V] float32
-    row_max,  # [M] float32, log2
-    row_sum,  # [M] float32
-    q,  # [M, BLOCK_D]
-    q_tail,  # [M, BLOCK_TAIL], anything if that is 0
-    start,  # first key, a multiple of BLOCK_N
-    stop,  # past the last
-    load_low,  # keys outside [load_low, load_high) are not read
-    load_high,
-    row_range,  # (low, high), each [M] int32: a row sees the keys [low, high)
-    position,  # [M] int32, of the queries among the keys
-    k,  # at the KV head (and, without pages, the first key) of the request
-    v,
-    page_ids,  # at the request's first page
-    k_strides,  # (page, token, element)
-    v_strides,
-    scale,  # natural units
-    soft_cap,
-    slope,  # [M] float32, natural units
-    mask,
-    mask_row,  # [M] int64
-    EDGE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_TAIL: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    MASK_KIND: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """Attends to the keys `[start, stop)`; gives acc, row_max, row_sum."""
-    pages = page_ids_of_tile(page_ids, start, load_low, load_high, PAGE_SIZE, BLOCK_N)
-    for tile in range(start, stop, BLOCK_N):
-        keys = tile + tl.arange(0, BLOCK_N)
-        key_valid = (keys >= load_low) & (keys < load_high)
-        next_pages = page_ids_of_tile(page_ids, tile + BLOCK_N, load_low, load_high, PAGE_SIZE, BLOCK_N)
-        offsets = token_offsets(pages, tile, k_strides, PAGE_SIZE, BLOCK_N)
-        k_tile = load_tile(k, offsets, key_valid, k_strides[2], 0, BLOCK_D, BLOCK_D, EDGE)
-        s = tl.dot(q, tl.trans(as_operand(k_tile, q, UPCAST)), input_precision="ieee")
-        if BLOCK_TAIL > 0:
-            tail = load_tile(k, offsets, key_valid, k_strides[2], BLOCK_D, HEAD_DIM, BLOCK_TAIL, EDGE)
-            s = tl.dot(q_tail, tl.trans(as_operand(tail, q, UPCAST)), s, input_precision="ieee")
-        offsets = token_offsets(pages, tile, v_strides, PAGE_SIZE, BLOCK_N)
-        v_tile = load_tile(v, offsets, key_valid, v_strides[2], 0, V_DIM, BLOCK_V, EDGE)
-        if SOFT_CAP:
-            s = soft_capped(s * scale, soft_cap) * LOG2_E
+def attend_keys(softmax, q, keys, span, rows, scoring, shape, EDGE: tl.constexpr):
+    """Attends a block of rows to a span of keys.
+
+    `softmax` is acc `[M, BLOCK_V]`, row_max (log2) and row_sum `[M]`, all float32; what comes back is the same, further
+    on. `q` is both parts of the queries, see `load_queries`. The others are the tuples above. With EDGE some row does
+    not see some key of the span.
+    """
+    acc, row_max, row_sum = softmax
+    q_part, q_tail = q
+    pages = page_ids_of_tile(keys.page_ids, span.start, span.load_low, span.load_high, shape.PAGE_SIZE, shape.BLOCK_N)
+    for tile in range(span.start, span.stop, shape.BLOCK_N):
+        key = tile + tl.arange(0, shape.BLOCK_N)
+        key_valid = (key >= span.load_low) & (key < span.load_high)
+        next_pages = page_ids_of_tile(
+            keys.page_ids, tile + shape.BLOCK_N, span.load_low, span.load_high, shape.PAGE_SIZE, shape.BLOCK_N
+        )
+        offsets = token_offsets(pages, tile, keys.k_strides, shape.PAGE_SIZE, shape.BLOCK_N)
+        k_tile = load_tile(keys.k, offsets, key_valid, keys.k_strides[2], 0, shape.BLOCK_D, shape.BLOCK_D, EDGE)
+        s = tl.dot(q_part, tl.trans(as_operand(k_tile, q_part, shape.UPCAST)), input_precision="ieee")
+        if shape.BLOCK_TAIL > 0:
+            tail = load_tile(
+                keys.k, offsets, key_valid, keys.k_strides[2], shape.BLOCK_D, shape.HEAD_DIM, shape.BLOCK_TAIL, EDGE
+            )
+            s = tl.dot(q_tail, tl.trans(as_operand(tail, q_part, shape.UPCAST)), s, input_precision="ieee")
+        offsets = token_offsets(pages, tile, keys.v_strides, shape.PAGE_SIZE, shape.BLOCK_N)
+        v_tile = load_tile(keys.v, offsets, key_valid, keys.v_strides[2], 0, shape.V_DIM, shape.BLOCK_V, EDGE)
+        if scoring.SOFT_CAP:
+            s = soft_capped(s * scoring.scale, scoring.soft_cap) * LOG2_E
         else:
-            s = s * (scale * LOG2_E)
-        if ALIBI:
-            s += (slope * LOG2_E)[:, None] * (keys[None, :] - position[:, None]).to(tl.float32)
+            s = s * (scoring.scale * LOG2_E)
+        if scoring.ALIBI:
+            s += (scoring.slope * LOG2_E)[:, None] * (key[None, :] - rows.position[:, None]).to(tl.float32)
         if EDGE:
-            seen = (keys[None, :] >= row_range[0][:, None]) & (keys[None, :] < row_range[1][:, None])
-            if MASK_KIND != MASK_NONE:
-                seen = seen & is_unmasked(mask, mask_row, keys, seen, MASK_KIND)
+            seen = (key[None, :] >= rows.low[:, None]) & (key[None, :] < rows.high[:, None])
+            if scoring.MASK_KIND != MASK_NONE:
+                seen = seen & is_unmasked(scoring.mask, scoring.mask_row, key, seen, scoring.MASK_KIND)
             s = tl.where(seen, s, float("-inf"))
-        acc, row_max, row_sum = softmax_step(s, v_tile, q, acc, row_max, row_sum, EDGE, UPCAST)
+        acc, row_max, row_sum = softmax_step(s, v_tile, q_part, acc, row_max, row_sum, EDGE, shape.UPCAST)
         pages = next_pages
     return acc, row_max, row_sum
 
 
 @triton.jit
 def finish_softmax(acc, row_max, row_sum, v_scale):
-    """Output `[M, BLOCK_V]` and base-2 lse `[M]`; zeros and -inf where nothing was seen."""
+    """Gives output `[M, BLOCK_V]` and base-2 lse `[M]`; they are zeros and -inf where nothing was seen."""
     nothing = row_sum == 0.0
     out = acc * (v_scale / tl.where(nothing, 1.0, row_sum))[:, None]
     lse = tl.where(nothing, float("-inf"), row_max + tl.log2(tl.where(nothing, 1.0, row_sum)))

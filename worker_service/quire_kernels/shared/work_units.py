@@ -5,6 +5,7 @@ They are cut into units of `size` items,
 
     size = round_up(max(size_min, ceil(sum(last - first) / unit_target)), alignment)
 
+(700 and 36 items, 7 units aimed at, size_min and alignment 32: ceil(736 / 7) = 106 becomes 128, so 6 units and 1),
 so that there are at most `unit_target + batch` units, whatever the lengths: that many programs are launched, and those
 past the last unit leave at once. A CUDA graph can be replayed with other lengths, and a long request beside short ones
 is cut into as many units as it takes to fill the chip. With `unit_target` None units have `size_min` items.
@@ -21,27 +22,26 @@ import torch
 import triton
 import triton.language as tl
 
-from quire_kernels.shared.configurations import KernelConfiguration
 from quire_kernels.shared.launch import device_of
 from quire_kernels.shared.paged_cache import check_index_tensor
 
 REQUEST, START, STOP, SIBLINGS = range(4)  # columns of `units`
 UNIT_COLUMNS = 4
 BLOCK = 256
-NO_TARGET = 2**31 - 1
+NO_TARGET = 2**31 - 1  # aims at so many units that each has its fewest items
 ITEMS_MAX = tl.constexpr(2**30)  # of a request, so that sums of two fit into 32 bits; a multiple of every alignment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkUnits:
-    """Who does what; see the top of the file."""
+    """Says who does what; see the top of the file."""
 
     units: torch.Tensor  # int32 [capacity, 4]
     indptr: torch.Tensor  # int32 [batch + 1]
 
     @property
     def capacity(self) -> int:
-        """Most units that there can be; the grid has this many programs (times the KV heads)."""
+        """How many units there can be at most; the grid has this many programs (times the KV heads)."""
         return self.units.shape[0]
 
     @property
@@ -168,17 +168,3 @@ def divide_work_reference(
         rows += [(request, a + i * size, min(a + (i + 1) * size, b), count) for i in range(count)]
         indptr.append(len(rows))
     return rows, indptr
-
-
-CONFIGURATIONS = (
-    KernelConfiguration(
-        kernel=divide_work_kernel,
-        name="of any batch",
-        signature={
-            **dict.fromkeys(("first", "last", "units", "indptr"), "*i32"),
-            **dict.fromkeys(("batch", "unit_target", "capacity", "size_min", "alignment", "units_min"), "i32"),
-        },
-        constexprs={"BLOCK": BLOCK},
-        num_warps=4,
-    ),
-)

@@ -76,7 +76,8 @@ class AttentionPlan(Protocol):
         """softmax(scale * Q K^T + causal mask) V per sequence, after `append` for the same layer.
 
         Query head h reads the KV head `h // (query_heads / kv_heads)`; any whole ratio. No slot past a sequence's
-        last key takes part, whatever it holds. The options have the words and meaning of `kernels.options`.
+        last key takes part, whatever it holds. The options have the words and meaning of
+        `quire_kernels.shared.options`.
 
         Args:
             query: `[tokens, query_heads, head_dim]`, of the pages' dtype, any strides.

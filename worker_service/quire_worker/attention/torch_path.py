@@ -23,17 +23,17 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from quire_worker.attention.interface import AttentionBatch, AttentionPlan, PagedAttention
-from quire_worker.attention.torch_plan import Unit, plan_units, query_block
+from quire_worker.attention.torch_plan import GatheredBatch, plan_units, query_block
 from quire_worker.attention.torch_tiles import DTYPES, Tiles, attend_tiles, key_rows, plan_tiles
 from quire_worker.cache import KEY_AND_VALUE, CacheSpec
 from quire_worker.sampler import SamplingParams, choose_by_sorting
 
-# Rows that the fused kernel takes at a time: 32, and more from 192 rows on. Between the two, one head's queries are
-# enough, and packing the heads of a KV head would only cost copies.
+# The fused kernel works on blocks of 32 rows, and on larger ones from 192 rows on. From 32 queries on, one head fills a
+# block by itself; packing the heads of a KV head only pays where that reaches 192 rows.
 ROWS_SMALL, ROWS_LARGE = 32, 192
-# In bfloat16 it takes a single row without rearranging keys. So up to three query heads of a KV head are faster one by
-# one: in decode as long as the keys and values of a sequence, which are then read for each, stay in the processor's
-# cache, and in blocks.
+# In bfloat16 the kernel takes a single row without rearranging the keys. With up to three query heads per KV head it is
+# quicker head by head: in blocks of queries, and in decode while a sequence's keys and values fit the cache, since each
+# head reads them again.
 LONE_HEADS_MAX, LONE_BYTES_MAX = 3, 2 << 20
 
 
@@ -74,7 +74,7 @@ class _Work(NamedTuple):
     """All queries of a batch, under one window."""
 
     tiles: Tiles | None
-    units: tuple[Unit, ...]
+    units: tuple[GatheredBatch, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +87,7 @@ class TorchAttentionPlan(AttentionPlan):
     workspace: _Workspace
     masks: _CausalMasks
     work_by_window: dict[int, _Work] = field(default_factory=dict)
-    places: dict[Unit, _Place] = field(default_factory=dict)
+    places: dict[GatheredBatch, _Place] = field(default_factory=dict)
 
     def work(self, window_left: int = -1) -> _Work:
         """What is attended to together under a window."""
@@ -128,7 +128,9 @@ class TorchAttentionPlan(AttentionPlan):
             output[unit.tokens] = self._attend_unit(unit, query[unit.tokens], pages, scores)
         return output
 
-    def _attend_unit(self, unit: Unit, query: torch.Tensor, pages: torch.Tensor, scores: _Scores) -> torch.Tensor:
+    def _attend_unit(
+        self, unit: GatheredBatch, query: torch.Tensor, pages: torch.Tensor, scores: _Scores
+    ) -> torch.Tensor:
         """Queries and result of a unit, `[sequences * queries, query_heads, head_dim]`."""
         kv_heads, head_dim = pages.shape[3:]
         sequences = unit.sequence_count
@@ -240,7 +242,8 @@ class _CausalMasks:
         if mask is None or mask.shape[1] < keys:
             with torch.inference_mode(False):
                 query = torch.arange(query_block(dtype) - 1, -1, -1).repeat_interleave(group)[:, None]
-                key = torch.arange((1 << (keys - 1).bit_length()) - 1, -1, -1)  # to a power of two: a prompt grows
+                # Keys go up to a power of two, so that a growing prompt seldom needs a new mask.
+                key = torch.arange((1 << (keys - 1).bit_length()) - 1, -1, -1)
                 is_hidden = key < query
                 if window_left >= 0:
                     is_hidden |= key > query + window_left
@@ -259,7 +262,7 @@ class _Place(NamedTuple):
     key: torch.Tensor  # [sequences, kv_heads, keys, head_dim]
     value: torch.Tensor
 
-    def gather(self, pages: torch.Tensor, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, pages: torch.Tensor, unit: GatheredBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a unit, each `[sequences, kv_heads, keys, head_dim]`, valid until the next call."""
         halves = pages.view(-1, self.key_pages.shape[1])  # [pages * 2, ...]: keys, values, keys, ...
         torch.index_select(halves, 0, unit.key_pages, out=self.key_pages)
@@ -278,7 +281,7 @@ class _Workspace:
     def __init__(self) -> None:
         self.buffer = torch.empty(0)
 
-    def place(self, pages: torch.Tensor, unit: Unit) -> _Place:
+    def place(self, pages: torch.Tensor, unit: GatheredBatch) -> _Place:
         """Where a unit goes; every unit begins where all others do."""
         _, _, page_size, kv_heads, head_dim = pages.shape
         shape = (KEY_AND_VALUE, unit.key_pages.shape[0], page_size * kv_heads * head_dim)

@@ -20,12 +20,13 @@ import torch
 from quire_worker.attention.interface import AttentionBatch
 from quire_worker.cache import KEY_AND_VALUE, CacheSpec
 
-# Keys and values of a unit; a single sequence may have more. What was gathered is then still in the processor's cache.
+# Bytes of keys and values gathered at once, so that they are in the cache when they are read; a longer sequence has a
+# unit to itself.
 GATHER_BYTES_MAX = 8 << 20
-# Padding of a sequence that costs less than a call of its own.
+# Bytes of padding that cost less than another call.
 PADDING_BYTES_MAX = 128 << 10
-# Queries of a chunk that are attended to at a time: the keys that none of them sees are skipped. More in half
-# precision, of which the fused kernel rearranges all keys in every call.
+# Queries attended to at once; keys that none of them sees are skipped. Half precision takes more, because each call
+# rearranges all keys.
 QUERY_BLOCK, QUERY_BLOCK_HALF = 128, 256
 
 
@@ -39,7 +40,7 @@ class QueryBlock(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Unit:
+class GatheredBatch:
     """Sequences that are attended to together.
 
     Pages are gathered whole. In a unit of several lengths the slots past a sequence's last key are then cleared, and
@@ -69,7 +70,9 @@ class _Part(NamedTuple):
     key_count: int
 
 
-def plan_units(batch: AttentionBatch, spec: CacheSpec, window_left: int, *, query_length_min: int) -> tuple[Unit, ...]:
+def plan_units(
+    batch: AttentionBatch, spec: CacheSpec, window_left: int, *, query_length_min: int
+) -> tuple[GatheredBatch, ...]:
     """Sequences in units.
 
     Args:
@@ -110,11 +113,11 @@ def _are_alike(longest: _Part, part: _Part, spec: CacheSpec, token_bytes: int) -
     return (longest.key_count - part.key_count) * token_bytes <= PADDING_BYTES_MAX
 
 
-def _plan_unit(batch: AttentionBatch, spec: CacheSpec, parts: Sequence[_Part], window_left: int) -> Unit:
+def _plan_unit(batch: AttentionBatch, spec: CacheSpec, parts: Sequence[_Part], window_left: int) -> GatheredBatch:
     """Pages from that of the first key to that of the last; where a sequence has fewer, its last one again."""
     page_size = spec.block_size
     first_pages = [part.first_key // page_size for part in parts]
-    starts = [part.first_key % page_size for part in parts]  # of keys in the gathered slots
+    starts = [part.first_key % page_size for part in parts]  # where each sequence's keys begin in its gathered slots
     stops = [start + part.key_count for start, part in zip(starts, parts, strict=True)]
     page_counts = [-(-stop // page_size) for stop in stops]
     page_count = max(page_counts)
@@ -131,7 +134,7 @@ def _plan_unit(batch: AttentionBatch, spec: CacheSpec, parts: Sequence[_Part], w
         unseen = is_unseen.flatten().nonzero().flatten()
         mask = torch.zeros(is_unseen.shape, dtype=spec.dtype).masked_fill_(is_unseen, float("-inf"))
         mask = mask[:, None, None, keys].contiguous()
-    return Unit(
+    return GatheredBatch(
         tokens=_tokens(parts),
         sequence_count=len(parts),
         query_length=query_length,

@@ -26,10 +26,10 @@ from quire_worker.cache import CacheSpec
 # longer ones leave the cache.
 TILE_BYTES_MAX = 512 << 10
 TILE_TOKENS_MIN = 128
-# Keys of a batch, every sequence as long as the longest, which gathering is quicker for: no sparse call is set up.
+# Below so many bytes of keys (sequences times the longest) gathering is quicker than setting up a sparse call.
 GATHERED_BYTES_MAX = 256 << 10
-PADDING_MAX = 1 / 8  # of the keys that there are: longer tiles have more of it where lengths differ
-DTYPES = (torch.float32, torch.float64)  # that sampled_addmm has
+PADDING_MAX = 1 / 8  # of the keys: a tile with more padding is halved
+DTYPES = (torch.float32, torch.float64)  # dtypes that sampled_addmm supports
 INT32_MAX = 2**31 - 1
 
 for beta in ("Sparse CSR tensor support is in beta state", r"index_reduce\(\) is in beta"):

@@ -173,7 +173,8 @@ class _Run:
             failure = self._judge(error, "copies", len(copies))
         else:
             return None
-        return self._recover(failure)
+        self._free_memory_after(failure)
+        return failure
 
     def _try_forward(self, parts: Sequence[Part]) -> Failure | None:
         try:
@@ -192,7 +193,8 @@ class _Run:
                 if not is_finite:
                     self._fail([part.sample], NOT_FINITE)
             return None
-        return self._recover(failure)
+        self._free_memory_after(failure)
+        return failure
 
     def _try_draw(self, draws: Sequence[Draw]) -> Failure | None:
         try:
@@ -205,15 +207,16 @@ class _Run:
         else:
             self.tokens += zip(draws, tokens, strict=True)
             return None
-        return self._recover(failure)
+        self._free_memory_after(failure)
+        return failure
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
     def _judge(self, error: Exception, what: str, count: int) -> Failure:
-        """Why an attempt failed.
+        """Returns why an attempt failed.
 
         Raises:
-            DeviceLostError: it is not the attempt that failed.
+            DeviceLostError: the device failed, and not the attempt.
         """
         if isinstance(error, torch.AcceleratorError) and not self._device_answers():
             raise DeviceLostError(f"{self._model.device} is lost: {error}") from error
@@ -223,10 +226,9 @@ class _Run:
             log.warning(f"{what} failed", error=type(error).__name__, parts=count, exc_info=error if is_news else None)
         return failure
 
-    def _recover(self, failure: Failure) -> Failure:
+    def _free_memory_after(self, failure: Failure) -> None:
         if failure.kind is FailureKind.OUT_OF_MEMORY and self._model.device.type == "cuda":
-            torch.cuda.empty_cache()  # what is kept for reuse may be in pieces that are too small
-        return failure
+            torch.cuda.empty_cache()  # what torch keeps for reuse may be in pieces that are too small
 
     def _device_answers(self) -> bool:
         try:
@@ -241,13 +243,13 @@ class _Run:
 
 
 def _halves(items: Sequence[ItemT]) -> tuple[Sequence[ItemT], Sequence[ItemT]] | None:
-    """Both halves; None of a single item."""
+    """Returns both halves; None where there is only one item."""
     middle = len(items) // 2
     return (items[:middle], items[middle:]) if middle else None
 
 
 def _token_halves(parts: Sequence[Part]) -> tuple[list[Part], list[Part]] | None:
-    """Both halves of their tokens, the part in the middle cut in two; None of a single token."""
+    """Returns both halves of their tokens, the part in the middle cut in two; None where there is only one token."""
     middle = sum(part.end - part.start for part in parts) // 2
     if not middle:
         return None

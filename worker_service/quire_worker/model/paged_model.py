@@ -34,7 +34,7 @@ from quire_worker.model.transformers_seam import ATTENTION_NAME, PagedStep, Prob
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# The check at load: tokens per sequence, and the largest difference of logits, as a part of their norm. In half
+# The check at load compares logits of so many tokens per sequence; they may differ by a share of their norm. In half
 # precision rounding alone moves the logits of a deep model by percents; a lost mask or state moves them by tens.
 _CHECK_TOKENS = 24
 _CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
@@ -126,7 +126,7 @@ def load_model(
 def _read_config(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises what the many kinds of configuration happen to
+    except Exception as error:  # transformers raises whatever its many kinds of configuration happen to raise
         raise CheckpointError(f"config.json in {folder} cannot be used: {error}") from error
 
 
@@ -144,10 +144,10 @@ def _read_weights(folder: Path, dtype: torch.dtype | str, device: torch.device) 
                 output_loading_info=True,
             )
     except Exception as error:  # as above, and safetensors' own for damaged files
-        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # looked up in a table of its own
+        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # the model has a table of its own
             raise UnsupportedModelError("the model does not use transformers' attention interface") from error
         raise CheckpointError(f"weights in {folder} cannot be loaded: {error}") from error
-    module, report = loaded  # because of `output_loading_info`
+    module, report = loaded  # a pair, because of `output_loading_info`
     if report["missing_keys"]:
         raise CheckpointError(f"weights in {folder} lack {_some(report['missing_keys'])}")
     if report["unexpected_keys"]:
@@ -275,7 +275,7 @@ def _some(names: set[str]) -> str:
 
 @contextmanager
 def _quiet_progress() -> Iterator[None]:
-    """Without transformers' progress bars, which would land among the log lines."""
+    """Switches off transformers' progress bars, which would land among the log lines."""
     bars: Any = transformers_logging
     shown = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()

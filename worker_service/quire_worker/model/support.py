@@ -12,7 +12,7 @@ from typing import Any
 
 from quire_worker.model.checkpoint import UnsupportedModelError
 
-# Passed along by models, without a meaning for attention over pages: positions are already in the queries and keys.
+# Models pass these along, but they mean nothing to attention over pages: positions are already in the queries and keys.
 _MEANINGLESS_OPTIONS = frozenset({"position_ids", "cache_position"})
 
 # Configuration entries that tell of a state beside keys and values.
@@ -20,7 +20,7 @@ _STATE_ENTRIES = ("mamba_d_state", "ssm_state_size", "state_size", "linear_num_k
 
 
 def refuse_unsupported_config(config: Any) -> None:
-    """The first net.
+    """Refuses what the configuration shows not to work, before weights are read.
 
     Args:
         config: of transformers.
@@ -36,7 +36,7 @@ def refuse_unsupported_config(config: Any) -> None:
 
 
 def refuse_unsupported_options(layer: str, options: Mapping[str, object]) -> None:
-    """The second net, for what a model passes to attention beside queries, keys, values and scale.
+    """Refuses what a model passes to attention, beside queries, keys, values and scale, that pages do not implement.
 
     Args:
         layer: class of the attention module, for the message.
@@ -70,7 +70,7 @@ def _layer_types(config: Any) -> str | None:
 
 
 def _sliding_window(config: Any) -> str | None:
-    """Without `layer_types`, a window holds for every layer unless it is switched off."""
+    """Refuses a window that, without `layer_types`, holds for every layer unless it is switched off."""
     window = _entry(config, "sliding_window")
     if window is None or _entry(config, "layer_types") or _entry(config, "use_sliding_window") is False:
         return None

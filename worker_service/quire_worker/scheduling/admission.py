@@ -18,8 +18,8 @@ from quire.hashing import DIGEST_BYTES
 from quire_worker.scheduling.request import Sample
 
 
-class Room(NamedTuple):
-    """What is left of everything in this turn.
+class TurnLimits(NamedTuple):
+    """How much may still be let in in this turn.
 
     Attributes:
         tokens: of the forward pass.
@@ -44,12 +44,14 @@ class Admission(NamedTuple):
     digests: list[bytes]
 
 
-def admit(waiting: Sequence[Sample], running: Sequence[Sample], room: Room, *, block_size: int) -> list[Admission]:
+def admit(
+    waiting: Sequence[Sample], running: Sequence[Sample], limits: TurnLimits, *, block_size: int
+) -> list[Admission]:
     """Chooses from `waiting`, which is sorted by age. Changes nothing but caches of digests."""
     if not waiting:
         return []
     being_computed = _being_computed(running, block_size)
-    tokens, samples, blocks, digest_bytes = room
+    tokens, samples, blocks, digest_bytes = limits
     admitted: list[Admission] = []
     for sample in waiting:
         if tokens == 0 or digest_bytes < DIGEST_BYTES:
@@ -63,7 +65,7 @@ def admit(waiting: Sequence[Sample], running: Sequence[Sample], room: Room, *, b
         if not alone and (samples < _places(sample) or (blocks is not None and needed + len(running) + 1 > blocks)):
             break
         token_count = min(len(sample.tokens) - shared * block_size, tokens)
-        sent = digests[: digest_bytes // DIGEST_BYTES]  # fewer only shorten what can be found
+        sent = digests[: digest_bytes // DIGEST_BYTES]  # fewer digests only make the hit shorter
         admitted.append(Admission(sample, token_count, needed, sent))
         being_computed.update(digests[shared:])
         tokens -= token_count
@@ -75,8 +77,8 @@ def admit(waiting: Sequence[Sample], running: Sequence[Sample], room: Room, *, b
 
 
 def _being_computed(running: Sequence[Sample], block_size: int) -> set[bytes]:
-    """Digests of prompt blocks that are not computed yet. What is computed is published, at the latest with the step
-    that lets somebody in."""
+    """Returns the digests of prompt blocks that are not computed yet. What is computed is published, at the latest with
+    the step that lets somebody in."""
     digests = set[bytes]()
     for sample in running:
         computed, end = sample.computed // block_size, (len(sample.tokens) - 1) // block_size
@@ -86,7 +88,8 @@ def _being_computed(running: Sequence[Sample], block_size: int) -> set[bytes]:
 
 
 def _held_count(digests: Sequence[bytes], running: Sequence[Sample], block_size: int) -> int:
-    """Leading blocks that somebody who runs holds. Whoever has the same digest at one place has it at all before."""
+    """Counts the leading blocks that some running sample holds; equal digests at one place mean equal ones before
+    it."""
     count = 0
     for sample in running:
         end = min(len(digests), sample.computed // block_size)
@@ -98,6 +101,6 @@ def _held_count(digests: Sequence[bytes], running: Sequence[Sample], block_size:
 
 
 def _places(sample: Sample) -> int:
-    """Samples that will run because of this one: the first brings all forks of its request."""
+    """Counts the samples that will run because of this one: the first brings all forks of its request."""
     is_first = sample.index == 0 and sample.output_token_count == 0
     return int(sample.request.sampling.n) if is_first else 1

@@ -1,4 +1,5 @@
-"""Who decodes on after a pass, and how many blocks are held ahead; `quire.ahead` decides how many are asked for."""
+"""Who decodes on after a pass, and how many blocks are held ahead; how many to ask for is decided by
+`quire.session.lookahead`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from quire_worker.scheduling.request import Sample
 
 
 def going_on(work: Iterable[Work], sequence_tokens_max: int) -> list[Decoding[Sample]]:
-    """Whom this pass neither leaves with a chunk of its prompt, nor completes, if nobody stops."""
+    """Returns the samples that decode on after this pass, if none of them stops."""
     return [
         Decoding(sample, sample.granted, len(sample.tokens) + 1, last)
         for sample, last in [
@@ -22,16 +23,16 @@ def going_on(work: Iterable[Work], sequence_tokens_max: int) -> list[Decoding[Sa
 
 
 def tokens_after(running: Iterable[Sample], work: Iterable[Work], samples: Sequence[Decoding[Sample]]) -> int:
-    """Tokens of the pass after this one, of those who run."""
+    """Counts the tokens of the pass after this one, of those who run."""
     counts = dict(work)
     return len(samples) + sum(len(sample.tokens) - sample.computed - counts.get(sample, 0) for sample in running)
 
 
 def block_count_of(sample: Sample, block_size: int) -> int:
-    """Blocks that it holds beyond those of its tokens."""
+    """Counts the blocks that a sample holds beyond those of its tokens."""
     return max(0, len(sample.table) - -(-len(sample.tokens) // block_size))
 
 
 def _last(sample: Sample, sequence_tokens_max: int) -> int:
-    """Tokens of it that can ever be computed: nothing follows the last one."""
+    """Counts the tokens of a sample that are ever computed: the last one has no successor, so it is not."""
     return min(len(sample.request.prompt) + sample.request.sampling.max_tokens, sequence_tokens_max) - 1

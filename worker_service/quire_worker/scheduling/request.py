@@ -85,7 +85,7 @@ class Request:
 
     @property
     def is_done(self) -> bool:
-        """Whether every sample has ended."""
+        """Tells whether every sample has ended."""
         return all(sample.has_ended for sample in self.samples)
 
 
@@ -98,6 +98,9 @@ class Sample:
         detokenizer: turns its tokens into text (opaque here).
         sequence_id: its sequence at the allocator; 0 while it has none.
         fork_of: the sample to be forked from with the next step.
+        states: its running block in each group of recurrent states, where the pool has any.
+        boundaries: token counts, rising, at which its passes end for a checkpoint to be made; see `passes.py`.
+        pass_token_count_max: tokens of a pass beyond which the pool had no room for it at once; 0 while there was.
     """
 
     request: Request
@@ -111,6 +114,9 @@ class Sample:
     committed: int = 0
     computed: int = 0
     fork_of: Sample | None = None
+    states: list[int] = field(default_factory=list)
+    boundaries: tuple[int, ...] = ()
+    pass_token_count_max: int = 0
     has_ended: bool = False
     finish_reason: FinishReason | None = None
     _digests: list[bytes] = field(default_factory=list)
@@ -123,11 +129,11 @@ class Sample:
 
     @property
     def output_token_count(self) -> int:
-        """Tokens generated so far."""
+        """Counts the tokens generated so far."""
         return len(self.tokens) - len(self.request.prompt)
 
     def digests(self, block_size: int, first: int, end: int) -> list[bytes]:
-        """Digests of the blocks `[first, end)` of its tokens; each is computed once."""
+        """Returns the digests of the blocks `[first, end)` of its tokens; each is computed once."""
         known = len(self._digests)
         if end > known:
             if self._chain is None:
@@ -136,21 +142,21 @@ class Sample:
         return self._digests[first:end]
 
     def forget_blocks(self) -> None:
-        """It holds nothing any more: freed, preempted, or the allocator's state is gone."""
+        """Notes that the sample holds nothing: it was freed or preempted, or the allocator lost it."""
         self.sequence_id = 0
-        self.table = []
-        self.granted = self.committed = self.computed = 0
+        self.table, self.states, self.boundaries = [], [], ()
+        self.granted = self.committed = self.computed = self.pass_token_count_max = 0
         self.fork_of = None
 
     def fork_from(self, parent: Sample) -> None:
-        """The prefill of `parent` has finished: this sample shares its blocks from the next step on."""
+        """Makes this sample share the blocks of `parent`, whose prefill has finished, from the next step on."""
         self.computed = self.committed = self.granted = parent.computed
         self.fork_of = parent
         self._digests = list(parent._digests)
         self._chain = parent._chain.copy() if parent._chain is not None else None
 
     def check_invariants(self, block_size: int) -> None:
-        """Of a running sample: counters are in order, and its table holds what was granted.
+        """Checks of a running sample that its counters are in order and its table holds what was granted.
 
         Raises:
             AssertionError: naming what is broken.

@@ -31,21 +31,21 @@ class Roster:
 
     @property
     def has_work(self) -> bool:
-        """Whether another turn has anything to do."""
+        """Tells whether another turn has anything to do."""
         return bool(self.waiting or self.running or self.leaving or self.to_free)
 
     def add(self, sample: Sample) -> None:
-        """A new sample waits for its turn. Its prompt is hashed here, where a forward pass may be running, and not
+        """Adds a sample to those that wait. Its prompt is hashed here, while a forward pass may be running, and not
         between two of them when it is let in."""
         sample.digests(self.block_size, 0, (len(sample.tokens) - 1) // self.block_size)
         insort(self.waiting, sample, key=age_of)
 
     def add_fork(self, child: Sample) -> None:
-        """A sample that shares its parent's blocks with the next step."""
+        """Adds a sample that shares its parent's blocks with the next step."""
         insort(self.running, child, key=age_of)
 
     def finish(self, sample: Sample, reason: FinishReason | None) -> None:
-        """The sample ends; its blocks are freed with the next step."""
+        """Ends a sample; its blocks are freed with the next step."""
         if sample.has_ended:
             return
         sample.has_ended = True
@@ -60,12 +60,12 @@ class Roster:
             self.waiting.remove(sample)
 
     def cancel(self, request: Request) -> None:
-        """Every sample of the request ends."""
+        """Ends every sample of the request."""
         for sample in request.samples:
             self.finish(sample, None)
 
     def forget_blocks(self) -> None:
-        """The allocator's state is gone: whoever ran waits."""
+        """Makes everybody who ran wait, because the allocator's state is gone."""
         self.waiting = sorted(self.waiting + self.running, key=age_of)
         for sample in self.waiting:
             self._uncount_ahead(sample)
@@ -75,7 +75,7 @@ class Roster:
         self.to_free.clear()
 
     def preempt_newest(self) -> Sample:
-        """Whoever came last of those who run waits, to be computed again; returns it."""
+        """Makes the newest running sample wait, to be computed again, and returns it."""
         victim = self.running.pop()
         self.preemption_count += 1
         victim.request.usage.preemption_count += 1
@@ -86,11 +86,11 @@ class Roster:
         return victim
 
     def _uncount_ahead(self, sample: Sample) -> None:
-        """It loses its blocks: those that it held ahead and never used are not counted as its request's."""
+        """Takes blocks that a sample held ahead and never used out of its request's usage."""
         sample.request.usage.granted_block_count -= lookahead.block_count_of(sample, self.block_size)
 
     def check_invariants(self) -> None:
-        """Counters of every sample are in order, nobody is in two places, tables hold what was granted.
+        """Checks that counters of every sample are in order, nobody is in two places and tables hold what was granted.
 
         Raises:
             AssertionError: naming what is broken.
@@ -106,5 +106,5 @@ class Roster:
 
 
 def age_of(sample: Sample) -> tuple[int, int]:
-    """By which samples are sorted."""
+    """Returns the key by which samples are sorted: the oldest first."""
     return sample.age

@@ -14,8 +14,8 @@ Pure: no torch, grpc, clock or randomness. One turn of the engine:
     4. extend    one more token was sampled; finish says why a sample ends
 
 Order is by age, always: the oldest sample is asked for first and preempted last, so it always gets on. Who is let in is
-decided in `admission.py`, how many blocks are asked for ahead in `quire.ahead`; who is where is kept in
-`roster.py`.
+decided in `admission.py`, where a pass over a prompt ends in `passes.py`, how many blocks are asked for ahead in
+`quire.session.lookahead`; who is where is kept in `roster.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from quire.protocol.steps import Copy, GrowOutcome, Result, StepOutcome
 from quire.session.lookahead import Decoding, Increment, give_back, needs_of
 
 from quire_worker.scheduling import lookahead
-from quire_worker.scheduling.admission import Admission, Room, admit
+from quire_worker.scheduling.admission import Admission, TurnLimits, admit
+from quire_worker.scheduling.passes import boundaries_of, is_at_boundary, pass_token_count, to_cut
 from quire_worker.scheduling.plan import Batch, Plan, Work
 from quire_worker.scheduling.request import FinishReason, Request, Sample
 from quire_worker.scheduling.roster import Roster, age_of
@@ -44,6 +45,7 @@ class Scheduler(Roster):
         running_max: samples that run at a time.
         ahead_tokens: for which a sample that decodes asks for room beyond its next token.
         digest_bytes_max: of the digests that one step may carry for new sequences.
+        has_states: the pool's groups behind the first, which is of full attention, keep recurrent states.
         commit_blocks_max: whose digests one step may carry. Without an allocator nobody computes beyond that. At least
             those of a forward pass.
     """
@@ -58,6 +60,7 @@ class Scheduler(Roster):
         ahead_tokens: int = 0,
         digest_bytes_max: int = 512 << 10,
         commit_blocks_max: int = 10 << 10,
+        has_states: bool = False,
     ) -> None:
         super().__init__(block_size)
         self.sequence_tokens_max = sequence_tokens_max
@@ -66,6 +69,7 @@ class Scheduler(Roster):
         self.ahead_tokens = ahead_tokens
         self.digest_bytes_max = digest_bytes_max
         self.commit_blocks_max = commit_blocks_max
+        self.has_states = has_states
         self._increment = Increment.of(block_size)
         self._last_sequence_id = 0
         self._free_block_count: int | None = None
@@ -77,11 +81,12 @@ class Scheduler(Roster):
         """Decides what to ask for."""
         plan = Plan()
         filled = self._take_filled()
+        cut = self._cut(filled)
         self._fork(plan)
         freed_ahead = self._free(plan)
         budget = self.batch_tokens_max
         for sample in self.running:
-            token_count = min(len(sample.tokens) - sample.computed, budget)
+            token_count = pass_token_count(sample, budget)
             if token_count == 0:
                 break
             budget -= token_count
@@ -92,21 +97,22 @@ class Scheduler(Roster):
         missing = len(plan.grows) - (self._free_block_count or 0) - freed_ahead
         admissions = self._choose(budget, None if room is None else room + freed_ahead - len(plan.grows))
         missing += self._let_in(plan, admissions)
-        self._commit(plan, filled, self._given_back(missing))
+        self._commit(plan, filled, {**cut, **self._given_back(missing)})
         return plan
 
     def plan_without_asking(self) -> Plan:
-        """A turn of those for whom everything is granted already. It is not whole if the allocator has to be asked for
-        others that run, or nobody runs. Parents wait for their forks, which share all that they have committed."""
+        """Plans a turn of those for whom everything is granted already. It is not whole if the allocator has to be
+        asked for others that run, or nobody runs. Parents wait for their forks, which share all that they have
+        committed."""
         filled_max = self.batch_tokens_max // self.block_size + len(self.running)  # by one pass
         if self._uncommitted_block_count() + filled_max > self.commit_blocks_max:
             return Plan(is_whole=False)
         plan, budget = Plan(is_whole=bool(self.running)), self.batch_tokens_max
         parents = {sample.fork_of for sample in self.running}
         for sample in self.running:
-            token_count = min(len(sample.tokens) - sample.computed, budget)
-            is_forking = sample.fork_of is not None or sample in parents
-            if is_forking or sample.computed + token_count > sample.granted:
+            token_count = pass_token_count(sample, budget)
+            has_to_ask = sample.fork_of is not None or sample in parents or is_at_boundary(sample)
+            if has_to_ask or sample.computed + token_count > sample.granted:
                 plan.is_whole = False
             elif token_count:
                 budget -= token_count
@@ -115,16 +121,16 @@ class Scheduler(Roster):
         return plan
 
     def has_to_ask(self, ready: Plan) -> bool:
-        """Whether a turn of those who are `ready` leaves out somebody who runs, or could be let in. Changes nothing but
-        caches of digests."""
+        """Tells whether a turn of those who are `ready` leaves out somebody who runs, or could be let in. Changes
+        nothing but caches of digests."""
         if not ready.is_whole:
             return True
         return self._can_admit(ready.tokens_left) and bool(self._choose(ready.tokens_left, self._room()))
 
     def plan_ahead(self, work: Sequence[Work], *, may_wait: bool = False) -> Plan:
-        """What to ask for while `work` is computed: commits of earlier passes, frees, room for the tokens to come of
-        each sample that goes on after this pass, and who is let in then, as far as that is certain: without blocks that
-        others would have to give back, and nobody who could share what is being computed.
+        """Plans what to ask for while `work` is computed: commits of earlier passes, frees, room for the tokens to come
+        of each sample that goes on after this pass, and who is let in then. It lets in only whom nobody has to give
+        blocks back for, and who shares nothing of what is being computed.
 
         Args:
             work: of this pass.
@@ -137,7 +143,7 @@ class Scheduler(Roster):
         if may_wait and not needs and not self._can_admit(budget):
             return plan
         filled = self._take_filled()
-        self._commit(plan, filled, {})
+        self._commit(plan, filled, self._cut(filled))
         free = (self._free_block_count or 0) + self._free(plan)
         admissions = self._choose(budget, free - sum(each.lacks_room for each in samples))
         for sample, token_count in self._needs_of(samples, free - sum(each.block_count for each in admissions)):
@@ -152,12 +158,14 @@ class Scheduler(Roster):
             AssertionError: the allocator and this scheduler disagree about which sequences live.
         """
         denied = self.take_in(plan, outcome)
-        if any(sample not in plan.admitted and not sample.has_ended for sample in denied):
+        rows = zip(plan.grows, outcome.grows, strict=True)
+        squeezed = {sample for (sample, _), grown in rows if grown.result is Result.PASS_TOO_LONG}
+        if any(sample not in plan.admitted and not sample.has_ended for sample in denied - squeezed):
             denied.add(self.preempt_newest())
         work = [
-            Work(sample, min(token_count, len(sample.tokens) - sample.computed))
+            Work(sample, pass_token_count(sample, min(token_count, sample.granted - sample.computed)))
             for sample, token_count in plan.wanted
-            if sample not in denied and not sample.has_ended
+            if sample not in denied and not sample.has_ended and sample.granted > sample.computed
         ]
         if not work:  # the copies wait for a batch
             return Batch([], [])
@@ -174,6 +182,7 @@ class Scheduler(Roster):
         self._take_commits(plan, outcome)
         for parent, child in plan.forks:
             child.table, child.fork_of = parent.table[: -(-child.computed // self.block_size)], None
+            child.states, child.boundaries = list(parent.states), parent.boundaries
         self._copies += outcome.copies
         return {
             sample
@@ -183,17 +192,17 @@ class Scheduler(Roster):
 
     @staticmethod
     def forbidden(plan: Plan, outcome: StepOutcome) -> list[Request]:
-        """Those that the allocator will never let in: to be ended before the answer is taken in."""
+        """Returns those that the allocator will never let in, to be ended before the answer is taken in."""
         rows = zip(plan.grows, outcome.grows, strict=True)
         return [sample.request for (sample, _), grown in rows if grown.result is Result.FORBIDDEN]
 
     def advance(self, work: Iterable[Work]) -> None:
-        """The batch has been computed; what was not must never be committed."""
+        """Counts what the batch has computed; what was not computed must never be committed."""
         for sample, token_count in work:
             sample.computed += token_count
 
     def extend(self, sample: Sample, token: int, *, is_stop: bool) -> None:
-        """A token was sampled. A stop token ends the sample and is not kept; so does the longest length."""
+        """Adds a token that was sampled. A stop token ends the sample and is not kept; so does the longest length."""
         if is_stop:
             self.finish(sample, FinishReason.STOP)
             return
@@ -206,13 +215,14 @@ class Scheduler(Roster):
     # -- the allocator's state is gone ---------------------------------------------------------------------------------
 
     def forget_blocks(self) -> None:
-        """Everything that ran waits to be computed again."""
+        """Makes everybody who ran wait, to be computed again."""
         super().forget_blocks()
         self._free_block_count = None
         self._copies.clear()
 
-    def start_over(self, plan: Plan) -> None:
-        """The allocator refused the step of a plan: all that it still holds for us is freed with the next one."""
+    def give_everything_back(self, plan: Plan) -> None:
+        """Frees with the next step all that the allocator still holds for us, because it refused the step of this
+        plan."""
         held = [sample.sequence_id for sample in (*self.running, *self.leaving) if sample.sequence_id]
         unfreed = unpack_uint64(plan.step.message.frees.sequences)
         self.forget_blocks()
@@ -221,15 +231,15 @@ class Scheduler(Roster):
     # -- parts of a plan -----------------------------------------------------------------------------------------------
 
     def _uncommitted_block_count(self) -> int:
-        """Blocks that the next commit publishes."""
+        """Counts the blocks that the next commit publishes."""
         return sum(
             sample.computed // self.block_size - sample.committed // self.block_size
             for sample in (*self.running, *self.leaving)
         )
 
     def _take_filled(self) -> dict[Sample, list[bytes]]:
-        """Who filled blocks since the last commit, and their digests. Also parents of forks, which share only what is
-        committed. From now on it all counts as committed."""
+        """Returns who filled blocks since the last commit, and their digests; among them parents of forks, which share
+        only what is committed. From now on it all counts as committed."""
         parents = {sample.fork_of for sample in self.running}
         filled = {}
         for sample in self.running + self.leaving:
@@ -244,9 +254,25 @@ class Scheduler(Roster):
         for sample in {**filled, **kept}:
             plan.step.commit(sample.sequence_id, sample.computed, filled.get(sample, ()), kept.get(sample, 0))
         for sample, token_count in kept.items():
-            sample.request.usage.granted_block_count -= (sample.granted - token_count) // self.block_size
-            del sample.table[token_count // self.block_size :]
-            sample.committed, sample.granted = sample.computed, token_count
+            self._keep(sample, token_count)
+            sample.committed = sample.computed
+
+    def _keep(self, sample: Sample, token_count: int) -> None:
+        """The sample has room for so many tokens from now on, and gives back the blocks beyond."""
+        block_count = -(-token_count // self.block_size)
+        sample.request.usage.granted_block_count -= len(sample.table) - block_count
+        del sample.table[block_count:]
+        sample.granted = token_count
+
+    def _cut(self, filled: dict[Sample, list[bytes]]) -> dict[Sample, int]:
+        """Who gives back all room beyond what it has computed, so that its state becomes a checkpoint or is shared."""
+        if not self.has_states:
+            return {}
+        parents = {sample.fork_of for sample in self.running}
+        cut = to_cut((*self.running, *self.leaving), filled, parents)
+        for sample in cut:
+            self._keep(sample, sample.computed)
+        return {sample: sample.computed for sample in cut}
 
     def _fork(self, plan: Plan) -> None:
         for sample in self.running:
@@ -278,7 +304,7 @@ class Scheduler(Roster):
         return bool(self.waiting) and budget > 0 and len(self.running) < self.running_max
 
     def _room(self) -> int | None:
-        """Blocks that are free, or held ahead, which is as good; None where the allocator has not said."""
+        """Counts the blocks that are free, or held ahead, which is as good; None where the allocator has not said."""
         if self._free_block_count is None:
             return None
         held = sum(lookahead.block_count_of(sample, self.block_size) for sample in self.running + self.leaving)
@@ -288,27 +314,36 @@ class Scheduler(Roster):
         return needs_of(samples, free_block_count, ahead_tokens=self.ahead_tokens, increment=self._increment)
 
     def _given_back(self, block_count: int) -> dict[Sample, int]:
-        """Who gives back so many blocks that it holds ahead, and for how many tokens each keeps room."""
+        """Returns who gives back so many blocks that it holds ahead, and for how many tokens each keeps room."""
         if block_count <= 0:
             return {}
         holders = [(sample, sample.granted, len(sample.tokens)) for sample in self.running + self.leaving]
         return give_back(holders, block_count, self._increment)
 
     def _choose(self, budget: int, free_block_count: int | None) -> list[Admission]:
-        room = Room(
+        limits = TurnLimits(
             tokens=budget,
             samples=self.running_max - len(self.running),
             blocks=free_block_count,
             digest_bytes=self.digest_bytes_max,
         )
-        return admit(self.waiting, self.running, room, block_size=self.block_size)
+        return admit(self.waiting, self.running, limits, block_size=self.block_size)
 
     def _let_in(self, plan: Plan, admissions: Iterable[Admission]) -> int:
         """Returns how many blocks they take at most."""
         block_count = 0
         for sample, token_count, needed, digests in admissions:
-            capacity = self._round_up(len(sample.tokens))
-            plan.step.allocate(self._new_sequence_id(), capacity, digests, sample.request.namespace)
+            prompt, request = self._round_up(len(sample.tokens)), sample.request
+            capacity = min(prompt, self._round_up(sample.pass_token_count_max or prompt))
+            whole = prompt if capacity < prompt else 0
+            plan.step.allocate(
+                self._new_sequence_id(),
+                capacity,
+                digests,
+                request.namespace,
+                prompt_token_count=whole,
+                is_return=request.admitted,
+            )
             plan.grows.append((sample, capacity))
             plan.wanted.append((sample, token_count))
             plan.admitted.add(sample)
@@ -324,12 +359,17 @@ class Scheduler(Roster):
         if outcome.swaps:
             by_id = {sample.sequence_id: sample for sample in (*self.running, *self.leaving)}
             for swap in outcome.swaps:  # of a sample that was freed with this step nobody asks any more
-                if swap.sequence_id in by_id:
+                if swap.sequence_id in by_id and not swap.group:
                     by_id[swap.sequence_id].table[swap.position] = swap.block
+                elif swap.sequence_id in by_id and self.has_states:
+                    by_id[swap.sequence_id].states[swap.group - 1] = swap.block
 
     def _take(self, sample: Sample, token_count: int, grown: GrowOutcome, *, is_new: bool) -> bool:
-        """Notes what the allocator granted; False if that was nothing."""
+        """Notes what the allocator granted; returns False if that was nothing."""
         if grown.result in (Result.NO_SPACE, Result.FORBIDDEN):
+            return False
+        if grown.result is Result.PASS_TOO_LONG:
+            sample.pass_token_count_max = max(1, (token_count - sample.computed) // 2)
             return False
         assert grown.result is Result.OK, f"the allocator answered {grown.result.name} to a grow"
         if is_new:
@@ -337,7 +377,7 @@ class Scheduler(Roster):
         if is_new and sample.has_ended:  # cancelled while the allocator was being asked
             self.leaving.append(sample)
             return False
-        (blocks,) = grown.blocks
+        blocks, *states = grown.blocks
         usage = sample.request.usage
         matched_block_count = grown.matched_token_count // self.block_size
         if not sample.has_ended:  # else it has no use for them
@@ -347,12 +387,17 @@ class Scheduler(Roster):
             insort(self.running, sample, key=age_of)
             sample.table = list(blocks)
             sample.computed = sample.committed = grown.matched_token_count
+            if self.has_states:
+                sample.states = [own[0] for own in states]
+                sample.boundaries = boundaries_of(sample, grown.junction_token_count, self.block_size)
             if not sample.request.admitted:
                 sample.request.admitted = True
                 usage.cached_token_count = grown.matched_token_count
         else:
             sample.table[token_count // self.block_size - len(blocks) :] = blocks
-        sample.granted = token_count
+            if self.has_states:
+                sample.states = [own[0] if own else now for now, own in zip(sample.states, states, strict=True)]
+        sample.granted = max(token_count, grown.matched_token_count)
         return True
 
     def _round_up(self, token_count: int) -> int:

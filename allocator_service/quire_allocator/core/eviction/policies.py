@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 
 from quire_allocator.core.eviction.queue import Candidates, Entry, EvictionPolicy, EvictionQueue
-from quire_allocator.core.eviction.reuse_model import Ghost, Ghosts, Group, ReuseModel
+from quire_allocator.core.eviction.reuse_model import Family, Ghost, Ghosts, ReuseModel
 
 __all__ = [
     "DEFAULT_POLICY",
@@ -73,33 +73,38 @@ class RecomputeCost(LeastRecentlyUsed):
         return super().evicted(entry, block_count)
 
 
-_NEW_GROUPS = 4  # of new entries: one position; below what was never shared, shared less than this often, more often
+# Families of entries that were never shared, by what they were stored below: 0 a single position of a window or state,
+# 1 a run that nobody has shared, 2 one shared 1 to 3 times, 3 one shared `_POPULAR_HITS` times or more. Each has four
+# kinds: prompts up to 0.5, 1 or 2 times the mean length, and longer.
+_NEW_FAMILIES = 4
 _POPULAR_HITS = 4
-_LENGTH_EDGES = (0.5, 1.0, 2.0)  # kinds of each: prompt up to so many times the mean, or longer
-_LENGTH_MEMORY = 256  # new entries
+_LENGTH_EDGES = (0.5, 1.0, 2.0)
+_LENGTH_MEMORY = 256  # the mean follows the last 256 new entries, about
 _LENGTHS = len(_LENGTH_EDGES) + 1
-_LEVELS = (1, 2, 7)  # groups of shared entries: so many hits at most, or more
-_GAPS = 4  # kinds of each: waits for less than a quarter of a pool, than a pool, than four pools, or longer
-_SHARED = _NEW_GROUPS * _LENGTHS
+# Families of shared entries: 1, 2, 3 to 7, and more hits. Each has four kinds: the last wait was below a quarter of a
+# pool, one pool, four pools, or longer.
+_LEVELS = (1, 2, 7)
+_GAPS = 4
+_SHARED = _NEW_FAMILIES * _LENGTHS
 _LEFT = _SHARED + (len(_LEVELS) + 1) * _GAPS  # deep ends that prompts leave behind
-# Returns per doubling of the age that are believed of each group at first: coarse, and soon outweighed.
+# What is believed of each family at first: the share that returns per doubling of the age; soon outweighed.
 _BELIEFS = (0.05, 0.05, 0.03, 0.03, 0.2, 0.3, 0.4, 0.5, 0.01)
-_GROUPS = (
-    *(Group(range(first, first + _LENGTHS), _BELIEFS[first // _LENGTHS]) for first in range(0, _SHARED, _LENGTHS)),
+_FAMILIES = (
+    *(Family(range(first, first + _LENGTHS), _BELIEFS[first // _LENGTHS]) for first in range(0, _SHARED, _LENGTHS)),
     *(
-        Group(range(first, first + _GAPS), belief)
+        Family(range(first, first + _GAPS), belief)
         for first, belief in zip(range(_SHARED, _LEFT, _GAPS), _BELIEFS[4:8], strict=True)
     ),
-    Group(range(_LEFT, _LEFT + 1), _BELIEFS[8]),
+    Family(range(_LEFT, _LEFT + 1), _BELIEFS[8]),
 )
-_LEFT_GROUP = len(_GROUPS) - 1
+_LEFT_FAMILY = len(_FAMILIES) - 1
 
 
 class ReuseValue(EvictionPolicy):
     """The default: what is least likely to come back soon, for the space it takes, leaves first.
 
     Every cached entry is of a kind: how often it was shared and how long it had waited the last time or, while it is
-    new, what it was stored below and how long its prompt was. When kinds come back is learned (`reuse.py`). Each has
+    new, what it was stored below and how long its prompt was. `reuse_model.py` learns when kinds come back. Each has
     its lane, in the order of release; the least valuable of the oldest and newest entries of all lanes leaves.
 
     Deep ends are a kind of their own: the part that a prompt left behind when it took another way inside of an entry,
@@ -112,16 +117,16 @@ class ReuseValue(EvictionPolicy):
     def __init__(self, block_count: int) -> None:
         self.patience = block_count // 16
         self._time = 0  # blocks that sequences asked for
-        self._model = ReuseModel(_GROUPS, block_count)
+        self._model = ReuseModel(_FAMILIES, block_count)
         self._ghosts = Ghosts(self._model, 4 * block_count, 1024 + block_count // 4)
         self._gaps = (block_count / 4, block_count, block_count * 4)
         self._length_mean = 0.0
-        self._medians = [0.0] * _NEW_GROUPS  # of the blocks that prompts leave behind
-        self._left_behind = [0] * _NEW_GROUPS  # rounded
-        self._trimmed: tuple[Entry, bytes] | None = None  # the last one, and the key of what it lost
+        self._medians = [0.0] * _NEW_FAMILIES  # of the blocks that prompts leave behind
+        self._left_behind = [0] * _NEW_FAMILIES  # rounded
+        self._trimmed: tuple[Entry, bytes] | None = None  # trimmed last, and the key of the first block that it lost
 
     def stored(self, entry: Entry, parent: Entry | None) -> None:
-        """Notes when, and below what."""
+        """Notes when it was stored, and below what."""
         if parent is None:
             entry.start_history(0, self._time)
             entry.is_whole = False
@@ -142,7 +147,8 @@ class ReuseValue(EvictionPolicy):
         entry.hits += 1
 
     def split(self, upper: Entry, lower: Entry) -> bool:
-        """Learns how much is left behind, and that this was."""
+        """Learns how many blocks a prompt left behind when it took another way, and makes the lower part one of that
+        kind."""
         count = lower.block_count
         if lower.is_whole:
             self._learn_left_behind(lower.origin, count)
@@ -154,7 +160,7 @@ class ReuseValue(EvictionPolicy):
         self._end(lower, returned=False)
         lower.released = self._time
         lower.kind = _LEFT
-        self._model.start(_LEFT_GROUP, _LEFT, count)
+        self._model.start(_LEFT_FAMILY, _LEFT, count)
         return True
 
     def released(self, entry: Entry) -> None:
@@ -168,33 +174,33 @@ class ReuseValue(EvictionPolicy):
         if entry.hits:
             level = bisect_left(_LEVELS, entry.hits)
             entry.kind = kind = _SHARED + level * _GAPS + bisect_right(self._gaps, entry.gap)
-            self._model.start(_NEW_GROUPS + level, kind, count)
+            self._model.start(_NEW_FAMILIES + level, kind, count)
             return
-        group = entry.origin
+        family = entry.origin
         if kind is None:
             end = float(entry.first_position + count)
             mean = self._length_mean or end
             self._length_mean = mean + (end - mean) / _LENGTH_MEMORY
-            entry.kind = kind = group * _LENGTHS + bisect_left(_LENGTH_EDGES, end / mean)
-        left = self._left_behind[group]
+            entry.kind = kind = family * _LENGTHS + bisect_left(_LENGTH_EDGES, end / mean)
+        left = self._left_behind[family]
         if left and left < count and entry.is_whole:
             entry.spare = left
             count -= left
-            self._model.start(_LEFT_GROUP, _LEFT, left)
-        self._model.start(group, kind, count)
+            self._model.start(_LEFT_FAMILY, _LEFT, left)
+        self._model.start(family, kind, count)
 
     def lane(self, entry: Entry) -> int:
-        """Its kind, or that of its deep end."""
+        """Returns its kind, or that of its deep end."""
         assert entry.kind is not None, "never released"
         return _LEFT if entry.spare else entry.kind
 
     def value(self, entry: Entry) -> float:
-        """What keeping it on gains."""
+        """Returns what keeping it on gains."""
         age = (self._time - entry.released) // self._model.unit
         return self._model.values[self.lane(entry)][age.bit_length()]
 
     def evicted(self, entry: Entry, block_count: int) -> bool:
-        """Remembers them for a while."""
+        """Remembers the blocks for a while, in case they return."""
         self.evicted_count += block_count
         self._model.learn(self._time)
         entry.is_whole = False
@@ -202,7 +208,7 @@ class ReuseValue(EvictionPolicy):
         if self._trimmed is not None and self._trimmed[0] is entry:
             behind = self._ghosts.take(self._trimmed[1])
             if behind is not None and behind.released == entry.released and behind.kind == kind:
-                count += behind.block_count  # the end of the same stretch
+                count += behind.block_count  # its end left just before: both are one ghost
             elif behind is not None:
                 self._ghosts.add(self._trimmed[1], behind, self._time)
         key = entry.key_at(entry.block_count - block_count)
@@ -215,7 +221,7 @@ class ReuseValue(EvictionPolicy):
         return not entry.spare
 
     def _end(self, entry: Entry, *, returned: bool) -> None:
-        """A cached entry's wait is over."""
+        """Tells the model that a cached entry has stopped waiting."""
         assert entry.kind is not None, "never released"
         age = self._time - entry.released
         if entry.spare:
@@ -224,7 +230,7 @@ class ReuseValue(EvictionPolicy):
         entry.spare = 0
 
     def _recall(self, entry: Entry, count: int) -> None:
-        """Evicted stretches that were computed again, from the beginning of a new entry on: they have come back."""
+        """Finds evicted stretches that this new entry has computed again, from its beginning on: they returned."""
         offset = 0
         while offset < count:
             key = entry.key_at(offset)

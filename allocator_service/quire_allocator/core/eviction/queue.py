@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 
-_NEAR = 2  # lanes that are looked at in between
+_NEAR = 2  # lanes whose ends are looked at between two full comparisons
 _NOTHING = -math.inf
 
 
@@ -69,20 +69,20 @@ class Entry(ABC):
     @property
     @abstractmethod
     def block_count(self) -> int:
-        """How many blocks would leave with it."""
+        """Counts the blocks that would leave with it."""
 
     @property
     @abstractmethod
     def first_position(self) -> int:
-        """Positions before it in its prefix."""
+        """Counts the positions before it in its prefix."""
 
     @property
     @abstractmethod
     def first_digest(self) -> bytes:
-        """Digest of its first block."""
+        """Returns the digest of its first block."""
 
     def key_at(self, offset: int) -> bytes:
-        """What names its content from that block on, wherever it is stored; empty if nothing does."""
+        """Returns what names the content from the block at `offset` on, wherever it is stored; else nothing."""
         return b"" if offset else self.first_digest
 
 
@@ -95,31 +95,32 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def stored(self, entry: Entry, parent: Entry | None) -> None:
-        """Was published just now, below `parent`. It may grow until it is released first."""
+        """`entry` was published just now, below `parent`. It may grow until it is released first."""
 
     @abstractmethod
     def hit(self, entry: Entry) -> None:
-        """A new sequence shares it, and will hold it next."""
+        """A new sequence shares `entry`, and will hold it next."""
 
     @abstractmethod
     def split(self, upper: Entry, lower: Entry) -> bool:
-        """Was cut in two; `upper` has copied the history. Returns whether `lower` has another place now."""
+        """An entry was cut in two; `upper` has copied the history. Returns whether `lower` has another place now."""
 
     @abstractmethod
     def released(self, entry: Entry) -> None:
-        """Nobody holds it any more; descendants come before ancestors. Stamps it."""
+        """Nobody holds `entry` any more; notes the moment in `released`. Descendants come before ancestors."""
 
     @abstractmethod
     def lane(self, entry: Entry) -> int:
-        """Candidates of one lane are in the order of their stamps."""
+        """Returns the lane of a candidate; those of one lane are in the order of their stamps."""
 
     @abstractmethod
     def value(self, entry: Entry) -> float:
-        """Of the ends of all lanes, the entry of the smallest value leaves first."""
+        """Returns what a candidate is worth: of the ends of all lanes, that of the smallest value leaves first."""
 
     @abstractmethod
     def evicted(self, entry: Entry, block_count: int) -> bool:
-        """So many blocks leave from its deep end; it still counts them. Returns whether it has another place now."""
+        """So many blocks leave from the deep end of `entry`, which still counts them. Returns whether it has another
+        place now."""
 
 
 class _Lane:
@@ -133,14 +134,14 @@ class _Lane:
         self.is_near = False
 
     def first(self) -> Entry | None:
-        """The one of the smallest stamp."""
+        """Returns the candidate of the smallest stamp, or None."""
         heap = self.heap
         while heap and heap[0][1] != heap[0][2].ticket:
             heappop(heap)
         return heap[0][2] if heap else None
 
     def last(self) -> Entry | None:
-        """The one pushed last."""
+        """Returns the candidate that was pushed last, or None."""
         stack = self.stack
         while stack and stack[-1][1] != stack[-1][2].ticket:
             stack.pop()
@@ -157,20 +158,20 @@ class _Lane:
 class Candidates:
     """Entries in the order in which they leave, by the tickets that an `EvictionQueue` gave them.
 
-    Comparing both ends of all lanes takes long. In between, only the two lanes are looked at that were near the front
-    the last time, unless something is added to another one that is worth less than all ends of others were.
+    Comparing both ends of all lanes takes long. Between two full comparisons, only the two best lanes of the last one
+    are looked at. An entry added to another lane with a smaller value than `_bound` forces a comparison.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
         self._lanes = [_Lane() for _ in range(policy.lane_count)]
         self._near: list[_Lane] = []
-        self._bound = _NOTHING  # what the ends of the others are worth at least
+        self._bound = _NOTHING  # value of the best end outside `_near`: no other lane has a smaller one
         self._compare_at = 0
         self._sweep_in = 64
 
     def add(self, entry: Entry) -> None:
-        """An entry that has a new ticket."""
+        """Adds an entry that has a new ticket."""
         policy = self._policy
         lane = self._lanes[policy.lane(entry)]
         item = (entry.released, entry.ticket, entry)
@@ -184,7 +185,7 @@ class Candidates:
             self._sweep_in = 64 + sum(lane.sweep() for lane in self._lanes)
 
     def peek(self) -> Entry | None:
-        """The one that leaves first, or None. It stays a candidate until it is discarded."""
+        """Returns the entry that leaves first, or None. It stays a candidate until it is discarded."""
         if len(self._lanes) == 1:
             return self._lanes[0].first()
         if self._policy.evicted_count < self._compare_at:
@@ -195,11 +196,11 @@ class Candidates:
         return self._compare()
 
     def items(self) -> list[tuple[int, int, Entry]]:
-        """Stamp, ticket and entry of all, outdated ones included, in no order."""
+        """Returns stamp, ticket and entry of all, outdated ones included, in no order."""
         return [item for lane in self._lanes for item in lane.heap]
 
     def _least(self, lanes: Iterable[_Lane]) -> tuple[Entry | None, float]:
-        """The least valuable end of some lanes, and what it is worth."""
+        """Returns the least valuable end of some lanes, and what it is worth."""
         value = self._policy.value
         best, least = None, math.inf
         for lane in lanes:
@@ -216,7 +217,7 @@ class Candidates:
         return best, least
 
     def _compare(self) -> Entry | None:
-        """Looks at both ends of all lanes."""
+        """Compares both ends of all lanes, and returns the entry that leaves first."""
         for lane in self._near:
             lane.is_near = False
         ranked = [(self._least((lane,))[1], number) for number, lane in enumerate(self._lanes) if lane.heap]
@@ -229,7 +230,7 @@ class Candidates:
 
 
 class EvictionQueue(Candidates):
-    """All candidates of a pool."""
+    """Queues all candidates of a pool."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         super().__init__(policy)

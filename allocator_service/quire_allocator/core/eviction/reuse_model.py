@@ -1,6 +1,6 @@
 """What the default eviction policy learns: when blocks of each kind come back.
 
-Kinds are numbers; kinds of one *group* are alike, and an estimate for one of them leans on that for the group while
+Kinds are numbers; kinds of one *family* are alike, and an estimate for one of them leans on that for the family while
 little was seen. Of the blocks that reach a certain age, how many return there? Ages are powers of two (a block that
 reaches one is counted where it ended, so that those still waiting do not bias it: Kaplan and Meier, JASA 1958). What
 was evicted is remembered for a while, so that the estimate does not depend on what was kept.
@@ -22,16 +22,18 @@ from typing import NamedTuple
 
 _AGE_BITS = 64
 AGES = 14  # [0, 1), [1, 2), [2, 4), ... [2048, 4096) of 1/64 of the pool, and beyond
-_GROUP_POOLS = 1.0  # weight of a group's estimate in that of one of its kinds, in pools of blocks
-_BELIEF_POOLS = 0.25  # weight of what is believed of a group
+_FAMILY_POOLS = 1.0  # weight of a family's estimate in that of one of its kinds, in pools of blocks
+_BELIEF_POOLS = 0.25  # weight of what is believed of a family
 _FORGET_POOLS = 64  # time after which what was learned counts half
-_LEARN_FIRST = 4  # waits that start in a group until its values are computed anew; one more
-_LEARN_SLOWER = 8  # after so many times
-_LEARN_EVERY = 64  # up to this
+# A family's values are computed anew after 4 waits that began in it; after each 8 times, one wait more is needed, up
+# to 64.
+_LEARN_FIRST = 4
+_LEARN_SLOWER = 8
+_LEARN_EVERY = 64
 _SEEN_MIN = 0.02  # below this share of the past nothing is concluded about an age
 
 
-class Group(NamedTuple):
+class Family(NamedTuple):
     """Kinds that are alike.
 
     Attributes:
@@ -44,16 +46,16 @@ class Group(NamedTuple):
 
 
 class ReuseModel:
-    """Estimates for every kind of every group, in a pool of `block_count` blocks.
+    """Estimates when blocks of every kind of every family return, in a pool of `block_count` blocks.
 
     Attributes:
         unit: of age, in blocks.
         values: of each kind, by the bit length of its age in units.
     """
 
-    def __init__(self, groups: Sequence[Group], block_count: int) -> None:
-        kinds = sum(len(group.kinds) for group in groups)
-        self._groups = groups
+    def __init__(self, families: Sequence[Family], block_count: int) -> None:
+        kinds = sum(len(family.kinds) for family in families)
+        self._families = families
         self._pool = max(1, block_count)
         self.unit = max(1, block_count // 64)
         self._edges = [0, *(self.unit << age for age in range(AGES - 1))]
@@ -62,32 +64,34 @@ class ReuseModel:
         self._ended = [[0.0] * AGES for _ in range(kinds)]
         self.values = [[0.0] * _AGE_BITS for _ in range(kinds)]
         self._time = self._elapsed = 0
-        self._looks = [0] * len(groups)
-        self._starts_left = [_LEARN_FIRST] * len(groups)
+        self._looks = [0] * len(families)
+        self._starts_left = [_LEARN_FIRST] * len(families)
         self._due: dict[int, None] = {}
         low, high = self._pool / 8, 16 * self._pool
-        self._beliefs = [[group.belief if low <= edge <= high else 0.0 for edge in self._edges[1:]] for group in groups]
+        self._beliefs = [
+            [family.belief if low <= edge <= high else 0.0 for edge in self._edges[1:]] for family in families
+        ]
         self._middles = [(self._edges[age] + self._edges[age + 1]) / 2 for age in range(AGES - 1)]
-        for group in range(len(groups)):
-            self._learn(group)
+        for family in range(len(families)):
+            self._learn(family)
 
-    def start(self, group: int, kind: int, count: int) -> None:
-        """Blocks begin to wait."""
+    def start(self, family: int, kind: int, count: int) -> None:
+        """Counts blocks that begin to wait."""
         self._started[kind] += count
-        self._starts_left[group] -= 1
-        if not self._starts_left[group]:
-            self._starts_left[group] = min(_LEARN_EVERY, _LEARN_FIRST + self._looks[group] // _LEARN_SLOWER)
-            self._due[group] = None
+        self._starts_left[family] -= 1
+        if not self._starts_left[family]:
+            self._starts_left[family] = min(_LEARN_EVERY, _LEARN_FIRST + self._looks[family] // _LEARN_SLOWER)
+            self._due[family] = None
 
     def end(self, kind: int, age: int, count: int, *, returned: bool) -> None:
-        """Blocks came back, or will not be seen any longer."""
+        """Counts blocks whose wait ended: they came back, or were lost sight of."""
         bucket = min((age // self.unit).bit_length(), AGES - 1)
         self._ended[kind][bucket] += count
         if returned:
             self._returned[kind][bucket] += count
 
     def learn(self, time: int) -> None:
-        """If a group is due, computes its values anew. One at a time: it takes some ten microseconds."""
+        """If a family is due, computes its values anew. One at a time: it takes some ten microseconds."""
         if not self._due:
             return
         self._elapsed += time - self._time
@@ -97,13 +101,13 @@ class ReuseModel:
             self._started = [count / 2 for count in self._started]
             self._returned = [[count / 2 for count in row] for row in self._returned]
             self._ended = [[count / 2 for count in row] for row in self._ended]
-        group, _ = self._due.popitem()
-        self._looks[group] += 1
-        self._learn(group)
+        family, _ = self._due.popitem()
+        self._looks[family] += 1
+        self._learn(family)
 
-    def _learn(self, group: int) -> None:
-        kinds, _ = self._groups[group]
-        expected, weight = self._beliefs[group], _BELIEF_POOLS * self._pool
+    def _learn(self, family: int) -> None:
+        kinds, _ = self._families[family]
+        expected, weight = self._beliefs[family], _BELIEF_POOLS * self._pool
         seen = self._seen()
         if len(kinds) > 1:
             first, end = kinds.start, kinds.stop
@@ -111,7 +115,7 @@ class ReuseModel:
             returned = [sum(column) for column in zip(*self._returned[first:end])]
             ended = [sum(column) for column in zip(*self._ended[first:end])]
             expected = _hazards(started, returned, ended, seen, expected=expected, weight=weight)
-            weight = _GROUP_POOLS * self._pool
+            weight = _FAMILY_POOLS * self._pool
         for kind in kinds:
             hazards = _hazards(
                 self._started[kind], self._returned[kind], self._ended[kind], seen, expected=expected, weight=weight
@@ -119,7 +123,7 @@ class ReuseModel:
             self.values[kind] = _values(hazards, self._edges)
 
     def _seen(self) -> list[float]:
-        """Which share of what has started so far was early enough to have come to the middle of each age."""
+        """Returns the share of what has started so far that was early enough to have come to the middle of each age."""
         elapsed = self._elapsed
         if not elapsed:
             return [0.0] * (AGES - 1)
@@ -135,7 +139,7 @@ def _hazards(
     expected: list[float],
     weight: float,
 ) -> list[float]:
-    """Which share of the blocks that reach an age return there, if `weight` more blocks do as expected."""
+    """Returns the share of the blocks that reach an age and return there, if `weight` more blocks do as expected."""
     hazards, left = [], 1.0
     for back, gone, share, belief in zip(returned, ended, seen, expected, strict=False):
         old = started * share
@@ -147,7 +151,7 @@ def _hazards(
 
 
 def _values(hazards: list[float], edges: list[int]) -> list[float]:
-    """The value at each age, 0 beyond the last one: slopes of the upper hull of (time, returns) to the right of it."""
+    """Returns the value at each age, 0 beyond the last: slopes of the upper hull of (time, returns) to its right."""
     times, returns = [0.0], [0.0]
     time = back = 0.0
     alive, edge = 1.0, 0
@@ -160,7 +164,7 @@ def _values(hazards: list[float], edges: list[int]) -> list[float]:
         times.append(time)
         returns.append(back)
     values = [0.0] * _AGE_BITS
-    hull = [(time, back, 0.0)]  # from the right; each with the slope to the one before
+    hull = [(time, back, 0.0)]  # from the right; each point with the slope to the one before it
     for age in range(len(hazards) - 1, -1, -1):
         time, back = times[age], returns[age]
         while True:
@@ -175,7 +179,7 @@ def _values(hazards: list[float], edges: list[int]) -> list[float]:
 
 
 class Ghost(NamedTuple):
-    """A stretch of evicted blocks: what they were when they left."""
+    """Says what a stretch of evicted blocks was when it left."""
 
     kind: int
     hits: int
@@ -184,7 +188,7 @@ class Ghost(NamedTuple):
 
 
 class Ghosts:
-    """The last evicted stretches, by the key of their first block."""
+    """Remembers the last evicted stretches, by the key of their first block."""
 
     def __init__(self, model: ReuseModel, block_count_max: int, count_max: int) -> None:
         self._model = model

@@ -13,9 +13,10 @@ from quire_allocator.core.blocks import Blocks, Namespace
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.eviction.queue import Candidates
 from quire_allocator.core.groups.factory import make_managers
+from quire_allocator.core.groups.history import PromptHistory
 from quire_allocator.core.groups.manager import Hit
 from quire_allocator.core.sequence import SequenceState
-from quire_allocator.core.spec import NEVER, OTHERS, Copy, PoolSpec
+from quire_allocator.core.spec import DIGEST_BYTES, NEVER, OTHERS, Copy, PoolSpec
 
 
 class Coordinator:
@@ -25,7 +26,8 @@ class Coordinator:
         in_place: some group keeps a state that forward passes overwrite.
         settles: some group gives blocks back while its sequences live.
         in_step: all groups have one block size and none keeps state: they need their next block at the same token.
-        group_count: groups, and so blocks that a step in step takes.
+        group_count: how many groups there are; `append` takes so many blocks.
+        history: the latest prompts, where no group keeps whole prefixes; else None.
     """
 
     def __init__(self, spec: PoolSpec, blocks: Blocks, log: EventLog) -> None:
@@ -34,18 +36,24 @@ class Coordinator:
         self.in_place = any(manager.in_place for manager in self.managers)
         self._settling = [(number, manager) for number, manager in enumerate(self.managers) if manager.settles]
         self.settles = bool(self._settling)
+        self._keeper_count = len(self.managers) - len(self._settling)  # those of full attention, which come first
+        self.history = PromptHistory() if not self._keeper_count else None
+        self._edge_tokens = spec.edge_tokens
         self.in_step = not self.in_place and len({group.block_size for group in spec.groups}) == 1
         order = [group for manager in self.managers for group in manager.groups]
         self.group_count = len(order)
-        self._places = [order.index(group) for group in range(len(order))]  # of a group among blocks granted at once
+        # For each group, where its block stands among those that `append` takes.
+        self._places = [order.index(group) for group in range(len(order))]
         self._blocks = blocks
         self._quotas = {quota.namespace: quota for quota in spec.quotas}
-        self._unnamed: Namespace | None = None  # as good as new whenever it is not among the pool's
+        # The nameless namespace of a pool without quotas: forgotten, it is empty again and serves as the next new one.
+        self._unnamed: Namespace | None = None
 
     def new_namespace(self, name: str) -> Namespace:
-        """A namespace that has nothing yet; the caller files it."""
+        """Returns a namespace that has nothing yet; the caller files it."""
         if not name and self._unnamed is not None and "" not in self._blocks.namespaces:
-            return self._unnamed  # comes and goes with the last sequence of a pool that has no other
+            # A pool that uses no other namespace forgets and makes this one with each last sequence.
+            return self._unnamed
         quota = self._quotas.get(name) or self._quotas.get(OTHERS)
         limits_cache = quota is not None and quota.cached_block_count_max is not None
         space = Namespace(name, quota, Candidates(self._blocks.policy) if limits_cache else None)
@@ -54,35 +62,66 @@ class Coordinator:
             self._unnamed = space
         return space
 
-    def find(self, space: Namespace, digests: bytes, token_limit: int) -> tuple[list[Hit], int]:
-        """Per manager its hit, and their common length in tokens: the fixed point of all hit rules."""
+    def find(self, space: Namespace, digests: bytes, token_limit: int) -> tuple[list[Hit], int, int]:
+        """Returns each manager's hit; their common length in tokens, the fixed point of all hit rules; and the
+        junction: up to where full attention alone would serve the prompt (or another prompt goes along, where there is
+        none), if that is more, else 0."""
         if len(self.managers) == 1:
             (manager,) = self.managers
             hit = manager.find(space.scopes[0], digests, token_limit)
-            return [hit], hit.token_count
-        hits, length = [], token_limit
-        for manager, scope in zip(self.managers, space.scopes):
-            hit = manager.find(scope, digests, length)
+            return [hit], hit.token_count, self._junction(space, digests, token_limit, hit.token_count)
+        hits, length, kept = [], token_limit, token_limit
+        for number, manager in enumerate(self.managers):
+            hit = manager.find(space.scopes[number], digests, length)
             length = hit.token_count
             hits.append(hit)
-        settled = False
-        while not settled:
-            settled = True
+            if number < self._keeper_count:
+                kept = length
+        agree = False
+        while not agree:
+            agree = True
             for number, manager in enumerate(self.managers):
                 if hits[number].token_count != length:
                     hits[number] = manager.find(space.scopes[number], digests, length)
                     length = hits[number].token_count
-                    settled = False
-        return hits, length
+                    agree = False
+        return hits, length, self._junction(space, digests, kept, length)
+
+    def _junction(self, space: Namespace, digests: bytes, kept: int, matched: int) -> int:
+        """Returns the last edge before `kept` tokens that is behind `matched` ones, or 0.
+
+        With blocks of 16 and 64 tokens, 200 that full attention has and no state before them, it is 192: a sequence
+        that makes a checkpoint there makes the next one hit.
+        """
+        if not self.settles:
+            return 0
+        if self.history is not None:
+            kept = min(kept, self.history.common_count(space.name, digests) * self.digest_tokens)
+        junction = kept // self._edge_tokens * self._edge_tokens
+        return junction if junction > matched else 0
+
+    def boundaries(self, prompt_token_count: int, junction: int, turn_ends: Sequence[int]) -> tuple[int, ...]:
+        """Returns what `SequenceState.boundaries` says of a new sequence. Ends of turns are moved back to the edges
+        before them, up to which prompts can be shared. Where all groups keep whole prefixes there are none."""
+        if not self.settles:
+            return ()
+        edge = self._edge_tokens
+        ends = {(prompt_token_count - 1) // edge * edge, junction, *[end // edge * edge for end in turn_ends]}
+        ends.discard(0)
+        return tuple(sorted(ends))
+
+    def note_prompt(self, space: Namespace, digests: bytes, prompt_token_count: int) -> None:
+        """Notes the prompt of a sequence that was let in; the next one may part from it anywhere."""
+        if self.history is not None:
+            self.history.note(space.name, digests[: prompt_token_count // self.digest_tokens * DIGEST_BYTES])
 
     def open(
-        self, space: Namespace, hits: Sequence[Hit], token_count: int, prompt_token_count: int, priority: int
+        self, space: Namespace, hits: Sequence[Hit], token_count: int, boundaries: tuple[int, ...], priority: int
     ) -> SequenceState:
-        """A new sequence that holds its hits, which have `token_count` tokens in common, and nothing more yet."""
-        parts = tuple(
-            [m.open(scope, hit, prompt_token_count) for m, scope, hit in zip(self.managers, space.scopes, hits)]
-        )
+        """Makes a sequence that holds its hits, which have `token_count` tokens in common, and nothing more yet."""
+        parts = tuple([m.open(scope, hit, boundaries) for m, scope, hit in zip(self.managers, space.scopes, hits)])
         sequence = SequenceState(space, token_count, priority, parts)
+        sequence.boundaries = boundaries
         self.settle(sequence)
         return sequence
 
@@ -90,7 +129,7 @@ class Coordinator:
         """Takes what each manager needs and hands it out; the caller has checked that there is room.
 
         Returns:
-            Per manager what it got, which is the manager's from now on.
+            What each manager got, which is the manager's from now on.
         """
         blocks = self._blocks.take(sum(needs))
         if len(self.managers) == 1:
@@ -108,10 +147,10 @@ class Coordinator:
         return granted
 
     def append(self, sequence: SequenceState, token_count: int) -> tuple[array[int], ...]:
-        """One more block for every group, at a block edge of groups in step: nothing can be shared there.
+        """Takes one more block for every group, at a block edge of groups in step: nothing can be shared there.
 
         Returns:
-            Per group its block.
+            For each group its block.
         """
         if self.group_count == 1:
             return (array("I", [self.append_one(sequence, token_count)]),)
@@ -127,7 +166,7 @@ class Coordinator:
         return tuple([blocks[i : i + 1] for i in self._places])
 
     def append_one(self, sequence: SequenceState, token_count: int) -> int:
-        """The same for the only group of a pool."""
+        """Does the same for the only group of a pool, and returns its block."""
         block = self._blocks.take_one()
         sequence.token_count = token_count
         sequence.limit += self.digest_tokens
@@ -157,11 +196,11 @@ class Coordinator:
         sequence.limit = limit
 
     def tables(self, sequence: SequenceState) -> tuple[array[int], ...]:
-        """One table per group; `NULL_BLOCK` where a block was given back."""
+        """Returns one table for each group; `NULL_BLOCK` stands where a block was given back."""
         return self._by_group([m.tables(part) for m, part in zip(self.managers, sequence.parts)])
 
     def added(self, sequence: SequenceState, granted: Sequence[array[int]]) -> tuple[array[int], ...]:
-        """Per group the last entries of its table, where `granted` was just handed out."""
+        """Returns for each group the last entries of its table, where `granted` was just handed out."""
         return self._by_group(
             [m.added(part, blocks) for m, part, blocks in zip(self.managers, sequence.parts, granted)]
         )

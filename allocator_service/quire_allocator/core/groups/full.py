@@ -72,7 +72,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
     def needed_after(self, hit: RunHit, token_count: int) -> int:
         return -(-token_count // self.block_size) * self.width - hit.block_count
 
-    def open(self, scope: RunScope, hit: RunHit, prompt_token_count: int) -> RunPart:
+    def open(self, scope: RunScope, hit: RunHit, boundaries: tuple[int, ...]) -> RunPart:
         runs = hit.runs
         run = runs[-1] if runs else scope.root
         if hit.cut:
@@ -133,9 +133,9 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         width = self.width
         count = len(digests) // DIGEST_BYTES
         if self._sharers and part.tail[0] in self._sharers:
-            self._commit_shared(part, digests[:DIGEST_BYTES], swaps)
-            digests = digests[DIGEST_BYTES:]
-            count -= 1
+            taken = self._commit_shared(part, digests, swaps)
+            digests = digests[taken * DIGEST_BYTES :]
+            count -= taken
         if count and part.run.children:
             taken = self._adopt(part, digests, swaps)
             if taken:
@@ -238,10 +238,13 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         self._give_back(part, own)
         return taken
 
-    def _commit_shared(self, part: RunPart, digest: bytes, swaps: list[Swap]) -> None:
-        """Publishes the first position of the tail, which became full and is shared with forks."""
-        width = self.width
-        child = part.run.children.get(digest)
+    def _commit_shared(self, part: RunPart, digests: bytes, swaps: list[Swap]) -> int:
+        """Publishes what became full where the first position of the tail is shared with forks.
+
+        Returns how many positions that were: all, or the first alone where its digest is published already.
+        """
+        width, count = self.width, 1
+        child = part.run.children.get(digests[:DIGEST_BYTES])
         if child is not None:  # the digest is published already: this sequence leaves its sharers for that block
             if child.size > DIGEST_BYTES:
                 child = self.tree.split(child, 1)
@@ -251,14 +254,16 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
             self.tree.release(part.run)
             part.run = child
         else:
-            blocks = part.tail[:width]
+            count = len(digests) // DIGEST_BYTES
+            blocks = part.tail[: count * width]
             others = [sharer for sharer in self._sharers.pop(blocks[0]) if sharer is not part]
-            part.run = self.tree.add_child(part.run, digest, blocks, part.published)
+            first, part.run = self.tree.add_fork(part.run, digests, blocks, part.published)
             for sharer in others:
-                sharer.borrowed = part.run
-                part.run.live += 1
-        part.published += 1
-        del part.tail[:width]
+                sharer.borrowed = first
+                first.live += 1
+        part.published += count
+        del part.tail[: count * width]
+        return count
 
     # -- sharing -------------------------------------------------------------------------------------------------------
 

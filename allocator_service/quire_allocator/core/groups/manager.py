@@ -79,8 +79,8 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
         """Counts the blocks to grant beside a hit, for a new sequence of so many tokens."""
 
     @abstractmethod
-    def open(self, scope: ScopeT, hit: HitT, prompt_token_count: int) -> PartT:
-        """Takes references on a hit, and returns what a new sequence has here."""
+    def open(self, scope: ScopeT, hit: HitT, boundaries: tuple[int, ...]) -> PartT:
+        """Takes references on a hit, and returns what a new sequence with these `SequenceState.boundaries` has here."""
 
     @abstractmethod
     def needed(self, part: PartT, token_count: int, until: int) -> int:
@@ -97,7 +97,7 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
 
     @abstractmethod
     def room(self, part: PartT, token_count: int) -> int:
-        """Tokens up to which a sequence of `token_count` tokens can grow with nothing granted or copied."""
+        """Returns how far a sequence of `token_count` tokens can grow with nothing granted or copied, in tokens."""
 
     @abstractmethod
     def grow(self, part: PartT, token_count: int, until: int, blocks: array[int], copies: list[Copy]) -> int:

@@ -51,6 +51,22 @@ class RunTree:
         of the sequence it counts the child.
         """
         self._log.stored(parent.scope, parent.last_digest, digests, position)
+        return self._attach(parent, digests, blocks, position)
+
+    def add_fork(self, parent: Run, digests: bytes, blocks: array[int], position: int) -> tuple[Run, Run]:
+        """Publishes blocks as `add_child` does, the first position as a run of its own, which forks can borrow.
+
+        Returns:
+            That run, and the one in which the sequence ends now: the same where there is only one position.
+        """
+        self._log.stored(parent.scope, parent.last_digest, digests, position)
+        first = self._attach(parent, digests[:DIGEST_BYTES], blocks[: self.width], position)
+        if len(digests) == DIGEST_BYTES:
+            return first, first
+        return first, self._attach(first, digests[DIGEST_BYTES:], blocks[self.width :], position + 1)
+
+    def _attach(self, parent: Run, digests: bytes, blocks: array[int], position: int) -> Run:
+        """Makes a new child of a run, held once."""
         child = Run(parent.scope, parent, position, digests, blocks)
         child.live = 1
         parent.children[digests[:DIGEST_BYTES]] = child

@@ -5,11 +5,16 @@ checkpoint by being published, when a commit leaves no granted token to compute,
 ends exactly at
 
     a multiple of the group's block size, or
-    the last block edge of all other groups in the prompt that leaves a token to compute.
+    a boundary of the sequence (`SequenceState.boundaries`): where a later prompt may part from it.
 
 As a published block never changes, the next grow replaces it by a copy; where there is no room for one, a checkpoint
-that no other sequence holds is given up instead. So a hit is one block: the deepest checkpoint of the prefix. A
-sequence leaves at most `checkpoints_max` unused ones behind: with one more, its oldest is dropped.
+that no other sequence holds is given up instead. So a hit is one block: the deepest checkpoint of the prefix.
+
+Checkpoints that nobody has used are bounded twice, for they are made in the hope that somebody will:
+
+    per sequence   at most `checkpoints_max`. With one more, its oldest between boundaries is dropped; then those at
+                   boundaries, of which the first, where the shortest prompts part, stays longest
+    per pool       those between boundaries have at most half of the blocks, where other groups need some, too
 
 A table here has one entry, the running block.
 """
@@ -17,15 +22,54 @@ A table here has one entry, the running block.
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from bisect import bisect_right, insort
 from collections.abc import Sequence
 
 from quire_allocator.core.block_states import BlockStates
-from quire_allocator.core.blocks import Blocks
+from quire_allocator.core.blocks import Blocks, Evictor, Namespace
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.groups.units import NO_UNITS, Unit, UnitHit, UnitManager, UnitScope
 from quire_allocator.core.sequence import Part
-from quire_allocator.core.spec import CHECKPOINTS_MAX_DEFAULT, DIGEST_BYTES, NEVER, Copy, GroupSpec, PoolSpec, Swap
+from quire_allocator.core.spec import (
+    CHECKPOINTS_MAX_DEFAULT,
+    DIGEST_BYTES,
+    NEVER,
+    Copy,
+    GroupKind,
+    GroupSpec,
+    PoolSpec,
+    Swap,
+)
+
+
+class StateScope(UnitScope):
+    """What a namespace has here.
+
+    Attributes:
+        depths: positions at which there are checkpoints, of whatever prefix; rising.
+    """
+
+    __slots__ = ("_counts", "depths")
+
+    def __init__(self, namespace: Namespace, manager: Evictor) -> None:
+        super().__init__(namespace, manager)
+        self.depths: list[int] = []
+        self._counts: dict[int, int] = {}
+
+    def add_depth(self, position: int) -> None:
+        """One more checkpoint stands there."""
+        count = self._counts.get(position, 0)
+        self._counts[position] = count + 1
+        if not count:
+            insort(self.depths, position)
+
+    def remove_depth(self, position: int) -> None:
+        """One checkpoint fewer stands there."""
+        count = self._counts.pop(position) - 1
+        if count:
+            self._counts[position] = count
+        else:
+            del self.depths[bisect_right(self.depths, position) - 1]
 
 
 class StatePart(Part):
@@ -33,17 +77,17 @@ class StatePart(Part):
 
     Attributes:
         unit: the running block of each group; None before the first grow.
-        prompt_end: tokens after which the prompt's own checkpoint is made; 0 for none.
-        checkpoints: those it made, oldest first.
+        boundaries: token counts at which it makes a checkpoint, beside multiples of the block size; rising.
+        checkpoints: those that it made and nobody has used, as far as is known; oldest first.
     """
 
-    __slots__ = ("checkpoints", "prompt_end", "scope", "unit")
+    __slots__ = ("boundaries", "checkpoints", "scope", "unit")
 
-    def __init__(self, scope: UnitScope, unit: Unit | None) -> None:
+    def __init__(self, scope: UnitScope, unit: Unit | None, boundaries: tuple[int, ...]) -> None:
         self.scope = scope
         self.unit = unit
-        self.prompt_end = 0
-        self.checkpoints: deque[Unit] = deque()
+        self.boundaries = boundaries
+        self.checkpoints: list[Unit] = []
 
 
 class StateManager(UnitManager[StatePart]):
@@ -54,28 +98,35 @@ class StateManager(UnitManager[StatePart]):
 
     def __init__(self, spec: GroupSpec, groups: Sequence[int], pool: PoolSpec, blocks: Blocks, log: EventLog) -> None:
         super().__init__(spec, groups, pool, blocks, log)
-        self._edge_tokens = pool.edge_tokens
         self._checkpoints_max = spec.checkpoints_max or CHECKPOINTS_MAX_DEFAULT
+        state_count = sum([group.kind is GroupKind.STATE for group in pool.groups])
+        has_others = state_count < len(pool.groups)
+        self._between_max = pool.block_count // (2 * state_count) if has_others else pool.block_count
+        self._between: dict[Unit, None] = {}  # cached and unused checkpoints between boundaries, the oldest first
+
+    def new_scope(self, namespace: Namespace) -> StateScope:
+        return StateScope(namespace, self)
 
     def find(self, scope: UnitScope, digests: bytes, token_limit: int) -> UnitHit:
-        """Returns the deepest checkpoint at or before `token_limit` tokens."""
-        index = scope.index
-        if index:
-            for count in range(min(token_limit // self._digest_tokens, len(digests) // DIGEST_BYTES), 0, -1):
-                unit = index.get((count, self._digest_at(digests, count * self._digest_tokens)))
-                if unit is not None:
-                    # The sequence holds no block of the hit: its first grow copies the checkpoint and lets go of it.
-                    return UnitHit(count * self._digest_tokens, 0, 0 if unit.live else self.width, 0, [unit])
+        """Returns the deepest checkpoint at or before `token_limit` tokens. It looks once for each position before
+        that at which there is any, of whatever prefix."""
+        assert isinstance(scope, StateScope)
+        depths, index = scope.depths, scope.index
+        limit = min(token_limit // self._digest_tokens, len(digests) // DIGEST_BYTES)
+        for i in range(bisect_right(depths, limit) - 1, -1, -1):
+            end = depths[i] * DIGEST_BYTES
+            unit = index.get((depths[i], digests[end - DIGEST_BYTES : end]))
+            if unit is not None:
+                # The sequence holds no block of the hit: its first grow copies the checkpoint and lets go of it.
+                return UnitHit(depths[i] * self._digest_tokens, 0, 0 if unit.live else self.width, 0, [unit])
         return NO_UNITS
 
     def needed_after(self, hit: UnitHit, token_count: int) -> int:
         return self.width
 
-    def open(self, scope: UnitScope, hit: UnitHit, prompt_token_count: int) -> StatePart:
+    def open(self, scope: UnitScope, hit: UnitHit, boundaries: tuple[int, ...]) -> StatePart:
         self._hold_hit(hit)
-        part = StatePart(scope, hit.units[0] if hit.units else None)
-        part.prompt_end = (prompt_token_count - 1) // self._edge_tokens * self._edge_tokens
-        return part
+        return StatePart(scope, hit.units[0] if hit.units else None, boundaries)
 
     def needed(self, part: StatePart, token_count: int, until: int) -> int:
         return 0 if self._is_private(part) else self.width
@@ -93,10 +144,10 @@ class StateManager(UnitManager[StatePart]):
     def grow(self, part: StatePart, token_count: int, until: int, blocks: array[int], copies: list[Copy]) -> int:
         """Replaces a running block by a copy where it is a checkpoint, or shared."""
         if blocks:
-            before, (part.unit,) = part.unit, self._new_units(part.scope, blocks)
-            if before is not None:
-                copies.extend(map(Copy, before.blocks, blocks))
-                self._release(before)
+            if part.unit is not None:
+                copies.extend(map(Copy, part.unit.blocks, blocks))
+                self._leave(part, part.unit)
+            (part.unit,) = self._new_units(part.scope, blocks)
         return NEVER
 
     def let_go(self, part: StatePart, token_count: int) -> int:
@@ -113,7 +164,7 @@ class StateManager(UnitManager[StatePart]):
 
     def commit(self, part: StatePart, committed: int, until: int, digests: bytes, swaps: list[Swap]) -> None:
         """Makes a checkpoint, if `until` is where one belongs."""
-        if part.unit is None or until == 0 or (until % self.block_size and until != part.prompt_end):
+        if part.unit is None or until == 0 or (until % self.block_size and until not in part.boundaries):
             return
         if not self._is_private(part):
             return
@@ -121,16 +172,14 @@ class StateManager(UnitManager[StatePart]):
         key = (until // self._digest_tokens, digest)
         own, part.unit = part.unit, self._publish(part.scope, part.unit, key, swaps, 0)
         if part.unit is own:
+            assert isinstance(part.scope, StateScope)
+            part.scope.add_depth(key[0])
             self._log.stored(part.scope, b"", digest, key[0])
             part.checkpoints.append(own)
 
     def settle(self, part: StatePart, committed: int) -> int:
-        """Drops this sequence's oldest checkpoints beyond what it may leave behind, those that were hit excepted."""
-        while len(part.checkpoints) > self._checkpoints_max:
-            oldest = part.checkpoints.popleft()
-            if oldest.key is not None and not oldest.live and not oldest.was_hit:
-                self._unpublish(oldest)
-                self._blocks.dropped(oldest.scope, self.width)
+        """Drops checkpoints of this sequence beyond what it may leave behind."""
+        self._trim(part)
         return NEVER
 
     def settled_until(self, part: StatePart, committed: int) -> int:
@@ -140,14 +189,14 @@ class StateManager(UnitManager[StatePart]):
         """Shares the running block, which both sequences copy before they go on."""
         if part.unit is not None:
             part.unit.live += 1
-        return StatePart(part.scope, part.unit)
+        return StatePart(part.scope, part.unit, part.boundaries)
 
     def shrink(self, part: StatePart, until: int) -> None:
         """A state takes the same room at every length."""
 
     def free(self, part: StatePart) -> None:
         if part.unit is not None:
-            self._release(part.unit)
+            self._leave(part, part.unit)
 
     def mark(self, states: BlockStates, scopes: Sequence[UnitScope], parts: Sequence[StatePart]) -> None:
         units = {part.unit for part in parts if part.unit is not None}
@@ -163,10 +212,62 @@ class StateManager(UnitManager[StatePart]):
         return [blocks[column : column + 1] for column in range(self.width)]
 
     def shared_token_count(self, part: StatePart) -> int:
-        """All its tokens if other sequences hold the same state, else none."""
+        """Counts all its tokens if other sequences hold the same state, else none."""
         return NEVER if part.unit is not None and part.unit.live > 1 else 0
 
     def _is_private(self, part: StatePart) -> bool:
         """Tells whether the running block may be overwritten: it is neither shared nor published."""
         unit = part.unit
         return unit is not None and unit.live == 1 and unit.key is None
+
+    # -- how many checkpoints are kept ---------------------------------------------------------------------------------
+
+    def _leave(self, part: StatePart, unit: Unit) -> None:
+        """The sequence lets go of its running block, which may be a checkpoint that others can hit from now on."""
+        part.unit = None
+        self._release(unit)
+        if unit.key is not None and not unit.live and not unit.was_hit and not self._is_at_boundary(part, unit):
+            self._between[unit] = None
+            if len(self._between) > self._between_max:
+                self._drop(next(iter(self._between)))
+        self._trim(part)
+
+    def _trim(self, part: StatePart) -> None:
+        """Drops checkpoints that this sequence left, until they are as few as they may be."""
+        own = part.checkpoints
+        if len(own) <= self._checkpoints_max:
+            return
+        own[:] = [unit for unit in own if unit.key is not None and not unit.was_hit]
+        while len(own) > self._checkpoints_max:
+            unit = self._least_useful(part)
+            if unit is part.unit:  # it is dropped when the sequence lets go of it
+                return
+            own.remove(unit)
+            if not unit.live:  # else others go on from it
+                self._drop(unit)
+
+    def _least_useful(self, part: StatePart) -> Unit:
+        """Returns the oldest checkpoint between boundaries; where there is none, the second one at a boundary."""
+        for unit in part.checkpoints:
+            if not self._is_at_boundary(part, unit):
+                return unit
+        return part.checkpoints[min(1, len(part.checkpoints) - 1)]
+
+    def _is_at_boundary(self, part: StatePart, unit: Unit) -> bool:
+        return unit.first_position * self._digest_tokens in part.boundaries
+
+    def _drop(self, unit: Unit) -> None:
+        """A cached checkpoint is not worth its blocks."""
+        self._unpublish(unit)
+        self._blocks.dropped(unit.scope, self.width)
+
+    def _hold(self, unit: Unit) -> None:
+        self._between.pop(unit, None)
+        super()._hold(unit)
+
+    def _retract(self, unit: Unit) -> None:
+        scope = unit.scope
+        assert isinstance(scope, StateScope)
+        scope.remove_depth(unit.first_position)
+        self._between.pop(unit, None)
+        super()._retract(unit)

@@ -126,20 +126,20 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         return [Unit(scope, blocks[i : i + width]) for i in range(0, len(blocks), width)]
 
     def _hold_hit(self, hit: UnitHit) -> None:
-        """A new sequence begins with these units."""
+        """Lets a new sequence hold the units that it hit."""
         for unit in hit.units:
             unit.was_hit = True
             self._blocks.policy.hit(unit)
             self._hold(unit)
 
     def _hold(self, unit: Unit) -> None:
-        """One more table has the unit."""
+        """Counts one more table that has the unit; the first takes it out of the cache."""
         unit.live += 1
         if unit.live == 1:
             self._blocks.now_held(unit, self.width)
 
     def _release(self, unit: Unit) -> None:
-        """One table fewer has the unit; after the last one it is cached, or its blocks are empty."""
+        """Counts one fewer table that has the unit; after the last one it is cached, or its blocks are empty."""
         unit.live -= 1
         if unit.live:
             return

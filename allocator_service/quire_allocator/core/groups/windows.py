@@ -64,7 +64,7 @@ class WindowManager(UnitManager[WindowPart]):
     def needed_after(self, hit: UnitHit, token_count: int) -> int:
         return (-(-token_count // self.block_size) - hit.token_count // self.block_size) * self.width
 
-    def open(self, scope: UnitScope, hit: UnitHit, prompt_token_count: int) -> WindowPart:
+    def open(self, scope: UnitScope, hit: UnitHit, boundaries: tuple[int, ...]) -> WindowPart:
         self._hold_hit(hit)
         return WindowPart(scope, hit.first, list(hit.units))
 
@@ -162,7 +162,7 @@ class WindowManager(UnitManager[WindowPart]):
         return [blocks[column :: self.width] for column in range(self.width)]
 
     def shared_token_count(self, part: WindowPart) -> int:
-        """All its tokens if other sequences hold its whole window, else none."""
+        """Counts all its tokens if other sequences hold its whole window, else none."""
         if all(unit.live > 1 for unit in part.units):
             return (part.first + len(part.units)) * self.block_size
         return 0

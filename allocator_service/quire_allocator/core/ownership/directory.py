@@ -149,7 +149,7 @@ class Directory:
         return owner
 
     def session(self, session_id: bytes) -> Ownership:
-        """The open session of that id.
+        """Returns the open session of that id.
 
         Raises:
             Refusal: SESSION_UNKNOWN.
@@ -160,11 +160,11 @@ class Directory:
         return owner
 
     def find_session(self, session_id: bytes) -> Ownership | None:
-        """The same; None where there is none."""
+        """Returns the open session of that id, or None."""
         return self._sessions.get(session_id)
 
     def pool(self, name: str) -> Ownership:
-        """The open pool of that name.
+        """Returns the open pool of that name.
 
         Raises:
             Refusal: POOL_UNKNOWN.
@@ -175,15 +175,15 @@ class Directory:
         return owner
 
     def open_pools(self) -> list[Ownership]:
-        """Every open pool, by name."""
+        """Returns every open pool, by name."""
         return [owner for _, owner in sorted(self._owners.items()) if owner.session_id]
 
     def renew(self, owner: Ownership, now: float) -> None:
-        """A message of the owner arrived."""
+        """Notes that a message of the owner arrived."""
         owner.lease_end = now + self.lease_s
 
     def disconnect(self, owner: Ownership, stream: object) -> None:
-        """A stream ended; if it was the current one, the lease runs from the last message."""
+        """Notes that a stream ended; if it was the current one, the lease runs from the last message."""
         if owner.stream is stream:
             owner.stream = None
 

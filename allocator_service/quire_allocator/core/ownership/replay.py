@@ -20,7 +20,7 @@ class StepLog:
         self._kept: deque[tuple[object, object]] = deque()  # (step, reply), of the last steps in order
 
     def replay(self, number: int, step: object) -> object | None:
-        """The kept reply to a repeated step, or None if `number` is the next one and has to be applied.
+        """Returns the kept reply to a repeated step, or None if `number` is the next one and has to be applied.
 
         Raises:
             Refusal: STEP_MISMATCH, the number was used for another step; STEP_GAP, any other number.
@@ -36,14 +36,14 @@ class StepLog:
         return reply
 
     def record(self, step: object, reply: object) -> None:
-        """The next step was applied with this reply; at most `window` replies are kept."""
+        """Keeps the reply to the next step; at most `window` replies are kept."""
         self._kept.append((step, reply))
         self.next_step += 1
         while len(self._kept) > self.window:
             self._kept.popleft()
 
     def forget(self, acknowledged: int) -> None:
-        """The owner has applied all replies up to `acknowledged`."""
+        """Drops the replies up to `acknowledged`, which the owner has applied."""
         while self._kept and self._first <= acknowledged:
             self._kept.popleft()
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic
 
 from quire_allocator.core.blocks import Scoped
 from quire_allocator.core.groups.full import FullAttentionManager, RunPart
+from quire_allocator.core.groups.manager import PartT, ScopeT
 from quire_allocator.core.groups.runs import Run, RunScope
-from quire_allocator.core.groups.states import StateManager, StatePart
+from quire_allocator.core.groups.states import StateManager, StatePart, StateScope
 from quire_allocator.core.groups.units import Unit, UnitScope
 from quire_allocator.core.groups.windows import WindowManager, WindowPart
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import DIGEST_BYTES, GroupKind
 
 
-class Use(NamedTuple):
+class Use(Generic[ScopeT, PartT]):
     """What one namespace has in one manager: its scope there, and each of its sequences with its part there."""
 
-    scope: Any
-    parts: Sequence[tuple[SequenceState, Any]]
+    def __init__(self, scope: ScopeT, parts: Sequence[tuple[SequenceState, PartT]]) -> None:
+        self.scope = scope
+        self.parts = parts
 
 
 class Found:
@@ -51,7 +53,7 @@ class Found:
 # -- full attention ----------------------------------------------------------------------------------------------------
 
 
-def check_full(manager: FullAttentionManager, uses: Sequence[Use]) -> list[Found]:
+def check_full(manager: FullAttentionManager, uses: Sequence[Use[RunScope, RunPart]]) -> list[Found]:
     """Checks the trees of runs, the sequences that end in them, and the list of sharers of half-filled blocks."""
     _check_sharers(manager, [part for use in uses for _, part in use.parts])
     return [_check_tree(manager, use.scope, use.parts) for use in uses]
@@ -123,7 +125,7 @@ def _count_shared_once(held: list[int], firsts: Sequence[Sequence[int]], width: 
 
 
 def _check_sharers(manager: FullAttentionManager, parts: Sequence[RunPart]) -> None:
-    """The manager lists exactly those sequences whose half-filled block stands in another one's tail too."""
+    """Checks that just those sequences are listed whose half-filled block stands in another one's tail too."""
     tails: dict[int, set[int]] = {}
     for part in parts:
         if part.tail and part.borrowed is None:
@@ -136,7 +138,7 @@ def _check_sharers(manager: FullAttentionManager, parts: Sequence[RunPart]) -> N
 # -- windows and states ------------------------------------------------------------------------------------------------
 
 
-def check_windows(manager: WindowManager, uses: Sequence[Use]) -> list[Found]:
+def check_windows(manager: WindowManager, uses: Sequence[Use[UnitScope, WindowPart]]) -> list[Found]:
     """Checks that tables begin where the window does and end where the grants do; what is computed is published."""
     for use in uses:
         for sequence, part in use.parts:
@@ -161,18 +163,25 @@ def _check_window(manager: WindowManager, scope: UnitScope, sequence: SequenceSt
             assert unit.live == 1, f"position {position} is shared before anything was written to it"
 
 
-def check_states(manager: StateManager, uses: Sequence[Use]) -> list[Found]:
+def check_states(manager: StateManager, uses: Sequence[Use[StateScope, StatePart]]) -> list[Found]:
     """Checks that every sequence has a running block; a published one stands for exactly the committed tokens."""
     for use in uses:
         for sequence, part in use.parts:
             _check_state(manager, use.scope, sequence, part)
-    return [_check_units(manager.width, use.scope, [[part.unit] for _, part in use.parts]) for use in uses]
+        depths = sorted({position for position, _ in use.scope.index})
+        assert use.scope.depths == depths, "checkpoints are sought at other depths than they stand at"
+    between = manager._between
+    assert len(between) <= manager._between_max, "the pool keeps too many checkpoints between boundaries"
+    assert all(unit.key is not None and not unit.live for unit in between), "a checkpoint that is used counts as unused"
+    return [_check_units(manager.width, use.scope, [[part.unit] for _, part in use.parts if part.unit]) for use in uses]
 
 
-def _check_state(manager: StateManager, scope: UnitScope, sequence: SequenceState, part: StatePart) -> None:
+def _check_state(manager: StateManager, scope: StateScope, sequence: SequenceState, part: StatePart) -> None:
     assert part.scope is scope, "a sequence has its state in another scope"
     assert part.unit is not None, "a sequence has no state"
-    assert len(part.checkpoints) <= manager._checkpoints_max, "a sequence keeps too many checkpoints"
+    left = [unit for unit in part.checkpoints if unit is not part.unit]
+    assert len(left) <= manager._checkpoints_max, "a sequence keeps too many checkpoints"
+    assert part.boundaries == sequence.boundaries, "a state makes checkpoints elsewhere than at the boundaries"
     if part.unit.key is not None:
         tokens = part.unit.key[0] * manager._digest_tokens
         assert tokens == sequence.committed_token_count, f"a state after {tokens} tokens stands for another count"
@@ -181,7 +190,7 @@ def _check_state(manager: StateManager, scope: UnitScope, sequence: SequenceStat
 
 
 def _check_units(width: int, scope: UnitScope, tables: Sequence[Sequence[Unit]]) -> Found:
-    """Each unit counts the tables it is in; the published ones are those of the index."""
+    """Checks that each unit counts the tables it is in; the published ones are those of the index."""
     found = Found()
     holders: Counter[int] = Counter(id(unit) for table in tables for unit in table)
     for key, unit in scope.index.items():
@@ -199,7 +208,7 @@ def _check_units(width: int, scope: UnitScope, tables: Sequence[Sequence[Unit]])
     return found
 
 
-CHECKS: dict[GroupKind, Callable[[Any, Sequence[Use]], list[Found]]] = {
+CHECKS: dict[GroupKind, Callable[[Any, Sequence[Use[Any, Any]]], list[Found]]] = {
     GroupKind.FULL_ATTENTION: check_full,
     GroupKind.SLIDING_WINDOW: check_windows,
     GroupKind.CHUNKED_LOCAL: check_windows,

@@ -12,9 +12,17 @@ from typing import Final
 from quire_allocator.core.events import Event, digest_count_before
 from quire_allocator.core.groups.manager import IndexedStretch
 from quire_allocator.core.pool import Pool
-from quire_allocator.core.spec import DIGEST_BYTES, GroupKind
+from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, Match
 
-__all__ = ["DIGESTS_PER_PIECE_MAX", "IndexedStretch", "pieces", "stretch_of", "walk", "walk_acknowledged"]
+__all__ = [
+    "DIGESTS_PER_PIECE_MAX",
+    "IndexedStretch",
+    "find_acknowledged",
+    "pieces",
+    "stretch_of",
+    "walk",
+    "walk_acknowledged",
+]
 
 DIGESTS_PER_PIECE_MAX: Final = 4_096
 
@@ -48,6 +56,16 @@ def walk_acknowledged(pool: Pool) -> Iterator[IndexedStretch]:
         told = digest_count_before(untold, stretch.digests) if untold else len(stretch.digests)
         if told:
             yield stretch._replace(digests=stretch.digests[: told * DIGEST_BYTES])
+
+
+def find_acknowledged(pool: Pool, namespace: str, digests: bytes) -> Match:
+    """Returns what others than the owner may know of what `Pool.find` finds."""
+    found = pool.find(namespace, digests)
+    untold = pool.log.untold(namespace) if any(found) else None
+    if not untold:
+        return found
+    told = digest_count_before(untold, digests)
+    return pool.find(namespace, digests[: told * DIGEST_BYTES])
 
 
 def stretch_of(event: Event) -> IndexedStretch:

@@ -34,10 +34,12 @@ def check(pool: Pool) -> None:
     _check_batch(pool)
     _check_admission(pool)
     _check_pending(pool)
+    if pool.coordinator.history is not None:
+        pool.coordinator.history.check_invariants()
 
 
 def _check_manager(pool: Pool, number: int, spaces: Sequence[Namespace]) -> list[Found]:
-    """Every scope of a manager has what its kind of group must have, and counts its blocks."""
+    """Checks that every scope of a manager has what its kind of group must have, and counts its blocks."""
     manager = pool.managers[number]
     uses = []
     for space in spaces:
@@ -47,7 +49,8 @@ def _check_manager(pool: Pool, number: int, spaces: Sequence[Namespace]) -> list
         sequences = [sequence for sequence in pool.sequences.values() if sequence.namespace is space]
         uses.append(Use(scope, [(sequence, sequence.parts[number]) for sequence in sequences]))
     found = CHECKS[manager.spec.kind](manager, uses)
-    for (scope, _), own in zip(uses, found, strict=True):
+    for use, own in zip(uses, found, strict=True):
+        scope = use.scope
         name, held, cached = scope.namespace.name, len(own.held), len(own.cached)
         assert scope.held == held, f"{scope.held} blocks of {name!r} count as held, {held} are"
         assert scope.cached == cached, f"{scope.cached} blocks of {name!r} count as cached, {cached} are"
@@ -77,7 +80,7 @@ def _spaces(pool: Pool) -> list[Namespace]:
 
 
 def _check_blocks(pool: Pool, found: Sequence[Found]) -> None:
-    """Every block is exactly one of empty, cached and held."""
+    """Checks that every block is exactly one of empty, cached and held."""
     uses = Counter(pool.blocks.empty)
     for own in found:
         uses.update(own.held)
@@ -93,7 +96,7 @@ def _check_blocks(pool: Pool, found: Sequence[Found]) -> None:
 
 
 def _check_queues(pool: Pool, found: Sequence[Found]) -> None:
-    """The candidates for eviction are the cached entries with nothing below them, and no others."""
+    """Checks that the candidates for eviction are just the cached entries with nothing below them."""
     candidates = [entry for own in found for entry in own.candidates]
     wanted = {id(entry) for entry in candidates}
     for own in found:
@@ -133,13 +136,16 @@ def _check_sequence(pool: Pool, sequence_id: int, sequence: SequenceState) -> No
     assert sequence.quiet_until == quiet, (
         f"commits of {sequence_id} are unseen up to {sequence.quiet_until}, not {quiet}"
     )
+    boundaries, edge = sequence.boundaries, pool.spec.edge_tokens
+    assert list(boundaries) == sorted(set(boundaries)), f"boundaries of {sequence_id} do not rise: {boundaries}"
+    assert all(end > 0 and not end % edge for end in boundaries), f"{sequence_id} has boundaries off the edges"
     assert sequence.is_hold == (sequence_id in pool.holds), (
         f"sequence {sequence_id} is a hold without an end, or not one"
     )
 
 
 def _check_batch(pool: Pool) -> None:
-    """The sequences that the last `grow_many` looked up are those that still have these ids."""
+    """Checks that the sequences that the last `grow_many` looked up still have these ids."""
     for sequence_id, sequence in zip(pool._batch_ids, pool._batch, strict=True):
         assert pool.sequences.get(sequence_id) is sequence, f"sequence {sequence_id} is remembered and gone"
 
@@ -148,7 +154,7 @@ def _check_admission(pool: Pool) -> None:
     assert list(pool.sequences) == sorted(pool.sequences), "sequences are not in the order of their ids"
     assert set(pool.holds) <= set(pool.sequences), "a hold that is gone still has an end"
     promised = sum(sequence.promised for sequence in pool.sequences.values())
-    counted = pool.gates.promised_block_count
+    counted = pool.admission.promised_block_count
     assert counted == promised, f"{counted} blocks count as promised, {promised} are"
     assert all(sequence.promised >= 0 for sequence in pool.sequences.values()), "a promise of less than nothing"
     for space in pool.blocks.namespaces.values():
@@ -158,16 +164,18 @@ def _check_admission(pool: Pool) -> None:
 
 
 def _check_pending(pool: Pool) -> None:
-    """Chains are those of live sequences, and are found at exactly the places they name."""
+    """Announcements are those of live sequences, and are found at exactly the places they name."""
     places: Counter[Any] = Counter()
     for sequence_id, sequence in pool.sequences.items():
-        chain = sequence.chain
-        if chain is not None:
+        announced = sequence.announcement
+        if announced is not None:
             done = sequence.committed_token_count // pool.digest_tokens
-            assert chain.namespace == sequence.namespace.name, f"{sequence_id} announced to another namespace"
-            assert chain.next_digest == done < chain.digest_count, f"{sequence_id} still announces what is published"
-            assert chain.places, f"nobody can find what {sequence_id} announced"
-            places.update((chain.key(place), id(chain)) for place in chain.places)
-    listed = Counter((key, id(chain)) for key, chains in pool.pending._places.items() for chain in chains)
+            assert announced.namespace == sequence.namespace.name, f"{sequence_id} announced to another namespace"
+            assert announced.next_digest == done < announced.digest_count, (
+                f"{sequence_id} still announces what is published"
+            )
+            assert announced.places, f"nobody can find what {sequence_id} announced"
+            places.update((announced.key(place), id(announced)) for place in announced.places)
+    listed = Counter((key, id(found)) for key, founds in pool.pending._places.items() for found in founds)
     assert listed == places, "what is announced is not what live sequences are computing"
     assert all(pool.pending._places.values()), "a place that nobody announced is kept"

@@ -40,7 +40,7 @@ class NamespaceUse(NamedTuple):
 
 
 class GroupUse(NamedTuple):
-    """Blocks of one group."""
+    """Says how many blocks one group holds and has cached."""
 
     group: int
     held_block_count: int

@@ -9,20 +9,22 @@
 Only a new pool is written to, and the caller puts it in force when it is whole: a refused report changes nothing.
 
 Not reported, so not as before: prompts that sequences are still computing are not announced (a second one is computed
-beside the first), policies have learned nothing yet but that what parts was shared, counters begin at 0.
+beside the first), policies have learned nothing yet but that what parts was shared, only full attention knows where
+earlier prompts part, no checkpoint counts as one that its sequence made, counters begin at 0.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from quire_allocator.core.blocks import Namespace, Scoped
+from quire_allocator.core.groups.manager import AnyManager
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.rebuild.report import BlockUse, Report, ReportedSequence, ReportedStretch, refuse
 from quire_allocator.core.rebuild.runs import RunBuilder
-from quire_allocator.core.rebuild.units import StateBuilder, WindowBuilder
+from quire_allocator.core.rebuild.units import StateBuilder, WindowBuilder, boundaries
 from quire_allocator.core.sequence import Part, SequenceState
 from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, PoolSpec
 
@@ -31,19 +33,16 @@ class Builder(Protocol):
     """Rebuilds what one manager has. The methods are called in this order, each for all there is."""
 
     def read(self, prefix: ReportedStretch, column: int, first_place: int) -> None:
-        """Published blocks of the manager's group number `column`; see `BlockUse.publish` for places."""
+        """Takes in published blocks of the manager's group number `column`; see `BlockUse.publish` for places."""
 
-    def locate(self, space: Namespace, sequence: ReportedSequence) -> Any:
-        """Finds a sequence's tables; returns what `part` is made of."""
+    def locate(self, space: Namespace, sequence: ReportedSequence) -> Callable[[], Part]:
+        """Finds a sequence's tables. Returns what takes its references and makes its part, once all is built."""
 
     def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
         """Files everything published; returns rank, position and entry of what nobody holds."""
 
-    def part(self, located: Any) -> Part:
-        """Takes the references of a sequence, and returns what it has in the manager."""
 
-
-BUILDERS: dict[GroupKind, Callable[[Any, Pool, BlockUse], Builder]] = {
+BUILDERS: dict[GroupKind, Callable[[AnyManager, Pool, BlockUse], Builder]] = {
     GroupKind.FULL_ATTENTION: RunBuilder,
     GroupKind.SLIDING_WINDOW: WindowBuilder,
     GroupKind.CHUNKED_LOCAL: WindowBuilder,
@@ -86,7 +85,7 @@ class Rebuild:
         builder.read(prefix, column, self._use.publish(prefix.blocks))
 
     def finish(self, report: Report) -> Pool:
-        """The pool that the report describes."""
+        """Makes the pool that the report describes."""
         pool, builders, spaces = self._pool, self._builders, self._spaces
         for prefix in report.prefixes:
             self.read(prefix)
@@ -95,12 +94,12 @@ class Rebuild:
         ranks = _ranks(pool.spec, report)
         cached = [item for builder in builders for item in builder.build(pool.blocks.namespaces, ranks)]
         for reported, found in zip(report.sequences, located, strict=True):
-            _open(pool, spaces.get(reported.namespace), builders, reported, found)
+            _open(pool, spaces.get(reported.namespace), reported, found)
         _queue(pool, cached)
         pool.blocks.give_back(self._use.unused())
         pool.last_sequence_id = report.last_sequence_id
         for space in list(pool.blocks.namespaces.values()):
-            pool.gates.enforce_cache_quota(space)
+            pool.admission.enforce_cache_quota(space)
             pool.blocks.forget_if_unused(space)
         pool.blocks.evicted_count = 0
         pool.log.discard()
@@ -108,7 +107,7 @@ class Rebuild:
 
 
 class _Spaces:
-    """Namespaces of the pool by name, made when they are first named."""
+    """Makes the namespaces of the pool when they are first named."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -121,7 +120,7 @@ class _Spaces:
 
 
 def _ranks(spec: PoolSpec, report: Report) -> array[int]:
-    """Of every block when it was let go of; -1 if never."""
+    """Returns for each block when it was let go of, as a rank; -1 if never."""
     ranks = array("q", [-1]) * spec.block_count
     if max(report.released, default=0) >= spec.block_count:
         refuse(f"block {max(report.released)} is out of range, the pool has {spec.block_count}")
@@ -140,7 +139,7 @@ def _check_ids(report: Report) -> None:
         refuse(f"sequence {last} is above the last one, {report.last_sequence_id}")
 
 
-def _locate(spaces: _Spaces, builders: list[Builder], sequence: ReportedSequence) -> list[Any]:
+def _locate(spaces: _Spaces, builders: list[Builder], sequence: ReportedSequence) -> list[Callable[[], Part]]:
     if sequence.committed_token_count > sequence.token_count:
         refuse(f"sequence {sequence.sequence_id} has committed more tokens than it was granted")
     space = spaces.get(sequence.namespace)
@@ -148,10 +147,11 @@ def _locate(spaces: _Spaces, builders: list[Builder], sequence: ReportedSequence
     return [builder.locate(space, sequence) for builder in builders]
 
 
-def _open(pool: Pool, space: Namespace, builders: list[Builder], reported: ReportedSequence, found: list[Any]) -> None:
-    parts = tuple([builder.part(located) for builder, located in zip(builders, found, strict=True)])
-    sequence = SequenceState(space, reported.token_count, reported.priority, parts)
+def _open(pool: Pool, space: Namespace, reported: ReportedSequence, parts: list[Callable[[], Part]]) -> None:
+    made = tuple([make() for make in parts])
+    sequence = SequenceState(space, reported.token_count, reported.priority, made)
     sequence.committed_token_count = reported.committed_token_count
+    sequence.boundaries = boundaries(pool, reported)
     pool.sequences[reported.sequence_id] = sequence
     tables = zip(pool.tables(sequence), reported.tables, strict=True)
     if any(table.tobytes() != given.tobytes() for table, given in tables):
@@ -159,17 +159,17 @@ def _open(pool: Pool, space: Namespace, builders: list[Builder], reported: Repor
     if 0 < reported.chunk_token_count < reported.prompt_token_count:
         sequence.prompt_token_count = reported.prompt_token_count
         sequence.chunk_token_count = reported.chunk_token_count
-        pool.gates.promise(sequence)
+        pool.admission.promise(sequence)
     if reported.hold_until is not None:
         sequence.is_hold = True
         pool.holds[reported.sequence_id] = reported.hold_until
 
 
 def _queue(pool: Pool, cached: list[tuple[int, int, Scoped]]) -> None:
-    """Candidates for eviction, and for every sequence what the next grow or commit has to look at."""
+    """Queues what nobody holds, and notes each sequence's `limit` and `quiet_until`."""
     for _, _, entry in sorted(cached, key=lambda item: (item[0], -item[1])):
         children = getattr(entry, "children", ())
-        entry.hits = max(0, len(children) - 1)  # at least: each way on but the first was a prompt that shared it
+        entry.hits = max(0, len(children) - 1)  # a lower bound: each way on but the first was a prompt that shared it
         pool.blocks.policy.released(entry)
         if not children:
             pool.blocks.push(entry)

@@ -22,6 +22,7 @@ class ReportedSequence(NamedTuple):
         tables: one per group; `NULL_BLOCK` where a windowed group gave a block back.
         prompt_token_count, chunk_token_count: of its first grow; 0 for a fork.
         hold_until: when a hold ends, in seconds of the caller's clock; None for an ordinary sequence.
+        boundaries: as in `SequenceState`.
     """
 
     sequence_id: int
@@ -33,6 +34,7 @@ class ReportedSequence(NamedTuple):
     prompt_token_count: int = 0
     chunk_token_count: int = 0
     hold_until: float | None = None
+    boundaries: tuple[int, ...] = ()
 
 
 class ReportedStretch(NamedTuple):
@@ -70,7 +72,7 @@ class Report:
 
 
 def refuse(message: str) -> NoReturn:
-    """The report is wrong; nothing has changed.
+    """Refuses a report that is wrong; nothing has changed.
 
     Raises:
         Refusal: MALFORMED, always.
@@ -90,7 +92,7 @@ class BlockUse:
         self._place_count = 0
 
     def publish(self, blocks: array[int]) -> int:
-        """The blocks carry digests, and get places that follow one another; returns the first."""
+        """Gives blocks that carry digests places that follow one another; returns the first."""
         places = self._places
         first = place = self._place_count
         if max(blocks, default=0) >= self.block_count:
@@ -103,28 +105,29 @@ class BlockUse:
         self._place_count = place
         return first
 
-    def place(self, block: int) -> int:
-        """Place of a published block; negative of any other."""
-        return self._places[block] if block < self.block_count else _UNUSED
+    def place(self, block: int) -> int | None:
+        """Returns the place of a published block; None for any other."""
+        place = self._places[block] if block < self.block_count else _UNUSED
+        return place if place >= 0 else None
 
     def drop(self, blocks: array[int]) -> None:
-        """Published blocks that are not taken over: nobody has them."""
+        """Marks published blocks that the pool does not take over."""
         for block in blocks:
             if block != NULL_BLOCK:
                 self._places[block] = _DROPPED
 
     def claim(self, blocks: Sequence[int]) -> None:
-        """The blocks are a sequence's own: nobody else may have them."""
+        """Marks blocks as one sequence's own, and refuses any that has another use."""
         for block in blocks:
             if block >= self.block_count:
                 refuse(f"block {block} is out of range, the pool has {self.block_count}")
             place = self._places[block]
             if place == _PRIVATE:
                 refuse(f"block {block} is held twice")
-            if place != _UNUSED:  # dropped or not
+            if place != _UNUSED:  # it is published, or was and is not taken over
                 refuse(f"block {block} carries a digest, and is still to be written where it is held")
             self._places[block] = _PRIVATE
 
     def unused(self) -> array[int]:
-        """Blocks that nobody has, the lowest first."""
+        """Returns the blocks that nobody has, the lowest first."""
         return array("I", [block for block, place in enumerate(self._places) if place < _PRIVATE])

@@ -7,10 +7,12 @@ where the order of release jumps, so that blocks leave the cache one by one as t
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from typing import NamedTuple
 
 from quire_allocator.core.blocks import Namespace, Scoped
 from quire_allocator.core.groups.full import FullAttentionManager, RunPart
+from quire_allocator.core.groups.manager import AnyManager
 from quire_allocator.core.groups.runs import RunScope
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.rebuild.report import BlockUse, ReportedSequence, ReportedStretch, refuse
@@ -39,7 +41,8 @@ class Place(NamedTuple):
 class RunBuilder:
     """Builds the part of full attention, as `rebuild.Builder` says."""
 
-    def __init__(self, manager: FullAttentionManager, pool: Pool, use: BlockUse) -> None:
+    def __init__(self, manager: AnyManager, pool: Pool, use: BlockUse) -> None:
+        assert isinstance(manager, FullAttentionManager)
         self._manager = manager
         self._pool = pool
         self._use = use
@@ -51,11 +54,15 @@ class RunBuilder:
         self._parts: dict[int, list[RunPart]] = {}
 
     def read(self, prefix: ReportedStretch, column: int, first_place: int) -> None:
-        """Published blocks of the manager's group number `column`."""
+        """Takes in published blocks of the manager's group number `column`."""
         self._forest.read(prefix, column, first_place)
 
-    def locate(self, space: Namespace, sequence: ReportedSequence) -> Place:
+    def locate(self, space: Namespace, sequence: ReportedSequence) -> Callable[[], RunPart]:
         """Finds the end of what is published, and claims what is not."""
+        place = self._place(space, sequence)
+        return lambda: self._part(place)
+
+    def _place(self, space: Namespace, sequence: ReportedSequence) -> Place:
         self._link()
         manager, committed, size = self._manager, sequence.committed_token_count, self._manager.block_size
         tables = [sequence.tables[group] for group in manager.groups]
@@ -107,7 +114,7 @@ class RunBuilder:
             self._file(scope, stretch, ranks, cached)
         return cached
 
-    def part(self, place: Place) -> RunPart:
+    def _part(self, place: Place) -> RunPart:
         """Holds the run, and shares the half-filled block."""
         tree = self._manager.tree
         run = place.end.stretch.run_at(place.end.offset) if place.end is not None else place.scope.root
@@ -134,7 +141,7 @@ class RunBuilder:
     def _file(
         self, scope: RunScope, stretch: JoinedStretch, ranks: array[int], cached: list[tuple[int, int, Scoped]]
     ) -> None:
-        """The runs of a stretch, cached until sequences hold them."""
+        """Makes the runs of a stretch, cached until sequences hold them."""
         width, reach, held = self._manager.width, stretch.reach, min(stretch.held, stretch.reach)
         own_ranks = _ranks(stretch.blocks[held * width : reach * width], width, ranks)
         stretch.cuts.add(held)
@@ -158,12 +165,12 @@ class RunBuilder:
 
 
 def manager_number(pool: Pool, manager: object) -> int:
-    """Which of the pool's managers it is."""
+    """Returns which of the pool's managers it is."""
     return next(number for number, other in enumerate(pool.managers) if other is manager)
 
 
 def _before(spot: Spot) -> Spot | None:
-    """The position before; None at the root."""
+    """Returns the position before a spot; None at the root."""
     stretch, offset = spot
     if offset:
         return Spot(stretch, offset - 1)
@@ -171,13 +178,13 @@ def _before(spot: Spot) -> Spot | None:
 
 
 def _ranks(blocks: array[int], width: int, ranks: array[int]) -> list[int]:
-    """Of each position the highest rank of its blocks."""
+    """Returns for each position the highest rank of its blocks."""
     found = [ranks[block] for block in blocks]
     return found if width == 1 else list(map(max, *[found[column::width] for column in range(width)]))
 
 
 def _jumps(ranks: list[int], width: int) -> list[int]:
-    """Where blocks did not leave right after those of the position behind."""
+    """Returns the positions whose blocks did not leave right after those of the next one."""
     count = len(ranks)
     if not count or ranks.count(-1) == count or ranks == list(range(ranks[0], ranks[0] - count * width, -width)):
         return []

@@ -24,12 +24,12 @@ class JoinedStretch:
 
     Attributes:
         blocks: for each position one per group; `NULL_BLOCK` where the report has none.
-        reach: positions from the first one on that have a block in every group: what is beyond is not taken over.
+        reach: how many positions have a block in every group; those beyond are not taken over.
         parent, parent_index: the position before the first one; None at the root, and where there is no way to it.
         is_rooted: there is a way to the root.
-        held: positions from the first one on that somebody holds.
+        held: how many positions some sequence holds.
         cuts: where a run must begin, beside 0.
-        starts, runs: what became of it.
+        starts, runs: first position of each run made of it, and these runs.
     """
 
     __slots__ = (
@@ -64,16 +64,16 @@ class JoinedStretch:
         self.runs: list[Run] = []
 
     def digest_before(self, index: int) -> bytes:
-        """Digest of the position before this one."""
+        """Returns the digest of the position before this one."""
         return self.digests[(index - 1) * DIGEST_BYTES : index * DIGEST_BYTES] if index else self.parent_digest
 
     def end_at(self, index: int) -> None:
-        """A sequence ends in this position, and holds all before it."""
+        """Notes that a sequence ends in this position, and holds all before it."""
         self.cuts.add(index + 1)
         self.held = max(self.held, index + 1)
 
     def run_at(self, index: int) -> Run:
-        """The run that has this position."""
+        """Returns the run that has this position."""
         return self.runs[bisect_right(self.starts, index) - 1]
 
 
@@ -97,7 +97,7 @@ class Piece:
 
     @property
     def end_position(self) -> int:
-        """The one behind its last block."""
+        """Returns the position behind its last block."""
         return self.prefix.first_position + len(self.prefix.blocks)
 
 
@@ -134,7 +134,7 @@ class Forest:
         self._first_places: list[int] = []  # of the pieces
 
     def read(self, prefix: ReportedStretch, column: int, first_place: int) -> None:
-        """Published blocks of group number `column`; the first one has that place, the others follow."""
+        """Takes in blocks of group number `column`; the first has that place, the others the next ones."""
         if bool(prefix.parent_digest) != bool(prefix.first_position):
             refuse("a prefix has a parent digest exactly where it does not begin at the root")
         tree = self._trees.get(prefix.namespace)
@@ -154,8 +154,10 @@ class Forest:
             _refuse_repeated(tree.pieces)
 
     def spot(self, namespace: str, block: int, position: int) -> Spot | None:
-        """Where a block of the first group stands; None if that is not this position, or not taken over."""
+        """Returns where a block of the first group stands; None if not at this position, or if it is not taken over."""
         place = self._use.place(block)
+        if place is None:
+            return None
         number = bisect_right(self._first_places, place) - 1
         if number < 0:
             return None
@@ -168,7 +170,7 @@ class Forest:
         return Spot(stretch, index) if fits and stretch.is_rooted and index < stretch.reach else None
 
     def blocks_at(self, spot: Spot) -> array[int]:
-        """Of a position, one for each group."""
+        """Returns the blocks of a position, one for each group."""
         first = spot.offset * self._width
         return spot.stretch.blocks[first : first + self._width]
 
@@ -188,7 +190,7 @@ class Forest:
                 self._use.drop(stretch.blocks[kept * self._width :])
 
     def _join(self, chain: list[Piece]) -> JoinedStretch:
-        """The stretch of prefixes that follow one another."""
+        """Makes one stretch of prefixes that follow one another."""
         first, blocks = chain[0].prefix, array("I")
         digests = b"".join([piece.prefix.digests for piece in chain]) if len(chain) > 1 else first.digests
         stretch = JoinedStretch(first, digests, blocks)
@@ -201,7 +203,7 @@ class Forest:
         return stretch
 
     def _fill(self, tree: Tree, column: int, prefix: ReportedStretch) -> None:
-        """Blocks of a further group, where the first one has the same digests; the others stay unused."""
+        """Puts the blocks of a further group beside those of the first group that carry the same digests."""
         width, digests, blocks, done = self._width, prefix.digests, prefix.blocks, 0
         parent = prefix.parent_digest
         while done < len(blocks):
@@ -227,7 +229,7 @@ class Forest:
             parent = digests[(done - 1) * DIGEST_BYTES : done * DIGEST_BYTES]
 
     def _hang(self, tree: Tree, stretches: list[JoinedStretch]) -> None:
-        """Parents and children; what hangs below the root is in order from then on."""
+        """Links each stretch to the position it follows, and lists in `order` those with a way to the root."""
         children: dict[JoinedStretch, list[JoinedStretch]] = {}
         pending: list[JoinedStretch] = []
         for stretch in reversed(stretches):
@@ -247,14 +249,14 @@ class Forest:
             pending.extend(children.get(stretch, ()))
 
     def _spot_at(self, place: int) -> Spot:
-        """The position of a digest."""
+        """Returns where a digest stands."""
         piece = self._pieces[bisect_right(self._first_places, place) - 1]
         assert piece.stretch is not None, "joined before anything is looked up"
         return Spot(piece.stretch, piece.offset + place - piece.first_place)
 
 
 def _chains(pieces: list[Piece]) -> list[list[Piece]]:
-    """Pieces in chains, each of which goes on where the one before it ended and nothing else does."""
+    """Joins pieces that follow one another without a branch."""
     ends: dict[bytes, Piece] = {piece.prefix.digests[-DIGEST_BYTES:]: piece for piece in pieces}
     counts = Counter([piece.prefix.parent_digest for piece in pieces])
     after: dict[int, Piece] = {}  # by the first place of the piece before
@@ -278,7 +280,7 @@ def _chains(pieces: list[Piece]) -> list[list[Piece]]:
 
 
 def _refuse_repeated(pieces: list[Piece]) -> None:
-    """Names the digest that stands in them twice."""
+    """Refuses pieces in which a digest stands twice, and names the block."""
     seen: dict[bytes, tuple[int, int, bytes]] = {}
     for piece in pieces:
         prefix = piece.prefix

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from typing import Any
+from collections.abc import Callable
 
 from quire_allocator.core.blocks import Namespace, Scoped
-from quire_allocator.core.groups.states import StatePart
+from quire_allocator.core.groups.manager import AnyManager
+from quire_allocator.core.groups.states import StatePart, StateScope
 from quire_allocator.core.groups.units import Unit, UnitKey, UnitManager, UnitScope
 from quire_allocator.core.groups.windows import WindowManager, WindowPart
 from quire_allocator.core.pool import Pool
@@ -16,12 +17,13 @@ from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 
 
 class UnitBuilder:
-    """What both kinds share; see `rebuild.Builder`.
+    """Does what both kinds have in common; see `rebuild.Builder`.
 
     Published units are made when the first sequence is located, as cached ones that nobody holds.
     """
 
-    def __init__(self, manager: UnitManager[Any], pool: Pool, use: BlockUse) -> None:
+    def __init__(self, manager: AnyManager, pool: Pool, use: BlockUse) -> None:
+        assert isinstance(manager, UnitManager)
         self._manager = manager
         self._pool = pool
         self._use = use
@@ -31,7 +33,7 @@ class UnitBuilder:
         self._private: dict[int, tuple[Unit, int]] = {}  # first block -> unit, position
 
     def read(self, prefix: ReportedStretch, column: int, first_place: int) -> None:
-        """Published blocks of the manager's group number `column`."""
+        """Takes in published blocks of the manager's group number `column`."""
         for offset, block in enumerate(prefix.blocks):
             digest = prefix.digests[offset * DIGEST_BYTES : (offset + 1) * DIGEST_BYTES]
             key = (prefix.namespace, (prefix.first_position + offset, digest))
@@ -43,19 +45,15 @@ class UnitBuilder:
             blocks[column] = block
 
     def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
-        """Everything is filed; says what nobody holds."""
+        """Files everything published, and returns what nobody holds."""
         cached: list[tuple[int, int, Scoped]] = []
         for unit in self._published().values():
             if not unit.live:
                 cached.append((max([ranks[block] for block in unit.blocks]), unit.first_position, unit))
         return cached
 
-    def part(self, located: Any) -> Any:
-        """Nothing is left to do."""
-        return located
-
     def _published(self) -> dict[int, Unit]:
-        """Published units by their first block; the first call files them."""
+        """Returns the published units by their first block; the first call files them."""
         if self._by_block is None:
             self._by_block = {}
             pool, width = self._pool, self._manager.width
@@ -78,7 +76,7 @@ class UnitBuilder:
         return self._by_block
 
     def _hold(self, scope: UnitScope, blocks: array[int], position: int, *, may_share: bool) -> Unit:
-        """The unit of these blocks, with one holder more."""
+        """Returns the unit of these blocks, with one holder more."""
         unit = self._published().get(blocks[0])
         if unit is not None and unit.scope is scope and unit.blocks == blocks:
             self._manager._hold(unit)
@@ -104,12 +102,13 @@ class UnitBuilder:
 class WindowBuilder(UnitBuilder):
     """Rebuilds groups of sliding windows and of chunks."""
 
-    def __init__(self, manager: WindowManager, pool: Pool, use: BlockUse) -> None:
+    def __init__(self, manager: AnyManager, pool: Pool, use: BlockUse) -> None:
         super().__init__(manager, pool, use)
+        assert isinstance(manager, WindowManager)
         self._rule = manager._rule
 
-    def locate(self, space: Namespace, sequence: ReportedSequence) -> WindowPart:
-        """Units from the first position that the window still needs."""
+    def locate(self, space: Namespace, sequence: ReportedSequence) -> Callable[[], WindowPart]:
+        """Finds the units from the first position that the window still needs."""
         size, committed, name = self._manager.block_size, sequence.committed_token_count, sequence.sequence_id
         tables = [sequence.tables[group] for group in self._manager.groups]
         length = -(-sequence.token_count // size)
@@ -126,14 +125,15 @@ class WindowBuilder(UnitBuilder):
             if unit.key is not None and (unit.key[0] != position or position * size >= committed):
                 refuse(f"block {blocks[0]} stands in sequence {name} where it was not published")
             units.append(unit)
-        return WindowPart(scope, first, units)
+        part = WindowPart(scope, first, units)
+        return lambda: part
 
 
 class StateBuilder(UnitBuilder):
     """Builds the part of recurrent states."""
 
-    def locate(self, space: Namespace, sequence: ReportedSequence) -> StatePart:
-        """The running block, which may be a checkpoint."""
+    def locate(self, space: Namespace, sequence: ReportedSequence) -> Callable[[], StatePart]:
+        """Finds the running block, which may be a checkpoint."""
         committed, name = sequence.committed_token_count, sequence.sequence_id
         tables = [sequence.tables[group] for group in self._manager.groups]
         if any(len(table) != 1 for table in tables):
@@ -144,8 +144,17 @@ class StateBuilder(UnitBuilder):
         unit = self._hold(scope, blocks, committed, may_share=is_quiet)
         if unit.key is not None and (unit.key[0] * self._pool.digest_tokens != committed or not is_quiet):
             refuse(f"the state of sequence {name} is published for another length")
-        part = StatePart(scope, unit)
-        if sequence.prompt_token_count:
-            edge = self._pool.spec.edge_tokens
-            part.prompt_end = (sequence.prompt_token_count - 1) // edge * edge
-        return part
+        part = StatePart(scope, unit, boundaries(self._pool, sequence))
+        return lambda: part
+
+    def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
+        for unit in self._published().values():
+            assert isinstance(unit.scope, StateScope)
+            unit.scope.add_depth(unit.first_position)
+        return super().build(spaces, ranks)
+
+
+def boundaries(pool: Pool, sequence: ReportedSequence) -> tuple[int, ...]:
+    """Returns where later prompts may part from a reported sequence: what its owner was told, and its prompt's end."""
+    prompt = max(1, sequence.prompt_token_count)
+    return pool.coordinator.boundaries(prompt, 0, sequence.boundaries)

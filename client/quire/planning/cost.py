@@ -1,0 +1,106 @@
+"""What a layout costs: one number, so that the best of several layouts is the one with the smallest.
+
+Everything is a share of what a sequence has in use, averaged over `lengths_up_to` the longest, so that a length of any
+order of magnitude counts as much as one of another:
+
+    unused   bytes that it holds beyond those that its last token reads and writes: slots and ends of pages that nobody
+             can use, and blocks that a window has only partly left
+    groups   `GROUP_COST` for each: a block table per sequence, its way to the device, and a plan of attention per step.
+             A group of states has one entry, which only a checkpoint changes, where attention in blocks of 64 has 20 at
+             1,280 tokens: it counts as `STATE_GROUP_SHARE` of a group
+    edges    of `edge_tokens` tokens, half are computed again after a prefix hit on average, and half a block is empty
+             at the sequence's end: `edge_tokens` tokens of the sequence's
+
+For example, 10 layers of full attention and 52 of a window of 1,024, up to 32,768 tokens, in blocks of 16:
+
+    layers a group   groups   unused   for groups   for edges   together
+    2                    31    0.3 %       15.5 %       1.7 %     17.5 %
+    5                    13    3.3 %        6.5 %       1.7 %     11.5 %
+    10                    7    8.4 %        3.5 %       1.7 %     13.6 %
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from quire.planning.family import Family
+from quire.planning.layout import Layout
+from quire.planning.specs import LayerSpec
+from quire.types import GroupKind
+
+GROUP_COST: Final = 0.005
+STATE_GROUP_SHARE: Final = 1 / 20
+LENGTH_MIN: Final = 256  # tokens; of shorter sequences nobody holds enough for padding to matter
+# In a model with states a hit needs a checkpoint, too. Those are hundreds of tokens apart: finer edges gain nothing.
+EDGE_TOKENS_WITH_STATES: Final = 64
+
+
+def lengths_up_to(token_count_max: int) -> tuple[int, ...]:
+    """Returns the lengths to judge a layout by: 256, each four times the one before, and the maximum itself."""
+    lengths = [LENGTH_MIN]
+    while lengths[-1] * 4 < token_count_max:
+        lengths.append(lengths[-1] * 4)
+    return (*(length for length in lengths if length < token_count_max), token_count_max)
+
+
+class Cost(NamedTuple):
+    """A layout's cost in shares of what a sequence has in use; `total` is what layouts are compared by."""
+
+    unused: float
+    groups: float
+    edges: float
+
+    @property
+    def total(self) -> float:
+        """Adds the three parts."""
+        return sum(self)
+
+
+class Prices:
+    """Says what the layouts of one model cost.
+
+    Raises:
+        ValueError: there is no sequence to judge by, or a group costs less than nothing.
+    """
+
+    def __init__(
+        self, layers: Sequence[LayerSpec], *, token_count_max: int = 32_768, group_cost: float = GROUP_COST
+    ) -> None:
+        """Takes all layers, and what one group is worth as a share of bytes: 0.01 is 1 %."""
+        if token_count_max < 1:
+            raise ValueError(f"the longest sequence must be at least 1 token, not {token_count_max}")
+        if not 0 <= group_cost <= 1:
+            raise ValueError(f"cost of a group {group_cost} must be a share from 0 to 1")
+        self._group_cost = group_cost
+        own = [layer for layer in layers if layer.shared_with is None]
+        self._live_bytes = {
+            length: sum(layer.live_bytes(length) for layer in own) for length in lengths_up_to(token_count_max)
+        }
+        has_states = any(layer.kind is GroupKind.STATE for layer in own)
+        self._edge_tokens_min = EDGE_TOKENS_WITH_STATES if has_states else 1
+
+    def held(self, family: Family) -> float:
+        """Returns the bytes that a sequence holds in one family, as a share of what it has in use in all of them."""
+        page_bytes = family.group_count * family.page_bytes
+        shares = [family.block_count_peak(length) * page_bytes / live for length, live in self._live_bytes.items()]
+        return sum(shares) / len(shares)
+
+    def family(self, family: Family) -> float:
+        """Returns what one family adds to a layout but for its edges, so that families can be chosen one by one."""
+        return self.held(family) + self.groups(family)
+
+    def groups(self, family: Family) -> float:
+        """Returns what the groups of one family cost."""
+        share = STATE_GROUP_SHARE if family.kind is GroupKind.STATE else 1
+        return self._group_cost * share * family.group_count
+
+    def edges(self, edge_tokens: int) -> float:
+        """Returns what it costs that hits and sequences end at multiples of so many tokens."""
+        tokens = max(edge_tokens, self._edge_tokens_min)
+        return tokens * sum(1 / length for length in self._live_bytes) / len(self._live_bytes)
+
+    def layout(self, layout: Layout) -> Cost:
+        """Returns the cost of a layout, in its parts."""
+        unused = sum(map(self.held, layout.families)) - 1
+        return Cost(unused, sum(map(self.groups, layout.families)), self.edges(layout.edge_tokens))

@@ -1,0 +1,122 @@
+"""Layers that are treated alike, divided into groups, and how many blocks a sequence holds of each group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import TypeAlias
+
+from quire.planning.specs import LayerSpec
+from quire.types import GroupKind, GroupSpec
+
+Run: TypeAlias = tuple[LayerSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Layers of one kind and window, divided.
+
+    Attributes:
+        runs: of attention, the layers of one group, which share a page; of states, those that lie end to end in as
+            many pages as they take, each page a group of its own.
+        block_size: tokens per block; for states, tokens between two checkpoints.
+        page_bytes: of the pool.
+
+    Raises:
+        ValueError: the layers of one run differ in kind or window, or attention layers of one page are larger than it.
+    """
+
+    runs: tuple[Run, ...]
+    block_size: int
+    page_bytes: int
+
+    def __post_init__(self) -> None:
+        if any((layer.kind, layer.window) != (self.kind, self.window) for layer in self.layers):
+            raise ValueError("layers of different kinds or windows cannot share a family")
+        for run in self.runs:
+            size = sum(map(self.layer_bytes, run))
+            if size > self.page_bytes and self.kind is not GroupKind.STATE:
+                raise ValueError(f"{len(run)} layers take {size} bytes, a page has {self.page_bytes}")
+
+    @property
+    def layers(self) -> Run:
+        """All of them, run after run."""
+        return tuple(chain.from_iterable(self.runs))
+
+    @property
+    def kind(self) -> GroupKind:
+        """Of all its layers."""
+        return self.runs[0][0].kind
+
+    @property
+    def window(self) -> int:
+        """Of all its layers, in tokens."""
+        return self.runs[0][0].window
+
+    @property
+    def spec(self) -> GroupSpec:
+        """What the allocator is told, once per group."""
+        return GroupSpec(self.kind, self.block_size, self.window)
+
+    @property
+    def layers_per_run(self) -> int:
+        """Layers of the longest run."""
+        return max(map(len, self.runs))
+
+    @property
+    def pages_per_run(self) -> int:
+        """Pages of the longest run: 1 for attention."""
+        return max(map(self.pages_of, self.runs))
+
+    @property
+    def group_count(self) -> int:
+        """Groups of this family: a block of each holds `block_size` tokens, or one state, of every layer."""
+        return sum(map(self.pages_of, self.runs))
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes that nothing can use in one block of each group together."""
+        used = sum(layer.state_bytes or self.layer_bytes(layer) for layer in self.layers)
+        return self.group_count * self.page_bytes - used
+
+    def layer_bytes(self, layer: LayerSpec) -> int:
+        """Bytes of one layer in a block; for states, of one state up to the next aligned address."""
+        return layer.aligned_state_bytes or self.block_size * layer.token_bytes
+
+    def pages_of(self, run: Run) -> int:
+        """Pages that a run takes."""
+        return -(-sum(map(self.layer_bytes, run)) // self.page_bytes)
+
+    def block_count(self, token_count: int, pass_token_count: int = 1) -> int:
+        """Blocks that each group holds of a sequence while the last `pass_token_count` of its tokens are computed.
+
+        Blocks before the window of the first of these tokens are given back. Of states only the running one counts:
+        checkpoints are cache, and evicted when others need the blocks.
+        """
+        if token_count < 1:
+            return 0
+        first_query = max(token_count - pass_token_count, 0)
+        first_kept = 0
+        if self.kind is GroupKind.SLIDING_WINDOW:
+            first_kept = max(first_query - self.window + 1, 0)
+        elif self.kind is GroupKind.CHUNKED_LOCAL:
+            first_kept = first_query // self.window * self.window
+        elif self.kind is GroupKind.STATE:
+            return 1
+        return -(-token_count // self.block_size) - first_kept // self.block_size
+
+    def block_count_peak(self, token_count: int, pass_token_count: int = 1) -> int:
+        """The most that `block_count` is on the way to `token_count` tokens (one more if chunks end inside blocks)."""
+        if token_count < 1 or self.kind is GroupKind.STATE:
+            return min(token_count, 1)
+        blocks = -(-token_count // self.block_size)
+        if self.kind is GroupKind.FULL_ATTENTION:
+            return blocks
+        reach = self.window + pass_token_count - 1
+        if self.kind is GroupKind.CHUNKED_LOCAL and self.window % self.block_size == 0 and pass_token_count == 1:
+            return min(blocks, reach // self.block_size)
+        return min(blocks, -(-(reach - 1) // self.block_size) + 1)  # a stretch that starts at the end of a block
+
+    def live_bytes(self, token_count: int) -> int:
+        """Bytes that computing the last of `token_count` tokens reads and writes, in all layers."""
+        return sum(layer.live_bytes(token_count) for layer in self.layers)

@@ -1,0 +1,69 @@
+"""How many idle chats a pool can still hit, by which of their blocks it retains.
+
+An idle chat holds no block: all that is left of it is cached, and its next turn is a hit only while every group has
+what a hit needs. Blocks of a chat in each group:
+
+                 dense                            tail
+    full         ceil(tokens / block)             the same: a hit needs all of them
+    windowed     ceil(tokens / block)             ceil((window - 1) / block) + 1 + 1
+    states       every checkpoint, up to 16       2: at the end of the prompt, and at the end of the chat
+
+A tail is what the token after the chat's last edge reads, `window - 1` tokens; one block more, so that a prompt that is
+edited inside its last block still hits one edge earlier (as many blocks as are between two edges, where other groups
+have larger blocks); and the block that is not full yet, which full attention counts as well.
+
+For example 24,576 blocks of 16 tokens, full attention and five groups of a window of 1,024. Of a chat of 8,192 tokens,
+dense retention keeps 6 x 512 blocks, which makes 8 chats; tail retention 512 + 5 x 66, which makes 29.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+from quire.planning.family import Family
+from quire.planning.layout import Layout
+from quire.types import GroupKind
+
+CHECKPOINTS_MAX: Final = 16  # of one sequence, what a pool keeps unless its `GroupSpec` says otherwise
+
+
+class Retention(enum.StrEnum):
+    """Says which published blocks of windowed and state groups stay cached once no sequence holds them.
+
+    A pool has a third setting, "auto": what TAIL does not keep leaves first, and may be hit until then. It keeps as
+    many chats as TAIL.
+    """
+
+    DENSE = enum.auto()  # every one
+    TAIL = enum.auto()  # those that can end a hit at a boundary that can be reached
+
+
+def chat_block_count(layout: Layout, token_count: int, retention: Retention) -> int:
+    """Counts the blocks of all groups that stay of one idle chat of so many tokens."""
+    return sum(f.group_count * _block_count(layout, f, token_count, retention) for f in layout.families)
+
+
+def chats_kept(layout: Layout, block_count: int, token_count: int, retention: Retention) -> int:
+    """Counts the idle chats of so many tokens, with nothing in common, that a pool of so many blocks keeps hittable.
+
+    Raises:
+        ValueError: a chat of less than one token.
+    """
+    if token_count < 1:
+        raise ValueError(f"a chat of {token_count} tokens: must be at least 1")
+    return block_count // chat_block_count(layout, token_count, retention)
+
+
+def _block_count(layout: Layout, family: Family, token_count: int, retention: Retention) -> int:
+    """Blocks of each group of one family."""
+    if family.kind is GroupKind.STATE:
+        at_edges = -(-token_count // layout.edge_tokens)
+        dense = min(token_count // family.block_size + 2, at_edges, CHECKPOINTS_MAX)
+        return dense if retention is Retention.DENSE else min(dense, 2)
+    blocks = -(-token_count // family.block_size)
+    if family.kind is GroupKind.FULL_ATTENTION or retention is Retention.DENSE:
+        return blocks
+    window_blocks = -(-(family.window - 1) // family.block_size)
+    one_edge_earlier = min(layout.edge_tokens // family.block_size, window_blocks)
+    return min(blocks, window_blocks + one_edge_earlier + 1)

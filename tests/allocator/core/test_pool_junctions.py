@@ -1,0 +1,243 @@
+"""Junctions: who is told up to where a checkpoint would have made it a hit, and that it does so the next time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from quire_allocator.core.groups.history import PromptHistory
+from quire_allocator.core.pool import Pool
+from quire_allocator.core.readers import index, invariants
+from quire_allocator.core.spec import GroupSpec, GrowResult, Match, Result
+
+from tests.allocator.core.pools import commit, computed, d, forget, full, make_pool, sliding, state
+
+SYSTEM = "abcd"  # 64 tokens in blocks of 16, with which three prompts of 96 tokens begin
+
+
+def told(answer: GrowResult) -> tuple[Result, int, int]:
+    return (answer.result, answer.matched_token_count, answer.junction_token_count)
+
+
+def served(pool: Pool, sequence_id: int, letters: str) -> tuple[int, int]:
+    """A prompt as an owner serves it that cuts its passes where it is told to: tokens matched, and the junction."""
+    size, length = pool.digest_tokens, len(letters) * pool.digest_tokens
+    answer = pool.allocate(sequence_id, length, d(letters))
+    assert answer.result is Result.OK
+    junction = answer.junction_token_count
+    if junction:
+        commit(pool, sequence_id, letters[: junction // size], junction, keep=junction)
+        assert pool.grow(sequence_id, length).result is Result.OK
+    commit(pool, sequence_id, letters, length)
+    pool.free(sequence_id)
+    return answer.matched_token_count, junction
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        (state(16),),
+        (state(1024),),
+        (full(16), state(16)),
+        (full(16), state(1024)),
+        (sliding(16, 24), state(1024)),
+        (full(16), sliding(16, 32), state(64)),
+    ],
+)
+def test_the_second_of_three_prompts_is_told_of_what_they_share_and_the_third_hits_it(
+    groups: tuple[GroupSpec, ...],
+) -> None:
+    if groups == (state(1024),):
+        groups = (state(16), state(1024))  # digests cover what the smallest block does
+    pool = make_pool(64, *groups)
+    assert [served(pool, i + 1, SYSTEM + user) for i, user in enumerate(("wx", "yz", "uv"))] == [
+        (0, 0),
+        (0, 64),
+        (64, 0),
+    ]
+
+
+def test_a_junction_lies_at_an_edge_of_all_groups_but_those_of_states() -> None:
+    # Digests cover 4 tokens and the other full attention has blocks of 16: of 40 tokens in common it has 32.
+    pool = make_pool(64, full(4), full(16), state(4))
+    computed(pool, 1, "abcdefghijklm")
+    assert told(pool.allocate(2, 52, d("abcdefghijxyz"))) == (Result.OK, 0, 32)
+
+
+def test_a_junction_leaves_a_token_to_compute() -> None:
+    pool = make_pool(16, full(4), state(64))
+    pool.allocate(1, 12)
+    commit(pool, 1, "abc", 12)
+    assert told(pool.allocate(2, 12, d("abc"))) == (Result.OK, 0, 8)
+    assert pool.sequences[2].boundaries == (8,)  # which is the end of its prompt as well
+
+
+def test_nothing_is_told_where_a_checkpoint_would_gain_nothing() -> None:
+    pool = make_pool(16, full(4), state(4))
+    computed(pool, 1, "abc")
+    assert told(pool.allocate(2, 13, d("abc"))) == (Result.OK, 12, 0)
+    assert pool.find("", d("xyz")) == Match(0, 0)
+    assert make_pool(8).find("", d("abc")) == Match(0, 0)
+
+
+def test_a_match_and_a_pending_answer_tell_the_junction_too() -> None:
+    pool = make_pool(32, full(4), state(64))
+    computed(pool, 1, "abc")
+    assert pool.find("", d("abcde")) == Match(0, 12)
+    assert pool.allocate(2, 40, d("abcdefghij")).result is Result.OK
+    answer = pool.allocate(3, 40, d("abcdefghij"), defer_token_count=4)
+    assert told(answer) == (Result.PENDING, 0, 12)
+
+
+def test_others_are_not_told_of_what_the_owner_has_not_acknowledged() -> None:
+    pool = make_pool(32, full(4), state(64))
+    pool.log.step = 1
+    computed(pool, 1, "ab")
+    pool.log.step = 2
+    assert pool.grow(1, 16).result is Result.OK
+    commit(pool, 1, "abcd", 16)
+    pool.log.publish(1)
+    assert pool.find("", d("abcd")) == Match(0, 16)
+    assert index.find_acknowledged(pool, "", d("abcd")) == Match(0, 8)
+
+
+def test_a_window_that_was_lost_is_told_as_well() -> None:
+    pool = make_pool(64, full(4), sliding(4, 8))
+    computed(pool, 1, "abcdefgh")
+    pool.free(1)
+    forget(pool, 1, range(6))
+    assert pool.find("", d("abcdxy")) == Match(0, 16)
+    assert told(pool.allocate(2, 24, d("abcdxy"))) == (Result.OK, 0, 16)
+    assert pool.sequences[2].boundaries == (16, 20)
+
+
+def test_a_checkpoint_before_the_junction_is_a_replay() -> None:
+    # 16 tokens hit; full attention has 28, so only the states of the 12 between them are new.
+    pool = make_pool(32, full(4), state(16))
+    pool.allocate(1, 16)
+    commit(pool, 1, "abcd", 16)
+    assert pool.grow(1, 28).result is Result.OK
+    commit(pool, 1, "abcdefg", 28)
+    assert told(pool.allocate(2, 36, d("abcdefgxy"))) == (Result.OK, 16, 28)
+
+
+def test_ends_of_turns_that_the_owner_names_are_boundaries_moved_back_to_an_edge() -> None:
+    pool = make_pool(32, full(4), state(64))
+    pool.allocate(1, 8, prompt_token_count=31, turn_ends=(9, 3, 22, 23, 40))
+    assert pool.sequences[1].boundaries == (8, 20, 28, 40)
+    for end in (8, 20, 24, 28):
+        pool.grow(1, end)
+        commit(pool, 1, "abcdefg", end)
+    assert [pool.match("", d("abcdefg")[: 32 * count]) for count in range(8)] == [0, 0, 8, 8, 8, 20, 20, 28]
+    assert make_pool(8).allocate(1, 4, turn_ends=(4,)).result is Result.OK  # full attention needs none
+
+
+def test_forks_make_checkpoints_where_their_parent_would() -> None:
+    pool = make_pool(32, full(4), state(64))
+    pool.allocate(1, 4, prompt_token_count=14)
+    commit(pool, 1, "a", 4)
+    pool.fork(1, 2)
+    pool.grow(2, 12)
+    commit(pool, 2, "abc", 12)
+    assert pool.match("", d("abc")) == 12
+
+
+# -- how many checkpoints are kept -------------------------------------------------------------------------------------
+
+
+def checkpoints(pool: Pool, letters: str) -> list[int]:
+    """Digest blocks of a text after which there is a checkpoint."""
+    scope = pool.blocks.namespaces[""].scopes[-1]
+    return sorted(count for count, digest in scope.index if d(letters)[32 * count - 32 : 32 * count] == digest)  # type: ignore[attr-defined]
+
+
+def test_checkpoints_between_boundaries_are_dropped_before_those_at_boundaries() -> None:
+    pool = make_pool(64, full(4), state(4, checkpoints_max=3))
+    pool.allocate(1, 4, prompt_token_count=31, turn_ends=(8,))
+    for end in range(4, 33, 4):
+        pool.grow(1, end)
+        commit(pool, 1, "abcdefgh", end)
+    assert checkpoints(pool, "abcdefgh") == [2, 7, 8]  # the end of the turn, that of the prompt, and the latest
+
+
+def test_the_first_boundary_is_dropped_last() -> None:
+    # A sequence may leave one, and made one at 8 and one at 28: that one goes when the sequence lets go of it.
+    pool = make_pool(64, full(4), state(64, checkpoints_max=1))
+    pool.allocate(1, 8, prompt_token_count=31, turn_ends=(8,))
+    for end in (8, 28):
+        pool.grow(1, end)
+        commit(pool, 1, "abcdefg", end)
+    assert checkpoints(pool, "abcdefg") == [2, 7]
+    assert pool.grow(1, 31).result is Result.OK
+    invariants.check(pool)
+    assert checkpoints(pool, "abcdefg") == [2]
+
+
+def test_those_between_boundaries_take_half_of_a_pool_at_most_where_other_groups_need_some() -> None:
+    letters = "abcdefghijklmn"
+    for groups, kept in (((full(32), state(4, 64)), range(4, 15)), ((state(4, 64),), range(1, 15))):
+        pool = make_pool(20, *groups)
+        pool.allocate(1, 4)
+        for end in range(4, 57, 4):
+            assert pool.grow(1, end).result is Result.OK
+            commit(pool, 1, letters, end)
+        assert checkpoints(pool, letters) == list(kept)  # ten, and the one that the sequence holds
+
+
+def test_a_lookup_asks_for_the_depths_at_which_there_are_checkpoints_and_no_others() -> None:
+    pool = make_pool(16, state(4))
+    for sequence_id, letters in enumerate(("abc", "xbc", "xy", "q"), 1):
+        computed(pool, sequence_id, letters)
+    (scope,) = pool.blocks.namespaces[""].scopes
+    assert scope.depths == [1, 2, 3]  # type: ignore[attr-defined]
+    asked = list[int]()
+
+    class Index(dict):  # type: ignore[type-arg]
+        def get(self, key: tuple[int, bytes]) -> object:  # type: ignore[override]
+            asked.append(key[0])
+            return super().get(key)
+
+    scope.index = Index(scope.index)
+    assert pool.match("", d("xyefghijklmn")) == 8
+    assert asked == [3, 2]
+
+
+# -- the history of prompts --------------------------------------------------------------------------------------------
+
+
+def common(first: list[int], second: list[int]) -> int:
+    count = 0
+    while count < min(len(first), len(second)) and first[count] == second[count]:
+        count += 1
+    return count
+
+
+def packed(prompt: list[int]) -> bytes:
+    """Digests of a prompt's prefixes, each of which stands for all before it."""
+    return b"".join(repr(prompt[: end + 1]).encode()[-32:].rjust(32, b" ") for end in range(len(prompt)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_history_of_prompts_is_the_latest_of_them_one_by_one(seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    digests_max, prompts_max = rng.randint(1, 40), rng.randint(1, 12)
+    history = PromptHistory(digests_max, prompts_max)
+    latest: list[tuple[str, list[int]]] = []
+
+    def digest_count() -> int:
+        return len({(name, tuple(prompt[:end])) for name, prompt in latest for end in range(1, len(prompt) + 1)})
+
+    for _ in range(400):
+        name, length = rng.choice(("", "blue")), rng.randint(0, 9)
+        prompt = [rng.randint(0, 1) for _ in range(length)]
+        best = max((common(prompt, other) for of, other in latest if of == name), default=0)
+        assert history.common_count(name, packed(prompt)) == best
+        if rng.random() < 0.6:
+            history.note(name, packed(prompt))
+            kept = prompt[:digests_max]
+            latest = [*[entry for entry in latest if entry != (name, kept)], *([(name, kept)] if kept else [])]
+            while digest_count() > digests_max or len(latest) > prompts_max:
+                latest.pop(0)
+        history.check_invariants()
+        assert (len(history), history.digest_count) == (len(latest), digest_count())

@@ -1,0 +1,171 @@
+"""Junctions, ends of turns and largest chunks over gRPC: by unary calls, by steps, and after a report.
+
+Blocks have 16 tokens; a group of states makes a checkpoint every 1,024 tokens, so only boundaries matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from quire import AsyncAllocatorClient, GroupKind, GroupSpec, PoolSpec, Result
+from quire.errors import Reason
+from quire.protocol.packing import pack_uint32
+from quire.protocol.steps import StepBuilder, StepOutcome
+from quire.v1 import allocator_pb2 as pb
+
+from tests.allocator.service.harness import Allocator, StreamOwner, d, grows, refused, running_allocator
+
+FULL = GroupSpec(GroupKind.FULL_ATTENTION, 16)
+SLIDING = GroupSpec(GroupKind.SLIDING_WINDOW, 16, window=64)
+STATE = GroupSpec(GroupKind.STATE, 1024)
+SHARED = "abcd"
+
+
+@pytest.fixture
+async def allocator() -> AsyncIterator[Allocator]:
+    async with running_allocator() as running:
+        yield running
+
+
+@pytest.fixture
+async def client(allocator: Allocator) -> AsyncIterator[AsyncAllocatorClient]:
+    async with AsyncAllocatorClient(allocator.address) as connected:
+        yield connected
+
+
+def step_of(*operations: tuple[str, tuple[object, ...], dict[str, object]]) -> StepBuilder:
+    step = StepBuilder()
+    for name, arguments, options in operations:
+        getattr(step, name)(*arguments, **options)
+    return step
+
+
+async def test_by_unary_calls_the_second_prompt_is_told_and_the_third_hits(client: AsyncAllocatorClient) -> None:
+    async with await client.open_session("a", PoolSpec(64, (FULL, STATE))) as session:
+        seen = []
+        for number, letters in enumerate(("abcdwx", "abcdyz", "abcduv"), 1):
+            done = await session.allocate(number, 96, d(letters))
+            seen.append((done.matched_token_count, done.junction_token_count))
+            until = done.junction_token_count
+            if until:
+                await session.commit(number, until, d(letters)[: 2 * until], keep_token_count=until)
+                assert (await session.grow(number, 96)).ok
+            known = until or done.matched_token_count
+            assert (await session.commit(number, 96, d(letters)[2 * known :])).ok
+            await session.free(number)
+        assert seen == [(0, 0), (0, 64), (64, 0)]
+
+
+async def test_a_router_is_told_of_a_pool_that_serves_nothing_yet_but_its_junction(
+    client: AsyncAllocatorClient,
+) -> None:
+    async with (
+        await client.open_session("a", PoolSpec(64, (FULL, STATE))) as bare,
+        await client.open_session("b", PoolSpec(64, (FULL, STATE))) as ready,
+    ):
+        for session in (bare, ready):
+            await session.allocate(1, 80, turn_ends=(64,) if session is ready else ())
+            if session is ready:
+                await session.commit(1, 64, d(SHARED), keep_token_count=64)
+                await session.grow(1, 80)
+                await session.commit(1, 80, d("abcdw")[4 * 32 :])
+            else:
+                await session.commit(1, 80, d("abcdw"))
+        matches = await client.match_prefix(d("abcdyz"))
+        assert matches == (("b", 64, 0), ("a", 0, 64))
+
+
+async def test_by_steps_the_junction_survives_an_allocator_that_lost_the_pool(
+    allocator: Allocator, client: AsyncAllocatorClient
+) -> None:
+    session = client.session("a", PoolSpec(64, (FULL, STATE), retention="tail", chunk_token_count_max=96))
+    await session.open()
+
+    async def done(*operations: tuple[str, tuple[object, ...], dict[str, object]]) -> StepOutcome:
+        return await session.step(step_of(*operations))
+
+    await done(("allocate", (1, 96, d("abcdwx")), {"turn_ends": (33, 90)}))
+    await done(("commit", (1, 96, d("abcdwx")), {}))
+    (told,) = (await done(("allocate", (2, 96, d("abcdyz")), {}))).grows
+    assert (told.matched_token_count, told.junction_token_count) == (0, 64)
+    before = allocator.service.directory.pool("a")
+    assert [sequence.boundaries for sequence in before.pool.sequences.values()] == [(32, 80), (64, 80)]
+
+    before.stream.end("SESSION_UNKNOWN", "lost on purpose")  # type: ignore[union-attr]
+    allocator.service.sessions.drop(before)
+    await done(("commit", (2, 64, d("abcd")), {"keep_token_count": 64}), ("grow", (2, 96), {}))
+    after = allocator.service.directory.pool("a")
+    assert after is not before
+    assert [sequence.boundaries for sequence in after.pool.sequences.values()] == [(32, 80), (64, 80)]
+    assert (after.spec.retention, after.spec.chunk_token_count_max) == ("tail", 96)
+    (hit,) = (await done(("allocate", (3, 96, d("abcduv")), {}))).grows
+    assert (hit.matched_token_count, hit.junction_token_count) == (64, 0)
+    summary = await client.get_pool("a")
+    assert (summary.spec.retention, summary.spec.chunk_token_count_max) == ("tail", 96)
+    await session.close()
+
+
+async def test_a_prompt_whose_passes_will_not_fit_is_refused_before_it_begins(client: AsyncAllocatorClient) -> None:
+    for block_count in range(38, 43):
+        spec = PoolSpec(block_count, (FULL, SLIDING), chunk_token_count_max=128)
+        async with await client.open_session(f"announced-{block_count}", spec) as session:
+            # 32 blocks of full attention, and 13 of a window of 64 with passes of 128: 45.
+            assert (await session.allocate(1, 16, prompt_token_count=512)).result is Result.TOO_LONG
+
+
+async def test_a_pass_that_is_too_long_says_by_how_much_and_a_smaller_one_is_granted(
+    client: AsyncAllocatorClient,
+) -> None:
+    letters = [chr(33 + number) for number in range(32)]
+    digests = b"".join(letter.encode().ljust(32, b".") for letter in letters)
+    async with await client.open_session("a", PoolSpec(40, (FULL, SLIDING))) as session:
+        assert (await session.allocate(1, 512)).result is Result.PASS_TOO_LONG
+        assert (await session.allocate(1, 16, prompt_token_count=512)).ok
+        await session.commit(1, 16, digests[:32])
+        refused_pass = await session.grow(1, 512)  # 32 + 32 of 40, of which the window has given back none
+        assert (refused_pass.result, refused_pass.shortfall) == (Result.PASS_TOO_LONG, 24)
+        done = 16
+        while done < 512:
+            until = min(512, done + 48)
+            assert (await session.grow(1, until)).ok
+            await session.commit(1, until, digests[2 * done : 2 * until])
+            done = until
+        assert (await session.grow(1, 641)).result is Result.TOO_LONG  # 41 blocks of full attention alone
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"turn_ends": pack_uint32([4])}, "turn_end_counts and turn_ends disagree"),
+        ({"turn_end_counts": pack_uint32([1, 1]), "turn_ends": pack_uint32([4, 8])}, "as many turn_end_counts"),
+        ({"turn_end_counts": pack_uint32([2]), "turn_ends": pack_uint32([8, 8])}, "must rise"),
+        ({"turn_end_counts": pack_uint32([17]), "turn_ends": pack_uint32(list(range(1, 18)))}, "at most 16"),
+        ({"turn_end_counts": b"abc"}, "4 bytes for each operation"),
+    ],
+)
+async def test_ends_of_turns_that_do_not_fit_their_grows_are_malformed(
+    allocator: Allocator, fields: dict[str, bytes], message: str
+) -> None:
+    owner = await StreamOwner.ready(allocator)
+    phase = grows((1, 4, b""))
+    for name, value in fields.items():
+        setattr(phase, name, value)
+    with refused(Reason.MALFORMED, message):
+        await owner.step(grows=phase)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"retention": "sparse"}, "retention is none of auto, dense, tail"),
+        ({"chunk_token_count_max": 1 << 25}, "chunk_token_count_max must be at most 16777216"),
+    ],
+)
+async def test_a_retention_or_a_largest_chunk_that_nobody_knows_is_refused(
+    allocator: Allocator, fields: dict[str, object], message: str
+) -> None:
+    group = pb.GroupSpec(kind=pb.GROUP_KIND_FULL_ATTENTION, block_size=16)
+    pool = pb.PoolSpec(block_count=8, groups=[group], **fields)  # type: ignore[arg-type]
+    with refused(Reason.MALFORMED, message):
+        await allocator.stub.OpenSession(pb.OpenSessionRequest(request_id="open", pool="a", spec=pool))

@@ -1,0 +1,83 @@
+"""Where the scheduler cuts prompts: at boundaries in pools with states, and where a pass would be too long at once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from quire_allocator.core.spec import GroupKind, GroupSpec
+
+from tests.worker.pretended_worker import PretendedWorker, numbers
+
+STATE = GroupSpec(GroupKind.STATE, 1024)  # no checkpoint but those at boundaries
+SHARED = numbers(64, seed=99)
+
+
+def prompt(user: int) -> list[int]:
+    """96 tokens, of which the first 64 are those of every user."""
+    return SHARED + numbers(32, seed=user)
+
+
+def test_of_three_prompts_that_part_the_second_is_cut_where_they_do_and_the_third_hits() -> None:
+    worker = PretendedWorker(block_count=64, block_size=16, batch_tokens=256, others=(STATE, STATE))
+    cached = []
+    for user in range(3):
+        request = worker.submit(prompt(user), max_tokens=3)
+        passes = []
+        while not request.samples[0].output_token_count and not request.is_done:
+            before = request.samples[0].computed
+            worker.turn()
+            passes.append((before, request.samples[0].computed))
+        worker.run()
+        worker.check_text(request)
+        cached.append((request.usage.cached_token_count, [end for _, end in passes]))
+    assert cached == [(0, [80, 96]), (0, [64, 80, 96]), (64, [80, 96])]
+
+
+def test_a_prompt_that_comes_again_hits_the_checkpoint_at_its_end() -> None:
+    worker = PretendedWorker(block_count=64, block_size=16, batch_tokens=48, others=(STATE,))
+    requests = []
+    for _ in range(2):
+        requests.append(worker.submit(prompt(0), max_tokens=3))
+        worker.run()
+    assert [request.usage.cached_token_count for request in requests] == [0, 80]
+
+
+def test_without_states_no_prompt_is_cut() -> None:
+    worker = PretendedWorker(block_count=64, block_size=16, batch_tokens=256)
+    for user in range(3):
+        request = worker.submit(prompt(user), max_tokens=1)
+        worker.turn()
+        assert request.samples[0].computed == 96
+        worker.run()
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("ahead_tokens", [None, 0, 8])
+def test_with_states_every_text_is_what_it_is_without(seed: int, ahead_tokens: int | None) -> None:
+    rng = random.Random(seed)
+    worker = PretendedWorker(
+        block_count=40, block_size=4, batch_tokens=24, others=(STATE, STATE), ahead_tokens=ahead_tokens
+    )
+    requests = []
+    for _ in range(12):
+        start = numbers(24, seed=rng.randrange(2))[: rng.randrange(1, 25)]
+        text = start + numbers(rng.randrange(12), seed=rng.randrange(50))
+        requests.append(worker.submit(text, max_tokens=rng.randrange(1, 20), n=rng.choice((1, 1, 1, 2))))
+        for _ in range(rng.randrange(4)):
+            worker.turn()
+    worker.run()
+    for request in requests:
+        worker.check_text(request)
+    assert worker.pool.blocks.free_count == 40
+
+
+def test_a_pass_that_is_too_long_for_the_pool_is_made_smaller_and_nobody_is_preempted() -> None:
+    # 40 tokens are 10 blocks of full attention, and as many of the window at once; in small passes it takes 3 to 5.
+    window = GroupSpec(GroupKind.SLIDING_WINDOW, 4, window=8)
+    worker = PretendedWorker(block_count=15, block_size=4, batch_tokens=64, others=(window,))
+    request = worker.submit(numbers(40), max_tokens=3)
+    worker.run()
+    worker.check_text(request)
+    assert 0 < request.samples[0].pass_token_count_max < 12
+    assert worker.scheduler.preemption_count == 0

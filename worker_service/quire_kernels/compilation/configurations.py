@@ -1,0 +1,50 @@
+"""How a specialisation of a kernel is described: for which chip, dtypes and sizes, with how many warps and stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# Shared memory that one program may use, in bytes.
+SHARED_MEMORY_MAX = {"sm_80": 166_912, "sm_90": 232_448, "gfx942": 65_536}
+ARCHITECTURES = tuple(SHARED_MEMORY_MAX)
+# By Triton's names. Bytes are fp8 where the chip has no such type: u8 is e4m3 and i8 is e5m2, see `shared.fp8`.
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1, "fp8e5": 1, "u8": 1, "i8": 1}
+FP8_TYPES = {"sm_80": ("u8", "i8"), "sm_90": ("fp8e4nv", "fp8e5"), "gfx942": ("u8", "i8")}  # e4m3 and e5m2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelConfiguration:
+    """One specialisation of one kernel.
+
+    Raises:
+        ValueError: an argument of the kernel has neither a type nor a value, or a name is none of its arguments.
+    """
+
+    kernel: Any  # what @triton.jit made
+    name: str  # unique among the kernel's, such as "bf16 D128"
+    signature: Mapping[str, str]  # type of each run-time argument: "*bf16", "i32", "i64", "fp32"
+    constexprs: Mapping[str, Any] = field(default_factory=dict)
+    aligned: frozenset[str] = frozenset()  # arguments known to be divisible by 16
+    num_warps: int = 4
+    num_stages: int = 3
+    architectures: tuple[str, ...] = ARCHITECTURES
+
+    def __post_init__(self) -> None:
+        arguments = list(self.kernel.arg_names)
+        given = [*self.signature, *self.constexprs]
+        if sorted(arguments) != sorted(given):
+            raise ValueError(f"{self.kernel.__name__} takes {sorted(arguments)}, {self.name} gives {sorted(given)}")
+        if not self.aligned <= set(self.signature):
+            raise ValueError(f"aligned: {sorted(self.aligned - set(self.signature))} are no run-time arguments")
+
+    @property
+    def title(self) -> str:
+        """Kernel and name, unique among all."""
+        return f"{self.kernel.__name__} {self.name}"
+
+
+def unique(configurations: Iterable[KernelConfiguration]) -> tuple[KernelConfiguration, ...]:
+    """Each title once, in the order of their first."""
+    return tuple({configuration.title: configuration for configuration in configurations}.values())

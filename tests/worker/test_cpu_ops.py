@@ -79,14 +79,6 @@ def test_heads_are_normalised_and_turned_where_they_lie(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [1, 16, 70])
-def test_silu_mul_equals_torchs(size: int, dtype: torch.dtype, library: Library) -> None:
-    both = 5 * drawn(33, 2 * size, dtype=dtype)
-    gate, up = both[:, :size], both[:, size:]
-    assert_near(ops.silu_mul(library, gate, up), silu(gate.double()) * up.double())
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 3, 7, 32, 200])
 @pytest.mark.parametrize(("inputs", "outputs"), [(2, 1), (64, 64), (50, 70), (256, 130)])
 def test_a_packed_layer_equals_its_product(

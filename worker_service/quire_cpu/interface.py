@@ -69,16 +69,6 @@ class Norm(ctypes.Structure):
     ]
 
 
-class SiluMul(ctypes.Structure):
-    """Holds the arguments of `quire_silu_mul`."""
-
-    _fields_ = [
-        *[(name, c_void_p) for name in ("gate", "up", "output")],
-        *[(name, c_int64) for name in ("gate_stride", "up_stride", "output_stride", "rows", "size")],
-        ("dtype", c_int32),
-    ]
-
-
 class Linear(ctypes.Structure):
     """Holds the arguments of `quire_linear`."""
 
@@ -142,7 +132,6 @@ CALLS = {
     "quire_append": Append,
     "quire_rotate": Rotate,
     "quire_norm": Norm,
-    "quire_silu_mul": SiluMul,
     "quire_linear": Linear,
     "quire_pack": Pack,
     "quire_decoder": Decoder,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire_cpu.interface import DTYPES, PANEL, Linear, Norm, Pack, Rotate, SiluMul
+from quire_cpu.interface import DTYPES, PANEL, Linear, Norm, Pack, Rotate
 from quire_cpu.library import Library
 
 
@@ -33,21 +33,6 @@ def norm(library: Library, x: torch.Tensor, weight: torch.Tensor, epsilon: float
         rows.shape[0], size, _dtype(x), epsilon,
     )  # fmt: skip
     library.functions.quire_norm(byref(arguments))
-    return output
-
-
-def silu_mul(library: Library, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """gate * sigmoid(gate) * up, all `[..., size]` of one dtype."""
-    gates, ups = _rows(gate), _rows(up)
-    if gates.shape != ups.shape or gate.dtype != up.dtype:
-        raise ValueError(f"gate and up differ: {gate.dtype} {list(gate.shape)} and {up.dtype} {list(up.shape)}")
-    output = torch.empty(gate.shape, dtype=gate.dtype)
-    rows, size = gates.shape
-    arguments = SiluMul(
-        gates.data_ptr(), ups.data_ptr(), output.data_ptr(), gates.stride(0), ups.stride(0), size, rows, size,
-        _dtype(gate),
-    )  # fmt: skip
-    library.functions.quire_silu_mul(byref(arguments))
     return output
 
 

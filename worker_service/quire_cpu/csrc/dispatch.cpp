@@ -109,7 +109,6 @@ void quire_attend(const QuireAttend* arguments) { chosen->attend(arguments); }
 void quire_append(const QuireAppend* arguments) { chosen->append(arguments); }
 void quire_rotate(const QuireRotate* arguments) { chosen->rotate(arguments); }
 void quire_norm(const QuireNorm* arguments) { chosen->norm(arguments); }
-void quire_silu_mul(const QuireSiluMul* arguments) { chosen->silu_mul(arguments); }
 void quire_linear(const QuireLinear* arguments) { chosen->linear(arguments); }
 void quire_pack(const QuirePack* arguments) { chosen->pack(arguments); }
 void quire_greedy(const float* logits, int64_t stride, int64_t rows, int64_t vocabulary, int64_t* tokens) {

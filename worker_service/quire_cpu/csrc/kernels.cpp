@@ -32,7 +32,6 @@ const Kernels QUIRE_NAME(kernels_, QUIRE_ISA) = {
     isa::by_dtype<QuireAppend, isa::append_of<float>, isa::append_of<isa::Bfloat16>>,
     isa::by_dtype<QuireRotate, isa::rotate_of<float>, isa::rotate_of<isa::Bfloat16>>,
     isa::by_dtype<QuireNorm, isa::norm_of<float>, isa::norm_of<isa::Bfloat16>>,
-    isa::by_dtype<QuireSiluMul, isa::silu_mul_of<float>, isa::silu_mul_of<isa::Bfloat16>>,
     isa::by_dtype<QuireLinear, isa::linear_of<float>, isa::linear_of<isa::Bfloat16>>,
     isa::by_dtype<QuirePack, isa::pack_of<float>, isa::pack_of<isa::Bfloat16>>,
     isa::greedy,

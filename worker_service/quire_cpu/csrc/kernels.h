@@ -8,7 +8,6 @@ struct Kernels {
     void (*append)(const QuireAppend*);
     void (*rotate)(const QuireRotate*);
     void (*norm)(const QuireNorm*);
-    void (*silu_mul)(const QuireSiluMul*);
     void (*linear)(const QuireLinear*);
     void (*pack)(const QuirePack*);
     void (*greedy)(const float*, int64_t, int64_t, int64_t, int64_t*);

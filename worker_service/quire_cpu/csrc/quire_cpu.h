@@ -67,15 +67,6 @@ struct QuireNorm {
     float epsilon;
 };
 
-// silu(gate) * up.
-struct QuireSiluMul {
-    const void* gate;
-    const void* up;
-    void* output;
-    int64_t gate_stride, up_stride, output_stride, rows, size;
-    int32_t dtype;
-};
-
 // input @ weight^T + bias (+ residual); with `is_gated`, silu of the first half of each panel times its second half.
 struct QuireLinear {
     const void* input;             // [rows, inputs]
@@ -144,7 +135,6 @@ QUIRE_EXPORT void quire_attend(const struct QuireAttend*);
 QUIRE_EXPORT void quire_append(const struct QuireAppend*);
 QUIRE_EXPORT void quire_rotate(const struct QuireRotate*);
 QUIRE_EXPORT void quire_norm(const struct QuireNorm*);
-QUIRE_EXPORT void quire_silu_mul(const struct QuireSiluMul*);
 QUIRE_EXPORT void quire_linear(const struct QuireLinear*);
 QUIRE_EXPORT void quire_pack(const struct QuirePack*);
 QUIRE_EXPORT void quire_decoder(const struct QuireDecoder*);

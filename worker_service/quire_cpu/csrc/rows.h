@@ -1,4 +1,4 @@
-// What works on rows one by one: RMSNorm, rotary embedding, SiLU-mul, append, greedy choice.
+// What works on rows one by one: RMSNorm, rotary embedding, append, greedy choice.
 #pragma once
 #include "vector.h"
 
@@ -69,20 +69,6 @@ void rotate_of(const QuireRotate& a) {
             if (weight) norm_row(head, static_cast<const T*>(weight), head, a.head_dim, a.epsilon);
             rotate_row(head, cosine, sine, a.rotary_dim);
         }
-    });
-}
-
-template <class T>
-void silu_mul_of(const QuireSiluMul& a) {
-    for_each_row(a.rows, [&](long row) {
-        const T* gate = static_cast<const T*>(a.gate) + row * a.gate_stride;
-        const T* up = static_cast<const T*>(a.up) + row * a.up_stride;
-        T* output = static_cast<T*>(a.output) + row * a.output_stride;
-        for_each_vector(
-            a.size, [&](long i) { store(output + i, silu(load(gate + i)) * load(up + i)); },
-            [&](long i, long count) {
-                store_some(output + i, silu(load_some(gate + i, count)) * load_some(up + i, count), count);
-            });
     });
 }
 

@@ -4,9 +4,9 @@ A model is loaded in steps, each of which refuses by name what it finds:
 
 1. the files of the folder (`checkpoint`), 2. the configuration, which says what each layer keeps (`support`), 3. a
 first pass that computes nothing and notes which layers attend, to what shapes and with what options
-(`transformers_seam`), 4. a comparison: the model must
-give the same logits through its own attention and through pages. The last is there because the seam lies inside
-transformers, and because a mask or a state that is lost along the way gives wrong text without an error.
+(`transformers_seam`), 4. a comparison: the model must give the same logits through its own attention and through pages.
+The last is there because the seam lies inside transformers, and because a mask or a state that is lost along the way
+gives wrong text without an error.
 
 Then, on a CPU that has its kernels, 5. they take the place of modules that they compute as well (`rewrites`), and the
 logits are compared once more with those that the model gave by itself.

@@ -64,7 +64,7 @@ check: $(READY) ## lint, formatting, what may import what, and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo --no-cache
-	$(BIN)/mypy client/quire allocator_service/quire_allocator worker_service/quire_kernels worker_service/quire_worker
+	$(BIN)/mypy client/quire allocator_service/quire_allocator worker_service/quire_cpu worker_service/quire_kernels worker_service/quire_worker
 
 format: $(READY) ## format and mend what can be mended
 	$(BIN)/ruff check --fix .
@@ -73,13 +73,15 @@ format: $(READY) ## format and mend what can be mended
 proto: $(READY) ## generate client/quire/v1 from protos/
 	PYTHON=$(BIN)/python scripts/generate_protos.sh
 
-bench: $(COMPILED)/.ready ## measure text per second, the allocator's operations, its sessions, and attention
+bench: $(COMPILED)/.ready ## measure text per second, the allocator's operations, its sessions, attention, and a model's forward passes
 	$(BIN)/python benchmarks/end_to_end.py
 	PYTHONPATH=$(COMPILED) $(BIN)/python benchmarks/allocator.py
 	PYTHONPATH=$(COMPILED) $(BIN)/python benchmarks/session.py
 	PYTHONPATH=$(COMPILED) $(BIN)/python benchmarks/remote.py
 	PYTHONPATH=$(COMPILED) $(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python benchmarks/rewrites.py
+	$(BIN)/python benchmarks/linears.py
 
 kernels-compile: $(READY) ## compile every kernel for sm_80, sm_90 and gfx942 without a GPU, and compare with the committed table
 	$(BIN)/python scripts/compile_kernels.py --check

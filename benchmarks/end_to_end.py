@@ -5,6 +5,8 @@ All sides compute the same greedy tokens from the same checkpoint in float32 wit
 concurrent requests over gRPC; transformers gets them without a network, once as one left-padded batch (`generate`) and
 once through its own continuous batching (`generate_batch`), each in a process of its own. Prompts are new in every
 round, so that nothing is found in a cache.
+
+vLLM's CPU backend is not among the sides yet; a script `serving.py` is to put it beside these in the same rounds.
 """
 
 from __future__ import annotations

@@ -74,8 +74,11 @@ class Round(NamedTuple):
 
 
 def draw_round(number: int) -> Round:
-    """The work of a round, different in each."""
-    dice = random.Random(number)
+    """The work of a round, different in each.
+
+    The seed is text, because Python takes the seeds 1 and -1 for the same, and the round that warms up has number -1.
+    """
+    dice = random.Random(f"round {number}")
 
     def long(count: int) -> list[bytes]:
         return [dice.randbytes(LONG_BLOCKS * DIGEST_BYTES) for _ in range(count)]
@@ -107,7 +110,7 @@ class Decoded(NamedTuple):
 
 def draw_decoded(rounds: int) -> list[Decoded]:
     """Sequences out of step with each other, so that in every step as many of them fill a block."""
-    dice = random.Random(-1)
+    dice = random.Random("decoded")
     blocks = SHORT_BLOCKS + 2 + rounds * DECODE_STEPS // BLOCK_TOKENS
     return [
         Decoded(SHORT_TOKENS + number % BLOCK_TOKENS, dice.randbytes(blocks * DIGEST_BYTES))

@@ -3,12 +3,13 @@
 All sides read the same scattered pages `[pages, 2, 16, kv_heads, head_dim]` and have their indices, masks and
 compilations ready. Only what a layer repeats is timed, in turn.
 
+    torch          the worker's path where its kernels are not there: plain torch, planned the same way
     per_sequence   for each sequence: its pages by index_select, then scaled_dot_product_attention
     padded         all sequences' pages by one indexing, then one scaled_dot_product_attention under a mask
     flex           compiled flex_attention with a block mask that names the pages, which are read where they lie
     flex_packed    the same, the query heads of a KV head as rows of one, by hand; decode only
 
-The ratio is that of the best of the first three, as PyTorch documents them, over the worker's; flex_packed, what flex
+The ratio is that of the best of the middle three, as PyTorch documents them, over the worker's; flex_packed, what flex
 attention can be brought to for a batch of one shape, has its own. A side that has not the worker's result is an error.
 """
 
@@ -23,7 +24,8 @@ from dataclasses import dataclass
 
 import torch
 from quire.types import GroupKind, GroupSpec
-from quire_worker.attention import TorchPagedAttention
+from quire_worker.attention import PagedAttention, TorchPagedAttention, backend_for
+from quire_worker.attention.torch_path import TorchAttentionPlan
 from quire_worker.cache import PageSpec
 from quire_worker.model.batch import Chunk, build_batch
 from torch.nn.functional import scaled_dot_product_attention
@@ -87,22 +89,21 @@ class Scene:
             visible = torch.ones(case.queries, case.context, dtype=torch.bool).tril(before)
             self.mask = torch.zeros(visible.shape, dtype=case.dtype).masked_fill_(~visible, float("-inf"))
 
-    def quire(self) -> tuple[Side, float]:
-        """The worker's, and the seconds that planning a forward pass takes."""
-        case = self.case
+    def quire(self, attention: PagedAttention) -> tuple[Side, float]:
+        """The worker's, and the seconds that planning a forward pass takes, for its first layer."""
+        case, scale = self.case, self.head_dim**-0.5
         start = case.context - case.queries
         chunks = [Chunk([0] * case.queries, start, [row], needs_logits=True) for row in self.table.tolist()]
         groups = [GroupSpec(GroupKind.FULL_ATTENTION, PAGE_SIZE)]
         batch = build_batch(chunks, groups=groups).attention[0]
         spec = PageSpec(self.kv_heads, self.head_dim, PAGE_SIZE, case.dtype)
-        attention = TorchPagedAttention()
         seconds = []
         for _ in range(5):
             started = time.perf_counter()
             plan = attention.plan(batch, spec)
-            plan.work()
+            if isinstance(plan, TorchAttentionPlan):
+                plan.work()
             seconds.append(time.perf_counter() - started)
-        scale = self.head_dim**-0.5
         return lambda: plan.attend(self.query, self.pages, scale=scale), statistics.median(seconds)
 
     def sdpa(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -163,8 +164,9 @@ class Scene:
 def measure(case: Case, *, repeat: int, with_flex: bool) -> dict[str, object]:
     """One row: milliseconds of every side, medians, and the peers' over the worker's, round by round."""
     scene = Scene(case)
-    ours, plan_s = scene.quire()
-    sides = {"quire": ours, **dict(scene.peers(with_flex=with_flex))}
+    ours, plan_s = scene.quire(backend_for("cpu"))
+    plain, _ = scene.quire(TorchPagedAttention())
+    sides = {"quire": ours, "torch": plain, **dict(scene.peers(with_flex=with_flex))}
     expected = ours()
     for name, side in sides.items():
         error = (side() - expected).abs().max().item()  # also warms up, and compiles
@@ -181,12 +183,12 @@ def measure(case: Case, *, repeat: int, with_flex: bool) -> dict[str, object]:
             side()
             rounds[name].append(1e3 * (time.perf_counter() - started))
     medians = {name: statistics.median(times) for name, times in rounds.items()}
-    best = min(rounds.keys() - {"quire", "flex_packed"}, key=lambda name: medians[name])
+    best = min(rounds.keys() - {"quire", "torch", "flex_packed"}, key=lambda name: medians[name])
     ratios = {
         name: statistics.median(theirs / own for theirs, own in zip(times, rounds["quire"], strict=True))
         for name, times in rounds.items()
     }
-    columns = ("quire", "per_sequence", "padded", "flex", "flex_packed")
+    columns = ("quire", "torch", "per_sequence", "padded", "flex", "flex_packed")
     return {
         "heads": case.heads,
         "dtype": str(case.dtype).removeprefix("torch."),

@@ -11,16 +11,25 @@ from unittest import mock
 import pytest
 import torch
 from quire.types import GroupKind, GroupSpec
+from quire_cpu.library import Library, load
 from quire_kernels.shared.reference import CPU_TOLERANCE, TOLERANCE
-from quire_worker.attention import PagedAttention, TorchPagedAttention, torch_tiles
+from quire_worker.attention import CpuPagedAttention, PagedAttention, TorchPagedAttention, torch_tiles
 from quire_worker.cache import PageSpec
 from quire_worker.model.batch import Chunk, build_batch
 
+ON_CPU = (CpuPagedAttention, TorchPagedAttention)
+
 
 def implementation(name: str, device: torch.device) -> PagedAttention:
-    """ "torch", the CPU's, or "triton", the kernels on `device`; skips the test where there is no Triton."""
+    """ "torch", the CPU's in plain torch, "cpu", its kernels, or "triton", the kernels on `device`.
+
+    Skips the test where there is no Triton, or neither a library of CPU kernels nor a compiler for it.
+    """
     if name == "torch":
         return TorchPagedAttention()
+    if name == "cpu":
+        library = load()
+        return CpuPagedAttention(library) if isinstance(library, Library) else pytest.skip(library.reason)
     pytest.importorskip("triton")
     from quire_worker.attention import TritonPagedAttention
 
@@ -34,7 +43,7 @@ def decoding(*, is_gathered: bool) -> contextlib.AbstractContextManager[object]:
 
 def device_of(attention: PagedAttention) -> torch.device:
     """Where an implementation wants its tensors."""
-    on_gpu = not isinstance(attention, TorchPagedAttention) and torch.cuda.is_available()
+    on_gpu = not isinstance(attention, ON_CPU) and torch.cuda.is_available()
     return torch.device("cuda" if on_gpu else "cpu")
 
 
@@ -122,7 +131,7 @@ class Scene:
 
 def tolerance_of(attention: PagedAttention, dtype: torch.dtype) -> float:
     """Largest error of an implementation, absolute and relative."""
-    return (CPU_TOLERANCE if isinstance(attention, TorchPagedAttention) else TOLERANCE)[dtype]
+    return (CPU_TOLERANCE if isinstance(attention, ON_CPU) else TOLERANCE)[dtype]
 
 
 def assert_equals_reference(scene: Scene, attention: PagedAttention, **options: Any) -> None:

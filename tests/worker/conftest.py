@@ -67,7 +67,7 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.fixture(params=["torch", "triton"])
+@pytest.fixture(params=["torch", "cpu", "triton"])
 def attention(request: pytest.FixtureRequest, device: torch.device) -> PagedAttention:
     """Every implementation of the worker's attention: what a test asks of it holds for all."""
     return implementation(request.param, device)

@@ -1,8 +1,8 @@
 """The worker's attention, on a CPU and through the kernels, against a plain float64 softmax per query.
 
-Every case runs over all implementations: the CPU's where keys lie and gathered, and the kernels, which are interpreted
-where there is no GPU. Batches are as small as what they test allows; larger ones, for the CPU's path alone, are in
-`test_torch_attention.py`.
+Every case runs over all implementations: plain torch where keys lie and gathered, the kernels for CPUs, and those in
+Triton, which are interpreted where there is no GPU. Batches are as small as what they test allows; larger ones, for the
+CPU's two alone, are in `test_torch_attention.py` and `test_cpu_attention.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from quire_worker.attention import PagedAttention, TorchPagedAttention, backend_for
+from quire_worker.attention import CpuPagedAttention, PagedAttention, TorchPagedAttention, backend_for
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests.worker.attention_batches import (
@@ -27,9 +27,9 @@ from tests.worker.attention_batches import (
 )
 
 
-@pytest.fixture(params=["torch, in place", "torch, gathered", "triton"])
+@pytest.fixture(params=["torch, in place", "torch, gathered", "cpu", "triton"])
 def attention(request: pytest.FixtureRequest, device: torch.device) -> Iterator[PagedAttention]:
-    """Every implementation, and the CPU's in both of its ways to decode."""
+    """Every implementation, and the one in plain torch in both of its ways to decode."""
     name, _, way = request.param.partition(", ")
     with decoding(is_gathered=way == "gathered"):
         yield implementation(name, device)
@@ -226,6 +226,6 @@ def test_queries_keys_and_values_may_have_any_strides(attention: PagedAttention)
 
 
 def test_a_device_without_an_implementation_is_refused_by_name() -> None:
-    assert isinstance(backend_for("cpu"), TorchPagedAttention)
+    assert isinstance(backend_for("cpu"), (CpuPagedAttention, TorchPagedAttention))
     with pytest.raises(ValueError, match="'meta'"):
         backend_for("meta")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from quire.errors import UsageError
 from quire.types import GroupKind, GroupSpec
+from quire_worker.attention.cpu_path import CpuAttentionPlan
 from quire_worker.attention.torch_path import TorchAttentionPlan
 from quire_worker.cache import CacheSpec, KVCache, Place
 from quire_worker.model.batch import Chunk, build_batch
@@ -115,13 +116,15 @@ def without(option: str) -> Callable[[pytest.MonkeyPatch], None]:
     """Attention that drops one of its options."""
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-        attend = TorchAttentionPlan.attend
+        for kind in (TorchAttentionPlan, CpuAttentionPlan):
+            monkeypatch.setattr(kind, "attend", forgetful(kind.attend))
 
-        def forgetful(plan: TorchAttentionPlan, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+    def forgetful(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def attend_without(*arguments: Any, **options: Any) -> torch.Tensor:
             del options[option]
-            return attend(plan, *tensors, **options)
+            return attend(*arguments, **options)
 
-        monkeypatch.setattr(TorchAttentionPlan, "attend", forgetful)
+        return attend_without
 
     return plant
 

@@ -100,7 +100,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--device",
         choices=["cpu", "cuda"],
         default="cpu",
-        help="of weights, pages and attention: cuda runs the Triton kernels, cpu plain torch (default: %(default)s)",
+        help="of weights, pages and attention: cuda runs the Triton kernels, cpu kernels in C++, or plain torch where"
+        " there is no compiler for them (default: %(default)s)",
     )
     parser.add_argument("--threads", type=int, default=1, help="threads of the model (default: %(default)s)")
     options = parser.parse_args(arguments)

@@ -14,8 +14,11 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+import structlog
 import torch
+from quire_cpu.library import Library, load
 
+from quire_worker.attention.cpu_path import CpuPagedAttention
 from quire_worker.attention.interface import AttentionBatch, AttentionPlan, PagedAttention
 from quire_worker.attention.torch_path import TorchPagedAttention
 
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
 
     from quire_worker.attention.triton_path import TritonPagedAttention
 
+log = structlog.get_logger()
+
 __all__ = [
     "AttentionBatch",
     "AttentionKind",
@@ -46,6 +51,7 @@ __all__ = [
     "BatchMLAPagedAttentionWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "CpuPagedAttention",
     "LatentKind",
     "MultiLevelCascadeAttentionWrapper",
     "PagedAttention",
@@ -112,14 +118,19 @@ def __dir__() -> list[str]:
 def backend_for(device: torch.device | str) -> PagedAttention:
     """A new implementation for a device, with a workspace of its own: the only place that chooses.
 
-    A GPU gets the Triton kernels, a CPU plain torch. Where the environment has `TRITON_INTERPRET=1`, a CPU gets the
-    kernels too, run by Triton's interpreter: slow, and how everything around them is tested without a GPU.
+    A GPU gets the Triton kernels; a CPU those of `quire_cpu`, or plain torch where these can be neither found nor made.
+    Where the environment has `TRITON_INTERPRET=1`, a CPU gets the Triton kernels, run by Triton's interpreter: slow,
+    and how everything around them is tested without a GPU.
 
     Raises:
         ValueError: there is none for this kind of device, or Triton is not installed.
     """
     kind = torch.device(device).type
     if kind == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        library = load()
+        if isinstance(library, Library):
+            return CpuPagedAttention(library)
+        log.warning("no CPU kernels: plain torch computes instead, at about half the speed", reason=library.reason)
         return TorchPagedAttention()
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"no paged attention for device {kind!r}: available for cpu and cuda")

@@ -1,17 +1,20 @@
 """A transformers model, run on pages: loading, checking and running it.
 
-A model is loaded in four steps, each of which refuses by name what it finds:
+A model is loaded in steps, each of which refuses by name what it finds:
 
 1. the files of the folder (`checkpoint`), 2. the configuration, which says what each layer keeps (`support`), 3. a
 first pass that computes nothing and notes which layers attend, to what shapes and with what options
-(`transformers_seam`), 4. a comparison: the model must
-give the same logits through its own attention and through pages. The last is there because the seam lies inside
-transformers, and because a mask or a state that is lost along the way gives wrong text without an error.
+(`transformers_seam`), 4. a comparison: the model must give the same logits through its own attention and through pages.
+The last is there because the seam lies inside transformers, and because a mask or a state that is lost along the way
+gives wrong text without an error.
+
+Then, on a CPU that has its kernels, 5. they take the place of modules that they compute as well (`rewrites`), and the
+logits are compared once more with those that the model gave by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +31,14 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from quire_worker.attention import PagedAttention, backend_for
+from quire_worker.attention import CpuPagedAttention, PagedAttention, backend_for
 from quire_worker.cache import NAN_BYTE, CacheSpec, KVCache
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError, fingerprint, weight_files
 from quire_worker.model.latent import keep_latents
+from quire_worker.model.rewrites.rewriter import TOLERANCE, rewrite
 from quire_worker.model.support import Arrival, layers_as_they_arrive, layers_of
-from quire_worker.model.transformers_seam import ATTENTION_NAME, PagedStep, ProbeStep, run
+from quire_worker.model.transformers_seam import ATTENTION_NAME, PagedStep, ProbeStep, Step, run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -74,8 +78,12 @@ class PagedModel:
         Raises:
             UnsupportedModelError: the model uses an option of attention that its first batches did not.
         """
+        return run(self.module, batch, self.plan(batch, cache))
+
+    def plan(self, batch: ForwardBatch, cache: KVCache) -> PagedStep:
+        """Prepares a forward pass, once for each group and shape of pages; arguments as of `forward`."""
         plans = [self.attention.plan(batch.attention[group], pages) for group, pages in cache.kinds]
-        return run(self.module, batch, PagedStep(plans, cache.layers))
+        return PagedStep(plans, cache.layers)
 
 
 def load_model(
@@ -125,7 +133,10 @@ def load_model(
         max_position=max_position,
         eos_token_ids=_eos_token_ids(module),
     )
-    _check_against_own_attention(model)
+    own_logits = _own_logits(model)
+    _check_through_pages(model, own_logits)
+    if isinstance(attention, CpuPagedAttention) and cache_spec.dtype in TOLERANCE:
+        _rewrite_for_cpu(model, attention, own_logits)
     return model
 
 
@@ -192,17 +203,39 @@ def _probe(module: Any, device: torch.device) -> tuple[dict[int, Arrival], int]:
     return step.arrivals, logits.shape[1]
 
 
-def _check_against_own_attention(model: PagedModel) -> None:
-    """Two sequences, one of them in two chunks, through unwritten (NaN) pages in reverse order, must give the logits
-    that transformers' own attention gives for each at once. Finds what no configuration tells: a bias inside the mask,
-    a state beside keys and values, sequences of a flat batch that see each other.
-
-    Raises:
-        UnsupportedModelError: they do not.
-    """
-    spec, length = model.cache_spec, min(_CHECK_TOKENS, model.max_position)
+def _check_texts(model: PagedModel) -> tuple[list[int], list[int]]:
+    """Two sequences of one length."""
+    length = min(_CHECK_TOKENS, model.max_position)
     first = [(7 * i + 1) % model.vocab_size for i in range(length)]
-    second = first[::-1]
+    return first, first[::-1]
+
+
+def _own_logits(model: PagedModel) -> torch.Tensor:
+    """What transformers' own attention gives after each of the two sequences, `[2, vocabulary]`."""
+    module: Any = model.module
+    module.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            logits: torch.Tensor = module(
+                torch.tensor(_check_texts(model), device=model.device), use_cache=False
+            ).logits[:, -1]
+            return logits.float()
+    finally:
+        module.set_attn_implementation(ATTENTION_NAME)
+
+
+def _logits_through_pages(
+    model: PagedModel, step_of: Callable[[Step], Step] = lambda step: step, *, shift: int = 0
+) -> torch.Tensor:
+    """The same through unwritten (NaN) pages in reverse order, the first sequence in two chunks.
+
+    Args:
+        model: loaded.
+        step_of: what the layers get for the step of a pass.
+        shift: added to the positions that the layers are told of the first sequence's last tokens.
+    """
+    spec, (first, second) = model.cache_spec, _check_texts(model)
+    length = len(first)
     block_count = -(-length // spec.block_size)
     blocks = iter(range(2 * len(spec.groups) * block_count - 1, -1, -1))
     tables = [[[next(blocks) for _ in range(block_count)] for _ in spec.groups] for _ in range(2)]
@@ -218,21 +251,45 @@ def _check_against_own_attention(model: PagedModel) -> None:
         ],
     ]
     for chunks in steps:
-        paged = model.forward(build_batch(chunks, groups=spec.groups, device=model.device), cache)
+        batch = build_batch(chunks, groups=spec.groups, device=model.device)
+        batch.position_ids[:, : length - split] += shift if chunks is steps[-1] else 0
+        logits = run(model.module, batch, step_of(model.plan(batch, cache)))
+    return logits
 
-    module: Any = model.module
-    module.set_attn_implementation("eager")
-    try:
-        with torch.inference_mode():
-            own = module(torch.tensor([first, second], device=model.device), use_cache=False).logits[:, -1].float()
-    finally:
-        module.set_attn_implementation(ATTENTION_NAME)
-    difference = ((paged - own).norm() / own.norm()).item()
-    if not difference <= _CHECK_TOLERANCE[spec.dtype]:
+
+def _check_through_pages(model: PagedModel, own: torch.Tensor) -> None:
+    """Pages must give the logits that transformers' own attention gives. Finds what no configuration tells: a bias
+    inside the mask, a state beside keys and values, sequences of a flat batch that see each other.
+
+    Raises:
+        UnsupportedModelError: they do not.
+    """
+    difference = ((_logits_through_pages(model) - own).norm() / own.norm()).item()
+    if not difference <= _CHECK_TOLERANCE[model.cache_spec.dtype]:
+        module: Any = model.module
         raise UnsupportedModelError(
             f"model type {module.config.model_type!r} cannot be served: through pages its logits differ from its own"
             f" by {difference:.2g} of their norm"
         )
+
+
+def _rewrite_for_cpu(model: PagedModel, attention: CpuPagedAttention, own: torch.Tensor) -> None:
+    """Puts kernels where the model has modules that they compute as well, and looks at its logits again.
+
+    The modules are shown tokens near both ends of the longest sequence: Ministral's queries, for one, have a
+    temperature that is 1 up to position 16,384.
+
+    Raises:
+        UnsupportedModelError: they are not those that the model itself had.
+    """
+    shift = model.max_position - len(_check_texts(model)[0])
+    counts = rewrite(
+        model.module,
+        attention.library,
+        lambda recording: _logits_through_pages(model, recording.step, shift=shift),
+    )
+    _log.info("model rewritten", **counts)
+    _check_through_pages(model, own)
 
 
 def _eos_token_ids(module: Any) -> frozenset[int]:

@@ -1,0 +1,39 @@
+"""No round of a benchmark repeats what another one did, the one that warms up included: it would find it cached."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import end_to_end
+from allocator_sides import workload
+
+ROUNDS = range(-2, 5)  # the negative ones warm up
+
+
+def test_no_two_rounds_of_the_allocators_benchmark_share_a_digest() -> None:
+    seen: set[bytes] = set()
+    drawn = [workload.draw_round(number) for number in ROUNDS]
+    texts = [b"".join((*each.prompts, *each.fillers, *each.newcomers)) for each in drawn]
+    texts.append(b"".join(each.digests for each in workload.draw_decoded(len(ROUNDS))))
+    for text in texts:
+        size = workload.DIGEST_BYTES
+        digests = {text[first : first + size] for first in range(0, len(text), size)}
+        assert not digests & seen
+        seen |= digests
+    tokens = [tuple(each.tokens[:16]) for each in drawn] + [tuple(short[:16]) for each in drawn for short in each.short]
+    assert len(set(tokens)) == len(tokens)
+
+
+def test_no_two_rounds_of_the_end_to_end_benchmark_share_a_prompt() -> None:
+    options = argparse.Namespace(prompt_tokens=64, requests=8)
+    prompts = [
+        tuple(prompt[:16])
+        for varied, number in itertools.product((False, True), ROUNDS)
+        for prompt in end_to_end.draw_prompts(options, varied=varied, round_number=number, vocabulary=2048)
+    ]
+    assert len(set(prompts)) == len(prompts)

@@ -1,0 +1,140 @@
+"""The kernels of `quire_cpu` beside attention, against float64, on every instruction set that this CPU has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from quire_cpu import ops
+from quire_cpu.library import Library
+from quire_cpu.ops import HeadNorms, PackedLinear
+from torch.nn.functional import silu
+
+from tests.worker.attention_batches import implementation
+from tests.worker.test_cpu_attention import INSTRUCTION_SETS
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # of results of size 1
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def library(request: pytest.FixtureRequest) -> Iterator[Library]:
+    """The kernels of one instruction set."""
+    found: Library = implementation("cpu", torch.device("cpu")).library  # type: ignore[attr-defined]
+    if request.param not in found.instruction_sets:
+        pytest.skip(f"this CPU has no {request.param}")
+    found.use(request.param)
+    yield found
+    found.use(found.instruction_sets[0])
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_near(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[ours.dtype]
+    torch.testing.assert_close(ours.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def normalised(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    wide = x.double()
+    return wide / (wide.pow(2).mean(-1, keepdim=True) + epsilon).sqrt() * weight.double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 7, 16, 64, 100, 513])
+def test_a_norm_equals_its_formula(size: int, dtype: torch.dtype, library: Library) -> None:
+    x, weight = drawn(2, 19, size, dtype=dtype), drawn(size, dtype=dtype, seed=1)
+    assert_near(ops.norm(library, x, weight, 1e-5), normalised(x, weight, 1e-5))
+    assert_near(ops.norm(library, x[:, ::2], weight, 0.5), normalised(x[:, ::2], weight, 0.5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 80), (64, 16), (20, 20), (6, 4)])
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_heads_are_normalised_and_turned_where_they_lie(
+    has_norms: bool, head_dim: int, rotary_dim: int, dtype: torch.dtype, library: Library
+) -> None:
+    tokens, query_heads, kv_heads = 21, 3, 2
+    buffer = drawn(tokens, query_heads + 2 * kv_heads, head_dim, dtype=dtype)
+    before, heads = buffer.clone(), buffer[:, : query_heads + kv_heads]
+    angle = drawn(tokens, rotary_dim // 2, dtype=torch.float32, seed=2).repeat(1, 2)
+    cosine, sine = angle.cos().to(dtype), angle.sin().to(dtype)
+    norms = None
+    expected = before[:, : query_heads + kv_heads].double()
+    if has_norms:
+        norms = HeadNorms(drawn(head_dim, dtype=dtype, seed=3), drawn(head_dim, dtype=dtype, seed=4), 1e-6)
+        parts = expected[:, :query_heads], expected[:, query_heads:]
+        expected = torch.cat([normalised(parts[0], norms.query, 1e-6), normalised(parts[1], norms.key, 1e-6)], dim=1)
+    turned = expected[..., :rotary_dim]
+    half = torch.cat([-turned[..., rotary_dim // 2 :], turned[..., : rotary_dim // 2]], dim=-1)
+    turned = turned * cosine.double()[:, None] + half * sine.double()[:, None]
+    expected = torch.cat([turned, expected[..., rotary_dim:]], dim=-1)
+    ops.rotate_(library, heads, cosine, sine, query_heads=query_heads, norms=norms)
+    tolerance = TOLERANCE[dtype] * (3 if has_norms and dtype == torch.bfloat16 else 1)  # rounded between the two
+    torch.testing.assert_close(heads.double(), expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(buffer[:, query_heads + kv_heads :], before[:, query_heads + kv_heads :])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 3, 7, 32, 200])
+@pytest.mark.parametrize(("inputs", "outputs"), [(2, 1), (64, 64), (50, 70), (256, 130)])
+def test_a_packed_layer_equals_its_product(
+    inputs: int, outputs: int, rows: int, dtype: torch.dtype, library: Library
+) -> None:
+    x, weight = drawn(rows, inputs, dtype=dtype), drawn(outputs, inputs, dtype=dtype, seed=1) / inputs**0.5
+    bias, residual = drawn(outputs, dtype=dtype, seed=2), drawn(rows, outputs, dtype=dtype, seed=3)
+    expected = x.double() @ weight.double().t()
+    assert_near(PackedLinear(library, [weight])(x), expected)
+    assert_near(PackedLinear(library, [weight], [bias])(x, residual), expected + bias.double() + residual.double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layers_of_one_input_are_packed_together(dtype: torch.dtype, library: Library) -> None:
+    x = drawn(2, 5, 48, dtype=dtype)
+    weights = [drawn(rows, 48, dtype=dtype, seed=rows) / 7 for rows in (40, 100, 3)]
+    biases = [None, drawn(100, dtype=dtype, seed=9), None]
+    expected = [x.double() @ weight.double().t() for weight in weights]
+    expected[1] += biases[1].double()
+    assert_near(PackedLinear(library, weights, biases)(x), torch.cat(expected, dim=-1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("outputs", [1, 32, 45, 96])
+def test_a_gated_layer_equals_silu_of_one_half_times_the_other(
+    outputs: int, dtype: torch.dtype, library: Library
+) -> None:
+    x = drawn(9, 64, dtype=dtype)
+    gate, up = (drawn(outputs, 64, dtype=dtype, seed=seed) / 8 for seed in (1, 2))
+    biases = [drawn(outputs, dtype=dtype, seed=seed) for seed in (3, 4)]
+    sums = [x.double() @ weight.double().t() + bias.double() for weight, bias in zip((gate, up), biases, strict=True)]
+    packed = PackedLinear(library, [gate, up], biases, is_gated=True)
+    assert_near(packed(x), silu(sums[0]) * sums[1])
+
+
+def test_the_greedy_choice_is_the_first_largest_and_a_nan_before_all(library: Library) -> None:
+    logits = drawn(40, 1003, dtype=torch.float32)
+    logits[3, 900] = logits[3, 17] = 9.0
+    logits[4] = -float("inf")
+    logits[5, 1002] = 20.0
+    logits[6, 500], logits[6, 400] = float("nan"), float("inf")
+    assert ops.greedy(library, logits) == logits.argmax(dim=1).tolist()
+    assert ops.greedy(library, logits[:, 1:]) == logits[:, 1:].argmax(dim=1).tolist()
+
+
+def test_what_does_not_fit_is_refused(library: Library) -> None:
+    layer = PackedLinear(library, [torch.zeros(4, 8)])
+    for wrong in (torch.zeros(2, 6), torch.zeros(2, 8, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match="no input of a layer"):
+            layer(wrong)
+    with pytest.raises(ValueError, match="residual"):
+        layer(torch.zeros(2, 8), torch.zeros(2, 8))
+    with pytest.raises(ValueError, match="32-bit words"):
+        PackedLinear(library, [torch.zeros(4, 7, dtype=torch.bfloat16)])
+    with pytest.raises(ValueError, match="float16"):
+        ops.norm(library, torch.zeros(2, 8, dtype=torch.float16), torch.zeros(8, dtype=torch.float16), 1e-5)
+    table = torch.zeros(2, 12)
+    with pytest.raises(ValueError, match="does not turn heads"):
+        ops.rotate_(library, torch.zeros(2, 3, 8), table, table, query_heads=2)

@@ -1,0 +1,310 @@
+"""The pass that puts kernels into a loaded model: what it replaces, what it leaves alone, and nothing twice."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from quire_worker.attention import TorchPagedAttention
+from quire_worker.cache import KVCache
+from quire_worker.model import paged_model
+from quire_worker.model.batch import Chunk, build_batch
+from quire_worker.model.checkpoint import UnsupportedModelError
+from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.rewrites import rewriter
+from quire_worker.model.rewrites.decoder import Decoder
+from quire_worker.model.rewrites.gated_mlp import GatedMlp, GatedMlpRewrite
+from quire_worker.model.rewrites.linear import Linear, LinearRewrite
+from quire_worker.model.rewrites.norm import Norm, NormRewrite
+from quire_worker.model.rewrites.recording import Call
+from quire_worker.model.rewrites.rewriter import agrees
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OlmoConfig,
+    OlmoForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from tests.worker.attention_batches import implementation
+from tests.worker.tiny_models import write_model
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
+TIED: dict[str, Any] = {**SHAPE, "tie_word_embeddings": True}
+LAYERS = Counter(AttentionRewrite=2, GatedMlpRewrite=2, NormRewrite=5, DecoderLayerRewrite=2, DecoderRewrite=1)
+WITHOUT_ATTENTION = Counter(GatedMlpRewrite=2, NormRewrite=5, LinearRewrite=9)
+LATE: dict[str, Any] = {
+    "rope_type": "default",
+    "rope_theta": 10_000.0,
+    "llama_4_scaling_beta": 0.5,
+    "original_max_position_embeddings": 32,
+}
+
+# Per family: what makes it, and how often each rewrite has to fit it.
+FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], Counter[str]]] = {
+    "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)), LAYERS + Counter(LinearRewrite=1)),
+    "llama, tied": (lambda: LlamaForCausalLM(LlamaConfig(**TIED)), LAYERS + Counter(TiedHead=1)),
+    "llama, biases": (
+        lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True)),
+        LAYERS + Counter(LinearRewrite=1),
+    ),
+    "mistral": (
+        lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)),
+        LAYERS + Counter(LinearRewrite=1),
+    ),
+    "qwen2": (lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)), LAYERS + Counter(LinearRewrite=1)),
+    "qwen3": (lambda: Qwen3ForCausalLM(Qwen3Config(**TIED)), LAYERS + Counter(TiedHead=1)),
+    "mistral, window": (
+        lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=24)),
+        LAYERS + Counter(LinearRewrite=1),
+    ),
+    "qwen2, one layer with a window": (
+        lambda: Qwen2ForCausalLM(
+            Qwen2Config(
+                **SHAPE, use_sliding_window=True, sliding_window=24, layer_types=["full_attention", "sliding_attention"]
+            )
+        ),
+        LAYERS + Counter(LinearRewrite=1),
+    ),
+    # Its queries have a temperature from position 32 on, beyond the first tokens that modules are compared on.
+    "ministral": (lambda: Ministral3ForCausalLM(Ministral3Config(**SHAPE, rope_parameters=LATE)), WITHOUT_ATTENTION),
+    # It cuts off elements of queries and keys that are larger than any of these.
+    "olmo": (
+        lambda: OlmoForCausalLM(OlmoConfig(**SHAPE, clip_qkv=1000.0)),
+        WITHOUT_ATTENTION - Counter(NormRewrite=5),
+    ),
+    # Its activation is GELU, so that its layers stay, and the three products of each are packed by themselves; its
+    # norms count from 1; its embedding is scaled, so that it and the head that shares its weights stay as they are.
+    "gemma": (
+        lambda: GemmaForCausalLM(GemmaConfig(**TIED)),
+        Counter(AttentionRewrite=2, LinearRewrite=6, NormRewrite=5),
+    ),
+    # Its layers are made of `Conv1D`, which nothing knows.
+    "gpt2": (
+        lambda: GPT2LMHeadModel(GPT2Config(vocab_size=320, n_embd=64, n_layer=2, n_head=4, initializer_range=0.2)),
+        Counter(TiedHead=1),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def needs_the_kernels() -> None:
+    """Skips where they can neither be found nor made."""
+    implementation("cpu", torch.device("cpu"))
+
+
+def folder_of(family: str, tmp_path: Path) -> Path:
+    """A checkpoint whose norms and biases are not the ones and zeros that they begin as."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = FAMILIES[family][0]()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.2)
+                    assert "norm" in name or "bias" in name or "ln_" in name
+    return write_model(tmp_path / "model", model)
+
+
+def load_counted(folder: Path, **options: str) -> tuple[PagedModel, Counter[str]]:
+    """A model, and what was rewritten in it."""
+    found: list[Counter[str]] = []
+
+    def count(*arguments: Any) -> Counter[str]:
+        found.append(rewriter.rewrite(*arguments))
+        return found[-1]
+
+    with mock.patch.object(paged_model, "rewrite", count):
+        model = load_model(folder, **options)
+    (counts,) = found
+    return model, counts
+
+
+def logits_of(model: PagedModel) -> torch.Tensor:
+    """Of a chunk, and of a prompt beside a decoding sequence."""
+    groups = model.cache_spec.groups
+    cache = KVCache(model.cache_spec, 16 * len(groups))
+    tables, others = ([range(start, start + 4) for start in range(first, 16 * len(groups), 16)] for first in (0, 8))
+    first = [Chunk(list(range(3, 40)), 0, tables, needs_logits=True)]
+    second = [
+        Chunk([7], 37, tables, needs_logits=True),
+        Chunk(list(range(200, 250)), 0, others, needs_logits=True),
+    ]
+    return torch.cat([model.forward(build_batch(chunks, groups=groups), cache) for chunks in (first, second)])
+
+
+def load_untouched(folder: Path, **options: str) -> PagedModel:
+    """As it is without the kernels."""
+    with mock.patch.object(paged_model, "backend_for", return_value=TorchPagedAttention()):
+        return load_model(folder, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_rewritten_as_far_as_it_fits_and_keeps_its_logits(family: str, tmp_path: Path) -> None:
+    folder = folder_of(family, tmp_path)
+    model, counts = load_counted(folder)
+    assert counts == FAMILIES[family][1]
+    # Both sides round in every layer, in another order.
+    torch.testing.assert_close(logits_of(model), logits_of(load_untouched(folder)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama, tied", "qwen3", "llama, biases"])
+def test_in_bfloat16_logits_are_as_near_to_float32_as_the_models_own(family: str, tmp_path: Path) -> None:
+    folder = folder_of(family, tmp_path)
+    exact = logits_of(load_untouched(folder))
+    model, counts = load_counted(folder, dtype="bfloat16")
+    assert counts == FAMILIES[family][1]
+    ours, own = (
+        ((logits - exact).norm() / exact.norm()).item()
+        for logits in (logits_of(model), logits_of(load_untouched(folder, dtype="bfloat16")))
+    )
+    assert ours < 1.2 * own
+
+
+@pytest.mark.parametrize("family", ["llama, biases", "qwen3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(dtype: str, family: str, tmp_path: Path) -> None:
+    model = load_model(folder_of(family, tmp_path), dtype=dtype)
+    (decoder,) = (part for part in model.module.modules() if isinstance(part, Decoder))
+    at_once = logits_of(model)
+    with mock.patch.object(decoder, "_run_in_c", side_effect=AssertionError), pytest.raises(AssertionError):
+        logits_of(model)
+    with mock.patch.object(decoder, "_in_c", None):
+        assert torch.equal(logits_of(model), at_once)
+
+
+@pytest.mark.parametrize("family", ["mistral, window", "qwen2, one layer with a window"])
+def test_layers_that_see_a_window_are_not_run_in_one_call(family: str, tmp_path: Path) -> None:
+    model = load_model(folder_of(family, tmp_path))
+    (decoder,) = (part for part in model.module.modules() if isinstance(part, Decoder))
+    with mock.patch.object(decoder, "_run_in_c", side_effect=AssertionError):
+        logits_of(model)
+
+
+def test_several_threads_give_the_bits_of_one(tmp_path: Path) -> None:
+    model = load_model(folder_of("llama", tmp_path))
+    before, one = torch.get_num_threads(), logits_of(model)
+    try:
+        torch.set_num_threads(before + 2)
+        assert torch.equal(logits_of(model), one)
+    finally:
+        torch.set_num_threads(before)
+
+
+def tensor_bytes(module: torch.nn.Module) -> int:
+    """Of all storages that can be reached from the modules."""
+    found: dict[int, int] = {}
+
+    def add(value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            found[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+
+    for part in module.modules():
+        for value in [*part.parameters(recurse=False), *part.buffers(recurse=False), *vars(part).values()]:
+            add(value)
+            for inner in (getattr(value, name, None) for name in ("weight", "bias", "query", "key")):
+                add(inner)
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "llama, tied", "qwen3"])
+def test_no_weight_is_there_twice(family: str, tmp_path: Path) -> None:
+    folder = folder_of(family, tmp_path)
+    replaced: list[weakref.ref[torch.Tensor]] = []
+    original = rewriter.rewrite
+
+    def watch(module: torch.nn.Module, *arguments: Any) -> Counter[str]:
+        replaced.extend(weakref.ref(part.weight) for part in module.modules() if type(part) is torch.nn.Linear)
+        return original(module, *arguments)
+
+    with mock.patch.object(paged_model, "rewrite", watch):
+        model = load_model(folder)
+    gc.collect()
+    assert replaced
+    assert not [weight for weight in replaced if weight() is not None]
+    panels = 1.25  # of 64 columns: the largest part of a tiny model's weight that is padding
+    assert tensor_bytes(model.module) < panels * tensor_bytes(load_untouched(folder).module)
+
+
+def call_of(module: torch.nn.Module, *arguments: torch.Tensor) -> Call:
+    with torch.inference_mode():
+        return Call(arguments, {}, module(*arguments))
+
+
+def test_a_replacement_that_computes_something_else_is_not_kept() -> None:
+    library = implementation("cpu", torch.device("cpu")).library  # type: ignore[attr-defined]
+    x = torch.randn(3, 16)
+    layer_norm = torch.nn.LayerNorm(16, eps=1e-5, bias=False)
+    candidates = list(NormRewrite(library).candidates(layer_norm))
+    assert [type(candidate) for candidate in candidates] == [Norm, Norm]
+    assert not any(agrees(candidate, call_of(layer_norm, x)) for candidate in candidates)
+
+    class Gated(torch.nn.Module):
+        def __init__(self, act_fn: torch.nn.Module) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj = torch.nn.Linear(16, 24), torch.nn.Linear(16, 24)
+            self.down_proj, self.act_fn = torch.nn.Linear(24, 16), act_fn
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    for act_fn, is_equal in ((torch.nn.SiLU(), True), (torch.nn.GELU(), False)):
+        module = Gated(act_fn)
+        (candidate,) = GatedMlpRewrite(library).candidates(module)
+        assert isinstance(candidate, GatedMlp)
+        assert agrees(candidate, call_of(module, x)) == is_equal
+
+
+def test_a_weight_that_something_else_shares_and_a_kind_of_linear_layer_are_left_alone() -> None:
+    library = implementation("cpu", torch.device("cpu")).library  # type: ignore[attr-defined]
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    layer = torch.nn.Linear(16, 8)
+    assert [type(found) for found in LinearRewrite(library, set()).candidates(layer)] == [Linear]
+    assert not list(LinearRewrite(library, {layer.weight.data_ptr()}).candidates(layer))
+    assert not list(LinearRewrite(library, set()).candidates(Scaled(16, 8)))
+
+
+def test_a_model_whose_logits_change_is_refused(tmp_path: Path) -> None:
+    def spoil(module: Any, *_: Any) -> Counter[str]:
+        with torch.no_grad():
+            module.model.norm.weight[:32] = 0
+        return Counter()
+
+    with (
+        mock.patch.object(paged_model, "rewrite", spoil),
+        pytest.raises(UnsupportedModelError, match="logits differ"),
+    ):
+        load_model(folder_of("llama", tmp_path))

@@ -1,0 +1,11 @@
+"""Kernels for CPUs in C++, behind a plain C interface: attention over pages, linear layers, norms, rotary embedding.
+
+    build       compiles `csrc/`: once for each instruction set, into one shared library
+    library     finds the library or has it made, and loads it; says why where neither can be done
+    interface   the structures of `csrc/quire_cpu.h`, as ctypes has them
+    ops         the kernels, called with tensors
+
+Nothing in the library knows torch: it gets pointers, sizes and strides, so one build serves every release. Which
+instruction set runs is chosen when the library is loaded, among AVX2, AVX-512, AVX-512 with bfloat16, and what the
+compiler makes of the same source elsewhere (NEON on ARM).
+"""

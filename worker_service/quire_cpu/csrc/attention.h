@@ -1,0 +1,288 @@
+// Attention over pages, block of keys by block of keys, softmax corrected on the way.
+//
+//   few rows (decode)   keys and values are read where they lie, a block for all heads before the next: a token's heads
+//                       lie side by side, so memory is read in order. Sixteen dot products end in one vector.
+//   many rows (prompts) a block's keys are packed into columns and its values into rows, once for up to 64 rows, and
+//                       both products are those of `product.h`.
+//
+// The rows of a KV head are the query heads that share it, query by query: row = query * group + head in the group.
+#pragma once
+#include "product.h"
+#include "softmax.h"
+
+namespace QUIRE_ISA {
+
+constexpr long DIRECT_ROWS = 4;  // at most, that read keys and values where they lie
+constexpr long TILE_ROWS = 64;   // of a tile of queries, about
+
+// Whether rows read keys and values where they lie: there are few of them, and a key is whole vectors of words.
+template <class T>
+inline bool reads_directly(const QuireAttend& a, long rows) {
+    return rows <= DIRECT_ROWS && a.head_dim % (LANES * PER_WORD<T>) == 0;
+}
+
+// The queries [first_query, first_query + queries) of a sequence, for some KV heads.
+struct Item {
+    int32_t sequence, first_query, queries, first_head, heads;
+};
+
+// The keys of a block, and where they lie; values lie `value_offset` behind their keys.
+template <class T>
+struct Block {
+    const T* keys[KEYS];
+    long first, count, value_offset;
+
+    void find(const QuireAttend& a, const int32_t* table, long first_key, long key_count) {
+        const long row = static_cast<long>(a.kv_heads) * a.head_dim;
+        first = first_key;
+        count = key_count;
+        value_offset = a.page_size * row;
+        long page = first_key / a.page_size, offset = first_key % a.page_size;
+        for (long i = 0; i < count; i++, offset++) {
+            if (offset == a.page_size) {
+                offset = 0;
+                page++;
+            }
+            keys[i] = static_cast<const T*>(a.pages) + table[page] * a.page_stride + offset * row;
+        }
+    }
+};
+
+template <class T, int ROWS>
+inline void direct_products(const T* const* queries, const Block<T>& block, long head_offset, long size, float* products) {
+    constexpr int AT_ONCE = LANES / ROWS;
+    for (long k = 0; k < block.count; k += AT_ONCE) {
+        Vec sum[LANES];
+        const T* key[AT_ONCE];
+        for (int j = 0; j < LANES; j++) sum[j] = Vec{};
+        for (int j = 0; j < AT_ONCE; j++) key[j] = block.keys[smaller(k + j, block.count - 1)] + head_offset;
+        for (long i = 0; i < size; i += LANES * PER_WORD<T>) {
+            Words query[ROWS];
+            for (int r = 0; r < ROWS; r++) query[r] = load_raw<Words>(queries[r] + i);
+            for (int j = 0; j < AT_ONCE; j++) {
+                const Words x = load_raw<Words>(key[j] + i);
+                for (int r = 0; r < ROWS; r++)
+                    sum[r * AT_ONCE + j] = multiply_add<T>(query[r], x, sum[r * AT_ONCE + j]);
+            }
+        }
+        float sums[LANES];
+        store(sums, sums_of(sum));
+        for (int r = 0; r < ROWS; r++) memcpy(products + r * KEYS + k, sums + r * AT_ONCE, AT_ONCE * sizeof(float));
+    }
+}
+
+template <class T, int ROWS, int COUNT>
+inline void direct_sums(const float* weights, const float* factors, const Block<T>& block, long offset, float* sums,
+                        long stride) {
+    Vec sum[ROWS][COUNT];
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < COUNT; v++) sum[r][v] = load(sums + r * stride + v * LANES) * factors[r];
+    for (long k = 0; k < block.count; k++) {
+        const T* value = block.keys[k] + block.value_offset + offset;
+        for (int v = 0; v < COUNT; v++) {
+            const Vec x = load(value + v * LANES);
+            for (int r = 0; r < ROWS; r++) sum[r][v] += weights[r * KEYS + k] * x;
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < COUNT; v++) store(sums + r * stride + v * LANES, sum[r][v]);
+}
+
+// One item's way through its keys. `sums` is `[heads * rows, padded head_dim]`.
+template <class T>
+struct Walk {
+    const QuireAttend& a;
+    const Item& item;
+    const int32_t* table;
+    long group, rows, size, padded, kv_length, first_position;
+    Scoring scoring;
+    float* sums;
+    RowState* states;
+
+    const T* query(long head, long row) const {
+        const long token = a.query_indptr[item.sequence] + item.first_query + row / group;
+        const long query_head = (item.first_head + head) * group + row % group;
+        return static_cast<const T*>(a.query) + token * a.query_token_stride + query_head * a.query_head_stride;
+    }
+
+    // The keys of a block that a row sees.
+    void seen(const Block<T>& block, long row, long& first, long& stop) const {
+        const long position = first_position + row / group;
+        first = a.window_left < 0 ? 0 : larger(0, position - a.window_left - block.first);
+        stop = smaller(block.count, position + 1 - block.first);
+    }
+
+    template <int ROWS>
+    void direct(const Block<T>& block, long head, float* products) {
+        constexpr int COMPUTED = ROWS == 3 ? 4 : ROWS;
+        const T* queries[COMPUTED];
+        float factors[ROWS];
+        for (int r = 0; r < COMPUTED; r++) queries[r] = query(head, smaller(r, ROWS - 1));
+        const long offset = (item.first_head + head) * size;
+        direct_products<T, COMPUTED>(queries, block, offset, size, products);
+        for (int r = 0; r < ROWS; r++) {
+            long first, stop;
+            seen(block, r, first, stop);
+            float* row = products + r * KEYS;
+            factors[r] = weigh(row, row, block.count, first, stop, scoring, states[head * rows + r]);
+        }
+        float* head_sums = sums + head * rows * padded;
+        long i = 0;
+        for (; i + 4 * LANES <= size; i += 4 * LANES)
+            direct_sums<T, ROWS, 4>(products, factors, block, offset + i, head_sums + i, padded);
+        for (; i < size; i += LANES) direct_sums<T, ROWS, 1>(products, factors, block, offset + i, head_sums + i, padded);
+    }
+
+    void direct_block(const Block<T>& block, float* products) {
+        for (long head = 0; head < item.heads; head++) {
+            switch (rows) {
+                case 1: direct<1>(block, head, products); break;
+                case 2: direct<2>(block, head, products); break;
+                case 3: direct<3>(block, head, products); break;
+                default: direct<4>(block, head, products); break;
+            }
+        }
+    }
+
+    struct Packed {
+        Word *queries, *keys, *values;
+        float* products;
+        T* weights;
+    };
+
+    void packed_block(const Block<T>& block, const Packed& packed) {
+        const long words = size / PER_WORD<T>, offset = item.first_head * size;
+        const Word* keys[KEYS];
+        for (long k = 0; k < block.count; k++) keys[k] = reinterpret_cast<const Word*>(block.keys[k] + offset);
+        pack_columns(keys, block.count, words, packed.keys, KEYS);
+        product<T>(rows, round_up(block.count, WIDTH), packed.queries, words, packed.keys, KEYS, words, packed.products,
+                   KEYS, false);
+        for (long r = 0; r < rows; r++) {
+            long first, stop;
+            seen(block, r, first, stop);
+            const float factor = weigh(packed.products + r * KEYS, packed.weights + r * KEYS, block.count, first, stop,
+                                       scoring, states[r]);
+            if (factor != 1.0f)
+                for (long i = 0; i < padded; i += LANES)
+                    store(sums + r * padded + i, load(sums + r * padded + i) * factor);
+        }
+        pack_values(block, offset, packed.values);
+        product<T>(rows, padded, reinterpret_cast<const Word*>(packed.weights), KEYS / PER_WORD<T>, packed.values, padded,
+                   round_up(block.count, PER_WORD<T>) / PER_WORD<T>, sums, padded, true);
+    }
+
+    // Values as rows of words: in bfloat16 two keys' values of a dimension side by side.
+    void pack_values(const Block<T>& block, long offset, Word* packed) const {
+        for (long k = 0; k < block.count; k += PER_WORD<T>, packed += padded) {
+            const T* first = block.keys[k] + block.value_offset + offset;
+            if constexpr (PER_WORD<T> == 1) {
+                memcpy(packed, first, size * sizeof(T));
+            } else {
+                const bool is_last = k + 1 == block.count;
+                const T* second = is_last ? first : block.keys[k + 1] + block.value_offset + offset;
+                long i = 0;
+                for (; i + LANES <= size; i += LANES) {
+                    const Words low = __builtin_convertvector(load_raw<Halves>(first + i), Words);
+                    const Words high = __builtin_convertvector(load_raw<Halves>(second + i), Words);
+                    const Words both = is_last ? low : low | high << 16;
+                    memcpy(packed + i, &both, sizeof both);
+                }
+                for (; i < size; i++)
+                    packed[i] = first[i].bits | (is_last ? 0 : static_cast<uint32_t>(second[i].bits) << 16);
+            }
+        }
+    }
+
+    void finish() const {
+        T* output = static_cast<T*>(a.output);
+        for (long head = 0; head < item.heads; head++) {
+            for (long r = 0; r < rows; r++) {
+                const long token = a.query_indptr[item.sequence] + item.first_query + r / group;
+                const long query_head = (item.first_head + head) * group + r % group;
+                T* to = output + (token * a.query_heads + query_head) * size;
+                const float* from = sums + (head * rows + r) * padded;
+                const float total = states[head * rows + r].total;
+                for_each_vector(
+                    size, [&](long i) { store(to + i, load(from + i) / total); },
+                    [&](long i, long count) { store_some(to + i, load(from + i) / total, count); });
+            }
+        }
+    }
+
+    void run() {
+        const bool is_direct = reads_directly<T>(a, rows);
+        const long all_rows = rows * item.heads, words = size / PER_WORD<T>;
+        padded = round_up(size, WIDTH);
+        // 64 bytes apart, so that every part begins at a cache line.
+        const long sums_bytes = all_rows * padded * 4, states_bytes = round_up(all_rows * sizeof(RowState), 64);
+        const long products_bytes = larger(rows, DIRECT_ROWS) * KEYS * 4, weights_bytes = rows * KEYS * 4;
+        const long queries_bytes = round_up(rows * words * 4, 64), keys_bytes = KEYS * words * 4;
+        char* memory = workspace(sums_bytes + states_bytes + products_bytes + weights_bytes + queries_bytes + keys_bytes +
+                                 KEYS * padded * 4);
+        sums = reinterpret_cast<float*>(memory);
+        states = reinterpret_cast<RowState*>(memory += sums_bytes);
+        Packed packed;
+        packed.products = reinterpret_cast<float*>(memory += states_bytes);
+        packed.weights = reinterpret_cast<T*>(memory += products_bytes);
+        packed.queries = reinterpret_cast<Word*>(memory += weights_bytes);
+        packed.keys = reinterpret_cast<Word*>(memory += queries_bytes);
+        packed.values = reinterpret_cast<Word*>(memory += keys_bytes);
+        memset(sums, 0, sums_bytes);
+        for (long row = 0; row < all_rows; row++) {
+            const long query_head = (item.first_head + row / rows) * group + row % rows % group;
+            states[row] = a.sinks ? RowState{a.sinks[query_head], 1.0f} : RowState{NOTHING, 0.0f};
+        }
+        if (!is_direct) {
+            for (long r = 0; r < rows; r++) memcpy(packed.queries + r * words, query(0, r), size * sizeof(T));
+            memset(packed.values, 0, KEYS * padded * 4);  // of which the last columns stay 0
+        }
+        const long first_key = a.window_left < 0 ? 0 : larger(0, first_position - a.window_left);
+        const long stop_key = first_position + item.queries;
+        Block<T> block;
+        for (long key = first_key; key < stop_key; key += KEYS) {
+            block.find(a, table, key, smaller(KEYS, stop_key - key));
+            if (is_direct) {
+                direct_block(block, packed.products);
+            } else {
+                packed_block(block, packed);
+            }
+        }
+        finish();
+    }
+};
+
+template <class T>
+void attend_of(const QuireAttend& a) {
+    const long group = a.query_heads / a.kv_heads, tile = larger(1, TILE_ROWS / group);
+    long count = 0;
+    for (long s = 0; s < a.sequences; s++)
+        count += (a.query_indptr[s + 1] - a.query_indptr[s] + tile - 1) / tile * a.kv_heads;
+    auto* items = static_cast<Item*>(malloc((count + 1) * sizeof(Item)));
+    if (items == nullptr) abort();
+    count = 0;
+    for (int32_t s = 0; s < a.sequences; s++) {
+        const int32_t queries = a.query_indptr[s + 1] - a.query_indptr[s];
+        for (int32_t q = 0; q < queries; q += tile) {
+            const int32_t some = static_cast<int32_t>(smaller(tile, queries - q));
+            // All heads of a block one after another read memory in order; a lone sequence gives each thread a head.
+            const int32_t heads = reads_directly<T>(a, some * group) && a.sequences > 1 ? a.kv_heads : 1;
+            for (int32_t h = 0; h < a.kv_heads; h += heads) items[count++] = {s, q, some, h, heads};
+        }
+    }
+    parallel(count, [&](int64_t index) {
+        const Item& item = items[index];
+        Walk<T> walk{a, item};
+        walk.table = a.block_tables + item.sequence * a.table_stride;
+        walk.group = group;
+        walk.rows = item.queries * group;
+        walk.size = a.head_dim;
+        walk.kv_length = a.kv_lengths[item.sequence];
+        const long queries = a.query_indptr[item.sequence + 1] - a.query_indptr[item.sequence];
+        walk.first_position = walk.kv_length - queries + item.first_query;
+        walk.scoring = {a.scale, a.soft_cap};
+        walk.run();
+    });
+    free(items);
+}
+
+}  // namespace QUIRE_ISA

@@ -1,0 +1,61 @@
+// All layers of a decoder of Llama's kind in one call, made of the kernels that are also called one by one: while it
+// runs, nobody needs Python's interpreter.
+#include "quire_cpu.h"
+
+namespace {
+
+void norm(const QuireDecoder& d, const void* weight, float epsilon, void* output) {
+    const QuireNorm arguments{d.hidden, output,        weight,        d.hidden_size, d.hidden_size,
+                              d.tokens, d.hidden_size, d.dtype, epsilon};
+    quire_norm(&arguments);
+}
+
+// With `is_added`, onto the hidden states, where they are.
+void linear(const QuireDecoder& d, const QuirePacked& layer, const void* input, bool is_added, void* output) {
+    const QuireLinear arguments{
+        input,         layer.weight,  layer.bias,   is_added ? output : nullptr, output, layer.inputs, layer.outputs,
+        layer.outputs, d.tokens,      layer.inputs, layer.outputs,               layer.is_gated, d.dtype};
+    quire_linear(&arguments);
+}
+
+char* behind(void* base, int64_t elements, int32_t dtype) {
+    return static_cast<char*>(base) + elements * (dtype == QUIRE_BFLOAT16 ? 2 : 4);
+}
+
+void attention(const QuireDecoder& d, const QuireLayer& layer) {
+    const int32_t turned = d.query_heads + d.kv_heads;
+    const int64_t row = layer.qkv.outputs;
+    const QuireRotate rotate{d.qkv,    row,           d.cosine,   d.sine,     d.table_stride, layer.query_norm, layer.key_norm,
+                             d.tokens, d.query_heads, d.kv_heads, d.head_dim, d.rotary_dim,   d.dtype,          layer.head_epsilon};
+    quire_rotate(&rotate);
+    const void* key = behind(d.qkv, d.query_heads * d.head_dim, d.dtype);
+    const void* value = behind(d.qkv, turned * d.head_dim, d.dtype);
+    const QuireAppend append{key,        value,    row,        d.head_dim, row,         d.head_dim, d.slots,
+                             layer.pages, layer.page_stride, d.tokens, d.kv_heads, d.head_dim, d.attend->page_size, d.dtype};
+    quire_append(&append);
+    QuireAttend attend = *d.attend;
+    attend.query = d.qkv;
+    attend.query_token_stride = row;
+    attend.query_head_stride = d.head_dim;
+    attend.pages = layer.pages;
+    attend.page_stride = layer.page_stride;
+    attend.output = d.attended;
+    attend.scale = layer.scale;
+    quire_attend(&attend);
+}
+
+}  // namespace
+
+void quire_decoder(const QuireDecoder* decoder) {
+    const QuireDecoder& d = *decoder;
+    for (int64_t i = 0; i < d.layer_count; i++) {
+        const QuireLayer& layer = d.layers[i];
+        norm(d, layer.attention_norm, layer.attention_epsilon, d.normed);
+        linear(d, layer.qkv, d.normed, false, d.qkv);
+        attention(d, layer);
+        linear(d, layer.output, d.attended, true, d.hidden);
+        norm(d, layer.mlp_norm, layer.mlp_epsilon, d.normed);
+        linear(d, layer.gate_up, d.normed, false, d.gated);
+        linear(d, layer.down, d.gated, true, d.hidden);
+    }
+}

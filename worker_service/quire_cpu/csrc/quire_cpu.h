@@ -1,0 +1,142 @@
+// The C interface of the CPU's kernels: pointers, sizes in elements, no torch. Python's side of it is `interface.py`.
+//
+// Tensors are float32 or bfloat16 as `dtype` says, and dense in their last dimension; a stride counts elements from one
+// row to the next. Sums are float32 everywhere. Nothing is checked here: the callers in `ops.py` do that.
+#pragma once
+#include <stdint.h>
+
+#define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
+
+enum QuireDtype { QUIRE_FLOAT32 = 0, QUIRE_BFLOAT16 = 1 };
+
+// softmax(scale * Q K^T) V over pages, causal and right-aligned; see `AttentionPlan.attend`.
+struct QuireAttend {
+    const int32_t* query_indptr;   // [sequences + 1]
+    const int32_t* kv_lengths;     // [sequences]
+    const int32_t* block_tables;   // [sequences, table_stride]
+    int64_t table_stride;
+    int64_t sequences;
+    const void* query;             // [tokens, query_heads, head_dim]
+    int64_t query_token_stride;
+    int64_t query_head_stride;
+    const void* pages;             // [pages, 2, page_size, kv_heads, head_dim], each page contiguous
+    int64_t page_stride;           // from one page to the next
+    void* output;                  // [tokens, query_heads, head_dim], contiguous
+    int32_t query_heads, kv_heads, head_dim, page_size;
+    int32_t window_left;           // -1: all
+    int32_t dtype;
+    float scale;
+    float soft_cap;                // 0: none
+    const float* sinks;            // [query_heads] or null
+};
+
+// New keys and values into their slots.
+struct QuireAppend {
+    const void* key;               // [tokens, kv_heads, head_dim]
+    const void* value;
+    int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
+    const int64_t* slots;          // [tokens], page * page_size + offset
+    void* pages;
+    int64_t page_stride;
+    int64_t tokens;
+    int32_t kv_heads, head_dim, page_size, dtype;
+};
+
+// Queries and keys turned by their positions, in place, and normalised before where a weight is given:
+//   x = x / rms(x) * weight;  x = x * cos + rotate_half(x) * sin
+struct QuireRotate {
+    void* heads;                   // [tokens, query_heads + kv_heads, head_dim]: queries, then keys
+    int64_t token_stride;
+    const void* cosine;            // [tokens, rotary_dim], of `dtype`
+    const void* sine;
+    int64_t table_stride;
+    const void* query_norm;        // [head_dim] or null
+    const void* key_norm;
+    int64_t tokens;
+    int32_t query_heads, kv_heads, head_dim, rotary_dim, dtype;
+    float epsilon;
+};
+
+// x / sqrt(mean(x^2) + epsilon) * weight, row by row.
+struct QuireNorm {
+    const void* input;
+    void* output;
+    const void* weight;            // [size]
+    int64_t input_stride, output_stride, rows, size;
+    int32_t dtype;
+    float epsilon;
+};
+
+// input @ weight^T + bias (+ residual); with `is_gated`, silu of the first half of each panel times its second half.
+struct QuireLinear {
+    const void* input;             // [rows, inputs]
+    const void* weight;            // packed by quire_pack: [panels, words, PANEL] words of 32 bits
+    const float* bias;             // [panels * PANEL] in the order of the packed columns, or null
+    const void* residual;          // [rows, outputs] or null
+    void* output;                  // [rows, outputs]
+    int64_t input_stride, residual_stride, output_stride;
+    int64_t rows, inputs, outputs;
+    int32_t is_gated, dtype;
+};
+
+// Rows of a weight into columns of panels: row i becomes column `offset + (first + i) % columns` of panel
+// `(first + i) / columns`.
+struct QuirePack {
+    const void* weight;            // [rows, inputs]
+    void* packed;                  // as for QuireLinear
+    int64_t weight_stride, rows, inputs, first, offset, columns;
+    int32_t dtype;
+};
+
+// A packed weight, as quire_linear takes it.
+struct QuirePacked {
+    const void* weight;
+    const float* bias;             // or null
+    int64_t inputs, outputs;
+    int32_t is_gated;
+};
+
+// One layer of a decoder: x = x + attention(norm(x)); x = x + mlp(norm(x)).
+struct QuireLayer {
+    struct QuirePacked qkv, output, gate_up, down;
+    const void* attention_norm;
+    const void* mlp_norm;
+    const void* query_norm;        // or null
+    const void* key_norm;
+    void* pages;
+    int64_t page_stride;
+    float attention_epsilon, mlp_epsilon, head_epsilon, scale;
+};
+
+// All layers of a decoder, on the hidden states where they are. The other buffers are for what lies between the kernels.
+struct QuireDecoder {
+    const struct QuireLayer* layers;
+    int64_t layer_count;
+    void* hidden;                  // [tokens, hidden_size]
+    void* normed;                  // [tokens, hidden_size]
+    void* qkv;                     // [tokens, query_heads + 2 * kv_heads, head_dim]
+    void* attended;                // [tokens, query_heads, head_dim]
+    void* gated;                   // [tokens, outputs of gate_up]
+    const struct QuireAttend* attend;  // the batch; query, pages, output and scale are filled in
+    const int64_t* slots;          // [tokens]
+    const void* cosine;            // [tokens, rotary_dim]
+    const void* sine;
+    int64_t table_stride, tokens, hidden_size;
+    int32_t query_heads, kv_heads, head_dim, rotary_dim, dtype;
+};
+
+enum { QUIRE_PANEL = 64 };         // columns of a panel of a packed weight
+
+QUIRE_EXPORT const char* quire_instruction_sets(void);        // those that this CPU has, best first, comma between
+QUIRE_EXPORT int quire_use(const char* instruction_set);      // 0, or -1 where this CPU has it not
+QUIRE_EXPORT void quire_threads(void* gomp_parallel, int count);  // OpenMP's entry point in this process, or null
+
+QUIRE_EXPORT void quire_attend(const struct QuireAttend*);
+QUIRE_EXPORT void quire_append(const struct QuireAppend*);
+QUIRE_EXPORT void quire_rotate(const struct QuireRotate*);
+QUIRE_EXPORT void quire_norm(const struct QuireNorm*);
+QUIRE_EXPORT void quire_linear(const struct QuireLinear*);
+QUIRE_EXPORT void quire_pack(const struct QuirePack*);
+QUIRE_EXPORT void quire_decoder(const struct QuireDecoder*);
+// The first largest logit of each row; a NaN is larger than all numbers.
+QUIRE_EXPORT void quire_greedy(const float* logits, int64_t stride, int64_t rows, int64_t vocabulary, int64_t* tokens);

@@ -1,0 +1,57 @@
+// One block of scores of one query row, into weights: the softmax that is corrected as larger scores come.
+#pragma once
+#include "vector.h"
+
+namespace QUIRE_ISA {
+
+constexpr long KEYS = 64;  // of a block
+constexpr float NOTHING = -__builtin_inff();
+
+// What is known of a row so far: its largest score, and the sum of e^(score - largest). A sink is a score without a value.
+struct RowState {
+    float most, total;
+};
+
+struct Scoring {
+    float scale, soft_cap;
+
+    Vec of(Vec product) const {
+        const Vec score = product * scale;
+        return soft_cap > 0 ? soft_cap * hyperbolic_tangent(score / soft_cap) : score;
+    }
+};
+
+// Turns the products [0, count) of a row into weights; only keys in [first, stop) are seen. Products past `count` may be
+// anything, and weights up to the next whole vector are 0. Returns by what the row's earlier sums have to be multiplied.
+template <class T>
+inline float weigh(float* products, T* weights, long count, long first, long stop, const Scoring& scoring,
+                   RowState& state) {
+    Ints lane{};
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    const Vec nothing = broadcast(NOTHING);
+    Vec most_here = nothing;
+    for (long j = 0; j < count; j += LANES) {
+        const Ints key = lane + static_cast<int32_t>(j);
+        const Vec score = scoring.of(load(products + j));
+        const Vec seen = (key >= static_cast<int32_t>(first)) & (key < static_cast<int32_t>(stop)) ? score : nothing;
+        store(products + j, seen);
+        most_here = maximum(seen, most_here);
+    }
+    const float here = maximum_of(most_here);
+    // Scores that are all NaN have no largest; 0 keeps them NaN, where -inf would make them nothing.
+    const float most = here > state.most ? here : state.most == NOTHING ? 0.0f : state.most;
+    Vec sum{};
+    for (long j = 0; j < count; j += LANES) {
+        const Vec weight = exponential(load(products + j) - most);
+        store(weights + j, weight);
+        sum += weight;
+    }
+    if (first >= stop) return 1.0f;
+    Vec earlier = broadcast(state.most - most);
+    const float factor = state.most == NOTHING ? 0.0f : exponential(earlier)[0];
+    state.total = state.total * factor + sum_of(sum);
+    state.most = most;
+    return factor;
+}
+
+}  // namespace QUIRE_ISA

@@ -1,0 +1,113 @@
+"""The shared library: found beside this file, found in a cache, or made; loaded once for a process.
+
+    beside this file    what an image has, whose build ran `build.py`
+    in the cache        what an earlier process made, in `$QUIRE_CACHE`, or `quire` in `$XDG_CACHE_HOME` or `~/.cache`
+    made                where there is a C++ compiler, into the cache
+
+A library is known by the hash of sources and flags in its name, so that one of other sources is never loaded.
+`QUIRE_CPU=0` in the environment does without.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from quire_cpu import interface
+from quire_cpu.build import BuildError, build, library_name
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Library:
+    """The loaded kernels. Calls block, and may run on as many threads as torch's own do."""
+
+    path: Path
+    functions: ctypes.CDLL
+    omp_parallel: int | None  # address of OpenMP's entry point in torch's runtime
+
+    @property
+    def instruction_sets(self) -> list[str]:
+        """Those that this CPU has, best first."""
+        names: bytes = self.functions.quire_instruction_sets()
+        return names.decode().split(",")
+
+    def use(self, instruction_set: str) -> None:
+        """Runs another set of kernels than the best one, for tests and benchmarks.
+
+        Raises:
+            ValueError: this CPU has it not.
+        """
+        if self.functions.quire_use(instruction_set.encode()):
+            known = ", ".join(self.instruction_sets)
+            raise ValueError(f"no kernels for {instruction_set!r} run on this CPU; there are {known}")
+
+    def follow_torch_threads(self) -> None:
+        """Takes as many threads as `torch.get_num_threads()` says, of torch's own pool."""
+        self.functions.quire_threads(self.omp_parallel, torch.get_num_threads() if self.omp_parallel else 1)
+
+
+class Missing(NamedTuple):
+    """Why there is no library."""
+
+    reason: str
+
+
+@functools.cache
+def load() -> Library | Missing:
+    """The library of this process; compiles it where it has to, for some ten seconds."""
+    if os.environ.get("QUIRE_CPU") == "0":
+        return Missing("QUIRE_CPU=0 switches them off")
+    try:
+        path = _find()
+        functions = ctypes.CDLL(str(path))
+    except (BuildError, OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+        return Missing(str(error))
+    interface.declare(functions)
+    library = Library(path, functions, _omp_parallel())
+    library.follow_torch_threads()
+    return library
+
+
+def _find() -> Path:
+    name = library_name()
+    shipped = Path(__file__).parent / name
+    if shipped.is_file():
+        return shipped
+    folder = cache_folder()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _refuse_what_others_may_write(folder)
+    return folder / name if (folder / name).is_file() else build(folder)
+
+
+def cache_folder() -> Path:
+    """Where libraries are kept that were made on this machine."""
+    named = os.environ.get("QUIRE_CACHE")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
+
+
+def _refuse_what_others_may_write(folder: Path) -> None:
+    """What is loaded from the cache runs with this process's rights.
+
+    Raises:
+        BuildError: the folder belongs to somebody else, or others may write to it.
+    """
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise BuildError(f"{folder} is not loaded from: others than this user may write to it")
+
+
+def _omp_parallel() -> int | None:
+    """Where torch's OpenMP begins a parallel region, if it is GNU's (`GOMP_parallel`, which Clang's has as well)."""
+    try:
+        return ctypes.cast(ctypes.CDLL(torch._C.__file__).GOMP_parallel, ctypes.c_void_p).value
+    except (AttributeError, OSError):
+        return None

@@ -1,0 +1,205 @@
+"""The kernels, called with tensors: on a CPU, float32 or bfloat16, dense in their last dimension.
+
+Each call makes one structure of pointers, sizes and strides. What does not fit is a ValueError here, since nothing is
+checked on the other side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import byref
+from dataclasses import dataclass
+
+import torch
+
+from quire_cpu.interface import DTYPES, PANEL, Linear, Norm, Pack, Rotate
+from quire_cpu.library import Library
+
+
+def norm(library: Library, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + epsilon) * weight over the last dimension, as RMSNorm is (Zhang and Sennrich, 2019).
+
+    Args:
+        library: the kernels.
+        x: `[..., size]`.
+        weight: `[size]`, of x's dtype.
+        epsilon: added to the mean.
+    """
+    rows = _rows(x)
+    output = torch.empty(x.shape, dtype=x.dtype)
+    size = rows.shape[1]
+    arguments = Norm(
+        rows.data_ptr(), output.data_ptr(), _vector(weight, size, x.dtype).data_ptr(), rows.stride(0), size,
+        rows.shape[0], size, _dtype(x), epsilon,
+    )  # fmt: skip
+    library.functions.quire_norm(byref(arguments))
+    return output
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadNorms:
+    """RMSNorm of each query head and of each key head before they are turned, as Qwen3 has it."""
+
+    query: torch.Tensor  # [head_dim]
+    key: torch.Tensor  # [head_dim]
+    epsilon: float
+
+
+def rotate_(
+    library: Library,
+    heads: torch.Tensor,
+    cosine: torch.Tensor,
+    sine: torch.Tensor,
+    *,
+    query_heads: int,
+    norms: HeadNorms | None = None,
+) -> None:
+    """Turns queries and keys by their positions, in place: x * cos + rotate_half(x) * sin (Su et al., 2021).
+
+    Args:
+        library: the kernels.
+        heads: `[tokens, query_heads + kv_heads, head_dim]`, dense in its last two dimensions.
+        cosine: `[tokens, rotary_dim]` of heads' dtype, whose second half repeats the first; what lies beyond
+            `rotary_dim` in a head is not turned.
+        sine: the same.
+        query_heads: of `heads`, the first ones.
+        norms: of the heads, before.
+    """
+    tokens, head_count, head_dim = heads.shape
+    if heads.stride()[1:] != (head_dim, 1):
+        raise ValueError(f"heads must lie side by side, not with strides {heads.stride()}")
+    if cosine.shape != sine.shape or cosine.shape[0] != tokens or cosine.stride() != sine.stride():
+        raise ValueError(f"cosine and sine must be [{tokens}, rotary_dim], not {list(cosine.shape)}")
+    rotary_dim = cosine.shape[1]
+    if rotary_dim > head_dim or rotary_dim % 2 or cosine.stride(1) != 1 or cosine.dtype != heads.dtype:
+        raise ValueError(f"a table of {cosine.dtype} {list(cosine.shape)} does not turn heads of {head_dim}")
+    query_norm, key_norm, epsilon = (
+        (0, 0, 0.0)
+        if norms is None
+        else (
+            _vector(norms.query, head_dim, heads.dtype).data_ptr(),
+            _vector(norms.key, head_dim, heads.dtype).data_ptr(),
+            norms.epsilon,
+        )
+    )
+    arguments = Rotate(
+        heads.data_ptr(), heads.stride(0), cosine.data_ptr(), sine.data_ptr(), cosine.stride(0), query_norm, key_norm,
+        tokens, query_heads, head_count - query_heads, head_dim, rotary_dim, _dtype(heads), epsilon,
+    )  # fmt: skip
+    library.functions.quire_rotate(byref(arguments))
+
+
+def greedy(library: Library, logits: torch.Tensor) -> list[int]:
+    """The first largest of each row of float32 `[rows, vocabulary]`; a NaN is larger than all numbers."""
+    if logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
+        raise ValueError(f"logits must be dense rows of float32, not {logits.dtype} {list(logits.shape)}")
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+    library.functions.quire_greedy(
+        logits.data_ptr(), logits.stride(0), logits.shape[0], logits.shape[1], tokens.data_ptr()
+    )
+    chosen: list[int] = tokens.tolist()
+    return chosen
+
+
+class PackedLinear:
+    """The weights of one linear layer, or of several with one input, as `csrc/linear.h` reads them.
+
+    Packed once; the tensors that they were packed from are not held.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None] | None = None,
+        *,
+        is_gated: bool = False,
+    ) -> None:
+        """Packs weights.
+
+        Args:
+            library: the kernels.
+            weights: each `[outputs, inputs]`; their outputs follow one another. If gated, two: of gate and of up.
+            biases: as many, each `[outputs]` or None.
+            is_gated: the result is silu(gate) * up, `[outputs]` of one of both.
+
+        Raises:
+            ValueError: they do not fit together, or in bfloat16 `inputs` is odd.
+        """
+        first = weights[0]
+        self.inputs = first.shape[1]
+        if any(w.shape[1] != self.inputs or w.dtype != first.dtype or w.stride(1) != 1 for w in weights):
+            raise ValueError("weights that are packed together have one input and one dtype")
+        if self.inputs * first.itemsize % 4:
+            raise ValueError(f"{self.inputs} inputs of {first.dtype} are no whole number of 32-bit words")
+        if is_gated and (len(weights) != 2 or weights[0].shape != weights[1].shape):
+            raise ValueError("a gated layer has two weights of one shape")
+        self._library = library
+        self.dtype = first.dtype
+        self.is_gated = is_gated
+        self.outputs = first.shape[0] if is_gated else sum(weight.shape[0] for weight in weights)
+        columns = PANEL // 2 if is_gated else PANEL
+        panels = -(-self.outputs // columns)
+        words = self.inputs * first.itemsize // 4
+        self.weight = torch.zeros(panels, words, PANEL, dtype=torch.float32)  # of words, whatever they hold
+        bias = torch.zeros(panels, PANEL)
+        first_row = 0
+        for number, weight in enumerate(weights):
+            offset = columns * number if is_gated else 0
+            start = 0 if is_gated else first_row
+            arguments = Pack(
+                weight.data_ptr(), self.weight.data_ptr(), weight.stride(0), weight.shape[0], self.inputs, start,
+                offset, columns, _dtype(weight),
+            )  # fmt: skip
+            library.functions.quire_pack(byref(arguments))
+            added = biases[number] if biases else None
+            if added is not None:
+                row = torch.arange(start, start + weight.shape[0])
+                bias[row // columns, offset + row % columns] = added.float()
+            first_row += weight.shape[0]
+        self.bias = bias if biases and any(each is not None for each in biases) else None
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x @ weight^T + bias, plus `residual` if there is one.
+
+        Args:
+            x: `[..., inputs]` of the weights' dtype.
+            residual: `[..., outputs]`, contiguous, of the same dtype.
+
+        Returns:
+            `[..., outputs]`.
+        """
+        rows = _rows(x)
+        if rows.shape[1] != self.inputs or x.dtype != self.dtype:
+            raise ValueError(f"{x.dtype} {list(x.shape)} is no input of a layer of {self.dtype} {self.inputs}")
+        if rows.stride(0) * x.itemsize % 4:
+            rows = rows.contiguous()
+        output = torch.empty((*x.shape[:-1], self.outputs), dtype=x.dtype)
+        if residual is not None and (residual.shape != output.shape or not residual.is_contiguous()):
+            raise ValueError(f"the residual must be contiguous {list(output.shape)}, not {list(residual.shape)}")
+        arguments = Linear(
+            rows.data_ptr(), self.weight.data_ptr(), 0 if self.bias is None else self.bias.data_ptr(),
+            0 if residual is None else residual.data_ptr(), output.data_ptr(), rows.stride(0), self.outputs,
+            self.outputs, rows.shape[0], self.inputs, self.outputs, self.is_gated, _dtype(x),
+        )  # fmt: skip
+        self._library.functions.quire_linear(byref(arguments))
+        return output
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """`[..., size]` as `[rows, size]`, dense in its last dimension."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _vector(weight: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+    if weight.shape != (size,) or weight.dtype != dtype or not weight.is_contiguous():
+        raise ValueError(f"a weight must be contiguous {dtype} [{size}], not {weight.dtype} {list(weight.shape)}")
+    return weight
+
+
+def _dtype(x: torch.Tensor) -> int:
+    number = DTYPES.get(x.dtype)
+    if number is None or x.device.type != "cpu":
+        raise ValueError(f"the kernels take float32 and bfloat16 on a CPU, not {x.dtype} on {x.device}")
+    return number

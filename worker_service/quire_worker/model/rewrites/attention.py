@@ -1,0 +1,118 @@
+"""Attention's way to queries, keys and values: one product, then one kernel for norms of heads and rotary embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from quire_cpu import ops
+from quire_cpu.library import Library
+from quire_cpu.ops import HeadNorms, PackedLinear
+
+from quire_worker.model.rewrites.interface import KernelRewrite, child_names, is_plain_linear, own_parameter_names
+from quire_worker.model.rewrites.linear import packed_of
+from quire_worker.model.rewrites.norm import weight_and_epsilon
+from quire_worker.model.rewrites.recording import Recording
+from quire_worker.model.transformers_seam import Scoring, Step
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+class MergedAttention(torch.nn.Module):
+    """Queries, keys and values of a token lie side by side, and are turned where they lie."""
+
+    def __init__(
+        self,
+        library: Library,
+        projections: tuple[PackedLinear, PackedLinear],  # q/k/v, and o
+        *,
+        layer_index: int,
+        head_dim: int,
+        head_counts: tuple[int, int],  # query heads, KV heads
+        norms: HeadNorms | None,
+        scoring: Scoring,
+    ) -> None:
+        super().__init__()
+        self.library = library
+        self.qkv, self.output = projections
+        self.layer_index = layer_index
+        self.head_dim = head_dim
+        self.query_heads, self.kv_heads = head_counts
+        self.norms = norms
+        self.scoring = scoring
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        *,
+        quire_step: Step,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """As the attention of a transformers layer.
+
+        Args:
+            hidden_states: `[1, tokens, hidden]`.
+            position_embeddings: cosine and sine, each `[1, tokens, rotary_dim]`.
+            attention_mask: None.
+            residual: `[1, tokens, hidden]`, added to the result.
+            quire_step: the forward pass.
+
+        Returns:
+            `[1, tokens, hidden]`, and None for the attention weights.
+        """
+        heads = self.qkv(hidden_states[0]).view(-1, self.query_heads + 2 * self.kv_heads, self.head_dim)
+        turned = self.query_heads + self.kv_heads
+        cosine, sine = position_embeddings
+        ops.rotate_(self.library, heads[:, :turned], cosine[0], sine[0], query_heads=self.query_heads, norms=self.norms)
+        query, key, value = heads[:, : self.query_heads], heads[:, self.query_heads : turned], heads[:, turned:]
+        attended = quire_step.attend(self.layer_index, query, key, value, self.scoring)
+        return self.output(attended.view(1, heads.shape[0], -1), residual), None
+
+
+class AttentionRewrite(KernelRewrite):
+    """Knows a module of q, k, v and o projections, with or without a norm of each query and key head. How it turns
+    queries and keys, and that it does nothing else, shows when it is tried."""
+
+    def __init__(self, library: Library, recording: Recording) -> None:
+        """Takes what each layer asked attention for."""
+        super().__init__(library)
+        self._recording = recording
+
+    def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        names = child_names(module)
+        if getattr(getattr(module, "config", None), "clip_qkv", None) is not None:
+            return  # OLMo cuts off large elements, which what was recorded need not have
+        if own_parameter_names(module) or names - {"q_norm", "k_norm"} != set(PROJECTIONS):
+            return
+        layer_index, head_dim = getattr(module, "layer_idx", None), getattr(module, "head_dim", None)
+        scoring = self._recording.scorings.get(layer_index) if isinstance(layer_index, int) else None
+        layers = [layer for name in PROJECTIONS if is_plain_linear(layer := module.get_submodule(name))]
+        if scoring is None or not isinstance(layer_index, int) or not isinstance(head_dim, int) or len(layers) < 4:
+            return
+        sizes = [layer.out_features for layer in layers[:3]]
+        if sizes[1] != sizes[2] or any(size % head_dim for size in sizes):
+            return
+        projections = packed_of(self._library, *layers[:3]), packed_of(self._library, layers[3])
+        for norms in _norms_of(module) if "q_norm" in names else [None]:
+            yield MergedAttention(
+                self._library,
+                projections,
+                layer_index=layer_index,
+                head_dim=head_dim,
+                head_counts=(sizes[0] // head_dim, sizes[1] // head_dim),
+                norms=norms,
+                scoring=scoring,
+            )
+
+
+def _norms_of(module: torch.nn.Module) -> Iterator[HeadNorms]:
+    """The norms of heads, with weights counted from 0 or from 1."""
+    query, key = (weight_and_epsilon(module.get_submodule(name)) for name in ("q_norm", "k_norm"))
+    if query is None or key is None or query[1] != key[1]:
+        return
+    yield HeadNorms(query[0], key[0], query[1])
+    yield HeadNorms(query[0] + 1, key[0] + 1, query[1])

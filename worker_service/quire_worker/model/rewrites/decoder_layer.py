@@ -1,0 +1,57 @@
+"""A layer of two halves, each a norm, a part and a residual sum; the sum is added where the part writes its result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from quire_worker.model.rewrites.attention import MergedAttention
+from quire_worker.model.rewrites.gated_mlp import GatedMlp
+from quire_worker.model.rewrites.interface import Rewrite, child_names, own_parameter_names
+from quire_worker.model.rewrites.norm import Norm
+from quire_worker.model.transformers_seam import Step
+
+PARTS = {
+    "input_layernorm": Norm,
+    "self_attn": MergedAttention,
+    "post_attention_layernorm": Norm,
+    "mlp": GatedMlp,
+}
+
+
+class DecoderLayer(torch.nn.Module):
+    """x = x + attention(norm(x)); x = x + mlp(norm(x))."""
+
+    def __init__(self, attention_norm: Norm, attention: MergedAttention, mlp_norm: Norm, mlp: GatedMlp) -> None:
+        super().__init__()
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        quire_step: Step,
+        **_: Any,
+    ) -> torch.Tensor:
+        """`[1, tokens, hidden]` to the same."""
+        attended = self.attention.forward(
+            self.attention_norm.forward(hidden_states), position_embeddings, None, hidden_states, quire_step=quire_step
+        )[0]
+        return self.mlp.forward(self.mlp_norm.forward(attended), attended)
+
+
+class DecoderLayerRewrite(Rewrite):
+    """Knows a layer of just these parts, all of them rewritten already."""
+
+    def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        if own_parameter_names(module) or child_names(module) != set(PARTS):
+            return
+        parts: list[Any] = [module.get_submodule(name) for name in PARTS]
+        if all(type(part) is kind for part, kind in zip(parts, PARTS.values(), strict=True)):
+            yield DecoderLayer(*parts)

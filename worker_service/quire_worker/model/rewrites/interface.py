@@ -1,0 +1,46 @@
+"""What a rewrite is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol, TypeGuard
+
+import torch
+from quire_cpu.library import Library
+
+
+class Rewrite(Protocol):
+    """One pattern of modules, and what computes the same. An object of no state but the kernels."""
+
+    def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        """What may replace a module, the likeliest first; nothing where it does not fit the pattern.
+
+        Args:
+            module: of the model; not changed.
+        """
+        ...
+
+
+def child_names(module: torch.nn.Module) -> set[str]:
+    """Names of the modules directly in a module."""
+    return {name for name, _ in module.named_children()}
+
+
+def own_parameter_names(module: torch.nn.Module) -> set[str]:
+    """Names of the parameters directly in a module, not of those in its children."""
+    return {name for name, _ in module.named_parameters(recurse=False)}
+
+
+def is_plain_linear(module: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
+    """Whether it is a linear layer as torch has it, whose weight the kernels can pack."""
+    if type(module) is not torch.nn.Linear:
+        return False
+    weight = module.weight
+    return weight.is_contiguous() and weight.shape[1] * weight.itemsize % 4 == 0
+
+
+class KernelRewrite(Rewrite):
+    """A rewrite whose replacements call kernels."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library

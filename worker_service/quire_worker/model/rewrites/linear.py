@@ -1,0 +1,43 @@
+"""A linear layer by itself: its weights packed once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from quire_cpu.library import Library
+from quire_cpu.ops import PackedLinear
+
+from quire_worker.model.rewrites.interface import KernelRewrite, is_plain_linear
+
+
+class Linear(torch.nn.Module):
+    """x @ weight^T + bias on a packed weight."""
+
+    def __init__(self, packed: PackedLinear) -> None:
+        super().__init__()
+        self.packed = packed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., inputs]` to `[..., outputs]`."""
+        return self.packed(x)
+
+
+class LinearRewrite(KernelRewrite):
+    """Knows `torch.nn.Linear` itself, unless its weight is also something else's: it would be there twice."""
+
+    def __init__(self, library: Library, shared: set[int]) -> None:
+        """Takes the addresses of weights that several modules share."""
+        super().__init__(library)
+        self._shared = shared
+
+    def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        if is_plain_linear(module) and module.weight.data_ptr() not in self._shared:
+            yield Linear(packed_of(self._library, module))
+
+
+def packed_of(library: Library, *layers: torch.nn.Linear, is_gated: bool = False) -> PackedLinear:
+    """The weights of linear layers with one input, packed together."""
+    weights = [layer.weight.detach() for layer in layers]
+    biases = [None if layer.bias is None else layer.bias.detach() for layer in layers]
+    return PackedLinear(library, weights, biases, is_gated=is_gated)

@@ -1,0 +1,65 @@
+"""What the modules of a model were given, and gave, in one forward pass: what their replacements are tried on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire_worker.model.transformers_seam import Scoring, Step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One call of a module."""
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    result: Any
+
+
+class Recording:
+    """The last call of every module of a model, and what each layer asked attention for."""
+
+    def __init__(self) -> None:
+        self.calls: dict[torch.nn.Module, Call] = {}
+        self.scorings: dict[int, Scoring] = {}  # by layer index
+
+    def record(self, module: torch.nn.Module, run: Callable[[Recording], object]) -> None:
+        """Runs a model and notes every call in it.
+
+        Args:
+            module: the model.
+            run: calls it once, with a step of `step`.
+        """
+
+        def note(called: torch.nn.Module, arguments: Any, keywords: Any, result: Any) -> None:
+            self.calls[called] = Call(arguments, keywords, result)
+
+        handles = [part.register_forward_hook(note, with_kwargs=True) for part in module.modules()]
+        try:
+            run(self)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def step(self, inner: Step) -> RecordingStep:
+        """A step that notes what layers ask it for beside queries, keys and values."""
+        return RecordingStep(inner, self)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordingStep:
+    """Hands everything to another step."""
+
+    inner: Step
+    recording: Recording
+
+    def attend(
+        self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        """Notes the scoring, which is the same in every pass."""
+        self.recording.scorings[layer_index] = scoring
+        return self.inner.attend(layer_index, query, key, value, scoring)

@@ -1,0 +1,146 @@
+"""The pass over a model: each rewrite is tried on what the model's own modules were given, and kept if it agrees."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from quire_cpu.library import Library
+
+from quire_worker.model.rewrites.attention import AttentionRewrite
+from quire_worker.model.rewrites.decoder import DecoderRewrite
+from quire_worker.model.rewrites.decoder_layer import DecoderLayerRewrite
+from quire_worker.model.rewrites.gated_mlp import GatedMlpRewrite
+from quire_worker.model.rewrites.interface import Rewrite, is_plain_linear
+from quire_worker.model.rewrites.linear import Linear, LinearRewrite, packed_of
+from quire_worker.model.rewrites.norm import NormRewrite
+from quire_worker.model.rewrites.recording import Call, Recording
+from quire_worker.model.rewrites.tied_head import PackedEmbedding
+
+# Largest difference of a module's result from the original's, as a part of its norm: of sums in another order, and in
+# bfloat16 of results that are rounded at other places. Another activation, or a bias left out, is tens of percents.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+TIED_HEAD = "TiedHead"
+
+
+def rewrite(
+    module: torch.nn.Module,
+    library: Library,
+    run: Callable[[Recording], object],
+    *,
+    is_wanted: Callable[[str], bool] = lambda name: True,
+) -> Counter[str]:
+    """Rewrites a model in place.
+
+    Args:
+        module: a transformers model on a CPU, for inference.
+        library: the kernels.
+        run: makes the model compute one batch, with a step from `Recording.step`; of a few tokens.
+        is_wanted: which rewrites to try, by name; for benchmarks.
+
+    Returns:
+        How often each rewrite was applied, by its class's name.
+    """
+    recording = Recording()
+    with torch.inference_mode():
+        recording.record(module, run)
+        done = _Pass(library, recording, _shared_weights(module), is_wanted)
+        if is_wanted(TIED_HEAD):
+            done.pack_tied_head(module)
+        done.visit(module)
+    return done.counts
+
+
+class _Pass:
+    """Rewrites one model, and is done with it then."""
+
+    def __init__(
+        self, library: Library, recording: Recording, shared: set[int], is_wanted: Callable[[str], bool]
+    ) -> None:
+        def wanted(*rewrites: Rewrite) -> tuple[Rewrite, ...]:
+            return tuple(each for each in rewrites if is_wanted(type(each).__name__))
+
+        self.counts: Counter[str] = Counter()
+        self._library = library
+        self._recording = recording
+        # Tried on a module before its parts are: the largest pattern first.
+        self._parts = wanted(
+            AttentionRewrite(library, recording),
+            GatedMlpRewrite(library),
+            NormRewrite(library),
+            LinearRewrite(library, shared),
+        )
+        # Tried after: they are made of what its parts became.
+        self._wholes = wanted(DecoderLayerRewrite(), DecoderRewrite())
+
+    def visit(self, module: torch.nn.Module) -> None:
+        """Rewrites all that is in a module."""
+        for name, child in list(module.named_children()):
+            if not self._replace(module, name, child, self._parts):
+                self.visit(child)
+                self._replace(module, name, child, self._wholes)
+            for part in child.modules():
+                self._recording.calls.pop(part, None)  # which would keep the weights of what was replaced
+
+    def _replace(self, parent: torch.nn.Module, name: str, child: torch.nn.Module, rewrites: Iterable[Rewrite]) -> bool:
+        call = self._recording.calls.get(child)
+        if call is None:  # it was not called by itself, so there is nothing to compare with
+            return False
+        for each in rewrites:
+            for candidate in each.candidates(child):
+                if agrees(candidate, call):
+                    setattr(parent, name, candidate)
+                    self.counts[type(each).__name__] += 1
+                    return True
+        return False
+
+    def pack_tied_head(self, module: Any) -> None:
+        """Packs the one weight of an embedding and a head (see `tied_head`), if the model has such and nothing else
+        shares it."""
+        embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+        if type(embedding) is not torch.nn.Embedding or head is None or not is_plain_linear(head):
+            return
+        if head.weight is not embedding.weight or head.bias is not None:
+            return
+        calls = [self._recording.calls.get(part) for part in (embedding, head)]
+        holders = [part for part in module.modules() if getattr(part, "weight", None) is head.weight]
+        if None in calls or len(holders) != 2:
+            return
+        packed = packed_of(self._library, head)
+        replacements = PackedEmbedding(packed), Linear(packed)
+        if all(agrees(part, call) for part, call in zip(replacements, calls, strict=True) if call is not None):
+            for part in (embedding, head):
+                del self._recording.calls[part]
+            module.set_input_embeddings(replacements[0])
+            module.set_output_embeddings(replacements[1])
+            self.counts[TIED_HEAD] += 1
+
+
+def agrees(candidate: torch.nn.Module, call: Call) -> bool:
+    """Whether a candidate gives what the original gave. One that cannot be called as the original was does not."""
+    try:
+        result = candidate(*call.arguments, **call.keywords)
+    except (ValueError, TypeError, RuntimeError, LookupError):
+        return False
+    ours, theirs = _tensor_of(result), _tensor_of(call.result)
+    if ours is None or theirs is None or type(result) is not type(call.result):
+        return False
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype or ours.dtype not in TOLERANCE:
+        return False
+    difference = (ours.float() - theirs.float()).norm()
+    return bool(difference <= TOLERANCE[ours.dtype] * theirs.float().norm())
+
+
+def _tensor_of(result: Any) -> torch.Tensor | None:
+    """A module's result, or the first of several: of a tuple, or of one of transformers' outputs."""
+    first = result if isinstance(result, torch.Tensor) else result[0]
+    return first if isinstance(first, torch.Tensor) else None
+
+
+def _shared_weights(module: torch.nn.Module) -> set[int]:
+    """Addresses of weights that more than one module holds."""
+    holders = Counter(parameter.data_ptr() for part in module.modules() for parameter in part.parameters(recurse=False))
+    return {address for address, count in holders.items() if count > 1}

@@ -241,7 +241,7 @@ def _what_was_published_is_not_taken_over(original: Any, self: Any, prefix: Any)
     return None
 
 
-@plant(RunBuilder, "part")
+@plant(RunBuilder, "_part")
 def _who_shares_a_half_filled_block_is_not_rebuilt(original: Any, self: Any, place: Any) -> Any:
     part = original(self, place)
     self._manager._sharers.clear()

@@ -28,7 +28,7 @@ Side = Callable[[], torch.Tensor]
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--repeat", type=int, default=9, help="rounds, at least (default: %(default)s)")
@@ -79,7 +79,7 @@ def measure(library: Library, shape: tuple[int, int], rows: int, dtype: torch.dt
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Measures everything and prints or writes what was asked for."""
     options = arguments()
     torch.set_num_threads(1)
     library = load()

@@ -43,7 +43,7 @@ Row = dict[str, Any]
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["demo", "llama-32m"], choices=["demo", "llama-32m"])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
@@ -145,7 +145,7 @@ def measure(name: str, folder: Path, dtype: str, repeat: int) -> list[Row]:
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Measures everything and prints or writes what was asked for."""
     options = arguments()
     torch.set_num_threads(1)
     rows: list[Row] = []

@@ -3,7 +3,8 @@
     build       compiles `csrc/`: once for each instruction set, into one shared library
     library     finds the library or has it made, and loads it; says why where neither can be done
     interface   the structures of `csrc/quire_cpu.h`, as ctypes has them
-    ops         the kernels, called with tensors
+    ops         norms, rotary embedding, linear layers and the greedy choice, called with tensors; attention and the
+                loop over layers are called by the worker, which has their pages
 
 Nothing in the library knows torch: it gets pointers, sizes and strides, so one build serves every release. Which
 instruction set runs is chosen when the library is loaded, among AVX2, AVX-512, AVX-512 with bfloat16, and what the

@@ -1,4 +1,4 @@
-"""Compiles `csrc/` to one shared library; `python -m quire_cpu.build FOLDER` is what a wheel's build calls.
+"""Compiles `csrc/` to one shared library; an image's build runs this file with the folder to put it in.
 
 `kernels.cpp` is compiled once for each instruction set of the architecture, the other files once. It takes about ten
 seconds of CPU and a C++17 compiler: `$CXX`, or the first of `c++`, `g++`, `clang++`.

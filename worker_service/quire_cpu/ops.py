@@ -1,4 +1,4 @@
-"""The kernels, called with tensors: on a CPU, float32 or bfloat16, dense in their last dimension.
+"""The kernels that need no pages, called with tensors: on a CPU, float32 or bfloat16, dense in the last dimension.
 
 Each call makes one structure of pointers, sizes and strides. What does not fit is a ValueError here, since nothing is
 checked on the other side.

@@ -75,7 +75,7 @@ class PageSpec:
 
     @property
     def half_count(self) -> int:
-        """Tells whether a page has keys and values, 2, or keys alone, 1."""
+        """Counts the halves of a page: 2, keys and values, or 1, keys alone."""
         return KEY_AND_VALUE if self.latent_dim is None else 1
 
     @property
@@ -99,7 +99,7 @@ def rows_of(pages: torch.Tensor, width: int) -> torch.Tensor:
 
     Args:
         pages: `[blocks, 2, block_size, kv_heads, head_dim]`, each contiguous.
-        width: divides the stride between pages. What other layers have between two pages is rows, too.
+        width: divides the stride between pages. What lies between two pages (other layers', padding) is rows, too.
     """
     if pages.is_contiguous():
         return pages.view(-1, width)

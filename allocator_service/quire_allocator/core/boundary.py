@@ -27,12 +27,12 @@ class Boundary:
     Attributes:
         key: what it is filed under, in the `index` of its namespace.
         needed: published positions of windowed groups that a hit which ends here takes; all of them are there.
-        aside: those beyond that one which ends one edge earlier takes, as far as they are there.
+        aside: published positions that a hit which ends one edge earlier takes beyond those, as far as they are there.
         runs: of each tree of full attention the run that it stands in: at its end, or inside.
         parent: the boundary before it on its path, when it was made; it may have gone since.
         way_count: boundaries that were made right behind it and are not gone.
-        is_parting: there were two such at once, or a path that parts from the one on which it was made.
-        is_gone: nothing knows it any more but who came by.
+        is_parting: two boundaries were right behind it at once, or another path branches off there.
+        is_gone: it has ended; only sequences and boundaries that came by still refer to it.
     """
 
     __slots__ = ("aside", "index", "is_gone", "is_parting", "key", "needed", "parent", "runs", "way_count")

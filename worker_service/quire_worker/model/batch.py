@@ -10,8 +10,8 @@ Attention gets one such layout for each group of layers, with the group's own pa
 left out of it: positions are in queries and keys already, and attention only counts back from the end. With blocks of
 16 tokens,
 
-    sliding window of 20    B reads the keys 21 to 40: the blocks from 16 on, kv_length 25
-    chunks of 16            C starts one: kv_length 2. A chunk of tokens that crosses an edge becomes two sequences
+    sliding window of 20     B reads the keys 21 to 40: the blocks from 16 on, kv_length 25
+    attention chunks of 16   C starts one: kv_length 2. A `Chunk` becomes a sequence for each attention chunk it touches
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _check(number: int, chunk: Chunk, groups: Sequence[GroupSpec]) -> None:
 
 
 def _spans(group: GroupSpec, starts: np.ndarray, stops: np.ndarray) -> _Spans:
-    """Cuts the tokens `[start, stop)` of each chunk into parts that see the same keys up to their own."""
+    """Cuts the tokens `[start, stop)` of each chunk at edges of attention chunks; in other groups nothing is cut."""
     if group.kind is not GroupKind.CHUNKED_LOCAL:
         first = np.zeros_like(starts)
         if group.kind is GroupKind.SLIDING_WINDOW:

@@ -39,8 +39,8 @@ class Coordinator:
         self.in_place = any(manager.in_place for manager in self.managers)
         self._settling = [(number, manager) for number, manager in enumerate(self.managers) if manager.settles]
         self.settles = bool(self._settling)
-        self._keeper_count = len(self.managers) - len(self._settling)  # those of full attention, which come first
-        self.history = PromptHistory() if not self._keeper_count else None
+        self._full_count = len(self.managers) - len(self._settling)  # those of full attention, which come first
+        self.history = PromptHistory() if not self._full_count else None
         self._edge_tokens = spec.edge_tokens
         self.in_step = not self.in_place and len({group.block_size for group in spec.groups}) == 1
         order = [group for manager in self.managers for group in manager.groups]
@@ -81,7 +81,7 @@ class Coordinator:
             hit = manager.find(space.scopes[number], digests, length)
             length = hit.token_count
             hits.append(hit)
-            if number < self._keeper_count:
+            if number < self._full_count:
                 kept = length
         agree = False
         while not agree:

@@ -68,7 +68,7 @@ class PromptHistory:
         return offset // DIGEST_BYTES
 
     def note(self, namespace: str, digests: bytes) -> None:
-        """A prompt of these digests was let in; of one that is longer than all may be together, the end is left out."""
+        """A prompt of these digests was let in. If it alone has more than may be kept in all, its end is cut off."""
         digests = digests[: self._digest_count_max * DIGEST_BYTES]
         if not digests:
             return

@@ -4,22 +4,23 @@ When a boundary is made, if every group can serve it from what the sequence has 
 
     a hit ends there                  somebody asked for just this
     a commit has reached it           the end of the prompt, a junction, the end of a turn that the owner named
-    a fork is made there, or the      the last edge before its committed tokens: a turn has ended, and most prompts
-    sequence is freed                 that go on do so from here
+    the sequence is forked or freed   the last edge before its committed tokens: a turn has ended, and most prompts
+                                      that go on do so from here
 
-What leaves when. Three kinds of cached blocks leave in this order, each the one released longest ago first, but for the
-last one, which the eviction policy ranks:
+What leaves when. Four kinds of cached blocks leave in this order, each the one released longest ago first, but for
+KEPT, which the eviction policy ranks:
 
     SPARE    blocks of windows that stand before no boundary; the end of a run beyond its deepest boundary
     ASIDE    what a boundary has aside; what only boundaries need that are continued
-    KEPT     all others
+    KEPT     all others: runs with a boundary at their end or with children; without full attention windows before one
+    LED      blocks of windows before a boundary, where full attention has the same prefix: they leave with its run
 
 So a block that no hit can need never outlasts one that some hit can. Nothing is kept for a hit that cannot come: when
 the policy takes a block before a boundary, in whatever group, the boundary is gone, and what it alone needed is spare
 in all groups; the next victim is only chosen when that is used up. A chat leaves as a whole, or back to an earlier
 boundary.
 
-    chat of 8,192 tokens, blocks of 16, full attention and 5 windows of 1,024: 512 + 5 x 64 blocks are KEPT, 5 ASIDE
+    chat of 8,192 tokens, blocks of 16, full attention and 5 windows of 1,024: 512 blocks are KEPT, 5 x 64 LED, 5 ASIDE
     (a prompt that is edited inside its last block ends one block earlier), and 5 x 447 SPARE
 
 Of one path the boundaries where paths part stay, and of the others the last three (what a chat's last two turns leave:

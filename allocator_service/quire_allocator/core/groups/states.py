@@ -1,8 +1,8 @@
 """Groups of recurrent state (mamba, linear attention): one running block, and checkpoints that can be hit.
 
 The running block holds the state after the committed tokens; every forward pass overwrites it in place. It becomes a
-checkpoint by being published, when a commit leaves no granted token to compute, which would overwrite it unseen, and
-ends exactly at
+checkpoint by being published. A commit does that where no granted token is left to compute, whose pass would overwrite
+the state without a grow that copies it, and where the commit ends exactly at
 
     a multiple of the group's block size, or
     a boundary of the sequence (`SequenceState.boundaries`): where a later prompt may part from it.
@@ -108,8 +108,8 @@ class StateManager(UnitManager[StatePart]):
         return StateScope(namespace, self)
 
     def find(self, scope: UnitScope, digests: bytes, token_limit: int) -> UnitHit:
-        """Returns the deepest checkpoint at or before `token_limit` tokens. It looks once for each position before
-        that at which there is any, of whatever prefix."""
+        """Returns the deepest checkpoint at or before `token_limit` tokens. Looks once, from the deepest up, at each
+        position up to there at which the namespace has a checkpoint of any prefix."""
         assert isinstance(scope, StateScope)
         depths, index = scope.depths, scope.index
         limit = min(token_limit // self._digest_tokens, len(digests) // DIGEST_BYTES)

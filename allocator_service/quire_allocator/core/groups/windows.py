@@ -56,7 +56,7 @@ class WindowManager(UnitManager[WindowPart]):
         """Returns the longest prefix of at most `token_limit` tokens whose window is published; it searches from the
         right.
 
-        Of each window the first position is looked at first: where it lacks, no prefix that ends behind it is a hit, so
+        Of each window the first position is looked at first: where it lacks, no window that has it is complete, so
         that a prompt of 62,500 blocks with nothing published takes 977 looks if a window has 64 blocks.
         """
         index, size, digest_tokens = scope.index, self.block_size, self._digest_tokens

@@ -52,7 +52,7 @@ class MergedAttention(torch.nn.Module):
         quire_step: Step,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """As the attention of a transformers layer.
+        """Does what the attention of a transformers layer does.
 
         Args:
             hidden_states: `[1, tokens, hidden]`.

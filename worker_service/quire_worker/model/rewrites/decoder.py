@@ -43,7 +43,7 @@ class Decoder(torch.nn.Module):
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, quire_step: Step, **_: Any
     ) -> BaseModelOutputWithPast:
-        """As a transformers model of this kind, for ids and positions `[1, tokens]`."""
+        """Does what a transformers model of this kind does, for ids and positions `[1, tokens]`."""
         hidden = self.embed_tokens(input_ids).contiguous()
         tables = self.rotary_emb(hidden, position_ids=position_ids)
         in_one_call = self._bound(quire_step)

@@ -10,7 +10,7 @@ from quire_cpu.library import Library
 
 
 class Rewrite(Protocol):
-    """One pattern of modules, and what computes the same. An object of no state but the kernels."""
+    """One pattern of modules, and what computes the same. What it knows, it is given when it is made."""
 
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         """What may replace a module, the likeliest first; nothing where it does not fit the pattern.

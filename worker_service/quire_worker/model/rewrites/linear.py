@@ -24,7 +24,8 @@ class Linear(torch.nn.Module):
 
 
 class LinearRewrite(KernelRewrite):
-    """Knows `torch.nn.Linear` itself, unless its weight is also something else's: it would be there twice."""
+    """Knows `torch.nn.Linear` itself. A weight that another module has, too, is left alone: packed, it would be in
+    memory twice."""
 
     def __init__(self, library: Library, shared: set[int]) -> None:
         """Takes the addresses of weights that several modules share."""

@@ -1,4 +1,4 @@
-"""RMSNorm in one kernel; transformers has six operators for it, as the types of its steps differ."""
+"""RMSNorm in one kernel; transformers runs six operators, since it converts to float32 and back on the way."""
 
 from __future__ import annotations
 

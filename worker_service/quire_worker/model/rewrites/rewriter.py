@@ -19,8 +19,8 @@ from quire_worker.model.rewrites.norm import NormRewrite
 from quire_worker.model.rewrites.recording import Call, Recording
 from quire_worker.model.rewrites.tied_head import PackedEmbedding
 
-# Largest difference of a module's result from the original's, as a part of its norm: of sums in another order, and in
-# bfloat16 of results that are rounded at other places. Another activation, or a bias left out, is tens of percents.
+# How far a result may be from the original's: norm of the difference over norm of the original. Sums in another order,
+# and in bfloat16 rounding at other places, stay below it; another activation or no bias makes tens of percents.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 TIED_HEAD = "TiedHead"

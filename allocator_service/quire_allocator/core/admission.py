@@ -10,7 +10,8 @@ A new sequence must pass, in this order:
                     still growing, and leave the *watermark* free for whoever runs. An idle pool waives the last two
 
 Of a live sequence only what it asks for must fit: TOO_LONG if no pass is small enough for that, else PASS_TOO_LONG,
-which says how many blocks are too many at once. NO_SPACE says how many are short, and whose preemption costs least.
+which says how many blocks are too many at once; then QUOTA, as above; then NO_SPACE, which says how many are short and
+whose preemption costs least.
 
 Windowed groups hold a pass and the window before it, so what a prompt takes depends on how it is computed: 512 tokens
 in blocks of 16 with a window of 64 take 32 blocks of full attention, and 6 of the window in passes of 16 tokens, but 13

@@ -198,7 +198,7 @@ def _host(host: str) -> x509.GeneralName:
 
 
 def _write(folder: Path, name: str, cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
-    """Both files, for their owner alone as far as the key goes; nothing that is there is touched."""
+    """Writes both files, for their owner alone as far as the key goes; nothing that is there is touched."""
     check_new(folder, name)
     secret = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()

@@ -175,7 +175,8 @@ class AsyncAllocatorClient(_Connected):
         return messages.pool_summary(reply.summary)
 
     async def get_pool_blocks(self, pool: str, *, timeout_s: float | None = None) -> views.PoolBlocks:
-        """Who holds what in one pool. A large one takes several calls, so that its parts are not of one instant."""
+        """Says who holds what in one pool. A large one takes several calls, so that its parts are not of one
+        instant."""
         request: pb.GetPoolRequest | None = pb.GetPoolRequest(pool=pool, view=pb.POOL_VIEW_BLOCKS)
         pages = []
         while request is not None:
@@ -245,7 +246,7 @@ class AsyncAllocatorClient(_Connected):
         window: int = WINDOW,
         ahead_tokens: int = AHEAD_TOKENS,
     ) -> PoolSession:
-        """Ownership of a pool over a stream, for engines; its `open` attaches.
+        """Takes ownership of a pool over a stream, for engines; its `open` attaches.
 
         `on_wait` is told why, whenever attaching has to be tried again. At most `window` steps (1 to 8) are unanswered
         at a time; a sequence that decodes is to have room for `ahead_tokens` beyond its next one (`quire.ahead`). The
@@ -261,7 +262,8 @@ class AsyncAllocatorClient(_Connected):
         )
 
     def _session(self, pool: str, spec: pb.PoolSpec, **options: Any) -> PoolSession:
-        """On a connection of its own: one that falls silent is left, which is no business of other calls."""
+        """Opens a session on a connection of its own: one that falls silent is left, which is no business of other
+        calls."""
         link = self._link.another()
 
         async def reconnect() -> pb_grpc.AllocatorServiceAsyncStub:

@@ -171,7 +171,8 @@ class AllocatorClient(_Connected):
         return messages.pool_summary(reply.summary)
 
     def get_pool_blocks(self, pool: str, *, timeout_s: float | None = None) -> views.PoolBlocks:
-        """Who holds what in one pool. A large one takes several calls, so that its parts are not of one instant."""
+        """Says who holds what in one pool. A large one takes several calls, so that its parts are not of one
+        instant."""
         request: pb.GetPoolRequest | None = pb.GetPoolRequest(pool=pool, view=pb.POOL_VIEW_BLOCKS)
         pages = []
         while request is not None:

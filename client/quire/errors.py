@@ -102,7 +102,8 @@ class QuireError(Exception):
 
     @staticmethod
     def of(reason: Reason, message: str, retry_after_s: float | None = None) -> QuireError:
-        """The exception that the tables have for `reason`; `retry_after_s` where more is known than they say."""
+        """Returns the exception that the tables have for `reason`; `retry_after_s` where more is known than they
+        say."""
         wait_s = _RETRY_AFTER_S.get(reason) if retry_after_s is None else retry_after_s
         return _CLASS_OF[_CODE_OF[reason]](message, reason, retry_after_s=wait_s)
 
@@ -254,7 +255,7 @@ _RETRY_AFTER_S: Final[dict[Reason, float]] = {
 
 
 def code_of(reason: Reason) -> grpc.StatusCode:
-    """Canonical code of a reason."""
+    """Returns canonical code of a reason."""
     return _CODE_OF[reason]
 
 
@@ -270,8 +271,8 @@ def jittered_s(retry_after_s: float | None) -> float:
 
 
 def to_details(error: QuireError) -> bytes:
-    """Value of `grpc-status-details-bin` for an error: a serialized `google.rpc.Status` with one ErrorInfo, and one
-    RetryInfo where waiting helps."""
+    """Returns value of `grpc-status-details-bin` for an error: a serialized `google.rpc.Status` with one ErrorInfo, and
+    one RetryInfo where waiting helps."""
     # grpc.StatusCode.X.value is (number, text); grpc-stubs types it as that pair.
     status = status_pb2.Status(code=error.code.value[0], message=error.message)
     if error.reason is not None:
@@ -285,8 +286,8 @@ def to_details(error: QuireError) -> bytes:
 
 
 def to_metadata(error: QuireError) -> tuple[tuple[str, str | bytes], ...]:
-    """Trailing metadata of a call that ends with this error: its details, and the delay once more as the header that
-    gRPC itself obeys where it repeats a call."""
+    """Returns trailing metadata of a call that ends with this error: its details, and the delay once more as the header
+    that gRPC itself obeys where it repeats a call."""
     metadata: list[tuple[str, str | bytes]] = [(DETAILS_KEY, to_details(error))]
     if error.retry_after_s is not None:
         metadata.append((PUSHBACK_KEY, str(int(jittered_s(error.retry_after_s) * 1000))))
@@ -313,7 +314,7 @@ def _told_in(metadata: object) -> tuple[Reason | None, float | None]:
 
 
 def _parse_details(data: bytes) -> tuple[Reason | None, float | None]:
-    """Reason and delay; None for what a newer server, another system or a broken one has put there."""
+    """Returns reason and delay; None for what a newer server, another system or a broken one has put there."""
     try:
         details = status_pb2.Status.FromString(data).details
     except DecodeError:

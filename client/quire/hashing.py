@@ -67,7 +67,7 @@ class MultimodalItem:
 
     @property
     def end(self) -> int:
-        """Index of the first token behind the item."""
+        """Returns index of the first token behind the item."""
         return self.first_token + self.token_count
 
 
@@ -160,7 +160,7 @@ class DigestChain:
         return digests
 
     def copy(self) -> DigestChain:
-        """Another chain that goes on from here."""
+        """Returns another chain that goes on from here."""
         other = object.__new__(DigestChain)
         other._block_size, other._last, other._state = self._block_size, self._last, self._state.copy()
         return other
@@ -211,7 +211,7 @@ def prompt_digests(
 
 
 def multimodal_keys(items: Iterable[MultimodalItem], token_count: int, block_size: int) -> list[tuple[bytes, ...]]:
-    """Extra keys of the full blocks of a prompt with images, sounds and the like.
+    """Returns extra keys of the full blocks of a prompt with images, sounds and the like.
 
     Every block that an item's span overlaps gets a key of the item's content, its length, and where it starts relative
     to the block, so that the same image at another place gives another digest. To go on with a chain from block `n`,

@@ -107,7 +107,7 @@ class ServerProcess:
         return ServerFailedError(f"{self.module} {how}{self._log_tail()}")
 
     def stop(self, *, grace_s: float = GRACE_S) -> None:
-        """SIGTERM, and SIGKILL if it has not ended after `grace_s` seconds. Stopping twice is no error."""
+        """Sends SIGTERM, and SIGKILL if it has not ended after `grace_s` seconds. Stopping twice is no error."""
         self.process.terminate()
         try:
             self.process.wait(grace_s)

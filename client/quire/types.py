@@ -111,7 +111,7 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """Text of the first sample."""
+        """Returns text of the first sample."""
         return self.samples[0].text
 
 
@@ -177,7 +177,8 @@ class GroupSpec:
     checkpoints_max: int = 0
 
     def first_read(self, token_count: int) -> int:
-        """First token whose keys the token after `token_count` others reads, and so any later one; not of STATE.
+        """Returns first token whose keys the token after `token_count` others reads, and so any later one; not of
+        STATE.
 
         In a window of 4, the token after 10 others (at position 10) reads the positions 7 to 10.
         """

@@ -35,7 +35,7 @@ class BuildError(Exception):
 
 
 def library_name() -> str:
-    """File name of the library that these sources and flags make on this architecture."""
+    """Returns the file name of the library that these sources and flags make on this architecture."""
     state = hashlib.sha256(repr((FLAGS, INSTRUCTION_SETS, sysconfig.get_platform())).encode())
     for path in sorted(SOURCES.iterdir()):
         state.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -43,7 +43,7 @@ def library_name() -> str:
 
 
 def compiler() -> str:
-    """The C++ compiler.
+    """Returns the C++ compiler.
 
     Raises:
         BuildError: there is none.

@@ -34,7 +34,7 @@ class Library:
 
     @property
     def instruction_sets(self) -> list[str]:
-        """Those that this CPU has, best first."""
+        """Returns those that this CPU has, best first."""
         names: bytes = self.functions.quire_instruction_sets()
         return names.decode().split(",")
 
@@ -61,7 +61,7 @@ class Missing(NamedTuple):
 
 @functools.cache
 def load() -> Library | Missing:
-    """The library of this process; compiles it where it has to, for some ten seconds."""
+    """Returns the library of this process; compiles it where it has to, for some ten seconds."""
     if os.environ.get("QUIRE_CPU") == "0":
         return Missing("QUIRE_CPU=0 switches them off")
     try:
@@ -87,7 +87,7 @@ def _find() -> Path:
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept that were made on this machine."""
+    """Returns where libraries are kept that were made on this machine."""
     named = os.environ.get("QUIRE_CACHE")
     if named:
         return Path(named)
@@ -106,7 +106,8 @@ def _refuse_what_others_may_write(folder: Path) -> None:
 
 
 def _omp_parallel() -> int | None:
-    """Where torch's OpenMP begins a parallel region, if it is GNU's (`GOMP_parallel`, which Clang's has as well)."""
+    """Returns where torch's OpenMP begins a parallel region, if it is GNU's (`GOMP_parallel`, which Clang's has as
+    well)."""
     try:
         return ctypes.cast(ctypes.CDLL(torch._C.__file__).GOMP_parallel, ctypes.c_void_p).value
     except (AttributeError, OSError):

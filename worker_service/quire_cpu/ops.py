@@ -17,7 +17,8 @@ from quire_cpu.library import Library
 
 
 def norm(library: Library, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + epsilon) * weight over the last dimension, as RMSNorm is (Zhang and Sennrich, 2019).
+    """Computes x / sqrt(mean(x^2) + epsilon) * weight over the last dimension, as RMSNorm is (Zhang and Sennrich,
+    2019).
 
     Args:
         library: the kernels.
@@ -90,7 +91,7 @@ def rotate_(
 
 
 def greedy(library: Library, logits: torch.Tensor) -> list[int]:
-    """The first largest of each row of float32 `[rows, vocabulary]`; a NaN is larger than all numbers."""
+    """Returns the first largest of each row of float32 `[rows, vocabulary]`; a NaN is larger than all numbers."""
     if logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
         raise ValueError(f"logits must be dense rows of float32, not {logits.dtype} {list(logits.shape)}")
     tokens = torch.empty(logits.shape[0], dtype=torch.int64)
@@ -160,7 +161,7 @@ class PackedLinear:
         self.bias = bias if biases and any(each is not None for each in biases) else None
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x @ weight^T + bias, plus `residual` if there is one.
+        """Computes x @ weight^T + bias, plus `residual` if there is one.
 
         Args:
             x: `[..., inputs]` of the weights' dtype.
@@ -187,7 +188,7 @@ class PackedLinear:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """`[..., size]` as `[rows, size]`, dense in its last dimension."""
+    """Returns `[..., size]` as `[rows, size]`, dense in its last dimension."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 

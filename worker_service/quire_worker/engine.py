@@ -102,8 +102,8 @@ class Engine:
             self.fail_all(self._draining())
 
     async def step(self) -> None:
-        """One turn: ask the allocator if something is missing, run the model and meanwhile ask for what the next turn
-        will need, sample, hand out."""
+        """Runs one turn: ask the allocator if something is missing, run the model and meanwhile ask for what the next
+        turn will need, sample, hand out."""
         started = self._clock()
         asked = await self._plan()
         if asked is None:
@@ -178,7 +178,7 @@ class Engine:
     # -- parts of a turn -----------------------------------------------------------------------------------------------
 
     async def _plan(self) -> tuple[Plan, StepOutcome] | None:
-        """What to run, and the allocator's answer if it had to be asked; None if everything has to start again.
+        """Returns what to run, and the allocator's answer if it had to be asked; None if everything has to start again.
 
         One step is under way at a time. Its answer is waited for only by those who need it: while the allocator is
         slow, or gone, whoever has room goes on.
@@ -234,7 +234,7 @@ class Engine:
         return True
 
     async def _answer(self) -> StepOutcome | None:
-        """The answer that has come; None if everything that ran has to start again.
+        """Returns the answer that has come; None if everything that ran has to start again.
 
         A step that is refused is blamed on the requests that it would have let in.
 

@@ -43,7 +43,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """Tells whether the likeliest token is always taken."""
         return self.temperature == 0
 
     def validate(self) -> None:
@@ -76,7 +76,7 @@ Choose: TypeAlias = Callable[[torch.Tensor, Sequence[SamplingParams], Callable[[
 
 
 def new_generator(seed: int | None, sample_index: int) -> torch.Generator:
-    """The stream of random numbers of one sample; on the CPU, wherever the model runs.
+    """Returns the stream of random numbers of one sample; on the CPU, wherever the model runs.
 
     Args:
         seed: of the request, 0 to 2**64 - 1; None for one that nobody can foresee.
@@ -90,7 +90,7 @@ def new_generator(seed: int | None, sample_index: int) -> torch.Generator:
 
 
 def finite_rows(logits: torch.Tensor) -> list[bool]:
-    """Which rows can be sampled from: their largest logit is a number, and stays one at any temperature.
+    """Returns which rows can be sampled from: their largest logit is a number, and stays one at any temperature.
 
     Args:
         logits: float32 `[rows, vocabulary]`; -inf rules out a token, and does no harm unless it rules out all.
@@ -106,7 +106,7 @@ def sample(
     generators: Sequence[torch.Generator],
     choose: Choose | None = None,
 ) -> list[int]:
-    """One token per row. Random numbers are drawn last: if memory runs out, the generators have not moved.
+    """Returns one token per row. Random numbers are drawn last: if memory runs out, the generators have not moved.
 
     Args:
         logits: float32 `[rows, vocabulary]`, all of them `finite_rows`.
@@ -132,7 +132,7 @@ def sample(
 def choose_by_sorting(
     logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
 ) -> list[int]:
-    """One token per row, in plain torch; see `PagedAttention.choose`."""
+    """Returns one token per row, in plain torch; see `PagedAttention.choose`."""
     tokens: list[int] = logits.argmax(dim=-1).tolist()
     rows = [row for row, row_params in enumerate(params) if not row_params.is_greedy]
     if rows:
@@ -146,7 +146,7 @@ def choose_by_sorting(
 
 
 def probabilities_of(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """What each row is drawn from.
+    """Returns what each row is drawn from.
 
     Args:
         logits: float32 `[rows, vocabulary]`.

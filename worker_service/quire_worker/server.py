@@ -48,7 +48,7 @@ RUNNING_MAX = 4_096  # samples; each may need a few operations of one step
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line of the worker."""
+    """Reads the command line of the worker."""
     parser = argparse.ArgumentParser(
         prog="quire-worker", description="Serve text of one model whose KV cache a Quire allocator pages."
     )
@@ -142,7 +142,7 @@ class Loaded(NamedTuple):
 
 
 def load(options: argparse.Namespace) -> Loaded:
-    """What the command line asks for; takes seconds to minutes.
+    """Loads what the command line asks for; takes seconds to minutes.
 
     Raises:
         ModelError: the checkpoint cannot be served; the message says why.
@@ -304,7 +304,7 @@ async def _run(engine: Engine, server: Server) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of `quire-worker`."""
+    """Is the entry point of `quire-worker`."""
     options = parse_arguments(arguments)
     logs.configure(log_format=options.log_format, level=options.log_level, role="worker")
     try:

@@ -166,7 +166,7 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _sampling(message: pb.SamplingParams) -> SamplingParams:
-    """Sampling parameters with their defaults.
+    """Returns sampling parameters with their defaults.
 
     Raises:
         QuireError: BAD_PARAMETER, naming the field.

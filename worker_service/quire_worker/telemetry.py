@@ -78,7 +78,7 @@ class WorkerCollector(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """The families of `METRIC_NAMES`."""
+        """Returns the families of `METRIC_NAMES`."""
         yield from self._gauges()
         yield from self._counters()
         yield from self._histograms()

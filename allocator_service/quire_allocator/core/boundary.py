@@ -59,7 +59,7 @@ class Boundary:
 
     @property
     def token_count(self) -> int:
-        """How many tokens come before it."""
+        """Counts how many tokens come before it."""
         return self.key[0]
 
     @property

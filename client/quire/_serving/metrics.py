@@ -42,7 +42,7 @@ class Histogram:
         self.sum += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative counts as prometheus-client's `add_metric` takes them."""
+        """Returns cumulative counts as prometheus-client's `add_metric` takes them."""
         total = 0
         rows: list[tuple[str, float]] = []
         for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):

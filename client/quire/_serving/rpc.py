@@ -27,7 +27,8 @@ async def abort(context: aio.ServicerContext[Any, Any], error: QuireError) -> No
 
 
 def permit_everything(_context: aio.ServicerContext[Any, Any]) -> Permissions:
-    """Where callers show no certificate: on loopback, and with a token, of which there is one for all."""
+    """Permits everything where callers show no certificate: on loopback, and with a token, of which there is one for
+    all."""
     return EVERYTHING
 
 

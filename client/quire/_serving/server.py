@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str)
 
 
 def read_tls(options: argparse.Namespace) -> ServerTls | None:
-    """TLS as the command line asks for it; None if it does not.
+    """Reads TLS as the command line asks for it; None if it does not.
 
     Raises:
         UsageError: an option comes without another one that it needs, or a file is unusable.

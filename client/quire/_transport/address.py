@@ -8,7 +8,7 @@ from quire.errors import UsageError
 
 
 def split(address: str) -> tuple[str, int]:
-    """Host and port of `host:port` or `[ipv6]:port`.
+    """Returns the host and the port of `host:port` or `[ipv6]:port`.
 
     Raises:
         UsageError: it is neither.

@@ -110,8 +110,8 @@ def readable(message: ItemT | None) -> ItemT:
 
 
 def is_task_cancelled() -> bool:
-    """Whether a CancelledError is meant for the task that runs: grpc.aio raises the same for a call that somebody else
-    cancelled."""
+    """Tells whether a CancelledError is meant for the task that runs: grpc.aio raises the same for a call that somebody
+    else cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -221,7 +221,7 @@ class Link:
         return self.explain(from_rpc_error(error, request_id))
 
     def explain(self, error: QuireError) -> QuireError:
-        """The same; where nobody answered it says where, and how it was tried: a server that asks for TLS, or for
+        """Does the same; where nobody answered it says where, and how it was tried: a server that asks for TLS, or for
         another certificate, just hangs up."""
         if not isinstance(error, UnavailableError) or error.reason is not None:
             return error
@@ -278,14 +278,14 @@ class AsyncLink(Link):
         return aio.secure_channel(self.address, self.credentials, options=self.options)
 
     def another(self) -> AsyncLink:
-        """The same, on a connection of its own."""
+        """Does the same, on a connection of its own."""
         twin = copy.copy(self)
         twin.channel = self._new_channel()
         return twin
 
     async def reconnect(self) -> None:
-        """A new `channel`, on a new connection, in place of one that has fallen silent: gRPC keeps using a connection
-        whose other end is gone for as long as TCP does, a quarter of an hour. Calls on the old one end."""
+        """Makes a new `channel`, on a new connection, in place of one that has fallen silent: gRPC keeps using a
+        connection whose other end is gone for as long as TCP does, a quarter of an hour. Calls on the old one end."""
         old, self.channel = self.channel, self._new_channel()
         await old.close(None)
 

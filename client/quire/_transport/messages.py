@@ -60,7 +60,7 @@ def generate_request(
 
 
 def chunk(message: worker_pb.GenerateResponse) -> types.Chunk:
-    """Some tokens of one sample.
+    """Makes a part of one sample.
 
     Raises:
         InternalError: it ended for a reason that this version does not know.

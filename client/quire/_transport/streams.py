@@ -178,12 +178,13 @@ class EventStream(_Stream[CacheEvent]):
 
     @property
     def session_id(self) -> bytes:
-        """To resume from later, together with `cursor`; empty inside a snapshot, which has to be begun again."""
+        """Returns what to resume from later, together with `cursor`; empty inside a snapshot, which has to be begun
+        again."""
         return self._watch.session_id
 
     @property
     def cursor(self) -> int:
-        """To resume from later, together with `session_id`."""
+        """Returns what to resume from later, together with `session_id`."""
         return self._watch.cursor
 
 
@@ -197,10 +198,11 @@ class AsyncEventStream(_AsyncStream[CacheEvent]):
 
     @property
     def session_id(self) -> bytes:
-        """To resume from later, together with `cursor`; empty inside a snapshot, which has to be begun again."""
+        """Returns what to resume from later, together with `cursor`; empty inside a snapshot, which has to be begun
+        again."""
         return self._watch.session_id
 
     @property
     def cursor(self) -> int:
-        """To resume from later, together with `session_id`."""
+        """Returns what to resume from later, together with `session_id`."""
         return self._watch.cursor

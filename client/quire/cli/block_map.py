@@ -44,7 +44,7 @@ def legends(pool: PoolBlocks) -> dict[int, Legend]:
 
 
 def cells(pool: PoolBlocks) -> list[Legend]:
-    """Character and style of each block."""
+    """Returns character and style of each block."""
     of_sequence = legends(pool)
     holder = {
         block: of_sequence[sequence.sequence_id]

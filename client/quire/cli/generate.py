@@ -75,12 +75,12 @@ def generate(
 
 
 def printable(text: str) -> str:
-    """Text whose control characters cannot steer a terminal; a model may put out any."""
+    """Returns text whose control characters cannot steer a terminal; a model may put out any."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def _shown(chunks: Iterable[Chunk], n: int) -> Iterable[Chunk]:
-    """The same chunks, put out on their way in the form that suits standard output."""
+    """Passes the same chunks on, put out on their way in the form that suits standard output."""
     if n == 1:
         return _typed_out(chunks)
     return _side_by_side(chunks, n) if sys.stdout.isatty() else _as_finished(chunks)
@@ -97,7 +97,7 @@ def _typed_out(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
 
 
 def _side_by_side(chunks: Iterable[Chunk], n: int) -> Iterable[Chunk]:
-    """One panel per sample on a terminal, all growing at a time."""
+    """Returns one panel per sample on a terminal, all growing at a time."""
     texts = [""] * n
     done = [False] * n
 
@@ -119,7 +119,7 @@ def _side_by_side(chunks: Iterable[Chunk], n: int) -> Iterable[Chunk]:
 
 
 def _as_finished(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
-    """Each sample whole, under a heading, as soon as it is finished."""
+    """Returns each sample whole, under a heading, as soon as it is finished."""
     texts: dict[int, str] = {}
     for chunk in chunks:
         texts[chunk.sample] = texts.get(chunk.sample, "") + chunk.text

@@ -57,7 +57,7 @@ class ModelCache:
 def layers_from_config(
     config: Mapping[str, Any], dtype: str = "auto", tensor_parallel: int = 1, state_dtype: str = "auto"
 ) -> tuple[LayerSpec, ...]:
-    """What each layer keeps; see `read_config`."""
+    """Returns what each layer keeps; see `read_config`."""
     return read_config(config, dtype, tensor_parallel, state_dtype).layers
 
 

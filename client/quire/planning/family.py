@@ -40,7 +40,7 @@ class Family:
 
     @property
     def layers(self) -> Run:
-        """All of them, run after run."""
+        """Returns all of them, run after run."""
         return tuple(chain.from_iterable(self.runs))
 
     @property
@@ -55,7 +55,7 @@ class Family:
 
     @property
     def spec(self) -> GroupSpec:
-        """What the allocator is told, once per group."""
+        """Returns what the allocator is told, once per group."""
         return GroupSpec(self.kind, self.block_size, self.window)
 
     @property
@@ -106,7 +106,8 @@ class Family:
         return -(-token_count // self.block_size) - first_kept // self.block_size
 
     def block_count_peak(self, token_count: int, pass_token_count: int = 1) -> int:
-        """The most that `block_count` is on the way to `token_count` tokens (one more if chunks end inside blocks)."""
+        """Returns the most that `block_count` is on the way to `token_count` tokens (one more if chunks end inside
+        blocks)."""
         if token_count < 1 or self.kind is GroupKind.STATE:
             return min(token_count, 1)
         blocks = -(-token_count // self.block_size)

@@ -75,7 +75,7 @@ class Fields:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Fields:
-        """The fields of a parsed `config.json`.
+        """Returns the fields of a parsed `config.json`.
 
         Raises:
             ConfigError: there is no `model_type`, or the model is not a decoder.
@@ -96,7 +96,7 @@ class Fields:
         return cls(values, model_type, {int(layer): fields for layer, fields in overrides.items()})
 
     def has(self, *names: str) -> bool:
-        """Whether any of these has a value that is not None, False, 0 or empty."""
+        """Tells whether any of these has a value that is not None, False, 0 or empty."""
         return any(self.values.get(name) for name in names)
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -104,14 +104,14 @@ class Fields:
         return self.values.get(name, default)
 
     def at(self, layer: int) -> Fields:
-        """The fields as they are for one layer. What it overrides stands for what holds for its kind, too."""
+        """Returns the fields as they are for one layer. What it overrides stands for what holds for its kind, too."""
         if layer not in self.overrides:
             return self
         of_kind = dict.fromkeys(("global_head_dim", "num_global_key_value_heads"))
         return replace(self, values={**self.values, **of_kind, **self.overrides[layer]})
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        """The first of these fields that is there, an integer of at least 1.
+        """Returns the first of these fields that is there, an integer of at least 1.
 
         Raises:
             ConfigError: none is there and there is no default, or the value is no such integer.
@@ -127,7 +127,7 @@ class Fields:
         return value
 
     def strings(self, name: str, count: int) -> list[str]:
-        """A list with one word per layer.
+        """Returns a list with one word per layer.
 
         Raises:
             ConfigError: the field is anything else.
@@ -138,7 +138,7 @@ class Fields:
         return value[:count]
 
     def integers(self, name: str) -> list[int]:
-        """A list of integers.
+        """Returns a list of integers.
 
         Raises:
             ConfigError: the field is anything else.
@@ -149,12 +149,12 @@ class Fields:
         return value
 
     def missing(self, *names: str) -> ConfigError:
-        """The error of a field that is not there."""
+        """Returns the error of a field that is not there."""
         wanted = " or ".join(repr(name) for name in names)
         return ConfigError(f"the configuration of model type {self.model_type!r} lacks {wanted}")
 
     def wrong(self, name: str, wanted: str) -> ConfigError:
-        """The error of a field that has an unusable value."""
+        """Returns the error of a field that has an unusable value."""
         value = repr(self.values.get(name))
         shown = value if len(value) <= 60 else f"{value[:60]}..."
         return ConfigError(f"{name!r} of model type {self.model_type!r} is {shown}, not {wanted}")

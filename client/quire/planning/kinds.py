@@ -45,7 +45,7 @@ _NEEDS_A_LIST: Final = {"bamba", "granitemoehybrid", "minimax", "minimax_text_01
 
 
 def layer_kinds(fields: Fields) -> list[LayerKind]:
-    """One kind per layer.
+    """Returns one kind per layer.
 
     Raises:
         ConfigError: a field that decides it is missing or not understood.

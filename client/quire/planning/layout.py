@@ -75,7 +75,7 @@ class Layout:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """Every group, in the order in which a pool declares them."""
+        """Returns every group, in the order in which a pool declares them."""
         return tuple(group for family in self.families for group in _groups_of(family))
 
     @property
@@ -128,7 +128,7 @@ class Layout:
         return sum(f.group_count * f.block_count(token_count, pass_token_count) for f in self.families)
 
     def blocks_peak(self, token_count: int, pass_token_count: int = 1) -> int:
-        """The most blocks that a sequence holds at any time until it has `token_count` tokens."""
+        """Returns the most blocks that a sequence holds at any time until it has `token_count` tokens."""
         return sum(f.group_count * f.block_count_peak(token_count, pass_token_count) for f in self.families)
 
     def padding_share(self, token_count: int) -> float:
@@ -137,16 +137,17 @@ class Layout:
         return padding / (self.blocks_needed(token_count) * self.page_bytes)
 
     def padding_share_max(self, token_counts: Iterable[int]) -> float:
-        """The largest of the shares at these lengths."""
+        """Returns the largest of the shares at these lengths."""
         return max(self.padding_share(token_count) for token_count in token_counts)
 
     def unused_share(self, token_count: int) -> float:
-        """Padding, and slots of blocks that hold no token in use: past the sequence's end, or before its window."""
+        """Returns padding, and slots of blocks that hold no token in use: past the sequence's end, or before its
+        window."""
         live = sum(family.live_bytes(token_count) for family in self.families)
         return 1 - live / (self.blocks_needed(token_count) * self.page_bytes)
 
     def slices(self) -> dict[LayerSpec, tuple[PageSlice, ...]]:
-        """Where each layer's bytes lie: one slice for attention, one or more in order for a state."""
+        """Returns where each layer's bytes lie: one slice for attention, one or more in order for a state."""
         found: dict[LayerSpec, tuple[PageSlice, ...]] = {}
         first_group, slot_bytes = 0, self.slot_bytes
         straddling = self.buffer_count == 1
@@ -195,7 +196,7 @@ def _starts(family: Family, run: Run, slot_bytes: int) -> list[int]:
 
 
 def _cut(start: int, layer: LayerSpec, family: Family, first_group: int) -> Iterator[PageSlice]:
-    """The bytes of one layer from `start` in its run, divided where pages end."""
+    """Returns the bytes of one layer from `start` in its run, divided where pages end."""
     end = start + (layer.state_bytes or family.layer_bytes(layer))
     while start < end:
         page, offset = divmod(start, family.page_bytes)

@@ -43,7 +43,8 @@ def plan_layout(
     group_count_max: int = GROUP_COUNT_MAX,
     checkpoint_tokens: int | None = None,
 ) -> Layout:
-    """The layout with the smallest cost; of equals the one with the fewest groups, then with the smallest pages.
+    """Returns the layout with the smallest cost; of equals the one with the fewest groups, then with the smallest
+    pages.
 
     Args:
         layers: of one rank; those with `shared_with` take no pages.
@@ -74,7 +75,7 @@ def plan_layout(
 
 
 def smallest_count_layout(layers: Iterable[LayerSpec], *, block_size: int = BLOCK_SIZE) -> Layout:
-    """The rule that vLLM follows, for comparison: every group as many layers as the smallest family has.
+    """Returns the rule that vLLM follows, for comparison: every group as many layers as the smallest family has.
 
     If the largest family has less than 1.5 times as many, groups are as large as that one. One layer of a page is as
     large as the largest state, which makes the blocks of attention longer. Attention layers of one kind and window
@@ -115,7 +116,7 @@ class _Option(NamedTuple):
 
 
 def _own(layers: Iterable[LayerSpec]) -> list[LayerSpec]:
-    """Those that keep something of their own.
+    """Returns those that keep something of their own.
 
     Raises:
         ValueError: there are none.
@@ -168,7 +169,7 @@ def _comparable(cost: float) -> float:
 
 
 def _with_checkpoints(layout: Layout, block_size: int, checkpoint_tokens: int | None) -> Layout:
-    """The same with the interval of checkpoints as block size of its state groups."""
+    """Computes the same with the interval of checkpoints as block size of its state groups."""
     largest = max((f.block_size for f in layout.families if f.kind is not GroupKind.STATE), default=block_size)
     interval = largest if checkpoint_tokens is None else checkpoint_tokens
     if interval < 1 or interval % largest:

@@ -55,7 +55,7 @@ def state_bytes_of(fields: Fields, *, tensor_parallel: int, element_bytes: int, 
 
 
 def divided(fields: Fields, what: str, count: int, tensor_parallel: int) -> int:
-    """One rank's share of heads or channels.
+    """Returns one rank's share of heads or channels.
 
     Raises:
         ConfigError: they do not divide.

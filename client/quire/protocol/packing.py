@@ -16,7 +16,7 @@ _UINT64: Final = array("Q")
 
 
 def pack_uint32(numbers: Iterable[int]) -> bytes:
-    """4 bytes for each.
+    """Packs 4 bytes for each.
 
     Raises:
         ValueError: a number does not fit.
@@ -26,7 +26,7 @@ def pack_uint32(numbers: Iterable[int]) -> bytes:
 
 
 def pack_uint64(numbers: Iterable[int]) -> bytes:
-    """8 bytes for each.
+    """Packs 8 bytes for each.
 
     Raises:
         ValueError: a number does not fit.

@@ -133,7 +133,7 @@ class StepBuilder:
         return not (self._new or self._parents) and max(self._grows, default=0) <= created
 
     def check_ids(self, created: int, highest: int) -> None:
-        """Whether ids are new, or known, as the operations say.
+        """Checks whether ids are new, or known, as the operations say.
 
         Args:
             created: the highest id of a sequence that was created.

@@ -9,7 +9,7 @@ from quire.protocol.limits import TURN_ENDS_MAX
 
 
 def check(ends: Sequence[int]) -> None:
-    """Those of one sequence.
+    """Checks those of one sequence.
 
     Raises:
         ValueError: they are too many, or do not rise.
@@ -21,7 +21,7 @@ def check(ends: Sequence[int]) -> None:
 
 
 def deal(counts: Sequence[int], ends: array[int]) -> list[array[int]]:
-    """Those of each grow of a step, from its two columns: how many each has, and all of them.
+    """Deals those of each grow of a step, from its two columns: how many each has, and all of them.
 
     Raises:
         ValueError: the columns disagree.

@@ -114,7 +114,7 @@ class Ledger:
         return state_digest(self.rows(in_turn(list(self.sequences), number)), STATE_DIGEST_ENTRIES_MAX)
 
     def rows(self, sequence_ids: Iterable[int] | None = None) -> Iterator[SequenceRow]:
-        """Live sequences, all by rising id or those asked for."""
+        """Returns live sequences, all by rising id or those asked for."""
         for sequence_id in self.sequences if sequence_ids is None else sequence_ids:
             sequence = self.sequences[sequence_id]
             yield (

@@ -41,10 +41,10 @@ class KernelConfiguration:
 
     @property
     def title(self) -> str:
-        """Kernel and name, unique among all."""
+        """Returns kernel and name, unique among all."""
         return f"{self.kernel.__name__} {self.name}"
 
 
 def unique(configurations: Iterable[KernelConfiguration]) -> tuple[KernelConfiguration, ...]:
-    """Each title once, in the order of their first."""
+    """Returns each title once, in the order of their first."""
     return tuple({configuration.title: configuration for configuration in configurations}.values())

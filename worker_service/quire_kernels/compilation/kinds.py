@@ -66,7 +66,7 @@ class AttentionKind:
 
     @property
     def title(self) -> str:
-        """The name that progress shows for the step."""
+        """Returns the name that progress shows for the step."""
         return f"{self.num_qo_heads}/{self.num_kv_heads} heads of {self.head_dim}"
 
 
@@ -94,12 +94,12 @@ class _Batch:
 
     @property
     def table(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The page table of a tiny batch."""
+        """Returns the page table of a tiny batch."""
         return self.kv_indptr, self.indices, self.last_page_len
 
 
 def _batch(kind: AttentionKind, rows: int) -> _Batch:
-    """A batch of `rows` query rows per request, as `prefill_plan` counts them."""
+    """Returns a batch of `rows` query rows per request, as `prefill_plan` counts them."""
     group = kind.num_qo_heads // kind.num_kv_heads
     tokens = max(1, rows // group)
     batch, pages = max(1, tokens * group // rows), -(-tokens // kind.page_size)
@@ -109,7 +109,7 @@ def _batch(kind: AttentionKind, rows: int) -> _Batch:
 
 
 def steps_of(kind: AttentionKind | LatentKind, workspace: torch.Tensor) -> Iterator[Step]:
-    """Every call for a kind of layer, in every size of block.
+    """Returns every call for a kind of layer, in every size of block.
 
     Args:
         kind: of layers.
@@ -158,7 +158,7 @@ def _copy(kind: AttentionKind, workspace: torch.Tensor) -> None:
 
 
 def _decode(kind: AttentionKind, workspace: torch.Tensor) -> None:
-    """One request of one unit; merging is launched all the same."""
+    """Returns one request of one unit; merging is launched all the same."""
     wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, kind.kv_layout)
     index = torch.tensor([0, 1], dtype=torch.int32)
     wrapper.plan(
@@ -198,7 +198,7 @@ def _ragged(kind: AttentionKind, workspace: torch.Tensor, batch: _Batch) -> None
 
 
 def _cascade(kind: AttentionKind, workspace: torch.Tensor, batch: _Batch) -> None:
-    """Two levels: of a shared one's blocks, and of the last's; any more are launched as the first."""
+    """Returns two levels: of a shared one's blocks, and of the last's; any more are launched as the first."""
     wrapper = MultiLevelCascadeAttentionWrapper(2, workspace, kind.kv_layout)
     qo_indptrs, indptrs, indices, last_page_lens = ([tensor] * 2 for tensor in (batch.qo_indptr, *batch.table))
     wrapper.plan(
@@ -229,7 +229,7 @@ def _latent(kind: LatentKind, workspace: torch.Tensor, tokens: int) -> None:
 
 
 def _planned(kind: AttentionKind, tokens: int, device: torch.device) -> dict[str, Any]:
-    """What both prefill wrappers plan with; a mask of as many keys as queries."""
+    """Returns what both prefill wrappers plan with; a mask of as many keys as queries."""
     given: dict[str, Any] = {"causal": kind.causal and kind.custom_mask is None}
     if kind.custom_mask is not None:
         mask = torch.ones(tokens * tokens, dtype=torch.bool, device=device)

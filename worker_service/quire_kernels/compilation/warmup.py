@@ -33,7 +33,7 @@ class CompilationCount:
 
     @property
     def count(self) -> int:
-        """How many kernels were compiled."""
+        """Counts how many kernels were compiled."""
         return len(self.kernels)
 
 

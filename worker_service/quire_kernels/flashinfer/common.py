@@ -19,7 +19,7 @@ DType = torch.dtype | str
 
 
 def as_dtype(name: str, dtype: DType) -> torch.dtype:
-    """A dtype given as such or by name, such as "float16".
+    """Returns a dtype given as such or by name, such as "float16".
 
     Raises:
         ValueError: no such dtype; names the argument.
@@ -33,7 +33,7 @@ def as_dtype(name: str, dtype: DType) -> torch.dtype:
 def planned_dtypes(
     q_data_type: DType, kv_data_type: DType | None, o_data_type: DType | None = None
 ) -> tuple[torch.dtype, torch.dtype]:
-    """Those of queries and cache; the cache's is the queries' if None, and so is that of the results, always.
+    """Returns those of queries and cache; the cache's is the queries' if None, and so is that of the results, always.
 
     Raises:
         ValueError: no such dtype, or one that kernels cannot take; names the argument.
@@ -50,7 +50,8 @@ def planned_dtypes(
 
 
 def standard_alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
-    """The slopes of the ALiBi paper, float32 `[heads]`: 2^(-8 i / n), odd places of the next power filling up."""
+    """Returns the slopes of the ALiBi paper, float32 `[heads]`: 2^(-8 i / n), odd places of the next power filling
+    up."""
     base = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (i + 1) / base) for i in range(base)]
     slopes += [2.0 ** (-4.0 * (2 * i + 1) / base) for i in range(heads - base)]
@@ -103,7 +104,7 @@ class FixedTensors:
                 raise ValueError(f"{name}: the plan is of {needed - bounds} requests, the graph of {room - bounds}")
 
     def put(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors' places on the device, by the same names.
+        """Returns the tensors' places on the device, by the same names.
 
         Raises:
             ValueError: see `check`; then nothing was written.
@@ -128,7 +129,7 @@ def fixed_tensors(
     needed: dict[str, torch.Tensor | None],
     optional: dict[str, torch.Tensor | None] | None = None,
 ) -> FixedTensors:
-    """The places of a wrapper, on the workspace's device.
+    """Returns the places of a wrapper, on the workspace's device.
 
     Args:
         workspace: by `workspace_bytes`.
@@ -146,7 +147,7 @@ def fixed_tensors(
 
 
 def workspace_bytes(float_workspace_buffer: torch.Tensor) -> torch.Tensor:
-    """A wrapper's workspace as uint8 `[bytes]`; FlashInfer's users also make it of int8.
+    """Returns a wrapper's workspace as uint8 `[bytes]`; FlashInfer's users also make it of int8.
 
     Raises:
         ValueError: it is no vector of bytes, or where kernels cannot run.
@@ -188,7 +189,7 @@ class CheckedTable:
     page_index_max: int
 
     def place(self, placed: dict[str, torch.Tensor]) -> PlannedTable:
-        """The table on the device, of what `FixedTensors.put` gave."""
+        """Returns the table on the device, of what `FixedTensors.put` gave."""
         indptr, indices, last_page_len = (placed[name] for name in self.tensors)
         return PlannedTable(indptr, indices, last_page_len, self.page_index_max)
 
@@ -234,7 +235,7 @@ def planned_options(
     alibi_slopes: torch.Tensor | None,
     device: torch.device,
 ) -> AttentionOptions:
-    """What a plan says about scores; `sm_scale` defaults to 1 / sqrt(head_dim).
+    """Returns what a plan says about scores; `sm_scale` defaults to 1 / sqrt(head_dim).
 
     Raises:
         ValueError: an unknown encoding, heads that do not divide, or what `AttentionOptions` refuses.
@@ -266,7 +267,7 @@ def run_options(
     sinks: torch.Tensor | None,
     window_left: int | None = None,
 ) -> AttentionOptions:
-    """A plan's options with what is given per layer. Numbers go into `sm_scale`, tensors to the kernel.
+    """Returns a plan's options with what is given per layer. Numbers go into `sm_scale`, tensors to the kernel.
 
     Raises:
         ValueError: what `AttentionOptions` and `scale_per_head` refuse.
@@ -291,7 +292,7 @@ def run_options(
 def result_of(
     out: torch.Tensor, lse: torch.Tensor, *, return_lse: bool, lse_base: str = "log2"
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """What `run` gives back; with `lse_base` "ln" lse, which kernels write in base 2, is converted in place.
+    """Returns what `run` gives back; with `lse_base` "ln" lse, which kernels write in base 2, is converted in place.
 
     Raises:
         ValueError: an unknown base.

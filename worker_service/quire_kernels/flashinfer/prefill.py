@@ -37,7 +37,7 @@ class CheckedPrefill:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All of its tensors by the names of their buffers."""
+        """Returns all of its tensors by the names of their buffers."""
         return {**self.table.tensors, **self.queries.tensors}
 
 
@@ -178,7 +178,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         options: AttentionOptions,
         masks: MaskRequest,
     ) -> CheckedPrefill:
-        """The first half of `plan`, which may refuse and changes nothing.
+        """Does the first half of `plan`, which may refuse and changes nothing.
 
         Args:
             qo_indptr: see `plan`.
@@ -199,7 +199,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         return checked
 
     def place(self, checked: CheckedPrefill) -> None:
-        """The second half: takes everything to its place on the device and divides the work."""
+        """Does the second half: takes everything to its place on the device and divides the work."""
         placed = self._tensors.put(checked.tensors)
         self._planned = checked.table.place(placed), checked.queries.place(placed)
 

@@ -205,7 +205,7 @@ def append_reference(
     k_scale: Scale = None,
     v_scale: Scale = None,
 ) -> None:
-    """The same in plain torch, token by token, of arguments that are valid."""
+    """Computes the same in plain torch, token by token, of arguments that are valid."""
     cache: PagedCache = unpack_paged_cache(paged_kv_cache, kv_layout)
     slots = _slots(batch_indices, positions, kv_indices, kv_indptr, cache.page_size)
     store_reference(append_key, append_value, slots, cache, k_scale, v_scale)
@@ -218,7 +218,7 @@ def _slots(
     kv_indptr: torch.Tensor,
     page_size: int,
 ) -> list[tuple[int, int] | None]:
-    """(page, offset) of each token; None for one that is skipped."""
+    """Returns (page, offset) of each token; None for one that is skipped."""
     pages, starts = kv_indices.tolist(), kv_indptr.tolist()
     return [
         None if request < 0 or position < 0 else (pages[starts[request] + position // page_size], position % page_size)

@@ -143,7 +143,7 @@ def append_slots_reference(
     k_scale: Scale = None,
     v_scale: Scale = None,
 ) -> None:
-    """The same in plain torch, token by token, of arguments that are valid."""
+    """Computes the same in plain torch, token by token, of arguments that are valid."""
     cache = unpack_paged_cache(paged_kv_cache, kv_layout)
     slots = [None if slot < 0 else divmod(slot, cache.page_size) for slot in slot_mapping.tolist()]
     store_reference(append_key, append_value, slots, cache, k_scale, v_scale)

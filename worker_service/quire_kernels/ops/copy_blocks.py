@@ -185,7 +185,7 @@ def plan_chains(sources: Sequence[int], destinations: Sequence[int]) -> list[Cop
 
 
 def copy_blocks_reference(buffers: Sequence[torch.Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
-    """The same in plain torch."""
+    """Computes the same in plain torch."""
     for buffer in buffers:
         old = buffer.clone()
         for source, destination in zip(sources, destinations, strict=True):
@@ -193,7 +193,8 @@ def copy_blocks_reference(buffers: Sequence[torch.Tensor], sources: Sequence[int
 
 
 def _components(source_of: dict[int, int]) -> dict[int, int]:
-    """Number of the chain that each destination belongs to: that of its source if somebody writes it, else its own."""
+    """Returns the number of the chain that each destination belongs to: that of its source if somebody writes it, else
+    its own."""
     chain_of: dict[int, int] = {}
     for destination in source_of:
         path = []

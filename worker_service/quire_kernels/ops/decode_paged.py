@@ -73,7 +73,7 @@ def decode_paged_kernel(
     BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_V: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, UPCAST: tl.constexpr,
 ):
-    """Program: unit outermost, then block of a KV head's query heads, then KV head."""
+    """Runs one program for each, unit outermost, then block of a KV head's query heads, then KV head."""
     blocks_per_unit: tl.constexpr = KV_HEADS * ((GROUP + BLOCK_M - 1) // BLOCK_M)
     heads: tl.constexpr = KV_HEADS * GROUP
     unit = tl.program_id(0) // blocks_per_unit
@@ -190,7 +190,7 @@ def decode_paged_reference(
     last_page_len: torch.Tensor,
     options: AttentionOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain torch, request by request: out and base-2 lse, both float64."""
+    """Computes the same in plain torch, request by request: out and base-2 lse, both float64."""
     outs, lses = [], []
     for request in range(q.shape[0]):
         k, v = gather(cache, indptr, indices, last_page_len, request)

@@ -38,7 +38,7 @@ def merge_splits_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
-    """Online over blocks of splits, so that any number of them may be merged."""
+    """Merges online over blocks of splits, so that any number of them may be merged."""
     request = (tl.program_id(0) // heads).to(tl.int64)
     head = tl.program_id(0) % heads
     first = tl.load(unit_indptr + request)
@@ -119,7 +119,8 @@ def merge_splits(
 def merge_splits_reference(
     partial_out: torch.Tensor, partial_lse: torch.Tensor, unit_indptr: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output float64 `[batch, heads, v_head_dim]` and base-2 lse `[batch, heads]` of all requests, in plain torch."""
+    """Returns output float64 `[batch, heads, v_head_dim]` and base-2 lse `[batch, heads]` of all requests, in plain
+    torch."""
     outs, lses = [], []
     for start, stop in itertools.pairwise(unit_indptr):
         natural = partial_lse[start:stop].double() / LOG2_E

@@ -209,7 +209,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def merge_states_reference(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`merge_states` in plain torch, computed in float64."""
+    """Returns `merge_states` in plain torch, computed in float64."""
     s64 = s.to(torch.float64)
     v64 = torch.where((s == float("-inf")).unsqueeze(-1), 0.0, v.to(torch.float64))
     total = torch.logsumexp(s64 * torch.log(torch.tensor(2.0, dtype=torch.float64)), dim=1)

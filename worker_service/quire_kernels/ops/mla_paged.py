@@ -57,7 +57,7 @@ def mla_paged_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, SPLIT_KEYS: tl.constexpr, UPCAST: tl.constexpr,
 ):
-    """Program: unit outermost, then, with SPLIT_KEYS, block of heads."""
+    """Runs one program for each, unit outermost, then, with SPLIT_KEYS, block of heads."""
     blocks_per_unit: tl.constexpr = (HEADS + BLOCK_M - 1) // BLOCK_M if SPLIT_KEYS else 1
     unit_count = tl.load(unit_indptr + batch)
     unit = unit_count - 1 - tl.program_id(0) // blocks_per_unit
@@ -240,7 +240,8 @@ def mla_paged_reference(
     sm_scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain torch: `table` is indptr, indices and last_page_len; out and base-2 lse, both float64."""
+    """Computes the same in plain torch: `table` is indptr, indices and last_page_len; out and base-2 lse, both
+    float64."""
     ckv, kpe = cache
     paged = PagedCache(torch.cat([ckv, kpe], 2).unsqueeze(2), ckv.unsqueeze(2))
     q, starts = torch.cat([q_nope, q_pe], 2), qo_indptr.tolist()

@@ -47,7 +47,7 @@ def segment_packbits_kernel(
 
 
 def packbits(x: torch.Tensor, bitorder: str = "little") -> torch.Tensor:
-    """Eight booleans to a byte.
+    """Packs eight booleans to a byte.
 
     Args:
         x: bool or uint8 `[n]`, any stride; everything but 0 is true.
@@ -91,7 +91,7 @@ def segment_packbits(
 
 
 def segment_packbits_reference(x: torch.Tensor, bounds: list[int], bitorder: str = "little") -> torch.Tensor:
-    """Plain torch: the packed bytes of the requests `[bounds[i], bounds[i + 1])`, one after another."""
+    """Packs in plain torch: the packed bytes of the requests `[bounds[i], bounds[i + 1])`, one after another."""
     weights = torch.tensor([1 << place for place in range(8)])
     if bitorder == "big":
         weights = weights.flip(0)

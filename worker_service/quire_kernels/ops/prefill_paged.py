@@ -56,7 +56,7 @@ def prefill_paged_kernel(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, MASK_KIND: tl.constexpr,
     SOFT_CAP: tl.constexpr, UPCAST: tl.constexpr,
 ):
-    """Program: unit outermost and backwards, then KV head."""
+    """Runs one program for each, unit outermost and backwards, then KV head."""
     unit_count = tl.load(unit_indptr + batch)
     unit = unit_count - 1 - tl.program_id(0) // KV_HEADS
     if unit < 0:
@@ -150,7 +150,7 @@ def prefill_paged_reference(
     options: AttentionOptions,
     masking: Masking,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain torch, request by request: out and base-2 lse, both float64."""
+    """Computes the same in plain torch, request by request: out and base-2 lse, both float64."""
     starts = qo_indptr.tolist()
     return attend_requests(
         q,

@@ -49,7 +49,7 @@ def prefill_ragged_kernel(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, MASK_KIND: tl.constexpr,
     SOFT_CAP: tl.constexpr, UPCAST: tl.constexpr,
 ):
-    """Program: unit outermost and backwards, then KV head."""
+    """Runs one program for each, unit outermost and backwards, then KV head."""
     unit_count = tl.load(unit_indptr + batch)
     unit = unit_count - 1 - tl.program_id(0) // KV_HEADS
     if unit < 0:
@@ -146,7 +146,7 @@ def prefill_ragged_reference(
     options: AttentionOptions,
     masking: Masking,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain torch, request by request: out and base-2 lse, both float64."""
+    """Computes the same in plain torch, request by request: out and base-2 lse, both float64."""
     starts = kv_indptr.tolist()
     if k.dtype.itemsize == 1:
         k, v = k.float(), v.float()

@@ -43,7 +43,7 @@ RANGES = {
 
 @triton.jit
 def _ordered(x):
-    """fp32 as uint32 that compare alike; +0.0 makes -0.0 equal to 0.0."""
+    """Takes fp32 as uint32 that compare alike; +0.0 makes -0.0 equal to 0.0."""
     bits = (x + 0.0).to(tl.uint32, bitcast=True)
     return tl.where((bits & 0x80000000) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
@@ -59,7 +59,7 @@ def _load_scaled(row_ptr, start, vocabulary, stride, inverse_temperature, BLOCK:
 def _lowest_kept(
     row_ptr, vocabulary, stride, inverse_temperature, largest, limit, WEIGH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The largest c for which the tokens at or above it weigh at least `limit`."""
+    """Returns the largest c for which the tokens at or above it weigh at least `limit`."""
     found = tl.cast(0, tl.uint32)
     digit = tl.arange(0, 8).to(tl.uint32)
     shift = 30
@@ -143,7 +143,7 @@ def sample_kernel(
 
 @triton.jit
 def _weights(row_ptr, start, vocabulary, stride, inverse_temperature, largest, lowest, min_p, BLOCK: tl.constexpr):
-    """e^(x - max x) of the tokens that are kept, 0 of the others."""
+    """Computes e^(x - max x) of the tokens that are kept, 0 of the others."""
     x = _load_scaled(row_ptr, start, vocabulary, stride, inverse_temperature, BLOCK)
     weight = tl.exp(x - largest)
     return tl.where((_ordered(x) >= lowest) & (weight >= min_p), weight, 0.0)
@@ -161,7 +161,8 @@ def _kept_weight(row_ptr, vocabulary, stride, inverse_temperature, largest, lowe
 def _draw(
     row_ptr, vocabulary, stride, inverse_temperature, largest, lowest, min_p, target, likeliest, BLOCK: tl.constexpr
 ):
-    """The first token whose cumulative weight exceeds `target`; the last that is kept where rounding leaves none."""
+    """Returns the first token whose cumulative weight exceeds `target`; the last that is kept where rounding leaves
+    none."""
     token = likeliest
     before = tl.cast(0.0, tl.float32)
     start = 0
@@ -224,7 +225,7 @@ def sample(
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The likeliest token of each row, the first of equals.
+    """Returns the likeliest token of each row, the first of equals.
 
     Args:
         logits: fp32, bf16 or fp16 `[batch, vocabulary]`, any strides.
@@ -242,7 +243,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 def weights_reference(
     logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> torch.Tensor:
-    """What `sample` draws a row from, in plain torch, by sorting.
+    """Returns what `sample` draws a row from, in plain torch, by sorting.
 
     Args:
         logits: floating `[vocabulary]`.
@@ -310,7 +311,7 @@ def _check_range(name: str, value: torch.Tensor | float, *, read: bool) -> None:
 
 
 def _vector(name: str, value: torch.Tensor | float, dtype: torch.dtype, logits: torch.Tensor) -> torch.Tensor:
-    """The value of each row, `[batch]`."""
+    """Returns the value of each row, `[batch]`."""
     shape = logits.shape[:1]
     if not isinstance(value, torch.Tensor):
         return torch.full(shape, value, dtype=dtype, device=logits.device)

@@ -22,7 +22,7 @@ def get_batch_indices_positions(
     batch_indices: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Request and position of each token of a ragged batch.
+    """Returns request and position of each token of a ragged batch.
 
     Args:
         append_indptr: int32 `[batch + 1]`, rising from 0 to at most nnz.

@@ -119,7 +119,7 @@ class Append:
 
     @property
     def head_block_count(self) -> int:
-        """How many programs write one token."""
+        """Counts how many programs write one token."""
         return triton.cdiv(self.cache.num_kv_heads, self.sizes["BLOCK_HEADS"])
 
     def launch(self, kernel: Any, *places: Any) -> None:

@@ -44,20 +44,21 @@ class BlockBuffers:
 
     @property
     def buffer_count(self) -> int:
-        """How many buffers the table has."""
+        """Counts how many buffers the table has."""
         return len(self.fields) // BUFFER_FIELDS
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
-        """How many bytes a block has in each buffer."""
+        """Counts how many bytes a block has in each buffer."""
         return self.fields[2::BUFFER_FIELDS]
 
     def chunk_count(self, word_bytes: int) -> int:
-        """How many programs move one block of the buffer whose blocks are largest."""
+        """Counts how many programs move one block of the buffer whose blocks are largest."""
         return -(-max(self.block_bytes) // (CHUNK_WORDS * word_bytes))
 
     def word_bytes(self, *more: int) -> int:
-        """The largest word, of 1, 2, 4 or 8 bytes, that divides all addresses, sizes and `more`: 4 for 4096 and 60."""
+        """Returns the largest word, of 1, 2, 4 or 8 bytes, that divides all addresses, sizes and `more`: 4 for 4096 and
+        60."""
         return math.gcd(8, *self.fields, *more)
 
     def current(self, kernel: Any) -> AbstractContextManager[object]:
@@ -74,7 +75,7 @@ Buffers = Sequence[torch.Tensor] | BlockBuffers
 
 
 def word_constexprs(word_bytes: int) -> dict[str, object]:
-    """The constexprs that tell the kernels about words."""
+    """Returns the constexprs that tell the kernels about words."""
     return {"WORD": WORD_TYPES[word_bytes], "WORD_BYTES": word_bytes, "CHUNK_WORDS": CHUNK_WORDS}
 
 

@@ -25,25 +25,28 @@ FP8_NAMES = "float8_e4m3fn or float8_e5m2"  # for messages
 
 
 def is_fp8(dtype: torch.dtype | None) -> bool:
-    """Whether a dtype is one of the two formats; torch has more of 8 bits, which no kernel reads."""
+    """Tells whether a dtype is one of the two formats; torch has more of 8 bits, which no kernel reads."""
     return dtype in FP8_MAX
 
 
 @triton.jit
 def e4m3_from_float(x):
-    """fp32 to e4m3 as uint8, of the same shape: rounded to nearest, ties to even, saturated at 448; NaN stays NaN."""
+    """Converts fp32 to e4m3 as uint8, of the same shape: rounded to nearest, ties to even, saturated at 448; NaN stays
+    NaN."""
     return fp8_from_float(x, 3, 7, 0x43E00000)  # the bits of 448.0
 
 
 @triton.jit
 def e5m2_from_float(x):
-    """fp32 to e5m2 as int8, of the same shape: rounded to nearest, ties to even, saturated at 57344; NaN stays NaN."""
+    """Converts fp32 to e5m2 as int8, of the same shape: rounded to nearest, ties to even, saturated at 57344; NaN stays
+    NaN."""
     return fp8_from_float(x, 2, 15, 0x47600000).to(tl.int8, bitcast=True)  # the bits of 57344.0
 
 
 @triton.jit
 def fp8_from_float(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
-    """fp32 to fp8 of MANTISSA bits as uint8; the comments have the numbers of e4m3, where MANTISSA is 3 and BIAS 7."""
+    """Converts fp32 to fp8 of MANTISSA bits as uint8; the comments have the numbers of e4m3, where MANTISSA is 3 and
+    BIAS 7."""
     bits = x.to(tl.uint32, bitcast=True)
     sign = ((bits >> 24) & 0x80).to(tl.uint32)
     magnitude = bits & 0x7FFFFFFF
@@ -65,7 +68,7 @@ def fp8_from_float(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.co
 
 @triton.jit
 def e4m3_to_float(byte):
-    """e4m3 as uint8 to fp32 of the same shape, exactly."""
+    """Converts e4m3 as uint8 to fp32 of the same shape, exactly."""
     bits = byte.to(tl.uint32)
     magnitude = bits & 0x7F
     # Exponent and mantissa go to the places of a float, whose bias is 127 instead of 7. A subnormal is n * 2^-9.
@@ -77,13 +80,13 @@ def e4m3_to_float(byte):
 
 @triton.jit
 def e5m2_to_float(byte):
-    """e5m2 as int8 to fp32 of the same shape, exactly: the byte is the upper one of a float16."""
+    """Converts e5m2 as int8 to fp32 of the same shape, exactly: the byte is the upper one of a float16."""
     bits = (byte.to(tl.int32) & 0xFF) << 8
     return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 def quantise_reference(x: torch.Tensor, scale: torch.Tensor | float, dtype: torch.dtype = E4M3) -> torch.Tensor:
-    """What an append must store, in plain torch.
+    """Returns what an append must store, in plain torch.
 
     Args:
         x: floating, any shape.

@@ -40,7 +40,8 @@ def chip_of(device: torch.device) -> str:
 
 
 def is_interpreted(kernel: Any) -> bool:
-    """Whether a kernel runs in Triton's interpreter, whose bf16 arithmetic is wrong: it then computes in float32."""
+    """Tells whether a kernel runs in Triton's interpreter, whose bf16 arithmetic is wrong: it then computes in
+    float32."""
     return not isinstance(kernel, triton.runtime.JITFunction)
 
 
@@ -171,7 +172,7 @@ def output_like(
 
 
 def option_arguments(options: AttentionOptions) -> dict[str, Any]:
-    """The kernels' arguments that say what `AttentionOptions` says; `window_left` apart."""
+    """Returns the kernels' arguments that say what `AttentionOptions` says; `window_left` apart."""
     return {
         "sinks": options.sinks,
         "slopes": options.alibi_slopes,
@@ -184,7 +185,7 @@ def option_arguments(options: AttentionOptions) -> dict[str, Any]:
 
 
 def strides_of(q: torch.Tensor, cache: PagedCache) -> dict[str, int]:
-    """The kernels' arguments that are strides, in elements."""
+    """Returns the kernels' arguments that are strides, in elements."""
     tensors = (
         ("q", q, ("token", "head", "dim")),
         *((name, part, ("page", "token", "head", "dim")) for name, part in (("k", cache.k), ("v", cache.v))),

@@ -38,48 +38,49 @@ class PagedCache:
 
     @property
     def page_count(self) -> int:
-        """How many pages the pool has."""
+        """Counts how many pages the pool has."""
         return self.k.shape[0]
 
     @property
     def page_size(self) -> int:
-        """How many tokens a page holds."""
+        """Counts how many tokens a page holds."""
         return self.k.shape[1]
 
     @property
     def num_kv_heads(self) -> int:
-        """How many KV heads there are."""
+        """Counts how many KV heads there are."""
         return self.k.shape[2]
 
     @property
     def head_dim(self) -> int:
-        """How many elements a key of one head has."""
+        """Counts how many elements a key of one head has."""
         return self.k.shape[3]
 
     @property
     def v_head_dim(self) -> int:
-        """How many elements a value of one head has."""
+        """Counts how many elements a value of one head has."""
         return self.v.shape[3]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that keys and values have."""
+        """Returns the dtype that keys and values have."""
         return self.k.dtype
 
     @property
     def device(self) -> torch.device:
-        """The device that keys and values are on."""
+        """Returns the device that keys and values are on."""
         return self.k.device
 
     @property
     def k_strides(self) -> tuple[int, int, int, int]:
-        """How many elements lie between two pages, two tokens of a page, two heads, and two elements of a key."""
+        """Counts how many elements lie between two pages, two tokens of a page, two heads, and two elements of a
+        key."""
         page, token, head, element = self.k.stride()
         return page, token, head, element
 
     @property
     def v_strides(self) -> tuple[int, int, int, int]:
-        """The same for values."""
+        """Says the same for values."""
         page, token, head, element = self.v.stride()
         return page, token, head, element
 

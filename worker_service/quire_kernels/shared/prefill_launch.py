@@ -30,7 +30,7 @@ class PrefillLaunch:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no queries, so that nothing must be launched."""
+        """Tells whether there are no queries, so that nothing must be launched."""
         return self.out.shape[0] == 0 or self.grid[0] == 0
 
 

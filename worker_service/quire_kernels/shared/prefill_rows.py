@@ -144,7 +144,7 @@ class Masking:
 
     @property
     def kind(self) -> int:
-        """MASK_NONE, MASK_BYTES or MASK_BITS of `tile`."""
+        """Returns MASK_NONE, MASK_BYTES or MASK_BITS of `tile`."""
         if self.custom_mask is None:
             return 0
         return 1 if self.custom_mask.dtype == torch.bool else 2

@@ -36,7 +36,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def as_operand(x, like, UPCAST: tl.constexpr):
-    """`x` as an operand of a product with `like`; bytes are fp8, see `fp8`, and UPCAST is for the interpreter."""
+    """Returns `x` as an operand of a product with `like`; bytes are fp8, see `fp8`, and UPCAST is for the
+    interpreter."""
     if x.dtype == tl.uint8:
         x = e4m3_to_float(x)
     elif x.dtype == tl.int8:

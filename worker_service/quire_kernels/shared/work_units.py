@@ -41,12 +41,12 @@ class WorkUnits:
 
     @property
     def capacity(self) -> int:
-        """How many units there can be at most; the grid has this many programs (times the KV heads)."""
+        """Counts how many units there can be at most; the grid has this many programs (times the KV heads)."""
         return self.units.shape[0]
 
     @property
     def batch(self) -> int:
-        """How many requests there are."""
+        """Counts how many requests there are."""
         return self.indptr.shape[0] - 1
 
 
@@ -155,7 +155,7 @@ def divide_work(
 def divide_work_reference(
     first: torch.Tensor, last: torch.Tensor, *, unit_target: int | None, size_min: int, alignment: int, units_min: int
 ) -> tuple[list[tuple[int, int, int, int]], list[int]]:
-    """The same in plain Python: the rows of `units` in use, and `indptr`."""
+    """Computes the same in plain Python: the rows of `units` in use, and `indptr`."""
     lengths = [(a, b) for a, b in zip(first.tolist(), last.tolist(), strict=True)]
     size = size_min
     if unit_target is not None:

@@ -116,7 +116,7 @@ def __dir__() -> list[str]:
 
 
 def backend_for(device: torch.device | str) -> PagedAttention:
-    """A new implementation for a device, with a workspace of its own: the only place that chooses.
+    """Returns a new implementation for a device, with a workspace of its own: the only place that chooses.
 
     A GPU gets the Triton kernels; a CPU those of `quire_cpu`, or plain torch where these can be neither found nor made.
     Where the environment has `TRITON_INTERPRET=1`, a CPU gets the Triton kernels, run by Triton's interpreter: slow,

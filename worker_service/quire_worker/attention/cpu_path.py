@@ -103,7 +103,7 @@ class CpuAttentionPlan(AttentionPlan):
         return output
 
     def arguments_of(self, kind: Kind) -> Attend:
-        """All but pointers to what a layer has of its own; they are the next layer's to fill in."""
+        """Returns all but pointers to what a layer has of its own; they are the next layer's to fill in."""
         arguments = self.arguments.get(kind)
         if arguments is None:
             arguments = self.arguments[kind] = self._new_arguments(kind)

@@ -41,12 +41,12 @@ class AttentionBatch:
 
     @property
     def sequence_count(self) -> int:
-        """Number of sequences, "batch" in the shapes."""
+        """Returns the number of sequences, "batch" in the shapes."""
         return self.kv_lengths.shape[0]
 
     @property
     def token_count(self) -> int:
-        """Number of tokens of all sequences, "tokens" in the shapes."""
+        """Returns the number of tokens of all sequences, "tokens" in the shapes."""
         return self.slot_mapping.shape[0]
 
 
@@ -74,7 +74,7 @@ class AttentionPlan(Protocol):
         soft_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """softmax(scale * Q K^T + causal mask) V per sequence, after `append` for the same layer.
+        """Computes softmax(scale * Q K^T + causal mask) V per sequence, after `append` for the same layer.
 
         Query head h reads the KV head `h // (query_heads / kv_heads)`; any whole ratio. No slot past a sequence's
         last key takes part, whatever it holds. The options have the words and meaning of
@@ -128,7 +128,7 @@ class PagedAttention(Protocol):
     def choose(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
     ) -> list[int]:
-        """One token per row, as `sampler` describes it: greedy, or temperature, top-k, top-p and a draw.
+        """Returns one token per row, as `sampler` describes it: greedy, or temperature, top-k, top-p and a draw.
 
         Args:
             logits: float32 `[rows, vocabulary]`, at least one row, all of them `sampler.finite_rows`.

@@ -90,7 +90,7 @@ class TorchAttentionPlan(AttentionPlan):
     places: dict[GatheredBatch, _Place] = field(default_factory=dict)
 
     def work(self, window_left: int = -1) -> _Work:
-        """What is attended to together under a window."""
+        """Returns what is attended to together under a window."""
         work = self.work_by_window.get(window_left)
         if work is None:
             tiles = plan_tiles(self.batch, self.spec, window_left) if self.spec.dtype in DTYPES else None
@@ -177,7 +177,7 @@ class _Scores(NamedTuple):
 
     @property
     def are_plain(self) -> bool:
-        """Whether the fused kernel computes them."""
+        """Tells whether the fused kernel computes them."""
         return self.soft_cap == 0 and self.sinks is None
 
     def attend_by_head(
@@ -189,8 +189,8 @@ class _Scores(NamedTuple):
         *,
         is_causal: bool = False,
     ) -> torch.Tensor:
-        """Plain scores, each query head by itself: queries and result `[sequences, queries, query_heads, head_dim]`,
-        keys, values and mask as for `attend`."""
+        """Attends with plain scores, each query head by itself: queries and result `[sequences, queries, query_heads,
+        head_dim]`, keys, values and mask as for `attend`."""
         attended = scaled_dot_product_attention(
             query.transpose(1, 2), key, value, attn_mask=mask, is_causal=is_causal, scale=self.scale, enable_gqa=True
         )
@@ -199,7 +199,7 @@ class _Scores(NamedTuple):
     def attend_packed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """The same of any scores. The rows of a KV head: of each query in turn, its heads."""
+        """Computes the same of any scores. The rows of a KV head: of each query in turn, its heads."""
         sequences, queries, _, head_dim = query.shape
         kv_heads = key.shape[1]
         by_head = query.reshape(sequences, queries, kv_heads, -1, head_dim).transpose(1, 2)
@@ -209,7 +209,7 @@ class _Scores(NamedTuple):
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """The result, like the queries.
+        """Returns the result, like the queries.
 
         Args:
             query: `[sequences, kv_heads, rows, head_dim]`; the rows are queries x query heads of the KV head.
@@ -243,7 +243,8 @@ class _CausalMasks:
         self._masks: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     def of(self, queries: int, keys: int, group: int, window_left: int, dtype: torch.dtype) -> torch.Tensor:
-        """0 where a query sees a key and -inf elsewhere, `[queries * group, keys]`, the rows of a query alike."""
+        """Returns 0 where a query sees a key and -inf elsewhere, `[queries * group, keys]`, the rows of a query
+        alike."""
         place = (group, window_left, dtype)
         mask = self._masks.get(place)
         if mask is None or mask.shape[1] < keys:
@@ -291,7 +292,7 @@ class _Workspace:
         self.buffer = torch.empty(0)
 
     def place(self, pages: torch.Tensor, unit: GatheredBatch) -> _Place:
-        """Where a unit goes; every unit begins where all others do."""
+        """Returns where a unit goes; every unit begins where all others do."""
         _, _, page_size, kv_heads, head_dim = pages.shape
         shape = (KEY_AND_VALUE, unit.key_pages.shape[0], page_size * kv_heads * head_dim)
         element_count = shape[0] * shape[1] * shape[2]

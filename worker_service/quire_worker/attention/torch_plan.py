@@ -146,7 +146,8 @@ def _plan_unit(batch: AttentionBatch, spec: PageSpec, parts: Sequence[_Part], wi
 
 
 def _tokens(parts: Sequence[_Part]) -> slice | torch.Tensor:
-    """The tokens of some sequences in the flat batch; a slice where they lie side by side, which costs no copy."""
+    """Returns the tokens of some sequences in the flat batch; a slice where they lie side by side, which costs no
+    copy."""
     query_length, first = parts[0].query_length, parts[0].first_token
     if all(part.first_token == first + number * query_length for number, part in enumerate(parts)):
         return slice(first, first + len(parts) * query_length)

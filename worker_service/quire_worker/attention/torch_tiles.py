@@ -56,7 +56,7 @@ class Tiles:
     patterns: dict[tuple[int, int], Pattern] = field(default_factory=dict)  # by query heads and rows of a layer
 
     def pattern(self, query_heads: int, kv_heads: int, row_count: int, dtype: torch.dtype) -> Pattern:
-        """Which rows each query head of each tile reads; made for the first layer that asks."""
+        """Returns which rows each query head of each tile reads; made for the first layer that asks."""
         known = self.patterns.get((query_heads, row_count))
         if known is not None:
             return known
@@ -84,7 +84,7 @@ class Pattern:
 
 
 def plan_tiles(batch: AttentionBatch, spec: PageSpec, window_left: int) -> Tiles | None:
-    """The sequences of one query each; None if there is none, or where gathering their few keys is quicker.
+    """Plans the sequences of one query each; None if there is none, or where gathering their few keys is quicker.
 
     Args:
         batch: of the forward pass.
@@ -139,7 +139,7 @@ def attend_tiles(
     soft_cap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The results of the decoding sequences.
+    """Returns the results of the decoding sequences.
 
     Args:
         tiles: of the window.

@@ -149,7 +149,7 @@ class TritonAttentionPlan(AttentionPlan):
     def _attend_latents(
         self, kind: _Kind, query: torch.Tensor, pages: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Multi-query attention whose values are the first part of its keys."""
+        """Returns multi-query attention whose values are the first part of its keys."""
         if kind.window_left >= 0 or kind.soft_cap or sinks is not None:
             raise ValueError("the kernel of latent attention has no window, soft cap or sinks")
         wrapper = self.latent_wrappers.get(kind)
@@ -160,7 +160,7 @@ class TritonAttentionPlan(AttentionPlan):
         return output
 
     def _planned_latents(self, kind: _Kind) -> BatchMLAPagedAttentionWrapper:
-        """A wrapper for all layers of a kind."""
+        """Returns a wrapper for all layers of a kind."""
         spec, latent_dim = self.spec, self.spec.latent_dim
         assert latent_dim is not None
         wrapper = BatchMLAPagedAttentionWrapper(self.workspace)
@@ -171,7 +171,7 @@ class TritonAttentionPlan(AttentionPlan):
         return wrapper
 
     def _planned(self, kind: _Kind) -> Wrapper:
-        """A wrapper for all layers of a kind."""
+        """Returns a wrapper for all layers of a kind."""
         spec, sizes = self.spec, (kind.query_heads, self.spec.kv_head_count, self.spec.head_dim, self.spec.block_size)
         starts = self.batch.query_indptr
         if bool((starts.diff() == 1).all()):
@@ -190,7 +190,7 @@ class TritonAttentionPlan(AttentionPlan):
 
 
 def page_table(batch: AttentionBatch, page_size: int) -> PageTable:
-    """The pages that hold keys, sequence after sequence; padding of the block tables is left out."""
+    """Returns the pages that hold keys, sequence after sequence; padding of the block tables is left out."""
     lengths = batch.kv_lengths.to(torch.int32)
     counts = (lengths + page_size - 1) // page_size
     is_used = torch.arange(batch.block_tables.shape[1]) < counts[:, None]

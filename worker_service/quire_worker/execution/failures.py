@@ -42,15 +42,15 @@ _SAYS_NO_MEMORY = re.compile(r"DefaultCPUAllocator|std::bad_alloc|out of memory|
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether less at a time could help."""
+    """Tells whether less at a time could help."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and _SAYS_NO_MEMORY.search(str(error)) is not None
 
 
 def failure_of(error: Exception) -> Failure:
-    """What an exception of the forward pass means for a request that was alone in it. Names its type, not its text:
-    nobody knows what that holds."""
+    """Returns what an exception of the forward pass means for a request that was alone in it. Names its type, not its
+    text: nobody knows what that holds."""
     if is_out_of_memory(error):
         message = "the worker has no memory left to compute this request, not even by itself"
         return Failure(FailureKind.OUT_OF_MEMORY, Reason.OUT_OF_MEMORY, message)

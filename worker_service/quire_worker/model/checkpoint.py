@@ -29,7 +29,7 @@ class UnsupportedModelError(ModelError):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights, by name.
+    """Returns the files that hold the weights, by name.
 
     Raises:
         CheckpointError: the folder, `config.json` or a file of weights is missing, or the index of a sharded
@@ -54,7 +54,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def fingerprint(folder: Path | str) -> bytes:
-    """What a checkpoint is known by, so that only workers with the same one exchange prefixes.
+    """Returns what a checkpoint is known by, so that only workers with the same one exchange prefixes.
 
         SHA256("quire/model/1" | field(config.json) | per file of weights, by name:
                field(name) | uint64 size | field(its first MiB) | field(its last MiB))

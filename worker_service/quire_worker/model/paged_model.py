@@ -204,14 +204,14 @@ def _probe(module: Any, device: torch.device) -> tuple[dict[int, Arrival], int]:
 
 
 def _check_texts(model: PagedModel) -> tuple[list[int], list[int]]:
-    """Two sequences of one length."""
+    """Returns two sequences of one length."""
     length = min(_CHECK_TOKENS, model.max_position)
     first = [(7 * i + 1) % model.vocab_size for i in range(length)]
     return first, first[::-1]
 
 
 def _own_logits(model: PagedModel) -> torch.Tensor:
-    """What transformers' own attention gives after each of the two sequences, `[2, vocabulary]`."""
+    """Returns what transformers' own attention gives after each of the two sequences, `[2, vocabulary]`."""
     module: Any = model.module
     module.set_attn_implementation("eager")
     try:
@@ -227,7 +227,7 @@ def _own_logits(model: PagedModel) -> torch.Tensor:
 def _logits_through_pages(
     model: PagedModel, step_of: Callable[[Step], Step] = lambda step: step, *, shift: int = 0
 ) -> torch.Tensor:
-    """The same through unwritten (NaN) pages in reverse order, the first sequence in two chunks.
+    """Returns the same through unwritten (NaN) pages in reverse order, the first sequence in two chunks.
 
     Args:
         model: loaded.

@@ -20,7 +20,7 @@ class TokenizerError(Exception):
 
 @contextmanager
 def _named() -> Iterator[None]:
-    """What the library raises as TokenizerError. A panic of its compiled part is no `Exception`."""
+    """Returns what the library raises as TokenizerError. A panic of its compiled part is no `Exception`."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -54,11 +54,11 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included; the model's may be larger, for padding."""
+        """Returns the number of tokens, added ones included; the model's may be larger, for padding."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens that the checkpoint puts around a text (often one at the start).
+        """Returns token ids, with the special tokens that the checkpoint puts around a text (often one at the start).
 
         Raises:
             TokenizerError: the tokenizer cannot do it.
@@ -67,7 +67,7 @@ class Tokenizer:
             return self._backend.encode(text).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text without special tokens. Ids outside the vocabulary have no text.
+        """Returns text without special tokens. Ids outside the vocabulary have no text.
 
         Raises:
             TokenizerError: the tokenizer cannot do it.
@@ -76,7 +76,7 @@ class Tokenizer:
             return self._backend.decode(list(tokens), skip_special_tokens=True)
 
     def new_stream(self) -> StreamDecoder:
-        """A decoder for one sample's tokens."""
+        """Returns a decoder for one sample's tokens."""
         return StreamDecoder(self, self._special_ids)
 
 

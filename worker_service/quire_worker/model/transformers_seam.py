@@ -143,7 +143,7 @@ def paged_attention_forward(
     s_aux: torch.Tensor | None = None,
     **options: object,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls for the attention of one layer.
+    """Returns what transformers calls for the attention of one layer.
 
     Args:
         module: the layer's attention; its `layer_idx` says which layer's pages.
@@ -208,7 +208,7 @@ def run(module: torch.nn.Module, batch: ForwardBatch, step: Step) -> torch.Tenso
 
 
 def _ragged(heads: torch.Tensor) -> torch.Tensor:
-    """`[1, heads, tokens, head_dim]` as `[tokens, heads, head_dim]`, the same memory."""
+    """Returns `[1, heads, tokens, head_dim]` as `[tokens, heads, head_dim]`, the same memory."""
     return heads[0].transpose(0, 1)
 
 

@@ -16,7 +16,7 @@ from quire_worker.scheduling.request import Sample
 
 
 def boundaries_of(sample: Sample, junction_token_count: int, block_size: int) -> tuple[int, ...]:
-    """Token counts at which a state of a sample that was just let in is worth keeping; rising."""
+    """Returns token counts at which a state of a sample that was just let in is worth keeping; rising."""
     ends = {(len(sample.tokens) - 1) // block_size * block_size, junction_token_count}
     return tuple(sorted(ends - {0}))
 
@@ -33,13 +33,13 @@ def pass_token_count(sample: Sample, budget: int) -> int:
 
 
 def is_at_boundary(sample: Sample) -> bool:
-    """Whether its last pass ended where a checkpoint belongs, and was not committed yet."""
+    """Tells whether its last pass ended where a checkpoint belongs, and was not committed yet."""
     return sample.committed < sample.computed and sample.computed in sample.boundaries
 
 
 def to_cut(samples: Iterable[Sample], filled: Collection[Sample], parents: Collection[Sample | None]) -> list[Sample]:
-    """Those that hold room beyond what they have computed and must not: whose commit is to make a checkpoint, or whose
-    state is to be shared. `filled` are those that are committed now."""
+    """Returns those that hold room beyond what they have computed and must not: whose commit is to make a checkpoint,
+    or whose state is to be shared. `filled` are those that are committed now."""
     return [
         sample
         for sample in samples

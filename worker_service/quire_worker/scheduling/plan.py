@@ -19,7 +19,7 @@ class Work(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the next token can be sampled after it."""
+        """Tells whether the next token can be sampled after it."""
         return self.sample.computed + self.token_count == len(self.sample.tokens)
 
 

@@ -257,7 +257,8 @@ class Scheduler:
         sample.granted = token_count
 
     def _cut(self, filled: dict[Sample, list[bytes]]) -> dict[Sample, int]:
-        """Who gives back all room beyond what it has computed, so that its state becomes a checkpoint or is shared."""
+        """Says who gives back all room beyond what it has computed, so that its state becomes a checkpoint or is
+        shared."""
         if not self.roster.has_states:
             return {}
         parents = {sample.fork_of for sample in self.roster.running}

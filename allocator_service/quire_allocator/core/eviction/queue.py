@@ -124,7 +124,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def put_aside(self, entry: Entry) -> None:
-        """The same of what is not KEPT: stamps it, and learns nothing of it."""
+        """Does the same of what is not KEPT: stamps it, and learns nothing of it."""
 
     @abstractmethod
     def ranked(self, entry: Entry) -> None:

@@ -92,8 +92,8 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
 
     @abstractmethod
     def peak(self, token_count: int, pass_token_count: int) -> int:
-        """The admission bound: the most blocks that a sequence of so many tokens ever holds, where a forward pass
-        computes at most `pass_token_count` of them."""
+        """Returns the admission bound: the most blocks that a sequence of so many tokens ever holds, where a forward
+        pass computes at most `pass_token_count` of them."""
 
     @abstractmethod
     def room(self, part: PartT, token_count: int) -> int:
@@ -134,7 +134,7 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
 
     @abstractmethod
     def settled_until(self, part: PartT, committed: int) -> int:
-        """Committed tokens up to which nothing more falls out."""
+        """Returns committed tokens up to which nothing more falls out."""
 
     @abstractmethod
     def fork(self, part: PartT, committed: int) -> PartT:
@@ -154,7 +154,8 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
 
     @abstractmethod
     def shared_token_count(self, part: PartT) -> int:
-        """Leading tokens that need not be computed again if the sequence is freed, since others hold them too."""
+        """Counts leading tokens that need not be computed again if the sequence is freed, since others hold them
+        too."""
 
     @abstractmethod
     def walk(self, scope: ScopeT) -> Iterator[IndexedStretch]:

@@ -138,7 +138,7 @@ class StateManager(UnitManager[StatePart]):
         return self.width
 
     def room(self, part: StatePart, token_count: int) -> int:
-        """Any length, as long as the running block is the sequence's own."""
+        """Returns any length, as long as the running block is the sequence's own."""
         return NEVER if self._is_private(part) else token_count
 
     def grow(self, part: StatePart, token_count: int, until: int, blocks: array[int], copies: list[Copy]) -> int:

@@ -150,7 +150,7 @@ class WindowManager(UnitManager[WindowPart]):
         return self.settled_until(part, committed)
 
     def settled_until(self, part: WindowPart, committed: int) -> int:
-        """Committed tokens at which the first block of the table falls out."""
+        """Returns committed tokens at which the first block of the table falls out."""
         return self._rule.needs_less_at(committed, (part.first + 1) * self.block_size - 1)
 
     def fork(self, part: WindowPart, committed: int) -> WindowPart:

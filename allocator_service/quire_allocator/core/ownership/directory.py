@@ -226,7 +226,7 @@ class Directory:
         self.check_blocks(name, spec)
 
     def check_blocks(self, name: str, spec: PoolSpec) -> None:
-        """Whether a pool of this specification may be made.
+        """Tells whether a pool of this specification may be made.
 
         Raises:
             Refusal: LIMIT.

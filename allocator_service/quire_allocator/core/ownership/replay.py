@@ -71,7 +71,7 @@ class AnswerLog:
         self._kept: OrderedDict[str, KeptAnswer] = OrderedDict()
 
     def replay(self, request_id: str, request_sha256: bytes) -> object | None:
-        """The kept answer to a repeated request, or None.
+        """Returns the kept answer to a repeated request, or None.
 
         Raises:
             Refusal: STEP_MISMATCH, the id was used for another request.

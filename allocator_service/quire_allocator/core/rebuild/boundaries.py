@@ -56,7 +56,8 @@ class _Tails:
         self.last = [key for key in self._units if key not in going_on]
 
     def units(self, digest: bytes, end: int, positions: range) -> list[Unit] | None:
-        """Those of some positions on the path whose block before position `end` has that digest; None if one lacks."""
+        """Returns those of some positions on the path whose block before position `end` has that digest; None if one
+        lacks."""
         found: list[Unit] = []
         for position in range(end - 1, positions.start - 1, -1):
             unit = self._units.get((position, digest))
@@ -68,7 +69,7 @@ class _Tails:
         return found[::-1]
 
     def fallen(self, part: WindowPart, positions: range) -> list[Unit]:
-        """Those of some positions that a sequence had in its table, if all of them are known."""
+        """Returns those of some positions that a sequence had in its table, if all of them are known."""
         key = part.units[0].key if part.units else None
         if key is None:
             return []
@@ -86,7 +87,7 @@ def _ends(retention: Retention, tails: Sequence[_Tails]) -> set[_Place]:
 
 
 def _restore_paths(retention: Retention, space: Namespace, tails: Sequence[_Tails]) -> None:
-    """The boundaries of a namespace, path by path from the root down."""
+    """Returns the boundaries of a namespace, path by path from the root down."""
     ends, edge = _ends(retention, tails), retention.edge_tokens
     counts = {token_count for token_count, _ in ends}
     others = [
@@ -111,7 +112,8 @@ def _by_place(full: FullAttentionManager, root: Run, edge: int, counts: set[int]
 
 
 def _places(full: FullAttentionManager, run: Run, edge: int, counts: set[int]) -> list[_Place]:
-    """The edges of a run that may be boundaries, the first first: its end, and those at some counts of tokens."""
+    """Returns the edges of a run that may be boundaries, the first first: its end, and those at some counts of
+    tokens."""
     digests, size, begin = bytes(run.digests), full.block_size, run.first_position * full.block_size
     end, places = full.end_of(run), []
     for token_count in range((begin // edge + 1) * edge, end + 1, edge):
@@ -150,7 +152,7 @@ def _make(
 
 
 def _follow(retention: Retention, sequence: SequenceState, tails: Sequence[_Tails]) -> None:
-    """What a live sequence remembers: the deepest boundary of its path, and what its last edge needs."""
+    """Returns what a live sequence remembers: the deepest boundary of its path, and what its last edge needs."""
     if retention.full:
         run: Run | None = cast(RunPart, sequence.parts[0]).run
         while run is not None and not run.boundaries:

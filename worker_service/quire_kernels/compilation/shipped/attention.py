@@ -23,12 +23,12 @@ USUAL, WIDE, LATENT = (128, 128), (256, 256), (192, 128)  # head dims of keys an
 
 
 def runtime_strides(kernel: Any) -> list[str]:
-    """The strides that are arguments at run time; those of the head dim are 1 and compiled in."""
+    """Returns the strides that are arguments at run time; those of the head dim are 1 and compiled in."""
     return [name for name in kernel.arg_names if name.startswith("stride_") and not name.endswith("_dim")]
 
 
 def _present(options: bool, cache: str) -> tuple[str, ...]:
-    """The optional tensors of a launch: all at once, or the scales that an fp8 cache comes with."""
+    """Returns the optional tensors of a launch: all at once, or the scales that an fp8 cache comes with."""
     return OPTIONS if options else OPTIONS[2:] if ELEMENT_BYTES[cache] == 1 else ()
 
 
@@ -72,7 +72,8 @@ def _decode(
 
 
 def _decodes(chip: str) -> Iterator[KernelConfiguration]:
-    """Head dims, ratios of heads, page sizes and dtypes as models have them; and each tiling with all options."""
+    """Returns head dims, ratios of heads, page sizes and dtypes as models have them; and each tiling with all
+    options."""
     for dims in ((64, 64), (80, 80), (96, 96), USUAL, WIDE, LATENT):
         yield _decode(chip, "bf16", "bf16", dims)
     for group in (1, 5, 7, 8, 16, 32, 64):
@@ -97,7 +98,8 @@ def _prefill(
     kernel: Any, chip: str, dtype: str = "bf16", cache: str | None = None, dims: tuple[int, int] = USUAL, *,
     group: int = 4, page_size: int = 16, rows: int = 1024, options: bool = False, mask: int = 0, causal: bool = True,
 ) -> KernelConfiguration:  # fmt: skip
-    """Either kernel of prefill; `rows` are those of a request, `mask` is a kind of `tile` and replaces causal."""
+    """Launches either kernel of prefill; `rows` are those of a request, `mask` is a kind of `tile` and replaces
+    causal."""
     cache = cache or dtype
     is_fp8 = ELEMENT_BYTES[cache] == 1
     tiling = prefill_tiling(chip, rows, *dims, ELEMENT_BYTES[dtype], masked=mask > 0, is_fp8=is_fp8)
@@ -145,7 +147,7 @@ def _prefill(
 
 
 def _paged_prefills(chip: str) -> Iterator[KernelConfiguration]:
-    """The same of prefill, with masks besides."""
+    """Yields the same of prefill, with masks besides."""
     kernel = prefill_paged_kernel
     for dims in ((64, 64), (80, 80), (96, 96), USUAL, WIDE, LATENT):
         yield _prefill(kernel, chip, dims=dims)
@@ -173,7 +175,7 @@ def _paged_prefills(chip: str) -> Iterator[KernelConfiguration]:
 
 
 def _ragged_prefills(chip: str) -> Iterator[KernelConfiguration]:
-    """Fewer than of paged prefill, whose inner loop it shares: keys without pages take fewer registers."""
+    """Yields fewer than of paged prefill, whose inner loop it shares: keys without pages take fewer registers."""
     kernel = prefill_ragged_kernel
     for dims in ((64, 64), (80, 80), (96, 96), USUAL, WIDE):
         yield _prefill(kernel, chip, dims=dims)

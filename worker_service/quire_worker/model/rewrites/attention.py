@@ -110,7 +110,7 @@ class AttentionRewrite(KernelRewrite):
 
 
 def _norms_of(module: torch.nn.Module) -> Iterator[HeadNorms]:
-    """The norms of heads, with weights counted from 0 or from 1."""
+    """Returns the norms of heads, with weights counted from 0 or from 1."""
     query, key = (weight_and_epsilon(module.get_submodule(name)) for name in ("q_norm", "k_norm"))
     if query is None or key is None or query[1] != key[1]:
         return

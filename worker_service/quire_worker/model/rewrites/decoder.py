@@ -55,8 +55,8 @@ class Decoder(torch.nn.Module):
         return BaseModelOutputWithPast(last_hidden_state=self.norm.forward(hidden))
 
     def _bound(self, step: Step) -> tuple[CpuAttentionPlan, list[torch.Tensor]] | None:
-        """The plan and the pages of all layers. None where these have several plans, or one that is not the kernels',
-        or where one of them sees a window or reads what another wrote."""
+        """Returns the plan and the pages of all layers. None where these have several plans, or one that is not the
+        kernels', or where one of them sees a window or reads what another wrote."""
         if self._in_c is None or not isinstance(step, PagedStep):
             return None
         bound = [step.layers[layer.attention.layer_index] for layer in self._in_order]
@@ -74,7 +74,7 @@ class Decoder(torch.nn.Module):
         plan: CpuAttentionPlan,
         pages: list[torch.Tensor],
     ) -> None:
-        """All layers, on `hidden` where it is: `[1, tokens, hidden_size]`, contiguous and this pass's own."""
+        """Runs all layers, on `hidden` where it is: `[1, tokens, hidden_size]`, contiguous and this pass's own."""
         first = self._in_order[0]
         attention, mlp, tokens = first.attention, first.mlp, hidden.shape[1]
         assert self._in_c is not None
@@ -109,7 +109,8 @@ class DecoderRewrite(Rewrite):
 
 
 def _layers_in_c(layers: list[DecoderLayer]) -> ctypes.Array[interface.Layer] | None:
-    """What `quire_decoder` reads of the layers; None where their shapes differ, or one asks for more than a scale."""
+    """Returns what `quire_decoder` reads of the layers; None where their shapes differ, or one asks for more than a
+    scale."""
     shapes = {
         (a.qkv.outputs, a.query_heads, a.kv_heads, a.head_dim, layer.mlp.gate_up.outputs)
         for layer in layers
@@ -133,7 +134,7 @@ def _layers_in_c(layers: list[DecoderLayer]) -> ctypes.Array[interface.Layer] | 
 
 
 def _scale_of(attention: MergedAttention) -> float | None:
-    """What a layer asks attention for, if that is a scale and nothing else."""
+    """Returns what a layer asks attention for, if that is a scale and nothing else."""
     scoring = attention.scoring
     is_scale_alone = scoring == Scoring(scoring.scale, sliding_window=None, soft_cap=0.0, sinks=None)
     return scoring.scale if is_scale_alone else None

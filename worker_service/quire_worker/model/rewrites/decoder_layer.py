@@ -39,7 +39,7 @@ class DecoderLayer(torch.nn.Module):
         quire_step: Step,
         **_: Any,
     ) -> torch.Tensor:
-        """`[1, tokens, hidden]` to the same."""
+        """Takes `[1, tokens, hidden]` to the same."""
         attended = self.attention.forward(
             self.attention_norm.forward(hidden_states), position_embeddings, None, hidden_states, quire_step=quire_step
         )[0]

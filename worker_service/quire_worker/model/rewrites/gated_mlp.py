@@ -22,7 +22,7 @@ class GatedMlp(torch.nn.Module):
         self.down = down
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """`[..., hidden]` to the same, plus `residual` if there is one."""
+        """Takes `[..., hidden]` to the same, plus `residual` if there is one."""
         return self.down(self.gate_up(x), residual)
 
 

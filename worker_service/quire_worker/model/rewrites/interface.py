@@ -13,7 +13,7 @@ class Rewrite(Protocol):
     """One pattern of modules, and what computes the same. What it knows, it is given when it is made."""
 
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-        """What may replace a module, the likeliest first; nothing where it does not fit the pattern.
+        """Returns what may replace a module, the likeliest first; nothing where it does not fit the pattern.
 
         Args:
             module: of the model; not changed.
@@ -32,7 +32,7 @@ def own_parameter_names(module: torch.nn.Module) -> set[str]:
 
 
 def is_plain_linear(module: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
-    """Whether it is a linear layer as torch has it, whose weight the kernels can pack."""
+    """Tells whether it is a linear layer as torch has it, whose weight the kernels can pack."""
     if type(module) is not torch.nn.Linear:
         return False
     weight = module.weight

@@ -19,7 +19,7 @@ class Linear(torch.nn.Module):
         self.packed = packed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[..., inputs]` to `[..., outputs]`."""
+        """Takes `[..., inputs]` to `[..., outputs]`."""
         return self.packed(x)
 
 
@@ -38,7 +38,7 @@ class LinearRewrite(KernelRewrite):
 
 
 def packed_of(library: Library, *layers: torch.nn.Linear, is_gated: bool = False) -> PackedLinear:
-    """The weights of linear layers with one input, packed together."""
+    """Returns the weights of linear layers with one input, packed together."""
     weights = [layer.weight.detach() for layer in layers]
     biases = [None if layer.bias is None else layer.bias.detach() for layer in layers]
     return PackedLinear(library, weights, biases, is_gated=is_gated)

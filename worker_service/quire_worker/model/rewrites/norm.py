@@ -21,7 +21,7 @@ class Norm(torch.nn.Module):
         self.epsilon = epsilon
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[..., size]` to the same."""
+        """Takes `[..., size]` to the same."""
         return ops.norm(self.library, hidden_states, self.weight, self.epsilon)
 
 
@@ -37,7 +37,7 @@ class NormRewrite(KernelRewrite):
 
 
 def weight_and_epsilon(module: torch.nn.Module) -> tuple[torch.Tensor, float] | None:
-    """The vector and the epsilon of a module that may be an RMSNorm; None if it cannot be one."""
+    """Returns the vector and the epsilon of a module that may be an RMSNorm; None if it cannot be one."""
     if child_names(module) or own_parameter_names(module) != {"weight"}:
         return None
     weight = module.get_parameter("weight").detach()

@@ -46,7 +46,7 @@ class Recording:
                 handle.remove()
 
     def step(self, inner: Step) -> RecordingStep:
-        """A step that notes what layers ask it for beside queries, keys and values."""
+        """Returns a step that notes what layers ask it for beside queries, keys and values."""
         return RecordingStep(inner, self)
 
 

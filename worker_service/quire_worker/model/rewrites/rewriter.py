@@ -120,7 +120,8 @@ class _Pass:
 
 
 def agrees(candidate: torch.nn.Module, call: Call) -> bool:
-    """Whether a candidate gives what the original gave. One that cannot be called as the original was does not."""
+    """Tells whether a candidate gives what the original gave. One that cannot be called as the original was does
+    not."""
     try:
         result = candidate(*call.arguments, **call.keywords)
     except (ValueError, TypeError, RuntimeError, LookupError):
@@ -135,7 +136,7 @@ def agrees(candidate: torch.nn.Module, call: Call) -> bool:
 
 
 def _tensor_of(result: Any) -> torch.Tensor | None:
-    """A module's result, or the first of several: of a tuple, or of one of transformers' outputs."""
+    """Returns a module's result, or the first of several: of a tuple, or of one of transformers' outputs."""
     first = result if isinstance(result, torch.Tensor) else result[0]
     return first if isinstance(first, torch.Tensor) else None
 

@@ -19,6 +19,6 @@ class PackedEmbedding(torch.nn.Module):
         self.packed = packed
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """int64 `[...]` to `[..., inputs]` of the weights' dtype."""
+        """Takes int64 `[...]` to `[..., inputs]` of the weights' dtype."""
         words = self.packed.weight[input_ids // PANEL, :, input_ids % PANEL]
         return words.view(self.packed.dtype)

@@ -47,8 +47,11 @@ class TwinCheckpoints(TwinRetention):
         return slot.key[2] * self.digest_tokens in sequence.boundaries
 
     def _drop(self, slot: Slot) -> None:
+        assert slot.key is not None
+        path = slot.key[3]
         self.unpublish(slot)
         self.empty += slot.blocks[::-1]
+        self.slot_left(slot, path)
 
     def _used(self, slot: Slot) -> None:
         """It is not an unused checkpoint any more, or none at all."""

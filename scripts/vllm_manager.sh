@@ -1,7 +1,7 @@
 #!/bin/sh
 # Makes build/peers/vllm-manager, an environment that can import vLLM's KVCacheManager beside Quire and all that the
 # environment of $PYTHON has: benchmarks/allocator.py and benchmarks/hybrid.py run in it. It is one of its own, so that
-# nothing of vLLM's comes into the environment that Quire is developed in. It takes 2 GB, and no model runs in it:
+# nothing of vLLM's comes into the environment that Quire is developed in. It takes 1 GB, and no model runs in it:
 # vLLM's dependencies are left out but for what these imports need.
 set -eu
 

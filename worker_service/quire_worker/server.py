@@ -33,6 +33,7 @@ from quire_worker.execution.failures import DeviceLostError
 from quire_worker.model.checkpoint import ModelError
 from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.tokenizer import Tokenizer
+from quire_worker.page_format import KV_CACHE_DTYPES, KV_LAYOUTS
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.service import WorkerService
 from quire_worker.telemetry import WorkerCollector, WorkerTelemetry
@@ -97,6 +98,19 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: float32 on a CPU"
     )
     parser.add_argument(
+        "--kv-cache-dtype",
+        choices=list(KV_CACHE_DTYPES),
+        default="auto",
+        help="of keys and values in the pages: auto is that of the weights; fp8 divides by the checkpoint's k_scale and"
+        " v_scale, or 1 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kv-layout",
+        choices=list(KV_LAYOUTS),
+        default="NHD",
+        help="order of tokens, heads and dims in a page (default: %(default)s)",
+    )
+    parser.add_argument(
         "--device",
         choices=["cpu", "cuda"],
         default="cpu",
@@ -150,7 +164,14 @@ def load(options: argparse.Namespace) -> Loaded:
     """
     torch.set_num_threads(options.threads)
     check_device(options.device)
-    model = load_model(options.model, block_size=options.block_size, dtype=options.dtype, device=options.device)
+    model = load_model(
+        options.model,
+        block_size=options.block_size,
+        dtype=options.dtype,
+        device=options.device,
+        kv_cache_dtype=options.kv_cache_dtype,
+        kv_layout=options.kv_layout,
+    )
     spec = model.cache_spec
     try:
         block_count = options.blocks or spec.block_count_for(options.kv_memory)

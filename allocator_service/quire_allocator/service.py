@@ -11,7 +11,7 @@ import functools
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import grpc
 import structlog
@@ -36,6 +36,7 @@ from quire_allocator.watch import Watching
 from quire_allocator.wire import authorization, reply_size, step_apply, step_checks, translate, views
 from quire_allocator.wire.translate import require
 
+WAITERS_MAX: Final = 1_000  # owners of whom the log has said that they wait; the oldest are forgotten
 log = structlog.get_logger()
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 RequestT = TypeVar("RequestT", bound=Message)
@@ -142,6 +143,7 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
             new_session_id=lambda: secrets.token_bytes(16),
             check_invariants=check_invariants,
         )
+        self._waiters: dict[tuple[str, bytes] | None, None] = {}
         self.unary_sessions = UnarySessions(self.sessions, counters)
         counters.refused_pool_count = lambda: self.sessions.refused_pool_count(self.clock())
 
@@ -151,6 +153,19 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
     ) -> None:
         await SessionStream(self, context, self.authorize(context)).run()
+
+    def is_new_waiter(self, attaching: tuple[str, bytes] | None) -> bool:
+        """Tells whether this owner is refused for the first time because its pool has another: it comes every second.
+
+        Args:
+            attaching: the pool's name, and the owner's incarnation.
+        """
+        is_new = attaching not in self._waiters
+        if is_new:
+            self._waiters[attaching] = None
+            while len(self._waiters) > WAITERS_MAX:
+                del self._waiters[next(iter(self._waiters))]
+        return is_new
 
     def drain(self) -> None:
         """Takes no new session and ends every stream with UNAVAILABLE / DRAINING."""

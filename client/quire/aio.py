@@ -60,6 +60,9 @@ class _Connected:
             return False
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.address}>"
+
     async def close(self) -> None:
         """Ends the connection and every stream on it."""
         await self._link.close()
@@ -81,7 +84,8 @@ class AsyncClient(_Connected):
             name, if set. Without it a token is sent to this machine only.
         timeout_s: for each call but `generate` and `stream`, which have 600 seconds unless they are given another.
 
-    Made inside the event loop that uses it. Methods raise QuireError where the call fails.
+    Made inside the event loop that uses it. A call that meets UNAVAILABLE is tried four times, 50 to 500 ms apart, all
+    within its time; `generate` and `stream` only until the first chunk. Methods raise QuireError where the call fails.
     """
 
     SERVICE = "quire.v1.WorkerService"
@@ -148,8 +152,9 @@ class AsyncAllocatorClient(_Connected):
             name, if set. Without it a token is sent to this machine only.
         timeout_s: for each call.
 
-    Made inside the event loop that uses it. Methods raise QuireError where the call fails. What an
-    operation answers (no space, say) is a result.
+    Made inside the event loop that uses it. A call that meets UNAVAILABLE is tried four times, 50 to 500 ms apart, all
+    within its time; `generate` and `stream` only until the first chunk. Methods raise QuireError where the call fails.
+    What an operation answers (no space, say) is a result.
     """
 
     SERVICE = "quire.v1.AllocatorService"

@@ -61,11 +61,11 @@ def test_a_tenant_streams_text_and_sees_what_is_its_own(deployment: Deployment) 
     ],
     ids=" ".join,
 )
-def test_what_a_tenant_may_not_do_is_one_line_and_exit_code_1(
+def test_what_a_tenant_may_not_do_is_one_line_and_exit_code_5(
     deployment: Deployment, command: list[str], message: str
 ) -> None:
     result = quire(*command, **environment(deployment, "acme"))
-    assert (result.returncode, result.stdout) == (1, "")
+    assert (result.returncode, result.stdout) == (5, "")
     assert result.stderr.startswith(f"quire: {message}: ")
     assert result.stderr.count("\n") == 1
 
@@ -80,7 +80,7 @@ def test_without_one_of_its_files_the_command_is_turned_away(deployment: Deploym
     ):
         given[name] = ""
     result = quire("pools", **given)
-    assert result.returncode == 1, result.stderr
+    assert result.returncode == (5 if missing == "QUIRE_TOKEN_FILE" else 3), result.stderr
     expected = {"QUIRE_TOKEN_FILE": "UNAUTHENTICATED / TOKEN", "QUIRE_TLS_CERT": "TLS, no client certificate"}
     assert expected.get(missing, "[not encrypted]") in result.stderr
 

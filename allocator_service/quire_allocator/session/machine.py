@@ -59,6 +59,7 @@ class SessionMachine:
     Attributes:
         phase: see the module's docstring.
         owner: the ownership of the pool, once attached.
+        attaching: the pool that its owner has asked for, and the owner's incarnation; None before.
         ending: why the stream was ended from outside; None while it was not.
         applied: the step that the last message applied to the pool; None where the message was no step, or a repeated
             one.
@@ -72,6 +73,7 @@ class SessionMachine:
     ) -> None:
         self.phase = Phase.ATTACHING
         self.owner: Ownership | None = None
+        self.attaching: tuple[str, bytes] | None = None
         self.ending: Refusal | None = None
         self.applied: StepColumns | None = None
         self._sessions = sessions
@@ -129,6 +131,7 @@ class SessionMachine:
         require(1 <= attach.window <= limits.WINDOW_MAX, f"window must be 1 to {limits.WINDOW_MAX}")
         self._spec = translate.pool_spec(attach.spec)
         name = translate.pool_name(attach.pool)
+        self.attaching = name, attach.incarnation
         authorization.require_owning(self._permissions, name)
         known = self._directory.find_session(attach.resume_session)
         if known is not None and known.name == name:

@@ -174,6 +174,8 @@ class SessionStream:
     async def _abort(self, error: QuireError) -> None:
         await self._stop_beating()
         if error.code is not grpc.StatusCode.UNAVAILABLE:
-            owner = self._machine.owner
-            log.warning("stream ended", pool=owner.name if owner else None, reason=error.reason, error=error.message)
+            attaching = self._machine.attaching
+            if error.reason is not Reason.POOL_OWNED or self._service.is_new_waiter(attaching):
+                pool = attaching[0] if attaching else None
+                log.warning("stream ended", pool=pool, reason=error.reason, error=error.message)
         await abort(self._context, error)

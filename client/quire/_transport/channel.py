@@ -25,9 +25,18 @@ from google.protobuf.message import Message
 from grpc import aio
 
 from quire._secret_files import read_token
-from quire._transport.address import is_local, is_unix
+from quire._transport.address import check_target, is_local, is_unix
 from quire._transport.backoff import BACKOFF_FACTOR, Backoff
-from quire.errors import InternalError, QuireError, UnavailableError, UsageError, from_rpc_error
+from quire.errors import (
+    DeadlineExceededError,
+    InternalError,
+    QuireError,
+    Reason,
+    UnavailableError,
+    UnimplementedError,
+    UsageError,
+    from_rpc_error,
+)
 from quire.protocol.limits import MESSAGE_BYTES_MAX
 from quire.tls import Tls, resolve_tls
 
@@ -147,6 +156,7 @@ class Attempts(Generic[ItemT]):
         read: Callable[[Any], ItemT],
         timeout_s: float,
     ) -> None:
+        link.check_size(request)
         self._link = link
         self._method = method
         self._request = request
@@ -184,10 +194,11 @@ class Link:
     """What the two flavours of a connection share.
 
     Raises:
-        UsageError: a file is unusable, or a token would go to another machine unencrypted.
+        UsageError: the address is none, a file is unusable, or a token would go to another machine unencrypted.
     """
 
     def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
+        check_target(address)
         self.address = address
         self.timeout_s = timeout_s
         self._tls = tls = resolve_tls(tls)
@@ -221,14 +232,36 @@ class Link:
         return self.explain(from_rpc_error(error, request_id))
 
     def explain(self, error: QuireError) -> QuireError:
-        """Does the same; where nobody answered it says where, and how it was tried: a server that asks for TLS, or for
-        another certificate, just hangs up."""
-        if not isinstance(error, UnavailableError) or error.reason is not None:
+        """Puts gRPC's own errors into words: what is wrong, with what, and what to do. Where nobody answered they say
+        how it was tried: a server that asks for TLS, or for another certificate, just hangs up."""
+        if error.reason is not None:
             return error
-        how = "not encrypted"
-        if self._tls is not None:
-            how = f"TLS, {self._tls.cert or 'no client certificate'}"
-        return UnavailableError(f"no answer from {self.address}: {error.message} [{how}]", None, error.request_id)
+        if isinstance(error, UnimplementedError):
+            text = f"{self.address} has no such call: is it a worker, where an allocator was meant, or the reverse?"
+        elif isinstance(error, DeadlineExceededError):
+            text = f"{self.address} did not answer in the time of the call: give it more (--timeout, timeout_s)"
+        elif isinstance(error, UnavailableError):
+            how = "not encrypted"
+            if self._tls is not None:
+                how = f"TLS, {self._tls.cert or 'no client certificate'}"
+            text = f"no answer from {self.address}: is a server running there? {error.message} [{how}]"
+        else:
+            return error
+        return type(error)(text, None, error.request_id)
+
+    def check_size(self, request: Message) -> None:
+        """Refuses here what no server would take, in words that say by how much.
+
+        Raises:
+            ResourceExhaustedError: TOO_LARGE.
+        """
+        size = request.ByteSize()
+        if size > MESSAGE_BYTES_MAX:
+            error = QuireError.of(
+                Reason.TOO_LARGE, f"the request has {size:,} bytes, and a server takes {MESSAGE_BYTES_MAX:,}: send less"
+            )
+            error.request_id = getattr(request, "request_id", None)
+            raise error
 
 
 class SyncLink(Link):
@@ -254,6 +287,7 @@ class SyncLink(Link):
             QuireError: the call failed.
         """
         self.check_open()
+        self.check_size(request)
         try:
             return method(request, timeout=self.deadline(timeout_s), metadata=self.metadata)
         except grpc.RpcError as error:
@@ -301,6 +335,7 @@ class AsyncLink(Link):
             QuireError: the call failed.
         """
         self.check_open()
+        self.check_size(request)
         try:
             return readable(await method(request, timeout=self.deadline(timeout_s), metadata=self.metadata))
         except asyncio.CancelledError:

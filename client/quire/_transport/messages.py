@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 
 from quire import types, views
 from quire.errors import InternalError, InvalidArgumentError, Reason, UnavailableError
+from quire.protocol.limits import REQUEST_ID_CHARACTERS_MAX
 from quire.protocol.outcomes import NULL_BLOCK, Copy, Result, Swap, Victim
 from quire.protocol.packing import unpack_uint32
 from quire.protocol.steps import concatenated
@@ -36,7 +37,7 @@ def generate_request(
         TypeError: an unknown option, or a value of the wrong type.
         InvalidArgumentError: BAD_PARAMETER, a number that the message cannot carry.
     """
-    request_id = request_id or new_request_id()
+    request_id = _checked_id(request_id)
     sampling = replace(params or types.SamplingParams(), **options)
     for name in ("max_tokens", "n", "top_p"):  # 0 means "unset" on the wire, so that it would not be refused there
         if getattr(sampling, name) == 0:
@@ -340,9 +341,27 @@ def new_request_id() -> str:
     return uuid.uuid4().hex
 
 
+def _checked_id(request_id: str | None) -> str:
+    """Returns the caller's id, which logs and headers have to carry, or a new one.
+
+    Raises:
+        InvalidArgumentError: BAD_PARAMETER: it is too long, or has characters that they do not carry.
+    """
+    if request_id is None or request_id == "":
+        return new_request_id()
+    is_plain = request_id.isascii() and request_id.isprintable() and " " not in request_id
+    if len(request_id) > REQUEST_ID_CHARACTERS_MAX or not is_plain:
+        raise InvalidArgumentError(
+            f"request_id {request_id[:80]!r} must have 1 to {REQUEST_ID_CHARACTERS_MAX} printable ASCII characters "
+            "and no space: letters, digits, - and _ will do",
+            Reason.BAD_PARAMETER,
+        )
+    return request_id
+
+
 def _operation(message: MessageT, request_id: str | None, **values: int) -> MessageT:
     """Fills in what every operation has: a request id, a new one where the caller gave none, and numbers."""
-    request_id = request_id or new_request_id()
+    request_id = _checked_id(request_id)
     return _fill(message, request_id, reason=Reason.MALFORMED, request_id=request_id, **values)
 
 

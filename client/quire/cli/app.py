@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
 from quire import __version__
-from quire.cli import certs, generate, plan, pools, servers, status, watch
+from quire.cli import certs, generate, output, plan, pools, servers, status, watch
 from quire.errors import QuireError, UsageError
 from quire.local import ServerFailedError
 
@@ -18,7 +17,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -48,12 +46,8 @@ certs.register(app)
 
 
 def run() -> None:
-    """Runs the command line; errors of Quire end it with one line and exit code 1, wrong use with 2."""
+    """Runs the command line; an error of Quire ends it with one line, and an exit code that says of what kind."""
     try:
         app(prog_name="quire")
-    except (QuireError, ServerFailedError) as error:
-        print(f"quire: {error}", file=sys.stderr)
-        sys.exit(1)
-    except UsageError as error:
-        print(f"quire: {error}", file=sys.stderr)
-        sys.exit(2)
+    except (QuireError, ServerFailedError, UsageError) as error:
+        output.end_with(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterable
@@ -17,8 +16,9 @@ from rich.text import Text
 
 from quire._transport import messages
 from quire._transport.channel import GENERATE_TIMEOUT_S
-from quire.cli import options
+from quire.cli import options, output
 from quire.client import Client
+from quire.errors import UsageError
 from quire.types import Chunk, Generation, SamplingParams
 
 EXAMPLES = """Continue a prompt; the text appears as it is made.
@@ -56,7 +56,7 @@ def generate(
 ) -> None:
     """Streams the text of one request."""
     if prompt == "-":
-        prompt = sys.stdin.read()
+        prompt = _standard_input()
     params = SamplingParams(max_tokens, temperature, top_k, top_p, seed, n, (), ignore_eos)
     start = time.monotonic()
     try:
@@ -67,11 +67,24 @@ def generate(
             shown = chunks if as_json else _shown(chunks, n)
             generation = messages.gather(shown, chunks.request_id)
     except KeyboardInterrupt:  # the stream is closed by now, which cancels the request
-        sys.exit(130)
+        sys.exit(output.INTERRUPTED)
     if as_json:
-        print(json.dumps(asdict(generation)))
+        output.print_json(asdict(generation))
     else:
         print(_summary(generation, time.monotonic() - start), file=sys.stderr)
+
+
+def _standard_input() -> str:
+    """Returns what is piped in.
+
+    Raises:
+        UsageError: it is no UTF-8.
+    """
+    data = sys.stdin.buffer.read()
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"standard input is no UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from None
 
 
 def printable(text: str) -> str:
@@ -83,7 +96,7 @@ def _shown(chunks: Iterable[Chunk], n: int) -> Iterable[Chunk]:
     """Passes the same chunks on, put out on their way in the form that suits standard output."""
     if n == 1:
         return _typed_out(chunks)
-    return _side_by_side(chunks, n) if sys.stdout.isatty() else _as_finished(chunks)
+    return _side_by_side(chunks, n) if sys.stdout.isatty() else _tagged(chunks)
 
 
 def _typed_out(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
@@ -118,13 +131,16 @@ def _side_by_side(chunks: Iterable[Chunk], n: int) -> Iterable[Chunk]:
         live.vertical_overflow = "visible"  # the last picture may scroll
 
 
-def _as_finished(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
-    """Returns each sample whole, under a heading, as soon as it is finished."""
-    texts: dict[int, str] = {}
+def _tagged(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
+    """Writes each line of a sample, after the sample's number and a tab, as soon as it is whole."""
+    begun: dict[int, str] = {}
     for chunk in chunks:
-        texts[chunk.sample] = texts.get(chunk.sample, "") + chunk.text
-        if chunk.finish_reason is not None:
-            print(f"--- sample {chunk.sample}\n{texts[chunk.sample]}", flush=True)
+        *lines, rest = (begun.get(chunk.sample, "") + chunk.text).split("\n")
+        begun[chunk.sample] = rest
+        if chunk.finish_reason is not None and rest:
+            lines.append(rest)
+        for line in lines:
+            print(f"{chunk.sample}\t{line}", flush=True)
         yield chunk
 
 

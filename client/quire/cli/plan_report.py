@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from quire.cli import output
 from quire.planning import (
     Cost,
     Family,
@@ -91,7 +91,7 @@ class Plan:
 
     def show(self) -> None:
         """Prints tables; they need 80 columns."""
-        console = Console(highlight=False)
+        console = output.console()
         facts = Table(box=None, show_header=False, pad_edge=False)
         for name, value in self._facts():
             facts.add_row(f"[dim]{name}", value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quire.cli import block_map, options, pool_usage
+from quire.cli import block_map, options, output, pool_usage
 from quire.client import AllocatorClient
 from quire.views import PoolBlocks, PoolSummary, PoolUsage
 
@@ -51,7 +50,7 @@ def pools(
     with AllocatorClient(allocator, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         found = client.list_pools()
     if as_json:
-        print(json.dumps([_summary(pool) for pool in found]))
+        output.print_json([_summary(pool) for pool in found])
         return
     if not found:
         print(f"no pool is attached to {allocator}")
@@ -78,7 +77,7 @@ def pools(
         for row in groups if len(groups) > 1 else ():
             sizes = (f"{row.spec.block_size:,}", "", f"{row.cached:,}", f"{row.held:,}")
             table.add_row(f"  {row.name}", "", "", *sizes, style="dim")
-    Console(highlight=False).print(table)
+    output.console().print(table)
 
 
 @options.connects
@@ -95,16 +94,16 @@ def blocks(
     with AllocatorClient(allocator, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         found, usage = client.get_pool_blocks(pool), client.get_pool_usage(pool)
     if as_json:
-        print(json.dumps({**_blocks(found), "usage": _usage(usage)}))
+        output.print_json({**_blocks(found), "usage": _usage(usage)})
         return
-    console = Console(highlight=False)
+    console = output.console()
     summary = found.summary
     console.print(
         f"{summary.pool}: {summary.spec.block_count:,} blocks, {summary.held_block_count:,} held, "
         f"{summary.cached_block_count:,} cached, {summary.empty_block_count:,} empty",
         markup=False,
     )
-    console.print(block_map.draw(found, width=console.width, rows_max=rows), end="")
+    console.print(block_map.draw(found, width=Console().width, rows_max=rows), end="")
     console.print(
         f"{block_map.EMPTY} empty  {block_map.CACHED} cached, can be hit  A held by one sequence  "
         f"{block_map.SHARED} shared by several",

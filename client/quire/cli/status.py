@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import asdict
@@ -10,11 +9,10 @@ from typing import Annotated
 
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from rich.console import Console
 from rich.table import Table
 
 from quire._transport.channel import SyncLink
-from quire.cli import options
+from quire.cli import options, output
 from quire.client import AllocatorClient, Client
 from quire.errors import NotFoundError
 from quire.types import PoolMemory, WorkerStatus
@@ -54,12 +52,12 @@ def status(
         found = client.status()
     if as_json:
         digests = {"model_fingerprint": found.model_fingerprint.hex(), "state_digest": found.state_digest.hex()}
-        print(json.dumps({**asdict(found), **digests}))
+        output.print_json({**asdict(found), **digests})
         return
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in _rows(worker, found):
         table.add_row(f"[dim]{name}", value)
-    Console(highlight=False).print(table)
+    output.console().print(table)
 
 
 @options.connects

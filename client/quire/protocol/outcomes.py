@@ -14,7 +14,7 @@ NULL_BLOCK: Final = 0xFFFFFFFF  # a table entry without a block: it fell out of 
 
 
 class Result(enum.IntEnum):
-    """What one operation did; all but OK change nothing. Numbers of `quire.v1.Result`."""
+    """What one operation did; all but OK change nothing. Numbers of `quire.v1.Result`; only OK is true."""
 
     OK = 0
     NO_SPACE = 1
@@ -26,6 +26,12 @@ class Result(enum.IntEnum):
     UNCOMMITTED = 7  # a fork of a recurrent state that may be beyond the committed tokens
     FORBIDDEN = 8  # a new sequence in a namespace that the caller's certificate does not permit
     PASS_TOO_LONG = 9  # it would fit, computed in smaller passes
+
+    def __bool__(self) -> bool:
+        return self is Result.OK
+
+    def __str__(self) -> str:
+        return self.name
 
 
 class Swap(NamedTuple):

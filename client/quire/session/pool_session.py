@@ -14,11 +14,9 @@ Lifecycle:
 
 All rules are in `owner.py`, what is known of the pool in `ledger.py`; here are the stream, the clock and the waiting.
 
-`SessionLostError` is left for an allocator that refuses our report: then a new and empty session is opened, and an
-owner that gets it holds nothing any more.
-
-A step cannot be called back: it is applied though its caller was cancelled, and its answer has blocks to note and
-copies to run. Such answers are kept, and no step is taken before an engine has asked for what it has `missed`.
+`SessionLostError` is left for an allocator that refuses our report: a new session is open, and the pool is empty. A
+step cannot be called back: it is applied though its caller was cancelled, and its answer has blocks to note and copies
+to run. Such answers are kept, and no step is taken before an engine has asked for what it has `missed`.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from quire._transport.backoff import Backoff
 from quire.errors import InternalError, QuireError, Reason, UnavailableError
@@ -43,6 +41,7 @@ from quire.session.ledger import Ledger
 from quire.session.liveness import Silence
 from quire.session.lookahead import AHEAD_TOKENS, RoomAhead
 from quire.session.owner import LedgerLostError, Phase, PoolOwner, Verdict
+from quire.session.waits import Waits
 from quire.v1 import allocator_pb2 as pb
 
 TICKS_PER_HEARTBEAT: Final = 4  # how often silence is looked at
@@ -64,10 +63,9 @@ class PoolSession:
         pool: name of the pool.
         spec: its specification.
         metadata: sent with the call, such as a bearer token.
-        on_wait: told why, whenever attaching has to be tried again.
-        reconnect: gives another stub, on a new connection, where nothing is heard on the old one any more; without it
-            a connection whose other end vanished is left only when TCP gives it up. The old one must have been the
-            session's alone.
+        on_wait: told why, whenever attaching has to be tried again; without it each reason is logged once.
+        reconnect: gives another stub, on a new connection, where the old one, which is the session's alone, is silent;
+            without it a connection whose other end vanished is left only when TCP gives it up.
         disconnect: called at the end of `close`.
         window: steps that may be unanswered at a time, 1 to 8.
         ahead_tokens: for which a sequence that decodes is to have room beyond its next token.
@@ -97,7 +95,8 @@ class PoolSession:
         self._metadata = metadata
         self._reconnect = reconnect
         self._disconnect = disconnect
-        self._on_wait = on_wait or (lambda error: log.info("waiting for the allocator: %s", error))
+        self._waits = Waits(pool)
+        self._on_wait = on_wait or self._waits
         self._owner = PoolOwner(pool, spec, incarnation=secrets.token_bytes(16), window=window)
         self.ahead = RoomAhead(self._owner, ahead_tokens)
         self._call: SessionCall | None = None
@@ -229,6 +228,13 @@ class PoolSession:
         finally:
             await self._stop()
 
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
     # -- the stream ----------------------------------------------------------------------------------------------------
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
@@ -303,6 +309,7 @@ class PoolSession:
             self._changed.set()
         elif not self._connected and owner.phase is Phase.OPEN:
             self._refusal = self._refused_for = None
+            self._waits.attached()
             self._set_connected(True)
 
     async def _flush(self) -> None:
@@ -390,6 +397,4 @@ class PoolSession:
             if disconnect is not None:
                 await disconnect()
 
-    @staticmethod
-    def _closed() -> UnavailableError:
-        return UnavailableError("the session is closed")
+    _closed = staticmethod(lambda: UnavailableError("the session is closed"))

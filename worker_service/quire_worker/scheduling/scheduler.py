@@ -345,7 +345,7 @@ class Scheduler:
     # -- parts of an answer --------------------------------------------------------------------------------------------
 
     def _take_commits(self, plan: Plan, outcome: StepOutcome) -> None:
-        assert not any((*outcome.commits, *outcome.forks)), "the allocator lost a sequence"
+        assert all((*outcome.commits, *outcome.forks)), "the allocator lost a sequence"
         if plan.step:
             self._free_block_count = outcome.free_block_count // self.roster.group_count
         if outcome.swaps:

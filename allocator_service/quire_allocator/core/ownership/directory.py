@@ -24,6 +24,7 @@ from quire_allocator.core.readers import invariants
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import PoolSpec
 
+OWNED_RETRY_S_MIN, OWNED_RETRY_S_MAX = 0.05, 1.0
 BLOCKS_OF_ALL_POOLS_MAX = 1 << 26  # 4 bytes each from the start, some 40 more once published
 
 
@@ -219,8 +220,10 @@ class Directory:
         # and whose caller ends the old stream.
         owner = self._owners.get(name)
         if owner is not None:
-            wait_ms = max(0, int((owner.lease_end - now) * 1000))
-            raise Refusal("POOL_OWNED", f"pool {name} has another owner whose lease lives {wait_ms} ms longer")
+            wait_s = max(0.0, owner.lease_end - now)
+            message = f"pool {name} has another owner whose lease lives {int(wait_s * 1000)} ms longer"
+            # It may detach before: who waits looks every second, and at once when the lease ends.
+            raise Refusal("POOL_OWNED", message, max(OWNED_RETRY_S_MIN, min(wait_s, OWNED_RETRY_S_MAX)))
         if len(self._owners) >= self.pools_max:
             raise Refusal("LIMIT", f"this allocator serves at most {self.pools_max} pools")
         self.check_blocks(name, spec)

@@ -1,0 +1,37 @@
+"""What an owner is told while its pool is not there, for whoever has no words of its own for it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from quire.errors import QuireError, Reason
+
+log = logging.getLogger(__name__)
+
+_LEASE_RUNS: Final = frozenset({Reason.POOL_OWNED})
+
+
+class Waits:
+    """Says each reason once, as a warning, until a stream is up again; and then that it is.
+
+    Args:
+        pool: its name.
+    """
+
+    def __init__(self, pool: str) -> None:
+        self._pool = pool
+        self._told: set[Reason | None] = set()
+
+    def __call__(self, error: QuireError) -> None:
+        if error.reason in self._told:
+            return
+        self._told.add(error.reason)
+        until = "it is closed, or silent for its lease" if error.reason in _LEASE_RUNS else "an allocator serves it"
+        log.warning("pool %s is not ours: %s; waiting until %s", self._pool, error, until)
+
+    def attached(self) -> None:
+        """Says that the session is there again, if it was said that it was not."""
+        if self._told:
+            log.warning("pool %s is attached again", self._pool)
+            self._told.clear()

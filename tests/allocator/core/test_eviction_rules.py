@@ -330,6 +330,14 @@ def test_a_lane_that_became_worth_least_is_noticed_when_patience_ends() -> None:
     assert queue.peek() is entries[4]
 
 
+def test_what_leads_more_than_it_has_is_worth_less_for_each_block() -> None:
+    policy = ReuseValue(POOL_BLOCKS)
+    light, heavy = (release(policy, entry_of(policy, name=name)) for name in (1, 2))
+    heavy.burden = 2
+    assert policy.value(light) == pytest.approx(4 * policy.value(heavy))
+    assert policy.lane(light) != policy.lane(heavy)
+
+
 def test_the_rank_of_what_left_last_never_falls() -> None:
     policy = RecomputeCost(POOL_BLOCKS)
     dear, cheap, new = Stretch(1), Stretch(2), Stretch(3)

@@ -326,6 +326,7 @@ def test_every_metric_is_exported_and_counts(plain: Running) -> None:
     }  # fmt: skip
     assert samples["blocks", "held"] == 4
     assert samples["blocks", "empty"] == 4
+    assert [samples["group_blocks", "full_attention 4", state] for state in ("held", "kept", "spare")] == [4, 0, 0]
     assert samples["sequences",] == 3
     assert samples["sessions", "unary"] == 1
     assert samples["copies_total",] == 1

@@ -21,7 +21,7 @@ from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.metrics.counters import Counters
 from quire_allocator.service import AllocatorService
 from quire_worker.cache import NAN_BYTE, KVCache
-from quire_worker.engine import Engine
+from quire_worker.engine import STREAM_INTERVAL_S, Engine
 from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.sampler import SamplingParams
@@ -158,6 +158,7 @@ async def running(
     running_max: int = 64,
     waiting_max: int = 1024,
     ahead_tokens: int = 64,
+    stream_interval_s: float = STREAM_INTERVAL_S,
     permissions: Permissions = EVERYTHING,
 ) -> AsyncIterator[Harness]:
     """Allocator, session and engine for the length of a test."""
@@ -185,6 +186,7 @@ async def running(
             ),
             telemetry=WorkerTelemetry(),
             waiting_max=waiting_max,
+            stream_interval_s=stream_interval_s,
         )
         task = asyncio.create_task(engine.run())
         try:

@@ -28,7 +28,7 @@ from quire.types import PoolSpec
 from quire.v1 import worker_pb2_grpc as pb_grpc
 
 from quire_worker.cache import KVCache
-from quire_worker.engine import Engine
+from quire_worker.engine import STREAM_INTERVAL_S, Engine
 from quire_worker.execution.failures import DeviceLostError
 from quire_worker.model.checkpoint import ModelError
 from quire_worker.model.paged_model import PagedModel, load_model
@@ -44,6 +44,7 @@ DRAIN_S = 4.0
 TURN_S = 2.0
 WAIT_LOG_S = 10.0
 BLOCKS_PER_STEP_MAX = 8_192  # blocks that one forward pass may fill, so that their digests fit a step
+STREAM_INTERVAL_MS_MAX = 1_000
 RUNNING_MAX = 4_096  # samples; each may need a few operations of one step
 
 
@@ -94,6 +95,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         " the allocator is away; 0: none (default: %(default)s)",
     )
     parser.add_argument(
+        "--stream-interval-ms",
+        type=float,
+        default=STREAM_INTERVAL_S * 1e3,
+        help="between two messages of a stream, at least, but for the first and the last: tokens that come faster share"
+        " one; 0: every token is a message (default: %(default)g)",
+    )
+    parser.add_argument(
         "--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: float32 on a CPU"
     )
     parser.add_argument(
@@ -111,6 +119,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if options.grant_ahead_tokens < 0:
         parser.error("--grant-ahead-tokens must be at least 0")
+    if not 0 <= options.stream_interval_ms <= STREAM_INTERVAL_MS_MAX:
+        parser.error(f"--stream-interval-ms must be from 0 to {STREAM_INTERVAL_MS_MAX}")
     if options.max_batch_tokens > BLOCKS_PER_STEP_MAX * options.block_size:
         parser.error(f"--max-batch-tokens must be at most {BLOCKS_PER_STEP_MAX} blocks")
     if options.max_running > RUNNING_MAX:
@@ -218,6 +228,7 @@ def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSessi
         scheduler=scheduler,
         telemetry=WorkerTelemetry(),
         waiting_max=options.max_waiting,
+        stream_interval_s=options.stream_interval_ms / 1e3,
     )
 
 

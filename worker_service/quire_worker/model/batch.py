@@ -56,6 +56,11 @@ class ForwardBatch:
     logits_index: torch.Tensor  # int64 [rows], tokens of the flat batch
     attention: tuple[AttentionBatch, ...]  # of each group
 
+    def on(self, device: torch.device | str) -> ForwardBatch:
+        """Returns the same with the model's inputs on a device."""
+        inputs = (self.input_ids.to(device), self.position_ids.to(device), self.logits_index.to(device))
+        return ForwardBatch(*inputs, self.attention)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Spans:

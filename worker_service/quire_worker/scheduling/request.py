@@ -15,18 +15,19 @@ Positions of a running sample's tokens, with `computed <= len(tokens)`:
 
     [0, committed)               in the pages, and the allocator knows it
     [committed, computed)        in the pages; the next step commits it where a block became full
-    [computed, len(tokens))      still to be computed; in decoding that is the one token sampled last
+    [computed, len(tokens))      still to be computed, or under way; in decoding that is the one token sampled last
     [len(tokens), granted)       room in blocks that the sample holds already
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.errors import QuireError
 from quire.hashing import DigestChain
@@ -52,8 +53,7 @@ class Usage:
     preemption_count: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(NamedTuple):
     """Something for the caller of a request: new tokens of one sample, its end, or both."""
 
     sample: int
@@ -72,6 +72,7 @@ class Request:
         sampling: the worker's sampling parameters (`sampler.SamplingParams`); opaque to the scheduler but for `n`.
         root: digest that the prompt's chain starts from.
         deliveries: what the caller reads; a `QuireError` ends the request.
+        delivered_s: when the latest was put there, by the event loop's clock.
     """
 
     number: int
@@ -84,6 +85,7 @@ class Request:
     samples: list[Sample] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
     deliveries: asyncio.Queue[Delivery | QuireError] = field(default_factory=asyncio.Queue)
+    delivered_s: float = -math.inf
     first_token_s: float | None = None
     admitted: bool = False
 
@@ -138,6 +140,11 @@ class Sample:
     def output_token_count(self) -> int:
         """Counts the tokens generated so far."""
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def has_forks_to_come(self) -> bool:
+        """Tells whether other samples of the request begin when this one's first token is known."""
+        return self.index == 0 and self.output_token_count == 0 and len(self.request.samples) > 1
 
     @property
     def table_length(self) -> int:

@@ -318,7 +318,10 @@ def _halves(items: Sequence[ItemT]) -> tuple[Sequence[ItemT], Sequence[ItemT]] |
 
 def _layout_of(parts: Sequence[Part], cache: KVCache) -> ForwardBatch:
     """Lays parts out on the host."""
-    chunks = [Chunk(part.tokens, part.start, part.tables, needs_logits=True) for part in parts]
+    chunks = [
+        Chunk(part.tokens, part.start, part.tables, needs_logits=True, begun_with=part.sample.begun_with)
+        for part in parts
+    ]
     return build_batch(chunks, groups=cache.spec.groups)
 
 

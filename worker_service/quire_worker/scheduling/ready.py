@@ -38,7 +38,8 @@ def ready_after(under_way: Sequence[Work], roster: Roster, *, budget: int, seque
                 continue  # it ends with the token that is being computed
         at = standing(sample, work)
         token_count = pass_token_count(sample, at, budget)
-        has_to_ask = sample.fork_of is not None or sample in parents or is_at_boundary(sample, at)
+        is_parted = sample.fork_of is not None or sample in parents
+        has_to_ask = is_parted or is_at_boundary(sample, at) or sample.is_outgrown_by(at.length)
         if has_to_ask or at.start + token_count > sample.granted:
             plan.is_whole = False
         elif token_count:

@@ -21,11 +21,11 @@ from quire_allocator.core.ownership.directory import Directory
 from quire_allocator.metrics.counters import Counters
 from quire_allocator.service import AllocatorService
 from quire_worker.cache import NAN_BYTE, KVCache
-from quire_worker.engine import STREAM_INTERVAL_S, Engine
+from quire_worker.engine import Engine
 from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.sampler import SamplingParams
-from quire_worker.scheduling.request import FinishReason, Request
+from quire_worker.scheduling.request import STREAM_INTERVAL_S, FinishReason, Request
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
 from transformers import AutoModelForCausalLM

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
+from quire_worker.options import parse_arguments
 from quire_worker.outbox import Outbox
 from quire_worker.sampler import SamplingParams
 from quire_worker.scheduling.request import Delivery, FinishReason, Request, Sample
-from quire_worker.server import parse_arguments
 
 NEVER_S = 1e6  # longer than any test
 TEXT = "for name in names:"

@@ -36,7 +36,7 @@ from quire_worker.model.tokenizer import Tokenizer, TokenizerError
 from quire_worker.outbox import Outbox
 from quire_worker.sampler import SamplingParams, new_generator
 from quire_worker.scheduling.plan import Batch, Draw, Plan, Work
-from quire_worker.scheduling.request import FinishReason, Request, Sample
+from quire_worker.scheduling.request import STREAM_INTERVAL_S, FinishReason, Request, Sample
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
 
@@ -46,7 +46,6 @@ NOTHING_ASKED = StepOutcome([], [], [], [], [], [], 0)
 QUIET_S = 0.1  # seconds that a step of mere commits and frees waits for others to go along with
 # Seconds that samples with room wait for an answer, which usually takes 1 ms, before they go on without the others.
 PATIENCE_S = 0.02
-STREAM_INTERVAL_S = 0.02  # between two messages of a stream; see `outbox.py`
 
 
 class Asked(NamedTuple):

@@ -36,6 +36,8 @@ from quire.types import GroupSpec
 
 from quire_worker.scheduling.rotation import Rotation
 
+STREAM_INTERVAL_S = 0.02  # between two deliveries of a request, unless one is its first or ends a sample
+
 
 class FinishReason(Enum):
     """Why a sample ended."""

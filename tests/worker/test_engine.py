@@ -11,6 +11,7 @@ from quire.errors import QuireError, Reason
 from quire.protocol.permissions import EVERYTHING
 from quire.v1 import worker_pb2 as pb
 from quire_worker.execution import runner
+from quire_worker.execution.sizing import PoolMemory
 from quire_worker.scheduling.plan import Plan, Work
 from quire_worker.scheduling.request import FinishReason
 from quire_worker.service import WorkerService
@@ -300,7 +301,7 @@ async def test_a_worker_that_shuts_down_takes_no_request_whose_prompt_was_still_
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(folders["llama"]) as harness:
-        service = WorkerService(harness.engine, pool="test", model_name="llama")
+        service = WorkerService(harness.engine, pool="test", model_name="llama", memory=PoolMemory(512, 1 << 20, None))
 
         async def tokens(_request: pb.GenerateRequest, _request_id: str) -> list[int]:
             service.draining = True

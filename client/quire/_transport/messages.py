@@ -100,7 +100,9 @@ def gather(chunks: Iterable[types.Chunk], request_id: str) -> types.Generation:
 
 def worker_status(message: worker_pb.GetStatusResponse) -> types.WorkerStatus:
     """Returns a worker in a few numbers."""
-    return types.WorkerStatus(**_values(message))
+    device = types.DeviceMemory(**_values(message.memory.device)) if message.memory.HasField("device") else None
+    memory = types.PoolMemory(**{**_values(message.memory), "device": device})
+    return types.WorkerStatus(**{**_values(message), "memory": memory})
 
 
 def _usage(message: worker_pb.Usage) -> types.Usage:

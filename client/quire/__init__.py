@@ -7,8 +7,9 @@
             print(chunk.text, end="")
 
 `Client` and `AsyncClient` get text from a worker; `AllocatorClient` and `AsyncAllocatorClient` look into pools, watch
-and own them. Calls that fail raise `QuireError`. `quire.session` has ownership over a stream, `quire.mirror` what a
-router keeps of a pool, `quire.local` starts both servers on this machine.
+and own them: `engine` for an engine of one's own (`quire.engine`, docs/engine.md). Calls that fail raise `QuireError`.
+`quire.session` has ownership over a stream, `quire.mirror` what a router keeps of a pool, `quire.local` starts both
+servers on this machine.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -39,10 +40,13 @@ from quire.errors import (
 from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, SnapshotEnd
 from quire.hashing import DigestChain, block_digests, prompt_digests, root_digest
 from quire.mirror import PrefixMirror
-from quire.protocol.outcomes import Copy, Result, Swap, Victim
+from quire.protocol.outcomes import Copy, Result, StepOutcome, Swap, Victim
+from quire.protocol.steps import StepBuilder
+from quire.session import PoolSession, SessionLostError
 from quire.tls import Tls
 from quire.types import (
     Allocation,
+    BlockTable,
     Chunk,
     CommitOutcome,
     DeviceMemory,
@@ -55,6 +59,7 @@ from quire.types import (
     PoolSpec,
     Quota,
     Sample,
+    SamplingOptions,
     SamplingParams,
     Usage,
     WorkerStatus,
@@ -87,6 +92,7 @@ __all__ = [
     "AsyncClient",
     "AsyncEventStream",
     "AsyncUnarySession",
+    "BlockTable",
     "BlocksRemoved",
     "BlocksStored",
     "CacheEvent",
@@ -115,6 +121,7 @@ __all__ = [
     "PermissionDeniedError",
     "PoolBlocks",
     "PoolMemory",
+    "PoolSession",
     "PoolSpec",
     "PoolSummary",
     "PoolUsage",
@@ -128,10 +135,14 @@ __all__ = [
     "ResourceExhaustedError",
     "Result",
     "Sample",
+    "SamplingOptions",
     "SamplingParams",
     "SequenceInfo",
     "SessionKind",
+    "SessionLostError",
     "SnapshotEnd",
+    "StepBuilder",
+    "StepOutcome",
     "Swap",
     "Tls",
     "UnarySession",

@@ -332,10 +332,11 @@ def test_a_lane_that_became_worth_least_is_noticed_when_patience_ends() -> None:
 
 def test_what_leads_more_than_it_has_is_worth_less_for_each_block() -> None:
     policy = ReuseValue(POOL_BLOCKS)
-    light, heavy = (release(policy, entry_of(policy, name=name)) for name in (1, 2))
-    heavy.burden = 2
-    assert policy.value(light) == pytest.approx(4 * policy.value(heavy))
-    assert policy.lane(light) != policy.lane(heavy)
+    entry = release(policy, entry_of(policy))
+    value, lane = policy.value(entry), policy.lane(entry)
+    entry.burden = 2
+    assert policy.value(entry) == pytest.approx(value / 4)
+    assert policy.lane(entry) != lane
 
 
 def test_the_rank_of_what_left_last_never_falls() -> None:

@@ -8,6 +8,9 @@ first pass that computes nothing and notes which layers attend, to what shapes a
 The last is there because the seam lies inside transformers, and because a mask or a state that is lost along the way
 gives wrong text without an error.
 
+With several ranks, rank 0 notes the logits of the whole model before 3, and each keeps its part alone (`splitting`). What
+is compared is then the sum of all parts with the whole.
+
 Then, on a CPU that has its kernels, 5. they take the place of modules that they compute as well (`rewrites`), and the
 logits are compared once more with those that the model gave by itself.
 """
@@ -15,7 +18,7 @@ logits are compared once more with those that the model gave by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,10 +40,14 @@ from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError, fingerprint, weight_files
 from quire_worker.model.latent import keep_latents
 from quire_worker.model.rewrites.rewriter import TOLERANCE, rewrite
-from quire_worker.model.support import Arrival, layers_as_they_arrive, layers_of
+from quire_worker.model.splitting.splitter import split_over_ranks
+from quire_worker.model.support import Arrival, check_heads, layers_as_they_arrive, layers_of
 from quire_worker.model.transformers_seam import ATTENTION_NAME, PagedStep, ProbeStep, Step, run
+from quire_worker.ranks.group import RankGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+PROBE_TOKENS = 2  # of the first pass
 
 # The check at load compares logits of so many tokens per sequence; they may differ by a share of their norm. In half
 # precision rounding alone moves the logits of a deep model by percents; a lost mask or state moves them by tens.
@@ -87,7 +94,12 @@ class PagedModel:
 
 
 def load_model(
-    folder: Path | str, *, block_size: int = 16, dtype: str = "auto", device: torch.device | str = "cpu"
+    folder: Path | str,
+    *,
+    block_size: int = 16,
+    dtype: str = "auto",
+    device: torch.device | str = "cpu",
+    group: RankGroup | None = None,
 ) -> PagedModel:
     """Loads a checkpoint and checks that pages give what its own attention gives.
 
@@ -98,11 +110,13 @@ def load_model(
         dtype: "float32", "bfloat16" or "float16", of weights and pages; "auto" is float32 on a CPU and what the
             checkpoint was saved in elsewhere.
         device: of weights and pages.
+        group: of ranks that compute the model together; each gets its part, and all load at the same time.
 
     Raises:
         CheckpointError: the folder lacks something, or its weights do not fit its configuration.
         UnsupportedModelError: the model is made of something that cannot be served from pages; the message names it.
         ValueError: an unknown dtype, or a device without paged attention.
+        GroupLostError: another rank is gone.
     """
     folder, device = Path(folder), torch.device(device)
     if dtype != "auto" and dtype not in DTYPES:
@@ -110,12 +124,17 @@ def load_model(
     attention = backend_for(device)
     model_fingerprint = fingerprint(folder)
     config = _read_config(folder)
+    if group is not None:
+        check_heads(config, group.size)
     loader, layers = _loader_of(config), layers_of(config, block_size=block_size)
-    module = _read_weights(folder, loader, DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto"), device)
+    module = _read_weights(folder, loader, DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto"))
     max_position = getattr(config.get_text_config(), "max_position_embeddings", None)
     if max_position is None:
         raise UnsupportedModelError(f"model type {config.model_type!r} does not say how long its sequences may be")
-    arrivals, vocab_size = _probe(module, device)
+    own_logits = None if group is None else _split(module, max_position, group)
+    module.to(device)
+    with nullcontext() if group is None else group.learn(PROBE_TOKENS):
+        arrivals, vocab_size = _probe(module, device)
     layers = layers_as_they_arrive(config.model_type, layers, arrivals)
     try:
         key, latent_dim, _ = arrivals[layers[0].layer]
@@ -133,7 +152,8 @@ def load_model(
         max_position=max_position,
         eos_token_ids=_eos_token_ids(module),
     )
-    own_logits = _own_logits(model)
+    own_logits = _own_logits(module, _check_texts(vocab_size, max_position)) if own_logits is None else own_logits
+    own_logits = own_logits.to(device)
     _check_through_pages(model, own_logits)
     if isinstance(attention, CpuPagedAttention) and cache_spec.dtype in TOLERANCE:
         _rewrite_for_cpu(model, attention, own_logits)
@@ -161,7 +181,7 @@ def _loader_of(config: Any) -> Any:
     raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: it does not generate text")
 
 
-def _read_weights(folder: Path, loader: Any, dtype: torch.dtype | str, device: torch.device) -> Any:
+def _read_weights(folder: Path, loader: Any, dtype: torch.dtype | str) -> Any:
     weight_files(folder)
     try:
         with _quiet_progress():
@@ -184,14 +204,26 @@ def _read_weights(folder: Path, loader: Any, dtype: torch.dtype | str, device: t
     if report["unexpected_keys"]:
         _log.warning("unused_weights", folder=folder.name, weights=_some(report["unexpected_keys"]))
     keep_latents(module, ATTENTION_NAME)
-    return module.to(device).eval()
+    return module.eval()
+
+
+def _split(module: Any, max_position: int, group: RankGroup) -> torch.Tensor:
+    """Leaves this rank's part of a model on the CPU, and returns what the whole gave: see `_own_logits`."""
+
+    def own_logits() -> torch.Tensor:
+        _, vocab_size = _probe(module, torch.device("cpu"))
+        return _own_logits(module, _check_texts(vocab_size, max_position))
+
+    logits: torch.Tensor = group.share(own_logits)
+    split_over_ranks(module, group)
+    return logits
 
 
 def _probe(module: Any, device: torch.device) -> tuple[dict[int, Arrival], int]:
     """Returns what reaches each layer, and the size of the vocabulary."""
     model_type = module.config.model_type
     step = ProbeStep()
-    batch = build_batch([Chunk([0, 0], 0, [], needs_logits=True)], groups=[], device=device)
+    batch = build_batch([Chunk([0] * PROBE_TOKENS, 0, [], needs_logits=True)], groups=[], device=device)
     try:
         logits = run(module, batch, step)
     except (UnsupportedModelError, MemoryError, torch.OutOfMemoryError):
@@ -203,22 +235,18 @@ def _probe(module: Any, device: torch.device) -> tuple[dict[int, Arrival], int]:
     return step.arrivals, logits.shape[1]
 
 
-def _check_texts(model: PagedModel) -> tuple[list[int], list[int]]:
+def _check_texts(vocab_size: int, max_position: int) -> tuple[list[int], list[int]]:
     """Returns two sequences of one length."""
-    length = min(_CHECK_TOKENS, model.max_position)
-    first = [(7 * i + 1) % model.vocab_size for i in range(length)]
+    first = [(7 * i + 1) % vocab_size for i in range(min(_CHECK_TOKENS, max_position))]
     return first, first[::-1]
 
 
-def _own_logits(model: PagedModel) -> torch.Tensor:
+def _own_logits(module: Any, texts: tuple[list[int], list[int]]) -> torch.Tensor:
     """Returns what transformers' own attention gives after each of the two sequences, `[2, vocabulary]`."""
-    module: Any = model.module
     module.set_attn_implementation("eager")
     try:
         with torch.inference_mode():
-            logits: torch.Tensor = module(
-                torch.tensor(_check_texts(model), device=model.device), use_cache=False
-            ).logits[:, -1]
+            logits: torch.Tensor = module(torch.tensor(texts, device=module.device), use_cache=False).logits[:, -1]
             return logits.float()
     finally:
         module.set_attn_implementation(ATTENTION_NAME)
@@ -234,7 +262,7 @@ def _logits_through_pages(
         step_of: what the layers get for the step of a pass.
         shift: added to the positions that the layers are told of the first sequence's last tokens.
     """
-    spec, (first, second) = model.cache_spec, _check_texts(model)
+    spec, (first, second) = model.cache_spec, _check_texts(model.vocab_size, model.max_position)
     length = len(first)
     block_count = -(-length // spec.block_size)
     blocks = iter(range(2 * len(spec.groups) * block_count - 1, -1, -1))
@@ -282,7 +310,7 @@ def _rewrite_for_cpu(model: PagedModel, attention: CpuPagedAttention, own: torch
     Raises:
         UnsupportedModelError: they are not those that the model itself had.
     """
-    shift = model.max_position - len(_check_texts(model)[0])
+    shift = model.max_position - len(_check_texts(model.vocab_size, model.max_position)[0])
     counts = rewrite(
         model.module,
         attention.library,

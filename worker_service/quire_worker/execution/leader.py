@@ -99,7 +99,7 @@ class Leader:
                     return
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LeadingModel(PagedModel):
     """A model of which every rank computes its part whenever rank 0 does."""
 

@@ -40,10 +40,12 @@ from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError, fingerprint, weight_files
 from quire_worker.model.latent import keep_latents
 from quire_worker.model.rewrites.rewriter import TOLERANCE, rewrite
+from quire_worker.model.rotary import TokenLengths, longest_of, rotate_by_length, rotation_of
 from quire_worker.model.splitting.splitter import split_over_ranks
 from quire_worker.model.support import Arrival, check_heads, layers_as_they_arrive, layers_of
 from quire_worker.model.transformers_seam import ATTENTION_NAME, PagedStep, ProbeStep, Step, run
 from quire_worker.ranks.group import RankGroup
+from quire_worker.scheduling.rotation import Rotation
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -70,6 +72,8 @@ class PagedModel:
     vocab_size: int  # logits per row
     max_position: int  # tokens a sequence may have at most
     eos_token_ids: frozenset[int]  # tokens that end a text; may be empty
+    rotation: Rotation | None = None  # how keys follow the lengths of requests
+    lengths: TokenLengths | None = None  # of the tokens of a pass, where keys follow them
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """Writes the new tokens' keys and values to their pages and computes the logits that were asked for.
@@ -85,7 +89,7 @@ class PagedModel:
         Raises:
             UnsupportedModelError: the model uses an option of attention that its first batches did not.
         """
-        return run(self.module, batch, self.plan(batch, cache))
+        return run(self.module, batch, self.plan(batch, cache), self.lengths)
 
     def plan(self, batch: ForwardBatch, cache: KVCache) -> PagedStep:
         """Prepares a forward pass, once for each group and shape of pages; arguments as of `forward`."""
@@ -127,8 +131,9 @@ def load_model(
     if group is not None:
         check_heads(config, group.size)
     loader, layers = _loader_of(config), layers_of(config, block_size=block_size)
+    rotation = rotation_of(config.get_text_config())
     module = _read_weights(folder, loader, DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto"))
-    max_position = getattr(config.get_text_config(), "max_position_embeddings", None)
+    max_position = longest_of(config.get_text_config())
     if max_position is None:
         raise UnsupportedModelError(f"model type {config.model_type!r} does not say how long its sequences may be")
     own_logits = None if group is None else _split(module, max_position, group)
@@ -151,6 +156,8 @@ def load_model(
         vocab_size=vocab_size,
         max_position=max_position,
         eos_token_ids=_eos_token_ids(module),
+        rotation=rotation,
+        lengths=None if rotation is None else rotate_by_length(module, rotation),
     )
     own_logits = _own_logits(module, _check_texts(vocab_size, max_position)) if own_logits is None else own_logits
     own_logits = own_logits.to(device)
@@ -281,7 +288,7 @@ def _logits_through_pages(
     for chunks in steps:
         batch = build_batch(chunks, groups=spec.groups, device=model.device)
         batch.position_ids[:, : length - split] += shift if chunks is steps[-1] else 0
-        logits = run(model.module, batch, step_of(model.plan(batch, cache)))
+        logits = run(model.module, batch, step_of(model.plan(batch, cache)), model.lengths)
     return logits
 
 

@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from quire._serving import logs
 from quire._serving.process import stop_event
 from quire._serving.server import Server, add_arguments
 from quire.aio import AsyncAllocatorClient
-from quire.errors import QuireError, UsageError
+from quire.errors import QuireError, Reason, UsageError
 from quire.session import PoolSession
 from quire.session.lookahead import AHEAD_TOKENS
 from quire.tls import tls_of
@@ -30,12 +31,17 @@ from quire.v1 import worker_pb2_grpc as pb_grpc
 from quire_worker.cache import KVCache
 from quire_worker.engine import Engine
 from quire_worker.execution.failures import DeviceLostError
+from quire_worker.execution.leader import Leader
 from quire_worker.model.checkpoint import ModelError
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.paged_model import PagedModel, check_rank_count, load_model
 from quire_worker.model.tokenizer import Tokenizer
+from quire_worker.ranks.group import GroupLostError, RankGroup
+from quire_worker.ranks.place import place_of
+from quire_worker.ranks.processes import Ranks, starting
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.service import WorkerService
 from quire_worker.telemetry import WorkerCollector, WorkerTelemetry
+from quire_worker.tensor_parallel import add_rank_arguments, follow_rank_0, lead, unless_lost
 
 log = structlog.get_logger()
 
@@ -103,9 +109,20 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="of weights, pages and attention: cuda runs the Triton kernels, cpu kernels in C++, or plain torch where"
         " there is no compiler for them (default: %(default)s)",
     )
-    parser.add_argument("--threads", type=int, default=1, help="threads of the model (default: %(default)s)")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads of the model, of each rank (default: %(default)s)"
+    )
+    add_rank_arguments(parser)
     options = parser.parse_args(arguments)
-    for name in ("block_size", "blocks", "max_batch_tokens", "max_running", "max_waiting", "threads"):
+    for name in (
+        "block_size",
+        "blocks",
+        "max_batch_tokens",
+        "max_running",
+        "max_waiting",
+        "threads",
+        "tensor_parallel",
+    ):
         value = getattr(options, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
@@ -113,6 +130,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         parser.error("--grant-ahead-tokens must be at least 0")
     if options.max_batch_tokens > BLOCKS_PER_STEP_MAX * options.block_size:
         parser.error(f"--max-batch-tokens must be at most {BLOCKS_PER_STEP_MAX} blocks")
+    if not options.rank_timeout >= 1:
+        parser.error("--rank-timeout must be at least 1")
     if options.max_running > RUNNING_MAX:
         parser.error(f"--max-running must be at most {RUNNING_MAX}")
     return options
@@ -139,18 +158,39 @@ class Loaded(NamedTuple):
     model: PagedModel
     cache: KVCache
     tokenizer: Tokenizer
+    leader: Leader | None
 
 
-def load(options: argparse.Namespace) -> Loaded:
+def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
     """Loads what the command line asks for; takes seconds to minutes.
+
+    Args:
+        options: of `parse_arguments`.
+        ranks: of which this process is rank 0; None, or a group of one, if it is alone.
 
     Raises:
         ModelError: the checkpoint cannot be served; the message says why.
         UsageError: the memory for the pool holds no block, or there is no such device.
+        GroupLostError: another rank is gone.
+    """
+    if ranks is None or ranks.place.size == 1:
+        model, cache = load_part(options, options.device, None)
+        leader = None
+    else:
+        leader, model, cache = lead(options, ranks, load_part)
+    return Loaded(Path(options.model).resolve().name, model, cache, Tokenizer(options.model), leader)
+
+
+def load_part(options: argparse.Namespace, device: str, group: RankGroup | None) -> tuple[PagedModel, KVCache]:
+    """Loads what one rank computes, and makes its pages; of a worker that is alone, all of it.
+
+    Raises:
+        ModelError, UsageError: see `load`.
+        GroupLostError: a rank is gone.
     """
     torch.set_num_threads(options.threads)
     check_device(options.device)
-    model = load_model(options.model, block_size=options.block_size, dtype=options.dtype, device=options.device)
+    model = load_model(options.model, block_size=options.block_size, dtype=options.dtype, device=device, group=group)
     spec = model.cache_spec
     try:
         block_count = options.blocks or spec.block_count_for(options.kv_memory)
@@ -159,7 +199,9 @@ def load(options: argparse.Namespace) -> Loaded:
     if block_count < len(spec.groups):
         needed = f"{len(spec.groups)} blocks of {spec.bytes_per_block:,} bytes, one for each group of layers"
         raise UsageError(f"--kv-memory or --blocks: {block_count} blocks hold no token; it takes {needed}")
-    cache = KVCache(spec, block_count, device=options.device)
+    if group is not None:
+        block_count = group.least(block_count)
+    cache = KVCache(spec, block_count, device=device)
     log.info(
         "model loaded",
         architecture=model.architecture,
@@ -171,7 +213,7 @@ def load(options: argparse.Namespace) -> Loaded:
     )
     if options.device == "cuda":
         compile_kernels(model)
-    return Loaded(Path(options.model).resolve().name, model, cache, Tokenizer(options.model))
+    return model, cache
 
 
 def check_device(device: str) -> None:
@@ -202,7 +244,7 @@ def compile_kernels(model: PagedModel) -> None:
 
 def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSession) -> Engine:
     """Puts the parts together; nothing is connected yet."""
-    _, model, cache, tokenizer = loaded
+    _, model, cache, tokenizer, _ = loaded
     scheduler = Scheduler(
         groups=cache.spec.groups,
         sequence_tokens_max=min(model.max_position, cache.sequence_tokens_max(options.max_batch_tokens)),
@@ -235,21 +277,27 @@ def log_waits() -> Callable[[QuireError], None]:
     return log_wait
 
 
-async def serve(options: argparse.Namespace) -> None:
+async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     """Runs until SIGTERM or SIGINT.
+
+    Args:
+        options: of `parse_arguments`.
+        ranks: of which this process is rank 0, perhaps the only one.
 
     Raises:
         UsageError: an address is unsafe or taken, or a file is unusable.
         ModelError: the checkpoint cannot be served; the message says why.
         QuireError: the allocator refuses this worker for good.
         DeviceLostError: the device failed; its last requests were told.
+        GroupLostError: another rank is gone; the last requests were told.
     """
     stop = stop_event()
     calls_max = 4 * (options.max_waiting + options.max_running)  # far above the queue, which refuses with a reason
     server = Server(options, service_name="quire.v1.WorkerService", calls_max=max(4_096, calls_max))
     tls = tls_of(options.allocator_ca, options.allocator_cert, options.allocator_key)
     allocator = AsyncAllocatorClient(options.allocator, token=server.token, tls=tls)
-    loaded = await asyncio.to_thread(load, options)
+    lost = asyncio.wrap_future(ranks.lost)
+    loaded = await unless_lost(partial(load, options, ranks), lost)
     session = allocator.session(
         options.pool,
         PoolSpec(
@@ -268,21 +316,29 @@ async def serve(options: argparse.Namespace) -> None:
     running = asyncio.create_task(_run(engine, server))
     stopping = asyncio.create_task(stop.wait())
 
-    await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((running, stopping, lost), return_when=asyncio.FIRST_COMPLETED)
     log.info("draining", running=len(engine.scheduler.roster.running), waiting=len(engine.scheduler.roster.waiting))
     service.draining = True
     await server.withdraw()
-    if session.connected and not running.done():
-        await asyncio.wait((asyncio.create_task(engine.drained()),), timeout=DRAIN_S)
+    if session.connected and not running.done() and not lost.done():
+        drained = asyncio.create_task(engine.drained())
+        await asyncio.wait((drained, lost), timeout=DRAIN_S, return_when=asyncio.FIRST_COMPLETED)
+    if lost.done():
+        engine.fail_all(QuireError.of(Reason.MODEL_FAILED, "a rank of the worker is gone"))
     engine.stop()
-    if not session.connected:
-        running.cancel()  # it may be waiting for an allocator that is down
+    if not session.connected or lost.done():
+        running.cancel()  # it may be waiting for an allocator that is down, or for a rank
     await asyncio.wait((running,), timeout=TURN_S)
     running.cancel()
     await server.stop()  # by now every call has ended, or is being told why
     await session.close()
     await allocator.close()
+    if lost.done():
+        raise GroupLostError(lost.result())  # the model's thread may never end
     engine.close()
+    if loaded.leader is not None:
+        ranks.let_end()
+        loaded.leader.stop()
     log.info("stopped")
     with contextlib.suppress(asyncio.CancelledError):
         await running  # raises what ended it, if it was not us
@@ -305,12 +361,24 @@ async def _run(engine: Engine, server: Server) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Is the entry point of `quire-worker`."""
-    options = parse_arguments(arguments)
-    logs.configure(log_format=options.log_format, level=options.log_level, role="worker")
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = parse_arguments(given)
     try:
-        asyncio.run(serve(options))
+        place = place_of(os.environ, size=options.tensor_parallel, may_leave_machine=options.trusted_rank_network)
+        which = {"rank": place.rank} if place.size > 1 else {}
+        logs.configure(log_format=options.log_format, level=options.log_level, role="worker", **which)
+        if place.size > 1:
+            check_rank_count(options.model, place.size)
+        if place.rank > 0:
+            follow_rank_0(options, place, load_part)
+            return
+        with starting(place, given) as ranks:
+            asyncio.run(serve(options, ranks))
     except (UsageError, ModelError) as error:
         print(f"quire-worker: {error}", file=sys.stderr)  # noqa: T201 - a usage error, as argparse prints its own
         sys.exit(2)
     except (QuireError, DeviceLostError) as error:
         sys.exit(f"quire-worker: {error}")
+    except GroupLostError as error:
+        print(f"quire-worker: {error}; the group has ended", file=sys.stderr, flush=True)  # noqa: T201 - as above
+        os._exit(1)  # a thread may be waiting for the rank that is gone

@@ -7,6 +7,7 @@ them (`RankGroup.together`), so that trying again in parts means the same parts 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import threading
 import time
@@ -80,12 +81,8 @@ class Leader:
     def stop(self) -> None:
         """Lets the other ranks end."""
         self._stopped.set()
-        with self._lock:
-            try:
-                self._group.say(Order.STOP)
-            except GroupLostError:
-                pass  # they have
-            self._group.close()
+        with self._lock, contextlib.suppress(GroupLostError):  # they have
+            self._group.say(Order.STOP)
 
     def _break_silence(self) -> None:
         while not self._stopped.wait(self._silence_s):
@@ -108,9 +105,7 @@ class LeadingModel(PagedModel):
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """Computes a pass on all ranks; see `PagedModel.forward`."""
         token_count = batch.input_ids.shape[1]
-        return self.leader.together(
-            Order.FORWARD, batch, token_count, lambda: PagedModel.forward(self, batch, cache)
-        )
+        return self.leader.together(Order.FORWARD, batch, token_count, lambda: PagedModel.forward(self, batch, cache))
 
 
 class LeadingAttention(PagedAttention):

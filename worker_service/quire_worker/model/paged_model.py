@@ -8,8 +8,8 @@ first pass that computes nothing and notes which layers attend, to what shapes a
 The last is there because the seam lies inside transformers, and because a mask or a state that is lost along the way
 gives wrong text without an error.
 
-With several ranks, rank 0 notes the logits of the whole model before 3, and each keeps its part alone (`splitting`). What
-is compared is then the sum of all parts with the whole.
+With several ranks, rank 0 notes the logits of the whole model before 3, and then each keeps its part alone
+(`splitting`). What is compared is the sum of all parts with the whole.
 
 Then, on a CPU that has its kernels, 5. they take the place of modules that they compute as well (`rewrites`), and the
 logits are compared once more with those that the model gave by itself.
@@ -128,8 +128,6 @@ def load_model(
     attention = backend_for(device)
     model_fingerprint = fingerprint(folder)
     config = _read_config(folder)
-    if group is not None:
-        check_heads(config, group.size)
     loader, layers = _loader_of(config), layers_of(config, block_size=block_size)
     rotation = rotation_of(config.get_text_config())
     module = _read_weights(folder, loader, DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto"))
@@ -165,6 +163,17 @@ def load_model(
     if isinstance(attention, CpuPagedAttention) and cache_spec.dtype in TOLERANCE:
         _rewrite_for_cpu(model, attention, own_logits)
     return model
+
+
+def check_rank_count(folder: Path | str, count: int) -> None:
+    """Refuses a number of ranks that a model cannot have, before any weights are read.
+
+    Raises:
+        CheckpointError: the folder lacks something.
+        UnsupportedModelError: the model's heads do not divide by them.
+    """
+    weight_files(Path(folder))
+    check_heads(_read_config(Path(folder)), count)
 
 
 def _read_config(folder: Path) -> Any:

@@ -8,9 +8,9 @@ Lifecycle:
     3. lost      a rank is gone or silent: whatever is called raises GroupLostError, and the process has to end
 
 A pass is computed by all ranks at the same moment, and has the same sums on all of them. One that fails on a rank, for
-want of memory or otherwise, would leave the others waiting in the next sum. So that rank adds zeros to the sums that are
-left (their sizes are known since the first pass), and at the end of each pass the ranks tell each other how it went: a
-pass has failed everywhere if it has failed anywhere, and everybody is ready for the next.
+want of memory or otherwise, would leave the others waiting in the next sum. So that rank adds zeros to the sums that
+are left (their sizes are known since the first pass), and at the end of each pass the ranks tell each other how it
+went: a pass has failed everywhere if it has failed anywhere, and everybody is ready for the next.
 """
 
 from __future__ import annotations
@@ -125,7 +125,9 @@ class RankGroup:
         finally:
             self._learned_tokens = None
 
-    def together(self, token_count: int, compute: Callable[[], ResultT], ending_of: Callable[[Exception], Ending]) -> ResultT:
+    def together(
+        self, token_count: int, compute: Callable[[], ResultT], ending_of: Callable[[Exception], Ending]
+    ) -> ResultT:
         """Computes what all ranks compute at this moment, and returns its result once all have theirs.
 
         Args:

@@ -34,24 +34,27 @@ class Place:
         rank: from 0, which holds session and server.
         size: ranks of the group.
         local_rank: counts the ranks of this machine.
-        file: where they meet on this machine; None where torchrun says where.
+        file: where they meet on this machine; None where torchrun says where, or nobody is to be met yet.
+        is_by_torchrun: whether torchrun has started all ranks.
         is_on_loopback: whether what they say stays on this machine.
     """
 
-    rank: int
-    size: int
-    local_rank: int
-    file: Path | None
-    is_on_loopback: bool
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    file: Path | None = None
+    is_by_torchrun: bool = False
+    is_on_loopback: bool = True
 
     def store(self) -> dist.Store:
         """Returns what the ranks find each other by."""
         if self.file is not None:
             return dist.FileStore(str(self.file), self.size)
-        return next(iter(dist.rendezvous("env://")))[0]
+        store: dist.Store = next(iter(dist.rendezvous("env://")))[0]
+        return store
 
 
-def place_of(environment: Mapping[str, str], *, size: int | None, may_leave_machine: bool) -> Place | None:
+def place_of(environment: Mapping[str, str], *, size: int | None, may_leave_machine: bool) -> Place:
     """Finds this process' place.
 
     Args:
@@ -60,27 +63,28 @@ def place_of(environment: Mapping[str, str], *, size: int | None, may_leave_mach
         may_leave_machine: whether ranks may meet on a network.
 
     Returns:
-        None where nobody has started ranks: this process is the only one, or has to start the others.
+        Rank 0 where nobody has started ranks: this process is the only one, or has to start the others.
 
     Raises:
         UsageError: torchrun has started another number of ranks, or lets them meet on a network that is not trusted.
     """
     if RENDEZVOUS in environment:
         rank = int(environment["RANK"])
-        return Place(rank, int(environment["WORLD_SIZE"]), rank, Path(environment[RENDEZVOUS]), is_on_loopback=True)
-    if any(name not in environment for name in _TORCHRUN) or int(environment["WORLD_SIZE"]) == 1:
-        return None
+        return Place(rank, int(environment["WORLD_SIZE"]), rank, Path(environment[RENDEZVOUS]))
+    if any(name not in environment for name in _TORCHRUN):
+        return Place(size=size or 1)
     found, address = int(environment["WORLD_SIZE"]), environment["MASTER_ADDR"]
     if size is not None and size != found:
         raise UsageError(f"--tensor-parallel {size}: torchrun has started {found} ranks; leave the option away")
     is_on_loopback = is_local(f"[{address}]:1" if ":" in address else f"{address}:1")
     if not is_on_loopback and not may_leave_machine:
         raise UsageError(
-            f"the ranks would meet at {address}, and what they say to each other is neither encrypted nor authenticated:"
-            " give --trusted-rank-network if nobody else can reach that network"
+            f"the ranks would meet at {address}, and what they say to each other is neither encrypted nor"
+            " authenticated: give --trusted-rank-network if nobody else can reach that network"
         )
-    local_rank = int(environment.get("LOCAL_RANK", environment["RANK"]))
-    return Place(int(environment["RANK"]), found, local_rank, None, is_on_loopback)
+    rank = int(environment["RANK"])
+    local_rank = int(environment.get("LOCAL_RANK", rank))
+    return Place(rank, found, local_rank, is_by_torchrun=True, is_on_loopback=is_on_loopback)
 
 
 def loopback_interface() -> str | None:

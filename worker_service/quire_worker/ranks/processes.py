@@ -1,7 +1,7 @@
 """The ranks that a worker starts on its own machine, and watches.
 
 Each is a process of its own that ends with this one, however this one ends (`quire._child`). If one of them ends first,
-`lost` is told which, and how.
+`lost` says which, and how.
 """
 
 from __future__ import annotations
@@ -12,78 +12,101 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from quire_worker.ranks.place import RENDEZVOUS, Place
 
 GRACE_S = 5.0  # for a rank that was told to stop
+NOTICE_S = 0.5  # within which a process that the others miss is seen to have ended
 
 
-class RankProcesses:
-    """Ranks 1 and further of a group whose rank 0 is this process.
-
-    Lifecycle: `with` starts them; `stop_watching` before they are told to stop; the end of `with` waits for them, and
-    kills who does not end.
+class Ranks:
+    """The group as rank 0 sees it.
 
     Attributes:
         place: of this process.
-        lost: done once a rank has ended by itself; says which, and how.
+        lost: done once a rank is gone; says which, and how.
     """
 
-    def __init__(self, size: int, arguments: Sequence[str]) -> None:
-        """Nothing is started yet.
+    def __init__(self, place: Place) -> None:
+        """Knows of no process yet."""
+        self.place = place
+        self.lost: Future[str] = Future()
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._is_ending = False
+
+    def lose(self, reason: str) -> None:
+        """Says that a rank does not answer; callable from any thread, and more than once. If a process has ended,
+        which is found out in a moment, that is a better reason."""
+        if self._processes:
+            with contextlib.suppress(TimeoutError):
+                self.lost.result(NOTICE_S)
+        self._lose(reason)
+
+    def let_end(self) -> None:
+        """From now on a rank may end."""
+        self._is_ending = True
+
+    def start(self, file: Path, arguments: Sequence[str]) -> None:
+        """Starts ranks 1 and further, which meet this one over a file.
 
         Args:
-            size: ranks of the group, this process included.
+            file: in a folder that only this user may read.
             arguments: the worker's command line.
         """
-        self._folder = tempfile.TemporaryDirectory(prefix="quire-ranks-")  # of mode 0700
-        self._arguments = arguments
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._is_watching = True
-        self.place = Place(0, size, 0, Path(self._folder.name) / "rendezvous", is_on_loopback=True)
-        self.lost: Future[str] = Future()
-
-    def __enter__(self) -> Self:
+        self.place = replace(self.place, file=file)
         for rank in range(1, self.place.size):
+            own = {"RANK": str(rank), "WORLD_SIZE": str(self.place.size), RENDEZVOUS: str(file)}
             process = subprocess.Popen(
-                [sys.executable, "-m", "quire._child", "quire_worker", *self._arguments],
+                [sys.executable, "-m", "quire._child", "quire_worker", *arguments],
                 stdin=subprocess.PIPE,  # the lifeline; nothing is ever written
-                env=self._environment(rank),
+                env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **own},
                 start_new_session=True,  # Ctrl-C on a terminal reaches rank 0 alone, which stops the others in order
             )
-            self._processes.append(process)
+            self._processes[rank] = process
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank {rank}", daemon=True).start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._is_watching = False
-        for process in self._processes:
-            if kind is not None:
-                process.kill()
+    def end(self, *, grace_s: float) -> None:
+        """Waits until every rank has ended, and ends those that do not."""
+        self.let_end()
+        for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_S)
+                process.wait(grace_s)
             process.kill()
             process.wait()
-        self._folder.cleanup()
-
-    def stop_watching(self) -> None:
-        """From now on a rank may end."""
-        self._is_watching = False
-
-    def _environment(self, rank: int) -> dict[str, str]:
-        place = {"RANK": str(rank), "WORLD_SIZE": str(self.place.size), RENDEZVOUS: str(self.place.file)}
-        return {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **place}
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
-        if self._is_watching:
-            how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            with contextlib.suppress(InvalidStateError):  # another one was quicker
-                self.lost.set_result(f"rank {rank} {how}")
+        if not self._is_ending:
+            self._lose(
+                f"rank {rank} was ended by signal {-code}" if code < 0 else f"rank {rank} ended with code {code}"
+            )
+
+    def _lose(self, reason: str) -> None:
+        with contextlib.suppress(InvalidStateError):  # it is known already
+            self.lost.set_result(reason)
+
+
+@contextlib.contextmanager
+def starting(place: Place, arguments: Sequence[str]) -> Iterator[Ranks]:
+    """Starts what other ranks there have to be, and leaves none behind.
+
+    Args:
+        place: of rank 0.
+        arguments: the worker's command line.
+    """
+    ranks = Ranks(place)
+    if place.size == 1 or place.is_by_torchrun:
+        yield ranks
+        return
+    with tempfile.TemporaryDirectory(prefix="quire-ranks-") as folder:  # of mode 0700
+        try:
+            ranks.start(Path(folder) / "rendezvous", arguments)
+            yield ranks
+        except BaseException:
+            ranks.end(grace_s=0.0)
+            raise
+        ranks.end(grace_s=GRACE_S)

@@ -41,7 +41,9 @@ def _split_heads(module: Any, output: str, group: RankGroup) -> Split | None:
     keys = [name for name in ("k_proj", "v_proj") if name in own]
     linears = {"q_proj", output, *keys}
     norms = own - linears
-    if not dim or any(parameter.numel() != dim for name in norms for parameter in module.get_submodule(name).parameters()):
+    if not dim or any(
+        parameter.numel() != dim for name in norms for parameter in module.get_submodule(name).parameters()
+    ):
         return None
     if not all(is_plain(module.get_submodule(name)) for name in keys):
         return None

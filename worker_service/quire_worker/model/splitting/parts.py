@@ -54,7 +54,11 @@ class Split:
 
 def is_plain(module: object) -> TypeGuard[torch.nn.Linear]:
     """Tells whether it is a linear layer whose weight can be cut; one of a quantised checkpoint is none."""
-    return type(module) is torch.nn.Linear and type(module.weight) is torch.nn.Parameter and module.weight.is_floating_point()
+    return (
+        type(module) is torch.nn.Linear
+        and type(module.weight) is torch.nn.Parameter
+        and module.weight.is_floating_point()
+    )
 
 
 def some_outputs(linear: torch.nn.Linear, index: torch.Tensor) -> torch.nn.Linear:

@@ -117,6 +117,7 @@ class CacheSpec:
         dtype: of keys and values.
         token_count_max: longest sequence, for which the layout is planned.
         latent_dim: as in `PageSpec`, of all layers.
+        rank_count: of which each has pages like these, for its heads.
 
     Raises:
         ValueError: a layer has no head or no dim, blocks no token, or the layers' pages do not fit side by side.
@@ -127,6 +128,7 @@ class CacheSpec:
     dtype: torch.dtype
     token_count_max: int = 32_768
     latent_dim: int | None = None
+    rank_count: int = 1
 
     def __post_init__(self) -> None:
         for _ in self.places():  # each checks its own
@@ -174,7 +176,9 @@ class CacheSpec:
         )
         if self.latent_dim is not None:
             shapes += f" latent={self.latent_dim}"
-        return f"nhd {groups} heads={shapes} block={self.block_size} buffers={self.plan.buffer_count} dtype={dtype}"
+        ranks = f" ranks={self.rank_count}" if self.rank_count > 1 else ""
+        buffers = f"block={self.block_size} buffers={self.plan.buffer_count}"
+        return f"nhd {groups} heads={shapes} {buffers} dtype={dtype}{ranks}"
 
     def places(self) -> Iterator[Place]:
         """Says where the keys and values of each layer lie; a layer that reads another's has the other's place.

@@ -74,6 +74,7 @@ class PagedModel:
     eos_token_ids: frozenset[int]  # tokens that end a text; may be empty
     rotation: Rotation | None = None  # how keys follow the lengths of requests
     lengths: TokenLengths | None = None  # of the tokens of a pass, where keys follow them
+    rank_count: int = 1  # processes of which each has a part of the model
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """Writes the new tokens' keys and values to their pages and computes the logits that were asked for.
@@ -134,6 +135,7 @@ def load_model(
     max_position = longest_of(config.get_text_config())
     if max_position is None:
         raise UnsupportedModelError(f"model type {config.model_type!r} does not say how long its sequences may be")
+    rank_count = 1 if group is None else group.size
     own_logits = None if group is None else _split(module, max_position, group)
     module.to(device)
     with nullcontext() if group is None else group.learn(PROBE_TOKENS):
@@ -141,7 +143,7 @@ def load_model(
     layers = layers_as_they_arrive(config.model_type, layers, arrivals)
     try:
         key, latent_dim, _ = arrivals[layers[0].layer]
-        cache_spec = CacheSpec(layers, block_size, key.dtype, max_position, latent_dim)
+        cache_spec = CacheSpec(layers, block_size, key.dtype, max_position, latent_dim, rank_count)
     except ValueError as error:
         raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: {error}") from error
     model = PagedModel(
@@ -156,6 +158,7 @@ def load_model(
         eos_token_ids=_eos_token_ids(module),
         rotation=rotation,
         lengths=None if rotation is None else rotate_by_length(module, rotation),
+        rank_count=rank_count,
     )
     own_logits = _own_logits(module, _check_texts(vocab_size, max_position)) if own_logits is None else own_logits
     own_logits = own_logits.to(device)

@@ -54,30 +54,6 @@ ResultT = TypeVar("ResultT")
 LoadPart: TypeAlias = Callable[[argparse.Namespace, str, RankGroup | None], tuple[PagedModel, KVCache]]
 
 
-def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of a model that several processes compute."""
-    ranks = parser.add_argument_group("tensor parallel; torchrun may start the ranks, too, also on several machines")
-    ranks.add_argument(
-        "--tensor-parallel",
-        type=int,
-        metavar="N",
-        help="processes (ranks) on this machine that compute the model together, each its attention heads and its part"
-        " of every MLP; --kv-memory is of each (default: 1, or as many as torchrun has started)",
-    )
-    ranks.add_argument(
-        "--rank-timeout",
-        type=float,
-        metavar="SECONDS",
-        default=60.0,
-        help="silence of a rank after which the group ends (default: %(default)s)",
-    )
-    ranks.add_argument(
-        "--trusted-rank-network",
-        action="store_true",
-        help="let ranks of several machines talk, which they do neither encrypted nor authenticated",
-    )
-
-
 def lead(options: argparse.Namespace, ranks: Ranks, load_part: LoadPart) -> tuple[Leader, PagedModel, KVCache]:
     """Loads rank 0's part, while the other ranks load theirs, and leads them from then on.
 

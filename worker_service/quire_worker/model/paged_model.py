@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,14 @@ from quire_worker.attention import CpuPagedAttention, PagedAttention, backend_fo
 from quire_worker.cache import NAN_BYTE, CacheSpec, KVCache
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError, fingerprint, weight_files
+from quire_worker.model.kv_scales import SCALE_NAME, read_scales
 from quire_worker.model.latent import keep_latents
 from quire_worker.model.rewrites.rewriter import TOLERANCE, rewrite
 from quire_worker.model.rotary import TokenLengths, longest_of, rotate_by_length, rotation_of
 from quire_worker.model.splitting.splitter import split_over_ranks
 from quire_worker.model.support import Arrival, check_heads, layers_as_they_arrive, layers_of
 from quire_worker.model.transformers_seam import ATTENTION_NAME, PagedStep, ProbeStep, Step, run
+from quire_worker.page_format import KV_CACHE_DTYPES, KV_LAYOUTS
 from quire_worker.ranks.group import RankGroup
 from quire_worker.scheduling.rotation import Rotation
 
@@ -104,6 +106,8 @@ def load_model(
     block_size: int = 16,
     dtype: str = "auto",
     device: torch.device | str = "cpu",
+    kv_cache_dtype: str = "auto",
+    kv_layout: str = "NHD",
     group: RankGroup | None = None,
 ) -> PagedModel:
     """Loads a checkpoint and checks that pages give what its own attention gives.
@@ -115,6 +119,8 @@ def load_model(
         dtype: "float32", "bfloat16" or "float16", of weights and pages; "auto" is float32 on a CPU and what the
             checkpoint was saved in elsewhere.
         device: of weights and pages.
+        kv_cache_dtype: "auto", which is that of the weights, "fp8_e4m3" or "fp8_e5m2"; see `page_format`.
+        kv_layout: "NHD" or "HND".
         group: of ranks that compute the model together; each gets its part, and all load at the same time.
 
     Raises:
@@ -126,6 +132,9 @@ def load_model(
     folder, device = Path(folder), torch.device(device)
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}")
+    if kv_cache_dtype not in KV_CACHE_DTYPES or kv_layout not in KV_LAYOUTS:
+        known = ", ".join([*KV_CACHE_DTYPES, *KV_LAYOUTS])
+        raise ValueError(f"format of pages {kv_cache_dtype!r}, {kv_layout!r}: known are {known}")
     attention = backend_for(device)
     model_fingerprint = fingerprint(folder)
     config = _read_config(folder)
@@ -143,7 +152,10 @@ def load_model(
     layers = layers_as_they_arrive(config.model_type, layers, arrivals)
     try:
         key, latent_dim, _ = arrivals[layers[0].layer]
-        cache_spec = CacheSpec(layers, block_size, key.dtype, max_position, latent_dim, rank_count)
+        is_hnd = kv_layout == "HND"
+        cache_spec = CacheSpec(
+            layers, block_size, key.dtype, max_position, latent_dim, is_hnd=is_hnd, rank_count=rank_count
+        )
     except ValueError as error:
         raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: {error}") from error
     model = PagedModel(
@@ -165,6 +177,30 @@ def load_model(
     _check_through_pages(model, own_logits)
     if isinstance(attention, CpuPagedAttention) and cache_spec.dtype in TOLERANCE:
         _rewrite_for_cpu(model, attention, own_logits)
+    stored_as = KV_CACHE_DTYPES[kv_cache_dtype]
+    return model if stored_as is None else _quantised(model, folder, stored_as, own_logits)
+
+
+def _quantised(model: PagedModel, folder: Path, stored_as: torch.dtype, own: torch.Tensor) -> PagedModel:
+    """Returns the same model with pages of fp8. What that costs in logits is logged, and no reason to refuse.
+
+    Raises:
+        CheckpointError: the checkpoint's scales are none.
+        UnsupportedModelError: the device has no kernel for such pages.
+    """
+    spec = model.cache_spec
+    if spec.latent_dim is not None and model.device.type != "cpu":
+        raise UnsupportedModelError(
+            "latent attention has no kernel for pages of fp8; serve it with kv-cache-dtype auto"
+        )
+    scales = read_scales(folder)
+    layers = tuple(replace(layer, element_bytes=stored_as.itemsize) for layer in spec.layers)
+    spec = replace(spec, layers=layers, stored_as=stored_as, scales=tuple(sorted(scales.items())))
+    model = replace(model, cache_spec=spec)
+    difference = ((_logits_through_pages(model) - own).norm() / own.norm()).item()
+    _log.info(
+        "pages quantised", dtype=str(stored_as), layers_with_scales=len(scales), logits_differ_by=round(difference, 4)
+    )
     return model
 
 
@@ -220,8 +256,9 @@ def _read_weights(folder: Path, loader: Any, dtype: torch.dtype | str) -> Any:
     module, report = loaded  # a pair, because of `output_loading_info`
     if report["missing_keys"]:
         raise CheckpointError(f"weights in {folder} lack {_some(report['missing_keys'])}")
-    if report["unexpected_keys"]:
-        _log.warning("unused_weights", folder=folder.name, weights=_some(report["unexpected_keys"]))
+    unused = {name for name in report["unexpected_keys"] if not SCALE_NAME.search(name)}
+    if unused:
+        _log.warning("unused_weights", folder=folder.name, weights=_some(unused))
     keep_latents(module, ATTENTION_NAME)
     return module.eval()
 

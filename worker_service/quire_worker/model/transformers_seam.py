@@ -73,7 +73,7 @@ class PagedStep:
             )
         plan = self.plans[layer.kind]
         if layer.is_written:
-            plan.append(key, value, layer.pages)
+            plan.append(key, value, layer.pages, scales=layer.scales)
         return plan.attend(
             query,
             layer.pages,
@@ -81,6 +81,7 @@ class PagedStep:
             window_left=-1 if layer.window is None else layer.window - 1,
             soft_cap=scoring.soft_cap,
             sinks=scoring.sinks,
+            scales=layer.scales,
         )
 
 

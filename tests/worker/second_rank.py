@@ -1,4 +1,4 @@
-"""Rank 1 of a group whose rank 0 is a test: `python -m tests.worker.second_rank RENDEZVOUS`.
+"""Rank 1 of a crew whose rank 0 is a test: `python -m tests.worker.second_rank RENDEZVOUS`.
 
 Each line on standard input names a model's folder, blocks and a token, if any, on which this rank's part is to fail; it
 is loaded, and follows rank 0 until that says stop. The end of input ends the process.
@@ -17,16 +17,16 @@ from quire_worker.execution.follower import follow
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.checkpoint import ModelError
 from quire_worker.model.paged_model import PagedModel, load_model
-from quire_worker.ranks.group import RankGroup
+from quire_worker.ranks.crew import Crew
 from quire_worker.ranks.place import Place
 
 RANK_TIMEOUT_S = 60.0
 
 
-def join(rank: int, rendezvous: Path) -> RankGroup:
-    """The group of two, once both have come."""
+def join(rank: int, rendezvous: Path) -> Crew:
+    """The crew of two, once both have come."""
     place = Place(rank, 2, rank, rendezvous)
-    return RankGroup(place, device=torch.device("cpu"), timeout_s=RANK_TIMEOUT_S)
+    return Crew(place, device=torch.device("cpu"), timeout_s=RANK_TIMEOUT_S)
 
 
 def fail_on(token: int, error: str) -> None:
@@ -52,20 +52,20 @@ def fail_on(token: int, error: str) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    group = join(1, Path(sys.argv[1]))
+    crew = join(1, Path(sys.argv[1]))
     for line in sys.stdin:
         job = json.loads(line)
         if job.get("fails"):
             fail_on(*job["fails"])
         try:
-            model = load_model(job["folder"], dtype=job.get("dtype", "auto"), group=group)
+            model = load_model(job["folder"], dtype=job.get("dtype", "auto"), crew=crew)
         except ModelError:
             continue
         cache = KVCache(model.cache_spec, job["blocks_per_group"] * len(model.cache_spec.groups))
         for buffer in cache.buffers:
             buffer.fill_(NAN_BYTE)
-        follow(group, model, cache)
-    group.close()
+        follow(crew, model, cache)
+    crew.close()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from quire_worker.model.paged_model import PagedModel, check_rank_count, load_mo
 from quire_worker.model.splitting import attention
 from quire_worker.model.splitting.heads import heads_of_rank
 from quire_worker.model.splitting.parts import Summed
-from quire_worker.ranks.group import RankGroup
+from quire_worker.ranks.crew import Crew
 
 from tests.worker.engine_harness import Harness, prompt, reference_text, running
 from tests.worker.second_rank import join
@@ -36,9 +36,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Pair:
-    """This rank's end of the group, and the process of the other one."""
+    """This rank's end of the crew, and the process of the other one."""
 
-    group: RankGroup
+    crew: Crew
     process: subprocess.Popen[str]
 
     def load(self, folder: Path, *, blocks_per_group: int = 256, **job: Any) -> PagedModel:
@@ -47,14 +47,14 @@ class Pair:
         line = json.dumps({"folder": str(folder), "blocks_per_group": blocks_per_group, **job})
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
-        return load_model(folder, dtype=job.get("dtype", "auto"), group=self.group)
+        return load_model(folder, dtype=job.get("dtype", "auto"), crew=self.crew)
 
     @asynccontextmanager
     async def running(self, folder: Path, *, blocks_per_group: int = 256, **job: Any) -> AsyncIterator[Harness]:
         """An engine whose model both ranks compute."""
         model = self.load(folder, blocks_per_group=blocks_per_group, **job)
         lost: list[str] = []
-        leader = Leader(self.group, silence_s=0.5, on_lost=lost.append)
+        leader = Leader(self.crew, silence_s=0.5, on_lost=lost.append)
         blocks = blocks_per_group * len(model.cache_spec.groups)
         try:
             async with running(folder, blocks=blocks, model=led_by(leader, model)) as harness:
@@ -76,13 +76,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         text=True,
         env=environment,
     )
-    group = join(0, rendezvous)
+    crew = join(0, rendezvous)
     try:
-        yield Pair(group, process)
+        yield Pair(crew, process)
         process.stdin.close()  # type: ignore[union-attr]
         assert process.wait(30) == 0
     finally:
-        group.close()
+        crew.close()
         process.kill()
         process.wait()
 

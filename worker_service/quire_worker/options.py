@@ -137,7 +137,7 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SECONDS",
         default=60.0,
-        help="silence of a rank after which the group ends (default: %(default)s)",
+        help="silence of a rank after which all of them end (default: %(default)s)",
     )
     ranks.add_argument(
         "--trusted-rank-network",

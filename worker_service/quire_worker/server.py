@@ -34,7 +34,7 @@ from quire_worker.model.checkpoint import ModelError
 from quire_worker.model.paged_model import PagedModel, check_rank_count, load_model
 from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.options import parse_arguments
-from quire_worker.ranks.group import GroupLostError, RankGroup
+from quire_worker.ranks.crew import Crew, RankLostError
 from quire_worker.ranks.place import place_of
 from quire_worker.ranks.processes import Ranks, starting
 from quire_worker.scheduling.scheduler import Scheduler
@@ -65,12 +65,12 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
 
     Args:
         options: of `parse_arguments`.
-        ranks: of which this process is rank 0; None, or a group of one, if it is alone.
+        ranks: of which this process is rank 0; None, or a crew of one, if it is alone.
 
     Raises:
         ModelError: the checkpoint cannot be served; the message says why.
         UsageError: the memory for the pool holds no block, or there is no such device.
-        GroupLostError: another rank is gone.
+        RankLostError: another rank is gone.
     """
     if ranks is None or ranks.place.size == 1:
         model, cache = load_part(options, options.device, None)
@@ -80,12 +80,12 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
     return Loaded(Path(options.model).resolve().name, model, cache, Tokenizer(options.model), leader)
 
 
-def load_part(options: argparse.Namespace, device: str, group: RankGroup | None) -> tuple[PagedModel, KVCache]:
+def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> tuple[PagedModel, KVCache]:
     """Loads what one rank computes, and makes its pages; of a worker that is alone, all of it.
 
     Raises:
         ModelError, UsageError: see `load`.
-        GroupLostError: a rank is gone.
+        RankLostError: a rank is gone.
     """
     torch.set_num_threads(options.threads)
     check_device(options.device)
@@ -96,7 +96,7 @@ def load_part(options: argparse.Namespace, device: str, group: RankGroup | None)
         device=device,
         kv_cache_dtype=options.kv_cache_dtype,
         kv_layout=options.kv_layout,
-        group=group,
+        crew=crew,
     )
     spec = model.cache_spec
     try:
@@ -106,8 +106,8 @@ def load_part(options: argparse.Namespace, device: str, group: RankGroup | None)
     if block_count < len(spec.groups):
         needed = f"{len(spec.groups)} blocks of {spec.bytes_per_block:,} bytes, one for each group of layers"
         raise UsageError(f"--kv-memory or --blocks: {block_count} blocks hold no token; it takes {needed}")
-    if group is not None:
-        block_count = group.least(block_count)
+    if crew is not None:
+        block_count = crew.least(block_count)
     cache = KVCache(spec, block_count, device=device)
     log.info(
         "model loaded",
@@ -196,7 +196,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
         ModelError: the checkpoint cannot be served; the message says why.
         QuireError: the allocator refuses this worker for good.
         DeviceLostError: the device failed; its last requests were told.
-        GroupLostError: another rank is gone; the last requests were told.
+        RankLostError: another rank is gone; the last requests were told.
     """
     stop = stop_event()
     calls_max = 4 * (options.max_waiting + options.max_running)  # far above the queue, which refuses with a reason
@@ -241,7 +241,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     await session.close()
     await allocator.close()
     if lost.done():
-        raise GroupLostError(lost.result())  # the model's thread may never end
+        raise RankLostError(lost.result())  # the model's thread may never end
     engine.close()
     if loaded.leader is not None:
         ranks.let_end()
@@ -286,6 +286,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
     except (QuireError, DeviceLostError) as error:
         sys.exit(f"quire-worker: {error}")
-    except GroupLostError as error:
-        print(f"quire-worker: {error}; the group has ended", file=sys.stderr, flush=True)  # noqa: T201 - as above
+    except RankLostError as error:
+        print(f"quire-worker: {error}; all ranks have ended", file=sys.stderr, flush=True)  # noqa: T201 - as above
         os._exit(1)  # a thread may be waiting for the rank that is gone

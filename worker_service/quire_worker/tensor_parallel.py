@@ -4,7 +4,7 @@
                 lease and one block table per sequence for all ranks; each keeps its own heads of every block
     the others  have a part of the model and pages. They listen to rank 0 and to nobody else
 
-Life of a group:
+Life of a crew:
 
     1. start    `--tensor-parallel N` starts ranks 1 to N - 1 on this machine, or torchrun has started all of them
     2. load     in lockstep: each reads the weights and keeps its part, and the parts together are compared with the
@@ -41,7 +41,7 @@ from quire_worker.cache import KVCache
 from quire_worker.execution.follower import follow
 from quire_worker.execution.leader import Leader, led_by
 from quire_worker.model.paged_model import PagedModel
-from quire_worker.ranks.group import GroupLostError, RankGroup
+from quire_worker.ranks.crew import Crew, RankLostError
 from quire_worker.ranks.place import Place
 from quire_worker.ranks.processes import Ranks
 
@@ -51,7 +51,7 @@ SILENCE_S = 2.0  # after which rank 0 says that there is nothing to do, and noti
 REASON_S = 5.0  # for rank 0's own loading to find the reason why another rank's has failed
 
 ResultT = TypeVar("ResultT")
-LoadPart: TypeAlias = Callable[[argparse.Namespace, str, RankGroup | None], tuple[PagedModel, KVCache]]
+LoadPart: TypeAlias = Callable[[argparse.Namespace, str, Crew | None], tuple[PagedModel, KVCache]]
 
 
 def lead(options: argparse.Namespace, ranks: Ranks, load_part: LoadPart) -> tuple[Leader, PagedModel, KVCache]:
@@ -60,16 +60,16 @@ def lead(options: argparse.Namespace, ranks: Ranks, load_part: LoadPart) -> tupl
     Raises:
         ModelError: the checkpoint cannot be served; the message says why.
         UsageError: there is no such device, or too little memory for the pool.
-        GroupLostError: a rank is gone.
+        RankLostError: a rank is gone.
     """
-    group, device = _join(options, ranks.place)
-    model, cache = load_part(options, device, group)
-    leader = Leader(group, silence_s=min(SILENCE_S, options.rank_timeout / 4), on_lost=ranks.lose)
+    crew, device = _join(options, ranks.place)
+    model, cache = load_part(options, device, crew)
+    leader = Leader(crew, silence_s=min(SILENCE_S, options.rank_timeout / 4), on_lost=ranks.lose)
     return leader, led_by(leader, model), cache
 
 
 def follow_rank_0(options: argparse.Namespace, place: Place, load_part: LoadPart) -> None:
-    """Is any other rank, until rank 0 says stop; exits with 1 where the group is lost.
+    """Is any other rank, until rank 0 says stop; exits with 1 where the crew is lost.
 
     Raises:
         ModelError: the checkpoint cannot be served; the message says why.
@@ -79,21 +79,21 @@ def follow_rank_0(options: argparse.Namespace, place: Place, load_part: LoadPart
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     try:
-        group, device = _join(options, place)
-        model, cache = load_part(options, device, group)
-        follow(group, model, cache)
-    except GroupLostError as error:
-        log.error("the group is lost", error=str(error))
+        crew, device = _join(options, place)
+        model, cache = load_part(options, device, crew)
+        follow(crew, model, cache)
+    except RankLostError as error:
+        log.error("the crew is lost", error=str(error))
         sys.stderr.flush()
         os._exit(1)  # threads of torch may be waiting for the rank that is gone
-    group.close()
+    crew.close()
 
 
 async def unless_lost(load: Callable[[], ResultT], lost: asyncio.Future[str]) -> ResultT:
     """Loads on a thread of its own, and gives up if another rank is gone.
 
     Raises:
-        GroupLostError: one is.
+        RankLostError: one is.
         Exception: what loading raised.
     """
     loading = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1, thread_name_prefix="load"), load)
@@ -101,15 +101,15 @@ async def unless_lost(load: Callable[[], ResultT], lost: asyncio.Future[str]) ->
     if not loading.done():
         await asyncio.wait((loading,), timeout=REASON_S)
     if not loading.done():
-        raise GroupLostError(lost.result())
+        raise RankLostError(lost.result())
     try:
         return loading.result()
-    except GroupLostError as error:
+    except RankLostError as error:
         await asyncio.wait((lost,), timeout=REASON_S)
-        raise GroupLostError(lost.result() if lost.done() else str(error)) from error
+        raise RankLostError(lost.result() if lost.done() else str(error)) from error
 
 
-def _join(options: argparse.Namespace, place: Place) -> tuple[RankGroup, str]:
+def _join(options: argparse.Namespace, place: Place) -> tuple[Crew, str]:
     """Meets the other ranks, and says which device is this one's."""
     device = options.device
     if device == "cuda":
@@ -118,4 +118,4 @@ def _join(options: argparse.Namespace, place: Place) -> tuple[RankGroup, str]:
             raise UsageError(f"--tensor-parallel: torch finds {count} GPUs here, and each rank needs one of its own")
         device = f"cuda:{place.local_rank}"
         torch.cuda.set_device(device)
-    return RankGroup(place, device=torch.device(device), timeout_s=options.rank_timeout), device
+    return Crew(place, device=torch.device(device), timeout_s=options.rank_timeout), device

@@ -13,39 +13,39 @@ from quire_worker.cache import KVCache
 from quire_worker.execution.leader import Order, ending_of
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
-from quire_worker.ranks.group import GroupLostError, RankGroup
+from quire_worker.ranks.crew import Crew, RankLostError
 
 log = structlog.get_logger()
 
 
-def follow(group: RankGroup, model: PagedModel, cache: KVCache) -> None:
+def follow(crew: Crew, model: PagedModel, cache: KVCache) -> None:
     """Computes this rank's part of everything until rank 0 says stop.
 
     Args:
-        group: of this rank; loading has ended.
+        crew: of this rank; loading has ended.
         model: this rank's part.
         cache: its pages, as many blocks as on every rank.
 
     Raises:
-        GroupLostError: a rank is gone.
+        RankLostError: a rank is gone.
         torch.AcceleratorError: this rank's device is.
     """
-    group.serve()
+    crew.serve()
     while True:
-        order, value = group.hear(ForwardBatch, AttentionBatch)
+        order, value = crew.hear(ForwardBatch, AttentionBatch)
         if order == Order.STOP:
             return
         if order == Order.FORWARD:
-            _attempt(group, value.input_ids.shape[1], partial(model.forward, value, cache))
+            _attempt(crew, value.input_ids.shape[1], partial(model.forward, value, cache))
         elif order == Order.COPY:
-            _attempt(group, 0, partial(model.attention.copy_blocks, cache.buffers, *value))
+            _attempt(crew, 0, partial(model.attention.copy_blocks, cache.buffers, *value))
 
 
-def _attempt(group: RankGroup, token_count: int, compute: Callable[[], object]) -> None:
+def _attempt(crew: Crew, token_count: int, compute: Callable[[], object]) -> None:
     """Does this rank's part. What fails is rank 0's to try again, and its requests' to be told."""
     try:
-        group.together(token_count, compute, ending_of)
-    except GroupLostError:
+        crew.together(token_count, compute, ending_of)
+    except RankLostError:
         raise
     except Exception as error:
         if isinstance(error, torch.AcceleratorError):

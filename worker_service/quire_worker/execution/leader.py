@@ -1,8 +1,8 @@
-"""Rank 0's side of a tensor-parallel group: what is run here is run on every rank.
+"""Rank 0's side of a tensor-parallel crew: what is run here is run on every rank.
 
 The engine knows nothing of ranks. It is given a model whose passes and copies are told to the others first
 (`LeadingModel`), one after the other and in the order in which they run here. What fails on any rank fails on all of
-them (`RankGroup.together`), so that trying again in parts means the same parts everywhere.
+them (`Crew.together`), so that trying again in parts means the same parts everywhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire_worker.cache import KVCache, PageSpec
 from quire_worker.execution.failures import DeviceLostError, is_out_of_memory
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
-from quire_worker.ranks.group import Ending, GroupLostError, RankGroup
+from quire_worker.ranks.crew import Crew, Ending, RankLostError
 from quire_worker.sampler import SamplingParams
 
 ResultT = TypeVar("ResultT")
@@ -44,22 +44,22 @@ class Leader:
         size: ranks, this one included.
     """
 
-    def __init__(self, group: RankGroup, *, silence_s: float, on_lost: Callable[[str], None]) -> None:
+    def __init__(self, crew: Crew, *, silence_s: float, on_lost: Callable[[str], None]) -> None:
         """Ends loading, and begins to lead.
 
         Args:
-            group: of rank 0.
+            crew: of rank 0.
             silence_s: the others are to hear something this often.
             on_lost: called from any thread, perhaps more than once, when a rank is gone.
         """
-        self.size = group.size
-        self._group = group
+        self.size = crew.size
+        self._crew = crew
         self._silence_s = silence_s
         self._on_lost = on_lost
-        self._lock = threading.Lock()  # of the group, and of what follows
+        self._lock = threading.Lock()  # of the crew, and of what follows
         self._said_s = time.monotonic()
         self._stopped = threading.Event()
-        group.serve()
+        crew.serve()
         threading.Thread(target=self._break_silence, name="leader", daemon=True).start()
 
     def together(self, order: Order, value: object, token_count: int, compute: Callable[[], ResultT]) -> ResultT:
@@ -71,18 +71,18 @@ class Leader:
         """
         with self._lock:
             try:
-                self._group.say(order, value)
+                self._crew.say(order, value)
                 self._said_s = time.monotonic()
-                return self._group.together(token_count, compute, ending_of)
-            except GroupLostError as error:
+                return self._crew.together(token_count, compute, ending_of)
+            except RankLostError as error:
                 self._on_lost(str(error))
                 raise DeviceLostError(str(error)) from error
 
     def stop(self) -> None:
         """Lets the other ranks end."""
         self._stopped.set()
-        with self._lock, contextlib.suppress(GroupLostError):  # they have
-            self._group.say(Order.STOP)
+        with self._lock, contextlib.suppress(RankLostError):  # they have
+            self._crew.say(Order.STOP)
 
     def _break_silence(self) -> None:
         while not self._stopped.wait(self._silence_s):
@@ -90,8 +90,8 @@ class Leader:
                 if self._stopped.is_set() or time.monotonic() - self._said_s < self._silence_s:
                     continue
                 try:
-                    self._group.say(Order.WAIT)
-                except GroupLostError as error:
+                    self._crew.say(Order.WAIT)
+                except RankLostError as error:
                     self._on_lost(str(error))
                     return
 

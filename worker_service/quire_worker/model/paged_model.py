@@ -46,7 +46,7 @@ from quire_worker.model.splitting.splitter import split_over_ranks
 from quire_worker.model.support import Arrival, check_heads, layers_as_they_arrive, layers_of
 from quire_worker.model.transformers_seam import ATTENTION_NAME, PagedStep, ProbeStep, Step, run
 from quire_worker.page_format import KV_CACHE_DTYPES, KV_LAYOUTS
-from quire_worker.ranks.group import RankGroup
+from quire_worker.ranks.crew import Crew
 from quire_worker.scheduling.rotation import Rotation
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -108,7 +108,7 @@ def load_model(
     device: torch.device | str = "cpu",
     kv_cache_dtype: str = "auto",
     kv_layout: str = "NHD",
-    group: RankGroup | None = None,
+    crew: Crew | None = None,
 ) -> PagedModel:
     """Loads a checkpoint and checks that pages give what its own attention gives.
 
@@ -121,13 +121,13 @@ def load_model(
         device: of weights and pages.
         kv_cache_dtype: "auto", which is that of the weights, "fp8_e4m3" or "fp8_e5m2"; see `page_format`.
         kv_layout: "NHD" or "HND".
-        group: of ranks that compute the model together; each gets its part, and all load at the same time.
+        crew: of ranks that compute the model together; each gets its part, and all load at the same time.
 
     Raises:
         CheckpointError: the folder lacks something, or its weights do not fit its configuration.
         UnsupportedModelError: the model is made of something that cannot be served from pages; the message names it.
         ValueError: an unknown dtype, or a device without paged attention.
-        GroupLostError: another rank is gone.
+        RankLostError: another rank is gone.
     """
     folder, device = Path(folder), torch.device(device)
     if dtype != "auto" and dtype not in DTYPES:
@@ -144,10 +144,10 @@ def load_model(
     max_position = longest_of(config.get_text_config())
     if max_position is None:
         raise UnsupportedModelError(f"model type {config.model_type!r} does not say how long its sequences may be")
-    rank_count = 1 if group is None else group.size
-    own_logits = None if group is None else _split(module, max_position, group)
+    rank_count = 1 if crew is None else crew.size
+    own_logits = None if crew is None else _split(module, max_position, crew)
     module.to(device)
-    with nullcontext() if group is None else group.learn(PROBE_TOKENS):
+    with nullcontext() if crew is None else crew.learn(PROBE_TOKENS):
         arrivals, vocab_size = _probe(module, device)
     layers = layers_as_they_arrive(config.model_type, layers, arrivals)
     try:
@@ -263,15 +263,15 @@ def _read_weights(folder: Path, loader: Any, dtype: torch.dtype | str) -> Any:
     return module.eval()
 
 
-def _split(module: Any, max_position: int, group: RankGroup) -> torch.Tensor:
+def _split(module: Any, max_position: int, crew: Crew) -> torch.Tensor:
     """Leaves this rank's part of a model on the CPU, and returns what the whole gave: see `_own_logits`."""
 
     def own_logits() -> torch.Tensor:
         _, vocab_size = _probe(module, torch.device("cpu"))
         return _own_logits(module, _check_texts(vocab_size, max_position))
 
-    logits: torch.Tensor = group.share(own_logits)
-    split_over_ranks(module, group)
+    logits: torch.Tensor = crew.share(own_logits)
+    split_over_ranks(module, crew)
     return logits
 
 

@@ -1,4 +1,4 @@
-"""Which rank of its group a process is, and where the ranks meet.
+"""Which rank of its crew a process is, and where the ranks meet.
 
 There are two ways to become several ranks:
 
@@ -28,11 +28,11 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One rank's place in its group.
+    """One rank's place in its crew.
 
     Attributes:
         rank: from 0, which holds session and server.
-        size: ranks of the group.
+        size: ranks of the crew.
         local_rank: counts the ranks of this machine.
         file: where they meet on this machine; None where torchrun says where, or nobody is to be met yet.
         is_by_torchrun: whether torchrun has started all ranks.

@@ -24,7 +24,7 @@ NOTICE_S = 0.5  # within which a process that the others miss is seen to have en
 
 
 class Ranks:
-    """The group as rank 0 sees it.
+    """The crew as rank 0 sees it.
 
     Attributes:
         place: of this process.

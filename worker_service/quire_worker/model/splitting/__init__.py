@@ -1,4 +1,4 @@
-"""What each rank of a tensor-parallel group computes of a model.
+"""What each rank of a tensor-parallel crew computes of a model.
 
     attention    each rank has some of the query heads, and the KV heads that these read
     MLP          each rank has some of the intermediate elements, of every expert

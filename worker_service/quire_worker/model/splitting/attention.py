@@ -13,7 +13,7 @@ import torch
 
 from quire_worker.model.splitting.heads import Heads, heads_of_rank
 from quire_worker.model.splitting.parts import Split, is_plain, some_inputs, some_outputs
-from quire_worker.ranks.group import RankGroup
+from quire_worker.ranks.crew import Crew
 
 _OUTPUTS = ("o_proj", "out_proj", "dense")
 _SINKS = "sinks"
@@ -23,19 +23,19 @@ _KV_COUNTS = ("num_key_value_heads", "num_kv_heads")
 _RATIO = "num_key_value_groups"
 
 
-def split_attention(module: Any, group: RankGroup) -> Split | None:
+def split_attention(module: Any, crew: Crew) -> Split | None:
     """Returns a rank's part of an attention module; None where it is none that is known, or does not divide."""
     output = next((name for name in _OUTPUTS if is_plain(getattr(module, name, None))), None)
     if output is None:
         return None
     if is_plain(getattr(module, "kv_b_proj", None)):
-        return _split_latent(module, output, group)
+        return _split_latent(module, output, crew)
     if is_plain(getattr(module, "q_proj", None)):
-        return _split_heads(module, output, group)
+        return _split_heads(module, output, crew)
     return None
 
 
-def _split_heads(module: Any, output: str, group: RankGroup) -> Split | None:
+def _split_heads(module: Any, output: str, crew: Crew) -> Split | None:
     """Of ordinary attention. A layer that reads the keys and values of another one has no projections for them."""
     own, dim = _with_parameters(module), getattr(module, "head_dim", 0)
     keys = [name for name in ("k_proj", "v_proj") if name in own]
@@ -49,36 +49,36 @@ def _split_heads(module: Any, output: str, group: RankGroup) -> Split | None:
         return None
     query_heads = module.get_submodule(output).in_features // dim
     kv_heads = module.k_proj.out_features // dim if keys else query_heads
-    heads = _heads(query_heads, kv_heads, group)
+    heads = _heads(query_heads, kv_heads, crew)
     if heads is None or module.q_proj.out_features % query_heads:
         return None
     split = Split({"q_proj": _of_heads(module.q_proj, heads.query, query_heads)})
     for name in keys:
         split.parts[name] = _of_heads(module.get_submodule(name), heads.kv, kv_heads)
-    split.parts[output] = some_inputs(module.get_submodule(output), _elements(heads.query, dim), group)
+    split.parts[output] = some_inputs(module.get_submodule(output), _elements(heads.query, dim), crew)
     return _with_sinks(module, split, heads, query_heads) and _with_numbers(module, split, heads, has_keys=bool(keys))
 
 
-def _split_latent(module: Any, output: str, group: RankGroup) -> Split | None:
+def _split_latent(module: Any, output: str, crew: Crew) -> Split | None:
     own = _with_parameters(module)
     query = "q_b_proj" if "q_b_proj" in own else "q_proj"
     if own - _LATENT_PARTS - {output} or not is_plain(getattr(module, query, None)):
         return None
     dim = module.v_head_dim
     count = module.get_submodule(output).in_features // dim
-    heads = _heads(count, count, group)
+    heads = _heads(count, count, crew)
     if heads is None:
         return None
     parts: dict[str, torch.nn.Module | torch.nn.Parameter] = {
         name: _of_heads(module.get_submodule(name), heads.query, count) for name in (query, "kv_b_proj")
     }
-    parts[output] = some_inputs(module.get_submodule(output), _elements(heads.query, dim), group)
+    parts[output] = some_inputs(module.get_submodule(output), _elements(heads.query, dim), crew)
     return _with_numbers(module, Split(parts), heads, has_keys=True)
 
 
-def _heads(query_heads: int, kv_heads: int, group: RankGroup) -> Heads | None:
+def _heads(query_heads: int, kv_heads: int, crew: Crew) -> Heads | None:
     try:
-        return heads_of_rank(query_heads, kv_heads, rank=group.rank, size=group.size)
+        return heads_of_rank(query_heads, kv_heads, rank=crew.rank, size=crew.size)
     except ValueError:
         return None
 

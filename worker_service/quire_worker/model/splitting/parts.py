@@ -7,23 +7,23 @@ from typing import Any, TypeGuard
 
 import torch
 
-from quire_worker.ranks.group import RankGroup
+from quire_worker.ranks.crew import Crew
 
 
 class Summed(torch.nn.Module):
     """A module of which each rank has a part: the result, or the first of several, is the sum of the parts."""
 
-    def __init__(self, inner: torch.nn.Module, group: RankGroup) -> None:
+    def __init__(self, inner: torch.nn.Module, crew: Crew) -> None:
         super().__init__()
         self.inner = inner
-        self._group = group
+        self._crew = crew
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Calls the part, and adds up."""
         result = self.inner(*arguments, **keywords)
         if isinstance(result, torch.Tensor):
-            return self._group.add_up(result)
-        return (self._group.add_up(result[0]), *result[1:])
+            return self._crew.add_up(result)
+        return (self._crew.add_up(result[0]), *result[1:])
 
     def __getattr__(self, name: str) -> Any:
         """Returns what models ask their modules for, such as a layer's kind."""
@@ -72,26 +72,26 @@ def some_outputs(linear: torch.nn.Linear, index: torch.Tensor) -> torch.nn.Linea
     return _linear(linear.weight[index], bias)
 
 
-def some_inputs(linear: torch.nn.Linear, index: torch.Tensor, group: RankGroup) -> torch.nn.Linear:
+def some_inputs(linear: torch.nn.Linear, index: torch.Tensor, crew: Crew) -> torch.nn.Linear:
     """Returns the part of a linear layer that reads some of its inputs; the bias is added on rank 0 alone.
 
     Args:
         linear: weight `[outputs, inputs]`.
         index: int64, which inputs.
-        group: whose ranks' results are added up.
+        crew: whose ranks' results are added up.
     """
-    return _linear(linear.weight[:, index], None if linear.bias is None else on_one_rank(linear.bias, group))
+    return _linear(linear.weight[:, index], None if linear.bias is None else on_one_rank(linear.bias, crew))
 
 
-def on_one_rank(bias: torch.Tensor, group: RankGroup) -> torch.Tensor:
+def on_one_rank(bias: torch.Tensor, crew: Crew) -> torch.Tensor:
     """Returns what is added once, though every rank adds: itself on rank 0, zeros elsewhere."""
-    return bias.clone() if group.rank == 0 else torch.zeros_like(bias)
+    return bias.clone() if crew.rank == 0 else torch.zeros_like(bias)
 
 
-def span(length: int, group: RankGroup) -> torch.Tensor:
+def span(length: int, crew: Crew) -> torch.Tensor:
     """Returns a rank's part of so many elements, a multiple of the ranks; int64."""
-    each = length // group.size
-    return torch.arange(group.rank * each, (group.rank + 1) * each)
+    each = length // crew.size
+    return torch.arange(crew.rank * each, (crew.rank + 1) * each)
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Linear:

@@ -1,11 +1,11 @@
-"""A group of ranks: sums over all of them, and what rank 0 says to the others.
+"""A crew of ranks: sums over all of them, and what rank 0 says to the others.
 
 Lifecycle:
 
     1. joined    every rank has come. All load the same model in lockstep, and wait for each other as long as that takes
     2. serving   rank 0 says what to compute (`say`), the others hear it (`hear`). Nobody waits for longer than
                  `timeout_s`; a rank 0 that has nothing to compute says so now and then
-    3. lost      a rank is gone or silent: whatever is called raises GroupLostError, and the process has to end
+    3. lost      a rank is gone or silent: whatever is called raises RankLostError, and the process has to end
 
 A pass is computed by all ranks at the same moment, and has the same sums on all of them. One that fails on a rank, for
 want of memory or otherwise, would leave the others waiting in the next sum. So that rank adds zeros to the sums that
@@ -36,7 +36,7 @@ _HEAD_BYTES = 16  # its kind and its length, as int64
 ResultT = TypeVar("ResultT")
 
 
-class GroupLostError(Exception):
+class RankLostError(Exception):
     """A rank is gone, or has been silent for too long; nothing can be computed any more."""
 
 
@@ -56,19 +56,19 @@ class Ending(enum.IntEnum):
     FAILED = 2
 
 
-class RankGroup:
-    """One rank's end of the group. One thread at a time may call it.
+class Crew:
+    """One rank's end of the crew. One thread at a time may call it.
 
     Attributes:
         rank: from 0.
-        size: ranks of the group.
+        size: ranks of the crew.
     """
 
     def __init__(self, place: Place, *, device: torch.device, timeout_s: float) -> None:
         """Waits until every rank has come.
 
         Raises:
-            GroupLostError: one does not come.
+            RankLostError: one does not come.
         """
         self.rank, self.size = place.rank, place.size
         self._device = device
@@ -93,7 +93,7 @@ class RankGroup:
             self._sums = self._serving
 
     def close(self) -> None:
-        """Leaves the group."""
+        """Leaves the crew."""
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
 
@@ -103,10 +103,10 @@ class RankGroup:
         """Returns the sum of what all ranks give, the same on all of them.
 
         Args:
-            part: `[..., elements]` of the group's device, the same shape and dtype on each rank; not changed.
+            part: `[..., elements]` of the crew's device, the same shape and dtype on each rank; not changed.
 
         Raises:
-            GroupLostError: a rank is gone.
+            RankLostError: a rank is gone.
         """
         total = part.clone(memory_format=torch.contiguous_format)
         if self._learned_tokens is not None:
@@ -137,14 +137,14 @@ class RankGroup:
 
         Raises:
             RankFailedError, RankOutOfMemoryError: it failed on another rank.
-            GroupLostError: a rank is gone.
+            RankLostError: a rank is gone.
             Exception: what `compute` raised.
         """
         self._sum_count = 0
         ending, failure = Ending.DONE, None
         try:
             result = compute()
-        except GroupLostError:
+        except RankLostError:
             raise
         except Exception as error:
             ending, failure = ending_of(error), error.with_traceback(None)  # which holds the tensors of the pass
@@ -186,7 +186,7 @@ class RankGroup:
             value: see `messages`.
 
         Raises:
-            GroupLostError: a rank is gone.
+            RankLostError: a rank is gone.
         """
         packed = pack(value)
         first = np.zeros(_FIRST_BYTES, dtype=np.uint8)
@@ -204,7 +204,7 @@ class RankGroup:
             types: dataclasses that may come.
 
         Raises:
-            GroupLostError: rank 0 is gone, or has said nothing for too long.
+            RankLostError: rank 0 is gone, or has said nothing for too long.
         """
         first = np.zeros(_FIRST_BYTES, dtype=np.uint8)
         self._spread(torch.from_numpy(first))
@@ -239,4 +239,4 @@ def _losing() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise GroupLostError(f"a rank is gone or silent: {str(error).splitlines()[0]}") from error
+        raise RankLostError(f"a rank is gone or silent: {str(error).splitlines()[0]}") from error

@@ -40,6 +40,7 @@ from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError, fingerprint, weight_files
 from quire_worker.model.kv_scales import SCALE_NAME, read_scales
 from quire_worker.model.latent import keep_latents
+from quire_worker.model.own_logits import check_texts, own_logits_of
 from quire_worker.model.rewrites.rewriter import TOLERANCE, rewrite
 from quire_worker.model.rotary import TokenLengths, longest_of, rotate_by_length, rotation_of
 from quire_worker.model.splitting.splitter import split_over_ranks
@@ -53,9 +54,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 PROBE_TOKENS = 2  # of the first pass
 
-# The check at load compares logits of so many tokens per sequence; they may differ by a share of their norm. In half
-# precision rounding alone moves the logits of a deep model by percents; a lost mask or state moves them by tens.
-_CHECK_TOKENS = 24
+# The logits that the check at load compares may differ by a share of their norm. In half precision rounding alone moves
+# those of a deep model by percents; a lost mask or state moves them by tens.
 _CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 _log = structlog.get_logger(__name__)
@@ -172,7 +172,7 @@ def load_model(
         lengths=None if rotation is None else rotate_by_length(module, rotation),
         rank_count=rank_count,
     )
-    own_logits = _own_logits(module, _check_texts(vocab_size, max_position)) if own_logits is None else own_logits
+    own_logits = own_logits_of(module, check_texts(vocab_size, max_position)) if own_logits is None else own_logits
     own_logits = own_logits.to(device)
     _check_through_pages(model, own_logits)
     if isinstance(attention, CpuPagedAttention) and cache_spec.dtype in TOLERANCE:
@@ -264,11 +264,11 @@ def _read_weights(folder: Path, loader: Any, dtype: torch.dtype | str) -> Any:
 
 
 def _split(module: Any, max_position: int, crew: Crew) -> torch.Tensor:
-    """Leaves this rank's part of a model on the CPU, and returns what the whole gave: see `_own_logits`."""
+    """Leaves this rank's part of a model on the CPU, and returns what the whole gave: see `own_logits_of`."""
 
     def own_logits() -> torch.Tensor:
         _, vocab_size = _probe(module, torch.device("cpu"))
-        return _own_logits(module, _check_texts(vocab_size, max_position))
+        return own_logits_of(module, check_texts(vocab_size, max_position))
 
     logits: torch.Tensor = crew.share(own_logits)
     split_over_ranks(module, crew)
@@ -291,23 +291,6 @@ def _probe(module: Any, device: torch.device) -> tuple[dict[int, Arrival], int]:
     return step.arrivals, logits.shape[1]
 
 
-def _check_texts(vocab_size: int, max_position: int) -> tuple[list[int], list[int]]:
-    """Returns two sequences of one length."""
-    first = [(7 * i + 1) % vocab_size for i in range(min(_CHECK_TOKENS, max_position))]
-    return first, first[::-1]
-
-
-def _own_logits(module: Any, texts: tuple[list[int], list[int]]) -> torch.Tensor:
-    """Returns what transformers' own attention gives after each of the two sequences, `[2, vocabulary]`."""
-    module.set_attn_implementation("eager")
-    try:
-        with torch.inference_mode():
-            logits: torch.Tensor = module(torch.tensor(texts, device=module.device), use_cache=False).logits[:, -1]
-            return logits.float()
-    finally:
-        module.set_attn_implementation(ATTENTION_NAME)
-
-
 def _logits_through_pages(
     model: PagedModel, step_of: Callable[[Step], Step] = lambda step: step, *, shift: int = 0
 ) -> torch.Tensor:
@@ -318,7 +301,7 @@ def _logits_through_pages(
         step_of: what the layers get for the step of a pass.
         shift: added to the positions that the layers are told of the first sequence's last tokens.
     """
-    spec, (first, second) = model.cache_spec, _check_texts(model.vocab_size, model.max_position)
+    spec, (first, second) = model.cache_spec, check_texts(model.vocab_size, model.max_position)
     length = len(first)
     block_count = -(-length // spec.block_size)
     blocks = iter(range(2 * len(spec.groups) * block_count - 1, -1, -1))
@@ -366,7 +349,7 @@ def _rewrite_for_cpu(model: PagedModel, attention: CpuPagedAttention, own: torch
     Raises:
         UnsupportedModelError: they are not those that the model itself had.
     """
-    shift = model.max_position - len(_check_texts(model.vocab_size, model.max_position)[0])
+    shift = model.max_position - len(check_texts(model.vocab_size, model.max_position)[0])
     counts = rewrite(
         model.module,
         attention.library,

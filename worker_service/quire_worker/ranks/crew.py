@@ -93,7 +93,7 @@ class Crew:
             self._sums = self._serving
 
     def close(self) -> None:
-        """Leaves the crew."""
+        """Leaves the crew, whoever is still there."""
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
 

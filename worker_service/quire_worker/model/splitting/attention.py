@@ -36,7 +36,7 @@ def split_attention(module: Any, crew: Crew) -> Split | None:
 
 
 def _split_heads(module: Any, output: str, crew: Crew) -> Split | None:
-    """Of ordinary attention. A layer that reads the keys and values of another one has no projections for them."""
+    """Splits ordinary attention. A layer that reads the keys and values of another one has no projections for them."""
     own, dim = _with_parameters(module), getattr(module, "head_dim", 0)
     keys = [name for name in ("k_proj", "v_proj") if name in own]
     linears = {"q_proj", output, *keys}

@@ -25,7 +25,7 @@ RANK_TIMEOUT_S = 60.0
 
 def join(rank: int, rendezvous: Path) -> Crew:
     """The crew of two, once both have come."""
-    place = Place(rank, 2, rank, rendezvous)
+    place = Place(rank, 2, rank, 2, rendezvous)
     return Crew(place, device=torch.device("cpu"), timeout_s=RANK_TIMEOUT_S)
 
 

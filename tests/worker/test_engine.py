@@ -14,6 +14,7 @@ from quire_worker import engine
 from quire_worker.cache import KVCache
 from quire_worker.execution import runner
 from quire_worker.execution.runner import Computed
+from quire_worker.execution.sizing import PoolMemory
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.scheduling.plan import Batch, Plan, Work
 from quire_worker.scheduling.request import FinishReason
@@ -302,7 +303,7 @@ async def test_a_worker_that_shuts_down_takes_no_request_whose_prompt_was_still_
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(folders["llama"]) as harness:
-        service = WorkerService(harness.engine, pool="test", model_name="llama")
+        service = WorkerService(harness.engine, pool="test", model_name="llama", memory=PoolMemory(512, 1 << 20, None))
 
         async def tokens(_request: pb.GenerateRequest, _request_id: str) -> list[int]:
             service.draining = True

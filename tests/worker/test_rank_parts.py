@@ -15,7 +15,14 @@ from quire_worker.options import parse_arguments
 from quire_worker.ranks.messages import pack, unpack
 from quire_worker.ranks.place import RENDEZVOUS, Place, place_of
 
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "1",
+}
 
 
 @pytest.mark.parametrize(
@@ -68,10 +75,10 @@ def test_a_message_holds_what_it_is_told_and_makes_nothing_else() -> None:
 
 def test_a_place_comes_from_the_command_line_from_torchrun_or_from_rank_0() -> None:
     assert place_of({}, size=None, may_leave_machine=False) == Place()
-    assert place_of({}, size=4, may_leave_machine=False) == Place(size=4)
+    assert place_of({}, size=4, may_leave_machine=False) == Place(size=4, local_size=4)
     started = {"RANK": "3", "WORLD_SIZE": "4", RENDEZVOUS: "meet"}
-    assert place_of(started, size=4, may_leave_machine=False) == Place(3, 4, 3, Path("meet"))
-    assert place_of(TORCHRUN, size=None, may_leave_machine=False) == Place(1, 2, 0, is_by_torchrun=True)
+    assert place_of(started, size=4, may_leave_machine=False) == Place(3, 4, 3, 4, Path("meet"))
+    assert place_of(TORCHRUN, size=None, may_leave_machine=False) == Place(1, 2, 0, 1, is_by_torchrun=True)
 
 
 def test_torchrun_and_the_command_line_must_agree_and_ranks_meet_on_loopback() -> None:

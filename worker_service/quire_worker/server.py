@@ -30,6 +30,7 @@ from quire_worker.cache import KVCache
 from quire_worker.engine import Engine
 from quire_worker.execution.failures import DeviceLostError
 from quire_worker.execution.leader import Leader
+from quire_worker.execution.sizing import PoolMemory, size_pool, warn_of_short_sequences
 from quire_worker.model.checkpoint import ModelError
 from quire_worker.model.paged_model import PagedModel, check_rank_count, load_model
 from quire_worker.model.tokenizer import Tokenizer
@@ -40,7 +41,7 @@ from quire_worker.ranks.processes import Ranks, starting
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.service import WorkerService
 from quire_worker.telemetry import WorkerCollector, WorkerTelemetry
-from quire_worker.tensor_parallel import follow_rank_0, lead, unless_lost
+from quire_worker.tensor_parallel import Part, follow_rank_0, lead, unless_lost
 
 log = structlog.get_logger()
 
@@ -57,6 +58,7 @@ class Loaded(NamedTuple):
     model: PagedModel
     cache: KVCache
     tokenizer: Tokenizer
+    memory: PoolMemory
     leader: Leader | None
 
 
@@ -69,18 +71,19 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
 
     Raises:
         ModelError: the checkpoint cannot be served; the message says why.
-        UsageError: the memory for the pool holds no block, or there is no such device.
+        UsageError: there is no room for the pool, or no such device.
         RankLostError: another rank is gone.
     """
     if ranks is None or ranks.place.size == 1:
-        model, cache = load_part(options, options.device, None)
-        leader = None
+        part, leader = load_part(options, options.device, None), None
     else:
-        leader, model, cache = lead(options, ranks, load_part)
-    return Loaded(Path(options.model).resolve().name, model, cache, Tokenizer(options.model), leader)
+        part, leader = lead(options, ranks, load_part)
+    return Loaded(
+        Path(options.model).resolve().name, part.model, part.cache, Tokenizer(options.model), part.memory, leader
+    )
 
 
-def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> tuple[PagedModel, KVCache]:
+def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Part:
     """Loads what one rank computes, and makes its pages; of a worker that is alone, all of it.
 
     Raises:
@@ -98,29 +101,24 @@ def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> tu
         kv_layout=options.kv_layout,
         crew=crew,
     )
-    spec = model.cache_spec
-    try:
-        block_count = options.blocks or spec.block_count_for(options.kv_memory)
-    except ValueError as error:
-        raise UsageError(f"--kv-memory: {error}") from None
-    if block_count < len(spec.groups):
-        needed = f"{len(spec.groups)} blocks of {spec.bytes_per_block:,} bytes, one for each group of layers"
-        raise UsageError(f"--kv-memory or --blocks: {block_count} blocks hold no token; it takes {needed}")
+    if options.device == "cuda":
+        compile_kernels(model)  # before the memory is measured, of which they take some
+    memory = size_pool(model, options)
     if crew is not None:
-        block_count = crew.least(block_count)
-    cache = KVCache(spec, block_count, device=device)
+        memory = memory._replace(block_count=crew.least(memory.block_count))
+    cache = KVCache(model.cache_spec, memory.block_count, device=device)
+    sequence_tokens_max = min(model.max_position, cache.sequence_tokens_max(options.max_batch_tokens))
     log.info(
         "model loaded",
         architecture=model.architecture,
         attention=type(model.attention).__name__,
-        blocks=block_count,
-        groups=len(spec.groups),
+        blocks=cache.block_count,
+        groups=len(cache.spec.groups),
         kv_bytes=cache.pool_bytes,
-        sequence_tokens_max=min(model.max_position, cache.sequence_tokens_max(options.max_batch_tokens)),
+        sequence_tokens_max=sequence_tokens_max,
     )
-    if options.device == "cuda":
-        compile_kernels(model)
-    return model, cache
+    warn_of_short_sequences(model, cache, sequence_tokens_max)
+    return Part(model, cache, memory)
 
 
 def check_device(device: str) -> None:
@@ -151,7 +149,7 @@ def compile_kernels(model: PagedModel) -> None:
 
 def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSession) -> Engine:
     """Puts the parts together; nothing is connected yet."""
-    _, model, cache, tokenizer, _ = loaded
+    model, cache, tokenizer = loaded.model, loaded.cache, loaded.tokenizer
     scheduler = Scheduler(
         groups=cache.spec.groups,
         sequence_tokens_max=min(model.max_position, cache.sequence_tokens_max(options.max_batch_tokens)),
@@ -217,7 +215,9 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
         on_wait=log_waits(),
     )
     engine = build_engine(options, loaded, session)
-    service = WorkerService(engine, pool=options.pool, model_name=loaded.name, authorize=server.authorize)
+    service = WorkerService(
+        engine, pool=options.pool, model_name=loaded.name, memory=loaded.memory, authorize=server.authorize
+    )
     pb_grpc.add_WorkerServiceServicer_to_server(service, server.grpc)
     await server.start(WorkerCollector(engine))
     running = asyncio.create_task(_run(engine, server))

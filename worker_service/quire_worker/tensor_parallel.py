@@ -31,7 +31,8 @@ import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeAlias, TypeVar
+from fractions import Fraction
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import structlog
 import torch
@@ -40,6 +41,7 @@ from quire.errors import UsageError
 from quire_worker.cache import KVCache
 from quire_worker.execution.follower import follow
 from quire_worker.execution.leader import Leader, led_by
+from quire_worker.execution.sizing import PoolMemory
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.ranks.crew import Crew, RankLostError
 from quire_worker.ranks.place import Place
@@ -51,10 +53,20 @@ SILENCE_S = 2.0  # after which rank 0 says that there is nothing to do, and noti
 REASON_S = 5.0  # for rank 0's own loading to find the reason why another rank's has failed
 
 ResultT = TypeVar("ResultT")
-LoadPart: TypeAlias = Callable[[argparse.Namespace, str, Crew | None], tuple[PagedModel, KVCache]]
 
 
-def lead(options: argparse.Namespace, ranks: Ranks, load_part: LoadPart) -> tuple[Leader, PagedModel, KVCache]:
+class Part(NamedTuple):
+    """What one rank has loaded: its part of the model and of every page, and what its pool was sized from."""
+
+    model: PagedModel
+    cache: KVCache
+    memory: PoolMemory
+
+
+LoadPart: TypeAlias = Callable[[argparse.Namespace, str, Crew | None], Part]
+
+
+def lead(options: argparse.Namespace, ranks: Ranks, load_part: LoadPart) -> tuple[Part, Leader]:
     """Loads rank 0's part, while the other ranks load theirs, and leads them from then on.
 
     Raises:
@@ -63,9 +75,9 @@ def lead(options: argparse.Namespace, ranks: Ranks, load_part: LoadPart) -> tupl
         RankLostError: a rank is gone.
     """
     crew, device = _join(options, ranks.place)
-    model, cache = load_part(options, device, crew)
+    part = load_part(options, device, crew)
     leader = Leader(crew, silence_s=min(SILENCE_S, options.rank_timeout / 4), on_lost=ranks.lose)
-    return leader, led_by(leader, model), cache
+    return part._replace(model=led_by(leader, part.model)), leader
 
 
 def follow_rank_0(options: argparse.Namespace, place: Place, load_part: LoadPart) -> None:
@@ -80,8 +92,8 @@ def follow_rank_0(options: argparse.Namespace, place: Place, load_part: LoadPart
             signal.signal(number, signal.SIG_IGN)
     try:
         crew, device = _join(options, place)
-        model, cache = load_part(options, device, crew)
-        follow(crew, model, cache)
+        part = load_part(options, device, crew)
+        follow(crew, part.model, part.cache)
     except RankLostError as error:
         log.error("the crew is lost", error=str(error))
         sys.stderr.flush()
@@ -110,8 +122,10 @@ async def unless_lost(load: Callable[[], ResultT], lost: asyncio.Future[str]) ->
 
 
 def _join(options: argparse.Namespace, place: Place) -> tuple[Crew, str]:
-    """Meets the other ranks, and says which device is this one's."""
+    """Meets the other ranks, and says which device is this one's. A share of a machine's memory is of all its ranks."""
     device = options.device
+    if device == "cpu" and isinstance(options.kv_memory, Fraction):
+        options.kv_memory /= place.local_size
     if device == "cuda":
         if place.local_rank >= torch.cuda.device_count():
             count = torch.cuda.device_count()

@@ -34,6 +34,7 @@ class Place:
         rank: from 0, which holds session and server.
         size: ranks of the crew.
         local_rank: counts the ranks of this machine.
+        local_size: ranks of this machine.
         file: where they meet on this machine; None where torchrun says where, or nobody is to be met yet.
         is_by_torchrun: whether torchrun has started all ranks.
         is_on_loopback: whether what they say stays on this machine.
@@ -42,6 +43,7 @@ class Place:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    local_size: int = 1
     file: Path | None = None
     is_by_torchrun: bool = False
     is_on_loopback: bool = True
@@ -69,10 +71,10 @@ def place_of(environment: Mapping[str, str], *, size: int | None, may_leave_mach
         UsageError: torchrun has started another number of ranks, or lets them meet on a network that is not trusted.
     """
     if RENDEZVOUS in environment:
-        rank = int(environment["RANK"])
-        return Place(rank, int(environment["WORLD_SIZE"]), rank, Path(environment[RENDEZVOUS]))
+        rank, found = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        return Place(rank, found, rank, found, Path(environment[RENDEZVOUS]))
     if any(name not in environment for name in _TORCHRUN):
-        return Place(size=size or 1)
+        return Place(size=size or 1, local_size=size or 1)
     found, address = int(environment["WORLD_SIZE"]), environment["MASTER_ADDR"]
     if size is not None and size != found:
         raise UsageError(f"--tensor-parallel {size}: torchrun has started {found} ranks; leave the option away")
@@ -84,7 +86,8 @@ def place_of(environment: Mapping[str, str], *, size: int | None, may_leave_mach
         )
     rank = int(environment["RANK"])
     local_rank = int(environment.get("LOCAL_RANK", rank))
-    return Place(rank, found, local_rank, is_by_torchrun=True, is_on_loopback=is_on_loopback)
+    local_size = int(environment.get("LOCAL_WORLD_SIZE", found))
+    return Place(rank, found, local_rank, local_size, is_by_torchrun=True, is_on_loopback=is_on_loopback)
 
 
 def loopback_interface() -> str | None:

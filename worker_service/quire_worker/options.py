@@ -13,8 +13,10 @@ from quire.session.lookahead import AHEAD_TOKENS
 
 from quire_worker.execution.sizing import UTILIZATION
 from quire_worker.page_format import KV_CACHE_DTYPES, KV_LAYOUTS
+from quire_worker.scheduling.request import STREAM_INTERVAL_S
 
 BLOCKS_PER_STEP_MAX = 8_192  # blocks that one forward pass may fill, so that their digests fit a step
+STREAM_INTERVAL_MS_MAX = 1_000
 RUNNING_MAX = 4_096  # samples; each may need a few operations of one step
 
 
@@ -61,6 +63,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="tokens that each sample has room for beyond its next one, where blocks are free: so many it decodes while"
         " the allocator is away; 0: none (default: %(default)s)",
     )
+    parser.add_argument(
+        "--stream-interval-ms",
+        type=float,
+        default=STREAM_INTERVAL_S * 1e3,
+        help="between two messages of a stream, at least, but for the first and the last: tokens that come faster share"
+        " one; 0: every token is a message (default: %(default)g)",
+    )
     _add_formats(parser)
     parser.add_argument(
         "--threads", type=int, default=1, help="threads of the model, of each rank (default: %(default)s)"
@@ -81,6 +90,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if options.grant_ahead_tokens < 0:
         parser.error("--grant-ahead-tokens must be at least 0")
+    if not 0 <= options.stream_interval_ms <= STREAM_INTERVAL_MS_MAX:
+        parser.error(f"--stream-interval-ms must be from 0 to {STREAM_INTERVAL_MS_MAX}")
     if not 0 < options.gpu_memory_utilization <= 1:
         parser.error("--gpu-memory-utilization must be above 0 and at most 1")
     if options.max_batch_tokens > BLOCKS_PER_STEP_MAX * options.block_size:

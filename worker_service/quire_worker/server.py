@@ -165,6 +165,7 @@ def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSessi
         scheduler=scheduler,
         telemetry=WorkerTelemetry(),
         waiting_max=options.max_waiting,
+        stream_interval_s=options.stream_interval_ms / 1e3,
     )
 
 

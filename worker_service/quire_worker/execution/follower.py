@@ -36,7 +36,7 @@ def follow(crew: Crew, model: PagedModel, cache: KVCache) -> None:
         if order == Order.STOP:
             return
         if order == Order.FORWARD:
-            _attempt(crew, value.input_ids.shape[1], partial(model.forward, value, cache))
+            _attempt(crew, value.input_ids.shape[1], partial(model.forward, value.on(model.device), cache))
         elif order == Order.COPY:
             _attempt(crew, 0, partial(model.attention.copy_blocks, cache.buffers, *value))
 

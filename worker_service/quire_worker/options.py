@@ -18,6 +18,7 @@ from quire_worker.scheduling.request import STREAM_INTERVAL_S
 BLOCKS_PER_STEP_MAX = 8_192  # blocks that one forward pass may fill, so that their digests fit a step
 STREAM_INTERVAL_MS_MAX = 1_000
 RUNNING_MAX = 4_096  # samples; each may need a few operations of one step
+_COUNTS = ("block_size", "blocks", "max_batch_tokens", "max_running", "max_waiting", "threads", "tensor_parallel")
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -76,15 +77,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     _add_ranks(parser)
     options = parser.parse_args(arguments)
-    for name in (
-        "block_size",
-        "blocks",
-        "max_batch_tokens",
-        "max_running",
-        "max_waiting",
-        "threads",
-        "tensor_parallel",
-    ):
+    _check(parser, options)
+    return options
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuses numbers that make no sense, alone or together."""
+    for name in _COUNTS:
         value = getattr(options, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
@@ -100,7 +99,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         parser.error("--rank-timeout must be at least 1")
     if options.max_running > RUNNING_MAX:
         parser.error(f"--max-running must be at most {RUNNING_MAX}")
-    return options
 
 
 def _add_tls(parser: argparse.ArgumentParser) -> None:

@@ -139,6 +139,8 @@ def cached_order(pool: Pool) -> list[tuple[int, str, int, bytes]]:
             else:
                 units = scope.index.values()  # type: ignore[attr-defined]
                 entries += [(unit.released, list(reversed(unit.blocks))) for unit in units if not unit.live]
+                stretches = getattr(scope, "stretches", {}).values()
+                entries += [(stretch.released, list(reversed(stretch.blocks))) for stretch in stretches]
     return [carried[block] for _, blocks in sorted(entries, key=lambda entry: entry[0]) for block in blocks]
 
 

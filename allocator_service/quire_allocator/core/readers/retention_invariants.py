@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, cast
 from quire_allocator.core.blocks import Namespace
 from quire_allocator.core.boundary import Boundary, living
 from quire_allocator.core.eviction.queue import KEPT, SPARE
+from quire_allocator.core.groups.fallen import WindowScope
 from quire_allocator.core.groups.full import FullAttentionManager
 from quire_allocator.core.groups.retention import CONTINUED_MAX, Retention
 from quire_allocator.core.groups.runs import Run, RunScope
-from quire_allocator.core.groups.units import Unit, UnitScope
+from quire_allocator.core.groups.units import Unit
 from quire_allocator.core.groups.windows import WindowManager, WindowPart
 from quire_allocator.core.spec import DIGEST_BYTES
 
@@ -84,8 +85,8 @@ def _check_remembered(window: WindowManager, part: WindowPart, edge_count: int) 
 
 def _check_worths(retention: Retention, space: Namespace, needed: Counter[int], aside: Counter[int]) -> None:
     for number, window in retention.windows:
-        scope = cast(UnitScope, space.scopes[number])
-        spare = 0
+        scope = cast(WindowScope, space.scopes[number])
+        spare = sum([stretch.block_count for stretch in scope.stretches.values()])
         for unit in scope.index.values():
             assert unit.needed_count == needed[id(unit)], "a unit counts others that need it than there are"
             assert unit.aside_count == aside[id(unit)], "a unit counts others that have it aside than there are"

@@ -9,11 +9,10 @@ floors in microseconds were set on a machine where vLLM hashes the prompt in 3,1
 are also compared with what the core would cost there.
 
 vLLM is measured where it can be imported, and left out elsewhere. Its code is needed, not its dependencies, beside the
-torch and transformers of `.[all]`:
+torch and transformers of `.[all]`; a script puts both into one environment:
 
-    pip install --no-deps vllm==0.33.0 xgrammar llguidance
-    pip install aiohttp apache-tvm-ffi cachetools cbor2 cloudpickle fastapi msgspec openai openai-harmony \\
-        opentelemetry-api partial-json-parser pillow psutil py-cpuinfo pybase64 pyzmq requests
+    scripts/vllm_manager.sh
+    build/peers/vllm-manager/bin/python benchmarks/allocator.py
 """
 
 from __future__ import annotations

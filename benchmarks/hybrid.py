@@ -10,12 +10,11 @@ blocks of full attention, and the tail behind which it goes on, a window of each
 other, and what the request that runs at that moment holds. With a load of 2, half of that fits. No pool is so small
 that the longest request could not run: of the loads beyond that, only the first is measured, in the smallest such pool.
 
-vLLM is measured where it can be imported, and left out elsewhere. It needs no more than its code and what that imports,
-beside the torch and transformers of `.[all]`:
+vLLM is measured where it can be imported, and left out elsewhere. Its manager needs no more than its code and what that
+imports, which a script puts into an environment beside the torch and transformers of `.[all]`:
 
-    pip install --no-deps vllm==0.33.0 xgrammar llguidance
-    pip install aiohttp apache-tvm-ffi cachetools cbor2 cloudpickle fastapi msgspec openai openai-harmony \\
-        opentelemetry-api partial-json-parser pillow psutil py-cpuinfo pybase64 pyzmq requests
+    scripts/vllm_manager.sh
+    build/peers/vllm-manager/bin/python benchmarks/hybrid.py
 """
 
 from __future__ import annotations

@@ -216,7 +216,6 @@ def change_config(folder: Path, **entries: object) -> None:
         ({"num_kv_shared_layers": 1}, "num_kv_shared_layers"),
         ({"attention_chunk_size": 32}, "attention_chunk_size = 32"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}, "'dynamic'"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(

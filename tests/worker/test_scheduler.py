@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from typing import Any
 
 import pytest
 from quire.hashing import DigestChain
@@ -28,9 +29,9 @@ def test_a_prompt_is_hashed_when_it_comes_and_not_when_it_is_let_in(monkeypatch:
     worker = PretendedWorker(block_count=16, block_size=4, batch_tokens=64)
     hashed, extend = list[int](), DigestChain.extend
 
-    def count(chain: DigestChain, tokens: list[int]) -> list[bytes]:
+    def count(chain: DigestChain, tokens: list[int], **keys: Any) -> list[bytes]:
         hashed.append(len(tokens))
-        return extend(chain, tokens)
+        return extend(chain, tokens, **keys)
 
     monkeypatch.setattr(DigestChain, "extend", count)
     request = worker.submit(numbers(25), max_tokens=1)

@@ -10,14 +10,15 @@ of full attention and 4 of a sliding window, all of one size, there are three gr
     bytes_per_block = buffers * bytes of a slot
     block_count     = memory in bytes // bytes_per_block
 
-A layer sees its part of the buffer as pages of layout "NHD, 5-D", the words of FlashInfer:
+A layer sees its part of the buffer as pages "5-D", or as a tuple of keys and values, the words of FlashInfer:
 
     pages  [blocks, 2, block_size, kv_heads, head_dim]
                     |  |           N         H, D
                     |  +-- slot of a token in its page
                     +-- 0: keys, 1: values; latent attention has keys alone, whose first elements are the values
 
-A page is contiguous. From one to the next are `PageSpec.page_stride` elements: more than a page has, where a slot holds
+In memory tokens come before heads (NHD) or heads before tokens (HND); a view has the order above either way. A page is
+contiguous. From one to the next are `PageSpec.page_stride` elements: more than a page has, where a slot holds
 other layers of the group, too, or padding. Tokens have slots in a layer's pages: page * block_size + place in the page.
 
 Nothing here knows which page is in use. A page that is free, or the part of a page past a sequence's last token, holds
@@ -27,6 +28,7 @@ whatever was last written there, NaN included; attention must never read it.
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -34,6 +36,8 @@ from typing import NamedTuple
 import torch
 from quire.planning import LayerSpec, Layout, blocks_for, plan_layout
 from quire.types import GroupKind, GroupSpec
+
+from quire_worker.page_format import UNSCALED, Scales, is_quantised
 
 KEY_AND_VALUE = 2
 NAN_BYTE = 0xFF  # a float of any format that is made of these alone is NaN
@@ -46,8 +50,11 @@ class PageSpec:
     Attributes:
         kv_head_count: of this rank.
         block_size: tokens per page.
+        dtype: of what is stored.
         stride: elements from one page to the next, of `dtype`; None where page follows page.
         latent_dim: of latent attention, how many elements of a key are its value, too; None where there are values.
+        computed_in: dtype of queries, and of keys and values before they are stored; None: that of what is stored.
+        is_hnd: whether heads come before tokens in memory.
 
     Raises:
         ValueError: a count is below 1, or the stride is no multiple of the keys of a page.
@@ -59,6 +66,8 @@ class PageSpec:
     dtype: torch.dtype
     stride: int | None = None
     latent_dim: int | None = None
+    computed_in: torch.dtype | None = None
+    is_hnd: bool = False
 
     def __post_init__(self) -> None:
         for name in ("kv_head_count", "head_dim", "block_size"):
@@ -67,6 +76,16 @@ class PageSpec:
         if self.page_stride % self.half_elements or self.page_stride < self.half_count * self.half_elements:
             keys = self.half_elements
             raise ValueError(f"pages {self.page_stride} elements apart, no multiple of a page's {keys} of keys")
+
+    @property
+    def query_dtype(self) -> torch.dtype:
+        """Returns the dtype that attention computes in."""
+        return self.computed_in or self.dtype
+
+    @property
+    def is_plain(self) -> bool:
+        """Tells whether pages hold what was appended, token by token."""
+        return not self.is_hnd and not is_quantised(self.dtype)
 
     @property
     def row_elements(self) -> int:
@@ -93,6 +112,14 @@ class PageSpec:
         """Returns the dimensions of one page."""
         return (self.half_count, self.block_size, self.kv_head_count, self.head_dim)
 
+    @property
+    def page_strides(self) -> tuple[int, int, int, int]:
+        """Returns the elements from one to the next in each of them."""
+        by_token = (
+            (self.head_dim, self.block_size * self.head_dim) if self.is_hnd else (self.row_elements, self.head_dim)
+        )
+        return (self.half_elements, *by_token, 1)
+
 
 def rows_of(pages: torch.Tensor, width: int) -> torch.Tensor:
     """Views a layer's pages as rows of `width` elements from its first key on, `[rows, width]`, the same memory.
@@ -114,9 +141,12 @@ class CacheSpec:
     Attributes:
         layers: of this tensor-parallel rank, those that read another's keys and values included.
         block_size: tokens per block, the same in every group.
-        dtype: of keys and values.
+        dtype: of keys and values as the model computes them.
         token_count_max: longest sequence, for which the layout is planned.
         latent_dim: as in `PageSpec`, of all layers.
+        stored_as: fp8 dtype of the pages; None: they are of `dtype`.
+        is_hnd: as in `PageSpec`, of all layers.
+        scales: of layers whose pages are fp8, by index in the model, those that are not 1.
 
     Raises:
         ValueError: a layer has no head or no dim, blocks no token, or the layers' pages do not fit side by side.
@@ -127,6 +157,9 @@ class CacheSpec:
     dtype: torch.dtype
     token_count_max: int = 32_768
     latent_dim: int | None = None
+    stored_as: torch.dtype | None = None
+    is_hnd: bool = False
+    scales: tuple[tuple[int, Scales], ...] = ()
 
     def __post_init__(self) -> None:
         for _ in self.places():  # each checks its own
@@ -162,6 +195,10 @@ class CacheSpec:
     def layout(self) -> str:
         """Names what identifies the bytes in a page, for prefix digests: caches of equal layout may exchange pages."""
         dtype = str(self.dtype).removeprefix("torch.")
+        if self.stored_as is not None:
+            scales = hashlib.sha256(repr(self.scales).encode()).hexdigest()[:16] if self.scales else "1"
+            dtype = f"{str(self.stored_as).removeprefix('torch.')} of={dtype} scales={scales}"
+        order = "hnd" if self.is_hnd else "nhd"
         groups = " ".join(
             f"{group.spec.kind.name.lower()}{f'({group.spec.window})' if group.spec.window else ''}"
             f"[{','.join(map(str, group.layers))}]"
@@ -174,7 +211,7 @@ class CacheSpec:
         )
         if self.latent_dim is not None:
             shapes += f" latent={self.latent_dim}"
-        return f"nhd {groups} heads={shapes} block={self.block_size} buffers={self.plan.buffer_count} dtype={dtype}"
+        return f"{order} {groups} heads={shapes} block={self.block_size} buffers={self.plan.buffer_count} dtype={dtype}"
 
     def places(self) -> Iterator[Place]:
         """Says where the keys and values of each layer lie; a layer that reads another's has the other's place.
@@ -187,9 +224,18 @@ class CacheSpec:
         for layer in self.layers:
             part = slices[layer.layer if layer.shared_with is None else layer.shared_with]
             buffer, offset = divmod(part.offset, plan.slot_bytes)
-            stride = plan.slot_bytes // self.dtype.itemsize
-            pages = PageSpec(layer.kv_head_count, layer.head_dim, self.block_size, self.dtype, stride, self.latent_dim)
-            yield Place(layer, part.group, buffer, offset // self.dtype.itemsize, pages)
+            dtype = self.stored_as or self.dtype
+            pages = PageSpec(
+                layer.kv_head_count,
+                layer.head_dim,
+                self.block_size,
+                dtype,
+                stride=plan.slot_bytes // dtype.itemsize,
+                latent_dim=self.latent_dim,
+                computed_in=self.dtype,
+                is_hnd=self.is_hnd,
+            )
+            yield Place(layer, part.group, buffer, offset // dtype.itemsize, pages)
 
     def block_count_for(self, memory_bytes: int) -> int:
         """Counts the blocks that fit into a budget.
@@ -224,12 +270,20 @@ class LayerCache(NamedTuple):
             there are latents.
         window: tokens that a query sees of a sliding window, itself included; None without one.
         is_written: whether the layer writes its own keys and values, or reads those that another layer wrote.
+        scales: of what fp8 pages hold.
     """
 
     kind: int
     pages: torch.Tensor
     window: int | None
     is_written: bool
+    scales: Scales = UNSCALED
+
+    @property
+    def key_and_value(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the same pages as a tuple of keys and values, each `[blocks, block_size, kv_heads, head_dim]`; of
+        latents both are the keys."""
+        return self.pages[:, 0], self.pages[:, -1]
 
 
 class KVCache:
@@ -265,16 +319,13 @@ class KVCache:
 
     def _bind(self, place: Place, kind: int) -> LayerCache:
         elements = self.buffers[place.buffer].view(place.pages.dtype).flatten()
-        shape = place.pages.page_shape
-        strides = [1]
-        for size in reversed(shape[1:]):
-            strides.append(strides[-1] * size)
-        pages = elements.as_strided(
-            (self.block_count, *shape), (place.pages.page_stride, *reversed(strides)), place.offset
-        )
+        shape, strides = place.pages.page_shape, place.pages.page_strides
+        pages = elements.as_strided((self.block_count, *shape), (place.pages.page_stride, *strides), place.offset)
         is_sliding = place.layer.kind is GroupKind.SLIDING_WINDOW
         window = place.layer.window if is_sliding else None
-        return LayerCache(kind, pages, window, is_written=place.layer.shared_with is None)
+        source = place.layer.layer if place.layer.shared_with is None else place.layer.shared_with
+        scales = dict(self.spec.scales).get(source, UNSCALED)
+        return LayerCache(kind, pages, window, place.layer.shared_with is None, scales)
 
     def sequence_tokens_max(self, pass_token_count: int) -> int:
         """Counts the tokens of the longest sequence that fits alone, in whole blocks, of which at most so many are

@@ -135,8 +135,16 @@ class Engine:
         self._request_count += 1
         root = root_digest(fingerprint=self.model.fingerprint, layout=self.cache.spec.layout, namespace=namespace)
         request = Request(self._request_count, request_id, prompt, sampling, namespace, root, self._clock())
+        request.rotation = self.model.rotation
         request.samples = [
-            Sample(request, i, list(prompt), new_generator(sampling.seed, i), self.tokenizer.new_stream())
+            Sample(
+                request,
+                i,
+                list(prompt),
+                new_generator(sampling.seed, i),
+                self.tokenizer.new_stream(),
+                begun_with=len(prompt),
+            )
             for i in range(sampling.n)
         ]
         self.scheduler.roster.add(request.samples[0])

@@ -6,8 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import importlib.util
-import os
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,11 +16,10 @@ import structlog
 import torch
 from quire._serving import logs
 from quire._serving.process import stop_event
-from quire._serving.server import Server, add_arguments
+from quire._serving.server import Server
 from quire.aio import AsyncAllocatorClient
 from quire.errors import QuireError, UsageError
 from quire.session import PoolSession
-from quire.session.lookahead import AHEAD_TOKENS
 from quire.tls import tls_of
 from quire.types import PoolSpec
 from quire.v1 import worker_pb2_grpc as pb_grpc
@@ -33,6 +30,7 @@ from quire_worker.execution.failures import DeviceLostError
 from quire_worker.model.checkpoint import ModelError
 from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.tokenizer import Tokenizer
+from quire_worker.options import parse_arguments
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.service import WorkerService
 from quire_worker.telemetry import WorkerCollector, WorkerTelemetry
@@ -43,93 +41,6 @@ log = structlog.get_logger()
 DRAIN_S = 4.0
 TURN_S = 2.0
 WAIT_LOG_S = 10.0
-BLOCKS_PER_STEP_MAX = 8_192  # blocks that one forward pass may fill, so that their digests fit a step
-RUNNING_MAX = 4_096  # samples; each may need a few operations of one step
-
-
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line of the worker."""
-    parser = argparse.ArgumentParser(
-        prog="quire-worker", description="Serve text of one model whose KV cache a Quire allocator pages."
-    )
-    parser.add_argument("--model", required=True, help="folder with config.json, safetensors and tokenizer.json")
-    parser.add_argument("--pool", default="default", help="name of this worker's pool (default: %(default)s)")
-    parser.add_argument(
-        "--allocator",
-        default=os.environ.get("QUIRE_ALLOCATOR", "127.0.0.1:7070"),
-        help="address of the allocator (default: $QUIRE_ALLOCATOR or 127.0.0.1:7070)",
-    )
-    to_allocator = parser.add_argument_group("TLS towards the allocator, as PEM files")
-    for name, text in (
-        ("ca", "authorities of the allocator; encrypts the connection"),
-        ("cert", "certificate to show it"),
-        ("key", "private key of that certificate"),
-    ):
-        variable = f"QUIRE_TLS_{name.upper()}"
-        to_allocator.add_argument(
-            f"--allocator-{name}",
-            metavar="FILE",
-            default=os.environ.get(variable),
-            help=f"{text} (default: ${variable})",
-        )
-    add_arguments(parser, listen="127.0.0.1:7071", metrics="127.0.0.1:9471")
-    parser.add_argument("--block-size", type=int, default=16, help="tokens per block (default: %(default)s)")
-    memory = parser.add_mutually_exclusive_group()
-    memory.add_argument(
-        "--kv-memory", type=memory_bytes, default="256MiB", help="memory for the pool (default: %(default)s)"
-    )
-    memory.add_argument("--blocks", type=int, help="blocks of the pool, instead of --kv-memory")
-    parser.add_argument(
-        "--max-batch-tokens", type=int, default=512, help="tokens per forward pass (default: %(default)s)"
-    )
-    parser.add_argument("--max-running", type=int, default=64, help="samples computed at a time (default: %(default)s)")
-    parser.add_argument(
-        "--max-waiting", type=int, default=1024, help="requests queued before more are refused (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--grant-ahead-tokens",
-        type=int,
-        default=AHEAD_TOKENS,
-        help="tokens that each sample has room for beyond its next one, where blocks are free: so many it decodes while"
-        " the allocator is away; 0: none (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: float32 on a CPU"
-    )
-    parser.add_argument(
-        "--device",
-        choices=["cpu", "cuda"],
-        default="cpu",
-        help="of weights, pages and attention: cuda runs the Triton kernels, cpu kernels in C++, or plain torch where"
-        " there is no compiler for them (default: %(default)s)",
-    )
-    parser.add_argument("--threads", type=int, default=1, help="threads of the model (default: %(default)s)")
-    options = parser.parse_args(arguments)
-    for name in ("block_size", "blocks", "max_batch_tokens", "max_running", "max_waiting", "threads"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    if options.grant_ahead_tokens < 0:
-        parser.error("--grant-ahead-tokens must be at least 0")
-    if options.max_batch_tokens > BLOCKS_PER_STEP_MAX * options.block_size:
-        parser.error(f"--max-batch-tokens must be at most {BLOCKS_PER_STEP_MAX} blocks")
-    if options.max_running > RUNNING_MAX:
-        parser.error(f"--max-running must be at most {RUNNING_MAX}")
-    return options
-
-
-def memory_bytes(text: str) -> int:
-    """Bytes in `256MiB`, `2GiB`, `1e9`.
-
-    Raises:
-        argparse.ArgumentTypeError: it is no size.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*(|[kmgt]i?b|b)", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 256MiB or 2GiB")
-    unit = match[2].lower()
-    base = 1024 if "i" in unit else 1000
-    return int(float(match[1]) * base ** " kmgt".index(unit[0] if unit not in ("", "b") else " "))
 
 
 class Loaded(NamedTuple):
@@ -150,7 +61,14 @@ def load(options: argparse.Namespace) -> Loaded:
     """
     torch.set_num_threads(options.threads)
     check_device(options.device)
-    model = load_model(options.model, block_size=options.block_size, dtype=options.dtype, device=options.device)
+    model = load_model(
+        options.model,
+        block_size=options.block_size,
+        dtype=options.dtype,
+        device=options.device,
+        kv_cache_dtype=options.kv_cache_dtype,
+        kv_layout=options.kv_layout,
+    )
     spec = model.cache_spec
     try:
         block_count = options.blocks or spec.block_count_for(options.kv_memory)

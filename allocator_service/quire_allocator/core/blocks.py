@@ -28,7 +28,7 @@ class Scope:
     Attributes:
         held: blocks in tables of its sequences, each counted once.
         cached: published blocks in no table.
-        spare: those of them that leave before all others, of windowed groups.
+        spare: those of them that leave before all others, of windows and states.
     """
 
     __slots__ = ("cached", "held", "manager", "namespace", "spare")

@@ -1,8 +1,8 @@
 """Where a later prompt may part from one that was computed: up to there all groups must serve it, or none is of use.
 
 Full attention serves a prefix wherever a block of it ends; a windowed group only where the blocks of the window before
-are still there. So of windowed groups those blocks are kept that stand before a *boundary*, and what no boundary needs
-leaves the cache first (`groups/retention.py` has the rules).
+are still there, a state only after a checkpoint. So of both those blocks are kept that stand before a *boundary*, and
+what no boundary needs leaves the cache first (`groups/retention.py` has the rules).
 
 Lifecycle of a boundary:
 
@@ -26,7 +26,7 @@ class Boundary:
 
     Attributes:
         key: what it is filed under, in the `index` of its namespace.
-        needed: published positions of windowed groups that a hit which ends here takes; all of them are there.
+        needed: published positions of windows and checkpoints that a hit which ends here takes; all are there.
         aside: published positions that a hit which ends one edge earlier takes beyond those, as far as they are there.
         runs: of each tree of full attention the run that it stands in: at its end, or inside.
         parent: the boundary before it on its path, when it was made; it may have gone since.

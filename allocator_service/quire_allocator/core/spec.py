@@ -85,7 +85,7 @@ class PoolSpec:
         watermark_block_count: free blocks that a new sequence must leave for those that run.
         quotas: at most one per namespace.
         eviction_policy: a name of `eviction.policies.POLICIES`; empty for the default.
-        retention: which blocks of windowed groups stay cached: `dense`, `tail` or `auto`; empty for the default, auto.
+        retention: which windows and states stay cached: `dense`, `tail` or `auto`; empty for the default, auto.
         chunk_token_count_max: the largest chunk of a prompt that the owner computes in one pass; 0 where it does not
             say.
     """

@@ -315,7 +315,7 @@ class PoolSpec(_message.Message):
     default.
     """
     retention: _builtins.str
-    """Which blocks of windowed groups stay cached: "dense", "tail" or "auto"; empty for the default, "auto"."""
+    """Which blocks of windows and states stay cached: "dense", "tail" or "auto"; empty for the default, "auto"."""
     chunk_token_count_max: _builtins.int
     """The largest chunk of a prompt that the owner computes in one pass, in tokens, at most 16,777,216; 0 where it does
     not say. Windowed groups hold a pass and the window before it, so a prompt in chunks is let in only if it fits with

@@ -322,9 +322,10 @@ def test_a_rebuilt_pool_keeps_what_the_lost_one_kept(has_full: bool) -> None:
     assert pool.match("", joined) == 32
 
 
+@pytest.mark.parametrize("kinds", ["hybrid", "state and full", "everything"])
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_spare_in_a_rebuilt_pool_was_not_needed_by_the_deepest_boundaries(seed: int) -> None:
-    played = Played("hybrid", seed)
+def test_what_is_spare_in_a_rebuilt_pool_was_not_needed_by_the_deepest_boundaries(kinds: str, seed: int) -> None:
+    played = Played(kinds, seed)
     for _ in range(80):
         played.step()
     again = rebuilt(played.ledger, played.spec, 80.0)

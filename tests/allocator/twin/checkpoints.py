@@ -47,8 +47,15 @@ class TwinCheckpoints(TwinRetention):
         return slot.key[2] * self.digest_tokens in sequence.boundaries
 
     def _drop(self, slot: Slot) -> None:
-        self.unpublish(slot)
         self.empty += slot.blocks[::-1]
+        self._not_published(slot)
+
+    def _not_published(self, slot: Slot) -> None:
+        """A checkpoint is none any more, and no hit can end there."""
+        assert slot.key is not None
+        path = slot.key[3]
+        self.unpublish(slot)
+        self.slot_left(slot, path)
 
     def _used(self, slot: Slot) -> None:
         """It is not an unused checkpoint any more, or none at all."""

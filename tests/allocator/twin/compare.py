@@ -189,18 +189,18 @@ class Comparison:
         assert block_states(self.pool).to_bytes() == states
 
     def _compare_retention(self) -> None:
-        """Where hits can end, and what of windowed groups leaves how early."""
+        """Where hits can end, and what of windows and states leaves how early."""
         spaces = self.pool.blocks.namespaces
         ours = {(name, *key, b.is_parting) for name, space in spaces.items() for key, b in space.boundaries.items()}
         assert ours == {(b.namespace, b.token_count, b.digest, b.is_parting) for b in self.twin.boundaries}
-        windows = [number for number, kind in enumerate(self.twin.kinds) if kind.is_windowed]
-        cached = [slot for slot in self.twin.cached() if slot.kind in windows]
+        others = [number for number, kind in enumerate(self.twin.kinds) if not kind.keeps_prefixes]
+        cached = [slot for slot in self.twin.cached() if slot.kind in others]
         for slot in cached:
             assert slot.key is not None
             _, worth = published(spaces[slot.namespace].scopes[slot.kind])[slot.key[2], slot.key[3][-1]]
             assert worth == self.twin.worth(slot), f"{slot.key} is worth {worth}"
         for name, space in spaces.items():
-            for number in windows:
+            for number in others:
                 spare = [s for s in cached if (s.namespace, s.kind) == (name, number) and not self.twin.worth(s)]
                 assert space.scopes[number].spare == sum(len(slot.blocks) for slot in spare)
 

@@ -110,7 +110,7 @@ class TwinPool(TwinCheckpoints):
             if missing > sum(len(slot.blocks) for slot in own):
                 return ("NO_SPACE", 0, 0, [], [], missing, self.victim(sequence.priority, sequence_id), 0)
             for slot in own:  # a checkpoint is given up before anybody is refused
-                self.unpublish(slot)
+                self._not_published(slot)
                 sequence.tables[slot.kind] = [Slot(slot.kind, slot.namespace, slot.blocks)]
         blocks, copies = self._grant(sequence, token_count)
         self._enforce_quota(sequence.namespace)

@@ -1,4 +1,4 @@
-"""What stays cached of windowed groups, asked of the twin by looking at every boundary and every slot."""
+"""What stays cached of windows and states, asked of the twin by looking at every boundary and every slot."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TwinRetention(TwinState):
     def worth(self, slot: Slot) -> int:
         """Of a cached slot; what is worth least leaves first."""
         kind = self.kinds[slot.kind]
-        if self.retention == "dense" or kind.name == "state":
+        if self.retention == "dense":
             return KEPT
         if kind.name == "full_attention":
             return KEPT if self._serves(slot) else SPARE
@@ -55,7 +55,7 @@ class TwinRetention(TwinState):
         return kept if needed else ASIDE if aside else SPARE
 
     def _serves(self, slot: Slot) -> bool:
-        """Whether a hit can end at a block of full attention or behind it, as far as windows are concerned."""
+        """Whether a hit can end at a block of full attention or behind it, as far as other kinds are concerned."""
         assert slot.key is not None
         number, namespace, position, path = slot.key
         for boundary in self.boundaries:
@@ -71,9 +71,9 @@ class TwinRetention(TwinState):
         return any(self._is_free(end) for end in range((position + 1) * size, (deepest + 1) * size + 1))
 
     def _is_free(self, token_count: int) -> bool:
-        """Whether no windowed group needs anything to serve so many tokens."""
+        """Whether only full attention needs anything to serve so many tokens."""
         windows = [kind for kind in self.kinds if kind.is_windowed]
-        if any(kind.name == "sliding_window" for kind in windows):
+        if any(kind.name in ("sliding_window", "state") for kind in self.kinds):
             return False
         return self.is_edge(token_count) and all(token_count % kind.window == 0 for kind in windows)
 
@@ -88,7 +88,8 @@ class TwinRetention(TwinState):
         if self.retention == "dense":
             return
         end = [self._own(sequence, number, token_count // kind.block_size - 1) for number, kind in self._attention()]
-        first = end[0]
+        end += [] if end else [s for s in self._checkpoints(sequence) if self._length(s) == token_count]
+        first = end[0] if end else None
         if first is None or first.key is None:
             return
         found = [b for b in self.boundaries if b.namespace == sequence.namespace and b.token_count == token_count]
@@ -109,6 +110,9 @@ class TwinRetention(TwinState):
 
     def turn_ended(self, sequence: TwinSequence) -> None:
         edge, last = self.edge_before(sequence.committed), self.before(sequence.boundary)
+        if any(kind.name == "state" for kind in self.kinds):
+            lengths = [self._length(slot) for slot in self._checkpoints(sequence)]
+            edge = max([length for length in lengths if self.is_edge(length)], default=0)
         if edge > (0 if last is None else last.token_count):
             self.make(sequence, edge)
 
@@ -162,7 +166,7 @@ class TwinRetention(TwinState):
     def drop_spare(self, slot: Slot) -> bool:
         """Where nothing spare is to be cached, it becomes empty; returns whether it did."""
         is_cached = slot.key is not None and not self.is_held(slot)
-        if self.retention != "tail" or not is_cached or not self.kinds[slot.kind].is_windowed or self.worth(slot):
+        if self.retention != "tail" or not is_cached or self.kinds[slot.kind].keeps_prefixes or self.worth(slot):
             return False
         self.unpublish(slot)
         self.empty += slot.blocks[::-1]
@@ -178,6 +182,17 @@ class TwinRetention(TwinState):
 
     def _attention(self) -> list[tuple[int, Kind]]:
         return [(number, kind) for number, kind in enumerate(self.kinds) if kind.name != "state"]
+
+    def _checkpoints(self, sequence: TwinSequence) -> list[Slot]:
+        """Of the first kind of state: what a sequence holds, and what it made and nobody has used."""
+        number = next(number for number, kind in enumerate(self.kinds) if kind.name == "state")
+        own = [slot for slot in sequence.checkpoints if slot.kind == number and not slot.hits]
+        return [slot for slot in (*own, *sequence.tables[number]) if slot is not None and slot.key is not None]
+
+    def _length(self, slot: Slot) -> int:
+        """Tokens after which a checkpoint is the state."""
+        assert slot.key is not None
+        return slot.key[2] * self.digest_tokens
 
     def _own(self, sequence: TwinSequence, number: int, position: int) -> Slot | None:
         """What a sequence has at a position, or had and can still name."""
@@ -206,6 +221,11 @@ class TwinRetention(TwinState):
                 needed += [slot for slot in wanted if slot is not None]
                 if all(slot is not None and slot.key is not None for slot in extra):
                     aside += [slot for slot in extra if slot is not None]
+            if kind.name == "state":
+                slot = self.find((number, sequence.namespace, token_count // self.digest_tokens, (digest,)))
+                if slot is None:
+                    return None
+                needed.append(slot)
         if not needed and not path:
             return None
         return TwinBoundary(sequence.namespace, token_count, digest, path, needed, aside, None)

@@ -36,7 +36,7 @@ class TwinBoundary:
 
     Attributes:
         path: of each kind of full attention what stands before it is published as.
-        needed, aside: what a hit there takes of windowed groups; what one that ends an edge earlier takes besides.
+        needed, aside: what a hit there takes of windows and states; what one that ends an edge earlier takes besides.
         parent: the boundary before it, when it was made.
         is_parting: more than one way was seen to go on from it.
     """
@@ -106,8 +106,8 @@ class TwinState:
         self.evicted = self.granted = self.copied = self.queried = self.hit = 0
         self.returned = self.returned_hit = 0
         self.leaving: deque[Removed] | None = None
-        has_windows = any(kind.is_windowed for kind in self.kinds)
-        self.retention = retention if has_windows else "dense"
+        keeps_all = all(kind.keeps_prefixes for kind in self.kinds)
+        self.retention = "dense" if keeps_all else retention
         self.boundaries: list[TwinBoundary] = []
 
     # -- what can be observed ------------------------------------------------------------------------------------------

@@ -17,9 +17,11 @@ from quire_cpu.interface import DTYPES, Append, Attend
 from quire_cpu.library import Library
 from quire_cpu.ops import greedy
 
+from quire_worker.attention.converted_plan import ConvertedPlan
 from quire_worker.attention.interface import AttentionBatch, AttentionPlan, PagedAttention
 from quire_worker.attention.torch_path import TorchPagedAttention
 from quire_worker.cache import PageSpec
+from quire_worker.page_format import UNSCALED, Scales
 from quire_worker.sampler import SamplingParams
 
 
@@ -31,6 +33,8 @@ class CpuPagedAttention(PagedAttention):
         self._torch = TorchPagedAttention()
 
     def plan(self, batch: AttentionBatch, spec: PageSpec) -> AttentionPlan:
+        if not spec.is_plain:
+            return ConvertedPlan.of(batch, spec, self.plan)
         has_whole_words = spec.head_dim * spec.dtype.itemsize % 4 == 0  # the kernels read words of 32 bits
         if spec.dtype not in DTYPES or not has_whole_words or spec.latent_dim is not None:
             return self._torch.plan(batch, spec)
@@ -66,7 +70,7 @@ class CpuAttentionPlan(AttentionPlan):
     spec: PageSpec
     arguments: dict[Kind, Attend] = field(default_factory=dict)
 
-    def append(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor) -> None:
+    def append(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, *, scales: Scales = UNSCALED) -> None:
         if key.stride(2) != 1:
             key = key.contiguous()
         if value.stride(2) != 1:
@@ -88,6 +92,7 @@ class CpuAttentionPlan(AttentionPlan):
         window_left: int = -1,
         soft_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        scales: Scales = UNSCALED,
     ) -> torch.Tensor:
         arguments = self.arguments_of(Kind(query.shape[1], scale, window_left, soft_cap))
         if query.stride(2) != 1:

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from quire_worker.cache import PageSpec
+from quire_worker.page_format import UNSCALED, Scales
 from quire_worker.sampler import SamplingParams
 
 
@@ -53,14 +54,15 @@ class AttentionBatch:
 class AttentionPlan(Protocol):
     """One forward pass over one batch."""
 
-    def append(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor) -> None:
+    def append(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, *, scales: Scales = UNSCALED) -> None:
         """Writes the new tokens' keys and values to their slots.
 
         Args:
-            key: `[tokens, kv_heads, head_dim]`, of the pages' dtype, any strides.
+            key: `[tokens, kv_heads, head_dim]`, of the dtype that the pages are computed in, any strides.
             value: the same; of latents it is a part of the keys, and not looked at.
             pages: one layer, `[pages, 2, page_size, kv_heads, head_dim]`, each page contiguous and from one to the next
                 the spec's `page_stride`; written in place.
+            scales: of fp8 pages, which hold keys and values divided by them; elsewhere without effect.
         """
         ...
 
@@ -73,6 +75,7 @@ class AttentionPlan(Protocol):
         window_left: int = -1,
         soft_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        scales: Scales = UNSCALED,
     ) -> torch.Tensor:
         """Computes softmax(scale * Q K^T + causal mask) V per sequence, after `append` for the same layer.
 
@@ -81,12 +84,13 @@ class AttentionPlan(Protocol):
         `quire_kernels.shared.options`.
 
         Args:
-            query: `[tokens, query_heads, head_dim]`, of the pages' dtype, any strides.
+            query: `[tokens, query_heads, head_dim]`, of the dtype that the pages are computed in, any strides.
             pages: one layer, as for `append`.
             scale: factor of the dot products.
             window_left: keys before its own position that a query sees, inclusive; -1: all.
             soft_cap: soft_cap * tanh(x / soft_cap) of the scaled scores x, before the mask; 0: none.
             sinks: float32 `[query_heads]`, natural logarithms of what is added to the softmax's denominator.
+            scales: as for `append`.
 
         Of latents, an implementation may refuse the options with ValueError.
 

@@ -22,10 +22,12 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from quire_worker.attention.converted_plan import ConvertedPlan
 from quire_worker.attention.interface import AttentionBatch, AttentionPlan, PagedAttention
 from quire_worker.attention.torch_plan import GatheredBatch, plan_units, query_block
 from quire_worker.attention.torch_tiles import DTYPES, Tiles, attend_tiles, key_rows, plan_tiles
 from quire_worker.cache import KEY_AND_VALUE, PageSpec, rows_of
+from quire_worker.page_format import UNSCALED, Scales
 from quire_worker.sampler import SamplingParams, choose_by_sorting
 
 # The fused kernel works on blocks of 32 rows, and on larger ones from 192 rows on. From 32 queries on, one head fills a
@@ -44,7 +46,9 @@ class TorchPagedAttention(PagedAttention):
         self._workspace = _Workspace()
         self._masks = _CausalMasks()
 
-    def plan(self, batch: AttentionBatch, spec: PageSpec) -> TorchAttentionPlan:
+    def plan(self, batch: AttentionBatch, spec: PageSpec) -> AttentionPlan:
+        if not spec.is_plain:
+            return ConvertedPlan.of(batch, spec, self.plan)
         rows = key_rows(batch.slot_mapping, spec)
         return TorchAttentionPlan(batch, spec, rows, self._workspace, self._masks)
 
@@ -98,7 +102,7 @@ class TorchAttentionPlan(AttentionPlan):
             work = self.work_by_window[window_left] = _Work(tiles, units)
         return work
 
-    def append(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor) -> None:
+    def append(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, *, scales: Scales = UNSCALED) -> None:
         _, _, page_size, kv_heads, head_dim = pages.shape
         rows = rows_of(pages, kv_heads * head_dim)
         rows.index_copy_(0, self.append_rows, key.reshape(-1, kv_heads * head_dim))
@@ -115,6 +119,7 @@ class TorchAttentionPlan(AttentionPlan):
         window_left: int = -1,
         soft_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        scales: Scales = UNSCALED,
     ) -> torch.Tensor:
         attended = self._attend(query, pages, _Scores(scale, window_left, soft_cap, sinks))
         return attended if self.spec.latent_dim is None else attended[..., : self.spec.latent_dim]

@@ -24,6 +24,7 @@ from quire_kernels.ops.sampling import greedy, sample
 
 from quire_worker.attention.interface import AttentionBatch, AttentionPlan, PagedAttention
 from quire_worker.cache import PageSpec
+from quire_worker.page_format import UNSCALED, Scales, is_quantised
 from quire_worker.sampler import SamplingParams
 
 # For partial results of split decodes: more than any batch needs whose query heads and head dims a GPU is built for.
@@ -109,7 +110,7 @@ class TritonAttentionPlan(AttentionPlan):
     latent_wrappers: dict[_Kind, BatchMLAPagedAttentionWrapper] = field(default_factory=dict)
     checked_slot_counts: set[int] = field(default_factory=set)
 
-    def append(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor) -> None:
+    def append(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, *, scales: Scales = UNSCALED) -> None:
         """See `AttentionPlan.append`.
 
         Raises:
@@ -120,7 +121,7 @@ class TritonAttentionPlan(AttentionPlan):
             check_slots(self.batch.slot_mapping, slot_count=slot_count)
             self.checked_slot_counts.add(slot_count)
         if self.spec.latent_dim is None:
-            append_slots(key, value, self.slots, pages, check=False)
+            append_slots(key, value, self.slots, pages, "NHD", *self._scales(scales), check=False)
         else:
             latent, rotated = key.tensor_split([self.spec.latent_dim], dim=-1)
             places = pages[:, 0].tensor_split([self.spec.latent_dim], dim=-1)
@@ -135,6 +136,7 @@ class TritonAttentionPlan(AttentionPlan):
         window_left: int = -1,
         soft_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        scales: Scales = UNSCALED,
     ) -> torch.Tensor:
         kind = _Kind(query.shape[1], scale, window_left, soft_cap)
         if self.spec.latent_dim is not None:
@@ -142,9 +144,16 @@ class TritonAttentionPlan(AttentionPlan):
         wrapper = self.wrappers.get(kind)
         if wrapper is None:
             wrapper = self.wrappers[kind] = self._planned(kind)
-        output = wrapper.run(query, pages, sinks=None if sinks is None else sinks.float())
+        k_scale, v_scale = self._scales(scales)
+        output = wrapper.run(
+            query, pages, k_scale=k_scale, v_scale=v_scale, sinks=None if sinks is None else sinks.float()
+        )
         assert isinstance(output, torch.Tensor)  # a pair only where lse is asked for
         return output
+
+    def _scales(self, scales: Scales) -> tuple[float | None, float | None]:
+        """Returns what the kernels multiply fp8 pages with; none of others, whose kernels have no such argument."""
+        return scales if is_quantised(self.spec.dtype) else (None, None)
 
     def _attend_latents(
         self, kind: _Kind, query: torch.Tensor, pages: torch.Tensor, sinks: torch.Tensor | None
@@ -178,13 +187,13 @@ class TritonAttentionPlan(AttentionPlan):
             decode = BatchDecodeWithPagedKVCacheWrapper(self.workspace)
             decode.plan(
                 *self.table, *sizes, window_left=kind.window_left, logits_soft_cap=kind.soft_cap,
-                q_data_type=spec.dtype, sm_scale=kind.scale,
+                q_data_type=spec.query_dtype, kv_data_type=spec.dtype, sm_scale=kind.scale,
             )  # fmt: skip
             return decode
         prefill = BatchPrefillWithPagedKVCacheWrapper(self.workspace)
         prefill.plan(
             starts, *self.table, *sizes, causal=True, sm_scale=kind.scale, window_left=kind.window_left,
-            logits_soft_cap=kind.soft_cap, q_data_type=spec.dtype,
+            logits_soft_cap=kind.soft_cap, q_data_type=spec.query_dtype, kv_data_type=spec.dtype,
         )  # fmt: skip
         return prefill
 

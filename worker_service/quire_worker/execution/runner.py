@@ -179,7 +179,13 @@ class _Run:
     def _try_forward(self, parts: Sequence[Part]) -> Failure | None:
         try:
             chunks = [
-                Chunk(part.sample.tokens[part.start : part.end], part.start, part.sample.tables, needs_logits=True)
+                Chunk(
+                    part.sample.tokens[part.start : part.end],
+                    part.start,
+                    part.sample.tables,
+                    needs_logits=True,
+                    begun_with=part.sample.begun_with,
+                )
                 for part in parts
             ]
             forward = build_batch(chunks, groups=self._cache.spec.groups, device=self._model.device)

@@ -39,12 +39,14 @@ class Chunk:
         block_tables: the sequence's blocks in order, of each group, enough for `start + len(tokens)` tokens; further
             ones are ignored, and so are those before the windows of all its tokens.
         needs_logits: whether the logits after the last token are wanted.
+        begun_with: tokens that the request began with; see `scheduling.rotation`.
     """
 
     tokens: Sequence[int]
     start: int
     block_tables: Sequence[Table]
     needs_logits: bool
+    begun_with: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +56,7 @@ class ForwardBatch:
     input_ids: torch.Tensor  # int64 [1, tokens]
     position_ids: torch.Tensor  # int64 [1, tokens]
     logits_index: torch.Tensor  # int64 [rows], tokens of the flat batch
+    lengths: torch.Tensor  # int64 [tokens] on the host, what each token is rotated for where keys follow lengths
     attention: tuple[AttentionBatch, ...]  # of each group
 
 
@@ -93,6 +96,7 @@ def build_batch(
     positions = np.arange(ends[-1]) + np.repeat(starts - (ends - query_lengths), query_lengths)
     tokens = np.concatenate([np.asarray(chunk.tokens, dtype=np.int64) for chunk in chunks])
     wanted = np.array([chunk.needs_logits for chunk in chunks])
+    begun_with = np.array([chunk.begun_with for chunk in chunks], dtype=np.int64)
 
     spans: dict[GroupSpec, _Spans] = {}
     attention = []
@@ -109,6 +113,7 @@ def build_batch(
         input_ids=on_device(tokens).unsqueeze(0),
         position_ids=on_device(positions).unsqueeze(0),
         logits_index=on_device(ends[wanted] - 1),
+        lengths=torch.from_numpy(np.maximum(positions + 1, np.repeat(begun_with, query_lengths))),
         attention=tuple(attention),
     )
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,14 @@ from quire_worker.attention import CpuPagedAttention, PagedAttention, backend_fo
 from quire_worker.cache import NAN_BYTE, CacheSpec, KVCache
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError, fingerprint, weight_files
+from quire_worker.model.kv_scales import SCALE_NAME, read_scales
 from quire_worker.model.latent import keep_latents
 from quire_worker.model.rewrites.rewriter import TOLERANCE, rewrite
+from quire_worker.model.rotary import TokenLengths, longest_of, rotate_by_length, rotation_of
 from quire_worker.model.support import Arrival, layers_as_they_arrive, layers_of
 from quire_worker.model.transformers_seam import ATTENTION_NAME, PagedStep, ProbeStep, Step, run
+from quire_worker.page_format import KV_CACHE_DTYPES, KV_LAYOUTS
+from quire_worker.scheduling.rotation import Rotation
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -63,6 +67,8 @@ class PagedModel:
     vocab_size: int  # logits per row
     max_position: int  # tokens a sequence may have at most
     eos_token_ids: frozenset[int]  # tokens that end a text; may be empty
+    rotation: Rotation | None = None  # how keys follow the lengths of requests
+    lengths: TokenLengths | None = None  # of the tokens of a pass, where keys follow them
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """Writes the new tokens' keys and values to their pages and computes the logits that were asked for.
@@ -78,7 +84,7 @@ class PagedModel:
         Raises:
             UnsupportedModelError: the model uses an option of attention that its first batches did not.
         """
-        return run(self.module, batch, self.plan(batch, cache))
+        return run(self.module, batch, self.plan(batch, cache), self.lengths)
 
     def plan(self, batch: ForwardBatch, cache: KVCache) -> PagedStep:
         """Prepares a forward pass, once for each group and shape of pages; arguments as of `forward`."""
@@ -87,7 +93,13 @@ class PagedModel:
 
 
 def load_model(
-    folder: Path | str, *, block_size: int = 16, dtype: str = "auto", device: torch.device | str = "cpu"
+    folder: Path | str,
+    *,
+    block_size: int = 16,
+    dtype: str = "auto",
+    device: torch.device | str = "cpu",
+    kv_cache_dtype: str = "auto",
+    kv_layout: str = "NHD",
 ) -> PagedModel:
     """Loads a checkpoint and checks that pages give what its own attention gives.
 
@@ -98,6 +110,8 @@ def load_model(
         dtype: "float32", "bfloat16" or "float16", of weights and pages; "auto" is float32 on a CPU and what the
             checkpoint was saved in elsewhere.
         device: of weights and pages.
+        kv_cache_dtype: "auto", which is that of the weights, "fp8_e4m3" or "fp8_e5m2"; see `page_format`.
+        kv_layout: "NHD" or "HND".
 
     Raises:
         CheckpointError: the folder lacks something, or its weights do not fit its configuration.
@@ -107,19 +121,23 @@ def load_model(
     folder, device = Path(folder), torch.device(device)
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}")
+    if kv_cache_dtype not in KV_CACHE_DTYPES or kv_layout not in KV_LAYOUTS:
+        known = ", ".join([*KV_CACHE_DTYPES, *KV_LAYOUTS])
+        raise ValueError(f"format of pages {kv_cache_dtype!r}, {kv_layout!r}: known are {known}")
     attention = backend_for(device)
     model_fingerprint = fingerprint(folder)
     config = _read_config(folder)
     loader, layers = _loader_of(config), layers_of(config, block_size=block_size)
+    rotation = rotation_of(config.get_text_config())
     module = _read_weights(folder, loader, DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto"), device)
-    max_position = getattr(config.get_text_config(), "max_position_embeddings", None)
+    max_position = longest_of(config.get_text_config())
     if max_position is None:
         raise UnsupportedModelError(f"model type {config.model_type!r} does not say how long its sequences may be")
     arrivals, vocab_size = _probe(module, device)
     layers = layers_as_they_arrive(config.model_type, layers, arrivals)
     try:
         key, latent_dim, _ = arrivals[layers[0].layer]
-        cache_spec = CacheSpec(layers, block_size, key.dtype, max_position, latent_dim)
+        cache_spec = CacheSpec(layers, block_size, key.dtype, max_position, latent_dim, is_hnd=kv_layout == "HND")
     except ValueError as error:
         raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: {error}") from error
     model = PagedModel(
@@ -132,11 +150,37 @@ def load_model(
         vocab_size=vocab_size,
         max_position=max_position,
         eos_token_ids=_eos_token_ids(module),
+        rotation=rotation,
+        lengths=None if rotation is None else rotate_by_length(module, rotation),
     )
     own_logits = _own_logits(model)
     _check_through_pages(model, own_logits)
     if isinstance(attention, CpuPagedAttention) and cache_spec.dtype in TOLERANCE:
         _rewrite_for_cpu(model, attention, own_logits)
+    stored_as = KV_CACHE_DTYPES[kv_cache_dtype]
+    return model if stored_as is None else _quantised(model, folder, stored_as, own_logits)
+
+
+def _quantised(model: PagedModel, folder: Path, stored_as: torch.dtype, own: torch.Tensor) -> PagedModel:
+    """Returns the same model with pages of fp8. What that costs in logits is logged, and no reason to refuse.
+
+    Raises:
+        CheckpointError: the checkpoint's scales are none.
+        UnsupportedModelError: the device has no kernel for such pages.
+    """
+    spec = model.cache_spec
+    if spec.latent_dim is not None and model.device.type != "cpu":
+        raise UnsupportedModelError(
+            "latent attention has no kernel for pages of fp8; serve it with kv-cache-dtype auto"
+        )
+    scales = read_scales(folder)
+    layers = tuple(replace(layer, element_bytes=stored_as.itemsize) for layer in spec.layers)
+    spec = replace(spec, layers=layers, stored_as=stored_as, scales=tuple(sorted(scales.items())))
+    model = replace(model, cache_spec=spec)
+    difference = ((_logits_through_pages(model) - own).norm() / own.norm()).item()
+    _log.info(
+        "pages quantised", dtype=str(stored_as), layers_with_scales=len(scales), logits_differ_by=round(difference, 4)
+    )
     return model
 
 
@@ -181,8 +225,9 @@ def _read_weights(folder: Path, loader: Any, dtype: torch.dtype | str, device: t
     module, report = loaded  # a pair, because of `output_loading_info`
     if report["missing_keys"]:
         raise CheckpointError(f"weights in {folder} lack {_some(report['missing_keys'])}")
-    if report["unexpected_keys"]:
-        _log.warning("unused_weights", folder=folder.name, weights=_some(report["unexpected_keys"]))
+    unused = {name for name in report["unexpected_keys"] if not SCALE_NAME.search(name)}
+    if unused:
+        _log.warning("unused_weights", folder=folder.name, weights=_some(unused))
     keep_latents(module, ATTENTION_NAME)
     return module.to(device).eval()
 
@@ -253,7 +298,7 @@ def _logits_through_pages(
     for chunks in steps:
         batch = build_batch(chunks, groups=spec.groups, device=model.device)
         batch.position_ids[:, : length - split] += shift if chunks is steps[-1] else 0
-        logits = run(model.module, batch, step_of(model.plan(batch, cache)))
+        logits = run(model.module, batch, step_of(model.plan(batch, cache)), model.lengths)
     return logits
 
 

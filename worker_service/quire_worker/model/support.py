@@ -156,22 +156,9 @@ def _recurrent_state(config: Any) -> str | None:
     return f"recurrent state ({name})" if name is not None else None
 
 
-def _batch_dependent_rope(config: Any) -> str | None:
-    """`dynamic` and `longrope` take their frequencies from the longest position of the batch: one long request would
-    change the text of all others."""
-    parameters = _entry(config, "rope_parameters") or {}
-    per_layer_type = [value for value in parameters.values() if isinstance(value, Mapping)]
-    for entry in (parameters, *per_layer_type):
-        rope_type = str(entry.get("rope_type") or "default")
-        if "dynamic" in rope_type or rope_type == "longrope":
-            return f"rotary embedding of type {rope_type!r}, which depends on the longest request of the batch"
-    return None
-
-
 _REASONS: tuple[Callable[[Any], str | None], ...] = (
     _encoder_decoder,
     _recurrent_state,
-    _batch_dependent_rope,
 )
 
 

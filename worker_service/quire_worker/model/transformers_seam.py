@@ -24,6 +24,7 @@ from quire_worker.cache import LayerCache
 from quire_worker.model import latent
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.checkpoint import UnsupportedModelError
+from quire_worker.model.rotary import TokenLengths
 from quire_worker.model.support import Arrival, refuse_unsupported_options
 
 ATTENTION_NAME = "quire_paged"
@@ -72,7 +73,7 @@ class PagedStep:
             )
         plan = self.plans[layer.kind]
         if layer.is_written:
-            plan.append(key, value, layer.pages)
+            plan.append(key, value, layer.pages, scales=layer.scales)
         return plan.attend(
             query,
             layer.pages,
@@ -80,6 +81,7 @@ class PagedStep:
             window_left=-1 if layer.window is None else layer.window - 1,
             soft_cap=scoring.soft_cap,
             sinks=scoring.sinks,
+            scales=layer.scales,
         )
 
 
@@ -188,13 +190,21 @@ def paged_attention_forward(
     return latent.values_of(module, attended).unsqueeze(0), None
 
 
-def run(module: torch.nn.Module, batch: ForwardBatch, step: Step) -> torch.Tensor:
+def run(module: torch.nn.Module, batch: ForwardBatch, step: Step, lengths: TokenLengths | None = None) -> torch.Tensor:
     """Runs a model over a batch.
+
+    Args:
+        module: of transformers.
+        batch: on its device.
+        step: what its layers call.
+        lengths: where its rotary embeddings look, if their frequencies follow lengths.
 
     Returns:
         float32 `[rows, vocabulary]`, one row per chunk that needs logits.
     """
     with torch.inference_mode():
+        if lengths is not None:
+            lengths.of_pass = batch.lengths.to(batch.input_ids.device)
         output = module(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,

@@ -33,6 +33,8 @@ from quire.hashing import DigestChain
 from quire.protocol.outcomes import NULL_BLOCK, Swap
 from quire.types import GroupSpec
 
+from quire_worker.scheduling.rotation import Rotation
+
 
 class FinishReason(Enum):
     """Why a sample ended."""
@@ -71,6 +73,7 @@ class Request:
         number: rises with every request; lower is older.
         sampling: the worker's sampling parameters (`sampler.SamplingParams`); opaque to the scheduler but for `n`.
         root: digest that the prompt's chain starts from.
+        rotation: how its keys follow its length; None where they do not.
         deliveries: what the caller reads; a `QuireError` ends the request.
     """
 
@@ -84,6 +87,7 @@ class Request:
     samples: list[Sample] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
     deliveries: asyncio.Queue[Delivery | QuireError] = field(default_factory=asyncio.Queue)
+    rotation: Rotation | None = None
     first_token_s: float | None = None
     admitted: bool = False
 
@@ -107,6 +111,7 @@ class Sample:
         states: its running block in each group of recurrent states, where the pool has any.
         boundaries: token counts, rising, at which its passes end for a checkpoint to be made; see `passes.py`.
         pass_token_count_max: tokens of a pass beyond which the pool had no room for it at once; 0 while there was.
+        begun_with: tokens that it began with, for whose number its keys are rotated at least; see `rotation.py`.
     """
 
     request: Request
@@ -124,6 +129,7 @@ class Sample:
     states: list[int] = field(default_factory=list)
     boundaries: tuple[int, ...] = ()
     pass_token_count_max: int = 0
+    begun_with: int = 0
     has_ended: bool = False
     finish_reason: FinishReason | None = None
     _digests: list[bytes] = field(default_factory=list)
@@ -161,7 +167,10 @@ class Sample:
         if end > known:
             if self._chain is None:
                 self._chain = DigestChain(self.request.root, block_size)
-            self._digests += self._chain.extend(self.tokens[known * block_size : end * block_size])
+            key = None if known or self.request.rotation is None else self.request.rotation.key_of(self.begun_with)
+            keys = [(key,), *[()] * (end - 1)] if key else None
+            tokens = self.tokens[known * block_size : end * block_size]
+            self._digests += self._chain.extend(tokens, extra_keys=keys)
         return self._digests[first:end]
 
     def forget_blocks(self) -> None:
@@ -170,6 +179,18 @@ class Sample:
         self.tables, self.fallen, self.states, self.boundaries = [], [], [], ()
         self.granted = self.committed = self.computed = self.pass_token_count_max = 0
         self.fork_of = None
+
+    @property
+    def is_outgrown(self) -> bool:
+        """Tells whether its keys are rotated for a shorter request than it has become, and have to be others."""
+        rotation = self.request.rotation
+        return rotation is not None and rotation.is_outgrown(self.begun_with, len(self.tokens))
+
+    def begin_again(self) -> None:
+        """Makes all tokens so far what the sample begins with; it holds nothing any more."""
+        self.forget_blocks()
+        self.begun_with = len(self.tokens)
+        self._digests, self._chain = [], None
 
     def fork_from(self, parent: Sample) -> None:
         """Makes this sample share the blocks of `parent`, whose prefill has finished, from the next step on."""

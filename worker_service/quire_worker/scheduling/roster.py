@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from quire.types import GroupKind, GroupSpec
 
 from quire_worker.scheduling import lookahead
+from quire_worker.scheduling.plan import Plan
 from quire_worker.scheduling.request import FinishReason, Request, Sample
 
 
@@ -108,6 +109,18 @@ class Roster:
         victim.forget_blocks()
         insort(self.waiting, victim, key=age_of)
         return victim
+
+    def begin_outgrown_again(self, plan: Plan) -> None:
+        """Makes samples wait that grew beyond the length that their keys are rotated for: they are computed again from
+        their first token, as if they had begun with all that they have. Called when no answer is on its way; `plan`,
+        whose commits may name them, frees them. Frees come before forks, so parents and forks of it stay a turn."""
+        forking = {sample for pair in plan.forks for sample in pair}
+        for sample in [each for each in self.running if each.is_outgrown and each not in forking]:
+            self.running.remove(sample)
+            plan.step.free(sample.sequence_id)
+            self._uncount_ahead(sample)
+            sample.begin_again()
+            self.add(sample)
 
     @property
     def held_ahead_count(self) -> int:

@@ -82,13 +82,12 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """Decides what to ask for."""
-        plan = Plan()
-        filled = self.roster.take_filled()
+        plan, filled = Plan(), self.roster.take_filled()
         cut = self._cut(filled)
         self._fork(plan)
         freed_ahead = self._free(plan)
         budget = self.batch_tokens_max
-        for sample in self.roster.running:
+        for sample in (each for each in self.roster.running if not each.is_outgrown):
             token_count = pass_token_count(sample, budget)
             if token_count == 0:
                 break
@@ -102,6 +101,7 @@ class Scheduler:
         admissions = self._choose(budget, None if room is None else room + freed_ahead - taken)
         missing += self._let_in(plan, admissions)
         self._commit(plan, filled, {**cut, **self._given_back(missing)})
+        self.roster.begin_outgrown_again(plan)
         return plan
 
     def plan_without_asking(self) -> Plan:
@@ -116,7 +116,7 @@ class Scheduler:
         for sample in self.roster.running:
             token_count = pass_token_count(sample, budget)
             has_to_ask = sample.fork_of is not None or sample in parents or is_at_boundary(sample)
-            if has_to_ask or sample.computed + token_count > sample.granted:
+            if has_to_ask or sample.is_outgrown or sample.computed + token_count > sample.granted:
                 plan.is_whole = False
             elif token_count:
                 budget -= token_count

@@ -16,7 +16,6 @@ from quire_allocator.core.groups.factory import make_managers
 from quire_allocator.core.groups.history import PromptHistory
 from quire_allocator.core.groups.manager import Hit
 from quire_allocator.core.groups.retention import Retention
-from quire_allocator.core.groups.window_rules import WINDOW_RULES
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import DIGEST_BYTES, NEVER, OTHERS, Copy, PoolSpec
 
@@ -30,7 +29,7 @@ class Coordinator:
         in_step: all groups have one block size and none keeps state: they need their next block at the same token.
         group_count: how many groups there are; `append` takes so many blocks.
         history: the latest prompts, where no group keeps whole prefixes; else None.
-        retention: what says which blocks of windowed groups stay cached; None where all are alike.
+        retention: what says which blocks of windows and states stay cached; None where all are alike.
     """
 
     def __init__(self, spec: PoolSpec, blocks: Blocks, log: EventLog) -> None:
@@ -48,8 +47,7 @@ class Coordinator:
         # For each group, where its block stands among those that `append` takes.
         self._places = [order.index(group) for group in range(len(order))]
         self._blocks = blocks
-        has_windows = any(group.kind in WINDOW_RULES for group in spec.groups)
-        keeps_all = spec.retention == "dense" or not has_windows
+        keeps_all = spec.retention == "dense" or not self.settles
         self.retention = None if keeps_all else Retention(spec, self.managers, blocks)
         self._quotas = {quota.namespace: quota for quota in spec.quotas}
         # The nameless namespace of a pool without quotas: forgotten, it is empty again and serves as the next new one.

@@ -1,19 +1,19 @@
-"""Which blocks of windowed groups stay cached: those before boundaries (`boundary.py`), as long as their prefix does.
+"""Which windows and states stay cached: those before boundaries (`boundary.py`), as long as their prefix does.
 
 When a boundary is made, if every group can serve it from what the sequence has or remembers:
 
     a hit ends there                  somebody asked for just this
     a commit has reached it           the end of the prompt, a junction, the end of a turn that the owner named
-    the sequence is forked or freed   the last edge before its committed tokens: a turn has ended, and most prompts
-                                      that go on do so from here
+    the sequence is forked or freed   the last edge before its committed tokens (where there are states, its deepest
+                                      checkpoint): a turn has ended, and most prompts that go on do so from here
 
 What leaves when. Four kinds of cached blocks leave in this order, each the one released longest ago first, but for
 KEPT, which the eviction policy ranks:
 
-    SPARE    blocks of windows that stand before no boundary; the end of a run beyond its deepest boundary
+    SPARE    windows and checkpoints that stand before no boundary; the end of a run beyond its deepest boundary
     ASIDE    what a boundary has aside; what only boundaries need that are continued
-    KEPT     all others: runs with a boundary at their end or with children; without full attention windows before one
-    LED      blocks of windows before a boundary, where full attention has the same prefix: they leave with its run
+    KEPT     runs with a boundary at their end or with children; without full attention what a boundary needs
+    LED      what a boundary needs of windows and states, where full attention has the same prefix: leaves with its run
 
 So a block that no hit can need never outlasts one that some hit can. Nothing is kept for a hit that cannot come: when
 the policy takes a block before a boundary, in whatever group, the boundary is gone, and what it alone needed is spare
@@ -24,8 +24,8 @@ boundary.
     (a prompt that is edited inside its last block ends one block earlier), and 5 x 447 SPARE
 
 Of one path the boundaries where paths part stay, and of the others the last three (what a chat's last two turns leave:
-the end of the turn before, that of the last prompt and of its answer). Places at which no windowed group needs a block,
-as between two chunks of chunked attention, need no boundary.
+the end of the turn before, that of the last prompt and of its answer). Places at which only full attention needs a
+block, as between two chunks of chunked attention, need no boundary.
 
 Sources: Marconi (MLSys 2025) keeps what the next prompts are likely to end at; SGLang's hybrid tree lets windows leave
 before the prefix they belong to; `docs/decisions/0017-retention.md` has what was measured.
@@ -44,7 +44,8 @@ from quire_allocator.core.groups.full import FullAttentionManager, RunPart
 from quire_allocator.core.groups.keeper import Keeper
 from quire_allocator.core.groups.manager import AnyManager
 from quire_allocator.core.groups.runs import Run
-from quire_allocator.core.groups.units import Unit
+from quire_allocator.core.groups.states import StateManager, StatePart
+from quire_allocator.core.groups.units import AnyUnitManager, Unit
 from quire_allocator.core.groups.windows import WindowManager, WindowPart
 from quire_allocator.core.sequence import SequenceState
 from quire_allocator.core.spec import GroupKind, PoolSpec
@@ -57,7 +58,7 @@ class Retention(Keeper):
 
     Attributes:
         full: the managers of full attention, which come first among those of the pool.
-        windows: those of windowed groups, each with its number there.
+        windows, states: those of windowed groups and of states, each with its number there.
         edge_tokens: boundaries are at multiples of this.
     """
 
@@ -75,14 +76,22 @@ class Retention(Keeper):
             for number, (manager, kind) in enumerate(zip(managers, kinds))
             if kind in (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL)
         ]
+        self.states = [
+            (number, cast(StateManager, manager))
+            for number, (manager, kind) in enumerate(zip(managers, kinds))
+            if kind is GroupKind.STATE
+        ]
         chunks = [manager.spec.window for _, manager in self.windows]
         is_chunked = all(manager.spec.kind is GroupKind.CHUNKED_LOCAL for _, manager in self.windows)
-        self._free_stop_tokens = math.lcm(self.edge_tokens, *chunks) if is_chunked else 0
+        self._free_stop_tokens = math.lcm(self.edge_tokens, *chunks) if is_chunked and not self.states else 0
         for full in self.full:
             full.tree.keeper = self
         for _, window in self.windows:
             window.keeper = self
             window.is_led = bool(self.full)
+        for _, state in self.states:
+            state.keeper = self
+            state.is_led = bool(self.full)
         blocks.policy.trims = not self.full
 
     # -- when boundaries are made --------------------------------------------------------------------------------------
@@ -97,10 +106,20 @@ class Retention(Keeper):
 
     def ended(self, sequence: SequenceState) -> None:
         """A turn has ended with what a sequence has committed."""
-        edge = sequence.committed_token_count // self.edge_tokens * self.edge_tokens
         last = living(sequence.last_boundary)
+        edge = self._last_stop(sequence)
         if edge > (0 if last is None else last.token_count):
             self.make(sequence, edge)
+
+    def _last_stop(self, sequence: SequenceState) -> int:
+        """Returns the last edge before what is committed; where groups keep states, the last one with a checkpoint."""
+        if not self.states:
+            return sequence.committed_token_count // self.edge_tokens * self.edge_tokens
+        number, state = self.states[0]
+        for token_count, _ in state.own_checkpoints(cast(StatePart, sequence.parts[number])):
+            if token_count % self.edge_tokens == 0:
+                return token_count
+        return 0
 
     def make(self, sequence: SequenceState, token_count: int) -> None:
         """Hits can end after so many tokens of a sequence, if all groups can serve them from what it has."""
@@ -110,7 +129,7 @@ class Retention(Keeper):
         index, key = sequence.namespace.boundaries, (token_count, digest)
         boundary = index.get(key)
         if boundary is None:
-            tails = self._tails(sequence, token_count)
+            tails = self._tails(sequence, token_count, digest)
             if tails is None:
                 return
             parts = [cast(RunPart, sequence.parts[number]) for number in range(len(self.full))]
@@ -138,6 +157,8 @@ class Retention(Keeper):
         for unit in needed:
             unit.needed_count += 1
             _add(unit, boundary)
+            if not unit.live:  # a checkpoint that another sequence made
+                _manager(unit).revalue(unit)
         for unit in aside:
             unit.aside_count += 1
             _add(unit, boundary)
@@ -151,12 +172,15 @@ class Retention(Keeper):
     def _digest_at(self, sequence: SequenceState, token_count: int) -> bytes:
         if self.full:
             return self.full[0].digest_at(cast(RunPart, sequence.parts[0]), token_count)
-        number, window = self.windows[0]
-        return window.digest_at(cast(WindowPart, sequence.parts[number]), token_count)
+        if self.windows:
+            number, window = self.windows[0]
+            return window.digest_at(cast(WindowPart, sequence.parts[number]), token_count)
+        number, state = self.states[0]
+        return dict(state.own_checkpoints(cast(StatePart, sequence.parts[number]))).get(token_count, b"")
 
-    def _tails(self, sequence: SequenceState, token_count: int) -> tuple[list[Unit], list[Unit]] | None:
-        """Returns what a sequence has of the units that a boundary there needs, and has aside; None where it lacks one
-        that is needed, or where none is."""
+    def _tails(self, sequence: SequenceState, token_count: int, digest: bytes) -> tuple[list[Unit], list[Unit]] | None:
+        """Returns the units that a boundary there needs, and has aside: of windows what the sequence has, of states the
+        checkpoint, whoever made it. None where one that is needed lacks, or where none is."""
         needed, aside = list[Unit](), list[Unit]()
         for number, window in self.windows:
             part, wanted = cast(WindowPart, sequence.parts[number]), window.needed_at(token_count)
@@ -168,6 +192,12 @@ class Retention(Keeper):
             own = window.tail(part, wanted)
             if len(own) == len(wanted):
                 aside += own
+        for number, state in self.states:
+            scope = cast(StatePart, sequence.parts[number]).scope
+            unit = state.checkpoint_at(scope, token_count, digest)
+            if unit is None:
+                return None
+            needed.append(unit)
         return (needed, aside) if needed or self.full else None
 
     def _goes_on(self, boundary: Boundary, way_count: int) -> None:
@@ -248,8 +278,8 @@ class Retention(Keeper):
         return (token_count - 1) // self._free_stop_tokens * self._free_stop_tokens if self._free_stop_tokens else 0
 
 
-def _manager(unit: Unit) -> WindowManager:
-    return cast(WindowManager, unit.scope.manager)
+def _manager(unit: Unit) -> AnyUnitManager:
+    return cast(AnyUnitManager, unit.scope.manager)
 
 
 def _add(unit: Unit, boundary: Boundary) -> None:

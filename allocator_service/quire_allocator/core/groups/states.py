@@ -10,7 +10,8 @@ the state without a grow that copies it, and where the commit ends exactly at
 As a published block never changes, the next grow replaces it by a copy; where there is no room for one, a checkpoint
 that no other sequence holds is given up instead. So a hit is one block: the deepest checkpoint of the prefix.
 
-Checkpoints that nobody has used are bounded twice, for they are made in the hope that somebody will:
+Those at boundaries stay as long as their prefix does, the others leave before all else (`retention.py`). Checkpoints
+that nobody has used are bounded twice besides, for they are made in the hope that somebody will:
 
     per sequence   at most `checkpoints_max`. With one more, its oldest between boundaries is dropped; then those at
                    boundaries, of which the first, where the shortest prompts part, stays longest
@@ -124,9 +125,11 @@ class StateManager(UnitManager[StatePart]):
         if self.let_go(part, 0):
             assert part.unit is not None
             blocks, part.scope.held = part.unit.blocks, part.scope.held - self.width
-            self._retract(part.unit)
-            if part.unit in part.checkpoints:
-                part.checkpoints.remove(part.unit)
+            unit = part.unit
+            self._retract(unit)
+            self._end_boundaries(unit)
+            if unit in part.checkpoints:
+                part.checkpoints.remove(unit)
             (part.unit,) = self._new_units(part.scope, blocks)
 
     def commit(self, part: StatePart, committed: int, until: int, digests: bytes, swaps: list[Swap]) -> None:
@@ -185,6 +188,24 @@ class StateManager(UnitManager[StatePart]):
         unit = part.unit
         return unit is not None and unit.live == 1 and unit.key is None
 
+    # -- what boundaries need ------------------------------------------------------------------------------------------
+
+    def checkpoint_at(self, scope: UnitScope, token_count: int, digest: bytes) -> Unit | None:
+        """Returns the checkpoint after so many tokens of that digest, whoever made it; None where there is none."""
+        return scope.index.get((token_count // self._digest_tokens, digest))
+
+    def checkpoints(self, scope: UnitScope) -> list[tuple[int, bytes]]:
+        """Returns after how many tokens of which digest there are checkpoints."""
+        return [(position * self._digest_tokens, digest) for position, digest in scope.index]
+
+    def own_checkpoints(self, part: StatePart) -> list[tuple[int, bytes]]:
+        """Returns token counts and digests of the checkpoints that a sequence holds, or made and nobody has used; the
+        deepest first."""
+        keys = {unit.key for unit in part.checkpoints if unit.key is not None and not unit.was_hit}
+        if part.unit is not None and part.unit.key is not None:
+            keys.add(part.unit.key)
+        return sorted([(position * self._digest_tokens, digest) for position, digest in keys], reverse=True)
+
     # -- how many checkpoints are kept ---------------------------------------------------------------------------------
 
     def _leave(self, part: StatePart, unit: Unit) -> None:
@@ -224,6 +245,7 @@ class StateManager(UnitManager[StatePart]):
     def _drop(self, unit: Unit) -> None:
         """A cached checkpoint is not worth its blocks."""
         self._unpublish(unit)
+        self._end_boundaries(unit)
         self._blocks.dropped(unit.scope, self.width)
 
     def _hold(self, unit: Unit) -> None:

@@ -11,15 +11,15 @@ Lifecycle of a unit:
     3. cached      in no table, hittable, a candidate for eviction: what it is *worth* says how early
     4. gone        evicted, or dropped before it was published: its blocks are empty
 
-Of a windowed group with a keeper, a unit is worth what stands behind it: KEPT if a boundary needs it (LED, where full
-attention has the same prefix), ASIDE if only an edited prompt would, else SPARE. Without one, all are KEPT.
+Where there is a keeper, a unit is worth what stands behind it: KEPT if a boundary needs it (LED, where full attention
+has the same prefix), ASIDE if only an edited prompt would, else SPARE. Without one, all are KEPT.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from quire_allocator.core.blocks import Blocks, Evictor, Namespace, Scope, Scoped
 from quire_allocator.core.boundary import Boundary
@@ -150,12 +150,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         assert isinstance(entry, Unit)
         self._blocks.policy.evicted(entry, self.width)
         self._unpublish(entry)
-        if entry.boundaries and self.keeper is not None:
-            for boundary in entry.boundaries[:]:
-                if entry in boundary.aside:
-                    boundary.aside.remove(entry)
-                else:
-                    self.keeper.end(boundary)
+        self._end_boundaries(entry)
         return self.width
 
     def worth(self, entry: Scoped) -> int:
@@ -179,6 +174,15 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         self._blocks.now_worth(unit, worth)
 
     # -- for subclasses ------------------------------------------------------------------------------------------------
+
+    def _end_boundaries(self, unit: Unit) -> None:
+        """A unit is published no more: no hit can end any more where one would need it."""
+        if unit.boundaries and self.keeper is not None:
+            for boundary in unit.boundaries[:]:
+                if unit in boundary.aside:
+                    boundary.aside.remove(unit)
+                else:
+                    self.keeper.end(boundary)
 
     def _new_units(self, scope: UnitScope, blocks: array[int]) -> list[Unit]:
         """Makes private units of blocks that were just granted; a single one keeps the array itself."""
@@ -254,3 +258,6 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         """Returns the digest of the prefix of so many tokens, where `digests` begin with number `first_digest`."""
         start = (token_count // self._digest_tokens - 1 - first_digest) * DIGEST_BYTES
         return digests[start : start + DIGEST_BYTES]
+
+
+AnyUnitManager: TypeAlias = UnitManager[Part]

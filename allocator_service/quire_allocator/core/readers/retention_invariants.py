@@ -13,7 +13,8 @@ from quire_allocator.core.groups.fallen import WindowScope
 from quire_allocator.core.groups.full import FullAttentionManager
 from quire_allocator.core.groups.retention import CONTINUED_MAX, Retention
 from quire_allocator.core.groups.runs import Run, RunScope
-from quire_allocator.core.groups.units import Unit
+from quire_allocator.core.groups.states import StateManager
+from quire_allocator.core.groups.units import Unit, UnitScope
 from quire_allocator.core.groups.windows import WindowManager, WindowPart
 from quire_allocator.core.spec import DIGEST_BYTES
 
@@ -84,15 +85,17 @@ def _check_remembered(window: WindowManager, part: WindowPart, edge_count: int) 
 
 
 def _check_worths(retention: Retention, space: Namespace, needed: Counter[int], aside: Counter[int]) -> None:
-    for number, window in retention.windows:
-        scope = cast(WindowScope, space.scopes[number])
-        spare = sum([stretch.block_count for stretch in scope.stretches.values()])
+    others: list[tuple[int, WindowManager | StateManager]] = [*retention.windows, *retention.states]
+    for number, manager in others:
+        scope, spare = cast(UnitScope, space.scopes[number]), 0
+        if isinstance(scope, WindowScope):
+            spare = sum(stretch.block_count for stretch in scope.stretches.values())
         for unit in scope.index.values():
             assert unit.needed_count == needed[id(unit)], "a unit counts others that need it than there are"
             assert unit.aside_count == aside[id(unit)], "a unit counts others that have it aside than there are"
             if not unit.live:
-                assert unit.worth == window.worth(unit), "a cached unit is taken for worth more or less than it is"
-                spare += window.width * (unit.worth == SPARE)
+                assert unit.worth == manager.worth(unit), "a cached unit is taken for worth more or less than it is"
+                spare += manager.width * (unit.worth == SPARE)
         assert scope.spare == spare, f"{scope.spare} blocks count as spare, {spare} are"
     for number, full in enumerate(retention.full):
         for run in full.tree.runs(cast(RunScope, space.scopes[number]).root):

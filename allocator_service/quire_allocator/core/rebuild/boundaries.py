@@ -1,8 +1,9 @@
 """Finds again where hits can end (`retention.py`): a report names blocks, and no boundaries.
 
-A boundary's blocks end where a stretch of windowed blocks ends, and paths end and part at boundaries: at both kinds of
-places one is made, if every group can serve it there. So of boundaries whose blocks run into each other only the last
-one is found; in a pool without full attention nobody knows any more which of them are on one path.
+A boundary's blocks end where a stretch of windowed blocks ends or a checkpoint is, and paths end and part at
+boundaries: at all these places one is made, if every group can serve it there. So of boundaries whose blocks run into
+each other only the last one is found, every checkpoint is taken for one (of those on one path the last few stay), and
+in a pool without full attention nobody knows any more which of them are on one path.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def restore_boundaries(pool: Pool, links: dict[int, Links]) -> None:
         if retention.full:
             _restore_paths(retention, space, tails)
         else:
-            for place in sorted(_ends(retention, tails)):
+            for place in sorted(_ends(retention, space, tails)):
                 _make(retention, space, place, [], tails, above=None)
         for sequence in pool.sequences.values():
             if sequence.namespace is space:
@@ -77,18 +78,20 @@ class _Tails:
         return self.units(before, part.first, range(positions.start, min(positions.stop, part.first))) or []
 
 
-def _ends(retention: Retention, tails: Sequence[_Tails]) -> set[_Place]:
-    """Edges at which stretches of windowed blocks end."""
+def _ends(retention: Retention, space: Namespace, tails: Sequence[_Tails]) -> set[_Place]:
+    """Edges at which stretches of windowed blocks end or checkpoints are."""
     ends = set()
     for own in tails:
         size = own.window.block_size
         ends |= {((position + 1) * size, digest) for position, digest in own.last}
+    for number, state in retention.states:
+        ends |= set(state.checkpoints(cast(UnitScope, space.scopes[number])))
     return {(token_count, digest) for token_count, digest in ends if token_count % retention.edge_tokens == 0}
 
 
 def _restore_paths(retention: Retention, space: Namespace, tails: Sequence[_Tails]) -> None:
     """Returns the boundaries of a namespace, path by path from the root down."""
-    ends, edge = _ends(retention, tails), retention.edge_tokens
+    ends, edge = _ends(retention, space, tails), retention.edge_tokens
     counts = {token_count for token_count, _ in ends}
     others = [
         _by_place(full, cast(RunScope, space.scopes[number]).root, edge, counts)
@@ -142,6 +145,11 @@ def _make(
             return None
         needed += found
         aside += own.units(digest, end, own.window.aside_at(token_count)) or []
+    for number, state in retention.states:
+        unit = state.checkpoint_at(cast(UnitScope, space.scopes[number]), token_count, digest)
+        if unit is None:
+            return None
+        needed.append(unit)
     if not needed and not runs:
         return None
     boundary = retention.put(space, place, needed, aside, runs, parent=above)

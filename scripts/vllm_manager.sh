@@ -1,0 +1,22 @@
+#!/bin/sh
+# Makes build/peers/vllm-manager, an environment that can import vLLM's KVCacheManager beside Quire and all that the
+# environment of $PYTHON has: benchmarks/allocator.py and benchmarks/hybrid.py run in it. It is one of its own, so that
+# nothing of vLLM's comes into the environment that Quire is developed in. It takes 1 GB, and no model runs in it:
+# vLLM's dependencies are left out but for what these imports need.
+set -eu
+
+PYTHON=${PYTHON:-.venv/bin/python}
+FOLDER=${FOLDER:-build/peers/vllm-manager}
+
+"$PYTHON" -m venv --without-pip "$FOLDER"
+SITE=$("$FOLDER/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+# Python reads a path file when it starts: what the other environment can import, this one can, too.
+"$PYTHON" -c 'import sys; print(*[path for path in sys.path[1:] if not path.startswith(sys.base_prefix)], sep="\n")' \
+    > "$SITE/quire.pth"
+install() {
+    "$PYTHON" -m pip --python "$FOLDER/bin/python" install --quiet --disable-pip-version-check -c constraints.txt "$@"
+}
+install --no-deps vllm==0.33.0 xgrammar llguidance
+install aiohttp apache-tvm-ffi cachetools cbor2 cloudpickle fastapi msgspec openai openai-harmony opentelemetry-api \
+    partial-json-parser pillow psutil py-cpuinfo pybase64 pyzmq requests
+"$FOLDER/bin/python" -c 'from vllm.v1.core.kv_cache_manager import KVCacheManager'

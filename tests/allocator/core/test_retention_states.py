@@ -1,0 +1,156 @@
+"""Which checkpoints of states stay cached, and with what they leave. Numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from quire_allocator.core.eviction.queue import ASIDE, KEPT, LED, SPARE
+from quire_allocator.core.groups.units import Unit
+from quire_allocator.core.pool import Pool
+from quire_allocator.core.readers import invariants
+from quire_allocator.core.spec import PoolSpec, Result
+
+from tests.allocator.core.pools import forget, full, make_pool, state
+from tests.allocator.core.test_retention import text
+
+HYBRID = (full(4), state(16), state(16))
+
+
+def serve(pool: Pool, digests: bytes, token_count: int) -> int:
+    """Allocates, computes and frees a prompt whose passes end at its boundaries and at every 16 tokens; returns how
+    many tokens of it hit."""
+    number, size = pool.last_sequence_id + 1, pool.digest_tokens
+    own = digests[: token_count // size * 32]
+    answer = pool.allocate(number, min(16, token_count), own, prompt_token_count=token_count)
+    assert answer.result is Result.OK
+    done = answer.matched_token_count
+    for end in sorted({*pool.sequences[number].boundaries, *range(16, token_count, 16), token_count}):
+        if end <= done:
+            continue
+        assert pool.grow(number, end).result is Result.OK
+        pool.commit(number, end, digests[done // size * 32 : end // size * 32], end)
+        done = end
+    pool.free(number)
+    return answer.matched_token_count
+
+
+def worths(pool: Pool, digests: bytes, manager: int = 1) -> dict[int, int]:
+    """What the cached checkpoints of a text are worth, by the tokens before them."""
+    scope, size = pool.blocks.namespaces[""].scopes[manager], pool.digest_tokens
+    units: dict[tuple[int, bytes], Unit] = scope.index  # type: ignore[attr-defined]
+    own = [(count, unit) for (count, digest), unit in units.items() if digests[32 * count - 32 : 32 * count] == digest]
+    return {count * size: unit.worth for count, unit in sorted(own, key=lambda item: item[0])}
+
+
+def in_turn(pool: Pool, chat_count: int, token_count: int, round_count: int) -> float:
+    """Chats that ask for their prompts again and again; returns the share that hits, after the first round."""
+    chats = [text(chat, token_count // pool.digest_tokens) for chat in range(chat_count)]
+    rounds = [sum(serve(pool, chat, token_count) for chat in chats) for _ in range(round_count)]
+    invariants.check(pool)
+    return sum(rounds[1:]) / ((round_count - 1) * chat_count * token_count)
+
+
+# -- how many chats a cache holds --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("chat_count", "ratio"), [(3, 0.98), (4, 0.98), (5, 0.5), (6, 0.35), (8, 0.2)])
+def test_beyond_what_a_cache_holds_the_hit_ratio_of_states_falls_without_a_cliff(chat_count: int, ratio: float) -> None:
+    # 20 blocks of attention and a checkpoint of 20 are kept of a chat; computing one takes 21 and three states.
+    assert in_turn(Pool(PoolSpec(240, (full(4), *(state(16),) * 20))), chat_count, 81, 40) > ratio
+
+
+def test_checkpoints_between_boundaries_leave_before_all_else() -> None:
+    pool = make_pool(26, *HYBRID)
+    serve(pool, text(1, 8), 33)
+    assert worths(pool, text(1, 8)) == {16: SPARE, 32: LED}
+    pool.blocks.take(pool.blocks.empty_count + 1)
+    assert worths(pool, text(1, 8)) == {32: LED}
+    assert pool.match("", text(1, 8)) == 32
+
+
+def test_a_checkpoint_leaves_with_the_prefix_that_it_stands_behind() -> None:
+    pool = make_pool(40, *HYBRID)
+    for number in (1, 2):
+        serve(pool, text(number, 4), 17)
+    pool.blocks.take(pool.blocks.empty_count + 1)  # the last block before the older one's boundary: it is gone
+    assert worths(pool, text(1, 4)) == {16: SPARE}
+    pool.blocks.take(pool.blocks.empty_count + 4)  # what is left of it: three blocks, and two of states
+    assert worths(pool, text(1, 4)) == {}
+    assert pool.match("", text(2, 4)) == 16
+
+
+def test_when_a_checkpoint_is_evicted_the_blocks_before_it_leave_next() -> None:
+    pool = make_pool(40, *HYBRID)
+    for number in (1, 2):
+        serve(pool, text(number, 4), 17)
+    forget(pool, 1, [4])
+    assert not pool.blocks.namespaces[""].boundaries
+    worth = {entry.worth for _, ticket, entry in pool.blocks.queue.items() if ticket == entry.ticket}
+    assert worth == {SPARE}
+
+
+def test_of_a_chats_turns_the_checkpoint_of_the_last_one_is_kept_and_two_before_it_aside() -> None:
+    pool = make_pool(200, *HYBRID)
+    chat = text(1, 40)
+    for turn in range(1, 6):
+        serve(pool, chat, 20 * turn + 1)
+    kept = {tokens: worth for tokens, worth in worths(pool, chat).items() if worth != SPARE}
+    assert kept == {60: ASIDE, 80: ASIDE, 100: LED}
+
+
+def test_where_paths_part_a_checkpoint_stays_however_long_they_go_on() -> None:
+    pool = make_pool(400, *HYBRID)
+    shared = text(0, 4)
+    for user in (1, 2, 3):
+        chat = shared + text(user, 40)
+        for turn in range(1, 7):
+            serve(pool, chat, 20 * turn + 1)
+    assert worths(pool, shared) == {16: LED}
+    assert pool.match("", shared + text(9, 4)) == 16
+
+
+def test_where_only_tails_are_cached_checkpoints_between_boundaries_are_empty_at_once() -> None:
+    pool = make_pool(60, *HYBRID, retention="tail")
+    serve(pool, text(1, 10), 41)
+    assert worths(pool, text(1, 10)) == {40: LED}
+    assert pool.blocks.namespaces[""].scopes[1].spare == 0
+
+
+def test_where_everything_is_dense_checkpoints_are_like_all_other_blocks() -> None:
+    pool = make_pool(60, *HYBRID, retention="dense")
+    serve(pool, text(1, 10), 41)
+    assert set(worths(pool, text(1, 10)).values()) == {KEPT}
+    assert not pool.blocks.namespaces[""].boundaries
+
+
+def test_without_full_attention_the_policy_ranks_checkpoints_at_boundaries() -> None:
+    pool = make_pool(20, state(4), state(16))
+    serve(pool, text(1, 10), 41)
+    assert worths(pool, text(1, 10), 0) == {16: SPARE, 32: SPARE, 40: KEPT}
+    assert worths(pool, text(1, 10), 1) == {16: SPARE, 32: SPARE, 40: KEPT}
+
+
+def test_an_owner_that_ends_no_pass_at_a_boundary_keeps_the_deepest_checkpoint_that_it_made() -> None:
+    pool = make_pool(60, *HYBRID)
+    digests = text(1, 11)
+    pool.allocate(1, 16, digests, prompt_token_count=45)
+    done = 0
+    for end in (16, 32, 45):
+        pool.grow(1, end)
+        pool.commit(1, end, digests[done // 4 * 32 : end // 4 * 32])
+        done = end
+    pool.free(1)
+    assert worths(pool, digests) == {16: SPARE, 32: LED}
+    assert pool.match("", digests) == 32
+
+
+def test_a_checkpoint_beyond_what_a_sequence_may_leave_takes_its_boundary_along() -> None:
+    pool = make_pool(60, full(4), state(64, checkpoints_max=1))
+    digests = text(1, 10)
+    pool.allocate(1, 8, digests, prompt_token_count=41, turn_ends=(8, 20))
+    done = 0
+    for end in (8, 20, 40, 41):
+        pool.grow(1, end)
+        pool.commit(1, end, digests[done // 4 * 32 : end // 4 * 32])
+        invariants.check(pool)
+        done = end
+    assert sorted(count for count, _ in pool.blocks.namespaces[""].boundaries) == [8]

@@ -1,0 +1,51 @@
+"""Scales of keys and values that a checkpoint brings along: small tensors beside the weights.
+
+    model.layers.3.self_attn.k_scale        also ...attn.k_scale and ...k_proj.k_scale, and v for k
+    model.layers.3.self_attn.kv_scale       one for both
+
+The pages hold `key / k_scale`. A layer that names none has 1.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from quire_worker.model.checkpoint import CheckpointError, weight_files
+from quire_worker.page_format import Scales
+
+_NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?(kv?|v)_scale$")
+SCALE_NAME = re.compile(r"(?:^|\.)(?:k|v|kv)_scale$")  # what no module of transformers reads
+
+
+def read_scales(folder: Path) -> dict[int, Scales]:
+    """Returns the scales that a checkpoint names, by layer.
+
+    Raises:
+        CheckpointError: a file cannot be read, or a scale is not one number above 0.
+    """
+    found: dict[int, dict[str, float]] = {}
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - no dictionary
+                    match = _NAME.search(name)
+                    if match is not None:
+                        found.setdefault(int(match[1]), {})[match[2]] = _number(name, file.get_tensor(name).tolist())
+        except SafetensorError as error:
+            raise CheckpointError(f"weights in {path.name} cannot be read: {error}") from error
+    return {
+        layer: Scales(own.get("k", own.get("kv", 1.0)), own.get("v", own.get("kv", 1.0)))
+        for layer, own in found.items()
+    }
+
+
+def _number(name: str, value: object) -> float:
+    while isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, float) or not 0 < value < math.inf:
+        raise CheckpointError(f"{name} is no scale of keys and values: one number above 0 is needed, not {value}")
+    return value

@@ -1,0 +1,166 @@
+"""Rotary embeddings whose frequencies follow the length of the request: `dynamic` and `longrope`.
+
+transformers takes the length from the largest position of a batch, so that one long request would change the text of
+all others. Here every token has a length of its own, the one that `generate` of its request alone would see:
+
+    length of a token = max(tokens that its request began with, its position + 1)
+
+    longrope   one set of frequencies up to `original_max_position_embeddings`, another one beyond
+    dynamic    the base grows with every token beyond `max_position_embeddings`
+
+Both are computed by transformers' own functions. What comes out is compared with transformers' once at load.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from quire_worker.model.checkpoint import UnsupportedModelError
+from quire_worker.scheduling.rotation import Rotation
+
+# Whose `generate` computes all keys again with the long frequencies once a request grows beyond the short ones. Of
+# others it goes on with the keys that it has.
+_BEGINNING_AGAIN = frozenset({"phi3", "phimoe", "phi4_multimodal"})
+_CHECK_TOKENS = 4  # beyond the original length
+_CHECK_TOLERANCE = 1e-5
+
+Tables = tuple[torch.Tensor, ...]  # cosine and sine, each [1, tokens, rotary_dim]
+
+
+class TokenLengths:
+    """The lengths that the tokens of a forward pass are rotated for, where the rotary embeddings of a model find
+    them: int64 `[tokens]` on the model's device, set before each pass; None: transformers' own rule."""
+
+    def __init__(self) -> None:
+        self.of_pass: torch.Tensor | None = None
+
+
+def rotation_of(config: Any) -> Rotation | None:
+    """Reads how a model's keys follow the lengths of requests; None where they do not.
+
+    Args:
+        config: of transformers, of the text model.
+
+    Raises:
+        UnsupportedModelError: they do in some layers only.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = {_kind(entry) for entry in parameters.values() if isinstance(entry, Mapping)}
+    if kinds & {"dynamic", "longrope"}:
+        raise UnsupportedModelError(
+            f"model type {config.model_type!r} cannot be served: rotary embedding of type {' and '.join(sorted(kinds))}"
+            " by kind of layer"
+        )
+    if _kind(parameters) == "dynamic":
+        return Rotation(config.max_position_embeddings, differs_by_length=True, begins_again=False)
+    if _kind(parameters) == "longrope":
+        original = parameters["original_max_position_embeddings"]
+        return Rotation(original, differs_by_length=False, begins_again=config.model_type in _BEGINNING_AGAIN)
+    return None
+
+
+def longest_of(config: Any) -> int | None:
+    """Returns the tokens that a sequence may have at most; None where the configuration does not say.
+
+    A base that grows (`dynamic`) is for sequences of up to `factor` times as many.
+    """
+    longest = getattr(config, "max_position_embeddings", None)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if longest is not None and _kind(parameters) == "dynamic":
+        return int(longest * parameters["factor"])
+    return longest
+
+
+def rotate_by_length(model: torch.nn.Module, rotation: Rotation) -> TokenLengths:
+    """Lets a model's rotary embeddings look at the lengths that are returned, and compares what comes of it.
+
+    Raises:
+        UnsupportedModelError: there is no rotary embedding, or one that this file does not know.
+    """
+    lengths = TokenLengths()
+    found = [part for part in model.modules() if hasattr(part, "rope_type") and hasattr(part, "inv_freq")]
+    for part in found:
+        own = part.forward
+        part.forward = _ByLength(part, own, rotation, lengths)
+        _compare(part, own, rotation.original_tokens, lengths)
+    if not found:
+        raise UnsupportedModelError("the model has no rotary embedding whose frequencies follow the length")
+    return lengths
+
+
+def _kind(parameters: Mapping[str, Any]) -> str:
+    kind = str(parameters.get("rope_type") or "default")
+    return "dynamic" if "dynamic" in kind else kind
+
+
+@dataclass(frozen=True, slots=True)
+class _ByLength:
+    """Takes the place of a rotary embedding's `forward`."""
+
+    part: Any
+    own: Callable[..., Tables]
+    rotation: Rotation
+    lengths: TokenLengths
+
+    def __call__(self, x: torch.Tensor, position_ids: torch.Tensor) -> Tables:
+        """Computes cosine and sine: `x` tells their dtype, positions are `[1, tokens]`."""
+        if self.lengths.of_pass is None:
+            return self.own(x, position_ids)
+        if self.rotation.differs_by_length:
+            return self._by_own_length(x, position_ids, self.lengths.of_pass)
+        return self._by_short_or_long(x, position_ids, self.lengths.of_pass)
+
+    def _by_short_or_long(self, x: torch.Tensor, position_ids: torch.Tensor, lengths: torch.Tensor) -> Tables:
+        """Computes both, and takes of each token the one that is its own. What transformers chooses by is the largest
+        position: below the original length, or that length itself, which is put behind the others and left out again.
+        """
+        original = self.rotation.original_tokens
+        last = position_ids.new_full((1, 1), original)
+        short = self.own(x, position_ids.clamp(max=original - 1))
+        long = self.own(x, torch.cat([position_ids, last], dim=1))
+        is_long = (lengths > original)[None, :, None]
+        return tuple(torch.where(is_long, b[:, :-1], a) for a, b in zip(short, long, strict=True))
+
+    def _by_own_length(self, x: torch.Tensor, position_ids: torch.Tensor, lengths: torch.Tensor) -> Tables:
+        """Computes with frequencies of each token, `[tokens, rotary_dim / 2]`, in the place of those of all."""
+        part, of_token = self.part, lengths[:, None]
+        scaled, _ = ROPE_INIT_FUNCTIONS[part.rope_type](part.config, x.device, seq_len=of_token)
+        kept = part.inv_freq
+        part.inv_freq = torch.where(of_token > self.rotation.original_tokens, scaled, part.original_inv_freq)
+        try:
+            tables: Tables = inspect.unwrap(type(part).forward)(part, x, position_ids)
+            return tables
+        finally:
+            part.inv_freq = kept
+
+
+def _compare(part: Any, own: Callable[..., Tables], original: int, lengths: TokenLengths) -> None:
+    """One request alone, short and long, must be rotated as transformers does it.
+
+    Raises:
+        UnsupportedModelError: it is not.
+    """
+    device = part.inv_freq.device
+    x = torch.zeros(1, 1, 1, device=device)
+    for token_count in (original, original + _CHECK_TOKENS, original):
+        positions = torch.arange(token_count, device=device)[None]
+        own(x, positions[:, :1])  # sets frequencies back, which those of a longer request would stay
+        expected = own(x, positions)
+        lengths.of_pass = torch.full((token_count,), token_count, device=device)
+        try:
+            found = part(x, positions)
+            is_close = all(
+                torch.allclose(a, b, rtol=0, atol=_CHECK_TOLERANCE) for a, b in zip(found, expected, strict=True)
+            )
+        except (TypeError, RuntimeError) as error:
+            raise UnsupportedModelError(f"{type(part).__name__} cannot be rotated by request: {error}") from error
+        finally:
+            lengths.of_pass = None
+        if not is_close:
+            raise UnsupportedModelError(f"{type(part).__name__} cannot be rotated by request: it does otherwise")

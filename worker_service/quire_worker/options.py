@@ -1,0 +1,123 @@
+"""The command line of the worker."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Sequence
+
+from quire._serving.server import add_arguments
+from quire.session.lookahead import AHEAD_TOKENS
+
+from quire_worker.page_format import KV_CACHE_DTYPES, KV_LAYOUTS
+
+BLOCKS_PER_STEP_MAX = 8_192  # blocks that one forward pass may fill, so that their digests fit a step
+RUNNING_MAX = 4_096  # samples; each may need a few operations of one step
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the command line of the worker."""
+    parser = argparse.ArgumentParser(
+        prog="quire-worker", description="Serve text of one model whose KV cache a Quire allocator pages."
+    )
+    parser.add_argument("--model", required=True, help="folder with config.json, safetensors and tokenizer.json")
+    parser.add_argument("--pool", default="default", help="name of this worker's pool (default: %(default)s)")
+    parser.add_argument(
+        "--allocator",
+        default=os.environ.get("QUIRE_ALLOCATOR", "127.0.0.1:7070"),
+        help="address of the allocator (default: $QUIRE_ALLOCATOR or 127.0.0.1:7070)",
+    )
+    _add_tls(parser)
+    add_arguments(parser, listen="127.0.0.1:7071", metrics="127.0.0.1:9471")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens per block (default: %(default)s)")
+    memory = parser.add_mutually_exclusive_group()
+    memory.add_argument(
+        "--kv-memory", type=memory_bytes, default="256MiB", help="memory for the pool (default: %(default)s)"
+    )
+    memory.add_argument("--blocks", type=int, help="blocks of the pool, instead of --kv-memory")
+    parser.add_argument(
+        "--max-batch-tokens", type=int, default=512, help="tokens per forward pass (default: %(default)s)"
+    )
+    parser.add_argument("--max-running", type=int, default=64, help="samples computed at a time (default: %(default)s)")
+    parser.add_argument(
+        "--max-waiting", type=int, default=1024, help="requests queued before more are refused (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--grant-ahead-tokens",
+        type=int,
+        default=AHEAD_TOKENS,
+        help="tokens that each sample has room for beyond its next one, where blocks are free: so many it decodes while"
+        " the allocator is away; 0: none (default: %(default)s)",
+    )
+    _add_formats(parser)
+    parser.add_argument("--threads", type=int, default=1, help="threads of the model (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    for name in ("block_size", "blocks", "max_batch_tokens", "max_running", "max_waiting", "threads"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if options.grant_ahead_tokens < 0:
+        parser.error("--grant-ahead-tokens must be at least 0")
+    if options.max_batch_tokens > BLOCKS_PER_STEP_MAX * options.block_size:
+        parser.error(f"--max-batch-tokens must be at most {BLOCKS_PER_STEP_MAX} blocks")
+    if options.max_running > RUNNING_MAX:
+        parser.error(f"--max-running must be at most {RUNNING_MAX}")
+    return options
+
+
+def _add_tls(parser: argparse.ArgumentParser) -> None:
+    to_allocator = parser.add_argument_group("TLS towards the allocator, as PEM files")
+    for name, text in (
+        ("ca", "authorities of the allocator; encrypts the connection"),
+        ("cert", "certificate to show it"),
+        ("key", "private key of that certificate"),
+    ):
+        variable = f"QUIRE_TLS_{name.upper()}"
+        to_allocator.add_argument(
+            f"--allocator-{name}",
+            metavar="FILE",
+            default=os.environ.get(variable),
+            help=f"{text} (default: ${variable})",
+        )
+
+
+def _add_formats(parser: argparse.ArgumentParser) -> None:
+    """Adds what weights and pages are made of, and where they are."""
+    parser.add_argument(
+        "--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: float32 on a CPU"
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=list(KV_CACHE_DTYPES),
+        default="auto",
+        help="of keys and values in the pages: auto is that of the weights; fp8 divides by the checkpoint's k_scale and"
+        " v_scale, or 1 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kv-layout",
+        choices=list(KV_LAYOUTS),
+        default="NHD",
+        help="order of tokens, heads and dims in a page (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="of weights, pages and attention: cuda runs the Triton kernels, cpu kernels in C++, or plain torch where"
+        " there is no compiler for them (default: %(default)s)",
+    )
+
+
+def memory_bytes(text: str) -> int:
+    """Bytes in `256MiB`, `2GiB`, `1e9`.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*(|[kmgt]i?b|b)", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 256MiB or 2GiB")
+    unit = match[2].lower()
+    base = 1024 if "i" in unit else 1000
+    return int(float(match[1]) * base ** " kmgt".index(unit[0] if unit not in ("", "b") else " "))

@@ -7,8 +7,9 @@
             print(chunk.text, end="")
 
 `Client` and `AsyncClient` get text from a worker; `AllocatorClient` and `AsyncAllocatorClient` look into pools, watch
-and own them. Calls that fail raise `QuireError`. `quire.session` has ownership over a stream, `quire.mirror` what a
-router keeps of a pool, `quire.local` starts both servers on this machine.
+and own them: `engine` for an engine of one's own (`quire.engine`, docs/engine.md). Calls that fail raise `QuireError`.
+`quire.session` has ownership over a stream, `quire.mirror` what a router keeps of a pool, `quire.local` starts both
+servers on this machine.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -39,20 +40,26 @@ from quire.errors import (
 from quire.events import BlocksRemoved, BlocksStored, CacheEvent, IndexCleared, SnapshotEnd
 from quire.hashing import DigestChain, block_digests, prompt_digests, root_digest
 from quire.mirror import PrefixMirror
-from quire.protocol.outcomes import Copy, Result, Swap, Victim
+from quire.protocol.outcomes import Copy, Result, StepOutcome, Swap, Victim
+from quire.protocol.steps import StepBuilder
+from quire.session import PoolSession, SessionLostError
 from quire.tls import Tls
 from quire.types import (
     Allocation,
+    BlockTable,
     Chunk,
     CommitOutcome,
+    DeviceMemory,
     FinishReason,
     Generation,
     GroupKind,
     GroupSpec,
     Growth,
+    PoolMemory,
     PoolSpec,
     Quota,
     Sample,
+    SamplingOptions,
     SamplingParams,
     Usage,
     WorkerStatus,
@@ -85,6 +92,7 @@ __all__ = [
     "AsyncClient",
     "AsyncEventStream",
     "AsyncUnarySession",
+    "BlockTable",
     "BlocksRemoved",
     "BlocksStored",
     "CacheEvent",
@@ -94,6 +102,7 @@ __all__ = [
     "CommitOutcome",
     "Copy",
     "DeadlineExceededError",
+    "DeviceMemory",
     "DigestChain",
     "EventStream",
     "FailedPreconditionError",
@@ -111,6 +120,8 @@ __all__ = [
     "OutOfRangeError",
     "PermissionDeniedError",
     "PoolBlocks",
+    "PoolMemory",
+    "PoolSession",
     "PoolSpec",
     "PoolSummary",
     "PoolUsage",
@@ -124,10 +135,14 @@ __all__ = [
     "ResourceExhaustedError",
     "Result",
     "Sample",
+    "SamplingOptions",
     "SamplingParams",
     "SequenceInfo",
     "SessionKind",
+    "SessionLostError",
     "SnapshotEnd",
+    "StepBuilder",
+    "StepOutcome",
     "Swap",
     "Tls",
     "UnarySession",

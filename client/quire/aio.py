@@ -20,6 +20,8 @@ from quire._transport.channel import (
 )
 from quire._transport.streams import AsyncChunkStream, AsyncEventStream
 from quire._transport.watch import Watch
+from quire.engine.carriers import CallCarrier, StreamCarrier
+from quire.engine.turns import AsyncEngine
 from quire.errors import NotFoundError, QuireError
 from quire.session import WINDOW, PoolSession
 from quire.session.lookahead import AHEAD_TOKENS
@@ -230,12 +232,21 @@ class AsyncAllocatorClient(_Connected):
         return AsyncEventStream(self._link, watch)
 
     async def open_session(
-        self, pool: str, spec: types.PoolSpec, *, request_id: str | None = None, timeout_s: float | None = None
+        self,
+        pool: str,
+        spec: types.PoolSpec,
+        *,
+        keep_alive: bool = True,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncUnarySession:
-        """Takes ownership of an empty pool; a repeated `request_id` takes the same one again."""
+        """Takes ownership of an empty pool; a repeated `request_id` takes the same one again.
+
+        Its lease is renewed in the background until it is closed; without `keep_alive` only by calls.
+        """
         request = messages.open_request(pool, spec, request_id)
         reply = await self._link.call(self._stub.OpenSession, request, timeout_s)
-        return AsyncUnarySession(self._link, self._stub, pool, reply)
+        return AsyncUnarySession(self._link, self._stub, pool, len(spec.groups), reply, keep_alive=keep_alive)
 
     def session(
         self,
@@ -260,6 +271,29 @@ class AsyncAllocatorClient(_Connected):
             window=window,
             ahead_tokens=ahead_tokens,
         )
+
+    def engine(
+        self,
+        pool: str,
+        spec: types.PoolSpec,
+        *,
+        on_wait: Callable[[QuireError], None] | None = None,
+        ahead_tokens: int = AHEAD_TOKENS,
+    ) -> AsyncEngine[StreamCarrier]:
+        """Returns an engine on a session stream of its own; `async with` takes the pool: see docs/engine.md.
+
+        `on_wait` is told why, whenever attaching has to be tried again. Sequences are to have room for `ahead_tokens`
+        beyond their next one, for outages of that length.
+        """
+        session = self.session(pool, spec, on_wait=on_wait, ahead_tokens=ahead_tokens)
+        return AsyncEngine(pool, spec, StreamCarrier(session), ahead_tokens)
+
+    def unary_engine(
+        self, pool: str, spec: types.PoolSpec, *, on_wait: Callable[[QuireError], None] = lambda _error: None
+    ) -> AsyncEngine[CallCarrier]:
+        """Returns the same engine on unary calls, a call for each operation: where no stream is wanted. Its pool does
+        not outlive the allocator; `on_wait` is told why, whenever a call has to be tried again."""
+        return AsyncEngine(pool, spec, CallCarrier(lambda: self.open_session(pool, spec), on_wait), 0)
 
     def _session(self, pool: str, spec: pb.PoolSpec, **options: Any) -> PoolSession:
         """Opens a session on a connection of its own: one that falls silent is left, which is no business of other

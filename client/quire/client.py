@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar, Self, Unpack
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, ClassVar, Self, Unpack
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -20,7 +20,11 @@ from quire._transport.channel import (
 )
 from quire._transport.streams import ChunkStream, EventStream
 from quire._transport.watch import Watch
+from quire.aio import AsyncAllocatorClient
+from quire.engine.blocking import Engine
+from quire.engine.turns import AsyncEngine
 from quire.errors import NotFoundError, QuireError
+from quire.session.lookahead import AHEAD_TOKENS
 from quire.tls import Tls
 from quire.unary import UnarySession
 from quire.v1 import allocator_pb2 as pb
@@ -158,6 +162,7 @@ class AllocatorClient(_Connected):
         timeout_s: float = UNARY_TIMEOUT_S,
     ) -> None:
         super().__init__(resolve_address(allocator, "QUIRE_ALLOCATOR", DEFAULT_ALLOCATOR), token, tls, timeout_s)
+        self._credentials = token, tls
         self._stub = pb_grpc.AllocatorServiceStub(self._link.channel)
 
     def list_pools(self, *, timeout_s: float | None = None) -> tuple[views.PoolSummary, ...]:
@@ -226,9 +231,39 @@ class AllocatorClient(_Connected):
         return EventStream(self._link, watch)
 
     def open_session(
-        self, pool: str, spec: types.PoolSpec, *, request_id: str | None = None, timeout_s: float | None = None
+        self,
+        pool: str,
+        spec: types.PoolSpec,
+        *,
+        keep_alive: bool = True,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
     ) -> UnarySession:
-        """Takes ownership of an empty pool; a repeated `request_id` takes the same one again."""
+        """Takes ownership of an empty pool; a repeated `request_id` takes the same one again.
+
+        Its lease is renewed in the background until it is closed; without `keep_alive` only by calls.
+        """
         request = messages.open_request(pool, spec, request_id)
         reply = self._link.call(self._stub.OpenSession, request, timeout_s)
-        return UnarySession(self._link, self._stub, pool, reply)
+        return UnarySession(self._link, self._stub, pool, len(spec.groups), reply, keep_alive=keep_alive)
+
+    def engine(self, pool: str, spec: types.PoolSpec, *, ahead_tokens: int = AHEAD_TOKENS) -> Engine:
+        """Returns an engine on a session stream of its own, in a thread of its own; `with` takes the pool: see
+        docs/engine.md. Sequences are to have room for `ahead_tokens` beyond their next one, for outages of that
+        length."""
+        return self._engine(lambda client: client.engine(pool, spec, ahead_tokens=ahead_tokens))
+
+    def unary_engine(self, pool: str, spec: types.PoolSpec) -> Engine:
+        """Returns the same engine on unary calls, a call for each operation. Its pool does not outlive the
+        allocator."""
+        return self._engine(lambda client: client.unary_engine(pool, spec))
+
+    def _engine(self, make: Callable[[AsyncAllocatorClient], AsyncEngine[Any]]) -> Engine:
+        """Makes an engine on a client of its own, for asyncio, in the engine's thread."""
+        token, tls = self._credentials
+
+        def connected() -> tuple[AsyncEngine[Any], Callable[[], Awaitable[None]]]:
+            client = AsyncAllocatorClient(self.address, token=token, tls=tls)
+            return make(client), client.close
+
+        return Engine(connected)

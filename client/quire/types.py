@@ -116,6 +116,29 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What a profiling pass found on a GPU; pages may take `total * utilization - used - peak + current`."""
+
+    total_bytes: int
+    used_bytes: int  # by whomever
+    peak_bytes: int  # that torch had allocated while the largest batch was computed
+    current_bytes: int  # that it had afterwards
+    utilization: float
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMemory:
+    """What a worker's pool was sized from."""
+
+    pool_bytes: int
+    budget_bytes: int
+    kv_cache_dtype: str
+    kv_head_count: int  # of the layers that take most bytes per token
+    head_dim: int
+    device: DeviceMemory | None  # where the budget was measured
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """A worker in a few numbers. Totals count since its start."""
 
@@ -144,6 +167,7 @@ class WorkerStatus:
     state_digest: bytes  # of the block tables as the worker knows them
     report_count: int  # block reports, the first and empty one included
     disagreement_count: int  # times that the allocator's state was another
+    memory: PoolMemory
 
 
 # ----------------------------------------------------------------------------------------------------------------------

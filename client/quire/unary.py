@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from quire import types
+from quire._keep_alive import KeptByTask, KeptByThread, warn_unclosed
 from quire._transport import messages
 from quire._transport.channel import AsyncLink, SyncLink
 from quire.errors import QuireError
@@ -19,19 +20,30 @@ from quire.v1 import allocator_pb2_grpc as pb_grpc
 class UnarySession:
     """Ownership of one pool without a stream; leaving the `with` block gives it back.
 
-    The allocator drops the pool after `lease_ms` without a call. Each operation takes a `request_id`, a new one by
+    The allocator drops the pool after `lease_ms` without a call, which a thread
+    of its own sees to by default. Each operation takes a `request_id`, a new one by
     default: repeated with the same id and content it returns the first answer and does nothing, as long as that is one
     of the last 1,024, and they are no more than 16 MiB.
     """
 
     def __init__(
-        self, link: SyncLink, stub: pb_grpc.AllocatorServiceStub, pool: str, opened: pb.OpenSessionResponse
+        self,
+        link: SyncLink,
+        stub: pb_grpc.AllocatorServiceStub,
+        pool: str,
+        group_count: int,
+        opened: pb.OpenSessionResponse,
+        *,
+        keep_alive: bool,
     ) -> None:
         self.pool = pool
         self.session_id = opened.session_id
         self.lease_ms = opened.lease_ms
+        self._group_count = group_count
         self._link = link
         self._stub = stub
+        self._is_closed = False
+        self._kept = KeptByThread(self, opened.lease_ms) if keep_alive else None
 
     def allocate(
         self,
@@ -79,7 +91,7 @@ class UnarySession:
             defer_token_count=defer_token_count,
             is_return=is_return,
         )
-        return messages.allocation(self._link.call(self._stub.Allocate, request, timeout_s))
+        return messages.allocation(self._link.call(self._stub.Allocate, request, timeout_s), self._group_count)
 
     def grow(
         self, sequence_id: int, token_count: int, *, request_id: str | None = None, timeout_s: float | None = None
@@ -87,7 +99,7 @@ class UnarySession:
         """Makes room for `token_count` tokens of a live sequence: OK, NO_SPACE, NOT_FOUND, TOO_LONG, PASS_TOO_LONG
         (fewer at once would fit, after a commit) or QUOTA."""
         request = messages.grow_request(self.session_id, request_id, sequence_id, token_count)
-        return messages.growth(self._link.call(self._stub.Grow, request, timeout_s))
+        return messages.growth(self._link.call(self._stub.Grow, request, timeout_s), self._group_count)
 
     def fork(
         self,
@@ -145,7 +157,17 @@ class UnarySession:
 
     def close(self, *, timeout_s: float | None = None) -> None:
         """Gives the pool back; closing twice is no error."""
+        self._is_closed = True
+        if self._kept is not None:
+            self._kept.stop()
         self._link.call(self._stub.CloseSession, pb.CloseSessionRequest(session_id=self.session_id), timeout_s)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of pool {self.pool} at {self._link.address}{', closed' * self._is_closed}>"
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_closed", True):
+            warn_unclosed(self)
 
     def __enter__(self) -> Self:
         return self
@@ -161,19 +183,30 @@ class UnarySession:
 class AsyncUnarySession:
     """Ownership of one pool without a stream; leaving the `async with` block gives it back.
 
-    The allocator drops the pool after `lease_ms` without a call. Each operation takes a `request_id`, a new one by
+    The allocator drops the pool after `lease_ms` without a call, which a task
+    of its own sees to by default. Each operation takes a `request_id`, a new one by
     default: repeated with the same id and content it returns the first answer and does nothing, as long as that is one
     of the last 1,024, and they are no more than 16 MiB.
     """
 
     def __init__(
-        self, link: AsyncLink, stub: pb_grpc.AllocatorServiceAsyncStub, pool: str, opened: pb.OpenSessionResponse
+        self,
+        link: AsyncLink,
+        stub: pb_grpc.AllocatorServiceAsyncStub,
+        pool: str,
+        group_count: int,
+        opened: pb.OpenSessionResponse,
+        *,
+        keep_alive: bool,
     ) -> None:
         self.pool = pool
         self.session_id = opened.session_id
         self.lease_ms = opened.lease_ms
+        self._group_count = group_count
         self._link = link
         self._stub = stub
+        self._is_closed = False
+        self._kept = KeptByTask(self, opened.lease_ms) if keep_alive else None
 
     async def allocate(
         self,
@@ -221,7 +254,8 @@ class AsyncUnarySession:
             defer_token_count=defer_token_count,
             is_return=is_return,
         )
-        return messages.allocation(await self._link.call(self._stub.Allocate, request, timeout_s))
+        reply = await self._link.call(self._stub.Allocate, request, timeout_s)
+        return messages.allocation(reply, self._group_count)
 
     async def grow(
         self, sequence_id: int, token_count: int, *, request_id: str | None = None, timeout_s: float | None = None
@@ -229,7 +263,8 @@ class AsyncUnarySession:
         """Makes room for `token_count` tokens of a live sequence: OK, NO_SPACE, NOT_FOUND, TOO_LONG, PASS_TOO_LONG
         (fewer at once would fit, after a commit) or QUOTA."""
         request = messages.grow_request(self.session_id, request_id, sequence_id, token_count)
-        return messages.growth(await self._link.call(self._stub.Grow, request, timeout_s))
+        reply = await self._link.call(self._stub.Grow, request, timeout_s)
+        return messages.growth(reply, self._group_count)
 
     async def fork(
         self,
@@ -287,7 +322,17 @@ class AsyncUnarySession:
 
     async def close(self, *, timeout_s: float | None = None) -> None:
         """Gives the pool back; closing twice is no error."""
+        self._is_closed = True
+        if self._kept is not None:
+            self._kept.stop()
         await self._link.call(self._stub.CloseSession, pb.CloseSessionRequest(session_id=self.session_id), timeout_s)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of pool {self.pool} at {self._link.address}{', closed' * self._is_closed}>"
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_closed", True):
+            warn_unclosed(self)
 
     async def __aenter__(self) -> Self:
         return self

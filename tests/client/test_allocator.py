@@ -157,7 +157,7 @@ async def test_no_space_names_the_victim_and_what_it_would_lose(scene: Scene) ->
     grown = await session.grow(1, 16)
     assert (grown.result, grown.ok, grown.shortfall, grown.victim) == (Result.NO_SPACE, False, 1, Victim(2, 4))
     allocated = await session.allocate(3, 8)
-    assert (allocated.result, allocated.shortfall, allocated.tables) == (Result.NO_SPACE, 1, ())
+    assert (allocated.result, allocated.shortfall, allocated.tables) == (Result.NO_SPACE, 1, ((),))
     assert allocated.victim == Victim(2, 4)
 
 
@@ -182,7 +182,7 @@ async def test_a_deferred_sequence_waits_for_whoever_computes_its_prefix(scene: 
     session = await scene.open(PoolSpec(32, (FULL,)))
     await session.allocate(1, 33, DIGESTS[:8])
     pending = await session.allocate(2, 33, DIGESTS[:8], defer_token_count=16)
-    assert (pending.result, pending.pending_token_count, pending.tables) == (Result.PENDING, 32, ())
+    assert (pending.result, pending.pending_token_count, pending.tables) == (Result.PENDING, 32, ((),))
     assert (await session.allocate(2, 33, DIGESTS[:8], defer_token_count=33)).pending_token_count == 32
     await session.commit(1, 33, DIGESTS[:8])
     hit = await session.allocate(3, 33, DIGESTS[:8], defer_token_count=16)

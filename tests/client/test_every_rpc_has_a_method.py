@@ -89,7 +89,7 @@ def test_the_synchronous_client_calls_it(server: ScriptedServer, service: str, m
     with (AllocatorClient if service == "AllocatorService" else Client)(server.address) as client:
         target: Any = client
         if method.name in OF_A_SESSION:
-            target = client.open_session("pool", SPEC)  # type: ignore[union-attr]
+            target = client.open_session("pool", SPEC, keep_alive=False)  # type: ignore[union-attr]
         outcome = getattr(target, method_name(method.name))(*ARGUMENTS.get(method.name, ()))
         if method.name == "WatchEvents":
             assert len(list(outcome)) == 1
@@ -102,7 +102,7 @@ async def test_the_asyncio_client_calls_it(server: ScriptedServer, service: str,
     async with (AsyncAllocatorClient if service == "AllocatorService" else AsyncClient)(server.address) as client:
         target: Any = client
         if method.name in OF_A_SESSION:
-            target = await client.open_session("pool", SPEC)  # type: ignore[union-attr]
+            target = await client.open_session("pool", SPEC, keep_alive=False)  # type: ignore[union-attr]
         outcome = getattr(target, method_name(method.name))(*ARGUMENTS.get(method.name, ()))
         if method.name == "Session":
             with pytest.raises(FailedPreconditionError, match="as the script says"):

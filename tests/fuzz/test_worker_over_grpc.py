@@ -15,6 +15,7 @@ from quire import Client
 from quire._serving.malformed_requests import ReadingInterceptor
 from quire.v1 import worker_pb2 as pb
 from quire.v1 import worker_pb2_grpc as pb_grpc
+from quire_worker.execution.sizing import PoolMemory
 from quire_worker.service import WorkerService
 
 from tests.e2e.stack import DEMO
@@ -46,7 +47,7 @@ class Scene:
 async def worker() -> AsyncIterator[tuple[Harness, str]]:
     async with running(DEMO, blocks=64, waiting_max=8) as harness:
         server = grpc.aio.server(interceptors=[ReadingInterceptor()])
-        service = WorkerService(harness.engine, pool="test", model_name="demo")
+        service = WorkerService(harness.engine, pool="test", model_name="demo", memory=PoolMemory(512, 1 << 20, None))
         pb_grpc.add_WorkerServiceServicer_to_server(service, server)
         async with serving(server) as address:
             yield harness, address

@@ -25,7 +25,7 @@ from quire_worker.engine import Engine
 from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.sampler import SamplingParams
-from quire_worker.scheduling.request import FinishReason, Request
+from quire_worker.scheduling.request import STREAM_INTERVAL_S, FinishReason, Request
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
 from transformers import AutoModelForCausalLM
@@ -158,6 +158,7 @@ async def running(
     running_max: int = 64,
     waiting_max: int = 1024,
     ahead_tokens: int = 64,
+    stream_interval_s: float = STREAM_INTERVAL_S,
     permissions: Permissions = EVERYTHING,
 ) -> AsyncIterator[Harness]:
     """Allocator, session and engine for the length of a test."""
@@ -185,6 +186,7 @@ async def running(
             ),
             telemetry=WorkerTelemetry(),
             waiting_max=waiting_max,
+            stream_interval_s=stream_interval_s,
         )
         task = asyncio.create_task(engine.run())
         try:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import pytest
 from quire.hashing import DIGEST_BYTES
@@ -21,7 +23,7 @@ from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.wire import step_apply, step_checks
 from quire_worker.sampler import SamplingParams
-from quire_worker.scheduling.plan import Batch, Plan
+from quire_worker.scheduling.plan import Batch, Plan, Work
 from quire_worker.scheduling.request import FinishReason, Request, Sample
 from quire_worker.scheduling.scheduler import Scheduler
 
@@ -46,6 +48,19 @@ def expected_output(prompt: list[int], index: int, max_tokens: int, longest: int
     return tokens[len(prompt) :], FinishReason.LENGTH
 
 
+class _Laid(NamedTuple):
+    """A batch, and the tables and states of its samples as they were when it was planned."""
+
+    batch: Batch
+    tables: list[list[array[int]]]
+    states: list[list[int]]
+
+    @classmethod
+    def of(cls, batch: Batch) -> _Laid:
+        tables = [[table[:] for table in item.sample.tables] for item in batch.work]
+        return cls(batch, tables, [list(item.sample.states) for item in batch.work])
+
+
 class PretendedWorker:
     """Scheduler, the allocator's pool, and pages that hold tokens instead of keys and values.
 
@@ -53,6 +68,7 @@ class PretendedWorker:
         groups: of the pool; one of full attention if there are none. Pages of states hold the tokens that went in.
         sequence_tokens_max: as the scheduler's; by default what fits with every token in every group.
         chunk_tokens_max: what the pool is told of its owner's largest chunk.
+        is_pipelined: as the engine, it plans the next batch while one is computed, where it can.
         ahead_tokens: as the scheduler's; None: every turn asks, and nothing is asked for while a batch is computed.
 
     Attributes:
@@ -61,6 +77,7 @@ class PretendedWorker:
         waited_count: turns in which nobody could.
         plan_count: steps that went out before a batch, which had to wait for the answer.
         asks: of each step that went out while a batch was computed, room for how many tokens it asked for whom.
+        behind_count: batches that were planned while the one before was computed.
     """
 
     def __init__(
@@ -75,6 +92,7 @@ class PretendedWorker:
         ahead_tokens: int | None = None,
         commit_blocks_max: int = 1_000,
         chunk_tokens_max: int = 0,
+        is_pipelined: bool = False,
     ) -> None:
         self.groups = tuple(groups) or (GroupSpec(GroupKind.FULL_ATTENTION, block_size),)
         core = [spec.GroupSpec(spec.GroupKind[each.kind.name], each.block_size, each.window) for each in self.groups]
@@ -94,6 +112,9 @@ class PretendedWorker:
         self._asks_ahead = ahead_tokens is not None
         self.is_silent = False
         self.may_wait = False
+        self._is_pipelined = is_pipelined
+        self._under_way: _Laid | None = None
+        self.behind_count = 0
         self.waited_count = 0
         self.plan_count = 0
         self._asked: tuple[Plan, StepOutcome] | None = None
@@ -123,18 +144,41 @@ class PretendedWorker:
         self.turn_count += 1
         if not self.is_silent:
             self.take_in()
-        plan, outcome = self._plan()
-        if cancel_meanwhile is not None:
-            self.scheduler.roster.cancel(cancel_meanwhile)
-        batch = self.scheduler.schedule(plan, outcome)
+        if self._under_way is None:
+            plan, outcome = self._plan()
+            if cancel_meanwhile is not None:
+                self.scheduler.roster.cancel(cancel_meanwhile)
+            current = _Laid.of(self.scheduler.schedule(plan, outcome))
+        else:
+            current = self._under_way
+            if cancel_meanwhile is not None:
+                self.scheduler.roster.cancel(cancel_meanwhile)
         self.scheduler.roster.check_invariants()
         if self._asked is None:
             self._check_pool()
         if self._asks_ahead and self._asked is None:
-            plan = self.scheduler.plan_ahead(batch.work, may_wait=self.may_wait)
+            plan = self.scheduler.plan_ahead(current.batch.work, may_wait=self.may_wait)
             self.asks.append(plan.grows)
             self._asked = plan, self.ask(plan)
-        self._compute(batch)
+        self._under_way = self._behind(current.batch.work) if self._is_pipelined and self._asks_ahead else None
+        self._compute(current)
+
+    def finish(self) -> None:
+        """Computes what is under way, and puts nothing behind it."""
+        if self._under_way is not None:
+            current, self._under_way = self._under_way, None
+            self._compute(current)
+
+    def _behind(self, work: list[Work]) -> _Laid | None:
+        """Plans the batch after one that is computed, as the engine does it."""
+        if not self.is_silent:
+            self.take_in()
+        ready = self.scheduler.plan_without_asking(work)
+        if self.scheduler.has_to_ask(ready):
+            return None
+        batch = self.scheduler.schedule(ready, NOTHING_ASKED, work)
+        self.behind_count += bool(batch.work)
+        return _Laid.of(batch) if batch.work else None
 
     def take_in(self) -> None:
         """Takes in the answer to what was asked."""
@@ -172,42 +216,45 @@ class PretendedWorker:
                 assert sequence.committed_token_count == sample.committed
                 assert sequence.token_count == sample.granted
 
-    def _compute(self, batch: Batch) -> None:
+    def _compute(self, laid: _Laid) -> None:
+        batch = laid.batch
         for copy in batch.copies:
             for offset in range(self.scheduler.roster.block_size):
                 if (copy.source, offset) in self.pages:
                     self.pages[copy.destination, offset] = self.pages[copy.source, offset]
             if copy.source in self.states:
                 self.states[copy.destination] = self.states[copy.source]
-        for item in batch.work:
-            self._write(item.sample, item.token_count)
-        for item in batch.work:
-            self._read(item.sample, item.sample.computed + item.token_count)
+        # Who ended with the token before has none in this place; the model computes whatever it sampled there.
+        tokens = [[*item.sample.tokens, STOP][: item.end] for item in batch.work]
+        for item, tables, states, known in zip(batch.work, laid.tables, laid.states, tokens, strict=True):
+            self._write(item, tables, states, known)
+        for item, tables, known in zip(batch.work, laid.tables, tokens, strict=True):
+            self._read(item, tables, known)
         assert sum(item.token_count for item in batch.work) <= self.scheduler.batch_tokens_max
-        complete = [item.sample for item in batch.work if item.is_complete]
+        complete = [item.sample for item in batch.work if item.is_complete and not item.sample.has_ended]
         self.scheduler.advance(batch.work)
         for sample in complete:
             self._extend(sample)
         self.scheduler.roster.check_invariants()
 
-    def _write(self, sample: Sample, token_count: int) -> None:
-        self.prefilled_token_count += token_count
-        for position in range(sample.computed, sample.computed + token_count):
+    def _write(self, item: Work, tables: list[array[int]], states: list[int], known: list[int]) -> None:
+        self.prefilled_token_count += item.token_count
+        for position in range(item.start, item.end):
             block, offset = divmod(position, self.scheduler.roster.block_size)
-            for table in sample.tables:
-                self.pages[table[block], offset] = sample.tokens[position]
-        for block in sample.states:
-            before = self.states.get(block) if sample.computed else []
-            assert before == sample.tokens[: sample.computed], f"a state of sample {sample.age} is not of its tokens"
-            self.states[block] = sample.tokens[: sample.computed + token_count]
+            for table in tables:
+                self.pages[table[block], offset] = known[position]
+        for block in states:
+            before = self.states.get(block) if item.start else []
+            assert before == known[: item.start], f"a state of sample {item.sample.age} is not of its tokens"
+            self.states[block] = known[: item.end]
 
-    def _read(self, sample: Sample, end: int) -> None:
-        """What the tokens `[computed, end)` read: of each group as far back as its window goes."""
+    def _read(self, item: Work, tables: list[array[int]], known: list[int]) -> None:
+        """What the tokens of `item` read: of each group as far back as its window goes."""
         size = self.scheduler.roster.block_size
-        for table, group in zip(sample.tables, self.scheduler.roster.groups, strict=True):
-            first = group.first_read(sample.computed)
-            content = [self.pages[table[position // size], position % size] for position in range(first, end)]
-            assert content == sample.tokens[first:end], f"sample {sample.age} reads another sequence's tokens"
+        for table, group in zip(tables, self.scheduler.roster.groups, strict=True):
+            first = group.first_read(item.start)
+            content = [self.pages[table[position // size], position % size] for position in range(first, item.end)]
+            assert content == known[first : item.end], f"sample {item.sample.age} reads another sequence's tokens"
 
     def _extend(self, parent: Sample) -> None:
         drawn = [parent]
@@ -224,6 +271,7 @@ class PretendedWorker:
     def run(self, *, turns_max: int = 5000) -> None:
         for _ in range(turns_max):
             if not self.scheduler.roster.has_work:
+                self.finish()
                 return
             self.turn()
         pytest.fail(f"still working after {turns_max} turns: {len(self.scheduler.roster.waiting)} wait")

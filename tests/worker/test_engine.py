@@ -10,12 +10,9 @@ import pytest
 from quire.errors import QuireError, Reason
 from quire.protocol.permissions import EVERYTHING
 from quire.v1 import worker_pb2 as pb
-from quire_worker import engine
-from quire_worker.cache import KVCache
 from quire_worker.execution import runner
-from quire_worker.execution.runner import Computed
-from quire_worker.model.paged_model import PagedModel
-from quire_worker.scheduling.plan import Batch, Plan, Work
+from quire_worker.execution.sizing import PoolMemory
+from quire_worker.scheduling.plan import Plan, Work
 from quire_worker.scheduling.request import FinishReason
 from quire_worker.service import WorkerService
 
@@ -160,11 +157,13 @@ async def test_blocks_are_hashed_and_asked_for_while_the_model_runs(
 ) -> None:
     began = threading.Event()
 
-    def compute(model: PagedModel, cache: KVCache, batch: Batch) -> Computed:
-        began.set()
-        return runner.compute(model, cache, batch)
+    compute = runner.Runner.compute
 
-    monkeypatch.setattr(engine, "compute", compute)
+    def tell_and_compute(self: runner.Runner, prepared: runner.Prepared) -> runner.Computed:
+        began.set()
+        return compute(self, prepared)
+
+    monkeypatch.setattr(runner.Runner, "compute", tell_and_compute)
     async with running(folders["llama"]) as harness:
         plan_ahead, waited = harness.engine.scheduler.plan_ahead, []
 
@@ -302,7 +301,7 @@ async def test_a_worker_that_shuts_down_takes_no_request_whose_prompt_was_still_
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(folders["llama"]) as harness:
-        service = WorkerService(harness.engine, pool="test", model_name="llama")
+        service = WorkerService(harness.engine, pool="test", model_name="llama", memory=PoolMemory(512, 1 << 20, None))
 
         async def tokens(_request: pb.GenerateRequest, _request_id: str) -> list[int]:
             service.draining = True

@@ -243,7 +243,7 @@ async def test_a_lost_block_is_looked_for_among_all_that_run(healthy: Path) -> N
         await company.decoding()
         victim = company.requests[0].samples[0]
         failure = runner.failure_of(torch.OutOfMemoryError())
-        computed = runner.Computed([], [], {}, {victim.tables[0][-1]: failure}, 0)
+        computed = runner.Computed([], [], {}, {victim.tables[0][-1]: failure}, 0, 0.0)
         harness.engine._end_failed(computed)
         assert [request.is_done for request in company.requests] == [True, False, False]
         with pytest.raises(QuireError):
@@ -336,11 +336,11 @@ async def test_a_tokenizer_that_panics_at_a_token_ends_that_text_alone(healthy: 
         place = single_character_token(text, spared, decode)
         assert place is not None
     break_decoder(folder, decode([text[place]]))
-    async with running(folder) as harness:
+    async with running(folder, stream_interval_s=0) as harness:
         company = Company(harness, healthy)
         request = harness.submit(victim, max_tokens=30, ignore_eos=True)
         await fails(harness, request, Reason.TOKENIZER_FAILED)
-        assert 0 < request.usage.output_token_count <= place + 1
+        assert 0 < request.usage.output_token_count <= place + 2, "one more may have been under way"
         await company.check()
         assert await harness.free_block_count() == BLOCKS
         assert harness.engine.telemetry.failures == {FailureKind.TOKENIZER: 1}

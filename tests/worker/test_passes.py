@@ -58,11 +58,18 @@ def test_without_states_no_prompt_is_cut() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("ahead_tokens", [None, 0, 8])
-def test_with_states_every_text_is_what_it_is_without(seed: int, ahead_tokens: int | None) -> None:
+@pytest.mark.parametrize(
+    ("ahead_tokens", "is_pipelined"), [(None, False), (0, False), (8, False), (0, True), (8, True)]
+)
+def test_with_states_every_text_is_what_it_is_without(seed: int, ahead_tokens: int | None, is_pipelined: bool) -> None:
     rng = random.Random(seed)
     worker = PretendedWorker(
-        block_count=40, block_size=4, batch_tokens=24, groups=(full(4), STATE, STATE), ahead_tokens=ahead_tokens
+        block_count=40,
+        block_size=4,
+        batch_tokens=24,
+        groups=(full(4), STATE, STATE),
+        ahead_tokens=ahead_tokens,
+        is_pipelined=is_pipelined,
     )
     requests = []
     for _ in range(12):

@@ -254,8 +254,9 @@ def test_the_next_chunk_of_a_prompt_finds_its_room_granted_and_waits_for_nothing
 SEEDS = [int(os.environ["QUIRE_SEED"])] if "QUIRE_SEED" in os.environ else range(40)
 
 
+@pytest.mark.parametrize("is_pipelined", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_requests_in_tiny_pools_read_back_their_own_tokens(seed: int) -> None:
+def test_random_requests_in_tiny_pools_read_back_their_own_tokens(seed: int, is_pipelined: bool) -> None:
     print(f"QUIRE_SEED={seed}")  # replays this history
     dice = random.Random(seed)
     size, windowed = dice.choice([1, 2, 4, 16]), (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL)
@@ -268,6 +269,7 @@ def test_random_requests_in_tiny_pools_read_back_their_own_tokens(seed: int) -> 
         batch_tokens=dice.randint(1, 40),
         running_max=dice.randint(1, 8),
         ahead_tokens=dice.choice([None, 0, 1, 5, 64]),
+        is_pipelined=is_pipelined,
     )
     longest = worker.scheduler.sequence_tokens_max - 1
     stems = [numbers(60, seed=seed * 7 + i) for i in range(3)]
@@ -288,6 +290,7 @@ def test_random_requests_in_tiny_pools_read_back_their_own_tokens(seed: int) -> 
         elif event < 0.28 and live:
             worker.scheduler.roster.cancel(live.pop(dice.randrange(len(live))))
         elif event < 0.29:
+            worker.finish()
             worker.take_in()
             lost = worker.scheduler.plan()
             if dice.random() < 0.5:

@@ -32,7 +32,7 @@ def demo() -> Tokenizer:
 
 def streamed(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     stream = tokenizer.new_stream()
-    return [*(stream.push(token) for token in tokens), stream.flush()]
+    return [*(stream.push([token]) for token in tokens), stream.flush()]
 
 
 @pytest.mark.parametrize("text", TEXTS)

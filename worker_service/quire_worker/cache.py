@@ -192,12 +192,17 @@ class CacheSpec:
         return self.plan.page_bytes
 
     @property
+    def stored_name(self) -> str:
+        """Names the dtype of the pages."""
+        return str(self.stored_as or self.dtype).removeprefix("torch.")
+
+    @property
     def layout(self) -> str:
         """Names what identifies the bytes in a page, for prefix digests: caches of equal layout may exchange pages."""
         dtype = str(self.dtype).removeprefix("torch.")
         if self.stored_as is not None:
             scales = hashlib.sha256(repr(self.scales).encode()).hexdigest()[:16] if self.scales else "1"
-            dtype = f"{str(self.stored_as).removeprefix('torch.')} of={dtype} scales={scales}"
+            dtype = f"{self.stored_name} of={dtype} scales={scales}"
         order = "hnd" if self.is_hnd else "nhd"
         groups = " ".join(
             f"{group.spec.kind.name.lower()}{f'({group.spec.window})' if group.spec.window else ''}"

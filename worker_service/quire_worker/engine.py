@@ -2,12 +2,22 @@
 
 All state lives on the event loop; only the model runs elsewhere, on one thread. Cancelling is therefore safe at any
 moment: whatever ended while the allocator was asked or the model ran is skipped, and freed with the next step.
+
+Two passes are under way where that is possible: one is computed, and the next one, which needs nothing but the tokens
+that this one samples, lies behind it in the queue of the model's thread. Everything else of a turn happens meanwhile:
+
+    model's thread   |  pass 1         |  pass 2                                      |  pass 3
+    event loop         plan 2              tokens of 1, ask, plan 3, messages of 1        tokens of 2, ask, plan 4, ...
+
+Blocks that a step frees may be granted to another sample while a pass that still writes to them is under way. The
+passes run in order, so that what the new holder writes comes after it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -20,12 +30,13 @@ from quire.session import PoolSession, SessionLostError
 
 from quire_worker.cache import KVCache
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
-from quire_worker.execution.runner import Computed, Draw, compute
+from quire_worker.execution.runner import Computed, Runner
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
+from quire_worker.outbox import Outbox
 from quire_worker.sampler import SamplingParams, new_generator
-from quire_worker.scheduling.plan import Batch, Plan
-from quire_worker.scheduling.request import Delivery, FinishReason, Request, Sample
+from quire_worker.scheduling.plan import Batch, Draw, Plan, Work
+from quire_worker.scheduling.request import STREAM_INTERVAL_S, FinishReason, Request, Sample
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
 
@@ -45,6 +56,13 @@ class Asked(NamedTuple):
     sent_s: float
 
 
+class Pass(NamedTuple):
+    """A batch that is with the model's thread."""
+
+    work: list[Work]
+    result: asyncio.Future[Computed]
+
+
 class Engine:
     """Runs requests. `submit`, `cancel` and `step` are for the event loop that `run` is on.
 
@@ -61,6 +79,7 @@ class Engine:
         scheduler: Scheduler,
         telemetry: WorkerTelemetry,
         waiting_max: int,
+        stream_interval_s: float = STREAM_INTERVAL_S,
         thread: ThreadPoolExecutor | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -80,6 +99,9 @@ class Engine:
         self._stopping = False
         self._asked: Asked | None = None
         self._sent_s = 0.0
+        self._runner = Runner(model, cache, clock)
+        self._passes = deque[Pass]()  # the one that is computed, and the one behind it
+        self._outbox = Outbox(stream_interval_s, self._decoding_failed)
 
     async def run(self) -> None:
         """Takes turns as long as there is work, and waits for some otherwise, until `stop`.
@@ -91,7 +113,7 @@ class Engine:
         try:
             while not self._stopping:
                 self._wake.clear()
-                if not self.scheduler.roster.has_work:
+                if not self.scheduler.roster.has_work and not self._passes:
                     await self._wake.wait()
                 await self.step()
         except DeviceLostError:
@@ -100,23 +122,22 @@ class Engine:
         finally:
             self._stopping = True
             self.fail_all(self._draining())
+            await asyncio.gather(*(each.result for each in self._passes), return_exceptions=True)
 
     async def step(self) -> None:
-        """Runs one turn: ask the allocator if something is missing, run the model and meanwhile ask for what the next
-        turn will need, sample, hand out."""
+        """Runs one turn: plan a pass and ask for what it needs, unless one is under way already; while it is computed,
+        ask for what later ones need and put the next one behind it; then take its tokens."""
         started = self._clock()
-        asked = await self._plan()
-        if asked is None:
+        if not self._passes and not await self._start():
             return
-        plan, outcome = asked
-        batch = self.scheduler.schedule(plan, outcome)
-        self.telemetry.observe_blocks(outcome, self.scheduler.roster.running, self.cache.block_count)
-        if batch.work:
-            computed = await self._compute(batch)
-            self._end_failed(computed)
-            self.scheduler.advance(computed.work)
-            self._hand_out(computed.tokens)
-            self.telemetry.step_seconds.observe(self._clock() - started)
+        self._ask_ahead(self._passes[0].work)
+        await self._start_next()
+        computed = await self._passes.popleft().result
+        self._end_failed(computed)
+        self.scheduler.advance(computed.work)
+        self._take_tokens(computed.tokens)
+        self.telemetry.forward_s += computed.seconds
+        self.telemetry.step_seconds.observe(self._clock() - started)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -155,6 +176,7 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """Ends a request, done or not; what it still holds is freed with the next step, within 0.1 s."""
         self.scheduler.roster.cancel(request)
+        self._outbox.discard(request)
         self._open.discard(request)
         self._changed.set()
         self._wake.set()
@@ -185,6 +207,44 @@ class Engine:
 
     # -- parts of a turn -----------------------------------------------------------------------------------------------
 
+    async def _start(self) -> bool:
+        """Gives the model's thread the next pass, while it computes none; returns whether there is any."""
+        asked = await self._plan()
+        if asked is None:
+            return False
+        plan, outcome = asked
+        batch = self.scheduler.schedule(plan, outcome)
+        self.telemetry.observe_blocks(outcome, self.scheduler.roster.running, self.cache.block_count)
+        if batch.work:
+            self._submit(batch)
+        return bool(batch.work)
+
+    async def _start_next(self) -> None:
+        """Puts the next pass behind the one that is computed, as soon as all that it needs is granted. If that does not
+        come about before this one ends, or something has gone wrong, the next turn begins by planning."""
+        (current,) = self._passes
+        while not self._stopping:
+            if self._asked is not None and self._asked.answer.done():
+                if self._asked.answer.exception() is not None:
+                    return
+                await self._take_in()
+            ready = self.scheduler.plan_without_asking(current.work)
+            if not self.scheduler.has_to_ask(ready):
+                batch = self.scheduler.schedule(ready, NOTHING_ASKED, current.work)
+                if batch.work:
+                    self._submit(batch)
+                return
+            if self._asked is None:
+                return
+            await asyncio.wait((current.result, self._asked.answer), return_when=asyncio.FIRST_COMPLETED)
+            if current.result.done():
+                return
+
+    def _submit(self, batch: Batch) -> None:
+        prepared = self._runner.prepare(batch, is_behind=bool(self._passes))
+        loop = asyncio.get_running_loop()
+        self._passes.append(Pass(batch.work, loop.run_in_executor(self._thread, self._runner.compute, prepared)))
+
     async def _plan(self) -> tuple[Plan, StepOutcome] | None:
         """Returns what to run, and the allocator's answer if it had to be asked; None if everything has to start again.
 
@@ -209,11 +269,11 @@ class Engine:
         outcome = await self._answer()
         return None if outcome is None else (plan, outcome)
 
-    def _ask_ahead(self, batch: Batch) -> None:
+    def _ask_ahead(self, work: list[Work]) -> None:
         """Sends what the next turns need, unless the last step has no answer yet. Commits and frees, for which nobody
         waits, go along with the rest or after a while: one step for many costs a small model's worker less."""
         if self._asked is None:
-            plan = self.scheduler.plan_ahead(batch.work, may_wait=self._clock() - self._sent_s < QUIET_S)
+            plan = self.scheduler.plan_ahead(work, may_wait=self._clock() - self._sent_s < QUIET_S)
             if plan.step:
                 self._send(plan)
 
@@ -270,21 +330,6 @@ class Engine:
             self._fail(request, QuireError.of(Reason.NAMESPACE_FORBIDDEN, message))
         return outcome
 
-    async def _compute(self, batch: Batch) -> Computed:
-        """Runs copies, forward pass and sampling on the model's thread. Meanwhile blocks that are full are hashed, and
-        what comes next is asked for.
-
-        Raises:
-            DeviceLostError: nothing can be computed any more.
-        """
-        started = self._clock()
-        computing = asyncio.get_running_loop().run_in_executor(self._thread, compute, self.model, self.cache, batch)
-        self._ask_ahead(batch)
-        try:
-            return await computing
-        finally:
-            self.telemetry.forward_s += self._clock() - started
-
     def _end_failed(self, computed: Computed) -> None:
         """Ends the requests that could not be computed, before anything counts as computed: of what they wrote nothing
         is published."""
@@ -304,39 +349,33 @@ class Engine:
         return QuireError.of(failure.reason, failure.message)
 
     def _fail(self, request: Request, error: QuireError) -> None:
+        self._outbox.deliver(request)  # what came before
         self.scheduler.roster.cancel(request)
         request.deliveries.put_nowait(error)
 
-    def _hand_out(self, tokens: Sequence[tuple[Draw, int]]) -> None:
-        """Extends every sample by its token and delivers it."""
+    def _take_tokens(self, tokens: Sequence[tuple[Draw, int]]) -> None:
+        """Extends every sample by its token and notes that for its caller."""
         for (drawn, parent), token in tokens:
-            if drawn.has_ended:  # cancelled while the model ran
+            if drawn.has_ended:  # cancelled while the model ran, or with the token before
                 continue
             if drawn is not parent:
                 drawn.fork_from(parent)
             self.scheduler.extend(drawn, token, is_stop=self._is_stop(drawn.request, token))
             if drawn is not parent and not drawn.has_ended:
                 self.scheduler.roster.add_fork(drawn)
-            try:
-                self._deliver(drawn, [] if drawn.finish_reason is FinishReason.STOP else [token])
-            except TokenizerError as error:
-                log.warning("decoding failed", error=str(error))
-                self._fail(drawn.request, self.failed(drawn.request.request_id, TOKENIZER))
+            kept = [] if drawn.finish_reason is FinishReason.STOP else [token]
+            request = drawn.request
+            if request.first_token_s is None:
+                request.first_token_s = self._clock()
+                self.telemetry.observe_first_token(request, request.first_token_s - request.arrived_s)
+            self.telemetry.output_token_count += len(kept)
+            self._outbox.note(drawn, kept)
+
+    def _decoding_failed(self, request: Request, error: TokenizerError) -> None:
+        log.warning("decoding failed", error=str(error))
+        self._fail(request, self.failed(request.request_id, TOKENIZER))
 
     def _is_stop(self, request: Request, token: int) -> bool:
         sampling: SamplingParams = request.sampling
         ends = token in self.model.eos_token_ids and not sampling.ignore_eos
         return ends or token in sampling.stop_token_ids
-
-    def _deliver(self, drawn: Sample, tokens: list[int]) -> None:
-        request = drawn.request
-        if request.first_token_s is None:
-            request.first_token_s = self._clock()
-            self.telemetry.observe_first_token(request, request.first_token_s - request.arrived_s)
-        text = "".join(map(drawn.detokenizer.push, tokens))
-        if drawn.has_ended:
-            text += drawn.detokenizer.flush()
-        self.telemetry.output_token_count += len(tokens)
-        request.deliveries.put_nowait(
-            Delivery(drawn.index, tuple(tokens), text, drawn.finish_reason, is_last=request.is_done)
-        )

@@ -6,13 +6,17 @@ import argparse
 import os
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 
 from quire._serving.server import add_arguments
 from quire.session.lookahead import AHEAD_TOKENS
 
+from quire_worker.execution.sizing import UTILIZATION
 from quire_worker.page_format import KV_CACHE_DTYPES, KV_LAYOUTS
+from quire_worker.scheduling.request import STREAM_INTERVAL_S
 
 BLOCKS_PER_STEP_MAX = 8_192  # blocks that one forward pass may fill, so that their digests fit a step
+STREAM_INTERVAL_MS_MAX = 1_000
 RUNNING_MAX = 4_096  # samples; each may need a few operations of one step
 
 
@@ -33,9 +37,18 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--block-size", type=int, default=16, help="tokens per block (default: %(default)s)")
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument(
-        "--kv-memory", type=memory_bytes, default="256MiB", help="memory for the pool (default: %(default)s)"
+        "--kv-memory",
+        type=memory_bytes,
+        help="memory for the pool, as 2GiB or as a share of the machine's or the GPU's, 80%% (default: 256MiB on a CPU;"
+        " on a GPU what --gpu-memory-utilization leaves beside model and passes, which is measured)",
     )
     memory.add_argument("--blocks", type=int, help="blocks of the pool, instead of --kv-memory")
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=UTILIZATION,
+        help="share of a GPU's memory that may be in use once the pool is there (default: %(default)s)",
+    )
     parser.add_argument(
         "--max-batch-tokens", type=int, default=512, help="tokens per forward pass (default: %(default)s)"
     )
@@ -50,6 +63,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="tokens that each sample has room for beyond its next one, where blocks are free: so many it decodes while"
         " the allocator is away; 0: none (default: %(default)s)",
     )
+    parser.add_argument(
+        "--stream-interval-ms",
+        type=float,
+        default=STREAM_INTERVAL_S * 1e3,
+        help="between two messages of a stream, at least, but for the first and the last: tokens that come faster share"
+        " one; 0: every token is a message (default: %(default)g)",
+    )
     _add_formats(parser)
     parser.add_argument("--threads", type=int, default=1, help="threads of the model (default: %(default)s)")
     options = parser.parse_args(arguments)
@@ -59,6 +79,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if options.grant_ahead_tokens < 0:
         parser.error("--grant-ahead-tokens must be at least 0")
+    if not 0 <= options.stream_interval_ms <= STREAM_INTERVAL_MS_MAX:
+        parser.error(f"--stream-interval-ms must be from 0 to {STREAM_INTERVAL_MS_MAX}")
+    if not 0 < options.gpu_memory_utilization <= 1:
+        parser.error("--gpu-memory-utilization must be above 0 and at most 1")
     if options.max_batch_tokens > BLOCKS_PER_STEP_MAX * options.block_size:
         parser.error(f"--max-batch-tokens must be at most {BLOCKS_PER_STEP_MAX} blocks")
     if options.max_running > RUNNING_MAX:
@@ -109,15 +133,23 @@ def _add_formats(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def memory_bytes(text: str) -> int:
-    """Bytes in `256MiB`, `2GiB`, `1e9`.
+def memory_bytes(text: str) -> int | Fraction:
+    """Returns the bytes of `256MiB`, `2GiB` or `1e9`, or the share of `80%`.
 
     Raises:
-        argparse.ArgumentTypeError: it is no size.
+        argparse.ArgumentTypeError: it is neither, or nothing, or more than all.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*(|[kmgt]i?b|b)", text.strip(), re.IGNORECASE)
+    share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
+    if share is not None:
+        if not 0 < Fraction(share[1]) <= 100:
+            raise argparse.ArgumentTypeError(f"{text!r} is no share: write more than 0% and at most 100%")
+        return Fraction(share[1]) / 100
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*(|[kmgt]i?b|b)", text.strip(), re.IGNORECASE)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 256MiB or 2GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 256MiB, 2GiB or 80%")
     unit = match[2].lower()
     base = 1024 if "i" in unit else 1000
-    return int(float(match[1]) * base ** " kmgt".index(unit[0] if unit not in ("", "b") else " "))
+    size = int(float(match[1]) * base ** " kmgt".index(unit[0] if unit not in ("", "b") else " "))
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no memory at all; write 256MiB, 2GiB or 80%")
+    return size

@@ -27,6 +27,7 @@ from quire.v1 import worker_pb2_grpc as pb_grpc
 from quire_worker.cache import KVCache
 from quire_worker.engine import Engine
 from quire_worker.execution.failures import DeviceLostError
+from quire_worker.execution.sizing import PoolMemory, size_pool, warn_of_short_sequences
 from quire_worker.model.checkpoint import ModelError
 from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.tokenizer import Tokenizer
@@ -50,6 +51,7 @@ class Loaded(NamedTuple):
     model: PagedModel
     cache: KVCache
     tokenizer: Tokenizer
+    memory: PoolMemory
 
 
 def load(options: argparse.Namespace) -> Loaded:
@@ -57,7 +59,7 @@ def load(options: argparse.Namespace) -> Loaded:
 
     Raises:
         ModelError: the checkpoint cannot be served; the message says why.
-        UsageError: the memory for the pool holds no block, or there is no such device.
+        UsageError: there is no room for the pool, or no such device.
     """
     torch.set_num_threads(options.threads)
     check_device(options.device)
@@ -69,27 +71,22 @@ def load(options: argparse.Namespace) -> Loaded:
         kv_cache_dtype=options.kv_cache_dtype,
         kv_layout=options.kv_layout,
     )
-    spec = model.cache_spec
-    try:
-        block_count = options.blocks or spec.block_count_for(options.kv_memory)
-    except ValueError as error:
-        raise UsageError(f"--kv-memory: {error}") from None
-    if block_count < len(spec.groups):
-        needed = f"{len(spec.groups)} blocks of {spec.bytes_per_block:,} bytes, one for each group of layers"
-        raise UsageError(f"--kv-memory or --blocks: {block_count} blocks hold no token; it takes {needed}")
-    cache = KVCache(spec, block_count, device=options.device)
+    if options.device == "cuda":
+        compile_kernels(model)  # before the memory is measured, of which they take some
+    memory = size_pool(model, options)
+    cache = KVCache(model.cache_spec, memory.block_count, device=options.device)
+    sequence_tokens_max = min(model.max_position, cache.sequence_tokens_max(options.max_batch_tokens))
     log.info(
         "model loaded",
         architecture=model.architecture,
         attention=type(model.attention).__name__,
-        blocks=block_count,
-        groups=len(spec.groups),
+        blocks=cache.block_count,
+        groups=len(cache.spec.groups),
         kv_bytes=cache.pool_bytes,
-        sequence_tokens_max=min(model.max_position, cache.sequence_tokens_max(options.max_batch_tokens)),
+        sequence_tokens_max=sequence_tokens_max,
     )
-    if options.device == "cuda":
-        compile_kernels(model)
-    return Loaded(Path(options.model).resolve().name, model, cache, Tokenizer(options.model))
+    warn_of_short_sequences(model, cache, sequence_tokens_max)
+    return Loaded(Path(options.model).resolve().name, model, cache, Tokenizer(options.model), memory)
 
 
 def check_device(device: str) -> None:
@@ -120,7 +117,7 @@ def compile_kernels(model: PagedModel) -> None:
 
 def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSession) -> Engine:
     """Puts the parts together; nothing is connected yet."""
-    _, model, cache, tokenizer = loaded
+    model, cache, tokenizer = loaded.model, loaded.cache, loaded.tokenizer
     scheduler = Scheduler(
         groups=cache.spec.groups,
         sequence_tokens_max=min(model.max_position, cache.sequence_tokens_max(options.max_batch_tokens)),
@@ -136,6 +133,7 @@ def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSessi
         scheduler=scheduler,
         telemetry=WorkerTelemetry(),
         waiting_max=options.max_waiting,
+        stream_interval_s=options.stream_interval_ms / 1e3,
     )
 
 
@@ -180,7 +178,9 @@ async def serve(options: argparse.Namespace) -> None:
         on_wait=log_waits(),
     )
     engine = build_engine(options, loaded, session)
-    service = WorkerService(engine, pool=options.pool, model_name=loaded.name, authorize=server.authorize)
+    service = WorkerService(
+        engine, pool=options.pool, model_name=loaded.name, memory=loaded.memory, authorize=server.authorize
+    )
     pb_grpc.add_WorkerServiceServicer_to_server(service, server.grpc)
     await server.start(WorkerCollector(engine))
     running = asyncio.create_task(_run(engine, server))

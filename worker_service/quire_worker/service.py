@@ -19,6 +19,7 @@ from quire.v1 import worker_pb2_grpc as pb_grpc
 
 from quire_worker.engine import Engine
 from quire_worker.execution.failures import TOKENIZER
+from quire_worker.execution.sizing import PoolMemory, largest_shape
 from quire_worker.model.tokenizer import TokenizerError
 from quire_worker.sampler import MAX_TOKENS_DEFAULT, SamplingParams
 from quire_worker.scheduling.request import Delivery, FinishReason, Request
@@ -38,8 +39,17 @@ _FINISH_REASONS = {
 class WorkerService(pb_grpc.WorkerServiceServicer):
     """Serves one engine; `authorize` says what the caller of a call may do."""
 
-    def __init__(self, engine: Engine, *, pool: str, model_name: str, authorize: Authorize = permit_everything) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        pool: str,
+        model_name: str,
+        memory: PoolMemory,
+        authorize: Authorize = permit_everything,
+    ) -> None:
         self._engine = engine
+        self._memory = memory
         self._pool = pool
         self._model_name = model_name
         self._authorize = authorize
@@ -97,7 +107,30 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             state_digest=engine.session.ledger.digest(),
             report_count=engine.session.report_count,
             disagreement_count=engine.session.disagreement_count,
+            memory=self._pool_memory(),
         )
+
+    def _pool_memory(self) -> pb.PoolMemory:
+        cache, found = self._engine.cache, self._memory.device
+        kv_head_count, head_dim = largest_shape(cache.spec)
+        message = pb.PoolMemory(
+            pool_bytes=cache.pool_bytes,
+            budget_bytes=self._memory.budget_bytes,
+            kv_cache_dtype=cache.spec.stored_name,
+            kv_head_count=kv_head_count,
+            head_dim=head_dim,
+        )
+        if found is not None:
+            message.device.CopyFrom(
+                pb.DeviceMemory(
+                    total_bytes=found.total,
+                    used_bytes=found.used,
+                    peak_bytes=found.peak,
+                    current_bytes=found.current,
+                    utilization=found.utilization,
+                )
+            )
+        return message
 
     # -- parts of Generate ---------------------------------------------------------------------------------------------
 

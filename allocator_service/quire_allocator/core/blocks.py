@@ -96,6 +96,10 @@ class Evictor(ABC):
     def worth(self, entry: Scoped) -> int:
         """Returns what a cached entry is worth: SPARE, ASIDE, KEPT or LED."""
 
+    def assess(self, entry: Scoped) -> None:
+        """Notes what an entry is worth that nobody holds, and its burden."""
+        entry.worth = self.worth(entry)
+
 
 class Blocks:
     """Free blocks of a pool of `block_count`."""

@@ -12,12 +12,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from quire_allocator.core.ownership.directory import Directory
+from quire_allocator.core.readers import usage
 from quire_allocator.core.spec import Result
 from quire_allocator.metrics.counters import Counters
 
 METRIC_NAMES = frozenset(
     {
         "quire_allocator_blocks",
+        "quire_allocator_group_blocks",
         "quire_allocator_sequences",
         "quire_allocator_pools",
         "quire_allocator_sessions",
@@ -81,14 +83,24 @@ class AllocatorCollector(Collector):
 
     def _pool_gauges(self) -> Iterator[Metric]:
         blocks = GaugeMetricFamily("quire_allocator_blocks", "Blocks by state.", labels=["pool", "state"])
+        groups = GaugeMetricFamily(
+            "quire_allocator_group_blocks",
+            "Blocks of the groups of one specification: held, cached to be hit (kept), or only until needed (spare).",
+            labels=["pool", "group", "state"],
+        )
         sequences = GaugeMetricFamily("quire_allocator_sequences", "Live sequences.", labels=["pool"])
         for owner in self._directory.open_pools():
             pool = owner.pool
             blocks.add_metric([owner.name, "empty"], pool.blocks.empty_count)
             blocks.add_metric([owner.name, "cached"], pool.blocks.cached_count)
             blocks.add_metric([owner.name, "held"], pool.blocks.block_count - pool.blocks.free_count)
+            for use in usage.retention(pool):
+                groups.add_metric([owner.name, use.name, "held"], use.held)
+                groups.add_metric([owner.name, use.name, "kept"], use.kept)
+                groups.add_metric([owner.name, use.name, "spare"], use.spare)
             sequences.add_metric([owner.name], len(pool.sequences))
         yield blocks
+        yield groups
         yield sequences
 
     def _pool_counters(self) -> Iterator[Metric]:

@@ -1,7 +1,7 @@
 """Counters as plain integers, which `collector.py` reads at scrape: counting costs nanoseconds, not microseconds.
 
-Labels are pool (at most `limits.POOLS_MAX` at a time), operation, result, method and code; never a sequence, tenant or
-digest.
+Labels are pool (at most `limits.POOLS_MAX` at a time), group (at most 17 of a pool), operation, result, method and
+code; never a sequence, tenant or digest.
 """
 
 from __future__ import annotations

@@ -100,7 +100,9 @@ def gather(chunks: Iterable[types.Chunk], request_id: str) -> types.Generation:
 
 def worker_status(message: worker_pb.GetStatusResponse) -> types.WorkerStatus:
     """Returns a worker in a few numbers."""
-    return types.WorkerStatus(**_values(message))
+    device = types.DeviceMemory(**_values(message.memory.device)) if message.memory.HasField("device") else None
+    memory = types.PoolMemory(**{**_values(message.memory), "device": device})
+    return types.WorkerStatus(**{**_values(message), "memory": memory})
 
 
 def _usage(message: worker_pb.Usage) -> types.Usage:
@@ -291,12 +293,12 @@ def free_request(session_id: bytes, request_id: str | None, sequence_id: int) ->
     return _operation(pb.FreeRequest(session_id=session_id), request_id, sequence_id=sequence_id)
 
 
-def allocation(message: pb.AllocateResponse) -> types.Allocation:
-    """Returns what an allocate did."""
+def allocation(message: pb.AllocateResponse, group_count: int) -> types.Allocation:
+    """Returns what an allocate did in a pool of so many groups."""
     return types.Allocation(
         result=Result(message.result),
         matched_token_count=message.matched_token_count,
-        tables=_tables(message.tables),
+        tables=_tables(message.tables) or ((),) * group_count,
         copies=_copies(message),
         shortfall=message.shortfall,
         pending_token_count=message.pending_token_count,
@@ -305,10 +307,10 @@ def allocation(message: pb.AllocateResponse) -> types.Allocation:
     )
 
 
-def growth(message: pb.GrowResponse) -> types.Growth:
-    """Returns what a grow did."""
-    result = Result(message.result)
-    return types.Growth(result, _tables(message.tables), _copies(message), message.shortfall, _victim(message))
+def growth(message: pb.GrowResponse, group_count: int) -> types.Growth:
+    """Returns what a grow did in a pool of so many groups; where it granted nothing, their rows are empty."""
+    tables = _tables(message.tables) or ((),) * group_count
+    return types.Growth(Result(message.result), tables, _copies(message), message.shortfall, _victim(message))
 
 
 def _copies(message: pb.AllocateResponse | pb.GrowResponse) -> tuple[Copy, ...]:

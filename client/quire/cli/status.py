@@ -17,7 +17,7 @@ from quire._transport.channel import SyncLink
 from quire.cli import options
 from quire.client import AllocatorClient, Client
 from quire.errors import NotFoundError
-from quire.types import WorkerStatus
+from quire.types import PoolMemory, WorkerStatus
 
 STATUS_EXAMPLES = """What a worker is and does.
 
@@ -101,6 +101,7 @@ def _rows(address: str, found: WorkerStatus) -> list[tuple[str, str]]:
             f"{found.block_count:,} of {found.block_size} tokens, {found.block_bytes:,} bytes each; "
             f"at most {found.held_block_count_max:,} held at a time for {found.table_entry_count_max:,} table entries",
         ),
+        ("memory", _memory(found.memory)),
         ("sequence", f"at most {found.sequence_tokens_max:,} tokens; vocabulary of {found.vocabulary_size:,}"),
         ("samples", f"{found.running_count} running, {found.waiting_count} waiting"),
         (
@@ -109,3 +110,17 @@ def _rows(address: str, found: WorkerStatus) -> list[tuple[str, str]]:
             f"{found.preemption_count:,} preemptions",
         ),
     ]
+
+
+def _memory(found: PoolMemory) -> str:
+    pages = f"pages of {found.pool_bytes / 1e9:,.2f} GB in {found.kv_cache_dtype}, {found.kv_head_count} KV heads of"
+    pages += f" {found.head_dim}"
+    if found.device is None:
+        return f"{pages}; {found.budget_bytes / 1e9:,.2f} GB were asked for"
+    of = found.device
+    parts = zip(
+        ("total", "used", "peak", "current"),
+        (of.total_bytes, of.used_bytes, of.peak_bytes, of.current_bytes),
+        strict=True,
+    )
+    return f"{pages}; of the device {', '.join(f'{name} {count / 1e9:,.2f} GB' for name, count in parts)}"

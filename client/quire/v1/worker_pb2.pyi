@@ -303,6 +303,7 @@ class GetStatusResponse(_message.Message):
     STATE_DIGEST_FIELD_NUMBER: _builtins.int
     REPORT_COUNT_FIELD_NUMBER: _builtins.int
     DISAGREEMENT_COUNT_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Quire's version."""
     pool: _builtins.str
@@ -348,6 +349,10 @@ class GetStatusResponse(_message.Message):
     times that the allocator's state digest differed from the worker's.
     """
     disagreement_count: _builtins.int
+    @_builtins.property
+    def memory(self) -> Global___PoolMemory:
+        """What its pool was sized from."""
+
     def __init__(
         self,
         *,
@@ -376,11 +381,90 @@ class GetStatusResponse(_message.Message):
         state_digest: _builtins.bytes = ...,
         report_count: _builtins.int = ...,
         disagreement_count: _builtins.int = ...,
+        memory: Global___PoolMemory | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocator_connected", b"allocator_connected", "architecture", b"architecture", "block_bytes", b"block_bytes", "block_count", b"block_count", "block_size", b"block_size", "cache_layout", b"cache_layout", "cached_token_count", b"cached_token_count", "device", b"device", "disagreement_count", b"disagreement_count", "dtype", b"dtype", "held_block_count_max", b"held_block_count_max", "model", b"model", "model_fingerprint", b"model_fingerprint", "output_token_count", b"output_token_count", "pool", b"pool", "preemption_count", b"preemption_count", "prompt_token_count", b"prompt_token_count", "report_count", b"report_count", "running_count", b"running_count", "sequence_tokens_max", b"sequence_tokens_max", "state_digest", b"state_digest", "table_entry_count_max", b"table_entry_count_max", "version", b"version", "vocabulary_size", b"vocabulary_size", "waiting_count", b"waiting_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocator_connected", b"allocator_connected", "architecture", b"architecture", "block_bytes", b"block_bytes", "block_count", b"block_count", "block_size", b"block_size", "cache_layout", b"cache_layout", "cached_token_count", b"cached_token_count", "device", b"device", "disagreement_count", b"disagreement_count", "dtype", b"dtype", "held_block_count_max", b"held_block_count_max", "memory", b"memory", "model", b"model", "model_fingerprint", b"model_fingerprint", "output_token_count", b"output_token_count", "pool", b"pool", "preemption_count", b"preemption_count", "prompt_token_count", b"prompt_token_count", "report_count", b"report_count", "running_count", b"running_count", "sequence_tokens_max", b"sequence_tokens_max", "state_digest", b"state_digest", "table_entry_count_max", b"table_entry_count_max", "version", b"version", "vocabulary_size", b"vocabulary_size", "waiting_count", b"waiting_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class PoolMemory(_message.Message):
+    """PoolMemory: what a pool was sized from, on one rank."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_BYTES_FIELD_NUMBER: _builtins.int
+    BUDGET_BYTES_FIELD_NUMBER: _builtins.int
+    KV_CACHE_DTYPE_FIELD_NUMBER: _builtins.int
+    KV_HEAD_COUNT_FIELD_NUMBER: _builtins.int
+    HEAD_DIM_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    pool_bytes: _builtins.int
+    """Bytes of all its pages, and the memory that there was for them."""
+    budget_bytes: _builtins.int
+    kv_cache_dtype: _builtins.str
+    """Dtype of keys and values in the pages."""
+    kv_head_count: _builtins.int
+    """KV heads and head dim of the layers that take most bytes per token."""
+    head_dim: _builtins.int
+    @_builtins.property
+    def device(self) -> Global___DeviceMemory:
+        """Set where the budget was measured on a GPU."""
+
+    def __init__(
+        self,
+        *,
+        pool_bytes: _builtins.int = ...,
+        budget_bytes: _builtins.int = ...,
+        kv_cache_dtype: _builtins.str = ...,
+        kv_head_count: _builtins.int = ...,
+        head_dim: _builtins.int = ...,
+        device: Global___DeviceMemory | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "device", b"device", "head_dim", b"head_dim", "kv_cache_dtype", b"kv_cache_dtype", "kv_head_count", b"kv_head_count", "pool_bytes", b"pool_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolMemory: _TypeAlias = PoolMemory  # noqa: Y015
+
+@_typing.final
+class DeviceMemory(_message.Message):
+    """DeviceMemory: what a profiling pass found; the budget is total * utilization - used - peak + current."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    PEAK_BYTES_FIELD_NUMBER: _builtins.int
+    CURRENT_BYTES_FIELD_NUMBER: _builtins.int
+    UTILIZATION_FIELD_NUMBER: _builtins.int
+    total_bytes: _builtins.int
+    """Bytes of the device, and of them in use by whomever."""
+    used_bytes: _builtins.int
+    peak_bytes: _builtins.int
+    """Most bytes that torch had allocated while the largest batch was computed, and those that it had afterwards."""
+    current_bytes: _builtins.int
+    utilization: _builtins.float
+    """Share of the device that may be in use."""
+    def __init__(
+        self,
+        *,
+        total_bytes: _builtins.int = ...,
+        used_bytes: _builtins.int = ...,
+        peak_bytes: _builtins.int = ...,
+        current_bytes: _builtins.int = ...,
+        utilization: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["current_bytes", b"current_bytes", "peak_bytes", b"peak_bytes", "total_bytes", b"total_bytes", "used_bytes", b"used_bytes", "utilization", b"utilization"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceMemory: _TypeAlias = DeviceMemory  # noqa: Y015

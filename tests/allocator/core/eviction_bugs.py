@@ -202,6 +202,11 @@ def _only_the_deepest_run_is_shared(original: Any, self: Any, scope: Any, hit: A
     return part
 
 
+@plant(ReuseValue, "value", ERRORS)
+def _what_leads_much_is_worth_as_much_as_what_leads_nothing(original: Any, self: Any, entry: Any) -> float:
+    return float(original(self, entry)) * 2**entry.burden
+
+
 @plant(RecomputeCost, "evicted", ERRORS)
 def _the_floor_falls(original: Any, self: Any, entry: Any, block_count: int) -> bool:
     self._floor = 0

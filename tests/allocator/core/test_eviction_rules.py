@@ -330,6 +330,15 @@ def test_a_lane_that_became_worth_least_is_noticed_when_patience_ends() -> None:
     assert queue.peek() is entries[4]
 
 
+def test_what_leads_more_than_it_has_is_worth_less_for_each_block() -> None:
+    policy = ReuseValue(POOL_BLOCKS)
+    entry = release(policy, entry_of(policy))
+    value, lane = policy.value(entry), policy.lane(entry)
+    entry.burden = 2
+    assert policy.value(entry) == pytest.approx(value / 4)
+    assert policy.lane(entry) != lane
+
+
 def test_the_rank_of_what_left_last_never_falls() -> None:
     policy = RecomputeCost(POOL_BLOCKS)
     dear, cheap, new = Stretch(1), Stretch(2), Stretch(3)

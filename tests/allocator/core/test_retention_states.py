@@ -6,10 +6,10 @@ import pytest
 from quire_allocator.core.eviction.queue import ASIDE, KEPT, LED, SPARE
 from quire_allocator.core.groups.units import Unit
 from quire_allocator.core.pool import Pool
-from quire_allocator.core.readers import invariants
+from quire_allocator.core.readers import invariants, usage
 from quire_allocator.core.spec import PoolSpec, Result
 
-from tests.allocator.core.pools import forget, full, make_pool, state
+from tests.allocator.core.pools import forget, full, make_pool, sliding, state
 from tests.allocator.core.test_retention import text
 
 HYBRID = (full(4), state(16), state(16))
@@ -154,3 +154,72 @@ def test_a_checkpoint_beyond_what_a_sequence_may_leave_takes_its_boundary_along(
         invariants.check(pool)
         done = end
     assert sorted(count for count, _ in pool.blocks.namespaces[""].boundaries) == [8]
+
+
+# -- what leads much for little ----------------------------------------------------------------------------------------
+
+HEAVY = (full(4), *(state(1024),) * 6)
+
+
+def burdens(pool: Pool, digests: bytes) -> list[int]:
+    """Of the runs of a text, from the root down."""
+    hit = pool.managers[0].find(pool.blocks.namespaces[""].scopes[0], digests, 4 * len(digests) // 32)
+    return [run.burden for run in hit.runs]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("block_count", "burden"), [(1, 2), (2, 2), (3, 1), (6, 1), (7, 0), (40, 0)])
+def test_a_run_bears_the_checkpoint_that_leaves_with_it(block_count: int, burden: int) -> None:
+    pool = make_pool(200, *HEAVY)
+    serve(pool, text(1, block_count), 4 * block_count + 1)
+    assert burdens(pool, text(1, block_count)) == [burden]
+
+
+def test_of_two_prompts_the_one_that_leads_more_for_each_of_its_blocks_leaves_first() -> None:
+    pool = make_pool(80, *HEAVY, eviction_policy="reuse")
+    serve(pool, text(1, 16), 65)
+    serve(pool, text(2, 2), 9)
+    pool.blocks.take(pool.blocks.empty_count + 1)
+    assert (pool.match("", text(1, 16)), pool.match("", text(2, 2))) == (64, 0)
+
+
+def test_what_a_prompt_has_since_the_boundary_before_bears_its_checkpoint() -> None:
+    pool = make_pool(200, *HEAVY)
+    shared = text(0, 20)
+    for user in (1, 2, 3):
+        serve(pool, shared + text(user, 2), 89)
+    # The third one hit the 20 shared blocks, which lead as much: so do the two behind them, for themselves alone.
+    assert burdens(pool, shared + text(3, 2))[-2:] == [0, 2]
+
+
+def test_a_boundary_that_is_gone_leaves_its_blocks_to_the_one_behind() -> None:
+    pool = make_pool(200, *HEAVY)
+    shared = text(0, 20)
+    for user in (1, 2, 3):
+        serve(pool, shared + text(user, 2), 89)
+    forget(pool, 1, [20])
+    serve(pool, shared + text(3, 2), 89)
+    assert burdens(pool, shared + text(3, 2))[-1] == 0
+
+
+# -- what readers see --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_kept_and_what_is_spare_is_told_of_the_groups_of_each_specification() -> None:
+    pool = make_pool(60, full(4), sliding(4, 8), *(state(16),) * 2)
+    serve(pool, text(1, 8), 33)
+    pool.allocate(1 + pool.last_sequence_id, 4)
+    # Of the window the last two blocks and one aside are kept; of the checkpoints after 16 and 32 tokens, the latter.
+    assert usage.retention(pool) == [
+        ("full_attention 4", 1, 8, 0),
+        ("sliding_window 4 8", 1, 3, 5),
+        ("state 16", 2, 2, 2),
+    ]
+
+
+def test_specifications_beyond_those_that_have_a_name_are_told_as_one() -> None:
+    pool = make_pool(400, full(4), *(sliding(4, 8 + 4 * number) for number in range(usage.SPECIFICATIONS_MAX + 1)))
+    serve(pool, text(1, 4), 17)
+    told = usage.retention(pool)
+    assert len(told) == usage.SPECIFICATIONS_MAX + 1
+    assert told[-1].name == "others"
+    assert sum(use.held + use.kept + use.spare for use in told) == pool.blocks.cached_count

@@ -324,8 +324,8 @@ def test_every_metric_is_exported_and_counts(plain: Running) -> None:
         for sample in family.samples
         if sample.labels.get("pool", "m") == "m"
     }  # fmt: skip
-    assert samples["blocks", "held"] == 4
-    assert samples["blocks", "empty"] == 4
+    assert [samples["blocks", state] for state in ("held", "empty")] == [4, 4]
+    assert [samples["group_blocks", "full_attention 4", state] for state in ("held", "kept", "spare")] == [4, 0, 0]
     assert samples["sequences",] == 3
     assert samples["sessions", "unary"] == 1
     assert samples["copies_total",] == 1

@@ -10,11 +10,17 @@
 Computing again is safe: a pass writes the same tokens to the same slots, no token counts as computed before `compute`
 returns, and sampling draws its random numbers last. So whoever was in a batch that failed gets the text that it would
 have got without.
+
+The next batch is prepared while this one is computed, and lies behind it in the queue of the model's thread. Which
+tokens this one samples is then known on that thread alone, where they are put into the next one's places. Who fails in
+this one is left out of the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 import structlog
@@ -23,21 +29,14 @@ from quire.protocol.outcomes import Copy
 
 from quire_worker.cache import KVCache
 from quire_worker.execution.failures import NOT_FINITE, DeviceLostError, Failure, FailureKind, failure_of
-from quire_worker.model.batch import Chunk, build_batch
+from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.sampler import finite_rows, sample
-from quire_worker.scheduling.plan import Batch, Work
+from quire_worker.scheduling.plan import Batch, Draw, Work
 from quire_worker.scheduling.request import Request, Sample
 
 log = structlog.get_logger()
 ItemT = TypeVar("ItemT")
-
-
-class Draw(NamedTuple):
-    """One token to sample: for `sample`, from the logits after `parent`'s last token (itself, unless it is a fork)."""
-
-    sample: Sample
-    parent: Sample
 
 
 class Computed(NamedTuple):
@@ -49,6 +48,7 @@ class Computed(NamedTuple):
         failures: the others.
         lost_blocks: blocks that should have been copied to, and hold nothing of use.
         retry_count: passes that had to be computed in parts.
+        seconds: on the model's thread.
     """
 
     work: list[Work]
@@ -56,36 +56,100 @@ class Computed(NamedTuple):
     failures: dict[Request, Failure]
     lost_blocks: dict[int, Failure]
     retry_count: int
+    seconds: float
 
 
 class Part(NamedTuple):
-    """Tokens `[start, end)` of one sample, in one pass."""
+    """Tokens of one sample from position `start` on, in one pass, and its tables as they were when it was planned."""
 
     sample: Sample
     start: int
-    end: int
+    tokens: list[int]
+    tables: list[array[int]]
 
 
-def compute(model: PagedModel, cache: KVCache, batch: Batch) -> Computed:
-    """Runs a batch. Blocks; for the model's thread.
+class Before(NamedTuple):
+    """What the next batch has to know of this one: see `Computed`."""
 
-    Raises:
-        DeviceLostError: nothing can be computed any more.
+    tokens: dict[Sample, int]
+    failures: dict[Request, Failure]
+    lost_blocks: dict[int, Failure]
+
+
+class Prepared(NamedTuple):
+    """A batch, ready for the model's thread.
+
+    Attributes:
+        parts: of the forward pass. A token that the batch before samples is 0 as yet.
+        awaiting: those whose one token it is.
+        places: where these tokens belong in the flat batch, int64.
+        layout: on the host, of all parts; None if making it failed: it is made again, in halves if it must be.
+        is_behind: it was planned while the batch before was under way.
     """
-    run = _Run(model, cache)
-    run.copy(batch.copies)
-    run.drop_holders_of_lost_blocks(batch.work)
-    run.forward(
-        [Part(work.sample, work.sample.computed, work.sample.computed + work.token_count) for work in batch.work]
-    )
-    run.draw(run.unharmed_draws(batch.work))
-    return Computed(
-        [work for work in batch.work if work.sample.request not in run.failures],
-        [(draw, token) for draw, token in run.tokens if draw.sample.request not in run.failures],
-        run.failures,
-        run.lost_blocks,
-        run.retry_count,
-    )
+
+    batch: Batch
+    draws: list[Draw]
+    parts: list[Part]
+    awaiting: list[Part]
+    places: torch.Tensor
+    layout: ForwardBatch | None
+    is_behind: bool
+
+
+class Runner:
+    """Computes the batches of one engine, each prepared while the one before it is computed."""
+
+    def __init__(self, model: PagedModel, cache: KVCache, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._model = model
+        self._cache = cache
+        self._clock = clock
+        self._before = Before({}, {}, {})
+
+    def prepare(self, batch: Batch, *, is_behind: bool) -> Prepared:
+        """Lays a batch out as its samples are now, for `compute`. For the thread that they belong to.
+
+        Args:
+            batch: what to run.
+            is_behind: whether it was planned while the batch before was under way.
+        """
+        parts, awaiting, places, place = [], [], [], 0
+        for item in batch.work:
+            tokens = item.sample.tokens[item.start : item.end]
+            part = Part(item.sample, item.start, tokens or [0], [table[:] for table in item.sample.tables])
+            parts.append(part)
+            if not tokens:
+                awaiting.append(part)
+                places.append(place)
+            place += item.token_count
+        try:
+            layout = _layout_of(parts, self._cache)
+        except Exception:  # who is to blame is found where the batch is computed
+            layout = None
+        return Prepared(batch, batch.draws(), parts, awaiting, torch.tensor(places), layout, is_behind)
+
+    def compute(self, prepared: Prepared) -> Computed:
+        """Runs a batch. Blocks; for the model's thread.
+
+        Raises:
+            DeviceLostError: nothing can be computed any more.
+        """
+        started = self._clock()
+        run = _Run(self._model, self._cache)
+        if prepared.is_behind:
+            run.follow(self._before, prepared)
+        run.copy(prepared.batch.copies)
+        run.drop_holders_of_lost_blocks(prepared.parts)
+        run.forward(prepared.parts, prepared.layout)
+        run.draw([draw for draw in prepared.draws if run.is_unharmed(draw.sample)])
+        self._before = Before({draw.sample: token for draw, token in run.tokens}, run.failures, run.lost_blocks)
+        return Computed(
+            [work for work in prepared.batch.work if run.is_unharmed(work.sample)],
+            [(draw, token) for draw, token in run.tokens if run.is_unharmed(draw.sample)],
+            run.failures,
+            run.lost_blocks,
+            run.retry_count,
+            self._clock() - started,
+        )
 
 
 class _Run:
@@ -98,7 +162,26 @@ class _Run:
         self.retry_count = 0
         self._model = model
         self._cache = cache
-        self._logits: dict[Sample, torch.Tensor] = {}  # [vocabulary], after the last token of each
+        self._left_out: set[Request] = set()  # they failed in the batch before, and the engine knows from there
+        self._logits: dict[Sample, tuple[torch.Tensor, int]] = {}  # whose row is of the last token of each
+
+    def is_unharmed(self, sample: Sample) -> bool:
+        """Tells whether what was computed of a sample is of use."""
+        return sample.request not in self.failures and sample.request not in self._left_out
+
+    def follow(self, before: Before, prepared: Prepared) -> None:
+        """Puts in the tokens that the batch before has sampled, and leaves out whom it failed."""
+        if before.failures or before.lost_blocks:
+            for request in {part.sample.request for part in prepared.parts}:
+                blocks = {block for sample in request.samples for block in sample.held_blocks()}
+                if request in before.failures or before.lost_blocks.keys() & blocks:
+                    self._left_out.add(request)
+        for part in prepared.awaiting:
+            if self.is_unharmed(part.sample):
+                part.tokens[0] = before.tokens[part.sample]
+        if prepared.layout is not None and prepared.awaiting:
+            tokens = torch.tensor([part.tokens[0] for part in prepared.awaiting])
+            prepared.layout.input_ids[0, prepared.places] = tokens
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copies blocks. No source is a destination of the same batch, so that each copy may be repeated."""
@@ -112,18 +195,18 @@ class _Run:
         for copy in copies:
             self.copy([copy])
 
-    def drop_holders_of_lost_blocks(self, work: Iterable[Work]) -> None:
+    def drop_holders_of_lost_blocks(self, parts: Iterable[Part]) -> None:
         """Who would read or write a block that was not copied fails."""
-        for item in work:
-            for block in self.lost_blocks.keys() & item.sample.held_blocks():
-                self._fail([item.sample], self.lost_blocks[block])
+        for part in parts:
+            for block in self.lost_blocks.keys() & part.sample.held_blocks():
+                self._fail([part.sample], self.lost_blocks[block])
 
-    def forward(self, parts: Sequence[Part]) -> None:
-        """Computes parts, those of one sample in order."""
-        parts = [part for part in parts if part.sample.request not in self.failures]
+    def forward(self, parts: Sequence[Part], layout: ForwardBatch | None = None) -> None:
+        """Computes parts, those of one sample in order; `layout` is of all of them."""
+        count, parts = len(parts), [part for part in parts if self.is_unharmed(part.sample)]
         if not parts:
             return
-        failure = self._try_forward(parts)
+        failure = self._try_forward(parts, layout if len(parts) == count else None)
         if failure is None:
             return
         halves = _token_halves(parts) if failure.kind is FailureKind.OUT_OF_MEMORY else _halves(parts)
@@ -133,17 +216,6 @@ class _Run:
         self.retry_count += 1
         for half in halves:
             self.forward(half)
-
-    def unharmed_draws(self, work: Iterable[Work]) -> list[Draw]:
-        """Tokens to sample; when a prompt's prefill ends, the first of all its samples."""
-        draws = []
-        for item in work:
-            if item.is_complete and item.sample.request not in self.failures:
-                first = item.sample
-                draws.append(Draw(first, first))
-                if first.index == 0 and first.output_token_count == 0:
-                    draws += [Draw(fork, first) for fork in first.request.samples[1:]]
-        return draws
 
     def draw(self, draws: Sequence[Draw]) -> None:
         """Samples a token for each."""
@@ -176,26 +248,16 @@ class _Run:
         self._free_memory_after(failure)
         return failure
 
-    def _try_forward(self, parts: Sequence[Part]) -> Failure | None:
+    def _try_forward(self, parts: Sequence[Part], layout: ForwardBatch | None) -> Failure | None:
         try:
-            chunks = [
-                Chunk(
-                    part.sample.tokens[part.start : part.end],
-                    part.start,
-                    part.sample.tables,
-                    needs_logits=True,
-                    begun_with=part.sample.begun_with,
-                )
-                for part in parts
-            ]
-            forward = build_batch(chunks, groups=self._cache.spec.groups, device=self._model.device)
-            logits = self._model.forward(forward, self._cache)  # [parts, vocabulary]
+            forward = layout or _layout_of(parts, self._cache)
+            logits = self._model.forward(forward.on(self._model.device), self._cache)  # [parts, vocabulary]
             are_finite = finite_rows(logits)
         except Exception as error:
             failure = self._judge(error, "forward pass", len(parts))
         else:
-            for part, row, is_finite in zip(parts, logits, are_finite, strict=True):
-                self._logits[part.sample] = row
+            for row, (part, is_finite) in enumerate(zip(parts, are_finite, strict=True)):
+                self._logits[part.sample] = logits, row
                 if not is_finite:
                     self._fail([part.sample], NOT_FINITE)
             return None
@@ -204,7 +266,7 @@ class _Run:
 
     def _try_draw(self, draws: Sequence[Draw]) -> Failure | None:
         try:
-            logits = torch.stack([self._logits[draw.parent] for draw in draws])
+            logits = _rows_of([self._logits[draw.parent] for draw in draws])
             params = [draw.sample.request.sampling for draw in draws]
             generators = [draw.sample.generator for draw in draws]
             tokens = sample(logits, params, generators, self._model.attention.choose)
@@ -254,18 +316,35 @@ def _halves(items: Sequence[ItemT]) -> tuple[Sequence[ItemT], Sequence[ItemT]] |
     return (items[:middle], items[middle:]) if middle else None
 
 
+def _layout_of(parts: Sequence[Part], cache: KVCache) -> ForwardBatch:
+    """Lays parts out on the host."""
+    chunks = [
+        Chunk(part.tokens, part.start, part.tables, needs_logits=True, begun_with=part.sample.begun_with)
+        for part in parts
+    ]
+    return build_batch(chunks, groups=cache.spec.groups)
+
+
+def _rows_of(places: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
+    """Returns these rows as one tensor; no copy where they are all of one, in order."""
+    first, _ = places[0]
+    if len(places) == len(first) and all(rows is first and row == i for i, (rows, row) in enumerate(places)):
+        return first
+    return torch.stack([rows[row] for rows, row in places])
+
+
 def _token_halves(parts: Sequence[Part]) -> tuple[list[Part], list[Part]] | None:
     """Returns both halves of their tokens, the part in the middle cut in two; None where there is only one token."""
-    middle = sum(part.end - part.start for part in parts) // 2
+    middle = sum(len(part.tokens) for part in parts) // 2
     if not middle:
         return None
     left: list[Part] = []
     right: list[Part] = []
     for part in parts:
-        cut = min(part.end, part.start + middle)
-        if cut > part.start:
-            left.append(part._replace(end=cut))
-        if cut < part.end:
-            right.append(part._replace(start=cut))
-        middle -= cut - part.start
+        cut = min(len(part.tokens), max(middle, 0))
+        if cut:
+            left.append(part._replace(tokens=part.tokens[:cut]))
+        if cut < len(part.tokens):
+            right.append(part._replace(start=part.start + cut, tokens=part.tokens[cut:]))
+        middle -= cut
     return left, right

@@ -59,6 +59,11 @@ class ForwardBatch:
     lengths: torch.Tensor  # int64 [tokens] on the host, what each token is rotated for where keys follow lengths
     attention: tuple[AttentionBatch, ...]  # of each group
 
+    def on(self, device: torch.device | str) -> ForwardBatch:
+        """Returns the same with the model's inputs on a device."""
+        inputs = (self.input_ids.to(device), self.position_ids.to(device), self.logits_index.to(device))
+        return ForwardBatch(*inputs, self.lengths, self.attention)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Spans:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -88,9 +88,9 @@ class StreamDecoder:
        *context* of those that follow: some tokenizers decode a token differently (a space less) at the start.
     3. `flush` hands out what is pending, an incomplete character as U+FFFD.
 
-    So each push decodes a handful of tokens, not the whole text. One exception to the equality, with byte-fallback
-    tokenizers only: they decode a run of bytes that holds an invalid one to U+FFFD as a whole, which a stream that has
-    handed out the run's first characters cannot take back.
+    So a push decodes a handful of tokens more than it is given, not the whole text. One exception to the equality, with
+    byte-fallback tokenizers only: they decode a run of bytes that holds an invalid one to U+FFFD as a whole, which a
+    stream that has handed out the run's first characters cannot take back.
 
     `push` and `flush` raise TokenizerError where `decode` does; the stream is over then.
     """
@@ -102,11 +102,12 @@ class StreamDecoder:
         self._context_count = 0
         self._context_text = ""
 
-    def push(self, token: int) -> str:
-        """Takes one token and returns the text that it completes, often "" or more than its own."""
-        if token in self._special_ids:
+    def push(self, tokens: Iterable[int]) -> str:
+        """Takes the next tokens and returns the text that they complete, which may be less or more than their own."""
+        new = [token for token in tokens if token not in self._special_ids]
+        if not new:
             return ""
-        self._tokens.append(token)
+        self._tokens += new
         text = self._tokenizer.decode(self._tokens)
         if text.endswith(REPLACEMENT) or len(text) <= len(self._context_text):
             return ""

@@ -14,17 +14,15 @@ from quire_worker.scheduling.request import Sample
 def going_on(work: Iterable[Work], sequence_tokens_max: int) -> list[Decoding[Sample]]:
     """Returns the samples that decode on after this pass, if none of them stops."""
     return [
-        Decoding(sample, sample.granted, len(sample.tokens) + 1, last)
-        for sample, last in [
-            (item.sample, _last(item.sample, sequence_tokens_max)) for item in work if item.is_complete
-        ]
-        if len(sample.tokens) < last
+        Decoding(sample, sample.granted, len(sample.tokens) + 1, last_of(sample, sequence_tokens_max))
+        for sample in (item.sample for item in work if item.is_complete)
+        if not sample.has_ended and len(sample.tokens) < last_of(sample, sequence_tokens_max)
     ]
 
 
 def tokens_after(running: Iterable[Sample], work: Iterable[Work], samples: Sequence[Decoding[Sample]]) -> int:
     """Counts the tokens of the pass after this one, of those who run."""
-    counts = dict(work)
+    counts = {item.sample: item.token_count for item in work}
     return len(samples) + sum(len(sample.tokens) - sample.computed - counts.get(sample, 0) for sample in running)
 
 
@@ -33,7 +31,7 @@ def next_chunks(
 ) -> list[tuple[Sample, int]]:
     """Returns whose prompt this pass leaves unfinished and whose next chunk has no room yet, and for how many tokens
     the next pass, of `budget` tokens, needs it."""
-    chunks, counts = [], dict(work)
+    chunks, counts = [], {item.sample: item.token_count for item in work}
     for sample in running:
         computed = sample.computed + counts.get(sample, 0)
         token_count = min(max(1, len(sample.tokens) - computed), budget)
@@ -56,6 +54,6 @@ def block_count_of(sample: Sample, block_size: int) -> int:
     return max(0, sample.table_length - -(-len(sample.tokens) // block_size))
 
 
-def _last(sample: Sample, sequence_tokens_max: int) -> int:
+def last_of(sample: Sample, sequence_tokens_max: int) -> int:
     """Counts the tokens of a sample that are ever computed: the last one has no successor, so it is not."""
     return min(len(sample.request.prompt) + sample.request.sampling.max_tokens, sequence_tokens_max) - 1

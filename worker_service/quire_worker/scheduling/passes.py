@@ -11,8 +11,24 @@ the junction, where the allocator says that other prompts part from this one (`G
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
+from quire_worker.scheduling.plan import Work
 from quire_worker.scheduling.request import Sample
+
+
+class Standing(NamedTuple):
+    """Where a sample stands when its work under way is done: its tokens `[start, length)` are left to be computed."""
+
+    start: int
+    length: int
+
+
+def standing(sample: Sample, work: Work | None) -> Standing:
+    """Returns where a sample will stand; `work` is its part of the pass under way, if it has one."""
+    if work is None:
+        return Standing(sample.computed, len(sample.tokens))
+    return Standing(work.end, len(sample.tokens) + work.is_complete)
 
 
 def boundaries_of(sample: Sample, junction_token_count: int, block_size: int) -> tuple[int, ...]:
@@ -21,20 +37,20 @@ def boundaries_of(sample: Sample, junction_token_count: int, block_size: int) ->
     return tuple(sorted(ends - {0}))
 
 
-def pass_token_count(sample: Sample, budget: int) -> int:
+def pass_token_count(sample: Sample, at: Standing, budget: int) -> int:
     """Tokens that its next pass computes, of at most `budget`."""
-    end = len(sample.tokens)
+    end = at.length
     for boundary in sample.boundaries:
-        if sample.computed < boundary < end:
+        if at.start < boundary < end:
             end = boundary
             break
-    count = min(end - sample.computed, budget)
+    count = min(end - at.start, budget)
     return min(count, sample.pass_token_count_max) if sample.pass_token_count_max else count
 
 
-def is_at_boundary(sample: Sample) -> bool:
-    """Tells whether its last pass ended where a checkpoint belongs, and was not committed yet."""
-    return sample.committed < sample.computed and sample.computed in sample.boundaries
+def is_at_boundary(sample: Sample, at: Standing) -> bool:
+    """Tells whether its last pass ends where a checkpoint belongs, and was not committed yet."""
+    return sample.committed < at.start and at.start in sample.boundaries
 
 
 def to_cut(samples: Iterable[Sample], filled: Collection[Sample], parents: Collection[Sample | None]) -> list[Sample]:

@@ -12,15 +12,28 @@ from quire_worker.scheduling.request import Sample
 
 
 class Work(NamedTuple):
-    """Tokens `[sample.computed, sample.computed + token_count)` of one sample."""
+    """Tokens `[start, start + token_count)` of one sample.
+
+    A pass is planned while the one before it is computed. The token that this one samples has a place already, behind
+    the last of `sample.tokens`, and work that begins there gets it when it is known.
+    """
 
     sample: Sample
+    start: int
     token_count: int
+    is_complete: bool  # the next token can be sampled after it
 
     @property
-    def is_complete(self) -> bool:
-        """Tells whether the next token can be sampled after it."""
-        return self.sample.computed + self.token_count == len(self.sample.tokens)
+    def end(self) -> int:
+        """Returns how many tokens of the sample are computed when it is done."""
+        return self.start + self.token_count
+
+
+class Draw(NamedTuple):
+    """One token to sample: for `sample`, from the logits after `parent`'s last token (itself, unless it is a fork)."""
+
+    sample: Sample
+    parent: Sample
 
 
 class Batch(NamedTuple):
@@ -28,6 +41,17 @@ class Batch(NamedTuple):
 
     copies: list[Copy]
     work: list[Work]
+
+    def draws(self) -> list[Draw]:
+        """Returns the tokens to sample after it; when a prompt's prefill ends, the first of all its samples."""
+        draws = []
+        for item in self.work:
+            if item.is_complete:
+                first = item.sample
+                draws.append(Draw(first, first))
+                if first.has_forks_to_come:
+                    draws += [Draw(fork, first) for fork in first.request.samples[1:]]
+        return draws
 
 
 @dataclass(slots=True)

@@ -15,18 +15,19 @@ Positions of a running sample's tokens, with `computed <= len(tokens)`:
 
     [0, committed)               in the pages, and the allocator knows it
     [committed, computed)        in the pages; the next step commits it where a block became full
-    [computed, len(tokens))      still to be computed; in decoding that is the one token sampled last
+    [computed, len(tokens))      still to be computed, or under way; in decoding that is the one token sampled last
     [len(tokens), granted)       room in blocks that the sample holds already
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.errors import QuireError
 from quire.hashing import DigestChain
@@ -34,6 +35,8 @@ from quire.protocol.outcomes import NULL_BLOCK, Swap
 from quire.types import GroupSpec
 
 from quire_worker.scheduling.rotation import Rotation
+
+STREAM_INTERVAL_S = 0.02  # between two deliveries of a request, unless one is its first or ends a sample
 
 
 class FinishReason(Enum):
@@ -54,8 +57,7 @@ class Usage:
     preemption_count: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(NamedTuple):
     """Something for the caller of a request: new tokens of one sample, its end, or both."""
 
     sample: int
@@ -75,6 +77,7 @@ class Request:
         root: digest that the prompt's chain starts from.
         rotation: how its keys follow its length; None where they do not.
         deliveries: what the caller reads; a `QuireError` ends the request.
+        delivered_s: when the latest was put there, by the event loop's clock.
     """
 
     number: int
@@ -87,6 +90,7 @@ class Request:
     samples: list[Sample] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
     deliveries: asyncio.Queue[Delivery | QuireError] = field(default_factory=asyncio.Queue)
+    delivered_s: float = -math.inf
     rotation: Rotation | None = None
     first_token_s: float | None = None
     admitted: bool = False
@@ -146,6 +150,11 @@ class Sample:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
+    def has_forks_to_come(self) -> bool:
+        """Tells whether other samples of the request begin when this one's first token is known."""
+        return self.index == 0 and self.output_token_count == 0 and len(self.request.samples) > 1
+
+    @property
     def table_length(self) -> int:
         """Counts the entries of each of its tables."""
         return len(self.tables[0]) if self.tables else 0
@@ -183,8 +192,12 @@ class Sample:
     @property
     def is_outgrown(self) -> bool:
         """Tells whether its keys are rotated for a shorter request than it has become, and have to be others."""
+        return self.is_outgrown_by(len(self.tokens))
+
+    def is_outgrown_by(self, token_count: int) -> bool:
+        """Tells whether that is so when it has so many tokens."""
         rotation = self.request.rotation
-        return rotation is not None and rotation.is_outgrown(self.begun_with, len(self.tokens))
+        return rotation is not None and rotation.is_outgrown(self.begun_with, token_count)
 
     def begin_again(self) -> None:
         """Makes all tokens so far what the sample begins with; it holds nothing any more."""

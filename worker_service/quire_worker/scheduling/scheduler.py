@@ -33,8 +33,9 @@ from quire.types import GroupKind, GroupSpec
 
 from quire_worker.scheduling import lookahead
 from quire_worker.scheduling.admission import Admission, Peaks, TurnLimits, admit
-from quire_worker.scheduling.passes import boundaries_of, is_at_boundary, pass_token_count, to_cut
+from quire_worker.scheduling.passes import boundaries_of, pass_token_count, standing, to_cut
 from quire_worker.scheduling.plan import Batch, Plan, Work
+from quire_worker.scheduling.ready import ready_after
 from quire_worker.scheduling.request import FinishReason, Request, Sample
 from quire_worker.scheduling.roster import Roster
 
@@ -88,7 +89,7 @@ class Scheduler:
         freed_ahead = self._free(plan)
         budget = self.batch_tokens_max
         for sample in (each for each in self.roster.running if not each.is_outgrown):
-            token_count = pass_token_count(sample, budget)
+            token_count = pass_token_count(sample, standing(sample, None), budget)
             if token_count == 0:
                 break
             budget -= token_count
@@ -104,25 +105,19 @@ class Scheduler:
         self.roster.begin_outgrown_again(plan)
         return plan
 
-    def plan_without_asking(self) -> Plan:
-        """Plans a turn of those for whom everything is granted already. It is not whole if the allocator has to be
-        asked for others that run, or nobody runs. Parents wait for their forks, which share all that they have
-        committed."""
+    def plan_without_asking(self, under_way: Sequence[Work] = ()) -> Plan:
+        """Plans a turn of those for whom everything is granted already; see `ready.py`.
+
+        Args:
+            under_way: what is computed meanwhile; the turn comes after it.
+        """
         filled_max = self.batch_tokens_max // self.roster.block_size + len(self.roster.running)  # by one pass
-        if self.roster.uncommitted_block_count() + filled_max > self.commit_blocks_max:
+        pass_count = 2 if under_way else 1
+        if self.roster.uncommitted_block_count() + pass_count * filled_max > self.commit_blocks_max:
             return Plan(is_whole=False)
-        plan, budget = Plan(is_whole=bool(self.roster.running)), self.batch_tokens_max
-        parents = {sample.fork_of for sample in self.roster.running}
-        for sample in self.roster.running:
-            token_count = pass_token_count(sample, budget)
-            has_to_ask = sample.fork_of is not None or sample in parents or is_at_boundary(sample)
-            if has_to_ask or sample.is_outgrown or sample.computed + token_count > sample.granted:
-                plan.is_whole = False
-            elif token_count:
-                budget -= token_count
-                plan.wanted.append((sample, token_count))
-        plan.tokens_left = budget
-        return plan
+        return ready_after(
+            under_way, self.roster, budget=self.batch_tokens_max, sequence_tokens_max=self.sequence_tokens_max
+        )
 
     def has_to_ask(self, ready: Plan) -> bool:
         """Tells whether a turn of those who are `ready` leaves out somebody who runs, or could be let in. Changes
@@ -161,8 +156,8 @@ class Scheduler:
         self._let_in(plan, admissions)
         return plan
 
-    def schedule(self, plan: Plan, outcome: StepOutcome) -> Batch:
-        """Takes in the allocator's answer and says what to run.
+    def schedule(self, plan: Plan, outcome: StepOutcome, under_way: Sequence[Work] = ()) -> Batch:
+        """Takes in the allocator's answer and says what to run, after what is under way.
 
         Raises:
             AssertionError: the allocator and this scheduler disagree about which sequences live.
@@ -172,11 +167,12 @@ class Scheduler:
         squeezed = {sample for (sample, _), grown in rows if grown.result is Result.PASS_TOO_LONG}
         if any(sample not in plan.admitted and not sample.has_ended for sample in denied - squeezed):
             denied.add(self.roster.preempt_newest())
-        work = [
-            Work(sample, pass_token_count(sample, min(token_count, sample.granted - sample.computed)))
-            for sample, token_count in plan.wanted
-            if sample not in denied and not sample.has_ended and sample.granted > sample.computed
-        ]
+        before, work = {item.sample: item for item in under_way}, []
+        for sample, token_count in plan.wanted:
+            at = standing(sample, before.get(sample))
+            if sample not in denied and not sample.has_ended and sample.granted > at.start:
+                count = pass_token_count(sample, at, min(token_count, sample.granted - at.start))
+                work.append(Work(sample, at.start, count, at.start + count == at.length))
         if not work:  # the copies wait for a batch
             return Batch([], [])
         copies, self._copies = self._copies, []
@@ -206,9 +202,10 @@ class Scheduler:
         return [sample.request for (sample, _), result in results if result is Result.FORBIDDEN]
 
     def advance(self, work: Iterable[Work]) -> None:
-        """Counts what the batch has computed; what was not computed must never be committed."""
-        for sample, token_count in work:
-            sample.computed += token_count
+        """Counts what the batch has computed; what was not computed must never be committed. Nor must the place of a
+        token that was never taken, because the sample had ended with the one before."""
+        for item in work:
+            item.sample.computed = min(item.end, len(item.sample.tokens))
 
     def extend(self, sample: Sample, token: int, *, is_stop: bool) -> None:
         """Adds a token that was sampled. A stop token ends the sample and is not kept; so does the longest length."""

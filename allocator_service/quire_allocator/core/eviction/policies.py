@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 
-from quire_allocator.core.eviction.queue import LED, Candidates, Entry, EvictionPolicy, EvictionQueue
+from quire_allocator.core.eviction.queue import BURDEN_MAX, LED, Candidates, Entry, EvictionPolicy, EvictionQueue
 from quire_allocator.core.eviction.reuse_model import Family, Ghost, Ghosts, ReuseModel
 
 __all__ = [
@@ -93,6 +93,7 @@ _LEVELS = (1, 2, 7)
 _GAPS = 4
 _SHARED = _NEW_FAMILIES * _LENGTHS
 _LEFT = _SHARED + (len(_LEVELS) + 1) * _GAPS  # deep ends that prompts leave behind
+_KINDS = _LEFT + 1
 # What is believed of each family at first: the share that returns per doubling of the age; soon outweighed.
 _BELIEFS = (0.05, 0.05, 0.03, 0.03, 0.2, 0.3, 0.4, 0.5, 0.01)
 _FAMILIES = (
@@ -118,7 +119,7 @@ class ReuseValue(EvictionPolicy):
     document the whole question.
     """
 
-    lane_count = _LEFT + 1
+    lane_count = _KINDS * (BURDEN_MAX + 1)
 
     def __init__(self, block_count: int) -> None:
         self.patience = block_count // 16
@@ -211,14 +212,16 @@ class ReuseValue(EvictionPolicy):
             self.released(entry)
 
     def lane(self, entry: Entry) -> int:
-        """Returns its kind, or that of its deep end."""
+        """Returns one for each kind (its own, or that of its deep end) and burden."""
         assert entry.kind is not None, "never released"
-        return _LEFT if entry.spare else entry.kind
+        return entry.burden * _KINDS + (_LEFT if entry.spare else entry.kind)
 
     def value(self, entry: Entry) -> float:
-        """Returns what keeping it on gains."""
+        """Returns what keeping it on gains, for all the blocks that its hits take."""
         age = (self._time - entry.released) // self._model.unit
-        return self._model.values[self.lane(entry)][age.bit_length()]
+        kind = _LEFT if entry.spare else entry.kind
+        assert kind is not None, "never released"
+        return self._model.values[kind][age.bit_length()] / (1 << entry.burden)
 
     def evicted(self, entry: Entry, block_count: int) -> bool:
         """Remembers the blocks for a while, in case they return."""
@@ -227,7 +230,7 @@ class ReuseValue(EvictionPolicy):
         entry.is_whole = False
         if entry.kind is None:
             return False
-        kind, count = self.lane(entry), block_count
+        kind, count = _LEFT if entry.spare else entry.kind, block_count
         if self._trimmed is not None and self._trimmed[0] is entry:
             behind = self._ghosts.take(self._trimmed[1])
             if behind is not None and behind.released == entry.released and behind.kind == kind:

@@ -29,6 +29,7 @@ SPARE: Final = 0  # no hit can end with it, but for chance
 ASIDE: Final = 1  # a hit can end with it where a prompt was edited, which few are
 KEPT: Final = 2  # ranked by the policy
 LED: Final = 3  # of use for as long as another entry is, which the policy ranks
+BURDEN_MAX: Final = 4
 _NEAR = 2  # lanes whose ends are looked at between two full comparisons
 _NOTHING = -math.inf
 
@@ -47,11 +48,14 @@ class Entry(ABC):
         origin: what it was stored below.
         is_whole: neither shared, split nor trimmed.
         worth: SPARE, ASIDE, KEPT or LED, while it is cached.
+        burden: what it leads, while it is cached, against what it and its prefix have themselves since the boundary
+            before: 0 if that is less than once as many blocks, 1 if less than 3 times, 2 if less than 7 times, and so
+            on up to `BURDEN_MAX`.
 
     Those of counts and stamps, the kind and the worth are set when it is made, the others when it is stored.
     """
 
-    __slots__ = ("gap", "hits", "is_whole", "kind", "live", "origin", "released", "spare", "ticket", "worth")
+    __slots__ = ("burden", "gap", "hits", "is_whole", "kind", "live", "origin", "released", "spare", "ticket", "worth")
 
     kind: int | None
 
@@ -65,7 +69,7 @@ class Entry(ABC):
         self.origin = origin
         self.released = time
         self.kind = None
-        self.gap = self.spare = 0
+        self.gap = self.spare = self.burden = 0
         self.is_whole = True
 
     def copy_history(self, other: Entry) -> None:
@@ -74,7 +78,7 @@ class Entry(ABC):
         self.released = other.released
         self.kind = other.kind
         self.gap = other.gap
-        self.spare = 0
+        self.spare = self.burden = 0
         self.origin = other.origin
         self.is_whole = other.is_whole
 

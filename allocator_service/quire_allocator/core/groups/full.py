@@ -322,6 +322,10 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
     def evict(self, entry: Scoped, wanted: int) -> int:
         return self.tree.evict(entry, wanted)
 
+    def assess(self, entry: Scoped) -> None:
+        assert isinstance(entry, Run)
+        self.tree.assess(entry)
+
     def worth(self, entry: Scoped) -> int:
         assert isinstance(entry, Run)
         return self.tree.worth(entry)

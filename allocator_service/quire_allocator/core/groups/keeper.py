@@ -17,6 +17,10 @@ class Keeper(ABC):
         """No hit can end there any more."""
 
     @abstractmethod
+    def burden(self, run: Scoped) -> int:
+        """Returns `Entry.burden` of a run in which a boundary stands."""
+
+    @abstractmethod
     def moved(self, lower: Scoped, upper: Scoped, cut: int) -> None:
         """A run was split: boundaries of up to `cut` tokens stand in its upper part from now on."""
 

@@ -40,6 +40,7 @@ from typing import Final, cast
 
 from quire_allocator.core.blocks import Blocks, Namespace, Scoped
 from quire_allocator.core.boundary import Boundary, BoundaryKey, living
+from quire_allocator.core.eviction.queue import BURDEN_MAX
 from quire_allocator.core.groups.full import FullAttentionManager, RunPart
 from quire_allocator.core.groups.keeper import Keeper
 from quire_allocator.core.groups.manager import AnyManager
@@ -256,6 +257,14 @@ class Retention(Keeper):
         boundary.needed, boundary.aside, boundary.runs = [], [], []
         del boundary.index[boundary.key]
 
+    def burden(self, run: Scoped) -> int:
+        stands_in = cast(Run, run)
+        boundary = stands_in.boundaries[-1]
+        token_count = boundary.token_count - _count_before(stands_in)
+        own = sum([token_count // full.block_size * full.width for full in self.full])
+        led = sum([entry.block_count for entry in boundary.needed if cast(Unit, entry).needed_count == 1])
+        return min(BURDEN_MAX, ((own + led) // own).bit_length() - 1)
+
     def moved(self, lower: Scoped, upper: Scoped, cut: int) -> None:
         below, above = cast(Run, lower), cast(Run, upper)
         above.boundaries = [boundary for boundary in below.boundaries if boundary.token_count <= cut]
@@ -276,6 +285,16 @@ class Retention(Keeper):
 
     def free_stop_before(self, token_count: int) -> int:
         return (token_count - 1) // self._free_stop_tokens * self._free_stop_tokens if self._free_stop_tokens else 0
+
+
+def _count_before(run: Run) -> int:
+    """Returns the token count of the last boundary on a path before the deepest one of a run, or 0."""
+    if len(run.boundaries) > 1:
+        return run.boundaries[-2].token_count
+    above = run.parent
+    while above is not None and not above.boundaries:
+        above = above.parent
+    return above.boundaries[-1].token_count if above is not None else 0
 
 
 def _manager(unit: Unit) -> AnyUnitManager:

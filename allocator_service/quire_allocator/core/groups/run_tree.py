@@ -101,7 +101,7 @@ class RunTree:
             run.live -= 1
             if run.live:
                 return
-            run.worth = self.worth(run)
+            self.assess(run)
             self._blocks.now_cached(run, len(run.blocks), is_candidate=not run.children)
             run = run.parent
 
@@ -146,17 +146,24 @@ class RunTree:
         if run.boundaries and self.keeper is not None:
             self.keeper.trimmed(run, (run.first_position + kept // DIGEST_BYTES) * self.block_size)
         if kept:
-            worth = self.worth(run)
-            if moves or worth != run.worth:
-                self._blocks.now_worth(run, worth)
+            worth, burden = run.worth, run.burden
+            self.assess(run)
+            if moves or worth != run.worth or burden != run.burden:
+                self._blocks.now_worth(run, run.worth)
         elif not parent.children and not parent.live and parent.parent is not None:
-            self._blocks.now_worth(parent, self.worth(parent))
+            self.assess(parent)
+            self._blocks.now_worth(parent, parent.worth)
         return count
 
     def lost(self, run: Run) -> None:
         """A boundary of it is gone."""
         if run.ticket and run.worth == KEPT and self.worth(run) == SPARE:
             self._blocks.now_worth(run, SPARE)
+
+    def assess(self, run: Run) -> None:
+        """Notes what a run is worth that nobody holds, and what leaves with it."""
+        run.worth = self.worth(run)
+        run.burden = self.keeper.burden(run) if self.keeper is not None and run.boundaries else 0
 
     def worth(self, run: Run) -> int:
         """Returns whether a hit can end where a run does, as far as the other groups of the pool are concerned: else it

@@ -11,12 +11,13 @@ from quire_allocator.core.block_states import BlockStates
 from quire_allocator.core.groups.full import FullAttentionManager, RunPart
 from quire_allocator.core.groups.run_tree import RunTree, holders_of_runs
 from quire_allocator.core.groups.runs import Run, RunScope
-from quire_allocator.core.spec import GroupKind
+from quire_allocator.core.spec import GroupKind, GroupSpec
 
 if TYPE_CHECKING:
     from quire_allocator.core.pool import Pool
 
 LISTED_MAX: Final = 32
+SPECIFICATIONS_MAX: Final = 16  # that a metric has a label for
 Shown = Callable[[str], bool]  # tells whether a namespace may be named to the caller
 
 
@@ -47,6 +48,22 @@ class GroupUse(NamedTuple):
     cached_block_count: int
 
 
+class RetentionUse(NamedTuple):
+    """Says what the groups of one specification have, in blocks of all of them.
+
+    Attributes:
+        name: what they keep, and the sizes of blocks and windows: `sliding_window 16 1024`.
+        held: in tables.
+        kept: cached, as something that a prompt is likely to hit.
+        spare: cached until somebody needs the room.
+    """
+
+    name: str
+    held: int
+    kept: int
+    spare: int
+
+
 def block_states(pool: Pool) -> BlockStates:
     """Returns the state of every block, counted from all tables."""
     states = BlockStates(pool.spec.block_count)
@@ -67,6 +84,30 @@ def groups(pool: Pool) -> list[GroupUse]:
         width = len(manager.groups)
         uses += [GroupUse(group, held // width, cached // width) for group in manager.groups]
     return sorted(uses)
+
+
+def retention(pool: Pool) -> list[RetentionUse]:
+    """Returns what is kept in groups of each specification, in the order in which they are searched. Where there are
+    more than `SPECIFICATIONS_MAX`, all that are left are one, `others`."""
+    uses: list[RetentionUse] = []
+    spaces = list(pool.blocks.namespaces.values())
+    for number, manager in enumerate(pool.managers):
+        scopes = [space.scopes[number] for space in spaces]
+        spare = sum([scope.spare for scope in scopes])
+        own = RetentionUse(
+            _name(manager.spec), sum([s.held for s in scopes]), sum([s.cached for s in scopes]) - spare, spare
+        )
+        if number < SPECIFICATIONS_MAX:
+            uses.append(own)
+        else:
+            last = uses.pop() if number > SPECIFICATIONS_MAX else RetentionUse("others", 0, 0, 0)
+            uses.append(RetentionUse("others", last.held + own.held, last.kept + own.kept, last.spare + own.spare))
+    return uses
+
+
+def _name(spec: GroupSpec) -> str:
+    sizes = f"{spec.block_size} {spec.window}" if spec.window else f"{spec.block_size}"
+    return f"{spec.kind.value} {sizes}"
 
 
 def namespaces(pool: Pool, shown: Shown) -> list[NamespaceUse]:

@@ -175,7 +175,7 @@ def _queue(pool: Pool, cached: list[tuple[int, int, Scoped]]) -> None:
     for _, _, entry in sorted(cached, key=lambda item: (item[0], -item[1])):
         children = getattr(entry, "children", ())
         entry.hits = max(0, len(children) - 1)  # a lower bound: each way on but the first was a prompt that shared it
-        entry.worth = entry.scope.manager.worth(entry)
+        entry.scope.manager.assess(entry)
         if entry.worth == KEPT:
             pool.blocks.policy.released(entry)
         else:

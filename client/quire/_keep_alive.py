@@ -1,0 +1,92 @@
+"""Leases of unary sessions, renewed in the background three times in each, until the session is closed or forgotten.
+
+The session itself is only looked at now and then: one that its owner has dropped is collected, says so by a
+ResourceWarning, and its lease ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+from quire.errors import QuireError, Reason
+
+RENEWALS_PER_LEASE: Final = 3
+# The session is gone: there is nothing to renew.
+GONE: Final = frozenset({Reason.SESSION_UNKNOWN, Reason.FENCED, Reason.POOL_UNKNOWN})
+
+log = logging.getLogger(__name__)
+
+
+def warn_unclosed(what: object) -> None:
+    """Says that something was dropped without being closed; called by its `__del__`."""
+    warnings.warn(f"unclosed {what!r}", ResourceWarning, source=what, stacklevel=3)
+
+
+class KeptByThread:
+    """Renews a lease from a thread of its own.
+
+    Args:
+        session: of which `keep_alive` is called.
+        lease_ms: length of the lease.
+    """
+
+    def __init__(self, session: Any, lease_ms: int) -> None:
+        self._ended = threading.Event()
+        arguments = (weakref.ref(session), lease_ms / 1000 / RENEWALS_PER_LEASE, self._ended)
+        threading.Thread(target=_renew, args=arguments, name="quire-keep-alive", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ends it; a renewal that is under way does no harm."""
+        self._ended.set()
+
+
+class KeptByTask:
+    """Renews a lease from a task of the event loop that runs; arguments as of `KeptByThread`."""
+
+    def __init__(self, session: Any, lease_ms: int) -> None:
+        self._task = asyncio.create_task(_renew_async(weakref.ref(session), lease_ms / 1000 / RENEWALS_PER_LEASE))
+
+    def stop(self) -> None:
+        """Ends it; the loop may be closed already."""
+        if not self._task.get_loop().is_closed():
+            self._task.cancel()
+
+
+def _renew(session: Callable[[], Any], interval_s: float, ended: threading.Event) -> None:
+    while not ended.wait(interval_s):
+        owner = session()
+        if owner is None:
+            return
+        try:
+            owner.keep_alive()
+        except QuireError as error:
+            if ended.is_set() or _is_gone(owner, error):
+                return
+        del owner  # else it could not be collected while this thread waits
+
+
+async def _renew_async(session: Callable[[], Any], interval_s: float) -> None:
+    while True:
+        await asyncio.sleep(interval_s)
+        owner = session()
+        if owner is None:
+            return
+        try:
+            await owner.keep_alive()
+        except QuireError as error:
+            if _is_gone(owner, error):
+                return
+        del owner
+
+
+def _is_gone(owner: Any, error: QuireError) -> bool:
+    if error.reason not in GONE:
+        return False
+    log.warning("pool %s is lost: %s", owner.pool, error)
+    return True

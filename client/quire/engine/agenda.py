@@ -1,0 +1,363 @@
+"""What an engine has to say next, and what the answer changes; pure: no call, no clock, no lock.
+
+Lifecycle of what is said:
+
+    1. noted      sequences were computed, forked, freed, or lack room; prompts ask to be let in
+    2. sent       `next_operations` made operations of all that; nothing has changed but room that is given back
+    3. answered   `take` changes sequences in the order in which the allocator did: commits and their swaps, frees,
+                  forks, grows. Copies wait for the engine, and until it has them nobody is due
+    4. failed     `fail`: none of it was applied; admissions end with the error, the rest is said again
+       lost       `lose`: the pool is empty, every sequence is gone
+
+One set of operations is under way at a time. Where blocks are missing for somebody's next pass, the newest sequences
+first give back what they hold ahead; only when there is nothing to give is it a refusal.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+from quire.engine.operations import Admission, Commit, Fork, Grow, Operations
+from quire.engine.sequence import Refusal, Sequence
+from quire.errors import InternalError
+from quire.hashing import DigestChain, root_digest
+from quire.protocol.outcomes import NULL_BLOCK, Copy, GrowOutcome, Result, StepOutcome
+from quire.session.lookahead import Decoding, Increment, give_back, needs_of
+from quire.types import GroupKind, PoolSpec
+
+
+class NotAdmittedError(Exception):
+    """A prompt was not let in; `refusal` says why, and whom to free for it."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        missing = f", {refusal.shortfall} blocks are missing" if refusal.shortfall else ""
+        super().__init__(f"{refusal.result.name}{missing}")
+        self.refusal = refusal
+
+
+class Agenda:
+    """Keeps the sequences of one pool.
+
+    Args:
+        spec: of the pool.
+        ahead_tokens: of room beyond the next token that a sequence is to have.
+
+    Attributes:
+        live: sequences that were not freed, the oldest first.
+        free_block_count: blocks that could be granted after the last answer.
+    """
+
+    def __init__(self, spec: PoolSpec, ahead_tokens: int) -> None:
+        self.groups = spec.groups
+        self.chunk_token_count = spec.chunk_token_count_max
+        self.live: dict[int, Sequence] = {}
+        self.free_block_count = spec.block_count
+        self._spec = spec
+        self._ahead_tokens = ahead_tokens
+        self._increment = Increment.of(*[each.block_size for each in spec.groups if each.kind is not GroupKind.STATE])
+        self._has_states = any(each.kind is GroupKind.STATE for each in spec.groups)
+        self._known: dict[int, Sequence] = {}  # to the allocator: the live ones, and those whose free is unanswered
+        self._last_id = 0
+        self._freed: list[Sequence] = []
+        self._forks: list[Fork] = []
+        self._admissions: list[Admission] = []
+        self._copies: list[Copy] = []
+        self._missing = 0  # blocks for somebody's next pass, which others are to give back
+        self._is_frugal = False  # room ahead was refused: next time only what is needed is asked for
+        self._is_careful = False  # a step with several admissions was refused: one at a time, until none is left
+        self._sent: Operations | None = None
+
+    # -- what an engine notes ------------------------------------------------------------------------------------------
+
+    def new_admission(
+        self,
+        tokens: Iterable[int],
+        namespace: str,
+        token_count_max: int | None,
+        *,
+        turn_ends: tuple[int, ...] = (),
+        root: bytes | None = None,
+    ) -> Admission:
+        """Returns a prompt that asks to be let in, with the digests of all that it may share.
+
+        Raises:
+            ValueError: there is no token, or `token_count_max` is below their number.
+            OverflowError: a token has more than 32 bits.
+        """
+        known = list(array("i", tokens))
+        if not known:
+            raise ValueError("a prompt has at least one token")
+        if token_count_max is not None and token_count_max < len(known):
+            raise ValueError(f"a prompt of {len(known)} tokens is longer than its sequence may get, {token_count_max}")
+        if root is None:
+            root = root_digest(
+                fingerprint=self._spec.model_fingerprint, layout=self._spec.cache_layout, namespace=namespace
+            )
+        sequence = Sequence(self, 0, known, namespace, token_count_max or 2**32 - 1)
+        sequence._chain = DigestChain(root, self._spec.block_size)
+        shareable = (len(known) - 1) // self._spec.block_size * self._spec.block_size
+        self._add_checkpoints(sequence, len(known) - 1, *turn_ends)
+        admission = Admission(sequence, sequence._chain.copy().extend(known[:shareable]), turn_ends=turn_ends)
+        self._admissions.append(admission)
+        return admission
+
+    def abandon(self, admission: Admission) -> None:
+        """Notes that nobody waits for this admission any more; where it is under way, what it gets is freed."""
+        admission.is_abandoned = True
+        if self._sent is None or admission not in self._sent.admissions:
+            self._admissions.remove(admission)
+
+    def fork(self, parent: Sequence) -> Sequence:
+        """Returns a child, which the allocator is told of in the next step that can tell."""
+        child = Sequence(
+            self, self._new_id(), parent.tokens[: parent.computed], parent.namespace, parent.token_count_max
+        )
+        child.computed = child.committed = child.room = child.matched = parent.computed
+        self._forks.append(Fork(parent, child, parent.computed))
+        self.live[child.id] = child
+        return child
+
+    def free(self, sequence: Sequence) -> None:
+        """Notes that nobody needs its blocks any more."""
+        self.live.pop(sequence.id, None)
+        unsent = self._forks[len(self._sent.forks) if self._sent else 0 :]
+        own = next((fork for fork in unsent if fork.child is sequence), None)
+        if own is not None and not any(fork.parent is sequence for fork in unsent):
+            self._forks.remove(own)
+        else:
+            self._freed.append(sequence)
+
+    def is_waiting(self, sequence: Sequence) -> bool:
+        """Tells whether a turn comes before its next pass: copies are to run, or its state is to be forked as it is."""
+        return bool(self._copies) or (self._has_states and any(fork.parent is sequence for fork in self._forks))
+
+    def ready(self) -> list[Sequence]:
+        """Returns the sequences that have something due, the oldest first."""
+        return [each for each in self.live.values() if each.due]
+
+    def refused(self) -> list[Sequence]:
+        """Returns the sequences whose next pass has no room, and that were told why, the oldest first."""
+        return [each for each in self.live.values() if each.refusal is not None]
+
+    def take_copies(self) -> list[Copy]:
+        """Returns the copies that are to run before the next pass; each is given once."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    # -- what is said --------------------------------------------------------------------------------------------------
+
+    def next_operations(self) -> Operations:
+        """Returns all that there is to say now; `take` or `fail` comes before the next ones."""
+        forks = self._next_forks()
+        lengths = {fork.parent.id: fork.token_count for fork in forks}
+        given = self._given_back()
+        commits = [
+            commit
+            for each in self._known.values()
+            if (commit := self._commit(each, lengths.get(each.id), given.get(each.id, 0))) is not None
+        ]
+        for commit in commits:
+            if commit.keep_token_count:
+                commit.sequence.room = min(commit.sequence.room, commit.keep_token_count)
+        parents = {fork.parent.id for fork in self._forks}  # frees come before forks in a step
+        frees = [each for each in self._freed if each.id in self._known and each.id not in parents]
+        # Ids only rise: a fork that has to wait has a lower one than a prompt that is let in now.
+        admissions = [] if len(forks) < len(self._forks) else self._admissions[: 1 if self._is_careful else None]
+        for admission in admissions:
+            admission.sequence.id = self._new_id()
+        grows = self._grows({fork.child.id for fork in forks}, is_crowded=bool(admissions))
+        self._sent = Operations(commits, frees, forks, grows, admissions)
+        return self._sent
+
+    def _next_forks(self) -> list[Fork]:
+        """Returns the forks that one step can tell, in order: a parent is committed to one length in it."""
+        chosen, lengths, born = list[Fork](), dict[int, int](), set(self._known)
+        for fork in self._forks:
+            if fork.parent.id not in born or lengths.setdefault(fork.parent.id, fork.token_count) != fork.token_count:
+                break
+            chosen.append(fork)
+            born.add(fork.child.id)
+        return chosen
+
+    def _commit(self, sequence: Sequence, forked_at: int | None, keep: int) -> Commit | None:
+        """Returns what is to be said of computed tokens: where they fill a block, are to be forked or room is given
+        back."""
+        size, before = self._spec.block_size, sequence.committed
+        queued = [fork.token_count for fork in self._forks if fork.parent is sequence]
+        token_count = min([sequence.computed, *queued])  # no further than the next fork of it
+        fills = token_count // size > before // size
+        leaves_state = forked_at is not None or (token_count > before and token_count % size == 0)
+        if self._has_states and leaves_state and sequence.room > token_count:
+            keep = token_count  # a checkpoint is left, and a state forked, where nothing is granted beyond
+        if not (fills or keep or (forked_at is not None and token_count > before)):
+            return None
+        chain = sequence._chain.copy()
+        digests = chain.extend(sequence.tokens[before // size * size : token_count // size * size])
+        return Commit(sequence, token_count, digests, keep, chain)
+
+    def _given_back(self) -> dict[int, int]:
+        """Chooses who gives back room ahead for those who lack room, and how much each keeps."""
+        if not self._missing:
+            return {}
+        return give_back(self._holders(), self._missing, self._increment)
+
+    def _holders(self) -> list[tuple[int, int, int]]:
+        holders = [each for each in self.live.values() if each.id in self._known and each.room >= each.wanted]
+        return [(each.id, each.room, _needed(each)) for each in holders]
+
+    def _grows(self, born: set[int], *, is_crowded: bool) -> list[Grow]:
+        """Returns who asks for room. While prompts ask for blocks, or some were refused, nobody asks ahead."""
+        decoding = []
+        for each in self.live.values():
+            if each.id in self._known or each.id in born:
+                decoding.append(Decoding(each, each.room, _needed(each), each.token_count_max))
+        free = 0 if self._is_frugal or self._missing or is_crowded else self.free_block_count
+        asks = needs_of(decoding, free, ahead_tokens=self._ahead_tokens, increment=self._increment)
+        return [Grow(sequence, token_count) for sequence, token_count in asks]
+
+    # -- what the answer changes ---------------------------------------------------------------------------------------
+
+    def take(self, outcome: StepOutcome) -> None:
+        """Takes in what the operations under way did.
+
+        Raises:
+            InternalError: the allocator does not know a sequence that it must know.
+        """
+        sent, self._sent = self._sent, None
+        assert sent is not None, "nothing is under way"
+        self._missing, self._is_frugal = 0, False
+        self.free_block_count = outcome.free_block_count
+        self._copies += outcome.copies
+        for swap in outcome.swaps:
+            row = self._known[swap.sequence_id].table[swap.group]
+            row[0 if self.groups[swap.group].kind is GroupKind.STATE else swap.position] = swap.block
+        for commit, result in zip(sent.commits, outcome.commits, strict=True):
+            _check("commit", commit.sequence, result)
+            self._note_commit(commit)
+        for sequence, result in zip(sent.frees, outcome.frees, strict=True):
+            _check("free", sequence, result)
+            del self._known[sequence.id]
+            self._freed.remove(sequence)
+        for fork, result in zip(sent.forks, outcome.forks, strict=True):
+            _check("fork", fork.child, result)
+            self._note_fork(fork)
+        del self._forks[: len(sent.forks)]
+        for grow, grown in zip(sent.grows, outcome.grows, strict=False):
+            self._note_grow(grow.sequence, grown)
+        for admission, grown in zip(sent.admissions, outcome.grows[len(sent.grows) :], strict=True):
+            self._note_admission(admission, grown)
+        self._is_careful = self._is_careful and bool(self._admissions)
+
+    def fail(self, error: Exception) -> bool:
+        """Notes that none of the operations under way was applied. Returns whether admissions may be the cause; else it
+        is for the engine's turn. Of several, each is sent alone afterwards, so that one that is wrong ends alone."""
+        sent, self._sent = self._sent, None
+        assert sent is not None, "nothing is under way"
+        if len(sent.admissions) == 1:
+            sent.admissions[0].answer = error
+            self._admissions.remove(sent.admissions[0])
+        else:
+            self._is_careful = True
+        return bool(sent.admissions)
+
+    def lose(self) -> None:
+        """Notes that the pool is empty; prompts that wait to be let in go on waiting."""
+        for sequence in (*self._known.values(), *self.live.values()):
+            sequence.is_live, sequence.room = False, 0
+        for each in (self.live, self._known, self._freed, self._forks, self._copies):
+            each.clear()
+        self._sent, self._missing, self._is_frugal = None, 0, False
+        self.free_block_count = self._spec.block_count
+
+    def _note_commit(self, commit: Commit) -> None:
+        sequence, token_count = commit.sequence, commit.token_count
+        sequence.committed, sequence._chain = token_count, commit.chain
+        for spec, row in zip(self.groups, sequence.table, strict=True):
+            if spec.kind is GroupKind.STATE:
+                continue
+            if commit.keep_token_count:
+                del row[-(-commit.keep_token_count // spec.block_size) :]
+            for position in reversed(range(min(spec.first_read(token_count) // spec.block_size, len(row)))):
+                if row[position] == NULL_BLOCK:
+                    break
+                row[position] = NULL_BLOCK
+
+    def _note_fork(self, fork: Fork) -> None:
+        parent, child = fork.parent, fork.child
+        child._chain = parent._chain.copy()
+        child.table = [
+            row[:] if spec.kind is GroupKind.STATE else row[: -(-fork.token_count // spec.block_size)]
+            for spec, row in zip(self.groups, parent.table, strict=True)
+        ]
+        self._known[child.id] = child
+
+    def _note_grow(self, sequence: Sequence, grown: GrowOutcome) -> None:
+        if grown.result is not Result.OK:
+            lacks_room = sequence.room < sequence.wanted
+            self._is_frugal = True
+            if lacks_room and grown.result is Result.NO_SPACE and self._can_give_back(grown.shortfall):
+                sequence._refusal = None
+            else:
+                sequence._refusal = self._refusal(grown)
+            return
+        sequence._refusal = None
+        sequence.room = max(sequence.room, grown.token_count)
+        for spec, row, added in zip(self.groups, sequence.table, grown.blocks, strict=True):
+            if added:
+                end = 1 if spec.kind is GroupKind.STATE else -(-grown.token_count // spec.block_size)
+                row[end - len(added) :] = added
+
+    def _note_admission(self, admission: Admission, grown: GrowOutcome) -> None:
+        if grown.result is Result.NO_SPACE and not admission.is_abandoned and self._can_give_back(grown.shortfall):
+            return  # it stays on the agenda
+        self._admissions.remove(admission)
+        if admission.answer is not None:  # an error of its own
+            return
+        if grown.result is not Result.OK:
+            admission.answer = self._refusal(grown)
+            return
+        admission.answer = sequence = admission.sequence
+        sequence.matched = sequence.computed = sequence.committed = grown.matched_token_count
+        sequence.junction = grown.junction_token_count
+        self._add_checkpoints(sequence, sequence.junction)
+        sequence._chain.extend(sequence.tokens[: sequence.matched])
+        sequence.room = grown.token_count
+        sequence.table = [list(row) for row in grown.blocks]
+        self._known[sequence.id] = self.live[sequence.id] = sequence
+        if admission.is_abandoned:
+            sequence.free()
+
+    def _add_checkpoints(self, sequence: Sequence, *ends: int) -> None:
+        """Lets passes end where states are kept: at the last block edge of all groups before each of these ends."""
+        if self._has_states:
+            size = self._increment.token_count if self._increment.sizes else self._spec.block_size
+            edges = {end // size * size for end in ends} - {0}
+            sequence.checkpoints = tuple(sorted({*sequence.checkpoints, *edges}))
+
+    def _can_give_back(self, shortfall: int) -> bool:
+        """Tells whether anybody holds room ahead that can be given back; the next operations ask for it."""
+        self._missing += shortfall
+        if give_back(self._holders(), self._missing, self._increment):
+            return True
+        self._missing -= shortfall
+        return False
+
+    def _refusal(self, grown: GrowOutcome) -> Refusal:
+        victim = self.live.get(grown.victim.sequence_id) if grown.victim is not None else None
+        return Refusal(grown.result, grown.shortfall, victim, grown.pending_token_count)
+
+    def _new_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
+
+
+def _needed(sequence: Sequence) -> int:
+    """Returns the tokens that it needs room for: those of its next pass; once it has that, one more."""
+    is_computed_next = sequence.computed < sequence.wanted <= sequence.room
+    return min(sequence.wanted + is_computed_next, sequence.token_count_max)
+
+
+def _check(verb: str, sequence: Sequence, result: Result) -> None:
+    if result is not Result.OK:
+        raise InternalError(f"the allocator answered {result.name} to the {verb} of sequence {sequence.id}")

@@ -1,0 +1,100 @@
+"""What one turn says: values between the agenda, which makes them, and whoever carries them to the allocator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from quire.engine.sequence import Refusal, Sequence
+from quire.hashing import DigestChain
+from quire.protocol.steps import StepBuilder
+
+
+class Commit(NamedTuple):
+    """Tokens of a sequence up to `token_count` are computed; `chain` is its digests' when that is known."""
+
+    sequence: Sequence
+    token_count: int
+    digests: list[bytes]
+    keep_token_count: int
+    chain: DigestChain
+
+
+class Fork(NamedTuple):
+    """A child shares the first `token_count` tokens of its parent, all of which are computed."""
+
+    parent: Sequence
+    child: Sequence
+    token_count: int
+
+
+class Grow(NamedTuple):
+    """A sequence wants room for so many tokens."""
+
+    sequence: Sequence
+    token_count: int
+
+
+@dataclass(eq=False, slots=True)
+class Admission:
+    """A prompt that asks to be let in, until it has an answer.
+
+    Attributes:
+        sequence: what it becomes; its id is set whenever it is asked for.
+        digests: of the blocks that may be shared.
+        answer: the sequence, why not, or the error of the step that asked; None before.
+        is_abandoned: nobody waits for it any more.
+    """
+
+    sequence: Sequence
+    digests: list[bytes]
+    priority: int = 0
+    defer_token_count: int = 0
+    is_return: bool = False
+    turn_ends: tuple[int, ...] = ()
+    answer: Sequence | Refusal | Exception | None = None
+    is_abandoned: bool = False
+
+    @property
+    def token_count(self) -> int:
+        """Returns the tokens of its first pass."""
+        return self.sequence.wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """What one turn says, phase by phase; admissions follow the grows."""
+
+    commits: list[Commit] = field(default_factory=list)
+    frees: list[Sequence] = field(default_factory=list)
+    forks: list[Fork] = field(default_factory=list)
+    grows: list[Grow] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.commits or self.frees or self.forks or self.grows or self.admissions)
+
+    def step(self) -> StepBuilder:
+        """Returns all of it as one step of a Session stream."""
+        step = StepBuilder()
+        for commit in self.commits:
+            step.commit(commit.sequence.id, commit.token_count, commit.digests, commit.keep_token_count)
+        for sequence in self.frees:
+            step.free(sequence.id)
+        for fork in self.forks:
+            step.fork(fork.parent.id, fork.child.id)
+        for grow in self.grows:
+            step.grow(grow.sequence.id, grow.token_count)
+        for admission in self.admissions:
+            step.allocate(
+                admission.sequence.id,
+                admission.token_count,
+                admission.digests,
+                admission.sequence.namespace,
+                prompt_token_count=len(admission.sequence.tokens),
+                priority=admission.priority,
+                defer_token_count=admission.defer_token_count,
+                is_return=admission.is_return,
+                turn_ends=admission.turn_ends,
+            )
+        return step

@@ -1,0 +1,126 @@
+"""Pages of a pretended engine: whatever a pass would read back of them must be its sequence's own tokens.
+
+A page of a group that holds tokens has a token in each place; one of a state has all tokens folded into it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire import Copy, GroupKind, PoolSpec, Result
+from quire.engine import NotAdmittedError, Sequence
+
+
+@dataclass
+class PretendedEngine:
+    """Plays random turns with an engine of any flavour, whose calls can be awaited.
+
+    Attributes:
+        pages: by block.
+        turns_played, refusal_count, hit_count, copy_count: what happened.
+    """
+
+    engine: Any
+    spec: PoolSpec
+    random: random.Random
+    pages: dict[int, Any] = field(default_factory=dict)
+    refusal_count: int = 0
+    hit_count: int = 0
+    copy_count: int = 0
+    forked: list[tuple[Sequence, int]] = field(default_factory=list)
+
+    async def admit(self, tokens: list[int], **options: Any) -> Sequence | None:
+        """Lets a prompt in; where it may not, frees whom the allocator names."""
+        try:
+            admitted = await self.engine.admit(tokens, **options)
+        except NotAdmittedError as error:
+            refusal = error.refusal
+        else:
+            self.hit_count += admitted.matched > 0
+            return admitted  # type: ignore[no-any-return]
+        self.refusal_count += 1
+        assert refusal.result in (Result.NO_SPACE, Result.TOO_LONG, Result.PASS_TOO_LONG)
+        if refusal.victim is not None:
+            assert refusal.victim.is_live
+            refusal.victim.free()
+        return None
+
+    def run_copies(self, copies: Iterable[Copy]) -> None:
+        """Runs them in their order."""
+        for source, destination in copies:
+            page = self.pages[source]
+            self.pages[destination] = dict(page) if isinstance(page, dict) else page
+            self.copy_count += 1
+
+    async def turn(self) -> int:
+        """Plays one turn, in which some of those that are ready are computed; returns how many."""
+        self.run_copies(await self.engine.turn())
+        ready = [each for each in self.engine.ready() if self.random.random() < 0.9]
+        for sequence in ready:
+            self.compute(sequence)
+        for sequence in self.engine.refused():
+            self.refusal_count += 1
+            (sequence.refusal.victim or sequence).free()
+            break
+        return len(ready)
+
+    def compute(self, sequence: Sequence) -> None:
+        """Writes what is due, after a look at all that the pass reads."""
+        self.check(sequence)
+        for group, spec in enumerate(self.spec.groups):
+            for position in sequence.due:
+                slot, token = sequence.slot(position, group), sequence.tokens[position]
+                if spec.kind is GroupKind.STATE:
+                    self.pages[slot] = tuple(sequence.tokens[: position + 1])
+                else:
+                    number, place = divmod(slot, spec.block_size)
+                    if not isinstance(self.pages.get(number), dict):  # new, or a state's before
+                        self.pages[number] = {}
+                    self.pages[number][place] = token
+        if sequence.due.stop < len(sequence.tokens):
+            sequence.advance(sequence.due.stop)
+        else:
+            sequence.append(self.random.randrange(100))
+
+    def check(self, sequence: Sequence) -> None:
+        """Everything computed that the next pass reads is there."""
+        computed = sequence.tokens[: sequence.computed]
+        for group, spec in enumerate(self.spec.groups):
+            if spec.kind is GroupKind.STATE:
+                if computed:
+                    assert self.pages[sequence.table[group][0]] == tuple(computed), sequence
+                continue
+            for position in range(spec.first_read(len(computed)), len(computed)):
+                slot = sequence.slot(position, group)
+                page = self.pages[slot // spec.block_size]
+                assert page[slot % spec.block_size] == computed[position], (sequence, position)
+
+    async def play(self, turn_count: int, *, length_max: int) -> None:
+        """Plays turns between which prompts come, texts are forked and end."""
+        for _ in range(turn_count):
+            chance, live = self.random.random(), self.engine.live
+            if chance < 0.3:
+                family, length = self.random.randrange(3), self.random.randrange(1, length_max)
+                prompt = [family * 100 + position // 8 for position in range(length)]
+                await self.admit(prompt, token_count_max=length + 64)
+            elif live and chance < 0.45:
+                parent = self.random.choice(live)
+                child = parent.fork()
+                assert child.tokens == parent.tokens[: parent.computed]
+                child.append(self.random.randrange(100))
+            elif live and chance < 0.6:
+                self.random.choice(live).free()
+            for sequence in self.engine.live:
+                if len(sequence.tokens) >= min(sequence.token_count_max, length_max + 32):
+                    sequence.free()
+            await self.turn()
+
+    async def end(self) -> None:
+        """Ends every text, and says so."""
+        for sequence in self.engine.live:
+            sequence.free()
+        self.run_copies(await self.engine.turn())
+        self.run_copies(await self.engine.turn())

@@ -1,0 +1,72 @@
+"""Unary sessions keep their pool while their owner thinks, and say so when they are forgotten."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from quire import AllocatorClient, AsyncAllocatorClient, PoolSpec, QuireError, Reason
+from quire.local import ServerProcess
+
+from tests.client.servers import allocator_process
+
+SPEC = PoolSpec.full_attention(block_count=8, block_size=4)
+LEASES = 4  # that pass while nobody calls
+LEASE_S = 0.3
+
+
+def look_for(client: AllocatorClient, seconds: float) -> None:
+    """Readers of a pool do not renew its lease."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        client.list_pools()
+
+
+@pytest.fixture
+def allocator(tmp_path: Path) -> Iterator[ServerProcess]:
+    with allocator_process(tmp_path, "--lease", str(LEASE_S)) as process:
+        yield process
+
+
+@pytest.fixture
+def client(allocator: ServerProcess) -> Iterator[AllocatorClient]:
+    with AllocatorClient(allocator.address) as made:
+        yield made
+
+
+def test_an_idle_session_for_threads_keeps_its_pool(client: AllocatorClient) -> None:
+    with client.open_session("kept", SPEC) as session, client.open_session("left", SPEC, keep_alive=False) as left:
+        look_for(client, LEASES * LEASE_S)
+        assert session.allocate(1, 4).ok
+        with pytest.raises(QuireError) as raised:
+            left.allocate(1, 4)
+        assert raised.value.reason is Reason.SESSION_UNKNOWN
+    assert repr(session) == f"<UnarySession of pool kept at {client.address}, closed>"
+
+
+async def test_an_idle_session_for_asyncio_keeps_its_pool(allocator: ServerProcess) -> None:
+    async with (
+        AsyncAllocatorClient(allocator.address) as client,
+        await client.open_session("kept", SPEC) as session,
+    ):
+        end = time.monotonic() + LEASES * LEASE_S
+        while time.monotonic() < end:
+            await client.list_pools()
+        assert (await session.allocate(1, 4)).ok
+
+
+def test_a_session_that_is_forgotten_warns_and_is_not_kept(client: AllocatorClient) -> None:
+    with pytest.warns(ResourceWarning, match="unclosed <UnarySession of pool forgotten"):
+        client.open_session("forgotten", SPEC)
+    look_for(client, LEASES * LEASE_S)
+    assert client.list_pools() == ()
+
+
+def test_a_grow_that_grants_nothing_has_a_row_for_each_group(client: AllocatorClient) -> None:
+    with client.open_session("rows", SPEC) as session:
+        session.allocate(1, 3)
+        assert session.grow(1, 4).tables == ((),)
+        assert session.grow(1, 400).tables == ((),)
+        assert session.allocate(2, 400).tables == ((),)

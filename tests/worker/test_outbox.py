@@ -1,0 +1,122 @@
+"""Tokens that come fast share a message; the first one and the end wait for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire_worker.model.tokenizer import Tokenizer, TokenizerError
+from quire_worker.options import parse_arguments
+from quire_worker.outbox import Outbox
+from quire_worker.sampler import SamplingParams
+from quire_worker.scheduling.request import Delivery, FinishReason, Request, Sample
+
+NEVER_S = 1e6  # longer than any test
+TEXT = "for name in names:"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(Path("models/demo"))
+
+
+def request_of(tokenizer: Tokenizer, *, samples: int = 1) -> Request:
+    request = Request(1, "", [1], SamplingParams(n=samples), "", b"", 0.0)
+    request.samples = [Sample(request, i, [1], None, tokenizer.new_stream()) for i in range(samples)]
+    return request
+
+
+def finish(sample: Sample) -> None:
+    sample.has_ended, sample.finish_reason = True, FinishReason.LENGTH
+
+
+def no_failure(_request: Request, error: TokenizerError) -> None:
+    raise error
+
+
+async def taken(request: Request) -> list[Any]:
+    """What is in the queue once the event loop has had nothing to do."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+    return [request.deliveries.get_nowait() for _ in range(request.deliveries.qsize())]
+
+
+async def test_the_first_token_comes_at_once_and_the_others_with_the_end_as_one_text(tokenizer: Tokenizer) -> None:
+    request, tokens = request_of(tokenizer), tokenizer.encode(TEXT)
+    (sample,) = request.samples
+    outbox = Outbox(NEVER_S, no_failure)
+    outbox.note(sample, tokens[:1])
+    (first,) = await taken(request)
+    assert first == Delivery(0, (tokens[0],), tokenizer.decode(tokens[:1]), None, is_last=False)
+    for token in tokens[1:]:
+        outbox.note(sample, [token])
+        assert await taken(request) == []
+    finish(sample)
+    outbox.note(sample, [])
+    (rest,) = await taken(request)
+    assert first.text + rest.text == TEXT
+    assert rest.token_ids == tuple(tokens[1:])
+    assert (rest.finish_reason, rest.is_last) == (FinishReason.LENGTH, True)
+
+
+async def test_without_an_interval_every_token_is_a_message(tokenizer: Tokenizer) -> None:
+    request, outbox = request_of(tokenizer), Outbox(0, no_failure)
+    for token in tokenizer.encode(TEXT):
+        outbox.note(request.samples[0], [token])
+        (delivery,) = await taken(request)
+        assert delivery.token_ids == (token,)
+
+
+async def test_what_waits_is_delivered_when_its_time_has_come_though_nothing_follows(tokenizer: Tokenizer) -> None:
+    request, outbox = request_of(tokenizer), Outbox(0.001, no_failure)
+    tokens = tokenizer.encode(TEXT)
+    for token in tokens:
+        outbox.note(request.samples[0], [token])
+    text = ""
+    while text != TEXT:
+        text += (await asyncio.wait_for(request.deliveries.get(), 10)).text  # type: ignore[union-attr]
+
+
+async def test_only_the_last_message_of_all_samples_says_so(tokenizer: Tokenizer) -> None:
+    request, outbox = request_of(tokenizer, samples=2), Outbox(NEVER_S, no_failure)
+    for sample in request.samples:
+        outbox.note(sample, [5])
+    assert [(each.sample, each.is_last) for each in await taken(request)] == [(0, False), (1, False)]
+    finish(request.samples[1])
+    outbox.note(request.samples[1], [6])
+    assert [(each.sample, each.is_last) for each in await taken(request)] == [(1, False)]
+    finish(request.samples[0])
+    outbox.note(request.samples[0], [6])
+    assert [(each.sample, each.is_last) for each in await taken(request)] == [(0, True)]
+
+
+async def test_a_token_that_cannot_be_decoded_fails_its_request_alone() -> None:
+    class Broken:
+        def push(self, tokens: list[int]) -> str:
+            raise TokenizerError("planted")
+
+    broken, healthy = request_of(Tokenizer(Path("models/demo"))), request_of(Tokenizer(Path("models/demo")))
+    broken.samples[0].detokenizer = Broken()
+    failed: list[Request] = []
+    outbox = Outbox(NEVER_S, lambda request, _: failed.append(request))
+    for request in (broken, healthy):
+        outbox.note(request.samples[0], [5])
+    assert (await taken(broken), len(await taken(healthy))) == ([], 1)
+    assert failed == [broken]
+
+
+async def test_of_a_request_that_was_cancelled_nothing_is_delivered(tokenizer: Tokenizer) -> None:
+    request, outbox = request_of(tokenizer), Outbox(NEVER_S, no_failure)
+    outbox.note(request.samples[0], [5])
+    outbox.discard(request)
+    assert await taken(request) == []
+
+
+def test_an_interval_is_from_nothing_to_a_second(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_arguments(["--model", "m", "--stream-interval-ms", "0"]).stream_interval_ms == 0
+    for wrong in ("-1", "1001", "nan"):
+        with pytest.raises(SystemExit):
+            parse_arguments(["--model", "m", f"--stream-interval-ms={wrong}"])
+        assert "--stream-interval-ms must be from 0 to 1000" in capsys.readouterr().err

@@ -1,0 +1,204 @@
+"""How many blocks a pool gets, what is said where it gets too few, and what is told of it."""
+
+from __future__ import annotations
+
+import argparse
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire import Client
+from quire.errors import UsageError
+from quire.local import LocalStack
+from quire_worker.cache import KVCache
+from quire_worker.execution import sizing
+from quire_worker.execution.sizing import DeviceMemory, PoolMemory, check_room, profiled, size_pool
+from quire_worker.model.paged_model import PagedModel
+from quire_worker.options import memory_bytes, parse_arguments
+from quire_worker.server import load
+from structlog.testing import capture_logs
+
+from tests.worker.engine_harness import paged_model
+from tests.worker.tiny_models import write_tiny, write_tiny_llama
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("sizing") / "model")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> PagedModel:
+    return paged_model(folder)
+
+
+def options_of(*arguments: str) -> argparse.Namespace:
+    return parse_arguments(["--model", "model", *arguments])
+
+
+def test_pages_get_what_the_formula_of_a_profiled_device_leaves() -> None:
+    assert DeviceMemory(total=100, used=20, peak=35, current=15, utilization=0.9).free == 90 - 20 - 35 + 15
+    # 80 GB at 90 %, weights of 35 GB, 10 GB more while a pass runs, and 1 GB of others.
+    found = DeviceMemory(80 * GIB, used=36 * GIB, peak=45 * GIB, current=35 * GIB, utilization=0.9)
+    assert found.free == 80 * GIB * 9 // 10 - 36 * GIB - 10 * GIB
+    assert DeviceMemory(10, 9, 1, 1, utilization=0.5).free == -4
+    assert DeviceMemory(10**20 + 1, 0, 0, 0, utilization=1.0).free == 10**20 + 1, "no digit is lost"
+
+
+class PretendedCuda:
+    """The functions of `torch.cuda` that are asked, for a device of 1,000,000 bytes."""
+
+    def __init__(self, page_bytes_of: Any) -> None:
+        self.calls: list[str] = []
+        self._page_bytes_of = page_bytes_of
+
+    def reset_peak_memory_stats(self) -> None:
+        self.calls.append("reset")
+
+    def memory_stats(self) -> dict[str, int]:
+        self.calls.append("stats")
+        return {"allocated_bytes.all.peak": 500_000 + self._page_bytes_of(), "allocated_bytes.all.current": 300_000}
+
+    def empty_cache(self) -> None:
+        self.calls.append("empty")
+
+    def mem_get_info(self) -> tuple[int, int]:
+        self.calls.append("info")
+        return 650_000, 1_000_000
+
+
+def test_the_profiling_pass_computes_the_largest_batch_and_leaves_its_own_pages_out(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches: list[KVCache] = []
+
+    class NotedCache(KVCache):
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
+            caches.append(self)
+
+    monkeypatch.setattr(sizing, "KVCache", NotedCache)
+    batches = []
+    build_batch = sizing.build_batch
+    monkeypatch.setattr(sizing, "build_batch", lambda *a, **k: batches.append(build_batch(*a, **k)) or batches[-1])
+    cuda = PretendedCuda(lambda: caches[0].pool_bytes)
+    options = options_of("--max-batch-tokens", "100", "--max-running", "8", "--gpu-memory-utilization", "0.8")
+    found = profiled(model, options, cuda)
+    assert found == DeviceMemory(1_000_000, 350_000, 500_000, 300_000, 0.8)
+    assert found.free == 800_000 - 350_000 - 500_000 + 300_000
+    assert cuda.calls == ["reset", "stats", "empty", "info", "stats"]
+    assert batches[0].input_ids.shape == (1, 100)
+    assert batches[0].logits_index.shape == (8,)
+
+
+def test_a_share_is_of_the_memory_that_there_is_and_nothing_said_is_the_stated_budget(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizing, "memory_of", lambda _: GIB)
+    block_bytes = model.cache_spec.bytes_per_block
+    assert size_pool(model, options_of("--kv-memory", "80%")).block_count == GIB * 8 // 10 // block_bytes
+    assert size_pool(model, options_of("--kv-memory", "3MiB")).block_count == 3 * 1024**2 // block_bytes
+    assert size_pool(model, options_of("--blocks", "7")) == PoolMemory(7, 7 * block_bytes, None)
+    assert size_pool(model, options_of()).budget_bytes == 256 << 20
+
+
+def test_this_machine_s_memory_is_that_of_its_control_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import torch
+
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(sizing, "_CGROUP_LIMITS", (limit, tmp_path / "none"))
+    whole = sizing.memory_of(torch.device("cpu"))
+    limit.write_text("max\n")
+    assert sizing.memory_of(torch.device("cpu")) == whole > GIB
+    limit.write_text("1000000\n")
+    assert sizing.memory_of(torch.device("cpu")) == 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("256MiB", 256 << 20),
+        ("1e9", 10**9),
+        ("2GB", 2 * 10**9),
+        ("80%", Fraction(4, 5)),
+        ("12.5 %", Fraction(1, 8)),
+        ("100TiB", 100 << 40),
+    ],
+)
+def test_memory_is_a_size_or_a_share(text: str, expected: int | Fraction) -> None:
+    assert memory_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["0%", "101%", "-5%", "much", "0", "1e999", "5%%", ""])
+def test_what_is_neither_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="write"):
+        memory_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--kv-memory", "100TiB"], r"--kv-memory: 100\.0 TiB are more than the \d+\.\d GiB that there are"),
+        (["--blocks", "99999999999"], r"--blocks: [\d.,]+ TiB are more than the \d+\.\d GiB that there are"),
+        (
+            ["--kv-memory", "1KiB"],
+            r"--kv-memory: 0 blocks hold no token; it takes 2 blocks of 4,096 bytes.* 7\.0 KiB are missing",
+        ),
+    ],
+)
+def test_a_pool_that_cannot_be_is_one_sentence_with_what_is_missing(
+    arguments: list[str], said: str, tmp_path: Path
+) -> None:
+    folder = write_tiny(
+        "gpt_oss", tmp_path / "model", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"]
+    )
+    with pytest.raises(UsageError, match=said) as raised:
+        load(parse_arguments(["--model", str(folder), *arguments]))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_device_without_room_says_how_it_was_computed_and_what_helps(model: PagedModel) -> None:
+    found = DeviceMemory(10 * GIB, 9 * GIB, 9 * GIB, 8 * GIB, 0.9)
+    spec = model.cache_spec
+    with pytest.raises(UsageError) as raised:
+        check_room(spec, PoolMemory(0, found.free, found), found.total, "--kv-memory")
+    assert "10.0 GiB x 0.9 - 9.0 GiB used - 9.0 GiB at the peak + 8.0 GiB allocated leaves -1.0 GiB" in str(
+        raised.value
+    )
+    assert "1.0 GiB are missing: more --gpu-memory-utilization" in str(raised.value)
+
+
+def test_figures_are_logged_and_a_pool_shorter_than_the_context_is_warned_of(folder: Path) -> None:
+    with capture_logs() as lines:
+        loaded = load(parse_arguments(["--model", str(folder), "--blocks", "9"]))
+    (pool,) = (line for line in lines if line["event"] == "pool memory")
+    assert {name: pool[name] for name in ("kv_heads", "head_dim", "block_bytes", "blocks", "slots")} == {
+        "kv_heads": 2,
+        "head_dim": 16,
+        "block_bytes": loaded.cache.spec.bytes_per_block,
+        "blocks": 9,
+        "slots": 144,
+    }
+    (warning,) = (line for line in lines if line["log_level"] == "warning" and "context" in line["event"])
+    assert (warning["sequence_tokens_max"], warning["context_tokens"]) == (144, 512)
+    memory = warning["help"].split()[1]
+    with capture_logs() as lines:
+        load(parse_arguments(["--model", str(folder), "--kv-memory", memory]))
+    assert not [line for line in lines if "context" in line["event"]], "what it advises is enough"
+
+
+def test_the_status_of_a_worker_has_what_its_pool_was_sized_from(folder: Path, tmp_path: Path) -> None:
+    arguments = ["--kv-memory", "1MiB", "--kv-cache-dtype", "fp8_e4m3"]
+    with (
+        LocalStack(folder, worker_arguments=arguments, log_folder=tmp_path) as stack,
+        Client(stack.worker_address) as client,
+    ):
+        status = client.status()
+    memory = status.memory
+    assert status.block_bytes == 2 * 2 * 16 * 2 * 16  # keys and values, layers, tokens, heads, dims
+    assert (memory.budget_bytes, memory.pool_bytes) == (1 << 20, 1 << 20)
+    assert (memory.kv_cache_dtype, memory.kv_head_count, memory.head_dim) == ("float8_e4m3fn", 2, 16)
+    assert memory.device is None

@@ -1,0 +1,209 @@
+"""How many blocks a pool has: from a budget of memory, or from what a GPU has left when the model has run once.
+
+    GPU   free = total * utilization - used - peak + current        a profiling pass measures all four
+    CPU   free = the budget that was stated                         256 MiB, unless --kv-memory says otherwise
+    block_count = free // bytes of a block
+
+`used` is all that is taken on the device, by this process and others, `current` what torch has allocated of it, and
+`peak` the most it had while the largest batch was computed: what a pass needs for a moment counts as if it were taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import structlog
+import torch
+from quire.errors import UsageError
+
+from quire_worker.cache import CacheSpec, KVCache
+from quire_worker.model.batch import Chunk, build_batch
+from quire_worker.model.paged_model import PagedModel
+
+BUDGET_BYTES = 256 << 20  # of a pool on a CPU, if nothing is said
+UTILIZATION = 0.9  # of a GPU, if nothing is said
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_MORE_ROOM = "more --kv-memory, --kv-cache-dtype fp8_e4m3, --dtype bfloat16 or fewer --max-batch-tokens help"
+
+log = structlog.get_logger()
+
+
+class DeviceMemory(NamedTuple):
+    """What a profiling pass found on a GPU, in bytes, and which share of it this worker may use."""
+
+    total: int
+    used: int
+    peak: int
+    current: int
+    utilization: float
+
+    @property
+    def free(self) -> int:
+        """Counts the bytes that pages may take; below 0 where there are none."""
+        return int(self.total * Fraction(str(self.utilization))) - self.used - self.peak + self.current
+
+
+class PoolMemory(NamedTuple):
+    """What a pool was sized from.
+
+    Attributes:
+        block_count: that fit.
+        budget_bytes: memory for pages.
+        device: of a profiled GPU; None where the budget was stated.
+    """
+
+    block_count: int
+    budget_bytes: int
+    device: DeviceMemory | None
+
+
+def size_pool(model: PagedModel, options: argparse.Namespace) -> PoolMemory:
+    """Finds how many blocks the command line asks for, or leaves room for, and logs all that it was computed from.
+
+    Raises:
+        UsageError: there is no room for a block of each group, or more is asked for than the machine has.
+    """
+    spec = model.cache_spec
+    is_profiled = model.device.type == "cuda" and options.blocks is None and options.kv_memory is None
+    device = profiled(model, options) if is_profiled else None
+    total = device.total if device is not None else memory_of(model.device)
+    if device is not None:
+        budget = device.free
+    elif options.blocks is not None:
+        budget = options.blocks * spec.bytes_per_block
+    else:
+        budget = budget_of(options.kv_memory, total)
+    pool = PoolMemory(max(budget, 0) // spec.bytes_per_block, budget, device)
+    _log(model, pool)
+    check_room(spec, pool, total, "--blocks" if options.blocks is not None else "--kv-memory")
+    return pool
+
+
+def budget_of(asked: int | Fraction | None, total: int) -> int:
+    """Returns bytes: those that were asked for, or a share of `total`."""
+    if asked is None:
+        return BUDGET_BYTES
+    return int(asked * total) if isinstance(asked, Fraction) else asked
+
+
+def check_room(spec: CacheSpec, pool: PoolMemory, total: int, option: str) -> None:
+    """Refuses a pool without a block for each group of layers, and one that is larger than the memory.
+
+    Raises:
+        UsageError: says how much is missing, or too much, and which option changes it.
+    """
+    if pool.budget_bytes > total:
+        raise UsageError(f"{option}: {size(pool.budget_bytes)} are more than the {size(total)} that there are")
+    groups = len(spec.groups)
+    if pool.block_count >= groups:
+        return
+    needed = groups * spec.bytes_per_block
+    takes = f"it takes {groups} blocks of {spec.bytes_per_block:,} bytes, one for each group of layers"
+    if pool.device is None:
+        missing = f"{size(needed - pool.budget_bytes)} are missing: {_MORE_ROOM}"
+        raise UsageError(f"{option}: {pool.block_count} blocks hold no token; {takes}; {missing}")
+    found = pool.device
+    raise UsageError(
+        f"no room for pages: {size(found.total)} x {found.utilization} - {size(found.used)} used - {size(found.peak)}"
+        f" at the peak + {size(found.current)} allocated leaves {size(found.free)}; {takes};"
+        f" {size(needed - found.free)} are missing: more --gpu-memory-utilization, fewer --max-batch-tokens,"
+        " --kv-cache-dtype fp8_e4m3 or --dtype bfloat16 help"
+    )
+
+
+def warn_of_short_sequences(model: PagedModel, cache: KVCache, sequence_tokens_max: int) -> None:
+    """Logs a warning where the pool holds no sequence as long as the model's context."""
+    if sequence_tokens_max >= model.max_position:
+        return
+    plan = model.cache_spec.plan
+    needed = plan.blocks_peak(model.max_position, model.max_position) * plan.page_bytes
+    log.warning(
+        "the pool holds less than the model's context",
+        sequence_tokens_max=sequence_tokens_max,
+        context_tokens=model.max_position,
+        pool=size(cache.pool_bytes),
+        help=f"--kv-memory {-(-needed // (1 << 20))}MiB holds one whole sequence",
+    )
+
+
+def profiled(model: PagedModel, options: argparse.Namespace, cuda: Any = torch.cuda) -> DeviceMemory:
+    """Runs the largest batch once and measures what that takes; `cuda` has the functions of `torch.cuda`."""
+    cuda.reset_peak_memory_stats()
+    page_bytes = _run_largest(model, options.max_batch_tokens, options.max_running)
+    peak = cuda.memory_stats()["allocated_bytes.all.peak"] - page_bytes
+    cuda.empty_cache()  # what torch keeps for reuse is not taken by anybody
+    free, total = cuda.mem_get_info()
+    current = cuda.memory_stats()["allocated_bytes.all.current"]
+    return DeviceMemory(total, total - free, peak, current, options.gpu_memory_utilization)
+
+
+def _run_largest(model: PagedModel, token_count: int, sequence_count: int) -> int:
+    """Computes as many tokens and logits as a pass may have, in pages of their own; returns the bytes of these."""
+    spec, lengths = model.cache_spec, _lengths(token_count, sequence_count, model.max_position)
+    counts = [-(-length // spec.block_size) for length in lengths]
+    position_count = sum(counts)
+    pages = KVCache(spec, len(spec.groups) * position_count, device=model.device)
+    chunks, first = [], 0
+    for length, count in zip(lengths, counts, strict=True):
+        tables = [
+            range(group * position_count + first, group * position_count + first + count)
+            for group in range(len(spec.groups))
+        ]
+        chunks.append(Chunk([0] * length, 0, tables, needs_logits=True))
+        first += count
+    logits = model.forward(build_batch(chunks, groups=spec.groups, device=model.device), pages)
+    torch.stack(list(logits)).softmax(1)  # as the sampler does
+    return pages.pool_bytes
+
+
+def _lengths(token_count: int, sequence_count: int, longest: int) -> list[int]:
+    """Divides the tokens of a pass evenly among the samples that run; none is longer than a sequence may be."""
+    count = min(token_count, sequence_count)
+    return [min(longest, (token_count + i) // count) for i in range(count)]
+
+
+def memory_of(device: torch.device) -> int:
+    """Returns the bytes of a GPU, or of this machine: what its control group allows, where that is less."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info()[1])
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [path.read_text().strip() for path in _CGROUP_LIMITS if path.is_file()]
+    return min([total, *(int(limit) for limit in limits if limit.isdigit())])
+
+
+def size(byte_count: int) -> str:
+    """Writes bytes in the largest binary unit that they fill."""
+    number, sign = float(abs(byte_count)), "-" if byte_count < 0 else ""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{sign}{number:,.0f} {unit}" if unit == "bytes" else f"{sign}{number:,.1f} {unit}"
+        number /= 1024
+    return f"{sign}{number:,.1f} TiB"
+
+
+def _log(model: PagedModel, pool: PoolMemory) -> None:
+    """Logs the figures of a pool, as whoever has to find out why it is small wants them."""
+    spec, found = model.cache_spec, pool.device
+    largest = largest_shape(spec)
+    if found is not None:
+        log.info(
+            "device memory",
+            total=size(found.total), used=size(found.used), peak=size(found.peak), current=size(found.current),
+            utilization=found.utilization,
+        )  # fmt: skip
+    log.info(
+        "pool memory",
+        budget=size(pool.budget_bytes), kv_heads=largest[0], head_dim=largest[1], kv_cache_dtype=spec.stored_name,
+        block_bytes=spec.bytes_per_block, blocks=pool.block_count, pool=size(pool.block_count * spec.bytes_per_block),
+        slots=pool.block_count * spec.block_size,
+    )  # fmt: skip
+
+
+def largest_shape(spec: CacheSpec) -> tuple[int, int]:
+    """Returns KV heads and head dim of the layers that take most bytes per token."""
+    largest = max(spec.layers, key=lambda layer: layer.token_bytes)
+    return largest.kv_head_count, largest.head_dim

@@ -1,0 +1,49 @@
+"""A turn of those for whom everything is granted already, so that the allocator need not be asked.
+
+Such a turn can be planned while the pass before it is computed. What this one does is known but for one thing, the
+tokens that it samples: each has its place behind the last of its sample, and the next pass computes whatever lands
+there. Who may have ended with it, by a stop token, is computed once for nothing, and dropped a turn later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire_worker.scheduling.lookahead import last_of
+from quire_worker.scheduling.passes import is_at_boundary, pass_token_count, standing
+from quire_worker.scheduling.plan import Plan, Work
+from quire_worker.scheduling.roster import Roster
+
+
+def ready_after(under_way: Sequence[Work], roster: Roster, *, budget: int, sequence_tokens_max: int) -> Plan:
+    """Plans a turn after what is under way. It is not whole if the allocator has to be asked for others that run, or
+    nobody runs. Parents wait for their forks, which share all that they have committed; and forks for their parent's
+    first token.
+
+    Args:
+        under_way: of the pass that is computed; empty if none is.
+        roster: who runs.
+        budget: tokens of the turn's pass.
+        sequence_tokens_max: the longest sequence, with whose last token a sample ends.
+    """
+    plan, work_of = Plan(is_whole=bool(roster.running)), {item.sample: item for item in under_way}
+    parents = {sample.fork_of for sample in roster.running}
+    for sample in roster.running:
+        work = work_of.get(sample)
+        if work is not None and work.is_complete:
+            if sample.has_forks_to_come:
+                plan.is_whole = False
+                continue
+            if len(sample.tokens) >= last_of(sample, sequence_tokens_max):
+                continue  # it ends with the token that is being computed
+        at = standing(sample, work)
+        token_count = pass_token_count(sample, at, budget)
+        is_parted = sample.fork_of is not None or sample in parents
+        has_to_ask = is_parted or is_at_boundary(sample, at) or sample.is_outgrown_by(at.length)
+        if has_to_ask or at.start + token_count > sample.granted:
+            plan.is_whole = False
+        elif token_count:
+            budget -= token_count
+            plan.wanted.append((sample, token_count))
+    plan.tokens_left = budget
+    return plan

@@ -167,6 +167,7 @@ class WorkerStatus:
     state_digest: bytes  # of the block tables as the worker knows them
     report_count: int  # block reports, the first and empty one included
     disagreement_count: int  # times that the allocator's state was another
+    rank_count: int  # processes that compute the model together
     memory: PoolMemory
 
 

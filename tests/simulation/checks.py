@@ -15,6 +15,7 @@ from quire_allocator.core.readers import index, invariants
 from quire_allocator.session.staged_report import StagedReport
 from quire_allocator.wire import translate
 
+from tests.allocator.core.pools import published
 from tests.simulation.histories import STATE, History
 from tests.simulation.world import LEASE_S, Allocator, ViolationError, Worker
 
@@ -88,7 +89,7 @@ def carried_by(pool: Pool) -> Carried:
                         own = run.blocks[offset * width : (offset + 1) * width]
                         entries.append((run.first_position + offset, digest, own))
             else:
-                entries += [(*unit.key, unit.blocks) for unit in scope.index.values()]  # type: ignore[attr-defined]
+                entries += [(*key, blocks) for key, (blocks, _) in published(scope).items()]
             for position, digest, blocks in entries:
                 for group, block in zip(manager.groups, blocks, strict=True):
                     carried[block] = (group, space.name, position, digest)
@@ -139,6 +140,10 @@ def cached_order(pool: Pool) -> list[tuple[int, str, int, bytes]]:
             else:
                 units = scope.index.values()  # type: ignore[attr-defined]
                 entries += [(unit.released, list(reversed(unit.blocks))) for unit in units if not unit.live]
+                # Of one that was cut, the part that was deeper leaves first.
+                stretches = getattr(scope, "stretches", {}).values()
+                deepest_first = sorted(stretches, key=lambda stretch: -stretch.first_position)
+                entries += [(stretch.released, list(reversed(stretch.blocks))) for stretch in deepest_first]
     return [carried[block] for _, blocks in sorted(entries, key=lambda entry: entry[0]) for block in blocks]
 
 

@@ -160,10 +160,11 @@ async def running(
     ahead_tokens: int = 64,
     stream_interval_s: float = STREAM_INTERVAL_S,
     permissions: Permissions = EVERYTHING,
+    model: PagedModel | None = None,
 ) -> AsyncIterator[Harness]:
-    """Allocator, session and engine for the length of a test."""
+    """Allocator, session and engine for the length of a test; the model is the folder's unless one is given."""
     torch.set_num_threads(1)
-    model = paged_model(folder)
+    model = model or paged_model(folder)
     kv_cache = KVCache(model.cache_spec, blocks)
     for buffer in kv_cache.buffers:
         buffer.fill_(NAN_BYTE)  # what was never written must never be read

@@ -147,6 +147,7 @@ class CacheSpec:
         stored_as: fp8 dtype of the pages; None: they are of `dtype`.
         is_hnd: as in `PageSpec`, of all layers.
         scales: of layers whose pages are fp8, by index in the model, those that are not 1.
+        rank_count: of which each has pages like these, for its heads.
 
     Raises:
         ValueError: a layer has no head or no dim, blocks no token, or the layers' pages do not fit side by side.
@@ -160,6 +161,7 @@ class CacheSpec:
     stored_as: torch.dtype | None = None
     is_hnd: bool = False
     scales: tuple[tuple[int, Scales], ...] = ()
+    rank_count: int = 1
 
     def __post_init__(self) -> None:
         for _ in self.places():  # each checks its own
@@ -216,7 +218,9 @@ class CacheSpec:
         )
         if self.latent_dim is not None:
             shapes += f" latent={self.latent_dim}"
-        return f"{order} {groups} heads={shapes} block={self.block_size} buffers={self.plan.buffer_count} dtype={dtype}"
+        ranks = f" ranks={self.rank_count}" if self.rank_count > 1 else ""
+        buffers = f"block={self.block_size} buffers={self.plan.buffer_count}"
+        return f"{order} {groups} heads={shapes} {buffers} dtype={dtype}{ranks}"
 
     def places(self) -> Iterator[Place]:
         """Says where the keys and values of each layer lie; a layer that reads another's has the other's place.

@@ -18,6 +18,7 @@ from quire_worker.scheduling.request import STREAM_INTERVAL_S
 BLOCKS_PER_STEP_MAX = 8_192  # blocks that one forward pass may fill, so that their digests fit a step
 STREAM_INTERVAL_MS_MAX = 1_000
 RUNNING_MAX = 4_096  # samples; each may need a few operations of one step
+_COUNTS = ("block_size", "blocks", "max_batch_tokens", "max_running", "max_waiting", "threads", "tensor_parallel")
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -71,9 +72,18 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         " one; 0: every token is a message (default: %(default)g)",
     )
     _add_formats(parser)
-    parser.add_argument("--threads", type=int, default=1, help="threads of the model (default: %(default)s)")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads of the model, of each rank (default: %(default)s)"
+    )
+    _add_ranks(parser)
     options = parser.parse_args(arguments)
-    for name in ("block_size", "blocks", "max_batch_tokens", "max_running", "max_waiting", "threads"):
+    _check(parser, options)
+    return options
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuses numbers that make no sense, alone or together."""
+    for name in _COUNTS:
         value = getattr(options, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
@@ -85,9 +95,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         parser.error("--gpu-memory-utilization must be above 0 and at most 1")
     if options.max_batch_tokens > BLOCKS_PER_STEP_MAX * options.block_size:
         parser.error(f"--max-batch-tokens must be at most {BLOCKS_PER_STEP_MAX} blocks")
+    if not options.rank_timeout >= 1:
+        parser.error("--rank-timeout must be at least 1")
     if options.max_running > RUNNING_MAX:
         parser.error(f"--max-running must be at most {RUNNING_MAX}")
-    return options
 
 
 def _add_tls(parser: argparse.ArgumentParser) -> None:
@@ -130,6 +141,30 @@ def _add_formats(parser: argparse.ArgumentParser) -> None:
         default="cpu",
         help="of weights, pages and attention: cuda runs the Triton kernels, cpu kernels in C++, or plain torch where"
         " there is no compiler for them (default: %(default)s)",
+    )
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of a model that several processes compute."""
+    ranks = parser.add_argument_group("tensor parallel; torchrun may start the ranks, too, also on several machines")
+    ranks.add_argument(
+        "--tensor-parallel",
+        type=int,
+        metavar="N",
+        help="processes (ranks) on this machine that compute the model together, each its attention heads and its part"
+        " of every MLP; --kv-memory is of each (default: 1, or as many as torchrun has started)",
+    )
+    ranks.add_argument(
+        "--rank-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=60.0,
+        help="silence of a rank after which all of them end (default: %(default)s)",
+    )
+    ranks.add_argument(
+        "--trusted-rank-network",
+        action="store_true",
+        help="let ranks of several machines talk, which they do neither encrypted nor authenticated",
     )
 
 

@@ -6,9 +6,11 @@ import argparse
 import asyncio
 import contextlib
 import importlib.util
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +20,7 @@ from quire._serving import logs
 from quire._serving.process import stop_event
 from quire._serving.server import Server
 from quire.aio import AsyncAllocatorClient
-from quire.errors import QuireError, UsageError
+from quire.errors import QuireError, Reason, UsageError
 from quire.session import PoolSession
 from quire.tls import tls_of
 from quire.types import PoolSpec
@@ -27,14 +29,19 @@ from quire.v1 import worker_pb2_grpc as pb_grpc
 from quire_worker.cache import KVCache
 from quire_worker.engine import Engine
 from quire_worker.execution.failures import DeviceLostError
+from quire_worker.execution.leader import Leader
 from quire_worker.execution.sizing import PoolMemory, size_pool, warn_of_short_sequences
 from quire_worker.model.checkpoint import ModelError
-from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.paged_model import PagedModel, check_rank_count, load_model
 from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.options import parse_arguments
+from quire_worker.ranks.crew import Crew, RankLostError
+from quire_worker.ranks.place import place_of
+from quire_worker.ranks.processes import Ranks, starting
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.service import WorkerService
 from quire_worker.telemetry import WorkerCollector, WorkerTelemetry
+from quire_worker.tensor_parallel import Part, follow_rank_0, lead, unless_lost
 
 log = structlog.get_logger()
 
@@ -52,14 +59,36 @@ class Loaded(NamedTuple):
     cache: KVCache
     tokenizer: Tokenizer
     memory: PoolMemory
+    leader: Leader | None
 
 
-def load(options: argparse.Namespace) -> Loaded:
+def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
     """Loads what the command line asks for; takes seconds to minutes.
+
+    Args:
+        options: of `parse_arguments`.
+        ranks: of which this process is rank 0; None, or a crew of one, if it is alone.
 
     Raises:
         ModelError: the checkpoint cannot be served; the message says why.
         UsageError: there is no room for the pool, or no such device.
+        RankLostError: another rank is gone.
+    """
+    if ranks is None or ranks.place.size == 1:
+        part, leader = load_part(options, options.device, None), None
+    else:
+        part, leader = lead(options, ranks, load_part)
+    return Loaded(
+        Path(options.model).resolve().name, part.model, part.cache, Tokenizer(options.model), part.memory, leader
+    )
+
+
+def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Part:
+    """Loads what one rank computes, and makes its pages; of a worker that is alone, all of it.
+
+    Raises:
+        ModelError, UsageError: see `load`.
+        RankLostError: a rank is gone.
     """
     torch.set_num_threads(options.threads)
     check_device(options.device)
@@ -67,14 +96,17 @@ def load(options: argparse.Namespace) -> Loaded:
         options.model,
         block_size=options.block_size,
         dtype=options.dtype,
-        device=options.device,
+        device=device,
         kv_cache_dtype=options.kv_cache_dtype,
         kv_layout=options.kv_layout,
+        crew=crew,
     )
     if options.device == "cuda":
         compile_kernels(model)  # before the memory is measured, of which they take some
     memory = size_pool(model, options)
-    cache = KVCache(model.cache_spec, memory.block_count, device=options.device)
+    if crew is not None:
+        memory = memory._replace(block_count=crew.least(memory.block_count))
+    cache = KVCache(model.cache_spec, memory.block_count, device=device)
     sequence_tokens_max = min(model.max_position, cache.sequence_tokens_max(options.max_batch_tokens))
     log.info(
         "model loaded",
@@ -86,7 +118,7 @@ def load(options: argparse.Namespace) -> Loaded:
         sequence_tokens_max=sequence_tokens_max,
     )
     warn_of_short_sequences(model, cache, sequence_tokens_max)
-    return Loaded(Path(options.model).resolve().name, model, cache, Tokenizer(options.model), memory)
+    return Part(model, cache, memory)
 
 
 def check_device(device: str) -> None:
@@ -151,21 +183,27 @@ def log_waits() -> Callable[[QuireError], None]:
     return log_wait
 
 
-async def serve(options: argparse.Namespace) -> None:
+async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     """Runs until SIGTERM or SIGINT.
+
+    Args:
+        options: of `parse_arguments`.
+        ranks: of which this process is rank 0, perhaps the only one.
 
     Raises:
         UsageError: an address is unsafe or taken, or a file is unusable.
         ModelError: the checkpoint cannot be served; the message says why.
         QuireError: the allocator refuses this worker for good.
         DeviceLostError: the device failed; its last requests were told.
+        RankLostError: another rank is gone; the last requests were told.
     """
     stop = stop_event()
     calls_max = 4 * (options.max_waiting + options.max_running)  # far above the queue, which refuses with a reason
     server = Server(options, service_name="quire.v1.WorkerService", calls_max=max(4_096, calls_max))
     tls = tls_of(options.allocator_ca, options.allocator_cert, options.allocator_key)
     allocator = AsyncAllocatorClient(options.allocator, token=server.token, tls=tls)
-    loaded = await asyncio.to_thread(load, options)
+    lost = asyncio.wrap_future(ranks.lost)
+    loaded = await unless_lost(partial(load, options, ranks), lost)
     session = allocator.session(
         options.pool,
         PoolSpec(
@@ -186,21 +224,29 @@ async def serve(options: argparse.Namespace) -> None:
     running = asyncio.create_task(_run(engine, server))
     stopping = asyncio.create_task(stop.wait())
 
-    await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((running, stopping, lost), return_when=asyncio.FIRST_COMPLETED)
     log.info("draining", running=len(engine.scheduler.roster.running), waiting=len(engine.scheduler.roster.waiting))
     service.draining = True
     await server.withdraw()
-    if session.connected and not running.done():
-        await asyncio.wait((asyncio.create_task(engine.drained()),), timeout=DRAIN_S)
+    if session.connected and not running.done() and not lost.done():
+        drained = asyncio.create_task(engine.drained())
+        await asyncio.wait((drained, lost), timeout=DRAIN_S, return_when=asyncio.FIRST_COMPLETED)
+    if lost.done():
+        engine.fail_all(QuireError.of(Reason.MODEL_FAILED, "a rank of the worker is gone"))
     engine.stop()
-    if not session.connected:
-        running.cancel()  # it may be waiting for an allocator that is down
+    if not session.connected or lost.done():
+        running.cancel()  # it may be waiting for an allocator that is down, or for a rank
     await asyncio.wait((running,), timeout=TURN_S)
     running.cancel()
     await server.stop()  # by now every call has ended, or is being told why
     await session.close()
     await allocator.close()
+    if lost.done():
+        raise RankLostError(lost.result())  # the model's thread may never end
     engine.close()
+    if loaded.leader is not None:
+        ranks.let_end()
+        loaded.leader.stop()
     log.info("stopped")
     with contextlib.suppress(asyncio.CancelledError):
         await running  # raises what ended it, if it was not us
@@ -223,12 +269,24 @@ async def _run(engine: Engine, server: Server) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Is the entry point of `quire-worker`."""
-    options = parse_arguments(arguments)
-    logs.configure(log_format=options.log_format, level=options.log_level, role="worker")
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = parse_arguments(given)
     try:
-        asyncio.run(serve(options))
+        place = place_of(os.environ, size=options.tensor_parallel, may_leave_machine=options.trusted_rank_network)
+        which = {"rank": place.rank} if place.size > 1 else {}
+        logs.configure(log_format=options.log_format, level=options.log_level, role="worker", **which)
+        if place.size > 1:
+            check_rank_count(options.model, place.size)
+        if place.rank > 0:
+            follow_rank_0(options, place, load_part)
+            return
+        with starting(place, given) as ranks:
+            asyncio.run(serve(options, ranks))
     except (UsageError, ModelError) as error:
         print(f"quire-worker: {error}", file=sys.stderr)  # noqa: T201 - a usage error, as argparse prints its own
         sys.exit(2)
     except (QuireError, DeviceLostError) as error:
         sys.exit(f"quire-worker: {error}")
+    except RankLostError as error:
+        print(f"quire-worker: {error}; all ranks have ended", file=sys.stderr, flush=True)  # noqa: T201 - as above
+        os._exit(1)  # a thread may be waiting for the rank that is gone

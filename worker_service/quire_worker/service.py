@@ -107,6 +107,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             state_digest=engine.session.ledger.digest(),
             report_count=engine.session.report_count,
             disagreement_count=engine.session.disagreement_count,
+            rank_count=engine.model.rank_count,
             memory=self._pool_memory(),
         )
 

@@ -31,6 +31,7 @@ Examples:
 
     quire up
     quire up --model ~/models/Qwen3-0.6B -- --kv-memory 2GiB
+    quire up --model ~/models/Qwen3-8B --tensor-parallel 2
     quire up --allocator 127.0.0.1:0 --worker 127.0.0.1:0     (any free ports)
 """
 
@@ -63,6 +64,9 @@ def up(
         Path | None, typer.Option(metavar="FOLDER", help="Keep the logs there instead of showing them.")
     ] = None,
     log_level: Annotated[str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")] = "warning",
+    tensor_parallel: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Processes that compute the model together.")
+    ] = None,
     start_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", min=1, help="How long both may take to serve.")
     ] = 300.0,
@@ -74,6 +78,7 @@ def up(
     if log_folder is not None:
         log_folder.mkdir(parents=True, exist_ok=True)
     common = ["--log-level", log_level, *(["--token-file", token_file] if token_file else [])]
+    ranks = [] if tensor_parallel is None else ["--tensor-parallel", str(tensor_parallel)]
     console = Console(stderr=True, highlight=False)
     stack = LocalStack(
         model,
@@ -82,7 +87,7 @@ def up(
         worker_listen=worker,
         worker_metrics=worker_metrics,
         allocator_arguments=common,
-        worker_arguments=[*common, *(worker_arguments or [])],
+        worker_arguments=[*common, *ranks, *(worker_arguments or [])],
         log_folder=log_folder,
         inherit_logs=log_folder is None,
         start_timeout_s=start_timeout,

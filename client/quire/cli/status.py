@@ -87,12 +87,16 @@ def health(
         sys.exit(1)
 
 
+def _ranks(found: WorkerStatus) -> str:
+    return f", {found.rank_count} ranks" if found.rank_count > 1 else ""
+
+
 def _rows(address: str, found: WorkerStatus) -> list[tuple[str, str]]:
     connected = "connected" if found.allocator_connected else "[red]no session with the allocator[/]"
     cached = found.cached_token_count / found.prompt_token_count if found.prompt_token_count else 0.0
     return [
         ("worker", f"{address}, version {found.version}"),
-        ("model", f"{found.model} ({found.architecture}), {found.dtype} on {found.device}"),
+        ("model", f"{found.model} ({found.architecture}), {found.dtype} on {found.device}{_ranks(found)}"),
         ("pool", f"{found.pool}, {connected}"),
         (
             "blocks",

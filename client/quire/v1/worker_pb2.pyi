@@ -303,6 +303,7 @@ class GetStatusResponse(_message.Message):
     STATE_DIGEST_FIELD_NUMBER: _builtins.int
     REPORT_COUNT_FIELD_NUMBER: _builtins.int
     DISAGREEMENT_COUNT_FIELD_NUMBER: _builtins.int
+    RANK_COUNT_FIELD_NUMBER: _builtins.int
     MEMORY_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Quire's version."""
@@ -349,6 +350,10 @@ class GetStatusResponse(_message.Message):
     times that the allocator's state digest differed from the worker's.
     """
     disagreement_count: _builtins.int
+    rank_count: _builtins.int
+    """Processes that compute the model together, each its attention heads; 1 where one computes all. Bytes per block are
+    of each.
+    """
     @_builtins.property
     def memory(self) -> Global___PoolMemory:
         """What its pool was sized from."""
@@ -381,11 +386,12 @@ class GetStatusResponse(_message.Message):
         state_digest: _builtins.bytes = ...,
         report_count: _builtins.int = ...,
         disagreement_count: _builtins.int = ...,
+        rank_count: _builtins.int = ...,
         memory: Global___PoolMemory | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocator_connected", b"allocator_connected", "architecture", b"architecture", "block_bytes", b"block_bytes", "block_count", b"block_count", "block_size", b"block_size", "cache_layout", b"cache_layout", "cached_token_count", b"cached_token_count", "device", b"device", "disagreement_count", b"disagreement_count", "dtype", b"dtype", "held_block_count_max", b"held_block_count_max", "memory", b"memory", "model", b"model", "model_fingerprint", b"model_fingerprint", "output_token_count", b"output_token_count", "pool", b"pool", "preemption_count", b"preemption_count", "prompt_token_count", b"prompt_token_count", "report_count", b"report_count", "running_count", b"running_count", "sequence_tokens_max", b"sequence_tokens_max", "state_digest", b"state_digest", "table_entry_count_max", b"table_entry_count_max", "version", b"version", "vocabulary_size", b"vocabulary_size", "waiting_count", b"waiting_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocator_connected", b"allocator_connected", "architecture", b"architecture", "block_bytes", b"block_bytes", "block_count", b"block_count", "block_size", b"block_size", "cache_layout", b"cache_layout", "cached_token_count", b"cached_token_count", "device", b"device", "disagreement_count", b"disagreement_count", "dtype", b"dtype", "held_block_count_max", b"held_block_count_max", "memory", b"memory", "model", b"model", "model_fingerprint", b"model_fingerprint", "output_token_count", b"output_token_count", "pool", b"pool", "preemption_count", b"preemption_count", "prompt_token_count", b"prompt_token_count", "rank_count", b"rank_count", "report_count", b"report_count", "running_count", b"running_count", "sequence_tokens_max", b"sequence_tokens_max", "state_digest", b"state_digest", "table_entry_count_max", b"table_entry_count_max", "version", b"version", "vocabulary_size", b"vocabulary_size", "waiting_count", b"waiting_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

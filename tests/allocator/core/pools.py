@@ -112,10 +112,27 @@ def filled(pool: Pool, sequence_id: int, token_count: int) -> int:
     return token_count // pool.digest_tokens - pool.sequences[sequence_id].committed_token_count // pool.digest_tokens
 
 
+def published(scope: Any) -> dict[tuple[int, bytes], tuple[list[int], int]]:
+    """Of a windowed or state group, by position and digest: the blocks, and what they are worth."""
+    found = {key: (list(unit.blocks), unit.worth) for key, unit in scope.index.items()}
+    for stretch in getattr(scope, "stretches", {}).values():
+        width = len(stretch.blocks) * 32 // stretch.size
+        for offset in range(stretch.size // 32):
+            key = stretch.first_position + offset, bytes(stretch.digests[32 * offset : 32 * (offset + 1)])
+            assert key not in found, "two blocks are published as the same thing"
+            found[key] = list(stretch.blocks[offset * width : (offset + 1) * width]), stretch.worth
+    return found
+
+
 def forget(pool: Pool, manager: int, positions: Sequence[int], namespace: str = "") -> None:
     """Evicts chosen cached positions of a windowed or state group, as a policy might."""
-    scope = pool.blocks.namespaces[namespace].scopes[manager]
-    for key, unit in list(scope.index.items()):  # type: ignore[attr-defined]
+    scope: Any = pool.blocks.namespaces[namespace].scopes[manager]
+    for stretch in list(getattr(scope, "stretches", {}).values()):
+        if any(stretch.first_position <= position < stretch.end_position for position in positions):
+            scope.manager._cut(stretch, stretch.first_position, stretch.end_position)
+    for key, unit in list(scope.index.items()):
+        if not unit.live and not unit.ticket:
+            pool.blocks.push(unit)
         if key[0] in positions:
             pool.blocks.dropped(scope, scope.manager.evict(unit, 1))
     invariants.check(pool)

@@ -290,7 +290,7 @@ def test_a_defect_is_noticed_and_named(message: str, corrupt: Callable[[Pool], N
         ("stands for another count|filed under", keep_the_key),
         ("has no state", lose_the_state),
         ("too many checkpoints", keep_too_many),
-        ("other depths", lambda pool: scope(pool, 0).depths.append(99)),
+        ("other depths", lambda pool: scope(pool, 0).depths.add(99)),
         ("elsewhere than at the boundaries", lambda pool: setattr(part(pool, 1, 0), "boundaries", (4,))),
         ("do not rise|elsewhere", lambda pool: setattr(pool.sequences[1], "boundaries", (8, 4))),
         ("counts as unused", lambda pool: pool.managers[0]._between.update({part(pool, 1, 0).unit: None})),

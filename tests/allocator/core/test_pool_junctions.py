@@ -191,7 +191,7 @@ def test_a_lookup_asks_for_the_depths_at_which_there_are_checkpoints_and_no_othe
     for sequence_id, letters in enumerate(("abc", "xbc", "xy", "q"), 1):
         computed(pool, sequence_id, letters)
     (scope,) = pool.blocks.namespaces[""].scopes
-    assert scope.depths == [1, 2, 3]  # type: ignore[attr-defined]
+    assert scope.depths.positions == [1, 2, 3]  # type: ignore[attr-defined]
     asked = list[int]()
 
     class Index(dict):  # type: ignore[type-arg]

@@ -18,6 +18,7 @@ from quire_allocator.core.readers.usage import block_states
 from quire_allocator.core.spec import CommitResult, GroupKind, GroupSpec, GrowResult, PoolSpec, Quota, Result
 
 from tests.allocator.core.compiled import what_if
+from tests.allocator.core.pools import published
 from tests.allocator.twin.memory import Memory, Writer
 from tests.allocator.twin.pool_twin import TwinPool
 
@@ -174,7 +175,7 @@ class Comparison:
             for number, scope in enumerate(space.scopes):
                 if isinstance(scope, RunScope):
                     continue  # its order is in `match`, its digests in the events
-                ours.update({(number, space.name, *key): list(unit.blocks) for key, unit in scope.index.items()})
+                ours.update({(number, space.name, *key): blocks for key, (blocks, _) in published(scope).items()})
         kinds = self.twin.kinds
         slots = [slot for slot in self.twin.published if kinds[slot.kind].name != "full_attention"]
         assert ours == {(*slot.key[:3], slot.key[3][-1]): slot.blocks for slot in slots if slot.key}
@@ -196,8 +197,8 @@ class Comparison:
         cached = [slot for slot in self.twin.cached() if slot.kind in others]
         for slot in cached:
             assert slot.key is not None
-            unit = spaces[slot.namespace].scopes[slot.kind].index[(slot.key[2], slot.key[3][-1])]  # type: ignore[attr-defined]
-            assert unit.worth == self.twin.worth(slot), f"{slot.key} is worth {unit.worth}"
+            _, worth = published(spaces[slot.namespace].scopes[slot.kind])[slot.key[2], slot.key[3][-1]]
+            assert worth == self.twin.worth(slot), f"{slot.key} is worth {worth}"
         for name, space in spaces.items():
             for number in others:
                 spare = [s for s in cached if (s.namespace, s.kind) == (name, number) and not self.twin.worth(s)]

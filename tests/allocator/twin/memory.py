@@ -38,6 +38,15 @@ class Memory:
             numbers.append(last)
         return numbers
 
+    def text(self, number: int) -> list[int]:
+        """The text that has this number."""
+        before = {own: last_token for last_token, own in self._number_of.items()}
+        tokens = []
+        while number:
+            number, token = before[number]
+            tokens.append(token)
+        return tokens[::-1]
+
     def digests(self, numbers: Sequence[int], start: int, end: int) -> list[bytes]:
         """Digests of the digest blocks that become full between two counts of tokens; they collide never."""
         size = self.twin.digest_tokens

@@ -253,11 +253,15 @@ class Simulation(Comparison):
         return [self.random.randint(0, 1) for _ in range(length)]
 
     def _digests(self, numbers: list[int], start: int, end: int) -> list[bytes]:
-        """Of the digest blocks that become full between two counts of tokens; made up unless the owner is honest."""
-        digests = self.memory.digests(numbers, start, end)
+        """Of the digest blocks that become full between two counts of tokens. A dishonest owner makes them up: without
+        windows as it likes, else those of a text of which only the last token of each block counts."""
         if self.shape.is_honest:
-            return digests
-        return [self.random.choice(b"ab").to_bytes(1, "big") * 32 for _ in digests]
+            return self.memory.digests(numbers, start, end)
+        if any(kind.is_windowed for kind in self.twin.kinds):
+            size, text = self.twin.digest_tokens, self.memory.text(numbers[-1]) if numbers else []
+            said = [token if place % size == size - 1 else 0 for place, token in enumerate(text)]
+            return self.memory.digests(self.memory.numbers(said), start, end)
+        return [self.random.choice(b"ab").to_bytes(1, "big") * 32 for _ in self.memory.digests(numbers, start, end)]
 
     def _extend(self, sequence_id: int, token_count: int) -> None:
         """The text goes on: with the rest of the prompt, with what follows in a known text, or with anything."""

@@ -286,6 +286,8 @@ class _Run:
         Raises:
             DeviceLostError: the device failed, and not the attempt.
         """
+        if isinstance(error, DeviceLostError):
+            raise error
         if isinstance(error, torch.AcceleratorError) and not self._device_answers():
             raise DeviceLostError(f"{self._model.device} is lost: {error}") from error
         failure = failure_of(error)

@@ -8,6 +8,9 @@ first pass that computes nothing and notes which layers attend, to what shapes a
 The last is there because the seam lies inside transformers, and because a mask or a state that is lost along the way
 gives wrong text without an error.
 
+With several ranks, rank 0 notes the logits of the whole model before 3, and then each keeps its part alone
+(`splitting`). What is compared is the sum of all parts with the whole.
+
 Then, on a CPU that has its kernels, 5. they take the place of modules that they compute as well (`rewrites`), and the
 logits are compared once more with those that the model gave by itself.
 """
@@ -15,7 +18,7 @@ logits are compared once more with those that the model gave by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,18 +40,22 @@ from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError, fingerprint, weight_files
 from quire_worker.model.kv_scales import SCALE_NAME, read_scales
 from quire_worker.model.latent import keep_latents
+from quire_worker.model.own_logits import check_texts, own_logits_of
 from quire_worker.model.rewrites.rewriter import TOLERANCE, rewrite
 from quire_worker.model.rotary import TokenLengths, longest_of, rotate_by_length, rotation_of
-from quire_worker.model.support import Arrival, layers_as_they_arrive, layers_of
+from quire_worker.model.splitting.splitter import split_over_ranks
+from quire_worker.model.support import Arrival, check_heads, layers_as_they_arrive, layers_of
 from quire_worker.model.transformers_seam import ATTENTION_NAME, PagedStep, ProbeStep, Step, run
 from quire_worker.page_format import KV_CACHE_DTYPES, KV_LAYOUTS
+from quire_worker.ranks.crew import Crew
 from quire_worker.scheduling.rotation import Rotation
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# The check at load compares logits of so many tokens per sequence; they may differ by a share of their norm. In half
-# precision rounding alone moves the logits of a deep model by percents; a lost mask or state moves them by tens.
-_CHECK_TOKENS = 24
+PROBE_TOKENS = 2  # of the first pass
+
+# The logits that the check at load compares may differ by a share of their norm. In half precision rounding alone moves
+# those of a deep model by percents; a lost mask or state moves them by tens.
 _CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 _log = structlog.get_logger(__name__)
@@ -69,6 +76,7 @@ class PagedModel:
     eos_token_ids: frozenset[int]  # tokens that end a text; may be empty
     rotation: Rotation | None = None  # how keys follow the lengths of requests
     lengths: TokenLengths | None = None  # of the tokens of a pass, where keys follow them
+    rank_count: int = 1  # processes of which each has a part of the model
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """Writes the new tokens' keys and values to their pages and computes the logits that were asked for.
@@ -100,6 +108,7 @@ def load_model(
     device: torch.device | str = "cpu",
     kv_cache_dtype: str = "auto",
     kv_layout: str = "NHD",
+    crew: Crew | None = None,
 ) -> PagedModel:
     """Loads a checkpoint and checks that pages give what its own attention gives.
 
@@ -112,11 +121,13 @@ def load_model(
         device: of weights and pages.
         kv_cache_dtype: "auto", which is that of the weights, "fp8_e4m3" or "fp8_e5m2"; see `page_format`.
         kv_layout: "NHD" or "HND".
+        crew: of ranks that compute the model together; each gets its part, and all load at the same time.
 
     Raises:
         CheckpointError: the folder lacks something, or its weights do not fit its configuration.
         UnsupportedModelError: the model is made of something that cannot be served from pages; the message names it.
         ValueError: an unknown dtype, or a device without paged attention.
+        RankLostError: another rank is gone.
     """
     folder, device = Path(folder), torch.device(device)
     if dtype != "auto" and dtype not in DTYPES:
@@ -129,15 +140,22 @@ def load_model(
     config = _read_config(folder)
     loader, layers = _loader_of(config), layers_of(config, block_size=block_size)
     rotation = rotation_of(config.get_text_config())
-    module = _read_weights(folder, loader, DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto"), device)
+    module = _read_weights(folder, loader, DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto"))
     max_position = longest_of(config.get_text_config())
     if max_position is None:
         raise UnsupportedModelError(f"model type {config.model_type!r} does not say how long its sequences may be")
-    arrivals, vocab_size = _probe(module, device)
+    rank_count = 1 if crew is None else crew.size
+    own_logits = None if crew is None else _split(module, max_position, crew)
+    module.to(device)
+    with nullcontext() if crew is None else crew.learn(PROBE_TOKENS):
+        arrivals, vocab_size = _probe(module, device)
     layers = layers_as_they_arrive(config.model_type, layers, arrivals)
     try:
         key, latent_dim, _ = arrivals[layers[0].layer]
-        cache_spec = CacheSpec(layers, block_size, key.dtype, max_position, latent_dim, is_hnd=kv_layout == "HND")
+        is_hnd = kv_layout == "HND"
+        cache_spec = CacheSpec(
+            layers, block_size, key.dtype, max_position, latent_dim, is_hnd=is_hnd, rank_count=rank_count
+        )
     except ValueError as error:
         raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: {error}") from error
     model = PagedModel(
@@ -152,8 +170,10 @@ def load_model(
         eos_token_ids=_eos_token_ids(module),
         rotation=rotation,
         lengths=None if rotation is None else rotate_by_length(module, rotation),
+        rank_count=rank_count,
     )
-    own_logits = _own_logits(model)
+    own_logits = own_logits_of(module, check_texts(vocab_size, max_position)) if own_logits is None else own_logits
+    own_logits = own_logits.to(device)
     _check_through_pages(model, own_logits)
     if isinstance(attention, CpuPagedAttention) and cache_spec.dtype in TOLERANCE:
         _rewrite_for_cpu(model, attention, own_logits)
@@ -184,6 +204,17 @@ def _quantised(model: PagedModel, folder: Path, stored_as: torch.dtype, own: tor
     return model
 
 
+def check_rank_count(folder: Path | str, count: int) -> None:
+    """Refuses a number of ranks that a model cannot have, before any weights are read.
+
+    Raises:
+        CheckpointError: the folder lacks something.
+        UnsupportedModelError: the model's heads do not divide by them.
+    """
+    weight_files(Path(folder))
+    check_heads(_read_config(Path(folder)), count)
+
+
 def _read_config(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -205,7 +236,7 @@ def _loader_of(config: Any) -> Any:
     raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: it does not generate text")
 
 
-def _read_weights(folder: Path, loader: Any, dtype: torch.dtype | str, device: torch.device) -> Any:
+def _read_weights(folder: Path, loader: Any, dtype: torch.dtype | str) -> Any:
     weight_files(folder)
     try:
         with _quiet_progress():
@@ -229,14 +260,26 @@ def _read_weights(folder: Path, loader: Any, dtype: torch.dtype | str, device: t
     if unused:
         _log.warning("unused_weights", folder=folder.name, weights=_some(unused))
     keep_latents(module, ATTENTION_NAME)
-    return module.to(device).eval()
+    return module.eval()
+
+
+def _split(module: Any, max_position: int, crew: Crew) -> torch.Tensor:
+    """Leaves this rank's part of a model on the CPU, and returns what the whole gave: see `own_logits_of`."""
+
+    def own_logits() -> torch.Tensor:
+        _, vocab_size = _probe(module, torch.device("cpu"))
+        return own_logits_of(module, check_texts(vocab_size, max_position))
+
+    logits: torch.Tensor = crew.share(own_logits)
+    split_over_ranks(module, crew)
+    return logits
 
 
 def _probe(module: Any, device: torch.device) -> tuple[dict[int, Arrival], int]:
     """Returns what reaches each layer, and the size of the vocabulary."""
     model_type = module.config.model_type
     step = ProbeStep()
-    batch = build_batch([Chunk([0, 0], 0, [], needs_logits=True)], groups=[], device=device)
+    batch = build_batch([Chunk([0] * PROBE_TOKENS, 0, [], needs_logits=True)], groups=[], device=device)
     try:
         logits = run(module, batch, step)
     except (UnsupportedModelError, MemoryError, torch.OutOfMemoryError):
@@ -246,27 +289,6 @@ def _probe(module: Any, device: torch.device) -> tuple[dict[int, Arrival], int]:
     if logits.shape[0] != 1:
         raise UnsupportedModelError(f"model type {model_type!r} cannot be served: it computes logits of every token")
     return step.arrivals, logits.shape[1]
-
-
-def _check_texts(model: PagedModel) -> tuple[list[int], list[int]]:
-    """Returns two sequences of one length."""
-    length = min(_CHECK_TOKENS, model.max_position)
-    first = [(7 * i + 1) % model.vocab_size for i in range(length)]
-    return first, first[::-1]
-
-
-def _own_logits(model: PagedModel) -> torch.Tensor:
-    """Returns what transformers' own attention gives after each of the two sequences, `[2, vocabulary]`."""
-    module: Any = model.module
-    module.set_attn_implementation("eager")
-    try:
-        with torch.inference_mode():
-            logits: torch.Tensor = module(
-                torch.tensor(_check_texts(model), device=model.device), use_cache=False
-            ).logits[:, -1]
-            return logits.float()
-    finally:
-        module.set_attn_implementation(ATTENTION_NAME)
 
 
 def _logits_through_pages(
@@ -279,7 +301,7 @@ def _logits_through_pages(
         step_of: what the layers get for the step of a pass.
         shift: added to the positions that the layers are told of the first sequence's last tokens.
     """
-    spec, (first, second) = model.cache_spec, _check_texts(model)
+    spec, (first, second) = model.cache_spec, check_texts(model.vocab_size, model.max_position)
     length = len(first)
     block_count = -(-length // spec.block_size)
     blocks = iter(range(2 * len(spec.groups) * block_count - 1, -1, -1))
@@ -327,7 +349,7 @@ def _rewrite_for_cpu(model: PagedModel, attention: CpuPagedAttention, own: torch
     Raises:
         UnsupportedModelError: they are not those that the model itself had.
     """
-    shift = model.max_position - len(_check_texts(model)[0])
+    shift = model.max_position - len(check_texts(model.vocab_size, model.max_position)[0])
     counts = rewrite(
         model.module,
         attention.library,

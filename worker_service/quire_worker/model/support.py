@@ -75,6 +75,21 @@ def layers_of(config: Any, *, block_size: int) -> tuple[LayerSpec, ...]:
     return layers
 
 
+def check_heads(config: Any, rank_count: int) -> None:
+    """Refuses more ranks than a model has heads for, or a number that these do not divide by.
+
+    Raises:
+        UnsupportedModelError: says how many heads there are.
+    """
+    head_count = getattr(config.get_text_config(), "num_attention_heads", None)
+    if isinstance(head_count, int) and head_count % rank_count:
+        counts = ", ".join(str(count) for count in range(2, head_count + 1) if head_count % count == 0)
+        raise UnsupportedModelError(
+            f"model type {config.model_type!r} cannot be served by {rank_count} ranks: its {head_count} attention heads"
+            f" do not divide by them; --tensor-parallel may be {counts or 1}"
+        )
+
+
 def layers_as_they_arrive(
     model_type: str, layers: tuple[LayerSpec, ...], arrivals: Mapping[int, Arrival]
 ) -> tuple[LayerSpec, ...]:

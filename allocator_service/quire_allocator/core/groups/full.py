@@ -18,8 +18,9 @@ from quire_allocator.core.block_states import BlockStates
 from quire_allocator.core.blocks import Blocks, Namespace, Scoped
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.groups.manager import IndexedStretch, Manager
-from quire_allocator.core.groups.run_tree import RunTree, common_positions, holders_of_runs
+from quire_allocator.core.groups.run_tree import RunTree, holders_of_runs
 from quire_allocator.core.groups.runs import Run, RunHit, RunScope
+from quire_allocator.core.groups.stretches import common_positions, every, filled
 from quire_allocator.core.sequence import Part
 from quire_allocator.core.spec import DIGEST_BYTES, NEVER, NO_BLOCKS, Copy, GroupSpec, PoolSpec, Swap
 
@@ -64,7 +65,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
 
     def find(self, scope: RunScope, digests: bytes, token_limit: int) -> RunHit:
         if self._stride > 1:
-            digests = _every(digests, self._stride)
+            digests = every(digests, self._stride)
         return self.tree.find(scope.root, digests, token_limit)
 
     # -- the life of a sequence ----------------------------------------------------------------------------------------
@@ -121,13 +122,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         """Forward passes never overwrite a published block here."""
 
     def commit(self, part: RunPart, committed: int, until: int, digests: bytes, swaps: list[Swap]) -> None:
-        if self._stride > 1:
-            # Blocks of 16 tokens and digests of 4: from 24 committed tokens on, the digests begin with number 6, and
-            # the first block to publish ends with digest 7: the one at index 1.
-            first = (
-                (committed // self.block_size + 1) * self._stride - 1 - committed // (self.block_size // self._stride)
-            )
-            digests = _every(digests, self._stride, first)
+        digests = filled(digests, self._stride, committed, self.block_size)
         if not digests:
             return
         width = self.width
@@ -334,10 +329,3 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
     def worth(self, entry: Scoped) -> int:
         assert isinstance(entry, Run)
         return self.tree.worth(entry)
-
-
-def _every(digests: bytes, stride: int, first: int | None = None) -> bytes:
-    """Returns every stride-th digest, from the one at index `first` on; without it, those at which blocks end."""
-    step = stride * DIGEST_BYTES
-    begin = (stride - 1 if first is None else first) * DIGEST_BYTES
-    return b"".join(digests[i : i + DIGEST_BYTES] for i in range(begin, len(digests), step))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from quire_allocator.core.groups.run_tree import common_positions
+from quire_allocator.core.groups.stretches import common_positions
 from quire_allocator.core.spec import DIGEST_BYTES
 
 DIGESTS_MAX: Final = 262_144  # 8 MiB: with blocks of 16 tokens four prompts of a million

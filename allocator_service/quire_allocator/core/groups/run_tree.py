@@ -11,6 +11,7 @@ from quire_allocator.core.events import EventLog
 from quire_allocator.core.eviction.queue import KEPT, SPARE
 from quire_allocator.core.groups.keeper import Keeper
 from quire_allocator.core.groups.runs import Run, RunHit
+from quire_allocator.core.groups.stretches import agreeing
 from quire_allocator.core.spec import DIGEST_BYTES
 
 
@@ -36,7 +37,7 @@ class RunTree:
             runs.append(child)
             size = child.size
             if size > limit - offset or not digests.startswith(child.digests, offset):
-                size = _agreeing(child.digests, digests, offset, limit)
+                size = agreeing(child.digests, digests, offset, limit)
                 cut = size // DIGEST_BYTES if size < child.size else 0
             offset += size
             if not child.live:
@@ -112,7 +113,7 @@ class RunTree:
         upper.copy_history(run)
         upper.live = 1 if run.live else 0
         parent.children[upper.first_digest] = upper
-        run.cut_off(upper)
+        run.drop_head(upper.size)
         run.parent = upper
         upper.children[run.first_digest] = run
         if run.boundaries and self.keeper is not None:
@@ -226,28 +227,6 @@ class RunTree:
         for part in reversed(path):
             blocks.extend(part)
         return blocks
-
-
-def _agreeing(run_digests: bytes | bytearray, digests: bytes, start: int, end: int) -> int:
-    """Counts the bytes in which a run agrees with `digests[start:end]`, whole digests; at least one does."""
-    if len(run_digests) > end - start:  # most often the prompt that made the run, all but its last block
-        wanted = digests if not start and end == len(digests) else digests[start:end]
-        if run_digests.startswith(wanted):
-            return end - start
-    return common_positions(run_digests, digests, start, end) * DIGEST_BYTES
-
-
-def common_positions(run_digests: bytes | bytearray, digests: bytes, start: int, end: int) -> int:
-    """Counts the positions in which a run agrees with `digests[start:end]`; at least one does."""
-    low, high = 1, min(len(run_digests), end - start) // DIGEST_BYTES
-    while low < high:  # by halves, of which the first is known to agree up to `low`
-        middle = (low + high + 1) // 2
-        known, size = low * DIGEST_BYTES, middle * DIGEST_BYTES
-        if run_digests[known:size] == digests[start + known : start + size]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def holders_of_runs(runs: Iterable[Run], ends: Iterable[Run]) -> Counter[Run]:

@@ -23,11 +23,10 @@ A table here has one entry, the running block.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right, insort
 from collections.abc import Sequence
 
 from quire_allocator.core.block_states import BlockStates
-from quire_allocator.core.blocks import Blocks, Evictor, Namespace
+from quire_allocator.core.blocks import Blocks
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.groups.units import NO_UNITS, Unit, UnitHit, UnitManager, UnitScope
 from quire_allocator.core.sequence import Part
@@ -41,36 +40,6 @@ from quire_allocator.core.spec import (
     PoolSpec,
     Swap,
 )
-
-
-class StateScope(UnitScope):
-    """What a namespace has here.
-
-    Attributes:
-        depths: positions at which there are checkpoints, of whatever prefix; rising.
-    """
-
-    __slots__ = ("_counts", "depths")
-
-    def __init__(self, namespace: Namespace, manager: Evictor) -> None:
-        super().__init__(namespace, manager)
-        self.depths: list[int] = []
-        self._counts: dict[int, int] = {}
-
-    def add_depth(self, position: int) -> None:
-        """One more checkpoint stands there."""
-        count = self._counts.get(position, 0)
-        self._counts[position] = count + 1
-        if not count:
-            insort(self.depths, position)
-
-    def remove_depth(self, position: int) -> None:
-        """One checkpoint fewer stands there."""
-        count = self._counts.pop(position) - 1
-        if count:
-            self._counts[position] = count
-        else:
-            del self.depths[bisect_right(self.depths, position) - 1]
 
 
 class StatePart(Part):
@@ -105,16 +74,12 @@ class StateManager(UnitManager[StatePart]):
         self._between_max = pool.block_count // (2 * state_count) if has_others else pool.block_count
         self._between: dict[Unit, None] = {}  # cached and unused checkpoints between boundaries, the oldest first
 
-    def new_scope(self, namespace: Namespace) -> StateScope:
-        return StateScope(namespace, self)
-
     def find(self, scope: UnitScope, digests: bytes, token_limit: int) -> UnitHit:
         """Returns the deepest checkpoint at or before `token_limit` tokens. Looks once, from the deepest up, at each
         position up to there at which the namespace has a checkpoint of any prefix."""
-        assert isinstance(scope, StateScope)
-        depths, index = scope.depths, scope.index
+        depths, index = scope.depths.positions, scope.index
         limit = min(token_limit // self._digest_tokens, len(digests) // DIGEST_BYTES)
-        for i in range(bisect_right(depths, limit) - 1, -1, -1):
+        for i in range(scope.depths.count_before(limit + 1) - 1, -1, -1):
             end = depths[i] * DIGEST_BYTES
             unit = index.get((depths[i], digests[end - DIGEST_BYTES : end]))
             if unit is not None:
@@ -177,8 +142,6 @@ class StateManager(UnitManager[StatePart]):
         key = (until // self._digest_tokens, digest)
         own, part.unit = part.unit, self._publish(part.scope, part.unit, key, swaps, 0)
         if part.unit is own:
-            assert isinstance(part.scope, StateScope)
-            part.scope.add_depth(key[0])
             self._log.stored(part.scope, b"", digest, key[0])
             part.checkpoints.append(own)
 
@@ -290,8 +253,5 @@ class StateManager(UnitManager[StatePart]):
         super()._hold(unit)
 
     def _retract(self, unit: Unit) -> None:
-        scope = unit.scope
-        assert isinstance(scope, StateScope)
-        scope.remove_depth(unit.first_position)
         self._between.pop(unit, None)
         super()._retract(unit)

@@ -2,6 +2,7 @@
 
 A *unit* is one position of all groups of one specification: `width` blocks that are granted, shared, published and
 evicted together (a hit needs all of them anyway). Runs would not do here: these groups give blocks back at the head.
+What windows give back together, and nobody needs, is a stretch instead (`fallen.py`).
 
 Lifecycle of a unit:
 
@@ -24,6 +25,7 @@ from quire_allocator.core.blocks import Blocks, Evictor, Namespace, Scope, Scope
 from quire_allocator.core.boundary import Boundary
 from quire_allocator.core.events import EventLog
 from quire_allocator.core.eviction.queue import ASIDE, KEPT, LED, SPARE
+from quire_allocator.core.groups.depths import Depths
 from quire_allocator.core.groups.keeper import Keeper
 from quire_allocator.core.groups.manager import Hit, IndexedStretch, Manager
 from quire_allocator.core.sequence import Part
@@ -71,13 +73,33 @@ class Unit(Scoped):
 
 
 class UnitScope(Scope):
-    """What a namespace has in a manager of units: an index of those that are published."""
+    """What a namespace has in a manager of units.
 
-    __slots__ = ("index",)
+    Attributes:
+        index: the published ones.
+        depths: positions at which there are any, of whatever prefix.
+    """
+
+    __slots__ = ("depths", "index")
 
     def __init__(self, namespace: Namespace, manager: Evictor) -> None:
         super().__init__(namespace, manager)
         self.index: dict[UnitKey, Unit] = {}
+        self.depths = Depths()
+
+    def add(self, unit: Unit, key: UnitKey) -> None:
+        """Publishes a unit, as what nothing is published yet."""
+        unit.key = key
+        self.index[key] = unit
+        self.depths.add(key[0])
+
+    def remove(self, unit: Unit) -> None:
+        """Forgets what a unit is published as: no prompt can hit it any more."""
+        key = unit.key
+        assert key is not None
+        del self.index[key]
+        self.depths.remove(key[0])
+        unit.key = None
 
 
 class UnitHit(Hit):
@@ -208,8 +230,7 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         one where the key was published before."""
         other = scope.index.get(key)
         if other is None:
-            scope.index[key] = unit
-            unit.key = key
+            scope.add(unit, key)
             self._blocks.policy.stored(unit, None)
             return unit
         swaps.extend(Swap(group, position, block) for group, block in zip(self.groups, other.blocks))
@@ -230,9 +251,8 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         assert unit.key is not None
         scope = unit.scope
         assert isinstance(scope, UnitScope)
-        del scope.index[unit.key]
         self._log.removed(scope, unit.key[0], unit.key[1], 0, DIGEST_BYTES)
-        unit.key = None
+        scope.remove(unit)
 
     def _digest_at(self, digests: bytes, token_count: int, first_digest: int = 0) -> bytes:
         """Returns the digest of the prefix of so many tokens, where `digests` begin with number `first_digest`."""

@@ -30,6 +30,10 @@ class WindowRule(ABC):
     def past_token_count(self) -> int:
         """Counts the earlier tokens that one token reads at most."""
 
+    @abstractmethod
+    def reset_token_count(self) -> int:
+        """Returns after every how many tokens the next one reads none before it; 0 where each reads some."""
+
 
 class SlidingWindow(WindowRule):
     """Each token reads itself and the `window - 1` before it (Longformer, https://arxiv.org/abs/2004.05150)."""
@@ -45,6 +49,9 @@ class SlidingWindow(WindowRule):
 
     def past_token_count(self) -> int:
         return self.window - 1
+
+    def reset_token_count(self) -> int:
+        return 1 if self.window == 1 else 0
 
 
 class ChunkedLocal(WindowRule):
@@ -62,6 +69,9 @@ class ChunkedLocal(WindowRule):
 
     def past_token_count(self) -> int:
         return self.window - 1
+
+    def reset_token_count(self) -> int:
+        return self.window
 
 
 WINDOW_RULES: dict[GroupKind, type[SlidingWindow] | type[ChunkedLocal]] = {

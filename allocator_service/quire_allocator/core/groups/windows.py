@@ -3,23 +3,32 @@
 Who owns which part of a sequence's table, in positions:
 
     [0, first)         no one: fallen out of the window; null entries
-    [first, end)       `units`: published and shareable below the committed tokens, this sequence's alone beyond
+    [first, tail)      `units`: published and shareable; the last one may be half-filled, and shared with forks
+    [tail, end)        `tail`: granted, this sequence's alone to write
 
 Of what fell out, the sequence remembers what a boundary at its last edge would need, or have aside (`retention.py`).
+
+A commit may publish far more than the window holds. Of that it makes units only where a boundary needs one or something
+is published already; all else is stretches, which nobody holds when the commit is done (`fallen.py`).
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
+from typing import cast
 
 from quire_allocator.core.block_states import BlockStates
-from quire_allocator.core.blocks import Blocks
+from quire_allocator.core.blocks import Blocks, Scoped
 from quire_allocator.core.events import EventLog
-from quire_allocator.core.groups.units import NO_UNITS, Unit, UnitHit, UnitManager, UnitScope
+from quire_allocator.core.groups.fallen import FallenManager, Path, WindowScope
+from quire_allocator.core.groups.stretches import Stretch, filled
+from quire_allocator.core.groups.units import Unit, UnitHit, UnitScope
 from quire_allocator.core.groups.window_rules import WINDOW_RULES, WindowRule
+from quire_allocator.core.groups.window_search import WindowHit, WindowSearch
 from quire_allocator.core.sequence import Part
-from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK, Copy, GroupSpec, PoolSpec, Swap
+from quire_allocator.core.spec import DIGEST_BYTES, NO_BLOCKS, NULL_BLOCK, Copy, GroupSpec, PoolSpec, Swap
 
 
 class WindowPart(Part):
@@ -27,21 +36,27 @@ class WindowPart(Part):
 
     Attributes:
         units: those in its table, from position `first` on.
+        tail: blocks behind them, `width` for each position.
+        boundaries: token counts at which a later prompt may part from it; rising.
+        falling: what a commit lets fall out, rising; only until it is settled.
         needed, aside: units that fell out, which a boundary at the last edge before the committed tokens would need,
             and which it would have aside.
     """
 
-    __slots__ = ("aside", "first", "needed", "scope", "units")
+    __slots__ = ("aside", "boundaries", "falling", "first", "needed", "scope", "tail", "units")
 
-    def __init__(self, scope: UnitScope, first: int, units: list[Unit]) -> None:
+    def __init__(self, scope: WindowScope, first: int, units: list[Unit], boundaries: tuple[int, ...]) -> None:
         self.scope = scope
         self.first = first
         self.units = units
+        self.tail = NO_BLOCKS[:]
+        self.boundaries = boundaries
+        self.falling: list[Scoped] = []
         self.needed: list[Unit] = []
         self.aside: list[Unit] = []
 
 
-class WindowManager(UnitManager[WindowPart]):
+class WindowManager(FallenManager[WindowPart]):
     """All groups of one window. `Manager` says what its methods promise."""
 
     settles = True
@@ -51,41 +66,35 @@ class WindowManager(UnitManager[WindowPart]):
         self._rule: WindowRule = WINDOW_RULES[spec.kind](spec)
         self._stride = spec.block_size // pool.block_size
         self.edge_tokens = pool.edge_tokens
+        # Every so many positions no token needs an earlier one; 0 where there is always one that does.
+        reset = self._rule.reset_token_count()
+        self._reset_positions = math.lcm(reset, spec.block_size) // spec.block_size
 
     def find(self, scope: UnitScope, digests: bytes, token_limit: int) -> UnitHit:
-        """Returns the longest prefix of at most `token_limit` tokens whose window is published; it searches from the
-        right.
-
-        Of each window the first position is looked at first: where it lacks, no window that has it is complete, so
-        that a prompt of 62,500 blocks with nothing published takes 977 looks if a window has 64 blocks.
-        """
-        index, size, digest_tokens = scope.index, self.block_size, self._digest_tokens
-        step = self._stride * DIGEST_BYTES
-        end = min(token_limit, len(digests) // DIGEST_BYTES * digest_tokens) // size
-        while end > 0:
-            first = self._rule.first_needed(end * size) // size
-            units: list[Unit] = []
-            for position in range(first, end):
-                stop = (position + 1) * step
-                unit = index.get((position, digests[stop - DIGEST_BYTES : stop]))
-                if unit is None:
-                    end = position
-                    break
-                units.append(unit)
-            else:
-                cached = sum([not unit.live for unit in units])
-                return UnitHit(end * size, len(units) * self.width, cached * self.width, first, units)
-        return NO_UNITS
+        end = min(token_limit, len(digests) // DIGEST_BYTES * self._digest_tokens) // self.block_size
+        path = Path(digests, self._stride * DIGEST_BYTES, 0)
+        hit = WindowSearch(cast(WindowScope, scope), path, end).find(self._rule, self.block_size, self._reset_positions)
+        hit.count_blocks(self.width)
+        return hit
 
     def needed_after(self, hit: UnitHit, token_count: int) -> int:
         return (-(-token_count // self.block_size) - hit.token_count // self.block_size) * self.width
 
     def open(self, scope: UnitScope, hit: UnitHit, boundaries: tuple[int, ...]) -> WindowPart:
+        units = hit.units
+        assert isinstance(hit, WindowHit)
+        if hit.places:
+            taken = [unit for place in hit.places for unit in self._cut(*place)]
+            hit.units = units = sorted([*units, *taken], key=lambda unit: unit.first_position)
         self._hold_hit(hit)
-        return WindowPart(scope, hit.first, list(hit.units))
+        return WindowPart(cast(WindowScope, scope), hit.first, units[:], boundaries)
+
+    def end_of(self, part: WindowPart) -> int:
+        """Returns the position behind the last one of a sequence's table."""
+        return part.first + len(part.units) + len(part.tail) // self.width
 
     def needed(self, part: WindowPart, token_count: int, until: int) -> int:
-        missing = -(-until // self.block_size) - part.first - len(part.units)
+        missing = -(-until // self.block_size) - self.end_of(part)
         return self.width * (missing + self._must_copy(part, token_count))
 
     def footprint(self, part: WindowPart, token_count: int) -> int:
@@ -98,16 +107,20 @@ class WindowManager(UnitManager[WindowPart]):
     def room(self, part: WindowPart, token_count: int) -> int:
         if self._must_copy(part, token_count):
             return token_count
-        return (part.first + len(part.units)) * self.block_size
+        return self.end_of(part) * self.block_size
 
     def grow(self, part: WindowPart, token_count: int, until: int, blocks: array[int], copies: list[Copy]) -> int:
-        units = self._new_units(part.scope, blocks)
+        part.scope.held += len(blocks)
         if token_count % self.block_size and self._must_copy(part, token_count):
             shared = part.units.pop()
-            copies.extend(map(Copy, shared.blocks, units[0].blocks))
+            copies.extend(map(Copy, shared.blocks, blocks))
             self._release(shared)
-        part.units += units
-        return (part.first + len(part.units)) * self.block_size
+        part.tail.extend(blocks)
+        return self.end_of(part) * self.block_size
+
+    def append(self, part: WindowPart, block: int) -> None:
+        part.scope.held += 1
+        part.tail.append(block)
 
     def let_go(self, part: WindowPart, token_count: int) -> int:
         """Counts the half-filled block where another sequence has filled, published and left it."""
@@ -118,35 +131,91 @@ class WindowManager(UnitManager[WindowPart]):
 
     def commit(self, part: WindowPart, committed: int, until: int, digests: bytes, swaps: list[Swap]) -> None:
         """Publishes the positions that became full, and tells the log of new ones that follow one another at once."""
-        step = self._stride * DIGEST_BYTES
-        scope, position, new = part.scope, 0, list[bytes]()
-        end = (committed // self.block_size + 1) * step - committed // self._digest_tokens * DIGEST_BYTES
-        for position in range(committed // self.block_size, until // self.block_size):
-            i = position - part.first
-            digest, own = digests[end - DIGEST_BYTES : end], part.units[i]
-            unit = part.units[i] = self._publish(scope, own, (position, digest), swaps, position)
-            if unit is own:
-                new.append(digest)
-            elif new:
-                self._log.stored(scope, b"", b"".join(new), position - len(new))
-                new = []
-            end += step
-        if new:
-            self._log.stored(scope, b"", b"".join(new), position + 1 - len(new))
+        size, width, scope = self.block_size, self.width, part.scope
+        begin, end = committed // size, until // size
+        if begin == end:
+            return
+        path = Path(filled(digests, self._stride, committed, size), DIGEST_BYTES, begin)
+        if scope.stretches:
+            self._take_out(scope, path, begin, end, is_linked=part.first < begin)
+        units, blocks, taken = part.units, part.tail, 0
+        half = units.pop() if begin - part.first < len(units) else None  # half-filled until now
+        falling, stay, spans = list[Scoped](), self._rule.first_needed(until) // size, list[range]()
+        if stay > begin:
+            falling.extend(units)
+            units.clear()
+            part.first, part.falling = stay, falling
+            spans = self._idle_spans(part, path, range(begin + (half is not None), stay), committed, until)
+        new = position = begin  # the log was told of what comes before `new`
+        for span in (*spans, range(end, end)):
+            while position < span.start:
+                if half is not None:
+                    unit, half = half, None
+                else:
+                    unit = Unit(scope, blocks[taken : taken + width])
+                    taken += width
+                published = self._publish(scope, unit, (position, path.at(position)), swaps, position)
+                if published is not unit:
+                    self._tell(scope, path, new, position)
+                    new = position + 1
+                if position < stay:
+                    falling.append(published)
+                else:
+                    units.append(published)
+                position += 1
+            if len(span):
+                digests = path.digests[(position - begin) * DIGEST_BYTES : (span.stop - begin) * DIGEST_BYTES]
+                falling.append(Stretch(scope, position, digests, blocks[taken : taken + len(span) * width]))
+                taken += len(span) * width
+                position = span.stop
+        del blocks[:taken]
+        self._tell(scope, path, new, end)
+
+    def _idle_spans(self, part: WindowPart, path: Path, new: range, committed: int, until: int) -> list[range]:
+        """Returns what of the `new` positions no boundary needs that the commit reaches, and is not published yet."""
+        size, scope = self.block_size, part.scope
+        apart = [
+            range(position, position + 1)
+            for position in scope.depths.between(new.start, new.stop)
+            if (position, path.at(position)) in scope.index
+        ]
+        if self.keeper is not None:
+            stops = [count for count in part.boundaries if committed < count <= until]
+            for count in (*stops, until // self.edge_tokens * self.edge_tokens):
+                apart += [self.aside_at(count), self.needed_at(count), range(count // size - 1, count // size)]
+        spans, position = list[range](), new.start
+        for other in sorted(apart, key=lambda positions: positions.start):
+            if len(other) and other.stop > position:
+                if position < min(other.start, new.stop):
+                    spans.append(range(position, min(other.start, new.stop)))
+                position = other.stop
+        if position < new.stop:
+            spans.append(range(position, new.stop))
+        return spans
+
+    def _tell(self, scope: WindowScope, path: Path, first: int, end: int) -> None:
+        """Tells the log of new positions [first, end) of a path."""
+        if first < end:
+            begin = path.begin
+            digests = path.digests[(first - begin) * DIGEST_BYTES : (end - begin) * DIGEST_BYTES]
+            self._log.stored(scope, b"", digests, first)
 
     def settle(self, part: WindowPart, committed: int) -> int:
         """Gives back what fell out, the deepest block first: the cache loses it first, and short prefixes serve most
         prompts."""
         gone = self._rule.first_needed(committed) // self.block_size - part.first
+        falling = part.falling
         if gone > 0:
-            if self.keeper is not None:
-                self._remember(part, committed, gone)
-            for i in range(gone - 1, -1, -1):
-                self._release(part.units[i])
+            falling = [*falling, *part.units[:gone]]
             del part.units[:gone]
             part.first += gone
+        if falling:
+            if self.keeper is not None:
+                self._remember(part, committed, falling)
+            part.falling = []
+            self._let_fall(part.scope, falling)
         elif part.needed or part.aside:
-            self._remember(part, committed, 0)
+            self._remember(part, committed, falling)
         return self.settled_until(part, committed)
 
     def settled_until(self, part: WindowPart, committed: int) -> int:
@@ -154,10 +223,13 @@ class WindowManager(UnitManager[WindowPart]):
         return self._rule.needs_less_at(committed, (part.first + 1) * self.block_size - 1)
 
     def fork(self, part: WindowPart, committed: int) -> WindowPart:
-        units = part.units[: -(-committed // self.block_size) - part.first]
-        for unit in units:
+        count = -(-committed // self.block_size) - part.first
+        if count > len(part.units):  # both have the half-filled block from now on
+            part.units.append(Unit(part.scope, part.tail[: self.width]))
+            del part.tail[: self.width]
+        child = WindowPart(part.scope, part.first, part.units[:count], part.boundaries)
+        for unit in child.units:
             unit.live += 1
-        child = WindowPart(part.scope, part.first, units)
         for unit in part.needed:
             unit.needed_count += 1
         for unit in part.aside:
@@ -166,13 +238,17 @@ class WindowManager(UnitManager[WindowPart]):
         return child
 
     def shrink(self, part: WindowPart, until: int) -> None:
-        keep = max(0, -(-until // self.block_size) - part.first)
-        while len(part.units) > keep:
-            self._release(part.units.pop())
+        keep = max(0, -(-until // self.block_size) - part.first - len(part.units)) * self.width
+        if keep < len(part.tail):
+            part.scope.held -= len(part.tail) - keep
+            self._blocks.give_back(part.tail[keep:])
+            del part.tail[keep:]
 
     def free(self, part: WindowPart) -> None:
-        for unit in reversed(part.units):
-            self._release(unit)
+        if part.tail:
+            part.scope.held -= len(part.tail)
+            self._blocks.give_back(part.tail)
+        self._let_fall(part.scope, part.units)
         for unit in part.aside:
             unit.aside_count -= 1
             self.revalue(unit)
@@ -197,7 +273,7 @@ class WindowManager(UnitManager[WindowPart]):
         them."""
         first, units, found = part.first, part.units, list[Unit]()
         if positions and positions.start < first:
-            fallen = [*part.aside, *part.needed]
+            fallen = [*part.aside, *part.needed, *[entry for entry in part.falling if isinstance(entry, Unit)]]
             found = [unit for unit in fallen if unit.key is not None and unit.key[0] in positions]
         found += [units[position - first] for position in positions if first <= position]
         return [unit for unit in found if unit.key is not None]
@@ -208,13 +284,13 @@ class WindowManager(UnitManager[WindowPart]):
         found = self.tail(part, range(position, position + 1))
         return found[0].first_digest if found else b""
 
-    def _remember(self, part: WindowPart, committed: int, gone: int) -> None:
-        """Notes what is needed of the first `gone` units, which are about to fall out, and of those before them."""
+    def _remember(self, part: WindowPart, committed: int, falling: Sequence[Scoped]) -> None:
+        """Notes what is needed of what is about to fall out, and of what fell out before."""
         edge = committed // self.edge_tokens * self.edge_tokens
         needed, aside = self.needed_at(edge), self.aside_at(edge)
         before = [*part.aside, *part.needed]
         old_needed, old_aside = part.needed, part.aside
-        fallen = before + part.units[:gone]
+        fallen = [*before, *[entry for entry in falling if isinstance(entry, Unit)]]
         part.needed = [unit for unit in fallen if unit.key is not None and unit.key[0] in needed]
         part.aside = [unit for unit in fallen if unit.key is not None and unit.key[0] in aside]
         for unit in part.needed:
@@ -233,24 +309,32 @@ class WindowManager(UnitManager[WindowPart]):
         units |= {unit for scope in scopes for unit in scope.index.values()}
         for unit in units:
             states.mark(unit.blocks, unit.live, published=unit.key is not None)
+        for scope in scopes:
+            for stretch in cast(WindowScope, scope).stretches.values():
+                states.mark(stretch.blocks, 0, published=True)
+        for part in parts:
+            states.mark(part.tail, 1, published=False)
 
     def tables(self, part: WindowPart) -> list[array[int]]:
-        nulls = array("I", [NULL_BLOCK]) * part.first
-        return [nulls + array("I", (unit.blocks[column] for unit in part.units)) for column in range(self.width)]
+        nulls, width = array("I", [NULL_BLOCK]) * part.first, self.width
+        return [
+            nulls + array("I", [unit.blocks[column] for unit in part.units]) + part.tail[column::width]
+            for column in range(width)
+        ]
 
     def added(self, part: WindowPart, blocks: array[int]) -> list[array[int]]:
         return [blocks[column :: self.width] for column in range(self.width)]
 
     def shared_token_count(self, part: WindowPart) -> int:
         """Counts all its tokens if other sequences hold its whole window, else none."""
-        if all(unit.live > 1 for unit in part.units):
+        if not part.tail and all(unit.live > 1 for unit in part.units):
             return (part.first + len(part.units)) * self.block_size
         return 0
 
     def _must_copy(self, part: WindowPart, token_count: int) -> bool:
         """Tells whether the next token falls into a block that is shared or published, and so not to be written."""
         position, offset = divmod(token_count, self.block_size)
-        if not offset or position != part.first + len(part.units) - 1:
+        if not offset or part.tail or position != part.first + len(part.units) - 1:
             return False
         unit = part.units[-1]
         return unit.live > 1 or unit.key is not None

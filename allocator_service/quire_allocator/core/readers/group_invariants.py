@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic
 
 from quire_allocator.core.blocks import Scoped
+from quire_allocator.core.groups.fallen import WindowScope
 from quire_allocator.core.groups.full import FullAttentionManager, RunPart
 from quire_allocator.core.groups.manager import PartT, ScopeT
 from quire_allocator.core.groups.runs import Run, RunScope
-from quire_allocator.core.groups.states import StateManager, StatePart, StateScope
+from quire_allocator.core.groups.states import StateManager, StatePart
 from quire_allocator.core.groups.units import Unit, UnitScope
 from quire_allocator.core.groups.windows import WindowManager, WindowPart
 from quire_allocator.core.sequence import SequenceState
@@ -138,18 +139,41 @@ def _check_sharers(manager: FullAttentionManager, parts: Sequence[RunPart]) -> N
 # -- windows and states ------------------------------------------------------------------------------------------------
 
 
-def check_windows(manager: WindowManager, uses: Sequence[Use[UnitScope, WindowPart]]) -> list[Found]:
+def check_windows(manager: WindowManager, uses: Sequence[Use[WindowScope, WindowPart]]) -> list[Found]:
     """Checks that tables begin where the window does and end where the grants do; what is computed is published."""
     for use in uses:
         for sequence, part in use.parts:
             _check_window(manager, use.scope, sequence, part)
-    return [_check_units(manager.width, use.scope, [part.units for _, part in use.parts]) for use in uses]
+    founds = []
+    for use in uses:
+        found = _check_units(manager.width, use.scope, [part.units for _, part in use.parts])
+        _check_stretches(manager, use.scope, found)
+        found.held.extend([block for _, part in use.parts for block in part.tail])
+        founds.append(found)
+    return founds
 
 
-def _check_window(manager: WindowManager, scope: UnitScope, sequence: SequenceState, part: WindowPart) -> None:
+def _check_stretches(manager: WindowManager, scope: WindowScope, found: Found) -> None:
+    """Checks that nobody holds stretches, and that each is found where it begins."""
+    starts = sorted({position for position, _ in scope.stretches})
+    assert scope.starts.positions == starts, "stretches are sought elsewhere than they begin"
+    for key, stretch in scope.stretches.items():
+        count, rest = divmod(len(stretch.digests), DIGEST_BYTES)
+        assert key == (stretch.first_position, stretch.first_digest), "a stretch is filed elsewhere than it begins"
+        assert stretch.scope is scope, "a stretch names another scope than the one it is in"
+        assert count > 0, "a stretch is empty"
+        assert not rest, "a stretch has a part of a digest"
+        assert len(stretch.blocks) == count * manager.width, f"{count} positions have {len(stretch.blocks)} blocks"
+        assert stretch.worth == manager.worth(stretch), "a stretch is taken for worth more or less than it is"
+        found.add(stretch, stretch.blocks, 0, is_leaf=True)
+
+
+def _check_window(manager: WindowManager, scope: WindowScope, sequence: SequenceState, part: WindowPart) -> None:
     size = manager.block_size
     assert part.scope is scope, "a sequence has its units in another scope"
-    end = part.first + len(part.units)
+    end = manager.end_of(part)
+    assert not part.falling, "something falls out, and no commit is under way"
+    assert len(part.tail) % manager.width == 0, "a tail has a part of a position"
     assert end == -(-sequence.token_count // size), f"a table ends at {end}, not at {sequence.token_count} tokens"
     committed = sequence.committed_token_count
     first = manager._rule.first_needed(committed) // size
@@ -158,25 +182,23 @@ def _check_window(manager: WindowManager, scope: UnitScope, sequence: SequenceSt
         if (position + 1) * size <= committed:
             assert unit.key is not None, f"position {position} is computed and not published"
             assert unit.key[0] == position, f"position {position} was published as {unit.key[0]}"
-        elif position * size >= committed:
-            assert unit.key is None, f"position {position} was published before it was computed"
-            assert unit.live == 1, f"position {position} is shared before anything was written to it"
+        assert position * size < committed, f"position {position} counts as written to before it was"
+    tail = end - len(part.tail) // manager.width
+    assert not part.tail or (tail + 1) * size > committed, f"position {tail} is computed and not published"
 
 
-def check_states(manager: StateManager, uses: Sequence[Use[StateScope, StatePart]]) -> list[Found]:
+def check_states(manager: StateManager, uses: Sequence[Use[UnitScope, StatePart]]) -> list[Found]:
     """Checks that every sequence has a running block; a published one stands for exactly the committed tokens."""
     for use in uses:
         for sequence, part in use.parts:
             _check_state(manager, use.scope, sequence, part)
-        depths = sorted({position for position, _ in use.scope.index})
-        assert use.scope.depths == depths, "checkpoints are sought at other depths than they stand at"
     between = manager._between
     assert len(between) <= manager._between_max, "the pool keeps too many checkpoints between boundaries"
     assert all(unit.key is not None and not unit.live for unit in between), "a checkpoint that is used counts as unused"
     return [_check_units(manager.width, use.scope, [[part.unit] for _, part in use.parts if part.unit]) for use in uses]
 
 
-def _check_state(manager: StateManager, scope: StateScope, sequence: SequenceState, part: StatePart) -> None:
+def _check_state(manager: StateManager, scope: UnitScope, sequence: SequenceState, part: StatePart) -> None:
     assert part.scope is scope, "a sequence has its state in another scope"
     assert part.unit is not None, "a sequence has no state"
     most = manager._checkpoints_max + (part.unit in part.checkpoints)  # what it holds is dropped when it is let go of
@@ -192,6 +214,8 @@ def _check_state(manager: StateManager, scope: StateScope, sequence: SequenceSta
 def _check_units(width: int, scope: UnitScope, tables: Sequence[Sequence[Unit]]) -> Found:
     """Checks that each unit counts the tables it is in; the published ones are those of the index."""
     found = Found()
+    depths = sorted({position for position, _ in scope.index})
+    assert scope.depths.positions == depths, "units are sought at other depths than they stand at"
     holders: Counter[int] = Counter(id(unit) for table in tables for unit in table)
     for key, unit in scope.index.items():
         assert unit.key == key, f"a unit of position {key[0]} is filed under another key than its own"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 from quire_allocator.core.blocks import Namespace
 from quire_allocator.core.boundary import Boundary, living
 from quire_allocator.core.eviction.queue import KEPT, SPARE
+from quire_allocator.core.groups.fallen import WindowScope
 from quire_allocator.core.groups.full import FullAttentionManager
 from quire_allocator.core.groups.retention import CONTINUED_MAX, Retention
 from quire_allocator.core.groups.runs import Run, RunScope
@@ -87,6 +88,8 @@ def _check_worths(retention: Retention, space: Namespace, needed: Counter[int], 
     others: list[tuple[int, WindowManager | StateManager]] = [*retention.windows, *retention.states]
     for number, manager in others:
         scope, spare = cast(UnitScope, space.scopes[number]), 0
+        if isinstance(scope, WindowScope):
+            spare = sum(stretch.block_count for stretch in scope.stretches.values())
         for unit in scope.index.values():
             assert unit.needed_count == needed[id(unit)], "a unit counts others that need it than there are"
             assert unit.aside_count == aside[id(unit)], "a unit counts others that have it aside than there are"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from typing import cast
 
 from quire_allocator.core.blocks import Namespace, Scoped
+from quire_allocator.core.groups.fallen import WindowScope
 from quire_allocator.core.groups.manager import AnyManager
-from quire_allocator.core.groups.states import StatePart, StateScope
+from quire_allocator.core.groups.states import StatePart
 from quire_allocator.core.groups.units import Unit, UnitKey, UnitManager, UnitScope
 from quire_allocator.core.groups.windows import WindowManager, WindowPart
 from quire_allocator.core.pool import Pool
@@ -75,8 +77,8 @@ class UnitBuilder:
                 scope = space.scopes[self._number]
                 assert isinstance(scope, UnitScope)
                 unit = Unit(scope, blocks)
-                unit.live, unit.key = 0, key
-                scope.index[key] = unit
+                unit.live = 0
+                scope.add(unit, key)
                 scope.cached += width
                 pool.blocks.cached_count += width
                 pool.blocks.policy.stored(unit, None)
@@ -123,7 +125,7 @@ class WindowBuilder(UnitBuilder):
         if any(len(table) != length for table in tables):
             refuse(f"the tables of sequence {name} do not hold its {sequence.token_count} tokens")
         first = self._rule.first_needed(committed) // size
-        scope, units = self._scope(space), list[Unit]()
+        scope, units, tail = cast(WindowScope, self._scope(space)), list[Unit](), array("I")
         for position in range(first, length):
             blocks = array("I", [table[position] for table in tables])
             unit = self._hold(scope, blocks, position, may_share=position * size < committed)
@@ -132,8 +134,12 @@ class WindowBuilder(UnitBuilder):
                 refuse(f"block {blocks[0]} of sequence {name} is computed and has no digest")
             if unit.key is not None and (unit.key[0] != position or position * size >= committed):
                 refuse(f"block {blocks[0]} stands in sequence {name} where it was not published")
-            units.append(unit)
-        part = WindowPart(scope, first, units)
+            if position * size >= committed:
+                tail.extend(unit.blocks)
+            else:
+                units.append(unit)
+        part = WindowPart(scope, first, units, boundaries(self._pool, sequence))
+        part.tail = tail
         return lambda: part
 
 
@@ -154,12 +160,6 @@ class StateBuilder(UnitBuilder):
             refuse(f"the state of sequence {name} is published for another length")
         part = StatePart(scope, unit, boundaries(self._pool, sequence))
         return lambda: part
-
-    def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
-        for unit in self._published().values():
-            assert isinstance(unit.scope, StateScope)
-            unit.scope.add_depth(unit.first_position)
-        return super().build(spaces, ranks)
 
 
 def boundaries(pool: Pool, sequence: ReportedSequence) -> tuple[int, ...]:

@@ -1,0 +1,278 @@
+"""Published positions of windowed groups: one by one where somebody has or needs them, else as stretches.
+
+A prompt of a million tokens leaves 62,500 blocks of 16 behind a window, of which nobody may ever ask for one. So what
+falls out of a table together, and stands before no boundary, is one object.
+
+Lifecycle of a stretch here:
+
+    1. fallen      published by the commit that lets it fall out, or made of units that fell out together; cached
+    2. cut         a prompt hits or computes some of its positions: these are units again; the part behind them stays
+                   the same object
+    3. trimmed     eviction takes blocks from its deep end, until nothing is left
+
+A stretch is found by its first position and digest. Digests stand for whole prefixes, so a prompt that has this one
+agrees with the stretch from there up to where it parts, and what it agrees with is found by halves.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+from quire_allocator.core.blocks import Evictor, Namespace, Scoped
+from quire_allocator.core.eviction.queue import KEPT, SPARE
+from quire_allocator.core.groups.depths import Depths
+from quire_allocator.core.groups.manager import IndexedStretch, PartT
+from quire_allocator.core.groups.stretches import Stretch
+from quire_allocator.core.groups.units import Unit, UnitKey, UnitManager, UnitScope
+from quire_allocator.core.spec import DIGEST_BYTES
+
+
+class Path:
+    """The digests of consecutive blocks of one prefix.
+
+    Attributes:
+        digests: `step` bytes for each block, of which the last are its digest.
+        begin: position of the first block.
+    """
+
+    __slots__ = ("begin", "digests", "step")
+
+    def __init__(self, digests: bytes, step: int, begin: int) -> None:
+        self.digests = digests
+        self.step = step
+        self.begin = begin
+
+    def at(self, position: int) -> bytes:
+        """Returns the digest of one block."""
+        end = (position + 1 - self.begin) * self.step
+        return self.digests[end - DIGEST_BYTES : end]
+
+    def agreed(self, stretch: Stretch, end: int) -> int:
+        """Returns the position before `end` up to which a stretch agrees that begins with a digest of the path."""
+        low, high = stretch.first_position + 1, min(end, stretch.end_position)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if stretch.digest_at(middle - 1) == self.at(middle - 1):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+class WindowScope(UnitScope):
+    """What a namespace has in a manager of windows.
+
+    Attributes:
+        stretches: by their first positions and digests.
+        starts: their first positions.
+    """
+
+    __slots__ = ("starts", "stretches")
+
+    def __init__(self, namespace: Namespace, manager: Evictor) -> None:
+        super().__init__(namespace, manager)
+        self.stretches: dict[UnitKey, Stretch] = {}
+        self.starts = Depths()
+
+    def file(self, stretch: Stretch) -> bool:
+        """Makes a stretch findable, unless another one begins with the same digest: an owner made it up."""
+        key = stretch.first_position, stretch.first_digest
+        if key in self.stretches:
+            return False
+        self.stretches[key] = stretch
+        self.starts.add(key[0])
+        return True
+
+    def unfile(self, stretch: Stretch) -> None:
+        """Forgets where a stretch begins."""
+        del self.stretches[(stretch.first_position, stretch.first_digest)]
+        self.starts.remove(stretch.first_position)
+
+    def stretches_on(self, path: Path, first: int, end: int) -> list[tuple[int, int, Stretch]]:
+        """Returns the stretches that begin on a path from position `first` on, and where they and the path part, at
+        `end` at the latest."""
+        found = []
+        for start in self.starts.between(first, end):
+            stretch = self.stretches.get((start, path.at(start)))
+            if stretch is not None:
+                found.append((start, path.agreed(stretch, end), stretch))
+        return found
+
+    def through(self, position: int, digest: bytes) -> Stretch | None:
+        """Returns the stretch that has this position behind its first one, wherever it begins; looks at all of them."""
+        for stretch in self.stretches.values():
+            is_inside = stretch.first_position < position < stretch.end_position
+            if is_inside and stretch.digest_at(position) == digest:
+                return stretch
+        return None
+
+
+class FallenManager(UnitManager[PartT]):
+    """What managers of windows do with published positions."""
+
+    def new_scope(self, namespace: Namespace) -> WindowScope:
+        return WindowScope(namespace, self)
+
+    def walk(self, scope: UnitScope) -> Iterator[IndexedStretch]:
+        assert isinstance(scope, WindowScope)
+        name = scope.namespace.name
+        noted = [(stretch.first_position, bytes(stretch.digests)) for stretch in scope.stretches.values()]
+        # Units and stretches become each other meanwhile: what was noted is yielded, and is in the log if it went.
+        for position, digests in (*noted, *scope.index):
+            yield IndexedStretch(name, self.groups, self.spec, b"", digests, position)
+
+    def evict(self, entry: Scoped, wanted: int) -> int:
+        if not isinstance(entry, Stretch):
+            return super().evict(entry, wanted)
+        positions = min(entry.size // DIGEST_BYTES, -(-wanted // self.width))
+        self._blocks.policy.evicted(entry, positions * self.width)
+        return self._trim(entry, positions)
+
+    def worth(self, entry: Scoped) -> int:
+        if isinstance(entry, Stretch):
+            return KEPT if self.keeper is None else SPARE
+        return super().worth(entry)
+
+    # -- for subclasses ------------------------------------------------------------------------------------------------
+
+    def _let_fall(self, scope: UnitScope, fallen: Sequence[Scoped]) -> None:
+        """Counts one fewer table that has these units and stretches, which follow one another: the deepest first, since
+        short prefixes serve most prompts. What nobody has or needs becomes a stretch."""
+        assert isinstance(scope, WindowScope)
+        i = len(fallen)
+        while i > 0:
+            end = i
+            while i > 0 and _is_idle(fallen[i - 1]):
+                i -= 1
+            if end - i > 1:
+                self._cache(scope, self._join(scope, fallen[i:end]))
+                continue
+            i = end - 1
+            entry = fallen[i]
+            if isinstance(entry, Stretch):
+                self._cache(scope, entry)
+            else:
+                assert isinstance(entry, Unit)
+                self._release(entry)
+
+    def _join(self, scope: WindowScope, fallen: Sequence[Scoped]) -> Stretch:
+        """Makes a stretch of units."""
+        digests, blocks = list[bytes](), array("I")
+        first = fallen[0].first_position
+        for unit in fallen:
+            assert isinstance(unit, Unit)
+            digests.append(unit.first_digest)
+            blocks.extend(unit.blocks)
+            unit.live -= 1
+            scope.remove(unit)
+        return Stretch(scope, first, b"".join(digests), blocks)
+
+    def _cache(self, scope: WindowScope, stretch: Stretch) -> None:
+        """Nobody has a stretch any more, which was published."""
+        count, is_spare = len(stretch.blocks), self.keeper is not None
+        if (is_spare and not self.caches_spare) or not scope.file(stretch):
+            self._log.removed(scope, stretch.first_position, stretch.digests, 0, stretch.size)
+            scope.held -= count
+            self._blocks.give_back(stretch.blocks)
+            return
+        self._blocks.policy.stored(stretch, None)
+        if is_spare:
+            stretch.worth = SPARE
+            scope.spare += count
+        self._blocks.now_cached(stretch, count, is_candidate=True)
+
+    def _trim(self, stretch: Stretch, positions: int) -> int:
+        """Puts so many positions from the deep end of a cached stretch on the empty stack; returns how many blocks."""
+        scope, size = stretch.scope, stretch.size
+        assert isinstance(scope, WindowScope)
+        kept = size - positions * DIGEST_BYTES
+        if not kept:
+            self._blocks.queue.discard(stretch)
+            scope.unfile(stretch)
+        source, blocks = stretch.trim(kept)
+        self._log.removed(scope, stretch.first_position + kept // DIGEST_BYTES, source, kept, size)
+        self._blocks.give_back(blocks)
+        if stretch.worth == SPARE:
+            scope.spare -= len(blocks)
+        return len(blocks)
+
+    def _cut(self, stretch: Stretch, first: int, end: int) -> list[Unit]:
+        """Makes units of the positions [first, end) of a cached stretch, about to be held. What is left of it keeps its
+        place among the candidates for eviction."""
+        scope, width = stretch.scope, self.width
+        assert isinstance(scope, WindowScope)
+        begin = stretch.first_position
+        above, size = (first - begin) * DIGEST_BYTES, (end - begin) * DIGEST_BYTES
+        digests, blocks = bytes(stretch.digests[:size]), stretch.blocks[: (end - begin) * width]
+        units = list[Unit]()
+        for offset in range(first - begin, end - begin):
+            own, place = blocks[offset * width : (offset + 1) * width], offset * DIGEST_BYTES
+            key = begin + offset, digests[place : place + DIGEST_BYTES]
+            if key in scope.index:  # only where the owner made digests up
+                self._lose(stretch, key[0], key[1], own)
+                continue
+            unit = Unit(scope, own)
+            unit.copy_history(stretch)
+            unit.live, unit.worth = 0, stretch.worth
+            scope.add(unit, key)
+            units.append(unit)
+        scope.unfile(stretch)
+        if size < stretch.size:
+            stretch.drop_head(size)
+        elif above:
+            stretch.trim(above)
+            above = 0
+        else:
+            self._blocks.queue.discard(stretch)
+            stretch.trim(0)
+            return units
+        self._file_again(scope, stretch)
+        if above:
+            upper = Stretch(scope, begin, digests[:above], blocks[: (first - begin) * width])
+            upper.copy_history(stretch)
+            upper.worth = stretch.worth
+            self._blocks.push(upper)
+            self._file_again(scope, upper)
+        return units
+
+    def _file_again(self, scope: WindowScope, stretch: Stretch) -> None:
+        """Files what is left of a cached stretch; it is lost where it begins as another one does."""
+        if not scope.file(stretch):
+            self._blocks.queue.discard(stretch)
+            self._lose(stretch, stretch.first_position, stretch.digests, stretch.blocks)
+
+    def _lose(self, stretch: Stretch, position: int, digests: bytes | bytearray, blocks: array[int]) -> None:
+        """Empties blocks of a cached stretch whose digests name others, too."""
+        scope = stretch.scope
+        self._log.removed(scope, position, digests, 0, len(digests))
+        self._blocks.give_back(blocks)
+        if stretch.worth == SPARE:
+            scope.spare -= len(blocks)
+        self._blocks.dropped(scope, len(blocks))
+
+    def _take_out(self, scope: WindowScope, path: Path, first: int, end: int, *, is_linked: bool) -> None:
+        """Makes units of what stretches have of some positions of a path, which are about to be published again.
+
+        If the sequence has the block before them (`is_linked`), no stretch that has the first begins before it.
+        """
+        found = scope.stretches_on(path, first, end)
+        if not is_linked and first:
+            through = scope.through(first, path.at(first))
+            if through is not None:
+                self._cut(through, first, first + 1)
+                found = scope.stretches_on(path, first, end)
+        for begin, stop, stretch in found:
+            for unit in self._cut(stretch, begin, stop):
+                if unit.first_digest != path.at(unit.first_position):  # only where the owner made digests up
+                    self._blocks.push(unit)
+
+
+def _is_idle(entry: Scoped) -> bool:
+    """Tells whether one sequence has a published unit, and nobody else has, needs or ever asked for it."""
+    return (
+        isinstance(entry, Unit)
+        and entry.live == 1
+        and entry.key is not None
+        and not (entry.needed_count or entry.aside_count or entry.hits)
+    )

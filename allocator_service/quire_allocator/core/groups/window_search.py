@@ -1,0 +1,93 @@
+"""Finds the longest prefix of a prompt whose window is published; searches from the right.
+
+It goes on from one position at which anything is published to the one before. Of each window the first position is
+looked at first: where it lacks, no window that has it is complete. So a prompt of 62,500 blocks of which the namespace
+has nothing takes a look for each place at which stretches begin and, with 64 blocks in a window, at most 977 at units.
+"""
+
+from __future__ import annotations
+
+from quire_allocator.core.groups.fallen import Path, WindowScope
+from quire_allocator.core.groups.stretches import Stretch
+from quire_allocator.core.groups.units import Unit, UnitHit
+from quire_allocator.core.groups.window_rules import WindowRule
+
+
+class WindowHit(UnitHit):
+    """Published positions that serve a prefix.
+
+    Attributes:
+        units: those that are units.
+        places: those of stretches, as positions [first, end) of each.
+    """
+
+    __slots__ = ("places",)
+
+    def __init__(self, token_count: int, first: int, units: list[Unit], places: list[tuple[Stretch, int, int]]) -> None:
+        super().__init__(token_count, 0, 0, first, units)
+        self.places = places
+
+    def count_blocks(self, width: int) -> None:
+        """Counts so many blocks for each position."""
+        fallen = sum([end - first for _, first, end in self.places])
+        self.block_count = width * (len(self.units) + fallen)
+        self.cached_block_count = width * (sum([not unit.live for unit in self.units]) + fallen)
+
+
+class WindowSearch:
+    """Looks for one prompt in one namespace, at its positions before `end`."""
+
+    __slots__ = ("_end", "_path", "_places", "_scope", "_stretches")
+
+    def __init__(self, scope: WindowScope, path: Path, end: int) -> None:
+        self._scope = scope
+        self._path = path
+        self._end = end
+        self._stretches = scope.stretches_on(path, 0, end) if scope.stretches else []
+        self._places: list[tuple[Stretch, int, int]] = []
+
+    def find(self, rule: WindowRule, block_size: int, reset_positions: int) -> WindowHit:
+        """Returns the longest hit. Every `reset_positions` no token needs an earlier one, unless it is 0."""
+        index, path = self._scope.index, self._path
+        while self._end > 0:
+            end = self._end = self._last_end(reset_positions)
+            first = rule.first_needed(end * block_size) // block_size
+            units, self._places = list[Unit](), []
+            for position in range(first, end):
+                unit = index.get((position, path.at(position)))
+                if unit is not None:
+                    units.append(unit)
+                elif not self._stands(position):
+                    self._end = position
+                    break
+            else:
+                if end:
+                    return WindowHit(end * block_size, first, units, self._places)
+        return WindowHit(0, 0, [], [])
+
+    def _stands(self, position: int) -> bool:
+        """Adds a position to the places if a stretch has it; returns whether one has."""
+        places = self._places
+        for begin, stop, stretch in reversed(self._stretches):
+            if begin <= position:
+                if position >= stop or stretch.digest_at(position) != self._path.at(position):
+                    return False
+                if places and places[-1][0] is stretch and places[-1][2] == position:
+                    places[-1] = stretch, places[-1][1], position + 1
+                else:
+                    places.append((stretch, position, position + 1))
+                return True
+        return False
+
+    def _last_end(self, reset_positions: int) -> int:
+        """Returns the last position behind one where anything is published, or at which nothing has to be."""
+        end, depths, stretches = self._end, self._scope.depths, self._stretches
+        count = depths.count_before(end)
+        last = depths.positions[count - 1] + 1 if count else 0
+        while stretches and stretches[-1][0] >= end:
+            stretches.pop()
+        if stretches:
+            last = max(last, min(stretches[-1][1], end))
+        if reset_positions:
+            last = max(last, end // reset_positions * reset_positions)
+        return last

@@ -1,0 +1,72 @@
+"""Rank 1 of a crew whose rank 0 is a test: `python -m tests.worker.second_rank RENDEZVOUS`.
+
+Each line on standard input names a model's folder, blocks and a token, if any, on which this rank's part is to fail; it
+is loaded, and follows rank 0 until that says stop. The end of input ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from quire_worker.cache import NAN_BYTE, KVCache
+from quire_worker.execution.follower import follow
+from quire_worker.model.batch import ForwardBatch
+from quire_worker.model.checkpoint import ModelError
+from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.ranks.crew import Crew
+from quire_worker.ranks.place import Place
+
+RANK_TIMEOUT_S = 60.0
+
+
+def join(rank: int, rendezvous: Path) -> Crew:
+    """The crew of two, once both have come."""
+    place = Place(rank, 2, rank, 2, rendezvous)
+    return Crew(place, device=torch.device("cpu"), timeout_s=RANK_TIMEOUT_S)
+
+
+def fail_on(token: int, error: str) -> None:
+    """Makes passes fail that hold a token, in the middle: after the first sum."""
+    forward, classes = PagedModel.forward, {"memory": MemoryError, "value": ValueError}
+
+    def failing(model: PagedModel, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
+        if not (batch.input_ids == token).any():
+            return forward(model, batch, cache)
+        middle = next(part for part in model.module.modules() if type(part).__name__ == "Summed")
+
+        def fail(*_: Any) -> None:
+            raise classes[error]
+
+        handle = middle.register_forward_hook(fail)
+        try:
+            return forward(model, batch, cache)
+        finally:
+            handle.remove()
+
+    PagedModel.forward = failing  # type: ignore[method-assign]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    crew = join(1, Path(sys.argv[1]))
+    for line in sys.stdin:
+        job = json.loads(line)
+        if job.get("fails"):
+            fail_on(*job["fails"])
+        try:
+            model = load_model(job["folder"], dtype=job.get("dtype", "auto"), crew=crew)
+        except ModelError:
+            continue
+        cache = KVCache(model.cache_spec, job["blocks_per_group"] * len(model.cache_spec.groups))
+        for buffer in cache.buffers:
+            buffer.fill_(NAN_BYTE)
+        follow(crew, model, cache)
+    crew.close()
+
+
+if __name__ == "__main__":
+    main()

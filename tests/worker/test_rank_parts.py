@@ -1,0 +1,108 @@
+"""Ranks without processes: who has which heads, what a message holds, and where ranks meet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from quire.errors import UsageError
+from quire.types import GroupKind, GroupSpec
+from quire_worker.attention import AttentionBatch
+from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
+from quire_worker.model.splitting.heads import heads_of_rank
+from quire_worker.options import parse_arguments
+from quire_worker.ranks.messages import pack, unpack
+from quire_worker.ranks.place import RENDEZVOUS, Place, place_of
+
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("query_heads", "kv_heads", "size"), [(8, 8, 2), (8, 4, 2), (8, 2, 4), (8, 1, 8), (12, 3, 2), (12, 2, 4), (6, 3, 6)]
+)
+def test_each_query_head_is_on_one_rank_and_reads_the_kv_head_that_it_read(
+    query_heads: int, kv_heads: int, size: int
+) -> None:
+    found = []
+    for rank in range(size):
+        heads = heads_of_rank(query_heads, kv_heads, rank=rank, size=size)
+        ratio = len(heads.query) // len(heads.kv)
+        found += [(head, heads.kv[place // ratio]) for place, head in enumerate(heads.query)]
+    assert found == [(head, head // (query_heads // kv_heads)) for head in range(query_heads)]
+
+
+def test_kv_heads_are_repeated_only_as_far_as_they_must() -> None:
+    assert [heads_of_rank(8, 4, rank=rank, size=2).kv for rank in range(2)] == [(0, 1), (2, 3)]
+    assert [heads_of_rank(8, 2, rank=rank, size=4).kv for rank in range(4)] == [(0,), (0,), (1,), (1,)]
+    assert [heads_of_rank(12, 3, rank=rank, size=2).kv for rank in range(2)] == [(0, 0, 1), (1, 2, 2)]
+    with pytest.raises(ValueError, match="8 query heads, 4 KV heads and 3 ranks do not divide"):
+        heads_of_rank(8, 4, rank=0, size=3)
+
+
+@pytest.mark.parametrize("table_blocks", [3, 4_000], ids=["short", "long"])
+def test_a_batch_arrives_as_it_was_sent(table_blocks: int) -> None:
+    groups = [GroupSpec(GroupKind.FULL_ATTENTION, 16), GroupSpec(GroupKind.SLIDING_WINDOW, 16, 24)]
+    tables = [range(table_blocks), range(table_blocks, 2 * table_blocks)]
+    batch = build_batch([Chunk([7, 8, 9], 16 * table_blocks - 5, tables, needs_logits=True)], groups=groups)
+    found = unpack(pack(batch), {"ForwardBatch": ForwardBatch, "AttentionBatch": AttentionBatch})
+    torch.testing.assert_close(found.input_ids, batch.input_ids)
+    torch.testing.assert_close(found.position_ids, batch.position_ids)
+    for ours, theirs in zip(found.attention, batch.attention, strict=True):
+        torch.testing.assert_close(ours.block_tables, theirs.block_tables)
+        torch.testing.assert_close(ours.slot_mapping, theirs.slot_mapping)
+        assert (ours.kv_length_max, ours.query_length_max) == (theirs.kv_length_max, theirs.query_length_max)
+
+
+def test_a_message_holds_what_it_is_told_and_makes_nothing_else() -> None:
+    values = (1, -2.5, None, True, "text", ([3, 4], [5]), torch.zeros(0, 3), torch.arange(5, dtype=torch.int32))
+    found = unpack(pack(values), {})
+    assert found[:6] == (1, -2.5, None, True, "text", ((3, 4), (5,)))
+    assert found[6].shape == (0, 3)
+    assert found[7].tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(TypeError, match="a object cannot be told"):
+        pack(object())
+    with pytest.raises(KeyError, match="Place"):
+        unpack(pack(Place(file=None)), {})
+
+
+def test_a_place_comes_from_the_command_line_from_torchrun_or_from_rank_0() -> None:
+    assert place_of({}, size=None, may_leave_machine=False) == Place()
+    assert place_of({}, size=4, may_leave_machine=False) == Place(size=4, local_size=4)
+    started = {"RANK": "3", "WORLD_SIZE": "4", RENDEZVOUS: "meet"}
+    assert place_of(started, size=4, may_leave_machine=False) == Place(3, 4, 3, 4, Path("meet"))
+    assert place_of(TORCHRUN, size=None, may_leave_machine=False) == Place(1, 2, 0, 1, is_by_torchrun=True)
+
+
+def test_torchrun_and_the_command_line_must_agree_and_ranks_meet_on_loopback() -> None:
+    with pytest.raises(UsageError, match="--tensor-parallel 4: torchrun has started 2 ranks"):
+        place_of(TORCHRUN, size=4, may_leave_machine=False)
+    for address in ("10.0.0.5", "node-1", "fd00::5"):
+        elsewhere = TORCHRUN | {"MASTER_ADDR": address}
+        with pytest.raises(UsageError, match=f"would meet at {address}.* give --trusted-rank-network"):
+            place_of(elsewhere, size=None, may_leave_machine=False)
+        assert not place_of(elsewhere, size=None, may_leave_machine=True).is_on_loopback
+    assert place_of(TORCHRUN | {"MASTER_ADDR": "::1"}, size=2, may_leave_machine=False).is_on_loopback
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--tensor-parallel", "0"], "--tensor-parallel must be at least 1"),
+        (["--rank-timeout", "0"], "--rank-timeout must be at least 1"),
+        (["--rank-timeout", "nan"], "--rank-timeout must be at least 1"),
+    ],
+)
+def test_senseless_numbers_are_refused(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(["--model", "folder", *arguments])
+    assert complaint in capsys.readouterr().err

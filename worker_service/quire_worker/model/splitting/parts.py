@@ -1,0 +1,102 @@
+"""Parts of linear layers, and modules whose parts are added up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+import torch
+
+from quire_worker.ranks.crew import Crew
+
+
+class Summed(torch.nn.Module):
+    """A module of which each rank has a part: the result, or the first of several, is the sum of the parts."""
+
+    def __init__(self, inner: torch.nn.Module, crew: Crew) -> None:
+        super().__init__()
+        self.inner = inner
+        self._crew = crew
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Calls the part, and adds up."""
+        result = self.inner(*arguments, **keywords)
+        if isinstance(result, torch.Tensor):
+            return self._crew.add_up(result)
+        return (self._crew.add_up(result[0]), *result[1:])
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns what models ask their modules for, such as a layer's kind."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+
+@dataclass(slots=True)
+class Split:
+    """What becomes of a module that a rank has a part of: other children and parameters, other numbers."""
+
+    parts: dict[str, torch.nn.Module | torch.nn.Parameter] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
+
+    def apply(self, module: torch.nn.Module) -> Split:
+        """Changes the module, and returns what changes it back."""
+        before = Split()
+        for name, part in self.parts.items():
+            before.parts[name] = getattr(module, name)
+            setattr(module, name, part)
+        for name, number in self.numbers.items():
+            before.numbers[name] = getattr(module, name)
+            setattr(module, name, number)
+        return before
+
+
+def is_plain(module: object) -> TypeGuard[torch.nn.Linear]:
+    """Tells whether it is a linear layer whose weight can be cut; one of a quantised checkpoint is none."""
+    return (
+        type(module) is torch.nn.Linear
+        and type(module.weight) is torch.nn.Parameter
+        and module.weight.is_floating_point()
+    )
+
+
+def some_outputs(linear: torch.nn.Linear, index: torch.Tensor) -> torch.nn.Linear:
+    """Returns the part of a linear layer that computes some of its outputs; copies of its weights.
+
+    Args:
+        linear: weight `[outputs, inputs]`.
+        index: int64, which outputs.
+    """
+    bias = None if linear.bias is None else linear.bias[index]
+    return _linear(linear.weight[index], bias)
+
+
+def some_inputs(linear: torch.nn.Linear, index: torch.Tensor, crew: Crew) -> torch.nn.Linear:
+    """Returns the part of a linear layer that reads some of its inputs; the bias is added on rank 0 alone.
+
+    Args:
+        linear: weight `[outputs, inputs]`.
+        index: int64, which inputs.
+        crew: whose ranks' results are added up.
+    """
+    return _linear(linear.weight[:, index], None if linear.bias is None else on_one_rank(linear.bias, crew))
+
+
+def on_one_rank(bias: torch.Tensor, crew: Crew) -> torch.Tensor:
+    """Returns what is added once, though every rank adds: itself on rank 0, zeros elsewhere."""
+    return bias.clone() if crew.rank == 0 else torch.zeros_like(bias)
+
+
+def span(length: int, crew: Crew) -> torch.Tensor:
+    """Returns a rank's part of so many elements, a multiple of the ranks; int64."""
+    each = length // crew.size
+    return torch.arange(crew.rank * each, (crew.rank + 1) * each)
+
+
+def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Linear:
+    part = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    part.weight = torch.nn.Parameter(weight.contiguous(), requires_grad=False)
+    if bias is not None:
+        part.bias = torch.nn.Parameter(bias, requires_grad=False)
+    return part.eval()

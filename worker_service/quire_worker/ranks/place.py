@@ -1,0 +1,95 @@
+"""Which rank of its crew a process is, and where the ranks meet.
+
+There are two ways to become several ranks:
+
+    quire worker --tensor-parallel 2                      this process is rank 0 and starts the others, on this machine;
+                                                          they meet over a file in a folder that only this user may read
+    torchrun --nproc-per-node 2 -m quire_worker ...       torchrun starts all of them, on any machines; they meet at the
+                                                          address that it names (MASTER_ADDR, MASTER_PORT)
+
+What the ranks say to each other is neither encrypted nor authenticated. It stays on this machine's loopback unless the
+ranks are told to meet elsewhere, which needs a word of its own (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from quire._transport.address import is_local
+from quire.errors import UsageError
+
+RENDEZVOUS = "QUIRE_RANKS_RENDEZVOUS"  # the file where ranks meet that a worker started
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One rank's place in its crew.
+
+    Attributes:
+        rank: from 0, which holds session and server.
+        size: ranks of the crew.
+        local_rank: counts the ranks of this machine.
+        local_size: ranks of this machine.
+        file: where they meet on this machine; None where torchrun says where, or nobody is to be met yet.
+        is_by_torchrun: whether torchrun has started all ranks.
+        is_on_loopback: whether what they say stays on this machine.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    file: Path | None = None
+    is_by_torchrun: bool = False
+    is_on_loopback: bool = True
+
+    def store(self) -> dist.Store:
+        """Returns what the ranks find each other by."""
+        if self.file is not None:
+            return dist.FileStore(str(self.file), self.size)
+        store: dist.Store = next(iter(dist.rendezvous("env://")))[0]
+        return store
+
+
+def place_of(environment: Mapping[str, str], *, size: int | None, may_leave_machine: bool) -> Place:
+    """Finds this process' place.
+
+    Args:
+        environment: of the process.
+        size: ranks that the command line asks for; None if it does not.
+        may_leave_machine: whether ranks may meet on a network.
+
+    Returns:
+        Rank 0 where nobody has started ranks: this process is the only one, or has to start the others.
+
+    Raises:
+        UsageError: torchrun has started another number of ranks, or lets them meet on a network that is not trusted.
+    """
+    if RENDEZVOUS in environment:
+        rank, found = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        return Place(rank, found, rank, found, Path(environment[RENDEZVOUS]))
+    if any(name not in environment for name in _TORCHRUN):
+        return Place(size=size or 1, local_size=size or 1)
+    found, address = int(environment["WORLD_SIZE"]), environment["MASTER_ADDR"]
+    if size is not None and size != found:
+        raise UsageError(f"--tensor-parallel {size}: torchrun has started {found} ranks; leave the option away")
+    is_on_loopback = is_local(f"[{address}]:1" if ":" in address else f"{address}:1")
+    if not is_on_loopback and not may_leave_machine:
+        raise UsageError(
+            f"the ranks would meet at {address}, and what they say to each other is neither encrypted nor"
+            " authenticated: give --trusted-rank-network if nobody else can reach that network"
+        )
+    rank = int(environment["RANK"])
+    local_rank = int(environment.get("LOCAL_RANK", rank))
+    local_size = int(environment.get("LOCAL_WORLD_SIZE", found))
+    return Place(rank, found, local_rank, local_size, is_by_torchrun=True, is_on_loopback=is_on_loopback)
+
+
+def loopback_interface() -> str | None:
+    """Returns the name of this machine's loopback interface; None where it cannot be told."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)

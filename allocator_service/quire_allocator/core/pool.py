@@ -156,6 +156,7 @@ class Pool:
         # Hits are held before anything is taken: taking evicts.
         self.blocks.namespaces[namespace] = space
         space.sequence_count += 1  # or it would be forgotten with its last cached block
+        self.coordinator.note_parting(space, hits, digests, junction)
         boundaries = self.coordinator.boundaries(prompt, junction, turn_ends)
         sequence = self.coordinator.open(space, hits, matched, boundaries, priority)
         copies: list[Copy] = []

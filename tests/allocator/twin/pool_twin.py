@@ -67,7 +67,7 @@ class TwinPool(TwinCheckpoints):
         if prompt > token_count:
             sequence.prompt, sequence.chunk = prompt, token_count
         if not all(kind.keeps_prefixes for kind in self.kinds):
-            sequence.boundaries = {self.edge_before(end) for end in (prompt - 1, junction, *turn_ends)} - {0}
+            sequence.boundaries = self.prompt_ends(namespace, shareable, matched, junction, [prompt - 1, *turn_ends])
         self.prompts.append((namespace, [d for i, d in enumerate(digests) if (i + 1) * self.digest_tokens <= prompt]))
         token_count = max(token_count, matched)
         if len(shareable) * self.digest_tokens > matched:

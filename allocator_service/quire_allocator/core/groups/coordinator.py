@@ -110,9 +110,17 @@ class Coordinator:
         if not self.settles:
             return ()
         edge = self._edge_tokens
-        ends = {(prompt_token_count - 1) // edge * edge, junction, *[end // edge * edge for end in turn_ends]}
+        last = (prompt_token_count - 1) // edge * edge
+        ends = {last, junction, *[end // edge * edge for end in turn_ends]}
+        if self.retention is not None:
+            ends.update(self.retention.steps_before(last))
         ends.discard(0)
         return tuple(sorted(ends))
+
+    def note_parting(self, space: Namespace, hits: Sequence[Hit], digests: bytes, junction: int) -> None:
+        """Notes where the prompt of a sequence that is let in parts from what is cached, before anything changes."""
+        if self.retention is not None:
+            self.retention.note_parting(space, hits, digests, junction)
 
     def note_prompt(self, space: Namespace, digests: bytes, prompt_token_count: int) -> None:
         """Notes the prompt of a sequence that was let in; the next one may part from it anywhere."""

@@ -11,7 +11,7 @@ What leaves when. Four kinds of cached blocks leave in this order, each the one 
 KEPT, which the eviction policy ranks:
 
     SPARE    windows and checkpoints that stand before no boundary; the end of a run beyond its deepest boundary
-    ASIDE    what a boundary has aside; what only boundaries need that are continued
+    ASIDE    what a boundary has aside; what only boundaries need that are continued, unless prompts part early
     KEPT     runs with a boundary at their end or with children; without full attention what a boundary needs
     LED      what a boundary needs of windows and states, where full attention has the same prefix: leaves with its run
 
@@ -24,7 +24,9 @@ boundary.
     (a prompt that is edited inside its last block ends one block earlier), and 5 x 447 SPARE
 
 Of one path the boundaries where paths part stay, and of the others the last three (what a chat's last two turns leave:
-the end of the turn before, that of the last prompt and of its answer). Places at which only full attention needs a
+the end of the turn before, that of the last prompt and of its answer). Where windows are all that a hit needs beside
+full attention, and many prompts part from cached ones before their end, further boundaries stand before the ends of
+prompts, and as many more stay (`partings.py`). Places at which only full attention needs a
 block, as between two chunks of chunked attention, need no boundary.
 
 Sources: Marconi (MLSys 2025) keeps what the next prompts are likely to end at; SGLang's hybrid tree lets windows leave
@@ -43,13 +45,14 @@ from quire_allocator.core.boundary import Boundary, BoundaryKey, living
 from quire_allocator.core.eviction.queue import BURDEN_MAX
 from quire_allocator.core.groups.full import FullAttentionManager, RunPart
 from quire_allocator.core.groups.keeper import Keeper
-from quire_allocator.core.groups.manager import AnyManager
-from quire_allocator.core.groups.runs import Run
+from quire_allocator.core.groups.manager import AnyManager, Hit
+from quire_allocator.core.groups.partings import STEP_COUNT, Partings
+from quire_allocator.core.groups.runs import Run, RunHit, RunScope
 from quire_allocator.core.groups.states import StateManager, StatePart
 from quire_allocator.core.groups.units import AnyUnitManager, Unit
 from quire_allocator.core.groups.windows import WindowManager, WindowPart
 from quire_allocator.core.sequence import SequenceState
-from quire_allocator.core.spec import GroupKind, PoolSpec
+from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, PoolSpec
 
 CONTINUED_MAX: Final = 3  # boundaries of one path where no paths part
 
@@ -94,6 +97,8 @@ class Retention(Keeper):
             state.keeper = self
             state.is_led = bool(self.full)
         blocks.policy.trims = not self.full
+        learns = bool(self.full) and bool(self.windows) and not self.states
+        self.partings = Partings(self.edge_tokens) if learns else None
 
     # -- when boundaries are made --------------------------------------------------------------------------------------
 
@@ -111,6 +116,20 @@ class Retention(Keeper):
         edge = self._last_stop(sequence)
         if edge > (0 if last is None else last.token_count):
             self.make(sequence, edge)
+
+    def note_parting(self, space: Namespace, hits: Sequence[Hit], digests: bytes, junction: int) -> None:
+        """A new prompt parts behind its junction or, where there is none, behind its hits."""
+        if self.partings is None:
+            return
+        full = self.full[0]
+        hit = full.find(cast(RunScope, space.scopes[0]), digests, junction) if junction else cast(RunHit, hits[0])
+        end = hit.token_count // full.digest_tokens * DIGEST_BYTES
+        boundary = space.boundaries.get((hit.token_count, digests[end - DIGEST_BYTES : end]))
+        self.partings.note(hit, full.block_size, is_parting=boundary is not None and boundary.is_parting)
+
+    def steps_before(self, end: int) -> list[int]:
+        """Returns where hits can end besides, before the end of a prompt: nowhere while prompts part late."""
+        return self.partings.steps_before(end) if self.partings is not None and self.partings.are_early else []
 
     def _last_stop(self, sequence: SequenceState) -> int:
         """Returns the last edge before what is committed; where groups keep states, the last one with a checkpoint."""
@@ -203,12 +222,14 @@ class Retention(Keeper):
 
     def _goes_on(self, boundary: Boundary, way_count: int) -> None:
         """So many boundaries more are right behind it."""
-        was_continued = boundary.is_continued
+        was_aside = boundary.is_aside
         boundary.way_count += way_count
         boundary.is_parting |= boundary.way_count > 1
-        if boundary.is_continued == was_continued:
+        are_early = self.partings is not None and self.partings.are_early
+        boundary.is_aside = boundary.is_continued and (was_aside or not are_early)
+        if boundary.is_aside == was_aside:
             return
-        step = 1 if was_continued else -1
+        step = 1 if was_aside else -1
         for entry in boundary.needed:
             unit = cast(Unit, entry)
             unit.needed_count += step
@@ -217,12 +238,13 @@ class Retention(Keeper):
 
     def end_old(self, boundary: Boundary | None) -> None:
         """Ends the boundaries of a path where no paths part, but for the last few."""
-        count = 0
+        count, are_early = 0, self.partings is not None and self.partings.are_early
+        count_max = CONTINUED_MAX + (STEP_COUNT if are_early else 0)
         while boundary is not None:
             before = boundary.parent = living(boundary.parent)
             if not boundary.is_parting:
                 count += 1
-                if count > CONTINUED_MAX:
+                if count > count_max:
                     self.end(boundary)
             boundary = before
 
@@ -232,12 +254,11 @@ class Retention(Keeper):
         if boundary.is_gone:
             return
         boundary.is_gone = True
-        was_continued = boundary.is_continued
         for run in boundary.runs:
             cast(Run, run).boundaries.remove(boundary)
         for entry in boundary.needed:
             unit = cast(Unit, entry)
-            if was_continued:
+            if boundary.is_aside:
                 unit.aside_count -= 1
             else:
                 unit.needed_count -= 1

@@ -101,8 +101,36 @@ def test_a_pool_that_has_learned_it_hits_what_edited_prompts_have_in_common() ->
     assert edited_chats(pool, chat_count=8, round_count=6) > 0.8
 
 
-@pytest.mark.parametrize("groups", [(full(4), state(4)), (sliding(4, 8),), (chunked(4, 8), state(4))])
-def test_pools_of_states_or_without_full_attention_learn_nothing_of_it(groups: tuple[object, ...]) -> None:
+def test_without_full_attention_the_latest_prompts_tell_where_a_prompt_parts() -> None:
+    pool = make_pool(200, sliding(4, 4))
+    serve(pool, text(0, 8), 33)
+    serve(pool, text(0, 10), 41)  # its history has the eight blocks of the prompt before, and no more
+    assert seen(pool) == (1, 0)
+    serve(pool, parted(1, 10, 5), 41)
+    assert seen(pool) == (1, 1)
+    serve(pool, parted(2, 10, 5), 41)
+    assert seen(pool) == (1, 1)
+
+
+def test_what_no_prompt_is_known_to_begin_with_has_nothing_behind() -> None:
+    pool = make_pool(200, sliding(4, 4))
+    pool.allocate(1, 16, text(0, 4))
+    pool.commit(1, 16, text(0, 4))
+    pool.grow(1, 32)
+    pool.commit(1, 32, text(0, 8)[32 * 4 :])  # an answer, which no prompt had
+    pool.free(1)
+    serve(pool, text(0, 10), 41)
+    assert seen(pool) == (1, 0)
+    history = pool.coordinator.history
+    assert history is not None
+    assert history.behind("", text(0, 4), 1) == (1, True)
+    assert history.behind("", text(0, 10), 1) == (0, False)
+    assert history.behind("", text(0, 12), 1) == history.behind("", parted(3, 8, 2), 1) == (0, False)
+    assert history.behind("elsewhere", text(0, 1), 1) == (0, False)
+
+
+@pytest.mark.parametrize("groups", [(full(4), state(4)), (state(4),), (chunked(4, 8), state(4))])
+def test_pools_of_states_learn_nothing_of_it(groups: tuple[object, ...]) -> None:
     pool = make_pool(40, *groups)  # type: ignore[arg-type]
     retention = pool.coordinator.retention
     assert retention is not None

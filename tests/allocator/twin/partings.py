@@ -1,4 +1,4 @@
-"""Where prompts part from what is published, asked of the twin by looking at every slot of full attention."""
+"""Where prompts part from those before, asked of the twin by looking at every slot of full attention or prompt."""
 
 from __future__ import annotations
 
@@ -31,21 +31,27 @@ class TwinPartings(TwinState):
         self, namespace: str, digests: Sequence[bytes], length: int, boundaries: Sequence[TwinBoundary]
     ) -> None:
         """A prompt is let in of which full attention has so many tokens."""
-        names = {kind.name for kind in self.kinds}
-        if self.retention == "dense" or "full_attention" not in names or len(names) == 1 or "state" in names:
+        kinds = {kind.name for kind in self.kinds}
+        if self.retention == "dense" or "state" in kinds or kinds == {"full_attention"} or not length:
             return
-        number, kind = next((n, kind) for n, kind in enumerate(self.kinds) if kind.name == "full_attention")
-        places = [place for place in kind.serving(length, digests, self.digest_tokens) or () if place is not None]
-        if not places:
-            return
-        path = places[-1][1]
-        keys = [s.key for s in self.published if s.kind == number and s.namespace == namespace and s.key is not None]
-        behind = [key[3][len(path) :] for key in keys if key[3][: len(path)] == path and len(key[3]) > len(path)]
+        full = [(number, kind) for number, kind in enumerate(self.kinds) if kind.name == "full_attention"]
+        if full:
+            number, size = full[0][0], full[0][1].block_size
+            places = [place for place in full[0][1].serving(length, digests, self.digest_tokens) or () if place]
+            path = places[-1][1]
+            slots = [s.key for s in self.published if s.kind == number and s.namespace == namespace]
+            texts = [key[3] for key in slots if key is not None]
+        else:
+            size = self.digest_tokens
+            path = tuple(digests[: length // size])
+            texts = [tuple(prompt) for name, prompt in self.prompts if name == namespace]
+        behind = [text[len(path) :] for text in texts if text[: len(path)] == path and len(text) > len(path)]
         ways = {rest[0] for rest in behind}
-        here = [b for b in boundaries if (b.namespace, b.token_count) == (namespace, length) and b.path[0][3] == path]
+        last = digests[length // self.digest_tokens - 1]
+        here = [b for b in boundaries if (b.namespace, b.token_count, b.digest) == (namespace, length, last)]
         if len(ways) > 1 or (here and here[0].is_parting):
             return
-        if any(len(rest) * kind.block_size >= self.edge_tokens() for rest in behind):
+        if any(len(rest) * size >= self.edge_tokens() for rest in behind):
             self.early += 1
         else:
             self.late += 1

@@ -48,7 +48,7 @@ class Coordinator:
         self._places = [order.index(group) for group in range(len(order))]
         self._blocks = blocks
         keeps_all = spec.retention == "dense" or not self.settles
-        self.retention = None if keeps_all else Retention(spec, self.managers, blocks)
+        self.retention = None if keeps_all else Retention(spec, self.managers, blocks, self.history)
         self._quotas = {quota.namespace: quota for quota in spec.quotas}
         # The nameless namespace of a pool without quotas: forgotten, it is empty again and serves as the next new one.
         self._unnamed: Namespace | None = None

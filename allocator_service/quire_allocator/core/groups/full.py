@@ -53,7 +53,6 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         self.groups = tuple(groups)
         self.width = len(self.groups)
         self.block_size = spec.block_size
-        self.digest_tokens = pool.block_size
         self._stride = spec.block_size // pool.block_size  # digests per block
         self._blocks = blocks
         self.tree = RunTree(self.width, spec.block_size, blocks, log)

@@ -44,9 +44,10 @@ from quire_allocator.core.blocks import Blocks, Namespace, Scoped
 from quire_allocator.core.boundary import Boundary, BoundaryKey, living
 from quire_allocator.core.eviction.queue import BURDEN_MAX
 from quire_allocator.core.groups.full import FullAttentionManager, RunPart
+from quire_allocator.core.groups.history import PromptHistory
 from quire_allocator.core.groups.keeper import Keeper
 from quire_allocator.core.groups.manager import AnyManager, Hit
-from quire_allocator.core.groups.partings import STEP_COUNT, Partings
+from quire_allocator.core.groups.partings import STEP_COUNT, Partings, behind_hit
 from quire_allocator.core.groups.runs import Run, RunHit, RunScope
 from quire_allocator.core.groups.states import StateManager, StatePart
 from quire_allocator.core.groups.units import AnyUnitManager, Unit
@@ -66,7 +67,11 @@ class Retention(Keeper):
         edge_tokens: boundaries are at multiples of this.
     """
 
-    def __init__(self, spec: PoolSpec, managers: Sequence[AnyManager], blocks: Blocks) -> None:
+    def __init__(
+        self, spec: PoolSpec, managers: Sequence[AnyManager], blocks: Blocks, history: PromptHistory | None
+    ) -> None:
+        self._history = history
+        self._digest_tokens = spec.block_size
         self._blocks = blocks
         self.edge_tokens = spec.edge_tokens
         kinds = [manager.spec.kind for manager in managers]
@@ -97,7 +102,7 @@ class Retention(Keeper):
             state.keeper = self
             state.is_led = bool(self.full)
         blocks.policy.trims = not self.full
-        learns = bool(self.full) and bool(self.windows) and not self.states
+        learns = bool(self.windows) and not self.states
         self.partings = Partings(self.edge_tokens) if learns else None
 
     # -- when boundaries are made --------------------------------------------------------------------------------------
@@ -119,13 +124,22 @@ class Retention(Keeper):
 
     def note_parting(self, space: Namespace, hits: Sequence[Hit], digests: bytes, junction: int) -> None:
         """A new prompt parts behind its junction or, where there is none, behind its hits."""
-        if self.partings is None:
+        end = junction or hits[0].token_count
+        if self.partings is None or not end:
             return
-        full = self.full[0]
-        hit = full.find(cast(RunScope, space.scopes[0]), digests, junction) if junction else cast(RunHit, hits[0])
-        end = hit.token_count // full.digest_tokens * DIGEST_BYTES
-        boundary = space.boundaries.get((hit.token_count, digests[end - DIGEST_BYTES : end]))
-        self.partings.note(hit, full.block_size, is_parting=boundary is not None and boundary.is_parting)
+        if self.full:
+            full = self.full[0]
+            hit = full.find(cast(RunScope, space.scopes[0]), digests, junction) if junction else cast(RunHit, hits[0])
+            behind = behind_hit(hit, self.edge_tokens // full.block_size)
+        else:
+            assert self._history is not None
+            count = end // self._digest_tokens
+            behind = self._history.behind(
+                space.name, digests[: count * DIGEST_BYTES], self.edge_tokens // self._digest_tokens
+            )
+        last = end // self._digest_tokens * DIGEST_BYTES
+        boundary = space.boundaries.get((end, digests[last - DIGEST_BYTES : last]))
+        self.partings.note(behind, is_parting=boundary is not None and boundary.is_parting)
 
     def steps_before(self, end: int) -> list[int]:
         """Returns where hits can end besides, before the end of a prompt: nowhere while prompts part late."""

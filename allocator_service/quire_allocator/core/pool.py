@@ -339,7 +339,7 @@ class Pool:
         parts = tuple([manager.fork(part, length) for manager, part in zip(self.managers, parent.parts)])
         child = SequenceState(parent.namespace, length, parent.priority, parts)
         child.quiet_until = parent.quiet_until
-        child.boundaries = parent.boundaries
+        child.boundaries, child.ends = parent.boundaries, parent.ends
         child.last_boundary = parent.last_boundary
         # Where a block is shared that either side has yet to write:
         if self.coordinator.in_place or length % self._edge_tokens:

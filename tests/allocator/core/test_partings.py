@@ -135,7 +135,7 @@ def test_pools_of_states_learn_nothing_of_it(groups: tuple[object, ...]) -> None
     retention = pool.coordinator.retention
     assert retention is not None
     assert retention.partings is None
-    assert retention.steps_before(1_000) == []
+    assert retention.with_steps((512, 1_000)) == (512, 1_000)
 
 
 def test_hits_end_near_the_parting_although_nobody_parted_there_before() -> None:

@@ -151,6 +151,7 @@ class Comparison:
             assert (ours.namespace.name, ours.token_count) == (theirs.namespace, theirs.token_count)
             assert (ours.committed_token_count, ours.priority) == (theirs.committed, theirs.priority)
             assert ours.boundaries == tuple(sorted(theirs.boundaries))
+            assert ours.ends == tuple(sorted(theirs.boundaries | theirs.steps))
             assert ours.promised == twin.promised(theirs) * bool(theirs.prompt), f"promised to {sequence_id}"
             assert [list(table) for table in pool.tables(ours)] == twin.tables(sequence_id)
         assert pool.table_entry_count() == sum(len(slot.blocks) for _, slot in twin.all_slots())

@@ -85,13 +85,11 @@ class TwinRetention(TwinPartings):
 
     # -- how boundaries come and go ------------------------------------------------------------------------------------
 
-    def prompt_ends(
-        self, namespace: str, digests: Sequence[bytes], matched: int, junction: int, ends: Sequence[int]
-    ) -> set[int]:
-        """Where hits can end in a new sequence; the first of the ends is that of its prompt."""
-        self.note_parting(namespace, digests, max(matched, junction), self.boundaries)
-        edges = {self.edge_before(end) for end in (junction, *ends)}
-        return (edges | self.steps_before(self.edge_before(ends[0]))) - {0}
+    def set_ends(self, sequence: TwinSequence, digests: Sequence[bytes], length: int, ends: Sequence[int]) -> None:
+        """Where hits can end in a new sequence, of which so many tokens are published; it parts behind them."""
+        self.note_parting(sequence.namespace, digests, length, self.boundaries)
+        sequence.boundaries = {self.edge_before(end) for end in ends} - {0}
+        sequence.steps = self.steps_before(max(sequence.boundaries, default=0))
 
     def make(self, sequence: TwinSequence, token_count: int) -> None:
         """Hits can end after so many tokens, if the sequence has what they take."""

@@ -65,6 +65,7 @@ class TwinSequence:
     prompt: int = 0  # its length, where only its first chunk was asked for
     chunk: int = 0  # tokens that are computed at a time
     boundaries: set[int] = field(default_factory=set)  # where a later prompt may part from it
+    steps: set[int] = field(default_factory=set)  # where it may besides, while prompts part early
     announced: list[bytes] = field(default_factory=list)
     stops: list[int] = field(default_factory=list)
     hold_until: float | None = None

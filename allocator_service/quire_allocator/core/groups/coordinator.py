@@ -110,10 +110,7 @@ class Coordinator:
         if not self.settles:
             return ()
         edge = self._edge_tokens
-        last = (prompt_token_count - 1) // edge * edge
-        ends = {last, junction, *[end // edge * edge for end in turn_ends]}
-        if self.retention is not None:
-            ends.update(self.retention.steps_before(last))
+        ends = {(prompt_token_count - 1) // edge * edge, junction, *[end // edge * edge for end in turn_ends]}
         ends.discard(0)
         return tuple(sorted(ends))
 
@@ -131,9 +128,12 @@ class Coordinator:
         self, space: Namespace, hits: Sequence[Hit], token_count: int, boundaries: tuple[int, ...], priority: int
     ) -> SequenceState:
         """Makes a sequence that holds its hits, which have `token_count` tokens in common, and nothing more yet."""
-        parts = tuple([m.open(scope, hit, boundaries) for m, scope, hit in zip(self.managers, space.scopes, hits)])
+        ends = boundaries
+        if boundaries and self.retention is not None:
+            ends = self.retention.with_steps(boundaries)
+        parts = tuple([m.open(scope, hit, ends) for m, scope, hit in zip(self.managers, space.scopes, hits)])
         sequence = SequenceState(space, token_count, priority, parts)
-        sequence.boundaries = boundaries
+        sequence.boundaries, sequence.ends = boundaries, ends
         if token_count and self.retention is not None:
             self.retention.make(sequence, token_count)
         self.settle(sequence)

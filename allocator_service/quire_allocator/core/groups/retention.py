@@ -109,8 +109,8 @@ class Retention(Keeper):
 
     def reached(self, sequence: SequenceState, before: int) -> None:
         """A sequence has committed more than the `before` tokens that it had; nothing has fallen out yet."""
-        boundaries = sequence.boundaries
-        for token_count in boundaries[bisect_right(boundaries, before) :]:
+        ends = sequence.ends
+        for token_count in ends[bisect_right(ends, before) :]:
             if token_count > sequence.committed_token_count:
                 break
             self.make(sequence, token_count)
@@ -141,9 +141,11 @@ class Retention(Keeper):
         boundary = space.boundaries.get((end, digests[last - DIGEST_BYTES : last]))
         self.partings.note(behind, is_parting=boundary is not None and boundary.is_parting)
 
-    def steps_before(self, end: int) -> list[int]:
-        """Returns where hits can end besides, before the end of a prompt: nowhere while prompts part late."""
-        return self.partings.steps_before(end) if self.partings is not None and self.partings.are_early else []
+    def with_steps(self, boundaries: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns boundaries of a new sequence and, while prompts part early, steps before the last of them."""
+        if self.partings is None or not self.partings.are_early:
+            return boundaries
+        return tuple(sorted({*boundaries, *self.partings.steps_before(boundaries[-1])}))
 
     def _last_stop(self, sequence: SequenceState) -> int:
         """Returns the last edge before what is committed; where groups keep states, the last one with a checkpoint."""

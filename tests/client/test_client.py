@@ -30,7 +30,7 @@ from quire import (
     root_digest,
 )
 from quire.hashing import block_digests
-from quire.types import SamplingOptions
+from quire.sampling import SamplingOptions
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import worker_pb2 as worker_pb
 
@@ -104,7 +104,9 @@ async def test_both_flavours_send_and_return_the_same(server: ScriptedServer) ->
     with Client(server.address) as sync_client:
         here = await asyncio.to_thread(sync_client.generate, [1, 2, 3], request_id="same", **options)
     assert here == there
-    sampling = worker_pb.SamplingParams(max_tokens=7, temperature=0.5, top_p=1.0, seed=0, n=2, stop_token_ids=[5])
+    sampling = worker_pb.SamplingParams(
+        max_tokens=7, temperature=0.5, top_p=1.0, seed=0, n=2, stop_token_ids=[5], repetition_penalty=1.0
+    )
     expected = worker_pb.GenerateRequest(
         request_id="same", tokens=worker_pb.TokenIds(ids=[1, 2, 3]), sampling=sampling, namespace="tenant"
     )
@@ -129,7 +131,7 @@ def test_numbers_that_the_wire_cannot_carry_are_refused_by_name(server: Scripted
     assert not server.attempts
 
 
-@pytest.mark.parametrize(("prompt", "options"), [(b"bytes", {}), ("p", {"max_tokens": "many"}), ("p", {"best_of": 2})])
+@pytest.mark.parametrize(("prompt", "options"), [(b"bytes", {}), ("p", {"max_tokens": "many"}), ("p", {"best_off": 2})])
 def test_wrong_types_and_unknown_options_are_type_errors(server: ScriptedServer, prompt: Any, options: Any) -> None:
     with Client(server.address) as client, pytest.raises(TypeError):
         client.generate(prompt, **options)

@@ -87,7 +87,7 @@ class PagedModel:
             cache: of this model's `cache_spec`; written in place.
 
         Returns:
-            float32 `[rows, vocabulary]`, one row per chunk that needs logits.
+            float32 `[rows, vocabulary]`, one row per chunk that needs logits, or for each token of one that is scored.
 
         Raises:
             UnsupportedModelError: the model uses an option of attention that its first batches did not.

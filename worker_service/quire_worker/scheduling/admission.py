@@ -138,7 +138,8 @@ class Applicants:
                 break
             if self._head is not None and looked_at >= DEPTH:
                 break
-            digests = sample.digests(self._block_size, 0, (len(sample.tokens) - 1) // self._block_size)
+            end = 0 if sample.is_scored else (len(sample.tokens) - 1) // self._block_size  # a hit would not be computed
+            digests = sample.digests(self._block_size, 0, end)
             if not self._being_computed.isdisjoint(digests):
                 continue
             if self._head is not None:

@@ -108,6 +108,11 @@ class Roster:
         if passed:
             self.running.sort(key=rank_of)
 
+    def stop(self, sample: Sample) -> None:
+        """Ends a sample because its text has come to its end, be it with the last token that it may have."""
+        self.finish(sample, FinishReason.STOP)
+        sample.finish_reason = FinishReason.STOP
+
     def cancel(self, request: Request) -> None:
         """Ends every sample of the request."""
         for sample in request.samples:
@@ -165,6 +170,13 @@ class Roster:
         ahead = sum(lookahead.block_count_of(sample, self.block_size) for sample in left)
         own = own_block_count(left, self.running, self.block_size) if left and self.waiting else 0
         return ahead + own
+
+    def spare_block_count(self) -> int:
+        """Counts the blocks that a step can give to others: held ahead, or by who left."""
+        parents = {sample.fork_of for sample in self.running}
+        stay = [*self.running, *(each for each in self.leaving if each in parents)]
+        ahead = sum(lookahead.block_count_of(sample, self.block_size) for sample in stay)
+        return ahead + self.free_count_of([sample for sample in self.leaving if sample not in parents])
 
     def uncommitted_block_count(self) -> int:
         """Counts the blocks that the next commit publishes."""

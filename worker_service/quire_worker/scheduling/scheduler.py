@@ -2,10 +2,10 @@
 
 Pure: no torch, grpc, clock or randomness. One turn of the engine:
 
-    1. plan      what to commit, free, fork and grow, as one step for the allocator: samples that run, oldest first,
-                 then waiting ones as far as the token budget goes (prompts are cut into chunks by it)
+    1. plan      what to commit, free, fork and grow, as one step for the allocator: samples that run, in order, then
+                 waiting ones as far as the token budget goes (prompts are cut into chunks by it)
     2. schedule  the allocator's answer: whoever got its blocks is in the batch; if a running sample did not, the
-                 newest one is preempted, and its blocks are there for the next turn
+                 last one is preempted, and its blocks are there for the next turn
                  what the next turns will need, and who is let in then, is asked for ahead, while the batch is
                  computed (`plan_ahead`), so that a turn finds it granted and plans without asking
                  (`plan_without_asking`). So do others while the answer to a plan is late: it is taken in later
@@ -16,9 +16,9 @@ Pure: no torch, grpc, clock or randomness. One turn of the engine:
 Where a group has a window, a prompt is granted chunk by chunk: what falls out of the window of one serves the next.
 Tables of all groups grow alike, so whatever counts blocks here counts those of one group: "a block" is one of each.
 
-Order is by age, always: the oldest sample is asked for first and preempted last, so it always gets on. Who is let in is
-decided in `admission.py`, where a pass over a prompt ends in `passes.py`, how many blocks are asked for ahead in
-`quire.session.lookahead`; who is where is kept in `roster.py`.
+Order never changes (`order.py`): the first sample is asked for first and preempted last, so it always gets on. Who is
+let in is decided in `admission.py`, fair between namespaces (`shares.py`), where a pass over a prompt ends in
+`passes.py`, how many blocks are asked for ahead in `quire.session.lookahead`; who is where is kept in `roster.py`.
 """
 
 from __future__ import annotations
@@ -336,13 +336,7 @@ class Scheduler:
     def _room(self) -> int | None:
         """Counts the blocks that are free, or held ahead or by who left, which is as good; None where the allocator has
         not said."""
-        if self._free_block_count is None:
-            return None
-        parents = {sample.fork_of for sample in self.roster.running}
-        left = [sample for sample in self.roster.leaving if sample not in parents]
-        stay = [*self.roster.running, *(each for each in self.roster.leaving if each in parents)]
-        ahead = sum(lookahead.block_count_of(sample, self.roster.block_size) for sample in stay)
-        return self._free_block_count + ahead + self.roster.free_count_of(left)
+        return None if self._free_block_count is None else self._free_block_count + self.roster.spare_block_count()
 
     def _needs_of(self, samples: Sequence[Decoding[Sample]], free_block_count: int) -> list[tuple[Sample, int]]:
         return needs_of(samples, free_block_count, ahead_tokens=self.ahead_tokens, increment=self._increment)

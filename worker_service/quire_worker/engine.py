@@ -30,7 +30,7 @@ from quire.session import PoolSession, SessionLostError
 
 from quire_worker.cache import KVCache
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
-from quire_worker.execution.runner import Computed, Runner
+from quire_worker.execution.runner import Computed, Runner, Shortcut
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
 from quire_worker.outbox import Outbox
@@ -81,6 +81,7 @@ class Engine:
         telemetry: WorkerTelemetry,
         waiting_max: int,
         stream_interval_s: float = STREAM_INTERVAL_S,
+        shortcut: Shortcut | None = None,
         thread: ThreadPoolExecutor | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -100,7 +101,7 @@ class Engine:
         self._stopping = False
         self._asked: Asked | None = None
         self._sent_s = 0.0
-        self._runner = Runner(model, cache, clock)
+        self._runner = Runner(model, cache, clock, shortcut)
         self._passes = deque[Pass]()  # the one that is computed, and the one behind it
         self._outbox = Outbox(stream_interval_s, self._decoding_failed)
         self._intake = TokenIntake(

@@ -33,7 +33,7 @@ class WaitingQueue:
         return iter(sorted(self.in_any_order(), key=order_of))
 
     def in_any_order(self) -> Iterator[Sample]:
-        """Goes through everybody."""
+        """Goes through everybody, in no order."""
         for own in self._by_namespace.values():
             yield from own
 

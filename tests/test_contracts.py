@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (
     "client/quire",
     "allocator_service/quire_allocator",
+    "gateway_service/quire_gateway",
     "worker_service/quire_cpu",
     "worker_service/quire_kernels",
     "worker_service/quire_worker",

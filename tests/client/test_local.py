@@ -6,13 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 from quire import AllocatorClient, Client, _child, local
-from quire._serving import server as serving
 from quire.local import LocalStack, ServerFailedError, ServerProcess
 
 from tests.client.servers import allocator_process
@@ -127,6 +128,44 @@ def test_a_stack_whose_worker_dies_says_so(tmp_path: Path) -> None:
             stack.wait()
 
 
+def test_a_stack_whose_allocator_dies_starts_another_one_and_says_so(tmp_path: Path) -> None:
+    said: list[str] = []
+    with LocalStack(DEMO, worker_arguments=["--blocks", "64"], on_progress=said.append) as stack:
+        assert stack.allocator is not None
+        assert stack.worker is not None
+        address, first = stack.allocator_address, stack.allocator
+        waiting = threading.Thread(target=lambda: failures.append(raised_by(stack.wait)))
+        failures: list[Exception | None] = []
+        waiting.start()
+        with Client(stack.worker_address) as client, AllocatorClient(address) as allocator:
+            stream = client.stream("The for statement", max_tokens=800, ignore_eos=True)
+            next(stream)
+            first.process.kill()
+            assert sum(len(chunk.token_ids) for chunk in stream) > 700
+            deadline_s = time.monotonic() + 30
+            while len(said) < 5 and time.monotonic() < deadline_s:
+                time.sleep(0.05)
+            assert said[3:] == [
+                "quire_allocator was ended by signal 9; starting another one",
+                f"allocator serves on {address}",
+            ]
+            assert stack.allocator is not first
+            assert client.generate("The for", max_tokens=3).usage.output_token_count == 3
+            assert [pool.pool for pool in allocator.list_pools()] == ["default"]
+        stack.worker.process.kill()
+        waiting.join(30)
+        assert "quire_worker was ended by signal 9" in str(failures[0])
+    assert stack.allocator.process.returncode == 0
+
+
+def raised_by(call: Callable[[], None]) -> Exception | None:
+    try:
+        call()
+    except ServerFailedError as error:
+        return error
+    return None
+
+
 def test_a_stack_whose_worker_cannot_start_stops_the_allocator_again(tmp_path: Path) -> None:
     stack = LocalStack(tmp_path / "nothing")
     with pytest.raises(ServerFailedError, match="quire_worker ended with exit code 2"):
@@ -136,8 +175,8 @@ def test_a_stack_whose_worker_cannot_start_stops_the_allocator_again(tmp_path: P
 
 
 def test_nobody_is_killed_while_it_drains() -> None:
-    needed_s = serving.GRACE_S + 2.0  # for open calls, and for what comes after them
-    assert min(local.GRACE_S, _child.DRAIN_S) >= 2 * needed_s
+    needed_s = local.DRAIN_S + 2.0  # for open calls, and for what comes after them
+    assert min(local.GRACE_S, _child.KILL_S) >= 2 * needed_s
 
 
 @pytest.mark.parametrize("how", ["told to stop", "its parent ends"])

@@ -43,10 +43,12 @@ class WaitingService(worker_pb_grpc.WorkerServiceServicer):
 
 
 @asynccontextmanager
-async def serving(service: WaitingService, **options: Any) -> AsyncIterator[str]:
+async def serving(service: WaitingService, *, drain_s: float = 5.0, **options: Any) -> AsyncIterator[str]:
     parser = argparse.ArgumentParser()
     add_arguments(parser, listen="127.0.0.1:0", metrics="127.0.0.1:0")
-    server = Server(parser.parse_args([]), service_name="quire.v1.WorkerService", **options)
+    server = Server(
+        parser.parse_args(["--drain-timeout", str(drain_s)]), service_name="quire.v1.WorkerService", **options
+    )
     worker_pb_grpc.add_WorkerServiceServicer_to_server(service, server.grpc)
     await server.start(CollectorRegistry())
     await server.announce()
@@ -79,10 +81,9 @@ async def test_beyond_its_limit_the_transport_refuses_without_a_reason() -> None
         assert [(await anext(stream)).text for stream in streams] == ["a", "a"]
 
 
-async def test_a_server_stops_as_soon_as_its_calls_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire._serving.server.GRACE_S", 3_600.0)
+async def test_a_server_stops_as_soon_as_its_calls_have_ended() -> None:
     service = WaitingService()
-    async with serving(service) as address, AsyncClient(address) as client:
+    async with serving(service, drain_s=3_600.0) as address, AsyncClient(address) as client:
         stream = client.stream("p")
         await service.wait_for(1)
         await client.close()

@@ -33,7 +33,8 @@ _TLS_OPTIONS: Final = {
     "tls-key": "its private key",
     "tls-client-ca": "authorities of the callers: only certificates that they have signed are let in",
 }
-GRACE_S: Final = 5.0  # a supervisor that kills (quire.local, quire._child) waits longer
+DRAIN_S_MAX: Final = 86_400.0
+DRAIN_S: Final = 30.0  # a supervisor that kills has to wait longer; the local ones ask for 5 s
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str) -> None:
@@ -54,11 +55,25 @@ def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str)
         variable = f"QUIRE_SERVER_{option.removeprefix('tls-').replace('-', '_').upper()}"
         default = os.environ.get(variable) or None
         tls.add_argument(f"--{option}", metavar="FILE", default=default, help=f"{text} (default: ${variable})")
+    parser.add_argument(
+        "--drain-timeout",
+        type=_seconds,
+        metavar="SECONDS",
+        default=DRAIN_S,
+        help="for calls that are under way when it is told to stop (default: %(default)g)",
+    )
     parser.add_argument("--ready-file", help="write addresses and pid there, as JSON, once serving")
     parser.add_argument(
         "--log-format", choices=["auto", "json", "console"], default="auto", help="auto: console on a terminal"
     )
     parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
+
+
+def _seconds(text: str) -> float:
+    value = float(text)  # argparse says what is wrong with other texts
+    if not 0 <= value <= DRAIN_S_MAX:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to {DRAIN_S_MAX:g}")
+    return value
 
 
 def read_tls(options: argparse.Namespace) -> ServerTls | None:
@@ -169,8 +184,8 @@ class Server:
         await self._health.enter_graceful_shutdown()
 
     async def stop(self) -> None:
-        """Returns as soon as every call has ended, and ends those that still run after a grace of 5 s."""
-        await self.grpc.stop(grace=GRACE_S)
+        """Returns as soon as every call has ended, and ends those that still run after the drain's time."""
+        await self.grpc.stop(grace=self._options.drain_timeout)
         if self._metrics is not None:
             self._metrics.close()
         if self._socket_lock is not None:

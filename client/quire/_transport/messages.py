@@ -345,7 +345,7 @@ def _checked_id(request_id: str | None) -> str:
     """Returns the caller's id, which logs and headers have to carry, or a new one.
 
     Raises:
-        InvalidArgumentError: BAD_PARAMETER: it is too long, or has characters that they do not carry.
+        InvalidArgumentError: MALFORMED: it is too long, or has characters that they do not carry.
     """
     if request_id is None or request_id == "":
         return new_request_id()
@@ -354,7 +354,7 @@ def _checked_id(request_id: str | None) -> str:
         raise InvalidArgumentError(
             f"request_id {request_id[:80]!r} must have 1 to {REQUEST_ID_CHARACTERS_MAX} printable ASCII characters "
             "and no space: letters, digits, - and _ will do",
-            Reason.BAD_PARAMETER,
+            Reason.MALFORMED,
         )
     return request_id
 

@@ -95,7 +95,7 @@ class Body(BaseModel):
 
 
 class CompletionBody(Body):
-    """POST /v1/completions."""
+    """What POST /v1/completions takes."""
 
     prompt: Annotated[Prompts, PlainValidator(read_prompts), WithJsonSchema(_PROMPTS_SCHEMA)]
     max_tokens: Count | None = None
@@ -115,7 +115,7 @@ class Message(BaseModel):
 
 
 class ChatBody(Body):
-    """POST /v1/chat/completions."""
+    """What POST /v1/chat/completions takes."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Count | None = None

@@ -61,7 +61,7 @@ class GatewayCollector(Collector):
         self._fleet = fleet
 
     def collect(self) -> Iterator[Metric]:
-        """Yields every series."""
+        """Yields each family of `METRIC_NAMES`."""
         numbers = self._telemetry
         answers = CounterMetricFamily(
             "quire_gateway_requests", "Requests that were answered.", labels=("route", "code")

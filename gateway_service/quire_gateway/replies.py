@@ -38,7 +38,7 @@ class Taken(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """One choice, whole."""
+    """One choice, once it is whole."""
 
     text: str
     finish_reason: FinishReason | None
@@ -88,12 +88,11 @@ class _Form:
         return self._before + orjson.dumps(choice) + self._after
 
     def usage(self, taken: Taken) -> bytes:
-        """See `Form`."""
         return event({**self._piece_head, "choices": [], "usage": taken.as_json()})
 
 
 class CompletionForm(_Form):
-    """Answers of /v1/completions."""
+    """Has the shape of /v1/completions."""
 
     def __init__(self, request_id: str, created_s: int, model: str, *, with_usage: bool) -> None:
         super().__init__(
@@ -106,22 +105,19 @@ class CompletionForm(_Form):
         )
 
     def whole(self, answers: Sequence[Answer], taken: Taken) -> bytes:
-        """See `Form`."""
         return self._whole((_completion_choice(index, *answer) for index, answer in enumerate(answers)), taken)
 
     def opening(self, index: int) -> bytes:
-        """See `Form`."""
         return b""
 
     def piece(
         self, index: int, text: str, finish_reason: FinishReason | None, logprobs: Mapping[str, Any] | None
     ) -> bytes:
-        """See `Form`."""
         return self._event(_completion_choice(index, text, finish_reason, logprobs))
 
 
 class ChatForm(_Form):
-    """Answers of /v1/chat/completions."""
+    """Has the shape of /v1/chat/completions."""
 
     def __init__(self, request_id: str, created_s: int, model: str, *, with_usage: bool) -> None:
         super().__init__(
@@ -134,7 +130,6 @@ class ChatForm(_Form):
         )
 
     def whole(self, answers: Sequence[Answer], taken: Taken) -> bytes:
-        """See `Form`."""
         choices = (
             {
                 "index": index,
@@ -147,13 +142,11 @@ class ChatForm(_Form):
         return self._whole(choices, taken)
 
     def opening(self, index: int) -> bytes:
-        """See `Form`."""
         return self._event(_chat_choice(index, {"role": "assistant", "content": ""}, None, None))
 
     def piece(
         self, index: int, text: str, finish_reason: FinishReason | None, logprobs: Mapping[str, Any] | None
     ) -> bytes:
-        """See `Form`."""
         return self._event(_chat_choice(index, {"content": text} if text else {}, finish_reason, logprobs))
 
 

@@ -73,7 +73,7 @@ class Served(Response):
             log.info("caller left", request_id=self._call.request_id)
 
     async def _whole(self, send: Send) -> None:
-        """Gathers every choice."""
+        """Sends all choices in one answer."""
         count = self._call.ask.choice_count
         texts: list[list[str]] = [[] for _ in range(count * len(self._call.tokens))]
         reasons: list[FinishReason | None] = [None] * len(texts)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from quire import AllocatorClient, Client, _child, local
 from quire.local import LocalStack, ServerFailedError, ServerProcess
 
 from tests.client.servers import allocator_process
+from tests.e2e.stack import eventually
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
@@ -142,9 +145,7 @@ def test_a_stack_whose_allocator_dies_starts_another_one_and_says_so(tmp_path: P
             next(stream)
             first.process.kill()
             assert sum(len(chunk.token_ids) for chunk in stream) > 700
-            deadline_s = time.monotonic() + 30
-            while len(said) < 5 and time.monotonic() < deadline_s:
-                time.sleep(0.05)
+            eventually(lambda: client.status().allocator_connected and len(said) == 5, "another allocator serves")
             assert said[3:] == [
                 "quire_allocator was ended by signal 9; starting another one",
                 f"allocator serves on {address}",
@@ -202,14 +203,18 @@ def test_a_worker_with_an_open_stream_and_no_allocator_ends_by_itself(how: str) 
 
 def test_up_runs_until_it_is_told_to_stop() -> None:
     free = [f"--{name}=127.0.0.1:0" for name in ("allocator", "worker", "allocator-metrics", "worker-metrics")]
+    free.append("--gateway=127.0.0.1:0")
     command = [sys.executable, "-m", "quire.cli", "up", "--model", str(DEMO), *free, "--", "--blocks", "32"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     with process.stderr as lines:
         assert any(line.startswith("Serving.") for line in lines)
+        url = next(line.split()[-1] for line in lines if "curl" in line)
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            assert [model["id"] for model in json.load(answer)["data"]] == ["demo"]
         children = psutil.Process(process.pid).children()
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
         assert "quire: stopped" in lines.read()
-    assert len(children) == 2
+    assert len(children) == 3
     assert not any(server.is_running() for server in children)

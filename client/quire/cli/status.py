@@ -7,14 +7,14 @@ import sys
 import time
 from dataclasses import asdict
 from http import HTTPStatus
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.table import Table
 
 from quire._transport.address import split
-from quire._transport.channel import SyncLink
+from quire._transport.channel import LIVENESS, SyncLink
 from quire.cli import options, output
 from quire.client import AllocatorClient, Client
 from quire.errors import NotFoundError, UnavailableError
@@ -32,8 +32,14 @@ HEALTH_EXAMPLES = """Ask an allocator, a worker or a gateway whether it serves; 
 Examples:
 
     quire health 127.0.0.1:7070
+    quire health 127.0.0.1:7071 --live              (for liveness probes: also without an allocator)
+    quire health http://127.0.0.1:8000
     quire health unix:///run/quire/allocator.sock --timeout 2
 """
+
+
+READY: Final = (("server", ""), ("allocator", AllocatorClient.SERVICE), ("worker", Client.SERVICE))
+LIVE: Final = (("server", LIVENESS),)
 
 
 def register(app: typer.Typer) -> None:
@@ -66,23 +72,29 @@ def status(
 @options.connects
 def health(
     address: Annotated[
-        str, typer.Argument(help="host:port, unix:///path, or http://host:port of a gateway", show_default=False)
+        str,
+        typer.Argument(
+            help="host:port, unix:///path, or http://host:port of a gateway or of metrics", show_default=False
+        ),
     ],
     timeout: options.Timeout = 5.0,
     *,
+    live: Annotated[
+        bool, typer.Option("--live", help="Ask whether it is alive, instead of whether work is better sent elsewhere.")
+    ] = False,
     credentials: options.Credentials,
 ) -> None:
-    """Asks grpc.health.v1 for the server as a whole and for each service of Quire that it may have; of a gateway, its
-    /readyz."""
+    """Asks grpc.health.v1 for the server as a whole and for each service of Quire that it may have; over HTTP, /readyz
+    and /healthz."""
     if address.startswith("http://"):
-        _health_over_http(address, timeout)
+        _health_over_http(address, "/healthz" if live else "/readyz", timeout)
         return
     states = {}
     deadline = time.monotonic() + timeout
     link = SyncLink(address, credentials.token, credentials.tls, timeout)
     try:
         stub = health_pb2_grpc.HealthStub(link.channel)
-        for name, service in (("server", ""), ("allocator", AllocatorClient.SERVICE), ("worker", Client.SERVICE)):
+        for name, service in LIVE if live else READY:
             try:
                 request = health_pb2.HealthCheckRequest(service=service)
                 reply = link.call(stub.Check, request, max(deadline - time.monotonic(), 0.0))
@@ -96,17 +108,17 @@ def health(
         sys.exit(1)
 
 
-def _health_over_http(address: str, timeout: float) -> None:
+def _health_over_http(address: str, path: str, timeout: float) -> None:
     host, port = split(address.removeprefix("http://").rstrip("/"))
     connection = http.client.HTTPConnection(host, port, timeout=timeout)
     try:
-        connection.request("GET", "/readyz")
+        connection.request("GET", path)
         status = connection.getresponse().status
     except OSError as error:
         raise UnavailableError(f"no answer from {address}: {error}") from None
     finally:
         connection.close()
-    print("gateway=SERVING" if status == HTTPStatus.OK else f"gateway=NOT_SERVING ({status})")
+    print("server=SERVING" if status == HTTPStatus.OK else f"server=NOT_SERVING ({status})")
     if status != HTTPStatus.OK:
         sys.exit(1)
 

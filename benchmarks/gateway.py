@@ -1,7 +1,7 @@
 """What the gateway costs: tokens a second and the first token's p99, over HTTP, over gRPC, and from vLLM's server.
 
-All sides answer the same prompts with as many greedy tokens, from the same checkpoint in float32 with one thread of torch
-each, as streams: 1, 8 and 64 at a time. They stand beside each other and are measured in turn, in every round; a ratio
+All sides answer the same prompts with as many greedy tokens, as streams: 1, 8 and 64 at a time, from one checkpoint
+in float32 with one thread of torch each. They stand beside each other and are measured in turn, in every round; a ratio
 is the median of the rounds' ratios. Prompts are tokens, new in every round, so that nothing is found in a cache. The
 HTTP client reads raw events (`gateway_sides/http_load.py`), the gRPC client is Quire's own; both run in this process.
 

@@ -74,6 +74,14 @@ def test_no_module_of_the_gateway_imports_a_model_library() -> None:
     assert not imported_by("import " + ", ".join(modules)) & HEAVY
 
 
+def test_the_help_of_the_worker_does_not_wait_for_a_model_library() -> None:
+    assert not imported_by("import quire_worker.options") & HEAVY
+    statement = "from quire.cli.app import app\ntry: app(['worker', '--help'])\nexcept SystemExit: pass"
+    loaded = imported_by(statement)
+    assert "argparse" in loaded
+    assert not loaded & HEAVY
+
+
 def test_the_core_uses_the_standard_library_and_arrays_where_readers_count_blocks() -> None:
     """`.importlinter` says what the core must not import; this says that there is nothing else."""
     foreign = {

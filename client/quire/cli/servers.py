@@ -7,7 +7,7 @@ import importlib.util
 import os
 import signal
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -127,6 +127,8 @@ def worker(context: typer.Context) -> None:
     """Hands over to `quire_worker.server.main`."""
     # Before torch is loaded: its threads sleep between two forward passes instead of spinning on the server's cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Help and wrong options are answered before torch is loaded, which takes seconds.
+    _imported("quire_worker", "options").parse_arguments(context.args)
     _hand_over("quire_worker", context.args)
 
 
@@ -136,12 +138,20 @@ def gateway(context: typer.Context) -> None:
 
 
 def _hand_over(package: str, arguments: list[str]) -> None:
+    _imported(package, "server").main(arguments)
+
+
+def _imported(package: str, name: str) -> Any:
+    """Imports a module of a server.
+
+    Raises:
+        UsageError: a package that it needs is not installed.
+    """
     try:
-        server = importlib.import_module(f"{package}.server")
+        return importlib.import_module(f"{package}.{name}")
     except ModuleNotFoundError as error:
         extra = package.removeprefix("quire_")
         raise UsageError(f"the package {error.name!r} is missing: pip install 'quire-kv[{extra}]'") from None
-    server.main(arguments)
 
 
 def _usage(stack: LocalStack) -> str:

@@ -65,7 +65,7 @@ class Measured:
 
 
 def grpc_side(client: AsyncClient) -> Complete:
-    """Answers over gRPC."""
+    """Answers over gRPC, by the client."""
 
     async def complete(prompt: list[int], output_tokens: int) -> Answered:
         started = time.perf_counter()

@@ -14,7 +14,7 @@ END = b"data: [DONE]"
 
 
 class Answered(NamedTuple):
-    """One streamed completion."""
+    """One completion, once it is whole."""
 
     first_token_s: float
     output_tokens: int
@@ -68,7 +68,7 @@ class HttpCaller:
         return Answered(first_token_s, output_tokens)
 
     async def close(self) -> None:
-        """Ends the connection."""
+        """Ends the connection to the server."""
         if self._streams is not None:
             self._streams[1].close()
             await self._streams[1].wait_closed()

@@ -91,7 +91,7 @@ class _Form:
         return event({**self._piece_head, "choices": [], "usage": taken.as_json()})
 
 
-class CompletionForm(_Form):
+class CompletionForm(_Form, Form):
     """Has the shape of /v1/completions."""
 
     def __init__(self, request_id: str, created_s: int, model: str, *, with_usage: bool) -> None:
@@ -116,7 +116,7 @@ class CompletionForm(_Form):
         return self._event(_completion_choice(index, text, finish_reason, logprobs))
 
 
-class ChatForm(_Form):
+class ChatForm(_Form, Form):
     """Has the shape of /v1/chat/completions."""
 
     def __init__(self, request_id: str, created_s: int, model: str, *, with_usage: bool) -> None:

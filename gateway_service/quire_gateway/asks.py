@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
-from quire.types import SamplingOptions
+from quire.sampling import SamplingOptions
 
 from quire_gateway.bodies import Body, ChatBody, CompletionBody, Message
 from quire_gateway.failures import invalid, unsupported
@@ -30,12 +30,13 @@ _SAME_NAME: Final[Mapping[str, tuple[Any, ...]]] = {
     "priority": (0,),
     "best_of": (1,),
     "echo": (False,),
-    "allowed_token_ids": (),
-    "prompt_logprobs": (),
+    "allowed_token_ids": ([],),
 }
 # What no worker does, and values of them that change nothing.
 _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "suffix": ("",),
+    "logprobs": (False,),
+    "prompt_logprobs": (),
     "tool_choice": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),

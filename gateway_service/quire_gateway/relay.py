@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, cast
 
 import grpc
 from quire.errors import QuireError
-from quire.types import Chunk, SamplingOptions
+from quire.sampling import Chunk, SamplingOptions
 
 from quire_gateway.asks import Ask, Chat, Prompt
 from quire_gateway.failures import ApiError, of_quire

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 import orjson
-from quire.types import FinishReason, Usage
+from quire.sampling import FinishReason, Usage
 
 DONE: Final = b"data: [DONE]\n\n"
 _FINISH_REASONS: Final = {None: None, FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}

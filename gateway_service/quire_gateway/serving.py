@@ -10,7 +10,7 @@ from typing import Final
 
 import orjson
 import structlog
-from quire.types import Chunk, FinishReason
+from quire.sampling import Chunk, FinishReason
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 

@@ -79,7 +79,8 @@ def admit(
     for sample in waiting:
         if tokens == 0 or digest_bytes < DIGEST_BYTES:
             break
-        digests = sample.digests(block_size, 0, (len(sample.tokens) - 1) // block_size)
+        end = 0 if sample.is_scored else (len(sample.tokens) - 1) // block_size  # a hit would not be computed
+        digests = sample.digests(block_size, 0, end)
         if not being_computed.isdisjoint(digests):
             continue
         shared = _held_count(digests, running, block_size)
@@ -126,4 +127,4 @@ def _held_count(digests: Sequence[bytes], running: Sequence[Sample], block_size:
 def _places(sample: Sample) -> int:
     """Counts the samples that will run because of this one: the first brings all forks of its request."""
     is_first = sample.index == 0 and sample.output_token_count == 0
-    return int(sample.request.sampling.n) if is_first else 1
+    return len(sample.request.samples) if is_first else 1

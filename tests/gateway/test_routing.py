@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from quire import Client
+from quire import AllocatorClient, Client
 from quire.local import LocalStack, ServerProcess
 from quire_gateway.routing import SLACK, SLACK_SHARE, Standing, best
 
@@ -51,8 +51,11 @@ def test_a_prompt_goes_where_its_prefix_is(tmp_path: Path) -> None:
         arguments = ["--model", str(DEMO), *allocator, "--listen", "127.0.0.1:0", "--blocks", "256", "--pool", "second"]
         with server("quire_worker", *arguments, folder=tmp_path / "worker") as second:
             workers = ["--worker", stack.worker_address, "--worker", second.address]
-            with gateway(tmp_path / "gateway", *workers, *allocator) as served, Client(second.address) as direct:
+            with Client(second.address) as direct:
                 direct.generate(PREFIX * 4, max_tokens=1)
+            with AllocatorClient(stack.allocator_address) as pools:
+                eventually(lambda: pools.get_pool("second").cached_block_count >= 5, "the prefix is published")
+            with gateway(tmp_path / "gateway", *workers, *allocator) as served:
                 ai = client(served)
                 watched = "quire_gateway_worker_watched"
                 eventually(lambda: of_worker(served, watched, second.address) == 1, "its pool is known")

@@ -74,7 +74,7 @@ proto: $(READY) ## generate client/quire/v1 from protos/
 	PYTHON=$(BIN)/python scripts/generate_protos.sh
 
 bench: $(COMPILED)/.ready ## measure text per second, the allocator's operations, its sessions, attention, and a model's forward passes
-	$(BIN)/python benchmarks/end_to_end.py
+	$(BIN)/python benchmarks/serving.py
 	PYTHONPATH=$(COMPILED) $(BIN)/python benchmarks/allocator.py
 	PYTHONPATH=$(COMPILED) $(BIN)/python benchmarks/session.py
 	PYTHONPATH=$(COMPILED) $(BIN)/python benchmarks/remote.py

@@ -115,7 +115,7 @@ class Runner:
         parts, awaiting, places, place = [], [], [], 0
         for item in batch.work:
             tokens = item.sample.tokens[item.start : item.end]
-            part = Part(item.sample, item.start, tokens or [0], [table[:] for table in item.sample.tables])
+            part = Part(item.sample, item.start, tokens or [0], _tables_of(item.sample))
             parts.append(part)
             if not tokens:
                 awaiting.append(part)
@@ -310,6 +310,11 @@ class _Run:
     def _fail(self, samples: Iterable[Sample], failure: Failure) -> None:
         for failed in samples:
             self.failures.setdefault(failed.request, failure)
+
+
+def _tables_of(sample: Sample) -> list[array[int]]:
+    """Returns a sample's tables as they are now, of each group; those of states have one entry, the running block."""
+    return [*(table[:] for table in sample.tables), *(array("I", [block]) for block in sample.states)]
 
 
 def _halves(items: Sequence[ItemT]) -> tuple[Sequence[ItemT], Sequence[ItemT]] | None:

@@ -343,9 +343,7 @@ class KVCache:
         self.kinds = tuple(kinds)
         slices = {layer.layer: parts for layer, parts in spec.plan.slices().items() if layer.kind is GroupKind.STATE}
         first = state_groups(spec.plan).start
-        self.states = {
-            layer: LayerState(tensors, slices[layer], self.buffers, first) for layer, tensors in spec.states
-        }
+        self.states = {layer: LayerState(tensors, slices[layer], self.buffers, first) for layer, tensors in spec.states}
 
     def _bind(self, place: Place, kind: int) -> LayerCache:
         elements = self.buffers[place.buffer].view(place.pages.dtype).flatten()

@@ -1,8 +1,8 @@
 """Recurrent states in pages: where the bytes of a layer's state lie, and how they are read and written.
 
 A state is what a recurrent layer remembers of a whole sequence, whatever its length: some tensors of fixed shapes, each
-of its own dtype. They lie end to end, the widest elements first, and the layout planner cuts their bytes where pages end
-(docs/layout.md). Each page of that run is a group of its own, so a sequence has one block of every such group: its
+of its own dtype. They lie end to end, the widest elements first, and the layout planner cuts their bytes where pages
+end (docs/layout.md). Each page of that run is a group of its own, so a sequence has one block of every such group: its
 running blocks.
 
     state of one layer         recurrent  [heads, head_dim, state]  float32  |  conv  [channels, kernel]  bfloat16
@@ -29,7 +29,7 @@ class StateKey(NamedTuple):
     """Which of the tensors of a layer: what models call it, and its number among those of that name."""
 
     name: str  # "conv" or "recurrent"
-    index: int
+    number: int
 
 
 class StateTensor(NamedTuple):
@@ -47,7 +47,7 @@ class StateTensor(NamedTuple):
     @property
     def label(self) -> str:
         """Describes it in a word, for digests and people."""
-        number = self.key.index or ""
+        number = self.key.number or ""
         shape = "x".join(map(str, self.shape))
         return f"{self.key.name}{number}:{str(self.dtype).removeprefix('torch.')}[{shape}]"
 

@@ -71,7 +71,13 @@ def plan_layout(
 
     def rank(layout: Layout) -> tuple[float, ...]:
         excess = max(layout.group_count - group_count_max, 0)
-        return (even_pages and not layout.has_even_pages, excess, _comparable(prices.layout(layout).total), layout.group_count, layout.page_bytes)
+        return (
+            even_pages and not layout.has_even_pages,
+            excess,
+            _comparable(prices.layout(layout).total),
+            layout.group_count,
+            layout.page_bytes,
+        )
 
     return _with_checkpoints(min(_candidates(own, sizes, prices), key=rank), block_size, checkpoint_tokens)
 

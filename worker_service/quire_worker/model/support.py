@@ -61,7 +61,8 @@ def layers_of(config: Any, *, block_size: int) -> tuple[LayerSpec, ...]:
         raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: {error}") from error
     if all(layer.kind is GroupKind.STATE for layer in layers):
         raise UnsupportedModelError(
-            f"model type {config.model_type!r} cannot be served: all of its layers keep recurrent states, and none attends"
+            f"model type {config.model_type!r} cannot be served: all of its layers keep recurrent states, and none"
+            " attends"
         )
     for layer in layers:
         if layer.kind is not GroupKind.CHUNKED_LOCAL:
@@ -79,12 +80,18 @@ def layers_of(config: Any, *, block_size: int) -> tuple[LayerSpec, ...]:
     return layers
 
 
-def check_heads(config: Any, rank_count: int) -> None:
-    """Refuses more ranks than a model has heads for, or a number that these do not divide by.
+def check_ranks(config: Any, rank_count: int) -> None:
+    """Refuses several ranks where layers keep recurrent states, more of them than a model has heads for, or a number
+    that these do not divide by.
 
     Raises:
-        UnsupportedModelError: says how many heads there are.
+        UnsupportedModelError: says why, and how many heads there are.
     """
+    if rank_count > 1 and any(layer.kind is GroupKind.STATE for layer in layers_of(config, block_size=1)):
+        raise UnsupportedModelError(
+            f"model type {config.model_type!r} cannot be served by {rank_count} ranks: its layers keep recurrent"
+            " states, which are not divided; --tensor-parallel may be 1"
+        )
     head_count = getattr(config.get_text_config(), "num_attention_heads", None)
     if isinstance(head_count, int) and head_count % rank_count:
         counts = ", ".join(str(count) for count in range(2, head_count + 1) if head_count % count == 0)
@@ -147,7 +154,8 @@ def states_as_they_arrive(
     unlike = sorted({layer.layer for layer in layers if layer.kind is GroupKind.STATE} ^ arrivals.keys())
     if unlike:
         raise UnsupportedModelError(
-            f"model type {model_type!r} cannot be served: layers {unlike} keep other states than its configuration tells"
+            f"model type {model_type!r} cannot be served: layers {unlike} keep other states than its configuration"
+            " tells"
         )
     states = tuple((layer, in_order(tensors)) for layer, tensors in sorted(arrivals.items()))
     sizes = {layer: sum(tensor.byte_count for tensor in tensors) for layer, tensors in states}

@@ -48,7 +48,7 @@ def jamba(mixer: Any, hidden_states: torch.Tensor, cache_params: SegmentView, **
         outputs.append((state.to(dtype) @ c[:, token, :, None])[..., 0])
     cache_params.update_recurrent_state(state, layer)
     scanned = (torch.stack(outputs, dim=-1) + inner * mixer.D.float()[:, None]) * functional.silu(gate)
-    return mixer.out_proj(scanned.transpose(1, 2).to(dtype))  # type: ignore[no-any-return]
+    return mixer.out_proj(scanned.transpose(1, 2).to(dtype))
 
 
 # By the name of the mixer's class.

@@ -105,7 +105,7 @@ def _wrap(mixer: torch.nn.Module) -> None:
             view.finish()
         return _joined(states.segments, results)
 
-    mixer.forward = forward  # type: ignore[method-assign]
+    mixer.forward = forward
 
 
 def _states_in(values: list[Any]) -> States | None:

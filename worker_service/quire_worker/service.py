@@ -20,20 +20,14 @@ from quire.v1 import worker_pb2_grpc as pb_grpc
 from quire_worker.engine import Engine
 from quire_worker.execution.failures import TOKENIZER
 from quire_worker.execution.sizing import PoolMemory, largest_shape
+from quire_worker.messages import response_of, sampling_of
 from quire_worker.model.tokenizer import TokenizerError
-from quire_worker.sampler import MAX_TOKENS_DEFAULT, SamplingParams
-from quire_worker.scheduling.request import Delivery, FinishReason, Request
+from quire_worker.scheduling.request import Request
 
 log = structlog.get_logger()
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 
 TEXT_BYTES_MAX = 1 << 20
-
-_FINISH_REASONS = {
-    None: pb.FINISH_REASON_UNSPECIFIED,
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-}
 
 
 class WorkerService(pb_grpc.WorkerServiceServicer):
@@ -141,21 +135,33 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         _require(len(request.namespace.encode()) <= NAMESPACE_BYTES_MAX, "namespace must be at most 128 bytes")
         if not permissions.may_use(request.namespace):
             raise QuireError.of(Reason.NAMESPACE_FORBIDDEN, "the certificate does not permit this namespace")
-        sampling = _sampling(request.sampling)
+        sampling = sampling_of(request.sampling, self._engine.model.vocab_size)
         request_id = request.request_id or uuid.uuid4().hex
         prompt = await self._tokens(request, request_id)
         self._check_prompt(prompt)
+        echo = await self._echo(request, request_id, prompt) if sampling.echo else ""
         self._check_serving()  # also after the tokenizer's time
         return self._engine.submit(
             request_id=request_id,
             prompt=prompt,
             sampling=sampling,
             namespace=request.namespace,
+            echo=echo,
         )
 
     def _check_serving(self) -> None:
         if self.draining:
             raise QuireError.of(Reason.DRAINING, "the worker is shutting down")
+
+    async def _echo(self, request: pb.GenerateRequest, request_id: str, prompt: list[int]) -> str:
+        """Returns the prompt's text, which is what came where text came."""
+        if request.WhichOneof("prompt") == "text":
+            return request.text
+        try:
+            return await asyncio.to_thread(self._engine.tokenizer.decode, prompt)
+        except TokenizerError as error:
+            log.warning("decoding failed", error=str(error))
+            raise self._engine.failed(request_id, TOKENIZER) from None
 
     async def _tokens(self, request: pb.GenerateRequest, request_id: str) -> list[int]:
         kind = request.WhichOneof("prompt")
@@ -189,7 +195,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             delivery = await running.deliveries.get()
             if isinstance(delivery, QuireError):
                 raise delivery
-            yield _response(running, delivery)
+            yield response_of(running, delivery)
             if delivery.is_last:
                 return
 
@@ -197,48 +203,3 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise QuireError.of(Reason.MALFORMED, message)
-
-
-def _sampling(message: pb.SamplingParams) -> SamplingParams:
-    """Returns sampling parameters with their defaults.
-
-    Raises:
-        QuireError: BAD_PARAMETER, naming the field.
-    """
-    params = SamplingParams(
-        max_tokens=message.max_tokens or MAX_TOKENS_DEFAULT,
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p or 1.0,
-        seed=message.seed if message.HasField("seed") else None,
-        n=message.n or 1,
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-    )
-    try:
-        params.validate()
-    except ValueError as error:
-        raise QuireError.of(Reason.BAD_PARAMETER, str(error)) from None
-    return params
-
-
-def _response(running: Request, delivery: Delivery) -> pb.GenerateResponse:
-    response = pb.GenerateResponse(
-        sample=delivery.sample,
-        token_ids=delivery.token_ids,
-        text=delivery.text,
-        finish_reason=_FINISH_REASONS[delivery.finish_reason],
-    )
-    if delivery.is_last:
-        usage = running.usage
-        response.usage.CopyFrom(
-            pb.Usage(
-                prompt_token_count=len(running.prompt),
-                cached_token_count=usage.cached_token_count,
-                output_token_count=usage.output_token_count,
-                granted_block_count=usage.granted_block_count,
-                unshared_block_count=usage.unshared_block_count,
-                preemption_count=usage.preemption_count,
-            )
-        )
-    return response

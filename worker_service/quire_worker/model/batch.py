@@ -42,6 +42,7 @@ class Chunk:
             ones are ignored, and so are those before the windows of all its tokens. Of a group of states, the first
             is its running block.
         needs_logits: whether the logits after the last token are wanted.
+        is_scored: whether those after each of its tokens are.
         begun_with: tokens that the request began with; see `scheduling.rotation`.
     """
 
@@ -50,11 +51,12 @@ class Chunk:
     block_tables: Sequence[Table]
     needs_logits: bool
     begun_with: int = 0
+    is_scored: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardBatch:
-    """One forward pass. Row i of its logits belongs to the i-th chunk that asked for them."""
+    """One forward pass. The rows of its logits are in the order of the chunks that asked for them."""
 
     input_ids: torch.Tensor  # int64 [1, tokens]
     position_ids: torch.Tensor  # int64 [1, tokens]
@@ -110,7 +112,6 @@ def build_batch(
     ends = np.cumsum(query_lengths)
     positions = np.arange(ends[-1]) + np.repeat(starts - (ends - query_lengths), query_lengths)
     tokens = np.concatenate([np.asarray(chunk.tokens, dtype=np.int64) for chunk in chunks])
-    wanted = np.array([chunk.needs_logits for chunk in chunks])
     begun_with = np.array([chunk.begun_with for chunk in chunks], dtype=np.int64)
 
     spans: dict[GroupSpec, _Spans] = {}
@@ -131,7 +132,7 @@ def build_batch(
     return ForwardBatch(
         input_ids=on_device(tokens).unsqueeze(0),
         position_ids=on_device(positions).unsqueeze(0),
-        logits_index=on_device(ends[wanted] - 1),
+        logits_index=on_device(_wanted(chunks, ends)),
         lengths=torch.from_numpy(np.maximum(positions + 1, np.repeat(begun_with, query_lengths))),
         attention=tuple(attention),
         spans=torch.from_numpy(np.stack((starts, query_lengths))),
@@ -149,6 +150,14 @@ def _state_blocks(states: list[list[int]], chunk_count: int) -> np.ndarray:
     if len(np.unique(blocks)) != blocks.size:
         raise ValueError("two sequences of a forward pass would write to one running block")
     return blocks
+
+
+def _wanted(chunks: Sequence[Chunk], ends: np.ndarray) -> np.ndarray:
+    """Returns the places in the flat batch after which logits are wanted."""
+    if not any(chunk.is_scored for chunk in chunks):
+        return ends[np.array([chunk.needs_logits for chunk in chunks])] - 1
+    counts = [len(chunk.tokens) if chunk.is_scored else int(chunk.needs_logits) for chunk in chunks]
+    return np.concatenate([np.arange(end - count, end) for end, count in zip(ends.tolist(), counts, strict=True)])
 
 
 def _check(number: int, chunk: Chunk, groups: Sequence[GroupSpec]) -> None:

@@ -26,21 +26,29 @@ from typing import Any
 import structlog
 import torch
 from quire.types import GroupKind
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 from quire_worker.attention import CpuPagedAttention, PagedAttention, backend_for
 from quire_worker.cache import NAN_BYTE, CacheSpec, KVCache
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
-from quire_worker.model.checkpoint import UnsupportedModelError, fingerprint, weight_files
+from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError, fingerprint, weight_files
 from quire_worker.model.kv_scales import read_scales
+from quire_worker.model.latent import keep_latents
 from quire_worker.model.own_logits import check_texts, own_logits_of
-from quire_worker.model.reading import loader_of, read_config, read_weights
 from quire_worker.model.rewrites.rewriter import TOLERANCE, rewrite
 from quire_worker.model.rotary import TokenLengths, longest_of, rotate_by_length, rotation_of
 from quire_worker.model.splitting.splitter import split_over_ranks
 from quire_worker.model.states.mixers import wrap_mixers
 from quire_worker.model.states.passes import StatePass
 from quire_worker.model.support import check_ranks, layers_as_they_arrive, layers_of, states_as_they_arrive
-from quire_worker.model.transformers_seam import PagedStep, ProbeStep, Step, run
+from quire_worker.model.transformers_seam import ATTENTION_NAME, PagedStep, ProbeStep, Step, run
+from quire_worker.model.weights import large_tensors_apart, read_weights
 from quire_worker.page_format import KV_CACHE_DTYPES, KV_LAYOUTS
 from quire_worker.ranks.crew import Crew
 from quire_worker.scheduling.rotation import Rotation
@@ -82,7 +90,7 @@ class PagedModel:
             cache: of this model's `cache_spec`; written in place.
 
         Returns:
-            float32 `[rows, vocabulary]`, one row per chunk that needs logits.
+            float32 `[rows, vocabulary]`, one row per chunk that needs logits, or for each token of one that is scored.
 
         Raises:
             UnsupportedModelError: the model uses an option of attention that its first batches did not.
@@ -95,6 +103,7 @@ class PagedModel:
         return PagedStep(plans, cache.layers, StatePass(cache.states, batch) if cache.states else None)
 
 
+@large_tensors_apart()
 def load_model(
     folder: Path | str,
     *,
@@ -132,12 +141,13 @@ def load_model(
         raise ValueError(f"format of pages {kv_cache_dtype!r}, {kv_layout!r}: known are {known}")
     attention = backend_for(device)
     model_fingerprint = fingerprint(folder)
-    config = read_config(folder)
-    loader, layers = loader_of(config), layers_of(config, block_size=block_size)
+    config = _read_config(folder)
+    loader, layers = _loader_of(config), layers_of(config, block_size=block_size)
     rotation = rotation_of(config.get_text_config())
     check_ranks(config, 1 if crew is None else crew.size)
     with_states = {layer.layer for layer in layers if layer.kind is GroupKind.STATE}
     module = read_weights(folder, loader, DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto"))
+    keep_latents(module, ATTENTION_NAME)
     wrap_mixers(module, with_states)
     max_position = longest_of(config.get_text_config())
     if max_position is None:
@@ -216,7 +226,28 @@ def check_rank_count(folder: Path | str, count: int) -> None:
         UnsupportedModelError: the model's heads do not divide by them.
     """
     weight_files(Path(folder))
-    check_ranks(read_config(Path(folder)), count)
+    check_ranks(_read_config(Path(folder)), count)
+
+
+def _read_config(folder: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises whatever its many kinds of configuration happen to raise
+        raise CheckpointError(f"config.json in {folder} cannot be used: {error}") from error
+
+
+def _loader_of(config: Any) -> Any:
+    """Chooses which of transformers' doors a model comes through. One that reads images, too, is served as the text
+    model that it has.
+
+    Raises:
+        UnsupportedModelError: none that leads to text.
+    """
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: it does not generate text")
 
 
 def _split(module: Any, max_position: int, crew: Crew) -> torch.Tensor:

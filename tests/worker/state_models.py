@@ -80,11 +80,34 @@ STATE_FAMILIES: dict[str, dict[str, Any]] = {
 
 # Other types with states, which are served because of what they are made of.
 FURTHER: dict[str, dict[str, Any]] = {
+    "KimiLinear": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "linear_num_heads": 4,
+        "linear_head_dim": 12,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "num_key_value_heads": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "Lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]},
     "Lfm2Moe": _EXPERTS
     | {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1},
+    "Lfm3": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]},
+    "Qwen3_5": _GATED_DELTA,
     "OlmoHybrid": _GATED_DELTA | {"linear_num_key_heads": 4, "pad_token_id": 0},
 }
+
+
+def _classes(name: str) -> tuple[Any, Any]:
+    config_name = f"{name}TextConfig" if name == "Qwen3_5" else f"{name}Config"
+    return getattr(transformers, config_name), getattr(transformers, f"{name}ForCausalLM")
 
 
 def write_with_states(name: str, folder: Path, **changes: Any) -> Path:
@@ -92,10 +115,11 @@ def write_with_states(name: str, folder: Path, **changes: Any) -> Path:
     shape = tiny_shape() | (STATE_FAMILIES | FURTHER)[name] | changes
     if "layers_block_type" in shape:  # which says how many there are
         del shape["num_hidden_layers"]
-    config = getattr(transformers, f"{name}Config")(**shape)
+    config_class, model_class = _classes(name)
+    config = config_class(**shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        model = model_class(config)
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("A_log"):
                 parameter.data.uniform_(-5.0, -1.0)

@@ -25,6 +25,9 @@ _MEANINGLESS_OPTIONS = frozenset({"position_ids", "cache_position"})
 # Whose chunks are known to begin at multiples of `attention_chunk_size`: nothing of them reaches attention.
 _CHUNKED_TYPES = frozenset({"llama4_text"})
 
+# Configuration entries that tell of a state beside keys and values.
+_STATE_ENTRIES = ("mamba_d_state", "ssm_state_size", "state_size", "linear_num_key_heads")
+
 # Model types that are made of something which no entry of their configuration tells.
 _UNLIKE_OTHERS = {
     "zamba": "its attention layers share one block of weights, under one layer index",
@@ -59,6 +62,9 @@ def layers_of(config: Any, *, block_size: int) -> tuple[LayerSpec, ...]:
         layers = read_config(text_config.to_dict()).layers
     except ConfigError as error:
         raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: {error}") from error
+    reason = _untold_state(text_config, layers)
+    if reason is not None:
+        raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: {reason}")
     if all(layer.kind is GroupKind.STATE for layer in layers):
         raise UnsupportedModelError(
             f"model type {config.model_type!r} cannot be served: all of its layers keep recurrent states, and none"
@@ -200,6 +206,15 @@ def refuse_unsupported_options(layer: str, options: Mapping[str, object]) -> Non
 
 def _encoder_decoder(config: Any) -> str | None:
     return "it is an encoder-decoder" if config.is_encoder_decoder else None
+
+
+def _untold_state(config: Any, layers: tuple[LayerSpec, ...]) -> str | None:
+    """Finds a state of which it is not said which layers keep it. (Granite 4 has such entries, and a list of layers all
+    of which attend.)"""
+    if getattr(config, "layer_types", None) or any(layer.kind is GroupKind.STATE for layer in layers):
+        return None
+    name = next((name for name in _STATE_ENTRIES if getattr(config, name, None)), None)
+    return f"recurrent state ({name})" if name is not None else None
 
 
 def _shared_layers(config: Any) -> str | None:

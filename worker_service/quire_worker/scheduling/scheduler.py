@@ -342,9 +342,8 @@ class Scheduler:
         return needs_of(samples, free_block_count, ahead_tokens=self.ahead_tokens, increment=self._increment)
 
     def _given_back(self, block_count: int) -> dict[Sample, int]:
-        """Returns who gives back so many blocks that it holds ahead, and for how many tokens each keeps room. Who has
-        ended may have computed one token more than it kept, so that its state is none of the tokens that it commits:
-        with room behind them, no checkpoint is made of it."""
+        """Returns who gives back so many blocks that it holds ahead, and for how many tokens each keeps room. The state
+        of who has ended may be a token further than what it commits: with room behind, it is no checkpoint."""
         if block_count <= 0:
             return {}
         samples = self.roster.running + ([] if self.roster.has_states else self.roster.leaving)

@@ -41,7 +41,7 @@ class StateTensor(NamedTuple):
 
     @property
     def byte_count(self) -> int:
-        """Counts its bytes."""
+        """Counts the bytes of one sequence."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @property

@@ -60,7 +60,7 @@ class RecordingStep:
 
     @property
     def states(self) -> StatePass | StateProbe | None:
-        """Returns the other's."""
+        """Returns where the other step keeps states."""
         return self.inner.states
 
     def attend(

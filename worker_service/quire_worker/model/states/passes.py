@@ -51,7 +51,7 @@ class States(Protocol):
 
 
 class StatePass:
-    """Those in pages."""
+    """States that lie in pages."""
 
     def __init__(self, layers: Mapping[int, LayerState], batch: ForwardBatch) -> None:
         """Begins a pass over a batch that is on its device."""
@@ -77,10 +77,10 @@ class StatePass:
 
 
 class StateProbe:
-    """Those of a first pass, over sequences that begin: notes which tensors each layer keeps."""
+    """States of a first pass, over sequences that begin: notes which tensors each layer keeps."""
 
     def __init__(self, batch: ForwardBatch) -> None:
-        """Begins it."""
+        """Begins a pass that notes."""
         self.segments = segments_of(batch)
         self.arrivals: dict[int, dict[StateKey, StateTensor]] = {}
 
@@ -93,11 +93,11 @@ class StateProbe:
         self.arrivals.setdefault(layer, {})[key] = StateTensor(key, tuple(value.shape[1:]), value.dtype)
 
     def finish(self) -> None:
-        """Keeps nothing."""
+        """Ends the pass, of which nothing is kept."""
 
 
 def segments_of(batch: ForwardBatch) -> list[Segment]:
-    """Cuts a batch."""
+    """Cuts a batch into what goes through a mixer together."""
     device = batch.input_ids.device
     starts, lengths = batch.spans.tolist()
     segments, single, place = [], [], 0

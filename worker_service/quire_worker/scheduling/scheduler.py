@@ -78,8 +78,6 @@ class Scheduler:
         self._has_windows = any(group.kind is not GroupKind.FULL_ATTENTION for group in self.roster.groups)
         self._last_sequence_id = 0
         self._free_block_count: int | None = None
-        self.backfilled_count = 0  # samples that passed a head
-        self.backfill_victim_count = 0  # of these, preempted because others needed their blocks
         self._copies: list[Copy] = []  # to run before the next batch
 
     # -- one turn ------------------------------------------------------------------------------------------------------
@@ -98,7 +96,6 @@ class Scheduler:
             spare += self._take_back(plan, backfilled, -spare)
         chosen = self._choose(budget, spare, without=plan.victims)
         plan.victims += chosen.victims
-        self.backfill_victim_count += len(plan.victims)
         admitted = self._let_in(plan, chosen)
         left = [sample for sample in backfilled if sample not in plan.victims]
         _, taken_last = self._want(

@@ -22,7 +22,8 @@ PROMPTS = ["The for statement", "Return the", "A", "If the expression is true, "
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[LocalStack]:
-    with started() as running:
+    # Each token is a message of its own, so that what counts messages counts tokens.
+    with started("--stream-interval-ms", "0") as running:
         yield running
 
 
@@ -124,11 +125,11 @@ def test_a_bad_request_fails_alone_with_a_clear_reason(
     worker: Client, prompt: str | list[int], options: dict[str, object], reason: Reason, text: str
 ) -> None:
     other = worker.stream("The with statement", max_tokens=20, ignore_eos=True)
-    next(other)
+    first = next(other)
     with pytest.raises(InvalidArgumentError, match=text) as caught:
         worker.generate(prompt, **options)  # type: ignore[arg-type]
     assert caught.value.reason is reason
-    assert sum(len(chunk.token_ids) for chunk in other) == 19
+    assert sum(len(chunk.token_ids) for chunk in (first, *other)) == 20
 
 
 def test_a_prompt_longer_than_the_pool_fails_and_one_that_just_fits_does_not() -> None:
@@ -140,6 +141,26 @@ def test_a_prompt_longer_than_the_pool_fails_and_one_that_just_fits_does_not() -
         grown = client.generate([5] * 60, max_tokens=99, ignore_eos=True, n=2)
         assert [len(sample.token_ids) for sample in grown.samples] == [4, 4]
         eventually(lambda: held_block_count(allocator) == 0, "every block is free")
+
+
+def test_32_identical_prompts_at_once_cost_one_prefill(worker: Client) -> None:
+    prompt = list(range(100, 420))  # 20 blocks, of which the last one's last token is computed by everybody
+    before = worker.status()
+    with ThreadPoolExecutor(32) as threads:
+        outputs = list(threads.map(lambda _: worker.generate(prompt, max_tokens=4, ignore_eos=True), range(32)))
+    after = worker.status()
+    assert len({output.samples[0].token_ids for output in outputs}) == 1
+    cached = sorted(output.usage.cached_token_count for output in outputs)
+    assert cached == [0] + [304] * 31
+    assert after.prompt_token_count - before.prompt_token_count == 32 * 320
+    assert after.cached_token_count - before.cached_token_count == 31 * 304
+
+
+def test_a_priority_out_of_range_is_refused_and_one_in_range_is_taken(worker: Client) -> None:
+    assert worker.generate("A", max_tokens=2, ignore_eos=True, priority=10).usage.output_token_count == 2
+    with pytest.raises(InvalidArgumentError, match="priority must be from -10 to 10") as caught:
+        worker.generate("A", max_tokens=2, priority=11)
+    assert caught.value.reason is Reason.BAD_PARAMETER
 
 
 def test_namespaces_do_not_share_prefixes(worker: Client) -> None:

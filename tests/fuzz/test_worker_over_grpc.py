@@ -30,6 +30,26 @@ RIGHT = pb.GenerateRequest(
     sampling=pb.SamplingParams(max_tokens=3, temperature=1.0, top_k=5, top_p=0.9, seed=1, n=2, stop_token_ids=[9]),
     namespace="tenant",
 )
+RIGHT_CHOICES = pb.GenerateRequest(
+    text="The for statement",
+    sampling=pb.SamplingParams(
+        max_tokens=3,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        logit_bias_token_ids=[5, 6],
+        logit_bias=[1.0, -1.0],
+        allowed_token_ids=range(100),
+        banned_token_ids=[7],
+        stop=["for", "in"],
+        min_tokens=1,
+        logprobs=2,
+        prompt_logprobs=1,
+        best_of=2,
+        echo=True,
+    ),
+)
 RIGHT_TEXT = pb.GenerateRequest(text="The for statement", sampling=pb.SamplingParams(max_tokens=2))
 FUZZED = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
@@ -66,7 +86,7 @@ def test_every_rpc_is_fuzzed() -> None:
 @given(chance=st.randoms(use_true_random=False))
 @FUZZED
 def test_a_malformed_request_is_refused_with_a_reason_or_served(scene: Scene, chance: random.Random) -> None:
-    malformer, right = Malformer(chance), chance.choice((RIGHT, RIGHT_TEXT))
+    malformer, right = Malformer(chance), chance.choice((RIGHT, RIGHT_TEXT, RIGHT_CHOICES))
     message = malformer.anything(pb.GenerateRequest) if chance.random() < 0.3 else malformer.changed(right)
     data = message.SerializeToString()
     if chance.random() < 0.4:

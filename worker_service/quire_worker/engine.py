@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -29,14 +29,16 @@ from quire.protocol.outcomes import StepOutcome
 from quire.session import PoolSession, SessionLostError
 
 from quire_worker.cache import KVCache
+from quire_worker.door import Door
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
-from quire_worker.execution.runner import Computed, Runner
+from quire_worker.execution.runner import Computed, Runner, Shortcut
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
 from quire_worker.outbox import Outbox
-from quire_worker.sampler import SamplingParams, new_generator
-from quire_worker.scheduling.plan import Batch, Draw, Plan, Work
-from quire_worker.scheduling.request import STREAM_INTERVAL_S, FinishReason, Request, Sample
+from quire_worker.samples import TokenIntake, begin_samples
+from quire_worker.sampling.params import SamplingParams
+from quire_worker.scheduling.plan import Batch, Plan, Work
+from quire_worker.scheduling.request import STREAM_INTERVAL_S, Request
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
 
@@ -80,6 +82,7 @@ class Engine:
         telemetry: WorkerTelemetry,
         waiting_max: int,
         stream_interval_s: float = STREAM_INTERVAL_S,
+        shortcut: Shortcut | None = None,
         thread: ThreadPoolExecutor | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -89,8 +92,8 @@ class Engine:
         self.session = session
         self.scheduler = scheduler
         self.telemetry = telemetry
-        self.waiting_max = waiting_max
         self._clock = clock
+        self._door = Door(scheduler.roster, telemetry, waiting_max=waiting_max, clock=clock)
         self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="model")
         self._wake = asyncio.Event()
         self._open: set[Request] = set()
@@ -99,9 +102,17 @@ class Engine:
         self._stopping = False
         self._asked: Asked | None = None
         self._sent_s = 0.0
-        self._runner = Runner(model, cache, clock)
+        self._runner = Runner(model, cache, clock, shortcut)
         self._passes = deque[Pass]()  # the one that is computed, and the one behind it
         self._outbox = Outbox(stream_interval_s, self._decoding_failed)
+        self._intake = TokenIntake(
+            scheduler,
+            self._outbox,
+            telemetry=telemetry,
+            clock=clock,
+            eos_token_ids=model.eos_token_ids,
+            on_failure=self._decoding_failed,
+        )
 
     async def run(self) -> None:
         """Takes turns as long as there is work, and waits for some otherwise, until `stop`.
@@ -128,6 +139,7 @@ class Engine:
         """Runs one turn: plan a pass and ask for what it needs, unless one is under way already; while it is computed,
         ask for what later ones need and put the next one behind it; then take its tokens."""
         started = self._clock()
+        self._door.end_hopeless(self._fail)
         if not self._passes and not await self._start():
             return
         self._ask_ahead(self._passes[0].work)
@@ -135,39 +147,54 @@ class Engine:
         computed = await self._passes.popleft().result
         self._end_failed(computed)
         self.scheduler.advance(computed.work)
-        self._take_tokens(computed.tokens)
+        for request, position, logprobs in computed.prompt_logprobs:
+            request.prompt_logprobs[position - 1 : position - 1 + len(logprobs)] = logprobs
+        self._intake.take(computed.tokens)
+        self._door.pace.observe(sum(work.token_count for work in computed.work), computed.seconds)
         self.telemetry.forward_s += computed.seconds
         self.telemetry.step_seconds.observe(self._clock() - started)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def submit(self, *, request_id: str, prompt: list[int], sampling: SamplingParams, namespace: str) -> Request:
+    def submit(
+        self,
+        *,
+        request_id: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        namespace: str,
+        echo: str = "",
+        priority: int = 0,
+        time_left_s: float | None = None,
+    ) -> Request:
         """Queues a valid request; its `deliveries` carry what comes of it. Every request is ended by `cancel`.
 
+        Args:
+            request_id: for logs.
+            prompt: tokens.
+            sampling: how it is continued.
+            namespace: inside which prefixes are shared.
+            echo: what each sample's text begins with.
+            priority: in its namespace.
+            time_left_s: to its caller's deadline, if there is one.
+
         Raises:
-            QuireError: QUEUE_FULL; ALLOCATOR_LOST, nobody grants blocks at present; DRAINING, it was stopped.
+            QuireError: QUEUE_FULL; DEADLINE, it cannot be done by then; ALLOCATOR_LOST, nobody grants blocks at
+                present; DRAINING, it was stopped.
         """
         if self._stopping:
             raise self._draining()
         if not self.session.connected:
             raise QuireError.of(Reason.ALLOCATOR_LOST, "the worker has no session with its allocator at present")
-        if len(self.scheduler.roster.waiting) >= self.waiting_max:
-            raise QuireError.of(Reason.QUEUE_FULL, f"{self.waiting_max} requests are waiting already")
+        self._door.check_room()
         self._request_count += 1
         root = root_digest(fingerprint=self.model.fingerprint, layout=self.cache.spec.layout, namespace=namespace)
         request = Request(self._request_count, request_id, prompt, sampling, namespace, root, self._clock())
-        request.rotation = self.model.rotation
-        request.samples = [
-            Sample(
-                request,
-                i,
-                list(prompt),
-                new_generator(sampling.seed, i),
-                self.tokenizer.new_stream(),
-                begun_with=len(prompt),
-            )
-            for i in range(sampling.n)
-        ]
+        request.rotation, request.priority = self.model.rotation, priority
+        if time_left_s is not None:
+            request.deadline_s = request.arrived_s + time_left_s
+        self._door.check_deadline(request)
+        begin_samples(request, self.model, self.tokenizer, echo=echo)
         self.scheduler.roster.add(request.samples[0])
         self._open.add(request)
         self._wake.set()
@@ -214,6 +241,7 @@ class Engine:
             return False
         plan, outcome = asked
         batch = self.scheduler.schedule(plan, outcome)
+        self._door.note_admitted(plan)
         self.telemetry.observe_blocks(outcome, self.scheduler.roster.running, self.cache.block_count)
         if batch.work:
             self._submit(batch)
@@ -298,6 +326,7 @@ class Engine:
         if outcome is None:
             return False
         self.scheduler.take_in(plan, outcome)
+        self._door.note_admitted(plan)
         self.telemetry.observe_blocks(outcome, self.scheduler.roster.running, self.cache.block_count)
         return True
 
@@ -353,29 +382,6 @@ class Engine:
         self.scheduler.roster.cancel(request)
         request.deliveries.put_nowait(error)
 
-    def _take_tokens(self, tokens: Sequence[tuple[Draw, int]]) -> None:
-        """Extends every sample by its token and notes that for its caller."""
-        for (drawn, parent), token in tokens:
-            if drawn.has_ended:  # cancelled while the model ran, or with the token before
-                continue
-            if drawn is not parent:
-                drawn.fork_from(parent)
-            self.scheduler.extend(drawn, token, is_stop=self._is_stop(drawn.request, token))
-            if drawn is not parent and not drawn.has_ended:
-                self.scheduler.roster.add_fork(drawn)
-            kept = [] if drawn.finish_reason is FinishReason.STOP else [token]
-            request = drawn.request
-            if request.first_token_s is None:
-                request.first_token_s = self._clock()
-                self.telemetry.observe_first_token(request, request.first_token_s - request.arrived_s)
-            self.telemetry.output_token_count += len(kept)
-            self._outbox.note(drawn, kept)
-
     def _decoding_failed(self, request: Request, error: TokenizerError) -> None:
         log.warning("decoding failed", error=str(error))
         self._fail(request, self.failed(request.request_id, TOKENIZER))
-
-    def _is_stop(self, request: Request, token: int) -> bool:
-        sampling: SamplingParams = request.sampling
-        ends = token in self.model.eos_token_ids and not sampling.ignore_eos
-        return ends or token in sampling.stop_token_ids

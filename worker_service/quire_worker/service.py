@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import uuid
-from collections.abc import AsyncIterator
-from typing import Any, TypeAlias
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeAlias, TypeVar
 
 import structlog
 from grpc import aio
@@ -20,20 +20,18 @@ from quire.v1 import worker_pb2_grpc as pb_grpc
 from quire_worker.engine import Engine
 from quire_worker.execution.failures import TOKENIZER
 from quire_worker.execution.sizing import PoolMemory, largest_shape
+from quire_worker.messages import response_of, sampling_of
+from quire_worker.model.conversation import ConversationError, read_conversation
 from quire_worker.model.tokenizer import TokenizerError
-from quire_worker.sampler import MAX_TOKENS_DEFAULT, SamplingParams
-from quire_worker.scheduling.request import Delivery, FinishReason, Request
+from quire_worker.scheduling.order import PRIORITY_MAX
+from quire_worker.scheduling.request import Request
 
 log = structlog.get_logger()
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 
-TEXT_BYTES_MAX = 1 << 20
+InputT = TypeVar("InputT")
 
-_FINISH_REASONS = {
-    None: pb.FINISH_REASON_UNSPECIFIED,
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-}
+TEXT_BYTES_MAX = 1 << 20
 
 
 class WorkerService(pb_grpc.WorkerServiceServicer):
@@ -62,7 +60,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         outcome = "rejected"
         running: Request | None = None
         try:
-            running = await self._submit(request, self._authorize(context))
+            running = await self._submit(request, self._authorize(context), context.time_remaining())
             outcome = "cancelled"
             async for response in self._responses(running):
                 yield response
@@ -76,6 +74,14 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             if running is not None:
                 self._engine.cancel(running)
             outcomes[outcome] += 1
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        """Answers with the tokens of a text or a conversation."""
+        try:
+            self._check_serving()
+            return pb.TokenizeResponse(token_ids=await self._tokenized(request))
+        except QuireError as error:
+            return await abort(context, error)
 
     def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         """Answers with a snapshot of the worker."""
@@ -135,38 +141,80 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
 
     # -- parts of Generate ---------------------------------------------------------------------------------------------
 
-    async def _submit(self, request: pb.GenerateRequest, permissions: Permissions) -> Request:
+    async def _submit(
+        self, request: pb.GenerateRequest, permissions: Permissions, time_left_s: float | None = None
+    ) -> Request:
         self._check_serving()
         _require(len(request.request_id) <= REQUEST_ID_CHARACTERS_MAX, "request_id must be at most 64 characters")
         _require(len(request.namespace.encode()) <= NAMESPACE_BYTES_MAX, "namespace must be at most 128 bytes")
+        if abs(request.priority) > PRIORITY_MAX:
+            message = f"priority must be from {-PRIORITY_MAX} to {PRIORITY_MAX}, not {request.priority}"
+            raise QuireError.of(Reason.BAD_PARAMETER, message)
         if not permissions.may_use(request.namespace):
             raise QuireError.of(Reason.NAMESPACE_FORBIDDEN, "the certificate does not permit this namespace")
-        sampling = _sampling(request.sampling)
+        sampling = sampling_of(request.sampling, self._engine.model.vocab_size)
         request_id = request.request_id or uuid.uuid4().hex
         prompt = await self._tokens(request, request_id)
         self._check_prompt(prompt)
+        echo = await self._echo(request, request_id, prompt) if sampling.echo else ""
         self._check_serving()  # also after the tokenizer's time
         return self._engine.submit(
             request_id=request_id,
             prompt=prompt,
             sampling=sampling,
             namespace=request.namespace,
+            echo=echo,
+            priority=request.priority,
+            time_left_s=time_left_s,
         )
 
     def _check_serving(self) -> None:
         if self.draining:
             raise QuireError.of(Reason.DRAINING, "the worker is shutting down")
 
+    async def _echo(self, request: pb.GenerateRequest, request_id: str, prompt: list[int]) -> str:
+        """Returns the prompt's text, which is what came where text came."""
+        if request.WhichOneof("prompt") == "text":
+            return request.text
+        try:
+            return await asyncio.to_thread(self._engine.tokenizer.decode, prompt)
+        except TokenizerError as error:
+            log.warning("decoding failed", error=str(error))
+            raise self._engine.failed(request_id, TOKENIZER) from None
+
     async def _tokens(self, request: pb.GenerateRequest, request_id: str) -> list[int]:
         kind = request.WhichOneof("prompt")
         _require(kind is not None, "prompt is missing: give text or tokens")
         if kind == "tokens":
             return list(request.tokens.ids)
-        if len(request.text.encode()) > TEXT_BYTES_MAX:
-            raise QuireError.of(Reason.TOO_LARGE, f"text must be at most {TEXT_BYTES_MAX} bytes")
-        # On another thread: a long text takes a while, and others are streaming.
+        return await self._encode(request_id, len(request.text.encode()), self._engine.tokenizer.encode, request.text)
+
+    async def _tokenized(self, request: pb.TokenizeRequest) -> list[int]:
+        kind = request.WhichOneof("input")
+        _require(kind is not None, "input is missing: give text or a conversation")
+        tokenizer, size = self._engine.tokenizer, request.ByteSize()
+        if kind == "text":
+            return await self._encode("", size, tokenizer.encode, request.text)
+        given = request.conversation
         try:
-            return await asyncio.to_thread(self._engine.tokenizer.encode, request.text)
+            conversation = read_conversation(
+                given.messages_json,
+                given.tools_json,
+                given.variables_json,
+                with_generation_prompt=not given.without_generation_prompt,
+            )
+            return await self._encode("", size, tokenizer.encode_conversation, conversation)
+        except ConversationError as error:
+            raise QuireError.of(Reason.BAD_PARAMETER, str(error)) from None
+
+    async def _encode(
+        self, request_id: str, byte_count: int, encode: Callable[[InputT], list[int]], given: InputT
+    ) -> list[int]:
+        """Encodes on another thread: a long text takes a while, and others are streaming."""
+        if byte_count > TEXT_BYTES_MAX:
+            raise QuireError.of(Reason.TOO_LARGE, f"text must be at most {TEXT_BYTES_MAX} bytes")
+        try:
+            return await asyncio.to_thread(encode, given)
         except TokenizerError as error:
             log.warning("encoding failed", error=str(error))
             raise self._engine.failed(request_id, TOKENIZER) from None
@@ -189,7 +237,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             delivery = await running.deliveries.get()
             if isinstance(delivery, QuireError):
                 raise delivery
-            yield _response(running, delivery)
+            yield response_of(running, delivery)
             if delivery.is_last:
                 return
 
@@ -197,48 +245,3 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise QuireError.of(Reason.MALFORMED, message)
-
-
-def _sampling(message: pb.SamplingParams) -> SamplingParams:
-    """Returns sampling parameters with their defaults.
-
-    Raises:
-        QuireError: BAD_PARAMETER, naming the field.
-    """
-    params = SamplingParams(
-        max_tokens=message.max_tokens or MAX_TOKENS_DEFAULT,
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p or 1.0,
-        seed=message.seed if message.HasField("seed") else None,
-        n=message.n or 1,
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-    )
-    try:
-        params.validate()
-    except ValueError as error:
-        raise QuireError.of(Reason.BAD_PARAMETER, str(error)) from None
-    return params
-
-
-def _response(running: Request, delivery: Delivery) -> pb.GenerateResponse:
-    response = pb.GenerateResponse(
-        sample=delivery.sample,
-        token_ids=delivery.token_ids,
-        text=delivery.text,
-        finish_reason=_FINISH_REASONS[delivery.finish_reason],
-    )
-    if delivery.is_last:
-        usage = running.usage
-        response.usage.CopyFrom(
-            pb.Usage(
-                prompt_token_count=len(running.prompt),
-                cached_token_count=usage.cached_token_count,
-                output_token_count=usage.output_token_count,
-                granted_block_count=usage.granted_block_count,
-                unshared_block_count=usage.unshared_block_count,
-                preemption_count=usage.preemption_count,
-            )
-        )
-    return response

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message
 
 from quire import types, views
-from quire.errors import InternalError, InvalidArgumentError, Reason, UnavailableError
+from quire.errors import InvalidArgumentError, Reason
 from quire.protocol.limits import REQUEST_ID_CHARACTERS_MAX
 from quire.protocol.outcomes import NULL_BLOCK, Copy, Result, Swap, Victim
 from quire.protocol.packing import unpack_uint32
@@ -24,90 +23,11 @@ MessageT = TypeVar("MessageT", bound=Message)
 # The worker
 
 
-def generate_request(
-    prompt: str | Sequence[int],
-    params: types.SamplingParams | None,
-    options: types.SamplingOptions,
-    namespace: str,
-    request_id: str | None,
-) -> worker_pb.GenerateRequest:
-    """Makes the message of a prompt and how to continue it; `options` override `params`.
-
-    Raises:
-        TypeError: an unknown option, or a value of the wrong type.
-        InvalidArgumentError: BAD_PARAMETER, a number that the message cannot carry.
-    """
-    request_id = _checked_id(request_id)
-    sampling = replace(params or types.SamplingParams(), **options)
-    for name in ("max_tokens", "n", "top_p"):  # 0 means "unset" on the wire, so that it would not be refused there
-        if getattr(sampling, name) == 0:
-            raise InvalidArgumentError(f"{name} must be above 0", Reason.BAD_PARAMETER, request_id)
-    request = worker_pb.GenerateRequest()
-    fields = {name: getattr(sampling, name) for name in types.SamplingOptions.__annotations__}
-    stop_token_ids = fields.pop("stop_token_ids")
-    if sampling.seed is None:
-        del fields["seed"]
-    _fill(request, request_id, namespace=namespace, request_id=request_id)
-    _fill(request.sampling, request_id, **fields)
-    _extend(request.sampling.stop_token_ids, "stop_token_ids", stop_token_ids, request_id)
-    if isinstance(prompt, str):
-        _fill(request, request_id, text=prompt)
-    elif isinstance(prompt, (bytes, bytearray)):
-        raise TypeError("prompt must be text or token ids, not bytes")
-    else:
-        request.tokens.SetInParent()
-        _extend(request.tokens.ids, "prompt", prompt, request_id)
-    return request
-
-
-def chunk(message: worker_pb.GenerateResponse) -> types.Chunk:
-    """Makes a part of one sample.
-
-    Raises:
-        InternalError: it ended for a reason that this version does not know.
-    """
-    if message.finish_reason not in worker_pb.FinishReason.values():
-        raise InternalError(f"the worker says that a sample ended for reason {message.finish_reason}")
-    return types.Chunk(
-        sample=message.sample,
-        token_ids=tuple(message.token_ids),
-        text=message.text,
-        finish_reason=types.FinishReason(message.finish_reason) if message.finish_reason else None,
-        usage=_usage(message.usage) if message.HasField("usage") else None,
-    )
-
-
-def gather(chunks: Iterable[types.Chunk], request_id: str) -> types.Generation:
-    """Gathers all chunks of a request as its result.
-
-    Raises:
-        UnavailableError: the stream ended before the request did.
-    """
-    token_ids: dict[int, list[int]] = {}
-    pieces: dict[int, list[str]] = {}
-    finished: dict[int, types.FinishReason] = {}
-    usage = None
-    for part in chunks:
-        token_ids.setdefault(part.sample, []).extend(part.token_ids)
-        pieces.setdefault(part.sample, []).append(part.text)
-        if part.finish_reason is not None:
-            finished[part.sample] = part.finish_reason
-        usage = part.usage or usage
-    if usage is None or len(finished) < len(pieces):
-        raise UnavailableError("the stream ended before the request was finished", None, request_id)
-    samples = tuple(types.Sample("".join(pieces[i]), tuple(token_ids[i]), finished[i]) for i in sorted(pieces))
-    return types.Generation(samples, usage, request_id)
-
-
 def worker_status(message: worker_pb.GetStatusResponse) -> types.WorkerStatus:
     """Returns a worker in a few numbers."""
-    device = types.DeviceMemory(**_values(message.memory.device)) if message.memory.HasField("device") else None
-    memory = types.PoolMemory(**{**_values(message.memory), "device": device})
-    return types.WorkerStatus(**{**_values(message), "memory": memory})
-
-
-def _usage(message: worker_pb.Usage) -> types.Usage:
-    return types.Usage(**_values(message))
+    device = types.DeviceMemory(**values_of(message.memory.device)) if message.memory.HasField("device") else None
+    memory = types.PoolMemory(**{**values_of(message.memory), "device": device})
+    return types.WorkerStatus(**{**values_of(message), "memory": memory})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -125,17 +45,17 @@ def pool_spec_message(spec: types.PoolSpec) -> pb.PoolSpec:
     for group in spec.groups:
         added = message.groups.add(kind=cast("pb.GroupKind.ValueType", int(group.kind)))
         sizes = {"block_size": group.block_size, "window": group.window, "checkpoints_max": group.checkpoints_max}
-        _fill(added, reason=Reason.MALFORMED, **sizes)
+        fill(added, reason=Reason.MALFORMED, **sizes)
     for quota in spec.quotas:
         limits = {"held_blocks_max": quota.held_blocks_max, "cached_blocks_max": quota.cached_blocks_max}
         given = {name: limit for name, limit in limits.items() if limit is not None}
-        _fill(message.quotas.add(namespace=quota.namespace), reason=Reason.MALFORMED, **given)
+        fill(message.quotas.add(namespace=quota.namespace), reason=Reason.MALFORMED, **given)
     counts = {
         "block_count": spec.block_count,
         "watermark_block_count": spec.watermark_block_count,
         "chunk_token_count_max": spec.chunk_token_count_max,
     }
-    return _fill(message, reason=Reason.MALFORMED, **counts)
+    return fill(message, reason=Reason.MALFORMED, **counts)
 
 
 def pool_spec(message: pb.PoolSpec) -> types.PoolSpec:
@@ -152,16 +72,16 @@ def pool_spec(message: pb.PoolSpec) -> types.PoolSpec:
         )
         for quota in message.quotas
     )
-    return types.PoolSpec(**{**_values(message), "groups": tuple(groups), "quotas": tuple(quotas)})
+    return types.PoolSpec(**{**values_of(message), "groups": tuple(groups), "quotas": tuple(quotas)})
 
 
 def pool_summary(message: pb.PoolSummary) -> views.PoolSummary:
     """Returns a pool in a few numbers."""
-    values = _values(message)
+    values = values_of(message)
     values.update(
         spec=pool_spec(message.spec),
         session_kind=views.SessionKind(message.session_kind),
-        groups=tuple(views.GroupUsage(**_values(group)) for group in message.groups),
+        groups=tuple(views.GroupUsage(**values_of(group)) for group in message.groups),
     )
     return views.PoolSummary(**values)
 
@@ -169,12 +89,12 @@ def pool_summary(message: pb.PoolSummary) -> views.PoolSummary:
 def pool_usage(message: pb.GetPoolResponse) -> views.PoolUsage:
     """Returns where the memory of a pool goes."""
     usage = message.usage
-    values = _values(usage)
+    values = values_of(usage)
     values.update(
         summary=pool_summary(message.summary),
-        namespaces=tuple(views.NamespaceUsage(**_values(use)) for use in usage.namespaces),
-        longest_prefixes=tuple(views.PrefixUsage(**_values(use)) for use in usage.longest_prefixes),
-        most_shared_prefixes=tuple(views.PrefixUsage(**_values(use)) for use in usage.most_shared_prefixes),
+        namespaces=tuple(views.NamespaceUsage(**values_of(use)) for use in usage.namespaces),
+        longest_prefixes=tuple(views.PrefixUsage(**values_of(use)) for use in usage.longest_prefixes),
+        most_shared_prefixes=tuple(views.PrefixUsage(**values_of(use)) for use in usage.most_shared_prefixes),
     )
     return views.PoolUsage(**values)
 
@@ -215,12 +135,12 @@ def match_request(digests: bytes | Iterable[bytes], namespace: str) -> pb.MatchP
 
 def prefix_matches(message: pb.MatchPrefixResponse) -> tuple[views.PrefixMatch, ...]:
     """Pools that match, best first."""
-    return tuple(views.PrefixMatch(**_values(match)) for match in message.matches)
+    return tuple(views.PrefixMatch(**values_of(match)) for match in message.matches)
 
 
 def watch_request(pool: str, session_id: bytes, cursor: int) -> pb.WatchEventsRequest:
     """Asks for the events of a pool."""
-    return _fill(pb.WatchEventsRequest(pool=pool, session_id=session_id), reason=Reason.MALFORMED, cursor=cursor)
+    return fill(pb.WatchEventsRequest(pool=pool, session_id=session_id), reason=Reason.MALFORMED, cursor=cursor)
 
 
 def _sequence(parts: Sequence[pb.SequenceInfo]) -> views.SequenceInfo:
@@ -249,7 +169,7 @@ def _tables(tables: Iterable[pb.BlockTable]) -> tuple[types.BlockTable, ...]:
 def open_request(pool: str, spec: types.PoolSpec, request_id: str | None) -> pb.OpenSessionRequest:
     """Asks for a pool."""
     request = _operation(pb.OpenSessionRequest(spec=pool_spec_message(spec)), request_id)
-    return _fill(request, request.request_id, reason=Reason.MALFORMED, pool=pool)
+    return fill(request, request.request_id, reason=Reason.MALFORMED, pool=pool)
 
 
 def allocate_request(
@@ -264,7 +184,7 @@ def allocate_request(
     """Asks for a new sequence."""
     request = pb.AllocateRequest(session_id=session_id, digests=concatenated(digests), namespace=namespace)
     request = _operation(request, request_id, **counts)
-    _extend(request.turn_ends, "turn_ends", turn_ends, request.request_id, Reason.MALFORMED)
+    extend(request.turn_ends, "turn_ends", turn_ends, request.request_id, Reason.MALFORMED)
     return request
 
 
@@ -341,11 +261,11 @@ def new_request_id() -> str:
     return uuid.uuid4().hex
 
 
-def _checked_id(request_id: str | None) -> str:
+def checked_id(request_id: str | None) -> str:
     """Returns the caller's id, which logs and headers have to carry, or a new one.
 
     Raises:
-        InvalidArgumentError: BAD_PARAMETER: it is too long, or has characters that they do not carry.
+        InvalidArgumentError: MALFORMED: it is too long, or has characters that they do not carry.
     """
     if request_id is None or request_id == "":
         return new_request_id()
@@ -354,20 +274,26 @@ def _checked_id(request_id: str | None) -> str:
         raise InvalidArgumentError(
             f"request_id {request_id[:80]!r} must have 1 to {REQUEST_ID_CHARACTERS_MAX} printable ASCII characters "
             "and no space: letters, digits, - and _ will do",
-            Reason.BAD_PARAMETER,
+            Reason.MALFORMED,
         )
     return request_id
 
 
 def _operation(message: MessageT, request_id: str | None, **values: int) -> MessageT:
     """Fills in what every operation has: a request id, a new one where the caller gave none, and numbers."""
-    request_id = _checked_id(request_id)
-    return _fill(message, request_id, reason=Reason.MALFORMED, request_id=request_id, **values)
+    request_id = checked_id(request_id)
+    return fill(message, request_id, reason=Reason.MALFORMED, request_id=request_id, **values)
 
 
-def _fill(
+def fill(
     _message: MessageT, _error_id: str | None = None, /, *, reason: Reason = Reason.BAD_PARAMETER, **values: Any
 ) -> MessageT:
+    """Sets fields of a message, and returns it.
+
+    Raises:
+        InvalidArgumentError: a field cannot carry its value; named, and with the id of the request.
+        TypeError: a value is of the wrong type.
+    """
     for name, value in values.items():
         try:
             setattr(_message, name, value)
@@ -376,14 +302,15 @@ def _fill(
     return _message
 
 
-def _values(message: Message) -> dict[str, Any]:
+def values_of(message: Message) -> dict[str, Any]:
     """Returns every field of a message, for a value whose attributes have the same names."""
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
-def _extend(
-    field: Any, name: str, values: Iterable[int], request_id: str, reason: Reason = Reason.BAD_PARAMETER
+def extend(
+    field: Any, name: str, values: Iterable[Any], request_id: str, reason: Reason = Reason.BAD_PARAMETER
 ) -> None:
+    """Adds values to a repeated field; raises what `fill` does."""
     try:
         field.extend(values)
     except ValueError as error:

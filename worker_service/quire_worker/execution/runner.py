@@ -19,24 +19,44 @@ this one is left out of the next.
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias
 
 import structlog
 import torch
 from quire.protocol.outcomes import Copy
 
 from quire_worker.cache import KVCache
-from quire_worker.execution.failures import NOT_FINITE, DeviceLostError, Failure, FailureKind, failure_of
-from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
+from quire_worker.execution.failures import NO_TOKEN_LEFT, NOT_FINITE, DeviceLostError, Failure, FailureKind, failure_of
+from quire_worker.execution.parts import (
+    Part,
+    PromptLogprobs,
+    halves,
+    layout_of,
+    rows_of,
+    scored,
+    tables_of,
+    token_halves,
+)
+from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
-from quire_worker.sampler import finite_rows, sample
+from quire_worker.sampling.choice import finite_rows
+from quire_worker.sampling.logprobs import TokenLogprobs
+from quire_worker.sampling.sampler import draw
 from quire_worker.scheduling.plan import Batch, Draw, Work
 from quire_worker.scheduling.request import Request, Sample
 
 log = structlog.get_logger()
-ItemT = TypeVar("ItemT")
+# Computes a batch in a shorter way than a forward pass does, or returns None where it has none for that batch.
+Shortcut: TypeAlias = Callable[[ForwardBatch], torch.Tensor | None]
+
+
+class Token(NamedTuple):
+    """A token that was drawn."""
+
+    draw: Draw
+    token_id: int
+    logprobs: TokenLogprobs | None
 
 
 class Computed(NamedTuple):
@@ -45,6 +65,7 @@ class Computed(NamedTuple):
     Attributes:
         work: what is in the pages now; nothing of a request that failed.
         tokens: one for each draw of the requests that did not.
+        prompt_logprobs: of parts of prompts, where they were asked for.
         failures: the others.
         lost_blocks: blocks that should have been copied to, and hold nothing of use.
         retry_count: passes that had to be computed in parts.
@@ -52,20 +73,12 @@ class Computed(NamedTuple):
     """
 
     work: list[Work]
-    tokens: list[tuple[Draw, int]]
+    tokens: list[Token]
+    prompt_logprobs: list[PromptLogprobs]
     failures: dict[Request, Failure]
     lost_blocks: dict[int, Failure]
     retry_count: int
     seconds: float
-
-
-class Part(NamedTuple):
-    """Tokens of one sample from position `start` on, in one pass, and its tables as they were when it was planned."""
-
-    sample: Sample
-    start: int
-    tokens: list[int]
-    tables: list[array[int]]
 
 
 class Before(NamedTuple):
@@ -99,10 +112,18 @@ class Prepared(NamedTuple):
 class Runner:
     """Computes the batches of one engine, each prepared while the one before it is computed."""
 
-    def __init__(self, model: PagedModel, cache: KVCache, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        model: PagedModel,
+        cache: KVCache,
+        clock: Callable[[], float] = time.perf_counter,
+        shortcut: Shortcut | None = None,
+    ) -> None:
+        """Takes what computes; `shortcut` is tried first, on batches that are on the host."""
         self._model = model
         self._cache = cache
         self._clock = clock
+        self._shortcut = shortcut
         self._before = Before({}, {}, {})
 
     def prepare(self, batch: Batch, *, is_behind: bool) -> Prepared:
@@ -115,14 +136,14 @@ class Runner:
         parts, awaiting, places, place = [], [], [], 0
         for item in batch.work:
             tokens = item.sample.tokens[item.start : item.end]
-            part = Part(item.sample, item.start, tokens or [0], [table[:] for table in item.sample.tables])
+            part = Part(item.sample, item.start, tokens or [0], tables_of(item.sample))
             parts.append(part)
             if not tokens:
                 awaiting.append(part)
                 places.append(place)
             place += item.token_count
         try:
-            layout = _layout_of(parts, self._cache)
+            layout = layout_of(parts, self._cache)
         except Exception:  # who is to blame is found where the batch is computed
             layout = None
         return Prepared(batch, batch.draws(), parts, awaiting, torch.tensor(places), layout, is_behind)
@@ -134,17 +155,19 @@ class Runner:
             DeviceLostError: nothing can be computed any more.
         """
         started = self._clock()
-        run = _Run(self._model, self._cache)
+        run = _Run(self._model, self._cache, self._shortcut)
         if prepared.is_behind:
             run.follow(self._before, prepared)
         run.copy(prepared.batch.copies)
         run.drop_holders_of_lost_blocks(prepared.parts)
         run.forward(prepared.parts, prepared.layout)
         run.draw([draw for draw in prepared.draws if run.is_unharmed(draw.sample)])
-        self._before = Before({draw.sample: token for draw, token in run.tokens}, run.failures, run.lost_blocks)
+        tokens = {each.draw.sample: each.token_id for each in run.tokens}
+        self._before = Before(tokens, run.failures, run.lost_blocks)
         return Computed(
             [work for work in prepared.batch.work if run.is_unharmed(work.sample)],
-            [(draw, token) for draw, token in run.tokens if run.is_unharmed(draw.sample)],
+            [each for each in run.tokens if run.is_unharmed(each.draw.sample)],
+            [each for each in run.prompt_logprobs if each.request not in run.failures],
             run.failures,
             run.lost_blocks,
             run.retry_count,
@@ -155,13 +178,15 @@ class Runner:
 class _Run:
     """A batch on its way. The methods are called once each, in order; `forward` and `draw` call themselves."""
 
-    def __init__(self, model: PagedModel, cache: KVCache) -> None:
+    def __init__(self, model: PagedModel, cache: KVCache, shortcut: Shortcut | None) -> None:
         self.failures: dict[Request, Failure] = {}
         self.lost_blocks: dict[int, Failure] = {}
-        self.tokens: list[tuple[Draw, int]] = []
+        self.tokens: list[Token] = []
+        self.prompt_logprobs: list[PromptLogprobs] = []
         self.retry_count = 0
         self._model = model
         self._cache = cache
+        self._shortcut = shortcut
         self._left_out: set[Request] = set()  # they failed in the batch before, and the engine knows from there
         self._logits: dict[Sample, tuple[torch.Tensor, int]] = {}  # whose row is of the last token of each
 
@@ -209,12 +234,12 @@ class _Run:
         failure = self._try_forward(parts, layout if len(parts) == count else None)
         if failure is None:
             return
-        halves = _token_halves(parts) if failure.kind is FailureKind.OUT_OF_MEMORY else _halves(parts)
-        if halves is None:
+        smaller = token_halves(parts) if failure.kind is FailureKind.OUT_OF_MEMORY else halves(parts)
+        if smaller is None:
             self._fail([part.sample for part in parts], failure)
             return
         self.retry_count += 1
-        for half in halves:
+        for half in smaller:
             self.forward(half)
 
     def draw(self, draws: Sequence[Draw]) -> None:
@@ -224,12 +249,12 @@ class _Run:
         failure = self._try_draw(draws)
         if failure is None:
             return
-        halves = _halves(draws)
-        if halves is None:
+        smaller = halves(draws)
+        if smaller is None:
             self._fail([draw.sample for draw in draws], failure)
             return
         self.retry_count += 1
-        for half in halves:
+        for half in smaller:
             self.draw(half)
 
     # -- one attempt at each: None, or why not -------------------------------------------------------------------------
@@ -250,30 +275,39 @@ class _Run:
 
     def _try_forward(self, parts: Sequence[Part], layout: ForwardBatch | None) -> Failure | None:
         try:
-            forward = layout or _layout_of(parts, self._cache)
-            logits = self._model.forward(forward.on(self._model.device), self._cache)  # [parts, vocabulary]
+            forward = layout or layout_of(parts, self._cache)
+            logits = None if self._shortcut is None else self._shortcut(forward)  # [rows, vocabulary]
+            if logits is None:
+                logits = self._model.forward(forward.on(self._model.device), self._cache)
             are_finite = finite_rows(logits)
+            logprobs = scored(parts, logits, are_finite)
         except Exception as error:
             failure = self._judge(error, "forward pass", len(parts))
         else:
-            for row, (part, is_finite) in enumerate(zip(parts, are_finite, strict=True)):
-                self._logits[part.sample] = logits, row
-                if not is_finite:
+            end = 0
+            for part in parts:
+                start, end = end, end + part.row_count
+                self._logits[part.sample] = logits, end - 1
+                if not all(are_finite[start:end]):
                     self._fail([part.sample], NOT_FINITE)
+            self.prompt_logprobs += logprobs
             return None
         self._free_memory_after(failure)
         return failure
 
     def _try_draw(self, draws: Sequence[Draw]) -> Failure | None:
         try:
-            logits = _rows_of([self._logits[draw.parent] for draw in draws])
-            params = [draw.sample.request.sampling for draw in draws]
-            generators = [draw.sample.generator for draw in draws]
-            tokens = sample(logits, params, generators, self._model.attention.choose)
+            logits = rows_of([self._logits[draw.parent] for draw in draws])
+            samplers = [each.sample.sampler for each in draws]
+            drawn = draw(logits, samplers, self._model.attention.choose)
         except Exception as error:
             failure = self._judge(error, "sampling", len(draws))
         else:
-            self.tokens += zip(draws, tokens, strict=True)
+            for each, token, logprobs in zip(draws, drawn.tokens, drawn.logprobs, strict=True):
+                if token is None:
+                    self._fail([each.sample], NO_TOKEN_LEFT)
+                else:
+                    self.tokens.append(Token(each, token, logprobs))
             return None
         self._free_memory_after(failure)
         return failure
@@ -310,43 +344,3 @@ class _Run:
     def _fail(self, samples: Iterable[Sample], failure: Failure) -> None:
         for failed in samples:
             self.failures.setdefault(failed.request, failure)
-
-
-def _halves(items: Sequence[ItemT]) -> tuple[Sequence[ItemT], Sequence[ItemT]] | None:
-    """Returns both halves; None where there is only one item."""
-    middle = len(items) // 2
-    return (items[:middle], items[middle:]) if middle else None
-
-
-def _layout_of(parts: Sequence[Part], cache: KVCache) -> ForwardBatch:
-    """Lays parts out on the host."""
-    chunks = [
-        Chunk(part.tokens, part.start, part.tables, needs_logits=True, begun_with=part.sample.begun_with)
-        for part in parts
-    ]
-    return build_batch(chunks, groups=cache.spec.groups)
-
-
-def _rows_of(places: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
-    """Returns these rows as one tensor; no copy where they are all of one, in order."""
-    first, _ = places[0]
-    if len(places) == len(first) and all(rows is first and row == i for i, (rows, row) in enumerate(places)):
-        return first
-    return torch.stack([rows[row] for rows, row in places])
-
-
-def _token_halves(parts: Sequence[Part]) -> tuple[list[Part], list[Part]] | None:
-    """Returns both halves of their tokens, the part in the middle cut in two; None where there is only one token."""
-    middle = sum(len(part.tokens) for part in parts) // 2
-    if not middle:
-        return None
-    left: list[Part] = []
-    right: list[Part] = []
-    for part in parts:
-        cut = min(len(part.tokens), max(middle, 0))
-        if cut:
-            left.append(part._replace(tokens=part.tokens[:cut]))
-        if cut < len(part.tokens):
-            right.append(part._replace(start=part.start + cut, tokens=part.tokens[cut:]))
-        middle -= cut
-    return left, right

@@ -17,14 +17,15 @@ logits are compared once more with those that the model gave by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import structlog
 import torch
+from quire.types import GroupKind
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -32,20 +33,22 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
 )
-from transformers.utils import logging as transformers_logging
 
 from quire_worker.attention import CpuPagedAttention, PagedAttention, backend_for
 from quire_worker.cache import NAN_BYTE, CacheSpec, KVCache
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError, fingerprint, weight_files
-from quire_worker.model.kv_scales import SCALE_NAME, read_scales
+from quire_worker.model.kv_scales import read_scales
 from quire_worker.model.latent import keep_latents
 from quire_worker.model.own_logits import check_texts, own_logits_of
 from quire_worker.model.rewrites.rewriter import TOLERANCE, rewrite
 from quire_worker.model.rotary import TokenLengths, longest_of, rotate_by_length, rotation_of
 from quire_worker.model.splitting.splitter import split_over_ranks
-from quire_worker.model.support import Arrival, check_heads, layers_as_they_arrive, layers_of
+from quire_worker.model.states.mixers import wrap_mixers
+from quire_worker.model.states.passes import StatePass
+from quire_worker.model.support import check_ranks, layers_as_they_arrive, layers_of, states_as_they_arrive
 from quire_worker.model.transformers_seam import ATTENTION_NAME, PagedStep, ProbeStep, Step, run
+from quire_worker.model.weights import large_tensors_apart, read_weights
 from quire_worker.page_format import KV_CACHE_DTYPES, KV_LAYOUTS
 from quire_worker.ranks.crew import Crew
 from quire_worker.scheduling.rotation import Rotation
@@ -87,7 +90,7 @@ class PagedModel:
             cache: of this model's `cache_spec`; written in place.
 
         Returns:
-            float32 `[rows, vocabulary]`, one row per chunk that needs logits.
+            float32 `[rows, vocabulary]`, one row per chunk that needs logits, or for each token of one that is scored.
 
         Raises:
             UnsupportedModelError: the model uses an option of attention that its first batches did not.
@@ -97,9 +100,10 @@ class PagedModel:
     def plan(self, batch: ForwardBatch, cache: KVCache) -> PagedStep:
         """Prepares a forward pass, once for each group and shape of pages; arguments as of `forward`."""
         plans = [self.attention.plan(batch.attention[group], pages) for group, pages in cache.kinds]
-        return PagedStep(plans, cache.layers)
+        return PagedStep(plans, cache.layers, StatePass(cache.states, batch) if cache.states else None)
 
 
+@large_tensors_apart()
 def load_model(
     folder: Path | str,
     *,
@@ -140,7 +144,11 @@ def load_model(
     config = _read_config(folder)
     loader, layers = _loader_of(config), layers_of(config, block_size=block_size)
     rotation = rotation_of(config.get_text_config())
-    module = _read_weights(folder, loader, DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto"))
+    check_ranks(config, 1 if crew is None else crew.size)
+    with_states = {layer.layer for layer in layers if layer.kind is GroupKind.STATE}
+    module = read_weights(folder, loader, DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto"))
+    keep_latents(module, ATTENTION_NAME)
+    wrap_mixers(module, with_states)
     max_position = longest_of(config.get_text_config())
     if max_position is None:
         raise UnsupportedModelError(f"model type {config.model_type!r} does not say how long its sequences may be")
@@ -148,14 +156,17 @@ def load_model(
     own_logits = None if crew is None else _split(module, max_position, crew)
     module.to(device)
     with nullcontext() if crew is None else crew.learn(PROBE_TOKENS):
-        arrivals, vocab_size = _probe(module, device)
+        probed, vocab_size = _probe(module, device)
+    arrivals = probed.arrivals
     layers = layers_as_they_arrive(config.model_type, layers, arrivals)
+    layers, states = states_as_they_arrive(config.model_type, layers, probed.states.arrivals)
     try:
-        key, latent_dim, _ = arrivals[layers[0].layer]
+        key, latent_dim, _ = next(iter(arrivals.values()))
         is_hnd = kv_layout == "HND"
         cache_spec = CacheSpec(
-            layers, block_size, key.dtype, max_position, latent_dim, is_hnd=is_hnd, rank_count=rank_count
-        )
+            layers, block_size, key.dtype, max_position, latent_dim, is_hnd=is_hnd, rank_count=rank_count,
+            states=states,
+        )  # fmt: skip
     except ValueError as error:
         raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: {error}") from error
     model = PagedModel(
@@ -194,7 +205,10 @@ def _quantised(model: PagedModel, folder: Path, stored_as: torch.dtype, own: tor
             "latent attention has no kernel for pages of fp8; serve it with kv-cache-dtype auto"
         )
     scales = read_scales(folder)
-    layers = tuple(replace(layer, element_bytes=stored_as.itemsize) for layer in spec.layers)
+    layers = tuple(
+        layer if layer.kind is GroupKind.STATE else replace(layer, element_bytes=stored_as.itemsize)
+        for layer in spec.layers
+    )
     spec = replace(spec, layers=layers, stored_as=stored_as, scales=tuple(sorted(scales.items())))
     model = replace(model, cache_spec=spec)
     difference = ((_logits_through_pages(model) - own).norm() / own.norm()).item()
@@ -212,7 +226,7 @@ def check_rank_count(folder: Path | str, count: int) -> None:
         UnsupportedModelError: the model's heads do not divide by them.
     """
     weight_files(Path(folder))
-    check_heads(_read_config(Path(folder)), count)
+    check_ranks(_read_config(Path(folder)), count)
 
 
 def _read_config(folder: Path) -> Any:
@@ -236,33 +250,6 @@ def _loader_of(config: Any) -> Any:
     raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: it does not generate text")
 
 
-def _read_weights(folder: Path, loader: Any, dtype: torch.dtype | str) -> Any:
-    weight_files(folder)
-    try:
-        with _quiet_progress():
-            loaded: Any = loader.from_pretrained(
-                folder,
-                dtype=dtype,
-                attn_implementation=ATTENTION_NAME,
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-    except Exception as error:  # as above, and safetensors' own for damaged files
-        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # the model has a table of its own
-            raise UnsupportedModelError("the model does not use transformers' attention interface") from error
-        raise CheckpointError(f"weights in {folder} cannot be loaded: {error}") from error
-    module, report = loaded  # a pair, because of `output_loading_info`
-    if report["missing_keys"]:
-        raise CheckpointError(f"weights in {folder} lack {_some(report['missing_keys'])}")
-    unused = {name for name in report["unexpected_keys"] if not SCALE_NAME.search(name)}
-    if unused:
-        _log.warning("unused_weights", folder=folder.name, weights=_some(unused))
-    keep_latents(module, ATTENTION_NAME)
-    return module.eval()
-
-
 def _split(module: Any, max_position: int, crew: Crew) -> torch.Tensor:
     """Leaves this rank's part of a model on the CPU, and returns what the whole gave: see `own_logits_of`."""
 
@@ -275,11 +262,11 @@ def _split(module: Any, max_position: int, crew: Crew) -> torch.Tensor:
     return logits
 
 
-def _probe(module: Any, device: torch.device) -> tuple[dict[int, Arrival], int]:
+def _probe(module: Any, device: torch.device) -> tuple[ProbeStep, int]:
     """Returns what reaches each layer, and the size of the vocabulary."""
     model_type = module.config.model_type
-    step = ProbeStep()
     batch = build_batch([Chunk([0] * PROBE_TOKENS, 0, [], needs_logits=True)], groups=[], device=device)
+    step = ProbeStep(batch)
     try:
         logits = run(module, batch, step)
     except (UnsupportedModelError, MemoryError, torch.OutOfMemoryError):
@@ -288,7 +275,7 @@ def _probe(module: Any, device: torch.device) -> tuple[dict[int, Arrival], int]:
         raise UnsupportedModelError(f"model type {model_type!r} does not run on a flat batch: {error}") from error
     if logits.shape[0] != 1:
         raise UnsupportedModelError(f"model type {model_type!r} cannot be served: it computes logits of every token")
-    return step.arrivals, logits.shape[1]
+    return step, logits.shape[1]
 
 
 def _logits_through_pages(
@@ -366,21 +353,3 @@ def _eos_token_ids(module: Any) -> frozenset[int]:
     if declared is None:
         return frozenset()
     return frozenset([declared] if isinstance(declared, int) else declared)
-
-
-def _some(names: set[str]) -> str:
-    listed = sorted(names)
-    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
-
-
-@contextmanager
-def _quiet_progress() -> Iterator[None]:
-    """Switches off transformers' progress bars, which would land among the log lines."""
-    bars: Any = transformers_logging
-    shown = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            bars.enable_progress_bar()

@@ -7,9 +7,9 @@ Lifecycle of a sample:
     3. leaving    finished or cancelled; its sequence is freed with the next step
     4. gone
 
-A preempted sample goes from 2 back to 1 and keeps its tokens and its random generator, so that it goes on with the same
-text. Samples beyond the first are in no state until the prefill of the first has finished; then they start in 2, as
-forks of it.
+A preempted sample goes from 2 back to 1 and keeps its tokens and its sampler, so that it goes on with the same text.
+Samples beyond the first are in no state until the prefill of the first has finished; then they start in 2, as forks of
+it.
 
 Positions of a running sample's tokens, with `computed <= len(tokens)`:
 
@@ -34,6 +34,7 @@ from quire.hashing import DigestChain
 from quire.protocol.outcomes import NULL_BLOCK, Swap
 from quire.types import GroupSpec
 
+from quire_worker.scheduling.order import urgency_of
 from quire_worker.scheduling.rotation import Rotation
 
 STREAM_INTERVAL_S = 0.02  # between two deliveries of a request, unless one is its first or ends a sample
@@ -42,7 +43,7 @@ STREAM_INTERVAL_S = 0.02  # between two deliveries of a request, unless one is i
 class FinishReason(Enum):
     """Why a sample ended."""
 
-    STOP = "stop"  # end-of-text or a stop token
+    STOP = "stop"  # end-of-text, a stop token or a stop text
     LENGTH = "length"  # max_tokens, or the longest sequence that fits
 
 
@@ -58,13 +59,21 @@ class Usage:
 
 
 class Delivery(NamedTuple):
-    """Something for the caller of a request: new tokens of one sample, its end, or both."""
+    """Something for the caller of a request: new tokens of one sample, its end, or both.
+
+    Attributes:
+        is_last: nothing of the request follows.
+        logprobs: of the tokens, where they were asked for (opaque here).
+        prompt_logprobs: of the prompt's, with the first one of the request.
+    """
 
     sample: int
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason | None
-    is_last: bool  # nothing of the request follows
+    is_last: bool
+    logprobs: tuple[Any, ...] = ()
+    prompt_logprobs: tuple[Any, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -73,11 +82,16 @@ class Request:
 
     Attributes:
         number: rises with every request; lower is older.
-        sampling: the worker's sampling parameters (`sampler.SamplingParams`); opaque to the scheduler but for `n`.
+        sampling: the worker's sampling parameters (`sampling.SamplingParams`); opaque to the scheduler but for
+            `sample_count`, `max_tokens` and `prompt_logprobs`.
         root: digest that the prompt's chain starts from.
         rotation: how its keys follow its length; None where they do not.
         deliveries: what the caller reads; a `QuireError` ends the request.
         delivered_s: when the latest was put there, by the event loop's clock.
+        priority: of its caller, within its namespace; see `order.py`.
+        deadline_s: after which nobody wants it any more, by the clock of `arrived_s`.
+        admitted_s: when it was first let in.
+        prompt_logprobs: of its tokens from the second on, as far as they were computed (opaque here).
     """
 
     number: int
@@ -94,6 +108,15 @@ class Request:
     rotation: Rotation | None = None
     first_token_s: float | None = None
     admitted: bool = False
+    admitted_s: float | None = None
+    priority: int = 0
+    deadline_s: float = math.inf
+    prompt_logprobs: list[Any] = field(default_factory=list)
+
+    @property
+    def urgency(self) -> float:
+        """Sorts the requests of a namespace: the most urgent first."""
+        return urgency_of(self.arrived_s, self.deadline_s, self.priority)
 
     @property
     def is_done(self) -> bool:
@@ -106,7 +129,7 @@ class Sample:
     """One continuation of a prompt. See the module's docstring for its counters.
 
     Attributes:
-        generator: source of its random choices (opaque here).
+        sampler: what its choices depend on (opaque here).
         detokenizer: turns its tokens into text (opaque here).
         sequence_id: its sequence at the allocator; 0 while it has none.
         tables: its blocks, of each group of attention, all equally long; none while it has no sequence.
@@ -116,12 +139,14 @@ class Sample:
         boundaries: token counts, rising, at which its passes end for a checkpoint to be made; see `passes.py`.
         pass_token_count_max: tokens of a pass beyond which the pool had no room for it at once; 0 while there was.
         begun_with: tokens that it began with, for whose number its keys are rotated at least; see `rotation.py`.
+        passed: the head of the queue that it was let in before, until that one is; see `backfill.py`.
+        logprob_sum: of its tokens so far, where samples are compared.
     """
 
     request: Request
     index: int
     tokens: list[int]
-    generator: Any
+    sampler: Any
     detokenizer: Any
     sequence_id: int = 0
     tables: list[array[int]] = field(default_factory=list)
@@ -134,8 +159,10 @@ class Sample:
     boundaries: tuple[int, ...] = ()
     pass_token_count_max: int = 0
     begun_with: int = 0
+    passed: Sample | None = None
     has_ended: bool = False
     finish_reason: FinishReason | None = None
+    logprob_sum: float = 0.0
     _digests: list[bytes] = field(default_factory=list)
     _chain: DigestChain | None = None
 
@@ -153,6 +180,11 @@ class Sample:
     def has_forks_to_come(self) -> bool:
         """Tells whether other samples of the request begin when this one's first token is known."""
         return self.index == 0 and self.output_token_count == 0 and len(self.request.samples) > 1
+
+    @property
+    def is_scored(self) -> bool:
+        """Tells whether logits after each token of its prompt are wanted, so that all of it has to be computed."""
+        return self.output_token_count == 0 and self.request.sampling.prompt_logprobs is not None
 
     @property
     def table_length(self) -> int:
@@ -208,7 +240,7 @@ class Sample:
     def fork_from(self, parent: Sample) -> None:
         """Makes this sample share the blocks of `parent`, whose prefill has finished, from the next step on."""
         self.computed = self.committed = self.granted = parent.computed
-        self.fork_of = parent
+        self.fork_of, self.passed = parent, parent.passed
         self._digests = list(parent._digests)
         self._chain = parent._chain.copy() if parent._chain is not None else None
 

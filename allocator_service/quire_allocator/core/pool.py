@@ -156,7 +156,7 @@ class Pool:
         # Hits are held before anything is taken: taking evicts.
         self.blocks.namespaces[namespace] = space
         space.sequence_count += 1  # or it would be forgotten with its last cached block
-        self.coordinator.note_parting(space, hits, digests, junction)
+        self.coordinator.note_prompt(space, hits, digests, prompt, junction)
         boundaries = self.coordinator.boundaries(prompt, junction, turn_ends)
         sequence = self.coordinator.open(space, hits, matched, boundaries, priority)
         copies: list[Copy] = []
@@ -167,7 +167,6 @@ class Pool:
             sequence.prompt_token_count, sequence.chunk_token_count = prompt, chunk
             self.admission.promise(sequence)
         sequence.announcement = self.pending.announce(namespace, digests, place, limit)
-        self.coordinator.note_prompt(space, digests, prompt)
         self.sequences[sequence_id], self.last_sequence_id = sequence, sequence_id
         if is_return:
             self.returned_token_count += prompt

@@ -114,13 +114,13 @@ class Coordinator:
         ends.discard(0)
         return tuple(sorted(ends))
 
-    def note_parting(self, space: Namespace, hits: Sequence[Hit], digests: bytes, junction: int) -> None:
-        """Notes where the prompt of a sequence that is let in parts from what is cached, before anything changes."""
+    def note_prompt(
+        self, space: Namespace, hits: Sequence[Hit], digests: bytes, prompt_token_count: int, junction: int
+    ) -> None:
+        """Notes the prompt of a sequence that is let in, before it takes its hits: where it parts from those before it,
+        and what the next one may part from."""
         if self.retention is not None:
             self.retention.note_parting(space, hits, digests, junction)
-
-    def note_prompt(self, space: Namespace, digests: bytes, prompt_token_count: int) -> None:
-        """Notes the prompt of a sequence that was let in; the next one may part from it anywhere."""
         if self.history is not None:
             self.history.note(space.name, digests[: prompt_token_count // self.digest_tokens * DIGEST_BYTES])
 

@@ -197,7 +197,7 @@ class Comparison:
         theirs = {(b.namespace, b.token_count, b.digest, b.is_parting, b.is_aside) for b in self.twin.boundaries}
         assert ours == theirs
         retention = self.pool.coordinator.retention
-        if retention is not None and retention.partings is not None:
+        if retention is not None:
             assert (retention.partings.early, retention.partings.late) == (self.twin.early, self.twin.late)
             self.seen["prompts part early"] += retention.partings.are_early
         others = [number for number, kind in enumerate(self.twin.kinds) if not kind.keeps_prefixes]

@@ -15,14 +15,17 @@ Sources: a prompt whose last message was edited hits nothing in vLLM with sparse
 
 from __future__ import annotations
 
+import math
 from typing import Final, NamedTuple
 
 from quire_allocator.core.groups.runs import Run, RunHit
 from quire_allocator.core.spec import DIGEST_BYTES
 
 LATE_BELIEVED: Final = 4.0  # prompts that are taken to have parted late before any was seen
-REMEMBERED: Final = 64.0  # prompts, beyond which all before them count half
-EARLY_SHARE: Final = 0.4
+LATE_BELIEVED_OF_STATES: Final = 32.0
+REMEMBERED: Final = 256.0  # prompts, beyond which all before them count half
+EARLY_SHARE: Final = 0.4  # of the prompts, from which on early ends are worth the blocks of windows
+EARLY_SHARE_OF_STATES: Final = 0.7  # the same of states, which take a page each
 STEP_COUNT: Final = 7
 
 
@@ -43,20 +46,24 @@ class Partings:
 
     Attributes:
         edge_tokens: hits end at multiples of this.
+        stop_tokens: steps do; where groups keep states, checkpoints are at multiples of it, whoever needs them.
         late, early: prompts that parted so, the older ones counted less.
     """
 
-    __slots__ = ("early", "edge_tokens", "late")
+    __slots__ = ("_share", "early", "edge_tokens", "late", "stop_tokens")
 
-    def __init__(self, edge_tokens: int) -> None:
+    def __init__(self, edge_tokens: int, checkpoint_tokens: int = 0) -> None:
+        """`checkpoint_tokens` is how far checkpoints of states are apart; 0 without states."""
         self.edge_tokens = edge_tokens
-        self.late = LATE_BELIEVED
+        self.stop_tokens = math.lcm(edge_tokens, checkpoint_tokens or 1)
+        self._share = EARLY_SHARE_OF_STATES if checkpoint_tokens else EARLY_SHARE
+        self.late = LATE_BELIEVED_OF_STATES if checkpoint_tokens else LATE_BELIEVED
         self.early = 0.0
 
     @property
     def are_early(self) -> bool:
         """Tells whether so many prompts part early that ends for them are worth their blocks."""
-        return self.early >= EARLY_SHARE * (self.early + self.late)
+        return self.early >= self._share * (self.early + self.late)
 
     def note(self, behind: Behind, *, is_parting: bool) -> None:
         """A new prompt parts at an edge, where that is behind it; `is_parting` tells whether paths are known to part
@@ -72,10 +79,12 @@ class Partings:
             self.late /= 2
 
     def steps_before(self, end: int) -> list[int]:
-        """Returns token counts before the end of a prompt, two edges, four and so on: whoever parts between two of them
-        computes at most as much again as the prompt has behind its parting."""
+        """Returns token counts before the end of a prompt, two edges, four and so on, the deepest first: whoever parts
+        between two of them computes at most as much again as the prompt has behind its parting. Of states, as far as
+        there are checkpoints."""
         distances = [self.edge_tokens << (step + 1) for step in range(STEP_COUNT)]
-        return [end - distance for distance in distances if distance < end]
+        stops = {(end - distance) // self.stop_tokens * self.stop_tokens for distance in distances if distance < end}
+        return sorted(stops - {0}, reverse=True)
 
 
 def behind_hit(hit: RunHit, positions: int) -> Behind:

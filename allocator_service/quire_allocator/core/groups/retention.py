@@ -24,10 +24,9 @@ boundary.
     (a prompt that is edited inside its last block ends one block earlier), and 5 x 447 SPARE
 
 Of one path the boundaries where paths part stay, and of the others the last three (what a chat's last two turns leave:
-the end of the turn before, that of the last prompt and of its answer). Where windows are all that a hit needs beside
-full attention, and many prompts part from cached ones before their end, further boundaries stand before the ends of
-prompts, and as many more stay (`partings.py`). Places at which only full attention needs a
-block, as between two chunks of chunked attention, need no boundary.
+the end of the turn before, that of the last prompt and of its answer). While many prompts part from cached ones before
+their end, further boundaries stand before the ends of prompts, and as many more stay (`partings.py`). Places at which
+only full attention needs a block, as between two chunks of chunked attention, need no boundary.
 
 Sources: Marconi (MLSys 2025) keeps what the next prompts are likely to end at; SGLang's hybrid tree lets windows leave
 before the prefix they belong to; `docs/decisions/0017-retention.md` has what was measured.
@@ -102,8 +101,8 @@ class Retention(Keeper):
             state.keeper = self
             state.is_led = bool(self.full)
         blocks.policy.trims = not self.full
-        learns = bool(self.windows) and not self.states
-        self.partings = Partings(self.edge_tokens) if learns else None
+        checkpoints = [manager.spec.block_size for _, manager in self.states]
+        self.partings = Partings(self.edge_tokens, math.lcm(*checkpoints) if checkpoints else 0)
 
     # -- when boundaries are made --------------------------------------------------------------------------------------
 
@@ -125,7 +124,7 @@ class Retention(Keeper):
     def note_parting(self, space: Namespace, hits: Sequence[Hit], digests: bytes, junction: int) -> None:
         """A new prompt parts behind its junction or, where there is none, behind its hits."""
         end = junction or hits[0].token_count
-        if self.partings is None or not end:
+        if not end:
             return
         if self.full:
             full = self.full[0]
@@ -143,7 +142,7 @@ class Retention(Keeper):
 
     def with_steps(self, boundaries: tuple[int, ...]) -> tuple[int, ...]:
         """Returns boundaries of a new sequence and, while prompts part early, steps before the last of them."""
-        if self.partings is None or not self.partings.are_early:
+        if not self.partings.are_early:
             return boundaries
         return tuple(sorted({*boundaries, *self.partings.steps_before(boundaries[-1])}))
 
@@ -241,8 +240,7 @@ class Retention(Keeper):
         was_aside = boundary.is_aside
         boundary.way_count += way_count
         boundary.is_parting |= boundary.way_count > 1
-        are_early = self.partings is not None and self.partings.are_early
-        boundary.is_aside = boundary.is_continued and (was_aside or not are_early)
+        boundary.is_aside = boundary.is_continued and (was_aside or not self.partings.are_early)
         if boundary.is_aside == was_aside:
             return
         step = 1 if was_aside else -1
@@ -254,8 +252,7 @@ class Retention(Keeper):
 
     def end_old(self, boundary: Boundary | None) -> None:
         """Ends the boundaries of a path where no paths part, but for the last few."""
-        count, are_early = 0, self.partings is not None and self.partings.are_early
-        count_max = CONTINUED_MAX + (STEP_COUNT if are_early else 0)
+        count, count_max = 0, CONTINUED_MAX + (STEP_COUNT if self.partings.are_early else 0)
         while boundary is not None:
             before = boundary.parent = living(boundary.parent)
             if not boundary.is_parting:

@@ -198,8 +198,10 @@ class Comparison:
         assert ours == theirs
         retention = self.pool.coordinator.retention
         if retention is not None:
-            assert (retention.partings.early, retention.partings.late) == (self.twin.early, self.twin.late)
-            self.seen["prompts part early"] += retention.partings.are_early
+            ours, twin = retention.partings, self.twin
+            assert (ours.late, ours.again, ours.inside) == (twin.late, twin.again, twin.inside)
+            self.seen["prompts part early"] += ours.are_early
+            self.seen["prompts part inside"] += ours.are_inside
         others = [number for number, kind in enumerate(self.twin.kinds) if not kind.keeps_prefixes]
         cached = [slot for slot in self.twin.cached() if slot.kind in others]
         for slot in cached:

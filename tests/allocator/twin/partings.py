@@ -15,12 +15,21 @@ class TwinPartings(TwinState):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.early, self.late = 0.0, 32.0 if any(kind.name == "state" for kind in self.kinds) else 4.0
+        self.again, self.inside = 0.0, 0.0
+        self.late = 32.0 if any(kind.name == "state" for kind in self.kinds) else 4.0
+
+    def share(self, count: float) -> bool:
+        """Whether that is a large share of all prompts."""
+        tenths = 7 if any(kind.name == "state" for kind in self.kinds) else 4
+        return count >= tenths / 10 * (self.late + self.again + self.inside)
 
     @property
     def are_early(self) -> bool:
-        tenths = 7 if any(kind.name == "state" for kind in self.kinds) else 4
-        return self.early >= tenths / 10 * (self.early + self.late)
+        return self.share(self.again + self.inside)
+
+    @property
+    def are_inside(self) -> bool:
+        return self.share(self.inside)
 
     def edge_tokens(self) -> int:
         """How many tokens are between two edges."""
@@ -33,12 +42,18 @@ class TwinPartings(TwinState):
         for wanted in [end - self.edge_tokens() * 2**step for step in range(1, STEP_COUNT + 1)]:
             stops = [s for s in range(1, wanted + 1) if self.is_edge(s) and all(s % size == 0 for size in sizes)]
             steps |= set(stops[-1:])
-        return steps if self.are_early else set()
+        return steps if self.are_inside else set()
 
     def note_parting(
-        self, namespace: str, digests: Sequence[bytes], length: int, boundaries: Sequence[TwinBoundary]
+        self,
+        namespace: str,
+        digests: Sequence[bytes],
+        length: int,
+        boundaries: Sequence[TwinBoundary],
+        *,
+        is_whole: bool,
     ) -> None:
-        """A prompt is let in of which full attention has so many tokens."""
+        """A prompt is let in of which full attention has so many tokens, or all but the last edge."""
         if self.retention == "dense" or not length:
             return
         full = [(number, kind) for number, kind in enumerate(self.kinds) if kind.name == "full_attention"]
@@ -59,8 +74,9 @@ class TwinPartings(TwinState):
         if len(ways) > 1 or (here and here[0].is_parting):
             return
         if any(len(rest) * size >= self.edge_tokens() for rest in behind):
-            self.early += 1
+            self.again += is_whole
+            self.inside += not is_whole
         else:
             self.late += 1
-        if self.early + self.late > 256:
-            self.early, self.late = self.early / 2, self.late / 2
+        if self.late + self.again + self.inside > 256:
+            self.late, self.again, self.inside = self.late / 2, self.again / 2, self.inside / 2

@@ -59,6 +59,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--max-waiting", type=int, default=1024, help="requests queued before more are refused (default: %(default)s)"
     )
     parser.add_argument(
+        "--swap-memory",
+        type=memory_bytes,
+        default=0,
+        help="host memory, as 2GiB, for pages of preempted samples; who comes back is restored from it where that is"
+        " estimated cheaper than computing again (default: none)",
+    )
+    parser.add_argument(
         "--grant-ahead-tokens",
         type=int,
         default=AHEAD_TOKENS,
@@ -107,6 +114,8 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error(f"--max-batch-tokens must be at most {BLOCKS_PER_STEP_MAX} blocks")
     if not options.rank_timeout >= 1:
         parser.error("--rank-timeout must be at least 1")
+    if isinstance(options.swap_memory, Fraction):
+        parser.error("--swap-memory is a size, as 2GiB, and no share")
     if options.max_running > RUNNING_MAX:
         parser.error(f"--max-running must be at most {RUNNING_MAX}")
 

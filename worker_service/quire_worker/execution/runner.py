@@ -29,7 +29,18 @@ from quire.protocol.outcomes import Copy
 from quire_worker.cache import KVCache
 from quire_worker.execution.failures import NO_TOKEN_LEFT, NOT_FINITE, DeviceLostError, Failure, FailureKind, failure_of
 from quire_worker.execution.host_pages import HostPages
-from quire_worker.execution.parts import Part, PromptLogprobs, halves, layout_of, rows_of, scored, token_halves
+from quire_worker.execution.parts import (
+    Before,
+    Part,
+    PromptLogprobs,
+    Restore,
+    halves,
+    layout_of,
+    rows_of,
+    scored,
+    tables_of,
+    token_halves,
+)
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.sampling.choice import finite_rows
@@ -76,22 +87,6 @@ class Computed(NamedTuple):
     seconds: float
     swapped_block_count: int = 0
     swap_s: float = 0.0
-
-
-class Restore(NamedTuple):
-    """Slots of host memory, and the blocks that they are copied into."""
-
-    sample: Sample
-    slots: list[int]
-    blocks: list[int]
-
-
-class Before(NamedTuple):
-    """What the next batch has to know of this one: see `Computed`."""
-
-    tokens: dict[Sample, int]
-    failures: dict[Request, Failure]
-    lost_blocks: dict[int, Failure]
 
 
 class Prepared(NamedTuple):
@@ -150,7 +145,7 @@ class Runner:
                 restores.append(Restore(item.sample, *pages_to_restore(item.sample, item.start, item.end, size)))
                 continue
             tokens = item.sample.tokens[item.start : item.end]
-            part = Part(item.sample, item.start, tokens or [0], [table[:] for table in item.sample.tables])
+            part = Part(item.sample, item.start, tokens or [0], tables_of(item.sample))
             parts.append(part)
             if not tokens:
                 awaiting.append(part)

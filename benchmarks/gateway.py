@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from end_to_end_sides.llama import DEMO, make_llama_32m
 from gateway_sides.http_load import Answered, HttpCaller
 from gateway_sides.vllm_server import COMMAND, vllm_server
 from quire import AsyncClient
 from quire.local import LocalStack
 from report import Goal, add_output_arguments, publish
+from serving_sides.models import DEMO, make_llama_32m
 
 RATE_GOAL = 0.97
 Complete = Callable[[list[int], int], Awaitable[Answered]]

@@ -35,7 +35,6 @@ _SAME_NAME: Final[Mapping[str, tuple[Any, ...]]] = {
 # What no worker does, and values of them that change nothing.
 _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "suffix": ("",),
-    "logprobs": (False,),
     "prompt_logprobs": (),
     "tool_choice": ("none", "auto"),
     "modalities": (["text"],),
@@ -133,6 +132,8 @@ def _ask(
     _put(options, "stop", "stop", stop, ((),))
     _put(options, "logit_bias", "logit_bias", _biases(body.logit_bias), ({},))
     _put(options, "logprobs", "logprobs", top_logprob_count, ())
+    if options.get("echo"):  # then the prompt is part of the answer, its logprobs too
+        _put(options, "logprobs", "prompt_logprobs", top_logprob_count, ())
     for name, (option, value) in _structure(body).items():
         _put(options, name, option, value, ())
     if "seed" in options:

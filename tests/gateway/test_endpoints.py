@@ -168,6 +168,70 @@ def test_n_and_seed_give_the_samples_that_the_worker_gives(ai: openai.OpenAI, wo
     assert answer.usage.completion_tokens == expected.usage.output_token_count
 
 
+def test_logprobs_are_the_workers_and_their_tokens_make_the_text(ai: openai.OpenAI, worker: Client) -> None:
+    expected = worker.generate(PROMPT, max_tokens=16, ignore_eos=True, logprobs=3).samples[0]
+    asked = {**ASK, "max_tokens": 16, "logprobs": 3, "extra_body": {"ignore_eos": True}}
+    choice = ai.completions.create(**asked).choices[0]  # type: ignore[call-overload]
+    told = choice.logprobs
+    assert "".join(told.tokens) == choice.text == expected.text
+    assert told.token_logprobs == pytest.approx([token.logprob for token in expected.logprobs])
+    assert told.text_offset == [sum(map(len, told.tokens[:number])) for number in range(16)]
+    for token, logprob, top in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
+        assert len(top) == 3, "of a greedy text, each token is among the likeliest"
+        assert max(top.values()) == top[token] == logprob
+    pieces = [piece.choices[0] for piece in ai.completions.create(**asked, stream=True)]  # type: ignore[call-overload]
+    assert sum((piece.logprobs.tokens for piece in pieces), []) == told.tokens
+    assert sum((piece.logprobs.text_offset for piece in pieces), []) == told.text_offset
+
+
+def test_logprobs_of_a_chat_have_bytes_that_make_characters_of_several_tokens(
+    ai: openai.OpenAI, worker: Client
+) -> None:
+    text = "naïve ☃"
+    tokens = worker.tokenize(text)
+    assert b"".join(worker.detokenize(tokens)).decode() == text
+    biases = dict.fromkeys(map(str, tokens), 100)
+    answer = ai.chat.completions.create(
+        model="demo",
+        messages=CHAT,  # type: ignore[arg-type]
+        max_tokens=12,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+        logit_bias=biases,  # type: ignore[arg-type]
+    )
+    assert answer.choices[0].logprobs is not None
+    told = answer.choices[0].logprobs.content
+    assert told is not None
+    spelled = b"".join(bytes(token.bytes or []) for token in told)
+    assert spelled.decode(errors="replace") == answer.choices[0].message.content
+    assert all(len(token.top_logprobs) == 2 for token in told)
+    assert all(top.logprob <= 0 for token in told for top in token.top_logprobs)
+
+
+def test_an_echo_begins_with_the_prompt_and_its_logprobs(ai: openai.OpenAI) -> None:
+    answer = ai.completions.create(model="demo", prompt=PROMPT, max_tokens=4, temperature=0, echo=True, logprobs=1)
+    choice = answer.choices[0]
+    assert choice.text.startswith(PROMPT)
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens is not None
+    assert choice.logprobs.token_logprobs is not None
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert choice.logprobs.token_logprobs[0] is None
+    assert all(logprob <= 0 for logprob in choice.logprobs.token_logprobs[1:])
+
+
+def test_further_parameters_of_sampling_are_the_workers(ai: openai.OpenAI, worker: Client) -> None:
+    further: dict[str, Any] = {"stop": ["statement", "zzz"], "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    beyond: dict[str, Any] = {"min_p": 0.05, "repetition_penalty": 1.1, "top_k": 40, "min_tokens": 2}
+    drawn: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "seed": 5}
+    expected = worker.generate(PROMPT, logit_bias={7: -2.0}, n=1, best_of=3, **further, **beyond, **drawn)
+    answer = ai.completions.create(
+        model="demo", prompt=PROMPT, logit_bias={"7": -2}, best_of=3, extra_body=beyond, **further, **drawn
+    )
+    assert answer.choices[0].text == expected.text
+
+
 def test_models_are_listed_and_found_by_name(ai: openai.OpenAI) -> None:
     (model,) = ai.models.list().data
     assert (model.id, model.object, model.owned_by) == ("demo", "model", "quire")

@@ -180,8 +180,8 @@ def test_logprobs_are_the_workers_and_their_tokens_make_the_text(ai: openai.Open
         assert len(top) == 3, "of a greedy text, each token is among the likeliest"
         assert max(top.values()) == top[token] == logprob
     pieces = [piece.choices[0] for piece in ai.completions.create(**asked, stream=True)]  # type: ignore[call-overload]
-    assert sum((piece.logprobs.tokens for piece in pieces), []) == told.tokens
-    assert sum((piece.logprobs.text_offset for piece in pieces), []) == told.text_offset
+    assert [token for piece in pieces for token in piece.logprobs.tokens] == told.tokens
+    assert [offset for piece in pieces for offset in piece.logprobs.text_offset] == told.text_offset
 
 
 def test_logprobs_of_a_chat_have_bytes_that_make_characters_of_several_tokens(

@@ -242,7 +242,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             delivery = await running.deliveries.get()
             if isinstance(delivery, QuireError):
                 raise delivery
-            yield response_of(running, delivery)
+            yield response_of(running, delivery, self._engine.scheduler.sequence_tokens_max)
             if delivery.is_last:
                 return
 

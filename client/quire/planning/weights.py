@@ -62,9 +62,11 @@ def _attention(fields: Fields, width: int) -> int:
 def _mlp(fields: Fields, index: int, width: int) -> tuple[int, int]:
     """Returns the parameters of one layer's dense MLP and shared experts, and of its routed experts."""
     matrices = 2 if fields.model_type in _TWO_MATRICES else 3
-    inner = fields.get("intermediate_size", fields.get("n_inner")) or 4 * width
+    inner = fields.get("intermediate_size", fields.get("n_inner"))
     if isinstance(inner, list):
         inner = inner[index]
+    if not inner:
+        inner = 4 * width if fields.model_type == "gpt2" else fields.integer("intermediate_size")
     experts = next((int(fields.get(name)) for name in _EXPERTS if fields.has(name)), 0)
     if not experts or not _has_experts(fields, index):
         dense = fields.get("intermediate_size_mlp", inner)

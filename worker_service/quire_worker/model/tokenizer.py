@@ -43,7 +43,8 @@ class Tokenizer:
         try:
             wrapped = AutoTokenizer.from_pretrained(Path(folder), local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises what its many formats happen to
-            raise CheckpointError(f"no usable tokenizer in {folder}: {error}") from error
+            why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise CheckpointError(f"no usable tokenizer in {folder}: {why}") from error
         backend = getattr(wrapped, "backend_tokenizer", None)
         if not isinstance(backend, tokenizers.Tokenizer):
             raise CheckpointError(f"the tokenizer in {folder} ({type(wrapped).__name__}) has no tokenizer.json")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import shlex
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -318,6 +322,19 @@ def left_count(served: ServerProcess) -> float:
     name = "quire_gateway_callers_left_total "
     lines = curl(served, "/metrics").body.decode().splitlines()
     return next(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+
+
+def test_the_code_in_the_document_runs(served: ServerProcess) -> None:
+    text = (DEMO.parents[1] / "docs" / "gateway.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert "127.0.0.1:8000" in example
+    script = example.replace("127.0.0.1:8000", served.address)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, len(done.stdout) > 10) == (0, True), done.stderr
+    line = next(line for line in text.splitlines() if line.strip().startswith("curl "))
+    words = shlex.split(line.replace("127.0.0.1:8000", served.address))
+    answer = subprocess.run(words, capture_output=True, timeout=60, check=True).stdout
+    assert json.loads(answer)["choices"][0]["text"]
 
 
 def test_probes_and_metrics_answer(served: ServerProcess) -> None:

@@ -107,6 +107,7 @@ class Client(_Connected):
         params: sampling.SamplingParams | None = None,
         *,
         namespace: str = "",
+        priority: int = 0,
         request_id: str | None = None,
         timeout_s: float | None = None,
         **options: Unpack[sampling.SamplingOptions],
@@ -114,9 +115,16 @@ class Client(_Connected):
         """Continues a prompt (text, or token ids) and waits for the whole of it.
 
         Sampling comes from `params`, from keyword arguments of the same names as its fields, or both; the latter win.
+        `priority`, from -10 to 10, counts among the requests of its namespace; larger is sooner.
         """
         with self.stream(
-            prompt, params, namespace=namespace, request_id=request_id, timeout_s=timeout_s, **options
+            prompt,
+            params,
+            namespace=namespace,
+            priority=priority,
+            request_id=request_id,
+            timeout_s=timeout_s,
+            **options,
         ) as chunks:
             return generating.gather(chunks, chunks.request_id)
 
@@ -126,12 +134,13 @@ class Client(_Connected):
         params: sampling.SamplingParams | None = None,
         *,
         namespace: str = "",
+        priority: int = 0,
         request_id: str | None = None,
         timeout_s: float | None = None,
         **options: Unpack[sampling.SamplingOptions],
     ) -> ChunkStream:
         """Does what `generate` does, but gives each piece as it comes; samples of one request come interleaved."""
-        request = generating.generate_request(prompt, params, options, namespace, request_id)
+        request = generating.generate_request(prompt, params, options, namespace, request_id, priority=priority)
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         attempts = Attempts(self._link, self._stub.Generate, request, generating.chunk, timeout_s)
         return ChunkStream(self._link, attempts, request.request_id)

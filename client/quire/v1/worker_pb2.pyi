@@ -263,12 +263,18 @@ class GenerateRequest(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id that the caller chose for logs, at most 64 characters; if it is empty, the worker makes one up."""
     text: _builtins.str
     """Text, tokenized by the worker. At most 1 MiB."""
     namespace: _builtins.str
     """Namespace, inside which alone prefixes are shared; at most 128 bytes."""
+    priority: _builtins.int
+    """Priority among the requests of its namespace, -10 to 10; larger is sooner. Each step is worth 60 s of waiting, so
+    that nobody waits for ever (docs/scheduling.md). The call's deadline counts, too: the earliest is first, and a
+    request that cannot be done by then ends with DEADLINE_EXCEEDED / DEADLINE as soon as that is known.
+    """
     @_builtins.property
     def tokens(self) -> Global___TokenIds:
         """Tokens."""
@@ -285,10 +291,11 @@ class GenerateRequest(_message.Message):
         tokens: Global___TokenIds | None = ...,
         sampling: Global___SamplingParams | None = ...,
         namespace: _builtins.str = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

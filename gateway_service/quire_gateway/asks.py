@@ -27,7 +27,6 @@ _SAME_NAME: Final[Mapping[str, tuple[Any, ...]]] = {
     "repetition_penalty": (1,),
     "min_p": (0,),
     "min_tokens": (0,),
-    "priority": (0,),
     "best_of": (1,),
     "echo": (False,),
     "allowed_token_ids": ([],),
@@ -76,6 +75,7 @@ class Ask(NamedTuple):
         with_usage: whether a stream ends with what it took.
         top_logprob_count: likeliest tokens to tell of each token; None where no logarithms are wanted.
         prompt_param: what the prompt is called there.
+        priority: as workers have it, larger is sooner; vLLM's, which callers give, is the other way round.
     """
 
     model: str | None
@@ -87,6 +87,7 @@ class Ask(NamedTuple):
     with_usage: bool
     top_logprob_count: int | None
     prompt_param: str
+    priority: int
 
 
 def of_completion(body: CompletionBody) -> Ask:
@@ -148,6 +149,7 @@ def _ask(
         body.stream_options is not None and body.stream_options.include_usage,
         top_logprob_count,
         prompt_param,
+        -(body.priority or 0),
     )
 
 

@@ -129,7 +129,12 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
         try:
             with _counted(backend):
                 async with backend.client.stream(
-                    tokens, namespace=call.namespace, request_id=request_id, timeout_s=call.timeout_s, **options
+                    tokens,
+                    namespace=call.namespace,
+                    request_id=request_id,
+                    timeout_s=call.timeout_s,
+                    priority=ask.priority,
+                    **options,
                 ) as chunks:
                     async for chunk in chunks:
                         has_begun = True

@@ -347,7 +347,7 @@ def test_probes_and_metrics_answer(served: ServerProcess) -> None:
 
 
 def test_a_gateway_that_is_told_to_stop_ends_its_streams_first(stack: LocalStack, tmp_path: Path) -> None:
-    with gateway(tmp_path, "--worker", stack.worker_address) as other:
+    with gateway(tmp_path, "--worker", stack.worker_address, "--drain-timeout", "60") as other:
         stream = client(other).completions.create(
             model="demo",
             prompt=PROMPT,

@@ -7,7 +7,7 @@ import importlib
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
 
@@ -30,6 +30,18 @@ Examples:
 """
 HUB_TIMEOUT_S: Final = 5.0
 LENGTH_MAX: Final = 32_768  # tokens, where neither the command line nor the model names a longest sequence
+
+
+Tokens: TypeAlias = Annotated[
+    str | None, typer.Option(metavar="TOKENS", help="Longest sequence; 32k is 32,768. Without it, the model's.")
+]
+Chats: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TOKENS", help="Length of idle chats to count; may be repeated. Without it, the lengths."),
+]
+Lengths: TypeAlias = Annotated[
+    list[str] | None, typer.Option(metavar="TOKENS", help="A length to show, too; may be repeated.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -62,9 +74,7 @@ def plan(
     tensor_parallel: Annotated[int, typer.Option(min=1, metavar="RANKS", help="Devices that share the heads.")] = 1,
     dtype: Annotated[str, typer.Option(help="Of keys and values: auto, bf16, fp16, fp32, fp8.")] = "auto",
     state_dtype: Annotated[str, typer.Option(help="Of recurrent states: auto, bf16, fp32.")] = "auto",
-    max_len: Annotated[
-        str | None, typer.Option(metavar="TOKENS", help="Longest sequence; 32k is 32,768. Without it, the model's.")
-    ] = None,
+    max_len: Tokens = None,
     block_size: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Of the smallest blocks.")] = 16,
     group_cost: Annotated[
         float, typer.Option(metavar="SHARE", help="Of a sequence's bytes, that one group less is worth.")
@@ -73,13 +83,8 @@ def plan(
         int | None,
         typer.Option(min=1, metavar="TOKENS", help="States may be kept at multiples of it. Without it, 256 to 4,096."),
     ] = None,
-    length: Annotated[
-        list[str] | None, typer.Option(metavar="TOKENS", help="A length to show, too; may be repeated.")
-    ] = None,
-    chat_tokens: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TOKENS", help="Length of idle chats to count; may be repeated. Without it, the lengths."),
-    ] = None,
+    length: Lengths = None,
+    chat_tokens: Chats = None,
     as_json: options.Json = False,
 ) -> None:
     """Prints how a model's cache would be laid out."""
@@ -103,10 +108,9 @@ def plan(
         budget = None
         if memory is not None:
             # What is used may hold weights, too: where it is said, they are not added to it by guess.
-            found = _weights(weights, model, config) if weights or not used else Weights(0, "")
-            used_bytes = _with_unit("--used", used) if used else 0
-            used_bytes += -(-found.byte_count // tensor_parallel)
-            budget = Budget.of(layout, _with_unit("--memory", memory), utilization, used_bytes, found)
+            taken = _weights(weights, model, config) if weights or not used else Weights(0, "")
+            used_bytes = (_with_unit("--used", used) if used else 0) - (-taken.byte_count // tensor_parallel)
+            budget = Budget.of(layout, _with_unit("--memory", memory), utilization, used_bytes, taken)
         elif weights or used:
             raise UsageError("--weights and --used are taken off --memory, which is not given")
     except ValueError as error:

@@ -170,6 +170,7 @@ async def measure(options: argparse.Namespace, address: str, peer: Peer | None) 
         started = time.perf_counter()
         await asyncio.gather(*map(gated, burst))
         fits = options.burst / (time.perf_counter() - started)
+        print(f"{fits:.1f} requests a second fit", file=sys.stderr)
         for load in options.loads:
             rate = load * fits
             count = max(8, round(rate * options.seconds))

@@ -59,13 +59,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--max-waiting", type=int, default=1024, help="requests queued before more are refused (default: %(default)s)"
     )
     parser.add_argument(
-        "--swap-memory",
-        type=memory_bytes,
-        default=0,
-        help="host memory, as 2GiB, for pages of preempted samples; who comes back is restored from it where that is"
-        " estimated cheaper than computing again (default: none)",
-    )
-    parser.add_argument(
         "--grant-ahead-tokens",
         type=int,
         default=AHEAD_TOKENS,
@@ -165,6 +158,13 @@ def _add_formats(parser: argparse.ArgumentParser) -> None:
         default="cpu",
         help="of weights, pages and attention: cuda runs the Triton kernels, cpu kernels in C++, or plain torch where"
         " there is no compiler for them (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--swap-memory",
+        type=memory_bytes,
+        default=0,
+        help="host memory, as 2GiB, for pages of preempted samples; who comes back is restored from it where that is"
+        " estimated cheaper than computing again (default: none)",
     )
 
 

@@ -20,11 +20,12 @@ from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.rewrites import rewriter
 from quire_worker.model.rewrites.decoder import Decoder
+from quire_worker.model.rewrites.decoder_layer import DecoderLayer
 from quire_worker.model.rewrites.gated_mlp import GatedMlp, GatedMlpRewrite
 from quire_worker.model.rewrites.linear import Linear, LinearRewrite
 from quire_worker.model.rewrites.norm import Norm, NormRewrite
 from quire_worker.model.rewrites.recording import Call
-from quire_worker.model.rewrites.rewriter import agrees
+from quire_worker.model.rewrites.rewriter import Rewritten, agrees
 from transformers import (
     GemmaConfig,
     GemmaForCausalLM,
@@ -60,7 +61,9 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 TIED: dict[str, Any] = {**SHAPE, "tie_word_embeddings": True}
-LAYERS = Counter(AttentionRewrite=2, GatedMlpRewrite=2, NormRewrite=5, DecoderLayerRewrite=2, DecoderRewrite=1)
+LAYERS = Counter(
+    AttentionRewrite=2, GatedMlpRewrite=2, NormRewrite=5, DecoderLayerRewrite=2, DecoderRewrite=1, TextModelRewrite=1
+)
 WITHOUT_ATTENTION = Counter(GatedMlpRewrite=2, NormRewrite=5, LinearRewrite=9)
 LATE: dict[str, Any] = {
     "rope_type": "default",
@@ -139,9 +142,10 @@ def load_counted(folder: Path, **options: str) -> tuple[PagedModel, Counter[str]
     """A model, and what was rewritten in it."""
     found: list[Counter[str]] = []
 
-    def count(*arguments: Any) -> Counter[str]:
-        found.append(rewriter.rewrite(*arguments))
-        return found[-1]
+    def count(*arguments: Any) -> Rewritten:
+        done = rewriter.rewrite(*arguments)
+        found.append(done.counts)
+        return done
 
     with mock.patch.object(paged_model, "rewrite", count):
         model = load_model(folder, **options)
@@ -190,24 +194,19 @@ def test_in_bfloat16_logits_are_as_near_to_float32_as_the_models_own(family: str
     assert ours < 1.2 * own
 
 
-@pytest.mark.parametrize("family", ["llama, biases", "qwen3"])
+ALL_IN_ONE_CALL = ["llama, biases", "qwen3", "mistral, window", "qwen2, one layer with a window"]
+
+
+@pytest.mark.parametrize("family", ALL_IN_ONE_CALL)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(dtype: str, family: str, tmp_path: Path) -> None:
     model = load_model(folder_of(family, tmp_path), dtype=dtype)
     (decoder,) = (part for part in model.module.modules() if isinstance(part, Decoder))
     at_once = logits_of(model)
-    with mock.patch.object(decoder, "_run_in_c", side_effect=AssertionError), pytest.raises(AssertionError):
-        logits_of(model)
+    with mock.patch.object(DecoderLayer, "forward", side_effect=AssertionError):
+        assert torch.equal(logits_of(model), at_once)
     with mock.patch.object(decoder, "_in_c", None):
         assert torch.equal(logits_of(model), at_once)
-
-
-@pytest.mark.parametrize("family", ["mistral, window", "qwen2, one layer with a window"])
-def test_layers_that_see_a_window_are_not_run_in_one_call(family: str, tmp_path: Path) -> None:
-    model = load_model(folder_of(family, tmp_path))
-    (decoder,) = (part for part in model.module.modules() if isinstance(part, Decoder))
-    with mock.patch.object(decoder, "_run_in_c", side_effect=AssertionError):
-        logits_of(model)
 
 
 def test_several_threads_give_the_bits_of_one(tmp_path: Path) -> None:
@@ -242,7 +241,7 @@ def test_no_weight_is_there_twice(family: str, tmp_path: Path) -> None:
     replaced: list[weakref.ref[torch.Tensor]] = []
     original = rewriter.rewrite
 
-    def watch(module: torch.nn.Module, *arguments: Any) -> Counter[str]:
+    def watch(module: torch.nn.Module, *arguments: Any) -> Rewritten:
         replaced.extend(weakref.ref(part.weight) for part in module.modules() if type(part) is torch.nn.Linear)
         return original(module, *arguments)
 
@@ -298,10 +297,10 @@ def test_a_weight_that_something_else_shares_and_a_kind_of_linear_layer_are_left
 
 
 def test_a_model_whose_logits_change_is_refused(tmp_path: Path) -> None:
-    def spoil(module: Any, *_: Any) -> Counter[str]:
+    def spoil(module: Any, *_: Any) -> Rewritten:
         with torch.no_grad():
             module.model.norm.weight[:32] = 0
-        return Counter()
+        return Rewritten(module, Counter())
 
     with (
         mock.patch.object(paged_model, "rewrite", spoil),

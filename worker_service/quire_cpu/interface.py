@@ -51,7 +51,7 @@ class Rotate(ctypes.Structure):
         ("token_stride", c_int64),
         *[(name, c_void_p) for name in ("cosine", "sine")],
         ("table_stride", c_int64),
-        *[(name, c_void_p) for name in ("query_norm", "key_norm")],
+        *[(name, c_void_p) for name in ("positions", "query_norm", "key_norm")],
         ("tokens", c_int64),
         *[(name, c_int32) for name in ("query_heads", "kv_heads", "head_dim", "rotary_dim", "dtype")],
         ("epsilon", c_float),
@@ -92,6 +92,15 @@ class Pack(ctypes.Structure):
     ]
 
 
+class Embed(ctypes.Structure):
+    """Holds the arguments of `quire_embed`."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("ids", "packed", "output")],
+        *[(name, c_int64) for name in ("tokens", "words")],
+    ]
+
+
 class Packed(ctypes.Structure):
     """Describes a packed weight (`QuirePacked`)."""
 
@@ -109,7 +118,10 @@ class Layer(ctypes.Structure):
         *[(name, Packed) for name in ("qkv", "output", "gate_up", "down")],
         *[(name, c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm", "pages")],
         ("page_stride", c_int64),
-        *[(name, c_float) for name in ("attention_epsilon", "mlp_epsilon", "head_epsilon", "scale")],
+        ("attend", ctypes.POINTER(Attend)),
+        *[(name, c_void_p) for name in ("slots", "sinks")],
+        ("window_left", c_int32),
+        *[(name, c_float) for name in ("soft_cap", "attention_epsilon", "mlp_epsilon", "head_epsilon", "scale")],
     ]
 
 
@@ -120,8 +132,7 @@ class Decoder(ctypes.Structure):
         ("layers", ctypes.POINTER(Layer)),
         ("layer_count", c_int64),
         *[(name, c_void_p) for name in ("hidden", "normed", "qkv", "attended", "gated")],
-        ("attend", ctypes.POINTER(Attend)),
-        *[(name, c_void_p) for name in ("slots", "cosine", "sine")],
+        *[(name, c_void_p) for name in ("cosine", "sine", "positions")],
         *[(name, c_int64) for name in ("table_stride", "tokens", "hidden_size")],
         *[(name, c_int32) for name in ("query_heads", "kv_heads", "head_dim", "rotary_dim", "dtype")],
     ]
@@ -134,6 +145,7 @@ CALLS = {
     "quire_norm": Norm,
     "quire_linear": Linear,
     "quire_pack": Pack,
+    "quire_embed": Embed,
     "quire_decoder": Decoder,
 }
 

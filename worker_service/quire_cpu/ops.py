@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire_cpu.interface import DTYPES, PANEL, Linear, Norm, Pack, Rotate
+from quire_cpu.interface import DTYPES, PANEL, Embed, Linear, Norm, Pack, Rotate
 from quire_cpu.library import Library
 
 
@@ -84,8 +84,8 @@ def rotate_(
         )
     )
     arguments = Rotate(
-        heads.data_ptr(), heads.stride(0), cosine.data_ptr(), sine.data_ptr(), cosine.stride(0), query_norm, key_norm,
-        tokens, query_heads, head_count - query_heads, head_dim, rotary_dim, _dtype(heads), epsilon,
+        heads.data_ptr(), heads.stride(0), cosine.data_ptr(), sine.data_ptr(), cosine.stride(0), 0, query_norm,
+        key_norm, tokens, query_heads, head_count - query_heads, head_dim, rotary_dim, _dtype(heads), epsilon,
     )  # fmt: skip
     library.functions.quire_rotate(byref(arguments))
 
@@ -135,7 +135,7 @@ class PackedLinear:
             raise ValueError(f"{self.inputs} inputs of {first.dtype} are no whole number of 32-bit words")
         if is_gated and (len(weights) != 2 or weights[0].shape != weights[1].shape):
             raise ValueError("a gated layer has two weights of one shape")
-        self._library = library
+        self.library = library
         self.dtype = first.dtype
         self.is_gated = is_gated
         self.outputs = first.shape[0] if is_gated else sum(weight.shape[0] for weight in weights)
@@ -183,8 +183,29 @@ class PackedLinear:
             0 if residual is None else residual.data_ptr(), output.data_ptr(), rows.stride(0), self.outputs,
             self.outputs, rows.shape[0], self.inputs, self.outputs, self.is_gated, _dtype(x),
         )  # fmt: skip
-        self._library.functions.quire_linear(byref(arguments))
+        self.library.functions.quire_linear(byref(arguments))
         return output
+
+
+def embed(library: Library, ids: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    """Returns rows of a weight where it is packed.
+
+    Args:
+        library: the kernels.
+        ids: int64 `[...]`, contiguous, below the weight's `outputs`; as everywhere, this is not looked at here.
+        packed: a weight by itself, not gated.
+
+    Returns:
+        `[..., inputs]` of the weight's dtype.
+    """
+    if ids.dtype != torch.int64 or not ids.is_contiguous() or packed.is_gated:
+        raise ValueError(f"ids must be contiguous int64, not {ids.dtype} with strides {ids.stride()}")
+    output = torch.empty((*ids.shape, packed.inputs), dtype=packed.dtype)
+    words = packed.weight.shape[1]
+    library.functions.quire_embed(
+        byref(Embed(ids.data_ptr(), packed.weight.data_ptr(), output.data_ptr(), ids.numel(), words))
+    )
+    return output
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

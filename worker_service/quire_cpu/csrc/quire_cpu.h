@@ -47,9 +47,10 @@ struct QuireAppend {
 struct QuireRotate {
     void* heads;                   // [tokens, query_heads + kv_heads, head_dim]: queries, then keys
     int64_t token_stride;
-    const void* cosine;            // [tokens, rotary_dim], of `dtype`
+    const void* cosine;            // [positions, rotary_dim], of `dtype`
     const void* sine;
     int64_t table_stride;
+    const int64_t* positions;      // [tokens], rows of the tables; null where each token has a row of its own
     const void* query_norm;        // [head_dim] or null
     const void* key_norm;
     int64_t tokens;
@@ -88,6 +89,14 @@ struct QuirePack {
     int32_t dtype;
 };
 
+// Rows of a packed weight, which are the embeddings of a vocabulary that head and embedding share.
+struct QuireEmbed {
+    const int64_t* ids;            // [tokens]
+    const void* packed;            // [panels, words, PANEL] words of 32 bits
+    void* output;                  // [tokens, words]
+    int64_t tokens, words;
+};
+
 // A packed weight, as quire_linear takes it.
 struct QuirePacked {
     const void* weight;
@@ -105,6 +114,11 @@ struct QuireLayer {
     const void* key_norm;
     void* pages;
     int64_t page_stride;
+    const struct QuireAttend* attend;  // the batch as this layer's group has it; the rest is filled in
+    const int64_t* slots;          // [tokens], or null where another layer writes these pages
+    const float* sinks;            // [query_heads] or null
+    int32_t window_left;
+    float soft_cap;
     float attention_epsilon, mlp_epsilon, head_epsilon, scale;
 };
 
@@ -117,10 +131,9 @@ struct QuireDecoder {
     void* qkv;                     // [tokens, query_heads + 2 * kv_heads, head_dim]
     void* attended;                // [tokens, query_heads, head_dim]
     void* gated;                   // [tokens, outputs of gate_up]
-    const struct QuireAttend* attend;  // the batch; query, pages, output and scale are filled in
-    const int64_t* slots;          // [tokens]
-    const void* cosine;            // [tokens, rotary_dim]
+    const void* cosine;            // as for QuireRotate
     const void* sine;
+    const int64_t* positions;
     int64_t table_stride, tokens, hidden_size;
     int32_t query_heads, kv_heads, head_dim, rotary_dim, dtype;
 };
@@ -137,6 +150,7 @@ QUIRE_EXPORT void quire_rotate(const struct QuireRotate*);
 QUIRE_EXPORT void quire_norm(const struct QuireNorm*);
 QUIRE_EXPORT void quire_linear(const struct QuireLinear*);
 QUIRE_EXPORT void quire_pack(const struct QuirePack*);
+QUIRE_EXPORT void quire_embed(const struct QuireEmbed*);
 QUIRE_EXPORT void quire_decoder(const struct QuireDecoder*);
 // The first largest logit of each row; a NaN is larger than all numbers.
 QUIRE_EXPORT void quire_greedy(const float* logits, int64_t stride, int64_t rows, int64_t vocabulary, int64_t* tokens);

@@ -26,6 +26,7 @@ from quire_worker.model.rewrites.linear import Linear, LinearRewrite
 from quire_worker.model.rewrites.norm import Norm, NormRewrite
 from quire_worker.model.rewrites.recording import Call
 from quire_worker.model.rewrites.rewriter import Rewritten, agrees
+from quire_worker.model.rewrites.rotary_tables import POSITIONS_MAX, RotaryTables
 from transformers import (
     GemmaConfig,
     GemmaForCausalLM,
@@ -105,11 +106,13 @@ FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], Counter[str]]] = {
         lambda: OlmoForCausalLM(OlmoConfig(**SHAPE, clip_qkv=1000.0)),
         WITHOUT_ATTENTION - Counter(NormRewrite=5),
     ),
-    # Its activation is GELU, so that its layers stay, and the three products of each are packed by themselves; its
-    # norms count from 1; its embedding is scaled, so that it and the head that shares its weights stay as they are.
-    "gemma": (
-        lambda: GemmaForCausalLM(GemmaConfig(**TIED)),
-        Counter(AttentionRewrite=2, LinearRewrite=6, NormRewrite=5),
+    # Its activation is an approximated GELU; its norms count from 1; its embedding is scaled, so that it and the head
+    # that shares its weights stay as they are.
+    "gemma": (lambda: GemmaForCausalLM(GemmaConfig(**TIED)), LAYERS),
+    # Its activation is GELU itself, so that its layers stay, and the three products of each are packed by themselves.
+    "llama, exact gelu": (
+        lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="gelu")),
+        Counter(AttentionRewrite=2, LinearRewrite=7, NormRewrite=5),
     ),
     # Its layers are made of `Conv1D`, which nothing knows.
     "gpt2": (
@@ -194,7 +197,7 @@ def test_in_bfloat16_logits_are_as_near_to_float32_as_the_models_own(family: str
     assert ours < 1.2 * own
 
 
-ALL_IN_ONE_CALL = ["llama, biases", "qwen3", "mistral, window", "qwen2, one layer with a window"]
+ALL_IN_ONE_CALL = ["llama, biases", "gemma", "qwen3", "mistral, window", "qwen2, one layer with a window"]
 
 
 @pytest.mark.parametrize("family", ALL_IN_ONE_CALL)
@@ -207,6 +210,27 @@ def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(dtype: str, fami
         assert torch.equal(logits_of(model), at_once)
     with mock.patch.object(decoder, "_in_c", None):
         assert torch.equal(logits_of(model), at_once)
+
+
+def test_turns_are_looked_up_where_they_follow_the_position_alone(tmp_path: Path) -> None:
+    module = load_untouched(folder_of("llama", tmp_path)).module.model.rotary_emb
+    hidden = torch.zeros(1, 1, 64)
+
+    def asked_anew(positions: list[int]) -> bool:
+        position_ids = torch.tensor([positions])
+        turns = tables.turns(hidden, position_ids)
+        for found, wanted in zip(turns.of_tokens, module(hidden, position_ids=position_ids), strict=True):
+            assert torch.equal(found, wanted)
+        return turns.positions is None
+
+    tables = RotaryTables(module)
+    assert not asked_anew([0, 5, 1023])
+    assert not asked_anew([3000, 7])
+    assert asked_anew([POSITIONS_MAX, 7])
+    assert not asked_anew([POSITIONS_MAX - 1, 7])
+    module.rope_type = "dynamic"
+    tables = RotaryTables(module)
+    assert asked_anew([0, 5])
 
 
 def test_several_threads_give_the_bits_of_one(tmp_path: Path) -> None:
@@ -276,11 +300,16 @@ def test_a_replacement_that_computes_something_else_is_not_kept() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
-    for act_fn, is_equal in ((torch.nn.SiLU(), True), (torch.nn.GELU(), False)):
+    approximated = torch.nn.GELU(approximate="tanh")
+    for act_fn, are_equal in (
+        (torch.nn.SiLU(), [True, False]),
+        (approximated, [False, True]),
+        (torch.nn.GELU(), [False, False]),
+    ):
         module = Gated(act_fn)
-        (candidate,) = GatedMlpRewrite(library).candidates(module)
-        assert isinstance(candidate, GatedMlp)
-        assert agrees(candidate, call_of(module, x)) == is_equal
+        found = list(GatedMlpRewrite(library).candidates(module))
+        assert [type(candidate) for candidate in found] == [GatedMlp, GatedMlp]
+        assert [agrees(candidate, call_of(module, x)) for candidate in found] == are_equal
 
 
 def test_a_weight_that_something_else_shares_and_a_kind_of_linear_layer_are_left_alone() -> None:

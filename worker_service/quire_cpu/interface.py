@@ -8,6 +8,7 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 import torch
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+GATES = {None: 0, "silu": 1, "gelu_tanh": 2}  # activations of gated layers
 PANEL = 64  # columns of a panel of a packed weight
 
 
@@ -78,7 +79,7 @@ class Linear(ctypes.Structure):
             (name, c_int64)
             for name in ("input_stride", "residual_stride", "output_stride", "rows", "inputs", "outputs")
         ],
-        *[(name, c_int32) for name in ("is_gated", "dtype")],
+        *[(name, c_int32) for name in ("gate", "dtype")],
     ]
 
 
@@ -107,7 +108,7 @@ class Packed(ctypes.Structure):
     _fields_ = [
         *[(name, c_void_p) for name in ("weight", "bias")],
         *[(name, c_int64) for name in ("inputs", "outputs")],
-        ("is_gated", c_int32),
+        ("gate", c_int32),
     ]
 
 

@@ -14,7 +14,7 @@ void norm(const QuireDecoder& d, const void* weight, float epsilon, void* output
 void linear(const QuireDecoder& d, const QuirePacked& layer, const void* input, bool is_added, void* output) {
     const QuireLinear arguments{
         input,         layer.weight,  layer.bias,   is_added ? output : nullptr, output, layer.inputs, layer.outputs,
-        layer.outputs, d.tokens,      layer.inputs, layer.outputs,               layer.is_gated, d.dtype};
+        layer.outputs, d.tokens,      layer.inputs, layer.outputs,               layer.gate, d.dtype};
     quire_linear(&arguments);
 }
 

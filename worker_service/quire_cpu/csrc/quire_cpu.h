@@ -8,6 +8,8 @@
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum QuireDtype { QUIRE_FLOAT32 = 0, QUIRE_BFLOAT16 = 1 };
+// What a linear layer ends in: nothing, or an activation of the first half of each panel times its second half.
+enum QuireGate { QUIRE_NO_GATE = 0, QUIRE_SILU = 1, QUIRE_GELU_TANH = 2 };
 
 // softmax(scale * Q K^T) V over pages, causal and right-aligned; see `AttentionPlan.attend`.
 struct QuireAttend {
@@ -68,7 +70,7 @@ struct QuireNorm {
     float epsilon;
 };
 
-// input @ weight^T + bias (+ residual); with `is_gated`, silu of the first half of each panel times its second half.
+// input @ weight^T + bias (+ residual), or what `gate` makes of it.
 struct QuireLinear {
     const void* input;             // [rows, inputs]
     const void* weight;            // packed by quire_pack: [panels, words, PANEL] words of 32 bits
@@ -77,7 +79,7 @@ struct QuireLinear {
     void* output;                  // [rows, outputs]
     int64_t input_stride, residual_stride, output_stride;
     int64_t rows, inputs, outputs;
-    int32_t is_gated, dtype;
+    int32_t gate, dtype;
 };
 
 // Rows of a weight into columns of panels: row i becomes column `offset + (first + i) % columns` of panel
@@ -102,7 +104,7 @@ struct QuirePacked {
     const void* weight;
     const float* bias;             // or null
     int64_t inputs, outputs;
-    int32_t is_gated;
+    int32_t gate;
 };
 
 // One layer of a decoder: x = x + attention(norm(x)); x = x + mlp(norm(x)).

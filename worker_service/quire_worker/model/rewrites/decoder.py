@@ -151,4 +151,4 @@ def _described(layers: list[DecoderLayer]) -> ctypes.Array[interface.Layer]:
 
 def _packed(layer: PackedLinear) -> interface.Packed:
     bias = None if layer.bias is None else layer.bias.data_ptr()
-    return interface.Packed(layer.weight.data_ptr(), bias, layer.inputs, layer.outputs, layer.is_gated)
+    return interface.Packed(layer.weight.data_ptr(), bias, layer.inputs, layer.outputs, interface.GATES[layer.gate])

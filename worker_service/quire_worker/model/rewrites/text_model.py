@@ -18,7 +18,7 @@ from quire_worker.model.transformers_seam import Step
 class TextModel(torch.nn.Module):
     """head(decoder(tokens)), of the tokens whose logits are asked for alone."""
 
-    def __init__(self, model: Decoder, lm_head: Linear, config: Any) -> None:
+    def __init__(self, model: Decoder, lm_head: Linear | torch.nn.Linear, config: Any) -> None:
         super().__init__()
         self.model = model
         self.lm_head = lm_head
@@ -41,11 +41,11 @@ class TextModel(torch.nn.Module):
 
 
 class TextModelRewrite(Rewrite):
-    """Knows a model of a decoder and a head, both rewritten already."""
+    """Knows a model of a rewritten decoder and a linear head, which stays torch's where others share its weight."""
 
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         if own_parameter_names(module) or child_names(module) != {"model", "lm_head"}:
             return
         decoder, head = module.get_submodule("model"), module.get_submodule("lm_head")
-        if type(decoder) is Decoder and type(head) is Linear:
-            yield TextModel(decoder, head, getattr(module, "config", None))
+        if type(decoder) is Decoder and type(head) in (Linear, torch.nn.Linear):
+            yield TextModel(decoder, head, getattr(module, "config", None))  # type: ignore[arg-type]

@@ -107,6 +107,7 @@ class AsyncClient(_Connected):
         params: sampling.SamplingParams | None = None,
         *,
         namespace: str = "",
+        priority: int = 0,
         request_id: str | None = None,
         timeout_s: float | None = None,
         **options: Unpack[sampling.SamplingOptions],
@@ -114,9 +115,16 @@ class AsyncClient(_Connected):
         """Continues a prompt (text, or token ids) and waits for the whole of it.
 
         Sampling comes from `params`, from keyword arguments of the same names as its fields, or both; the latter win.
+        `priority`, from -10 to 10, counts among the requests of its namespace; larger is sooner.
         """
         async with self.stream(
-            prompt, params, namespace=namespace, request_id=request_id, timeout_s=timeout_s, **options
+            prompt,
+            params,
+            namespace=namespace,
+            priority=priority,
+            request_id=request_id,
+            timeout_s=timeout_s,
+            **options,
         ) as chunks:
             return generating.gather([chunk async for chunk in chunks], chunks.request_id)
 
@@ -126,12 +134,13 @@ class AsyncClient(_Connected):
         params: sampling.SamplingParams | None = None,
         *,
         namespace: str = "",
+        priority: int = 0,
         request_id: str | None = None,
         timeout_s: float | None = None,
         **options: Unpack[sampling.SamplingOptions],
     ) -> AsyncChunkStream:
         """Does what `generate` does, but gives each piece as it comes; samples of one request come interleaved."""
-        request = generating.generate_request(prompt, params, options, namespace, request_id)
+        request = generating.generate_request(prompt, params, options, namespace, request_id, priority=priority)
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         attempts = Attempts(self._link, self._stub.Generate, request, generating.chunk, timeout_s)
         return AsyncChunkStream(self._link, attempts, request.request_id)
@@ -157,6 +166,11 @@ class AsyncClient(_Connected):
         """
         request = conversations.tokenize_request(prompt, tools, variables, with_generation_prompt)
         return tuple((await self._link.call(self._stub.Tokenize, request, timeout_s)).token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> tuple[bytes, ...]:
+        """Returns what each token is by itself: bytes that need not be whole characters."""
+        request = worker_pb.DetokenizeRequest(token_ids=token_ids)
+        return tuple((await self._link.call(self._stub.Detokenize, request, timeout_s)).texts)
 
     async def status(self, *, timeout_s: float | None = None) -> types.WorkerStatus:
         """Returns what the worker is and does."""

@@ -126,11 +126,26 @@ class Harness:
         request = self.submit(prompt, namespace=namespace, echo_text=echo_text, **sampling)
         return await self.collect(request)
 
-    def submit(self, prompt: Sequence[int], *, namespace: str = "", echo_text: str = "", **sampling: Any) -> Request:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        namespace: str = "",
+        echo_text: str = "",
+        priority: int = 0,
+        time_left_s: float | None = None,
+        **sampling: Any,
+    ) -> Request:
         params = SamplingParams(**sampling)
         params.validate()
         return self.engine.submit(
-            request_id="", prompt=list(prompt), sampling=params, namespace=namespace, echo=echo_text
+            request_id="",
+            prompt=list(prompt),
+            sampling=params,
+            namespace=namespace,
+            echo=echo_text,
+            priority=priority,
+            time_left_s=time_left_s,
         )
 
     async def collect(self, request: Request) -> Output:
@@ -166,6 +181,7 @@ async def running(
     running_max: int = 64,
     waiting_max: int = 1024,
     ahead_tokens: int = 64,
+    swap_slots: int = 0,
     stream_interval_s: float = STREAM_INTERVAL_S,
     permissions: Permissions = EVERYTHING,
     model: PagedModel | None = None,
@@ -192,6 +208,7 @@ async def running(
                 batch_tokens_max=batch_tokens,
                 running_max=running_max,
                 ahead_tokens=ahead_tokens,
+                swap_slot_count=swap_slots,
             ),
             telemetry=WorkerTelemetry(),
             waiting_max=waiting_max,

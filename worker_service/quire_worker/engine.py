@@ -29,7 +29,9 @@ from quire.protocol.outcomes import StepOutcome
 from quire.session import PoolSession, SessionLostError
 
 from quire_worker.cache import KVCache
+from quire_worker.door import Door
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
+from quire_worker.execution.host_pages import HostPages
 from quire_worker.execution.runner import Computed, Runner, Shortcut
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
@@ -91,8 +93,8 @@ class Engine:
         self.session = session
         self.scheduler = scheduler
         self.telemetry = telemetry
-        self.waiting_max = waiting_max
         self._clock = clock
+        self._door = Door(scheduler.roster, telemetry, waiting_max=waiting_max, clock=clock)
         self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="model")
         self._wake = asyncio.Event()
         self._open: set[Request] = set()
@@ -101,7 +103,9 @@ class Engine:
         self._stopping = False
         self._asked: Asked | None = None
         self._sent_s = 0.0
-        self._runner = Runner(model, cache, clock, shortcut)
+        slot_count = scheduler.roster.swap.slot_count
+        host_pages = HostPages(cache, slot_count) if slot_count else None
+        self._runner = Runner(model, cache, clock, shortcut, host_pages)
         self._passes = deque[Pass]()  # the one that is computed, and the one behind it
         self._outbox = Outbox(stream_interval_s, self._decoding_failed)
         self._intake = TokenIntake(
@@ -133,11 +137,14 @@ class Engine:
             self._stopping = True
             self.fail_all(self._draining())
             await asyncio.gather(*(each.result for each in self._passes), return_exceptions=True)
+            if self._asked is not None:  # nobody takes this answer in, and its failure is no news
+                self._asked.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
 
     async def step(self) -> None:
         """Runs one turn: plan a pass and ask for what it needs, unless one is under way already; while it is computed,
         ask for what later ones need and put the next one behind it; then take its tokens."""
         started = self._clock()
+        self._door.end_hopeless(self._fail)
         if not self._passes and not await self._start():
             return
         self._ask_ahead(self._passes[0].work)
@@ -148,13 +155,22 @@ class Engine:
         for request, position, logprobs in computed.prompt_logprobs:
             request.prompt_logprobs[position - 1 : position - 1 + len(logprobs)] = logprobs
         self._intake.take(computed.tokens)
+        self._door.observe(computed)
         self.telemetry.forward_s += computed.seconds
         self.telemetry.step_seconds.observe(self._clock() - started)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def submit(
-        self, *, request_id: str, prompt: list[int], sampling: SamplingParams, namespace: str, echo: str = ""
+        self,
+        *,
+        request_id: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        namespace: str,
+        echo: str = "",
+        priority: int = 0,
+        time_left_s: float | None = None,
     ) -> Request:
         """Queues a valid request; its `deliveries` carry what comes of it. Every request is ended by `cancel`.
 
@@ -164,20 +180,25 @@ class Engine:
             sampling: how it is continued.
             namespace: inside which prefixes are shared.
             echo: what each sample's text begins with.
+            priority: in its namespace.
+            time_left_s: to its caller's deadline, if there is one.
 
         Raises:
-            QuireError: QUEUE_FULL; ALLOCATOR_LOST, nobody grants blocks at present; DRAINING, it was stopped.
+            QuireError: QUEUE_FULL; DEADLINE, it cannot be done by then; ALLOCATOR_LOST, nobody grants blocks at
+                present; DRAINING, it was stopped.
         """
         if self._stopping:
             raise self._draining()
         if not self.session.connected:
             raise QuireError.of(Reason.ALLOCATOR_LOST, "the worker has no session with its allocator at present")
-        if len(self.scheduler.roster.waiting) >= self.waiting_max:
-            raise QuireError.of(Reason.QUEUE_FULL, f"{self.waiting_max} requests are waiting already")
+        self._door.check_room()
         self._request_count += 1
         root = root_digest(fingerprint=self.model.fingerprint, layout=self.cache.spec.layout, namespace=namespace)
         request = Request(self._request_count, request_id, prompt, sampling, namespace, root, self._clock())
-        request.rotation = self.model.rotation
+        request.rotation, request.priority = self.model.rotation, priority
+        if time_left_s is not None:
+            request.deadline_s = request.arrived_s + time_left_s
+        self._door.check_deadline(request)
         begin_samples(request, self.model, self.tokenizer, echo=echo)
         self.scheduler.roster.add(request.samples[0])
         self._open.add(request)
@@ -225,6 +246,7 @@ class Engine:
             return False
         plan, outcome = asked
         batch = self.scheduler.schedule(plan, outcome)
+        self._door.note_admitted(plan)
         self.telemetry.observe_blocks(outcome, self.scheduler.roster.running, self.cache.block_count)
         if batch.work:
             self._submit(batch)
@@ -309,6 +331,7 @@ class Engine:
         if outcome is None:
             return False
         self.scheduler.take_in(plan, outcome)
+        self._door.note_admitted(plan)
         self.telemetry.observe_blocks(outcome, self.scheduler.roster.running, self.cache.block_count)
         return True
 

@@ -23,6 +23,7 @@ from quire_worker.execution.sizing import PoolMemory, largest_shape
 from quire_worker.messages import response_of, sampling_of
 from quire_worker.model.conversation import ConversationError, read_conversation
 from quire_worker.model.tokenizer import TokenizerError
+from quire_worker.scheduling.order import PRIORITY_MAX
 from quire_worker.scheduling.request import Request
 
 log = structlog.get_logger()
@@ -31,6 +32,7 @@ Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 InputT = TypeVar("InputT")
 
 TEXT_BYTES_MAX = 1 << 20
+SPELLED_MAX = 1 << 16  # tokens of one call of Detokenize
 
 
 class WorkerService(pb_grpc.WorkerServiceServicer):
@@ -59,7 +61,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         outcome = "rejected"
         running: Request | None = None
         try:
-            running = await self._submit(request, self._authorize(context))
+            running = await self._submit(request, self._authorize(context), context.time_remaining())
             outcome = "cancelled"
             async for response in self._responses(running):
                 yield response
@@ -81,6 +83,18 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             return pb.TokenizeResponse(token_ids=await self._tokenized(request))
         except QuireError as error:
             return await abort(context, error)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        """Answers with the bytes of each token."""
+        try:
+            if len(request.token_ids) > SPELLED_MAX:
+                raise QuireError.of(Reason.LIMIT, f"at most {SPELLED_MAX} tokens at a time")
+            return pb.DetokenizeResponse(texts=self._engine.tokenizer.spell(request.token_ids))
+        except QuireError as error:
+            return await abort(context, error)
+        except TokenizerError as error:
+            log.warning("decoding failed", error=str(error))
+            return await abort(context, self._engine.failed("", TOKENIZER))
 
     def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         """Answers with a snapshot of the worker."""
@@ -140,10 +154,15 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
 
     # -- parts of Generate ---------------------------------------------------------------------------------------------
 
-    async def _submit(self, request: pb.GenerateRequest, permissions: Permissions) -> Request:
+    async def _submit(
+        self, request: pb.GenerateRequest, permissions: Permissions, time_left_s: float | None = None
+    ) -> Request:
         self._check_serving()
         _require(len(request.request_id) <= REQUEST_ID_CHARACTERS_MAX, "request_id must be at most 64 characters")
         _require(len(request.namespace.encode()) <= NAMESPACE_BYTES_MAX, "namespace must be at most 128 bytes")
+        if abs(request.priority) > PRIORITY_MAX:
+            message = f"priority must be from {-PRIORITY_MAX} to {PRIORITY_MAX}, not {request.priority}"
+            raise QuireError.of(Reason.BAD_PARAMETER, message)
         if not permissions.may_use(request.namespace):
             raise QuireError.of(Reason.NAMESPACE_FORBIDDEN, "the certificate does not permit this namespace")
         sampling = sampling_of(request.sampling, self._engine.model.vocab_size)
@@ -158,6 +177,8 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             sampling=sampling,
             namespace=request.namespace,
             echo=echo,
+            priority=request.priority,
+            time_left_s=time_left_s,
         )
 
     def _check_serving(self) -> None:
@@ -229,7 +250,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             delivery = await running.deliveries.get()
             if isinstance(delivery, QuireError):
                 raise delivery
-            yield response_of(running, delivery)
+            yield response_of(running, delivery, self._engine.scheduler.sequence_tokens_max)
             if delivery.is_last:
                 return
 

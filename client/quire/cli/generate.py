@@ -49,6 +49,7 @@ def generate(
     n: Annotated[int, typer.Option("-n", min=1, help="Samples; they share the prompt's blocks.")] = 1,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of text.")] = False,
     namespace: Annotated[str, typer.Option(help="Prefixes are shared inside it only.")] = "",
+    priority: Annotated[int, typer.Option(min=-10, max=10, help="Among its namespace's; larger is sooner.")] = 0,
     worker: options.Worker = options.WORKER,
     timeout: options.Timeout = GENERATE_TIMEOUT_S,
     as_json: options.Json = False,
@@ -62,7 +63,7 @@ def generate(
     try:
         with (
             Client(worker, token=credentials.token, tls=credentials.tls) as client,
-            client.stream(prompt, params, namespace=namespace, timeout_s=timeout) as chunks,
+            client.stream(prompt, params, namespace=namespace, priority=priority, timeout_s=timeout) as chunks,
         ):
             shown = chunks if as_json else _shown(chunks, n)
             generation = generating.gather(shown, chunks.request_id)
@@ -71,7 +72,7 @@ def generate(
     if as_json:
         output.print_json(asdict(generation))
     else:
-        print(_summary(generation, time.monotonic() - start), file=sys.stderr)
+        print(_summary(generation, time.monotonic() - start, max_tokens), file=sys.stderr)
 
 
 def _standard_input() -> str:
@@ -144,12 +145,14 @@ def _tagged(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
         yield chunk
 
 
-def _summary(generation: Generation, seconds: float) -> str:
+def _summary(generation: Generation, seconds: float, max_tokens: int) -> str:
     usage = generation.usage
+    most = usage.sample_token_count_max
+    cut = f"; room for {most:,} tokens, not for the {max_tokens:,} asked for" if 0 < most < max_tokens else ""
     shared = usage.unshared_block_count - usage.granted_block_count
     preempted = f", preempted {usage.preemption_count} times" if usage.preemption_count else ""
     return (
         f"{usage.prompt_token_count} prompt tokens ({usage.cached_token_count} cached), "
         f"{usage.output_token_count} generated in {seconds:.2f} s; "
-        f"{usage.granted_block_count} blocks taken, {max(shared, 0)} saved by sharing{preempted}"
+        f"{usage.granted_block_count} blocks taken, {max(shared, 0)} saved by sharing{preempted}{cut}"
     )

@@ -9,11 +9,28 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from quire_worker.cache import KVCache
+from quire_worker.execution.failures import Failure
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.sampling.logprobs import TokenLogprobs, rank
 from quire_worker.scheduling.request import Request, Sample
 
 ItemT = TypeVar("ItemT")
+
+
+class Restore(NamedTuple):
+    """Slots of host memory, and the blocks that they are copied into."""
+
+    sample: Sample
+    slots: list[int]
+    blocks: list[int]
+
+
+class Before(NamedTuple):
+    """What the next batch has to know of this one: see `Computed`."""
+
+    tokens: dict[Sample, int]
+    failures: dict[Request, Failure]
+    lost_blocks: dict[int, Failure]
 
 
 class Part(NamedTuple):
@@ -41,6 +58,11 @@ class PromptLogprobs(NamedTuple):
     request: Request
     position: int
     logprobs: list[TokenLogprobs]
+
+
+def tables_of(sample: Sample) -> list[array[int]]:
+    """Returns a sample's tables as they are now, of each group; those of states have one entry, the running block."""
+    return [*(table[:] for table in sample.tables), *(array("I", [block]) for block in sample.states)]
 
 
 def halves(items: Sequence[ItemT]) -> tuple[Sequence[ItemT], Sequence[ItemT]] | None:

@@ -21,6 +21,7 @@ from quire_worker.scheduling.backfill import (
     DEPTH,
     Reservation,
     blocks_at_end,
+    held_count,
     own_block_count,
     places_of,
     reserve,
@@ -79,8 +80,9 @@ class Round:
 
 
 class Peaks:
-    """The most blocks that a sequence holds at a time, of each group: all of full attention, and of a window those that
-    the tokens of a pass read. As for all else, blocks are counted as if each were one of every group.
+    """The most blocks that a sequence holds at a time, of each group: all of full attention, of a window those that the
+    tokens of a pass read, and of a state the running one. As for all else, blocks are counted as if each were one of
+    every group of attention.
 
     Args:
         groups: of the pool, with blocks of one size.
@@ -88,16 +90,19 @@ class Peaks:
     """
 
     def __init__(self, groups: Sequence[GroupSpec], pass_token_count: int) -> None:
-        size = groups[0].block_size
-        windows = [group.window for group in groups if group.kind is not GroupKind.FULL_ATTENTION]
+        attention = [group for group in groups if group.kind is not GroupKind.STATE]
+        size = attention[0].block_size
+        windows = [group.window for group in attention if group.kind is not GroupKind.FULL_ATTENTION]
         # Of the keys that a pass reads, the first may be the last of its block.
         self._windowed = [-(-(window + pass_token_count - 2) // size) + 1 for window in windows]
-        self._group_count = len(groups)
+        self._group_count = len(attention)
+        self._state_count = len(groups) - len(attention)
 
     def block_count(self, length: int) -> int:
         """Counts the blocks of a sequence whose tables get so many entries."""
         full = (self._group_count - len(self._windowed)) * length
-        return -(-(full + sum(min(length, peak) for peak in self._windowed)) // self._group_count)
+        windowed = sum(min(length, peak) for peak in self._windowed)
+        return -(-(full + windowed + self._state_count) // self._group_count)
 
 
 class Applicants:
@@ -157,7 +162,7 @@ class Applicants:
 
     def _let_in(self, sample: Sample, digests: list[bytes], running: Sequence[Sample]) -> bool:
         """Lets a sample in if it fits beside those who run."""
-        shared = _held_count(digests, running, self._block_size)
+        shared = held_count(digests, running, self._block_size)
         needed = self._needed(sample, shared)
         is_alone = not running and not self.chosen.admissions
         if not is_alone and not self._fits(sample, needed, len(running)):
@@ -198,7 +203,7 @@ class Applicants:
 
     def _fits_without(self, head: Sample, digests: list[bytes], passed: Sequence[Sample]) -> bool:
         others, limits, _ = self._without(passed)
-        shared = _held_count(digests, others, self._block_size)
+        shared = held_count(digests, others, self._block_size)
         if not others and not self.chosen.admissions:
             return True
         before, self._left = self._left, limits
@@ -224,7 +229,7 @@ class Applicants:
             self._running,
             blocks=blocks,
             places=self._left.samples,
-            needed=self._needed(head, _held_count(digests, self._running, self._block_size)),
+            needed=self._needed(head, held_count(digests, self._running, self._block_size)),
             needed_places=places_of(head),
             block_size=self._block_size,
             sequence_tokens_max=self._sequence_tokens_max,
@@ -256,16 +261,3 @@ def _being_computed(running: Sequence[Sample], block_size: int) -> set[bytes]:
         if end > computed:
             digests.update(sample.digests(block_size, computed, end))
     return digests
-
-
-def _held_count(digests: Sequence[bytes], running: Sequence[Sample], block_size: int) -> int:
-    """Counts the leading blocks that some running sample holds; equal digests at one place mean equal ones before
-    it."""
-    count = 0
-    for sample in running:
-        end = min(len(digests), sample.computed // block_size)
-        for digest in sample.digests(block_size, count, end):
-            if digest != digests[count]:
-                break
-            count += 1
-    return count

@@ -35,6 +35,7 @@ from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
 from quire_worker.outbox import Outbox
 from quire_worker.samples import TokenIntake, begin_samples
+from quire_worker.sampling.grammar import Grammars, Matcher
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.plan import Batch, Plan, Work
 from quire_worker.scheduling.request import STREAM_INTERVAL_S, Request
@@ -91,6 +92,7 @@ class Engine:
         self.scheduler = scheduler
         self.telemetry = telemetry
         self.waiting_max = waiting_max
+        self.grammars = Grammars(tokenizer.to_json, model.vocab_size, model.eos_token_ids)
         self._clock = clock
         self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="model")
         self._wake = asyncio.Event()
@@ -153,7 +155,14 @@ class Engine:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def submit(
-        self, *, request_id: str, prompt: list[int], sampling: SamplingParams, namespace: str, echo: str = ""
+        self,
+        *,
+        request_id: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        namespace: str,
+        echo: str = "",
+        matcher: Matcher | None = None,
     ) -> Request:
         """Queues a valid request; its `deliveries` carry what comes of it. Every request is ended by `cancel`.
 
@@ -163,6 +172,7 @@ class Engine:
             sampling: how it is continued.
             namespace: inside which prefixes are shared.
             echo: what each sample's text begins with.
+            matcher: of what each text has to be, from `grammars`, where `sampling` has a structure.
 
         Raises:
             QuireError: QUEUE_FULL; ALLOCATOR_LOST, nobody grants blocks at present; DRAINING, it was stopped.
@@ -177,7 +187,7 @@ class Engine:
         root = root_digest(fingerprint=self.model.fingerprint, layout=self.cache.spec.layout, namespace=namespace)
         request = Request(self._request_count, request_id, prompt, sampling, namespace, root, self._clock())
         request.rotation = self.model.rotation
-        begin_samples(request, self.model, self.tokenizer, echo=echo)
+        begin_samples(request, self.model, self.tokenizer, echo=echo, matcher=matcher)
         self.scheduler.roster.add(request.samples[0])
         self._open.add(request)
         self._wake.set()

@@ -6,6 +6,7 @@ import asyncio
 import importlib.metadata
 import uuid
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import structlog
@@ -22,12 +23,16 @@ from quire_worker.execution.failures import TOKENIZER
 from quire_worker.execution.sizing import PoolMemory, largest_shape
 from quire_worker.messages import response_of, sampling_of
 from quire_worker.model.tokenizer import TokenizerError
+from quire_worker.sampling.grammar import GrammarError, Matcher
+from quire_worker.sampling.params import Structure
 from quire_worker.scheduling.request import Request
 
 log = structlog.get_logger()
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 
 TEXT_BYTES_MAX = 1 << 20
+COMPILE_S_MAX = 10  # for a grammar, the time that it waits for others included
+COMPILER_COUNT = 2  # threads
 
 
 class WorkerService(pb_grpc.WorkerServiceServicer):
@@ -48,6 +53,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         self._model_name = model_name
         self._authorize = authorize
         self._version = importlib.metadata.version("quire-kv")
+        self._compiler = ThreadPoolExecutor(COMPILER_COUNT, thread_name_prefix="grammar")
         self.draining = False
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
@@ -140,6 +146,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         prompt = await self._tokens(request, request_id)
         self._check_prompt(prompt)
         echo = await self._echo(request, request_id, prompt) if sampling.echo else ""
+        matcher = None if sampling.structure is None else await self._compiled(sampling.structure, request_id)
         self._check_serving()  # also after the tokenizer's time
         return self._engine.submit(
             request_id=request_id,
@@ -147,11 +154,26 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             sampling=sampling,
             namespace=request.namespace,
             echo=echo,
+            matcher=matcher,
         )
 
     def _check_serving(self) -> None:
         if self.draining:
             raise QuireError.of(Reason.DRAINING, "the worker is shutting down")
+
+    async def _compiled(self, structure: Structure, request_id: str) -> Matcher:
+        """Compiles what a text has to be, on a thread of its own: others are streaming."""
+        compiling = asyncio.get_running_loop().run_in_executor(self._compiler, self._engine.grammars.compile, structure)
+        try:
+            return await asyncio.wait_for(compiling, COMPILE_S_MAX)
+        except GrammarError as error:
+            raise QuireError.of(Reason.BAD_PARAMETER, str(error)) from None
+        except TimeoutError:
+            message = f"{structure.kind.value} was not compiled within {COMPILE_S_MAX} s"
+            raise QuireError.of(Reason.TOO_LARGE, message) from None
+        except Exception as error:  # llguidance does not read every tokenizer that transformers does
+            log.warning("compiling failed", error=type(error).__name__)
+            raise self._engine.failed(request_id, TOKENIZER) from None
 
     async def _echo(self, request: pb.GenerateRequest, request_id: str, prompt: list[int]) -> str:
         """Returns the prompt's text, which is what came where text came."""

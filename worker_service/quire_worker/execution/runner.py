@@ -27,7 +27,15 @@ import torch
 from quire.protocol.outcomes import Copy
 
 from quire_worker.cache import KVCache
-from quire_worker.execution.failures import NO_TOKEN_LEFT, NOT_FINITE, DeviceLostError, Failure, FailureKind, failure_of
+from quire_worker.execution.failures import (
+    GRAMMAR,
+    NO_TOKEN_LEFT,
+    NOT_FINITE,
+    DeviceLostError,
+    Failure,
+    FailureKind,
+    failure_of,
+)
 from quire_worker.execution.parts import Part, PromptLogprobs, halves, layout_of, rows_of, scored, token_halves
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
@@ -283,7 +291,9 @@ class _Run:
         else:
             for each, token, logprobs in zip(draws, drawn.tokens, drawn.logprobs, strict=True):
                 if token is None:
-                    self._fail([each.sample], NO_TOKEN_LEFT)
+                    matcher = each.sample.sampler.matcher
+                    has_failed = matcher is not None and matcher.has_failed
+                    self._fail([each.sample], GRAMMAR if has_failed else NO_TOKEN_LEFT)
                 else:
                     self.tokens.append(Token(each, token, logprobs))
             return None

@@ -29,13 +29,14 @@ from quire.protocol.outcomes import StepOutcome
 from quire.session import PoolSession, SessionLostError
 
 from quire_worker.cache import KVCache
+from quire_worker.door import Door
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
-from quire_worker.execution.runner import Computed, Runner
+from quire_worker.execution.runner import Computed, Runner, Shortcut
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
 from quire_worker.outbox import Outbox
 from quire_worker.samples import TokenIntake, begin_samples
-from quire_worker.sampling.grammar import Grammars, Matcher
+from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.plan import Batch, Plan, Work
 from quire_worker.scheduling.request import STREAM_INTERVAL_S, Request
@@ -82,6 +83,7 @@ class Engine:
         telemetry: WorkerTelemetry,
         waiting_max: int,
         stream_interval_s: float = STREAM_INTERVAL_S,
+        shortcut: Shortcut | None = None,
         thread: ThreadPoolExecutor | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -91,9 +93,8 @@ class Engine:
         self.session = session
         self.scheduler = scheduler
         self.telemetry = telemetry
-        self.waiting_max = waiting_max
-        self.grammars = Grammars(tokenizer.to_json, model.vocab_size, model.eos_token_ids)
         self._clock = clock
+        self._door = Door(scheduler.roster, telemetry, waiting_max=waiting_max, clock=clock)
         self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="model")
         self._wake = asyncio.Event()
         self._open: set[Request] = set()
@@ -102,7 +103,7 @@ class Engine:
         self._stopping = False
         self._asked: Asked | None = None
         self._sent_s = 0.0
-        self._runner = Runner(model, cache, clock)
+        self._runner = Runner(model, cache, clock, shortcut)
         self._passes = deque[Pass]()  # the one that is computed, and the one behind it
         self._outbox = Outbox(stream_interval_s, self._decoding_failed)
         self._intake = TokenIntake(
@@ -139,6 +140,7 @@ class Engine:
         """Runs one turn: plan a pass and ask for what it needs, unless one is under way already; while it is computed,
         ask for what later ones need and put the next one behind it; then take its tokens."""
         started = self._clock()
+        self._door.end_hopeless(self._fail)
         if not self._passes and not await self._start():
             return
         self._ask_ahead(self._passes[0].work)
@@ -149,6 +151,7 @@ class Engine:
         for request, position, logprobs in computed.prompt_logprobs:
             request.prompt_logprobs[position - 1 : position - 1 + len(logprobs)] = logprobs
         self._intake.take(computed.tokens)
+        self._door.pace.observe(sum(work.token_count for work in computed.work), computed.seconds)
         self.telemetry.forward_s += computed.seconds
         self.telemetry.step_seconds.observe(self._clock() - started)
 
@@ -163,6 +166,8 @@ class Engine:
         namespace: str,
         echo: str = "",
         matcher: Matcher | None = None,
+        priority: int = 0,
+        time_left_s: float | None = None,
     ) -> Request:
         """Queues a valid request; its `deliveries` carry what comes of it. Every request is ended by `cancel`.
 
@@ -172,21 +177,26 @@ class Engine:
             sampling: how it is continued.
             namespace: inside which prefixes are shared.
             echo: what each sample's text begins with.
-            matcher: of what each text has to be, from `grammars`, where `sampling` has a structure.
+            matcher: of what each text has to be, where `sampling` has a structure.
+            priority: in its namespace.
+            time_left_s: to its caller's deadline, if there is one.
 
         Raises:
-            QuireError: QUEUE_FULL; ALLOCATOR_LOST, nobody grants blocks at present; DRAINING, it was stopped.
+            QuireError: QUEUE_FULL; DEADLINE, it cannot be done by then; ALLOCATOR_LOST, nobody grants blocks at
+                present; DRAINING, it was stopped.
         """
         if self._stopping:
             raise self._draining()
         if not self.session.connected:
             raise QuireError.of(Reason.ALLOCATOR_LOST, "the worker has no session with its allocator at present")
-        if len(self.scheduler.roster.waiting) >= self.waiting_max:
-            raise QuireError.of(Reason.QUEUE_FULL, f"{self.waiting_max} requests are waiting already")
+        self._door.check_room()
         self._request_count += 1
         root = root_digest(fingerprint=self.model.fingerprint, layout=self.cache.spec.layout, namespace=namespace)
         request = Request(self._request_count, request_id, prompt, sampling, namespace, root, self._clock())
-        request.rotation = self.model.rotation
+        request.rotation, request.priority = self.model.rotation, priority
+        if time_left_s is not None:
+            request.deadline_s = request.arrived_s + time_left_s
+        self._door.check_deadline(request)
         begin_samples(request, self.model, self.tokenizer, echo=echo, matcher=matcher)
         self.scheduler.roster.add(request.samples[0])
         self._open.add(request)
@@ -234,6 +244,7 @@ class Engine:
             return False
         plan, outcome = asked
         batch = self.scheduler.schedule(plan, outcome)
+        self._door.note_admitted(plan)
         self.telemetry.observe_blocks(outcome, self.scheduler.roster.running, self.cache.block_count)
         if batch.work:
             self._submit(batch)
@@ -318,6 +329,7 @@ class Engine:
         if outcome is None:
             return False
         self.scheduler.take_in(plan, outcome)
+        self._door.note_admitted(plan)
         self.telemetry.observe_blocks(outcome, self.scheduler.roster.running, self.cache.block_count)
         return True
 

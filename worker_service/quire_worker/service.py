@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import uuid
-from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeAlias, TypeVar
 
 import structlog
 from grpc import aio
@@ -22,17 +21,19 @@ from quire_worker.engine import Engine
 from quire_worker.execution.failures import TOKENIZER
 from quire_worker.execution.sizing import PoolMemory, largest_shape
 from quire_worker.messages import response_of, sampling_of
+from quire_worker.model.conversation import ConversationError, read_conversation
 from quire_worker.model.tokenizer import TokenizerError
-from quire_worker.sampling.grammar import GrammarError, Matcher
-from quire_worker.sampling.params import Structure
+from quire_worker.sampling.grammar import Grammars
+from quire_worker.scheduling.order import PRIORITY_MAX
 from quire_worker.scheduling.request import Request
+from quire_worker.structures import StructureCompiler
 
 log = structlog.get_logger()
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 
+InputT = TypeVar("InputT")
+
 TEXT_BYTES_MAX = 1 << 20
-COMPILE_S_MAX = 10  # for a grammar, the time that it waits for others included
-COMPILER_COUNT = 2  # threads
 
 
 class WorkerService(pb_grpc.WorkerServiceServicer):
@@ -53,7 +54,8 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         self._model_name = model_name
         self._authorize = authorize
         self._version = importlib.metadata.version("quire-kv")
-        self._compiler = ThreadPoolExecutor(COMPILER_COUNT, thread_name_prefix="grammar")
+        model = engine.model
+        self._structures = StructureCompiler(Grammars(engine.tokenizer.to_json, model.vocab_size, model.eos_token_ids))
         self.draining = False
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
@@ -62,7 +64,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         outcome = "rejected"
         running: Request | None = None
         try:
-            running = await self._submit(request, self._authorize(context))
+            running = await self._submit(request, self._authorize(context), context.time_remaining())
             outcome = "cancelled"
             async for response in self._responses(running):
                 yield response
@@ -76,6 +78,14 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             if running is not None:
                 self._engine.cancel(running)
             outcomes[outcome] += 1
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        """Answers with the tokens of a text or a conversation."""
+        try:
+            self._check_serving()
+            return pb.TokenizeResponse(token_ids=await self._tokenized(request))
+        except QuireError as error:
+            return await abort(context, error)
 
     def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         """Answers with a snapshot of the worker."""
@@ -135,10 +145,15 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
 
     # -- parts of Generate ---------------------------------------------------------------------------------------------
 
-    async def _submit(self, request: pb.GenerateRequest, permissions: Permissions) -> Request:
+    async def _submit(
+        self, request: pb.GenerateRequest, permissions: Permissions, time_left_s: float | None = None
+    ) -> Request:
         self._check_serving()
         _require(len(request.request_id) <= REQUEST_ID_CHARACTERS_MAX, "request_id must be at most 64 characters")
         _require(len(request.namespace.encode()) <= NAMESPACE_BYTES_MAX, "namespace must be at most 128 bytes")
+        if abs(request.priority) > PRIORITY_MAX:
+            message = f"priority must be from {-PRIORITY_MAX} to {PRIORITY_MAX}, not {request.priority}"
+            raise QuireError.of(Reason.BAD_PARAMETER, message)
         if not permissions.may_use(request.namespace):
             raise QuireError.of(Reason.NAMESPACE_FORBIDDEN, "the certificate does not permit this namespace")
         sampling = sampling_of(request.sampling, self._engine.model.vocab_size)
@@ -146,7 +161,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         prompt = await self._tokens(request, request_id)
         self._check_prompt(prompt)
         echo = await self._echo(request, request_id, prompt) if sampling.echo else ""
-        matcher = None if sampling.structure is None else await self._compiled(sampling.structure, request_id)
+        matcher = None if sampling.structure is None else await self._structures.compile(sampling.structure)
         self._check_serving()  # also after the tokenizer's time
         return self._engine.submit(
             request_id=request_id,
@@ -155,25 +170,13 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             namespace=request.namespace,
             echo=echo,
             matcher=matcher,
+            priority=request.priority,
+            time_left_s=time_left_s,
         )
 
     def _check_serving(self) -> None:
         if self.draining:
             raise QuireError.of(Reason.DRAINING, "the worker is shutting down")
-
-    async def _compiled(self, structure: Structure, request_id: str) -> Matcher:
-        """Compiles what a text has to be, on a thread of its own: others are streaming."""
-        compiling = asyncio.get_running_loop().run_in_executor(self._compiler, self._engine.grammars.compile, structure)
-        try:
-            return await asyncio.wait_for(compiling, COMPILE_S_MAX)
-        except GrammarError as error:
-            raise QuireError.of(Reason.BAD_PARAMETER, str(error)) from None
-        except TimeoutError:
-            message = f"{structure.kind.value} was not compiled within {COMPILE_S_MAX} s"
-            raise QuireError.of(Reason.TOO_LARGE, message) from None
-        except Exception as error:  # llguidance does not read every tokenizer that transformers does
-            log.warning("compiling failed", error=type(error).__name__)
-            raise self._engine.failed(request_id, TOKENIZER) from None
 
     async def _echo(self, request: pb.GenerateRequest, request_id: str, prompt: list[int]) -> str:
         """Returns the prompt's text, which is what came where text came."""
@@ -190,11 +193,34 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         _require(kind is not None, "prompt is missing: give text or tokens")
         if kind == "tokens":
             return list(request.tokens.ids)
-        if len(request.text.encode()) > TEXT_BYTES_MAX:
-            raise QuireError.of(Reason.TOO_LARGE, f"text must be at most {TEXT_BYTES_MAX} bytes")
-        # On another thread: a long text takes a while, and others are streaming.
+        return await self._encode(request_id, len(request.text.encode()), self._engine.tokenizer.encode, request.text)
+
+    async def _tokenized(self, request: pb.TokenizeRequest) -> list[int]:
+        kind = request.WhichOneof("input")
+        _require(kind is not None, "input is missing: give text or a conversation")
+        tokenizer, size = self._engine.tokenizer, request.ByteSize()
+        if kind == "text":
+            return await self._encode("", size, tokenizer.encode, request.text)
+        given = request.conversation
         try:
-            return await asyncio.to_thread(self._engine.tokenizer.encode, request.text)
+            conversation = read_conversation(
+                given.messages_json,
+                given.tools_json,
+                given.variables_json,
+                with_generation_prompt=not given.without_generation_prompt,
+            )
+            return await self._encode("", size, tokenizer.encode_conversation, conversation)
+        except ConversationError as error:
+            raise QuireError.of(Reason.BAD_PARAMETER, str(error)) from None
+
+    async def _encode(
+        self, request_id: str, byte_count: int, encode: Callable[[InputT], list[int]], given: InputT
+    ) -> list[int]:
+        """Encodes on another thread: a long text takes a while, and others are streaming."""
+        if byte_count > TEXT_BYTES_MAX:
+            raise QuireError.of(Reason.TOO_LARGE, f"text must be at most {TEXT_BYTES_MAX} bytes")
+        try:
+            return await asyncio.to_thread(encode, given)
         except TokenizerError as error:
             log.warning("encoding failed", error=str(error))
             raise self._engine.failed(request_id, TOKENIZER) from None

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 PATTERNS = ("^[a-f]{2,5}$", "^(yes|no|maybe)$", "^[0-9]{4}-[0-9]{2}$", "^x+y?$")
-FORMATS = ("date", "ipv4", "uuid")
+FORMATS = ("ipv4", "uuid")
 
 
 def random_schema(dice: random.Random, depth: int = 3) -> dict[str, Any]:

@@ -142,13 +142,10 @@ def test_a_model_that_never_ends_a_text_has_no_structures(tokenizer: Tokenizer) 
 
 def submitted(harness: Harness, structure: Structure, **sampling: Any) -> Any:
     params = SamplingParams(**{"max_tokens": 200, "temperature": 1.0, "structure": structure, **sampling})
-    return harness.engine.submit(
-        request_id="",
-        prompt=[5, 6, 7],
-        sampling=params,
-        namespace="",
-        matcher=harness.engine.grammars.compile(structure),
-    )
+    model = harness.engine.model
+    grammars = Grammars(harness.engine.tokenizer.to_json, model.vocab_size, model.eos_token_ids)
+    matcher = grammars.compile(structure)
+    return harness.engine.submit(request_id="", prompt=[5, 6, 7], sampling=params, namespace="", matcher=matcher)
 
 
 async def test_forks_and_preempted_samples_keep_to_their_schemas(tokenizer: Tokenizer) -> None:

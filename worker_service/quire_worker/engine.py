@@ -135,6 +135,8 @@ class Engine:
             self._stopping = True
             self.fail_all(self._draining())
             await asyncio.gather(*(each.result for each in self._passes), return_exceptions=True)
+            if self._asked is not None:  # nobody takes this answer in, and its failure is no news
+                self._asked.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
 
     async def step(self) -> None:
         """Runs one turn: plan a pass and ask for what it needs, unless one is under way already; while it is computed,

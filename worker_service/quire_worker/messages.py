@@ -76,8 +76,9 @@ def _structure_of(message: pb.SamplingParams) -> Structure | None:
     return Structure(kind, texts)
 
 
-def response_of(request: Request, delivery: Delivery) -> pb.GenerateResponse:
-    """Returns the message that tells a request's caller what there is for it."""
+def response_of(request: Request, delivery: Delivery, sequence_tokens_max: int) -> pb.GenerateResponse:
+    """Returns the message that tells a request's caller what there is for it; `sequence_tokens_max` is what bounds a
+    sequence of any request."""
     response = pb.GenerateResponse(
         sample=delivery.sample,
         token_ids=delivery.token_ids,
@@ -98,6 +99,7 @@ def response_of(request: Request, delivery: Delivery) -> pb.GenerateResponse:
                 granted_block_count=usage.granted_block_count,
                 unshared_block_count=usage.unshared_block_count,
                 preemption_count=usage.preemption_count,
+                sample_token_count_max=min(request.sampling.max_tokens, sequence_tokens_max - len(request.prompt)),
             )
         )
     return response

@@ -74,6 +74,7 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
         UsageError: there is no room for the pool, or no such device.
         RankLostError: another rank is gone.
     """
+    tokenizer = Tokenizer(options.model)  # first, as weights take minutes and this may be what is missing
     if ranks is None or ranks.place.size == 1:
         part, leader = load_part(options, options.device, None), None
     else:
@@ -82,7 +83,7 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
     if options.device == "cuda":
         shortcut = capture_decode(part, min(options.cuda_graph_batch_max, options.max_running))
     name = Path(options.model).resolve().name
-    return Loaded(name, part.model, part.cache, Tokenizer(options.model), part.memory, leader, shortcut)
+    return Loaded(name, part.model, part.cache, tokenizer, part.memory, leader, shortcut)
 
 
 def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Part:
@@ -273,6 +274,10 @@ async def _run(engine: Engine, server: Server) -> None:
     changes = set[asyncio.Task[None]]()
 
     def follow(connected: bool) -> None:
+        if connected:
+            log.warning("the session with the allocator is back")
+        else:
+            log.warning("the allocator is away; what has room goes on, and nobody new is let in")
         task = asyncio.create_task(server.set_serving(connected))
         changes.add(task)
         task.add_done_callback(changes.discard)

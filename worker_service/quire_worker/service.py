@@ -34,6 +34,7 @@ Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 InputT = TypeVar("InputT")
 
 TEXT_BYTES_MAX = 1 << 20
+SPELLED_MAX = 1 << 16  # tokens of one call of Detokenize
 
 
 class WorkerService(pb_grpc.WorkerServiceServicer):
@@ -86,6 +87,18 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             return pb.TokenizeResponse(token_ids=await self._tokenized(request))
         except QuireError as error:
             return await abort(context, error)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        """Answers with the bytes of each token."""
+        try:
+            if len(request.token_ids) > SPELLED_MAX:
+                raise QuireError.of(Reason.LIMIT, f"at most {SPELLED_MAX} tokens at a time")
+            return pb.DetokenizeResponse(texts=self._engine.tokenizer.spell(request.token_ids))
+        except QuireError as error:
+            return await abort(context, error)
+        except TokenizerError as error:
+            log.warning("decoding failed", error=str(error))
+            return await abort(context, self._engine.failed("", TOKENIZER))
 
     def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         """Answers with a snapshot of the worker."""
@@ -243,7 +256,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             delivery = await running.deliveries.get()
             if isinstance(delivery, QuireError):
                 raise delivery
-            yield response_of(running, delivery)
+            yield response_of(running, delivery, self._engine.scheduler.sequence_tokens_max)
             if delivery.is_last:
                 return
 

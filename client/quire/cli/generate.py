@@ -68,7 +68,7 @@ def generate(
     if as_json:
         output.print_json(asdict(generation))
     else:
-        print(_summary(generation, time.monotonic() - start), file=sys.stderr)
+        print(_summary(generation, time.monotonic() - start, max_tokens), file=sys.stderr)
 
 
 def _standard_input() -> str:
@@ -141,12 +141,14 @@ def _tagged(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
         yield chunk
 
 
-def _summary(generation: Generation, seconds: float) -> str:
+def _summary(generation: Generation, seconds: float, max_tokens: int) -> str:
     usage = generation.usage
+    most = usage.sample_token_count_max
+    cut = f"; room for {most:,} tokens, not for the {max_tokens:,} asked for" if 0 < most < max_tokens else ""
     shared = usage.unshared_block_count - usage.granted_block_count
     preempted = f", preempted {usage.preemption_count} times" if usage.preemption_count else ""
     return (
         f"{usage.prompt_token_count} prompt tokens ({usage.cached_token_count} cached), "
         f"{usage.output_token_count} generated in {seconds:.2f} s; "
-        f"{usage.granted_block_count} blocks taken, {max(shared, 0)} saved by sharing{preempted}"
+        f"{usage.granted_block_count} blocks taken, {max(shared, 0)} saved by sharing{preempted}{cut}"
     )

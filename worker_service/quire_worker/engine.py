@@ -31,6 +31,7 @@ from quire.session import PoolSession, SessionLostError
 from quire_worker.cache import KVCache
 from quire_worker.door import Door
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
+from quire_worker.execution.host_pages import HostPages
 from quire_worker.execution.runner import Computed, Runner, Shortcut
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
@@ -103,7 +104,9 @@ class Engine:
         self._stopping = False
         self._asked: Asked | None = None
         self._sent_s = 0.0
-        self._runner = Runner(model, cache, clock, shortcut)
+        slot_count = scheduler.roster.swap.slot_count
+        host_pages = HostPages(cache, slot_count) if slot_count else None
+        self._runner = Runner(model, cache, clock, shortcut, host_pages)
         self._passes = deque[Pass]()  # the one that is computed, and the one behind it
         self._outbox = Outbox(stream_interval_s, self._decoding_failed)
         self._intake = TokenIntake(
@@ -153,7 +156,7 @@ class Engine:
         for request, position, logprobs in computed.prompt_logprobs:
             request.prompt_logprobs[position - 1 : position - 1 + len(logprobs)] = logprobs
         self._intake.take(computed.tokens)
-        self._door.pace.observe(sum(work.token_count for work in computed.work), computed.seconds)
+        self._door.observe(computed)
         self.telemetry.forward_s += computed.seconds
         self.telemetry.step_seconds.observe(self._clock() - started)
 

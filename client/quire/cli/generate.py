@@ -68,7 +68,7 @@ def generate(
     if as_json:
         output.print_json(asdict(generation))
     else:
-        print(_summary(generation, time.monotonic() - start, max_tokens), file=sys.stderr)
+        print(_summary(generation, time.monotonic() - start, params.max_tokens), file=sys.stderr)
 
 
 def _standard_input() -> str:

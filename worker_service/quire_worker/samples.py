@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from quire_worker.execution.runner import Token
+from quire_worker.execution.parts import Token
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.sample_text import SampleText
 from quire_worker.model.tokenizer import StreamDecoder, Tokenizer, TokenizerError

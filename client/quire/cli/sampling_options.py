@@ -56,13 +56,14 @@ def samples(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _params_of(values: dict[str, Any]) -> SamplingParams:
-    lists = {f"{name}s": tuple(values.pop(name)) for name in ("allowed_token_id", "banned_token_id", "stop_token_id")}
+    for name in ("allowed_token_id", "banned_token_id", "stop_token_id"):
+        values[f"{name}s"] = tuple(values.pop(name))
     values["logit_bias"] = dict(map(_bias, values["logit_bias"]))
     values["stop"] = tuple(values["stop"])
     values["choice"] = tuple(values["choice"]) or None
     for name in ("json_schema", "grammar"):
         values[name] = _content(name, values[name])
-    return SamplingParams(**values, **lists)
+    return SamplingParams(**values)
 
 
 def _bias(text: str) -> tuple[int, float]:

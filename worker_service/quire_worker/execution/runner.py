@@ -42,6 +42,7 @@ from quire_worker.execution.parts import (
     Part,
     PromptLogprobs,
     Restore,
+    Token,
     halves,
     layout_of,
     rows_of,
@@ -52,7 +53,6 @@ from quire_worker.execution.parts import (
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.sampling.choice import finite_rows
-from quire_worker.sampling.logprobs import TokenLogprobs
 from quire_worker.sampling.sampler import draw
 from quire_worker.scheduling.plan import Batch, Draw, Work
 from quire_worker.scheduling.request import Request, Sample
@@ -61,14 +61,6 @@ from quire_worker.scheduling.swap import SwapOut, pages_to_restore
 log = structlog.get_logger()
 # Computes a batch in a shorter way than a forward pass does, or returns None where it has none for that batch.
 Shortcut: TypeAlias = Callable[[ForwardBatch], torch.Tensor | None]
-
-
-class Token(NamedTuple):
-    """A token that was drawn."""
-
-    draw: Draw
-    token_id: int
-    logprobs: TokenLogprobs | None
 
 
 class Computed(NamedTuple):

@@ -164,12 +164,15 @@ def capture_decode(part: Part, size_max: int) -> Shortcut | None:
 def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSession) -> Engine:
     """Puts the parts together; nothing is connected yet."""
     model, cache, tokenizer = loaded.model, loaded.cache, loaded.tokenizer
+    if options.swap_memory and loaded.leader is not None:
+        raise UsageError("--swap-memory: pages of several ranks are not swapped")
     scheduler = Scheduler(
         groups=cache.spec.groups,
         sequence_tokens_max=min(model.max_position, cache.sequence_tokens_max(options.max_batch_tokens)),
         batch_tokens_max=options.max_batch_tokens,
         running_max=options.max_running,
         ahead_tokens=options.grant_ahead_tokens,
+        swap_slot_count=options.swap_memory // cache.spec.bytes_per_block,
     )
     return Engine(
         model=model,

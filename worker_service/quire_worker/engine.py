@@ -37,6 +37,7 @@ from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
 from quire_worker.outbox import Outbox
 from quire_worker.samples import TokenIntake, begin_samples
+from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.plan import Batch, Plan, Work
 from quire_worker.scheduling.request import STREAM_INTERVAL_S, Request
@@ -169,6 +170,7 @@ class Engine:
         sampling: SamplingParams,
         namespace: str,
         echo: str = "",
+        matcher: Matcher | None = None,
         priority: int = 0,
         time_left_s: float | None = None,
     ) -> Request:
@@ -180,6 +182,7 @@ class Engine:
             sampling: how it is continued.
             namespace: inside which prefixes are shared.
             echo: what each sample's text begins with.
+            matcher: of what each text has to be, where `sampling` has a structure.
             priority: in its namespace.
             time_left_s: to its caller's deadline, if there is one.
 
@@ -199,7 +202,7 @@ class Engine:
         if time_left_s is not None:
             request.deadline_s = request.arrived_s + time_left_s
         self._door.check_deadline(request)
-        begin_samples(request, self.model, self.tokenizer, echo=echo)
+        begin_samples(request, self.model, self.tokenizer, echo=echo, matcher=matcher)
         self.scheduler.roster.add(request.samples[0])
         self._open.add(request)
         self._wake.set()

@@ -8,7 +8,7 @@ from quire.errors import QuireError, Reason
 from quire.v1 import worker_pb2 as pb
 
 from quire_worker.sampling.logprobs import TokenLogprobs
-from quire_worker.sampling.params import MAX_TOKENS_DEFAULT, SamplingParams, Structure
+from quire_worker.sampling.params import MAX_TOKENS_DEFAULT, SamplingParams, Structure, StructureKind
 from quire_worker.scheduling.request import Delivery, FinishReason, Request
 
 _FINISH_REASONS = {
@@ -71,7 +71,9 @@ def _structure_of(message: pb.SamplingParams) -> Structure | None:
     name = message.WhichOneof("structure")
     if name is None:
         return None
-    raise ValueError(f"{name} is not supported by this worker")
+    kind = StructureKind(name)
+    texts = tuple(message.choice.texts) if kind is StructureKind.CHOICE else (getattr(message, name),)
+    return Structure(kind, texts)
 
 
 def response_of(request: Request, delivery: Delivery, sequence_tokens_max: int) -> pb.GenerateResponse:

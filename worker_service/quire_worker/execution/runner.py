@@ -27,13 +27,22 @@ import torch
 from quire.protocol.outcomes import Copy
 
 from quire_worker.cache import KVCache
-from quire_worker.execution.failures import NO_TOKEN_LEFT, NOT_FINITE, DeviceLostError, Failure, FailureKind, failure_of
+from quire_worker.execution.failures import (
+    GRAMMAR,
+    NO_TOKEN_LEFT,
+    NOT_FINITE,
+    DeviceLostError,
+    Failure,
+    FailureKind,
+    failure_of,
+)
 from quire_worker.execution.host_pages import HostPages
 from quire_worker.execution.parts import (
     Before,
     Part,
     PromptLogprobs,
     Restore,
+    Token,
     halves,
     layout_of,
     rows_of,
@@ -44,7 +53,6 @@ from quire_worker.execution.parts import (
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.sampling.choice import finite_rows
-from quire_worker.sampling.logprobs import TokenLogprobs
 from quire_worker.sampling.sampler import draw
 from quire_worker.scheduling.plan import Batch, Draw, Work
 from quire_worker.scheduling.request import Request, Sample
@@ -53,14 +61,6 @@ from quire_worker.scheduling.swap import SwapOut, pages_to_restore
 log = structlog.get_logger()
 # Computes a batch in a shorter way than a forward pass does, or returns None where it has none for that batch.
 Shortcut: TypeAlias = Callable[[ForwardBatch], torch.Tensor | None]
-
-
-class Token(NamedTuple):
-    """A token that was drawn."""
-
-    draw: Draw
-    token_id: int
-    logprobs: TokenLogprobs | None
 
 
 class Computed(NamedTuple):
@@ -354,7 +354,9 @@ class _Run:
         else:
             for each, token, logprobs in zip(draws, drawn.tokens, drawn.logprobs, strict=True):
                 if token is None:
-                    self._fail([each.sample], NO_TOKEN_LEFT)
+                    matcher = each.sample.sampler.matcher
+                    has_failed = matcher is not None and matcher.has_failed
+                    self._fail([each.sample], GRAMMAR if has_failed else NO_TOKEN_LEFT)
                 else:
                     self.tokens.append(Token(each, token, logprobs))
             return None

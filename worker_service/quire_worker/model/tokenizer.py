@@ -62,6 +62,11 @@ class Tokenizer:
         """Returns the number of tokens, added ones included; the model's may be larger, for padding."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    def to_json(self) -> str:
+        """Returns the whole tokenizer as its library writes it."""
+        with _named():
+            return self._backend.to_str()
+
     def encode(self, text: str) -> list[int]:
         """Returns token ids, with the special tokens that the checkpoint puts around a text (often one at the start).
 

@@ -30,11 +30,11 @@ from tests.worker.tiny_models import write_model
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 72,
+    "hidden_size": 32,
+    "intermediate_size": 48,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "head_dim": 16,
     "max_position_embeddings": 256,
     "initializer_range": 0.2,
@@ -59,10 +59,11 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any], Counter[str]]] = {
         Counter(GpuAttentionRewrite=2, GpuGatedMlpRewrite=2, GpuNormRewrite=9),
     ),
 }
-# What makes no launch of its own.
+# What makes no launch of its own; `reshape` of what is dense is a view.
 VIEWS = {
     "alias", "_unsafe_view", "as_strided", "detach", "empty", "empty_like", "expand", "new_empty", "permute", "select",
-    "slice", "split", "split_with_sizes", "t", "transpose", "unsqueeze", "view", "_reshape_alias", "lift_fresh", "unbind",
+    "slice", "split", "split_with_sizes", "t", "transpose", "unsqueeze", "view", "_reshape_alias", "unbind",
+    "reshape", "chunk",
 }  # fmt: skip
 
 
@@ -130,16 +131,17 @@ def test_rewritten_models_have_the_logits_of_transformers(
     line = next(line for line in capsys.readouterr().out.splitlines() if "model rewritten" in line)
     counts = dict(part.split("=") for part in line.split() if "=" in part)
     assert {rewrite: int(count) for rewrite, count in counts.items()} == dict(MODELS[name][3])
-    tokens = [(7 * place + 3) % 300 for place in range(40)]
+    tokens = [(7 * place + 3) % 300 for place in range(20)]
     with torch.inference_mode():
-        expected = reference_model(folder)(torch.tensor([tokens])).logits[0, [34, -1]]
-    cache = KVCache(model.cache_spec, 3 * len(model.cache_spec.groups), device=model.device)
+        expected = reference_model(folder)(torch.tensor([tokens])).logits[0, [15, -1]]
+    cache = KVCache(model.cache_spec, 2 * len(model.cache_spec.groups), device=model.device)
     for buffer in cache.buffers:
         buffer.fill_(NAN_BYTE)
-    tables = [list(range(3 * group, 3 * group + 3)) for group in range(len(model.cache_spec.groups))]
+    groups = model.cache_spec.groups
+    tables = [[2 * group, 2 * group + 1] for group in range(len(groups))]
     found = []
-    for start, stop in ((0, 35), (35, 39), (39, 40)):  # a prompt, a chunk, a token
-        batch = build_batch([Chunk(tokens[start:stop], start, tables, needs_logits=True)], groups=model.cache_spec.groups)
+    for start, stop in ((0, 16), (16, 19), (19, 20)):  # a prompt, a chunk, a token
+        batch = build_batch([Chunk(tokens[start:stop], start, tables, needs_logits=True)], groups=groups)
         found.append(model.forward(batch.on(model.device), cache)[0].cpu())
     torch.testing.assert_close(torch.stack([found[0], found[-1]]), expected, rtol=1e-4, atol=1e-4)
 
@@ -160,8 +162,8 @@ def test_a_decoding_layer_makes_ten_launches(
         decode(model)
     start, stop = bounds
     assert launches.names[start:stop] == [
-        "rms_norm_kernel", "mm", "rotate_append_kernel", "decode_paged_kernel", "merge_splits_kernel", "addmm",
-        "rms_norm_kernel", "mm", "gated_activation_kernel", "addmm",
+        "rms_norm_kernel", "linear", "rotate_append_kernel", "decode_paged_kernel", "merge_splits_kernel", "addmm",
+        "rms_norm_kernel", "linear", "gated_activation_kernel", "addmm",
     ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ What the kernels cannot do (pages of fp8, layers that read another layer's keys)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,12 @@ from quire_kernels.ops.rotate_append import HeadNorms
 
 from quire_worker.attention.triton_path import TritonAttentionPlan
 from quire_worker.model.rewrites.attention import PROJECTIONS
+from quire_worker.model.rewrites.decoder_layer import DecoderLayerRewrite
 from quire_worker.model.rewrites.gated_mlp import PROJECTIONS as GATED_PROJECTIONS
 from quire_worker.model.rewrites.interface import Rewrite, child_names, is_plain_linear, own_parameter_names
 from quire_worker.model.rewrites.norm import weight_and_epsilon
 from quire_worker.model.rewrites.recording import Recording
+from quire_worker.model.rewrites.rewriter import Pass, Rewritten
 from quire_worker.model.transformers_seam import PagedStep, Scoring, Step
 
 ACTIVATIONS = (silu_and_mul, gelu_tanh_and_mul)
@@ -201,6 +203,22 @@ class GpuAttentionRewrite(Rewrite):
             )
 
 
+def rewrite_for_gpu(module: torch.nn.Module, run: Callable[[Recording], object]) -> Rewritten:
+    """Rewrites a model in place.
+
+    Args:
+        module: a transformers model where the Triton kernels run, for inference.
+        run: makes the model compute one batch, with a step from `Recording.step`; of a few tokens.
+    """
+    recording = Recording()
+    with torch.inference_mode():
+        recording.record(module, run)
+        parts = (GpuAttentionRewrite(recording), GpuGatedMlpRewrite(), GpuNormRewrite())
+        done = Pass(recording, parts, [DecoderLayerRewrite(LAYER_PARTS)])
+        done.visit(module)
+    return Rewritten(module, done.counts)
+
+
 def turned(
     heads: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], query_heads: int, norms: HeadNorms | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -226,6 +244,14 @@ def turned(
         return torch.cat([part * cosine + torch.cat([-second, first], dim=-1) * sine, rest], dim=-1)
 
     return turn(query), turn(key), value
+
+
+LAYER_PARTS = {
+    "input_layernorm": GpuNorm,
+    "self_attn": GpuAttention,
+    "post_attention_layernorm": GpuNorm,
+    "mlp": GpuGatedMlp,
+}
 
 
 def _plain_linears(module: torch.nn.Module, names: Sequence[str]) -> list[torch.nn.Linear] | None:

@@ -121,8 +121,7 @@ class Layer(ctypes.Structure):
         ("page_stride", c_int64),
         ("attend", ctypes.POINTER(Attend)),
         *[(name, c_void_p) for name in ("slots", "sinks")],
-        ("window_left", c_int32),
-        *[(name, c_float) for name in ("soft_cap", "attention_epsilon", "mlp_epsilon", "head_epsilon", "scale")],
+        *[(name, c_float) for name in ("attention_epsilon", "mlp_epsilon", "head_epsilon")],
     ]
 
 

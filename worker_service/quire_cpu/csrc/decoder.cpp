@@ -43,9 +43,6 @@ void attention(const QuireDecoder& d, const QuireLayer& layer) {
     attend.pages = layer.pages;
     attend.page_stride = layer.page_stride;
     attend.output = d.attended;
-    attend.scale = layer.scale;
-    attend.window_left = layer.window_left;
-    attend.soft_cap = layer.soft_cap;
     attend.sinks = layer.sinks;
     quire_attend(&attend);
 }

@@ -116,12 +116,10 @@ struct QuireLayer {
     const void* key_norm;
     void* pages;
     int64_t page_stride;
-    const struct QuireAttend* attend;  // the batch as this layer's group has it; the rest is filled in
+    const struct QuireAttend* attend;  // the batch as this layer's kind has it; its tensors are filled in
     const int64_t* slots;          // [tokens], or null where another layer writes these pages
     const float* sinks;            // [query_heads] or null
-    int32_t window_left;
-    float soft_cap;
-    float attention_epsilon, mlp_epsilon, head_epsilon, scale;
+    float attention_epsilon, mlp_epsilon, head_epsilon;
 };
 
 // All layers of a decoder, on the hidden states where they are. The other buffers are for what lies between the kernels.

@@ -17,6 +17,7 @@ from quire_cpu.ops import PackedLinear
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from quire_worker.attention.cpu_path import CpuAttentionPlan, Kind
+from quire_worker.model.rewrites.attention import MergedAttention
 from quire_worker.model.rewrites.decoder_layer import DecoderLayer
 from quire_worker.model.rewrites.interface import Rewrite, child_names, own_parameter_names
 from quire_worker.model.rewrites.norm import Norm
@@ -65,6 +66,7 @@ class LayersInC:
 
     def __init__(self, layers: list[DecoderLayer], described: ctypes.Array[interface.Layer]) -> None:
         self._layers = layers
+        self._kinds = [_kind_of(layer.attention) for layer in layers]
         self._described = described
         self._memory = torch.empty(0)  # between the kernels, kept from pass to pass
 
@@ -104,17 +106,17 @@ class LayersInC:
 
     def _bind(self, step: PagedStep) -> bool:
         """Points every layer to its pages and to the batch as its group has it."""
-        batches: dict[int, Any] = {}
-        for described, layer in zip(self._described, self._layers, strict=True):
+        batches: dict[tuple[int, Kind], Any] = {}
+        for described, layer, kind in zip(self._described, self._layers, self._kinds, strict=True):
             attention = layer.attention
             own = step.layers[attention.layer_index]
             plan = step.plans[own.kind]
             if not isinstance(plan, CpuAttentionPlan) or own.window != attention.scoring.sliding_window:
                 return False
-            if own.kind not in batches:
-                batches[own.kind] = ctypes.pointer(plan.arguments_of(Kind(attention.query_heads, 0.0, -1, 0.0)))
+            if (own.kind, kind) not in batches:
+                batches[own.kind, kind] = ctypes.pointer(plan.arguments_of(kind))
             described.pages, described.page_stride = own.pages.data_ptr(), own.pages.stride(0)
-            described.attend = batches[own.kind]
+            described.attend = batches[own.kind, kind]
             described.slots = plan.batch.slot_mapping.data_ptr() if own.is_written else 0
         return True
 
@@ -134,19 +136,23 @@ class DecoderRewrite(Rewrite):
 def _described(layers: list[DecoderLayer]) -> ctypes.Array[interface.Layer]:
     found = (interface.Layer * len(layers))()
     for described, layer in zip(found, layers, strict=True):
-        attention, norms, scoring = layer.attention, layer.attention.norms, layer.attention.scoring
+        attention, norms = layer.attention, layer.attention.norms
         described.qkv, described.output = _packed(attention.qkv), _packed(attention.output)
         described.gate_up, described.down = _packed(layer.mlp.gate_up), _packed(layer.mlp.down)
         described.attention_norm = layer.attention_norm.weight.data_ptr()
         described.mlp_norm = layer.mlp_norm.weight.data_ptr()
         described.attention_epsilon, described.mlp_epsilon = layer.attention_norm.epsilon, layer.mlp_norm.epsilon
-        described.scale, described.soft_cap = scoring.scale, scoring.soft_cap
-        described.window_left = -1 if scoring.sliding_window is None else scoring.sliding_window - 1
-        described.sinks = 0 if layer.attention.sinks is None else layer.attention.sinks.data_ptr()
+        described.sinks = 0 if attention.sinks is None else attention.sinks.data_ptr()
         if norms is not None:
             described.query_norm, described.key_norm = norms.query.data_ptr(), norms.key.data_ptr()
             described.head_epsilon = norms.epsilon
     return found
+
+
+def _kind_of(attention: MergedAttention) -> Kind:
+    scoring = attention.scoring
+    window_left = -1 if scoring.sliding_window is None else scoring.sliding_window - 1
+    return Kind(attention.query_heads, scoring.scale, window_left, scoring.soft_cap)
 
 
 def _packed(layer: PackedLinear) -> interface.Packed:

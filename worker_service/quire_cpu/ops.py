@@ -7,6 +7,7 @@ checked on the other side.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from ctypes import byref
 from dataclasses import dataclass
 
@@ -159,6 +160,13 @@ class PackedLinear:
                 bias[row // columns, offset + row % columns] = added.float()
             first_row += weight.shape[0]
         self.bias = bias if biases and any(each is not None for each in biases) else None
+
+    def ungated(self) -> PackedLinear:
+        """Returns a gated layer's weights, the same memory, as a layer whose results are gates and values by themselves:
+        `[..., panels, 2, PANEL / 2]`, where 0 is the gates."""
+        other = copy(self)
+        other.is_gated, other.outputs = False, self.weight.shape[0] * PANEL
+        return other
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Computes x @ weight^T + bias, plus `residual` if there is one.

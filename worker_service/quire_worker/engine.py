@@ -31,6 +31,7 @@ from quire.session import PoolSession, SessionLostError
 from quire_worker.cache import KVCache
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
 from quire_worker.execution.runner import Computed, Runner
+from quire_worker.model.adapters.adapter import Adapter
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
 from quire_worker.outbox import Outbox
@@ -153,7 +154,14 @@ class Engine:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def submit(
-        self, *, request_id: str, prompt: list[int], sampling: SamplingParams, namespace: str, echo: str = ""
+        self,
+        *,
+        request_id: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        namespace: str,
+        echo: str = "",
+        adapter: Adapter | None = None,
     ) -> Request:
         """Queues a valid request; its `deliveries` carry what comes of it. Every request is ended by `cancel`.
 
@@ -163,6 +171,7 @@ class Engine:
             sampling: how it is continued.
             namespace: inside which prefixes are shared.
             echo: what each sample's text begins with.
+            adapter: that changes the model for it.
 
         Raises:
             QuireError: QUEUE_FULL; ALLOCATOR_LOST, nobody grants blocks at present; DRAINING, it was stopped.
@@ -174,9 +183,14 @@ class Engine:
         if len(self.scheduler.roster.waiting) >= self.waiting_max:
             raise QuireError.of(Reason.QUEUE_FULL, f"{self.waiting_max} requests are waiting already")
         self._request_count += 1
-        root = root_digest(fingerprint=self.model.fingerprint, layout=self.cache.spec.layout, namespace=namespace)
+        root = root_digest(
+            fingerprint=self.model.fingerprint,
+            layout=self.cache.spec.layout,
+            adapter=b"" if adapter is None else adapter.digest,
+            namespace=namespace,
+        )
         request = Request(self._request_count, request_id, prompt, sampling, namespace, root, self._clock())
-        request.rotation = self.model.rotation
+        request.rotation, request.adapter = self.model.rotation, adapter
         begin_samples(request, self.model, self.tokenizer, echo=echo)
         self.scheduler.roster.add(request.samples[0])
         self._open.add(request)
@@ -190,6 +204,10 @@ class Engine:
         self._open.discard(request)
         self._changed.set()
         self._wake.set()
+
+    def request_count(self, adapter: Adapter) -> int:
+        """Counts the open requests that have chosen an adapter."""
+        return sum(request.adapter is adapter for request in self._open)
 
     def fail_all(self, error: QuireError) -> None:
         """Ends every open request with an error."""

@@ -25,6 +25,7 @@ from quire.protocol.outcomes import NULL_BLOCK
 from quire.types import GroupKind, GroupSpec
 
 from quire_worker.attention import AttentionBatch
+from quire_worker.model.adapters.adapter import Adapter, Segment
 
 Table = Sequence[int] | np.ndarray
 
@@ -41,6 +42,7 @@ class Chunk:
         needs_logits: whether the logits after the last token are wanted.
         is_scored: whether those after each of its tokens are.
         begun_with: tokens that the request began with; see `scheduling.rotation`.
+        adapter: that the request has chosen.
     """
 
     tokens: Sequence[int]
@@ -49,6 +51,7 @@ class Chunk:
     needs_logits: bool
     begun_with: int = 0
     is_scored: bool = False
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,11 +63,13 @@ class ForwardBatch:
     logits_index: torch.Tensor  # int64 [rows], tokens of the flat batch
     lengths: torch.Tensor  # int64 [tokens] on the host, what each token is rotated for where keys follow lengths
     attention: tuple[AttentionBatch, ...]  # of each group
+    adapters: tuple[Segment, ...] = ()  # nothing where no chunk has one
 
     def on(self, device: torch.device | str) -> ForwardBatch:
         """Returns the same with the model's inputs on a device."""
         inputs = (self.input_ids.to(device), self.position_ids.to(device), self.logits_index.to(device))
-        return ForwardBatch(*inputs, self.lengths, self.attention)
+        adapters = tuple(Segment(adapter, tokens.to(device)) for adapter, tokens in self.adapters)
+        return ForwardBatch(*inputs, self.lengths, self.attention, adapters)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,6 +126,7 @@ def build_batch(
         logits_index=on_device(_wanted(chunks, ends)),
         lengths=torch.from_numpy(np.maximum(positions + 1, np.repeat(begun_with, query_lengths))),
         attention=tuple(attention),
+        adapters=_segments(chunks, query_lengths, device),
     )
 
 
@@ -130,6 +136,21 @@ def _wanted(chunks: Sequence[Chunk], ends: np.ndarray) -> np.ndarray:
         return ends[np.array([chunk.needs_logits for chunk in chunks])] - 1
     counts = [len(chunk.tokens) if chunk.is_scored else int(chunk.needs_logits) for chunk in chunks]
     return np.concatenate([np.arange(end - count, end) for end, count in zip(ends.tolist(), counts, strict=True)])
+
+
+def _segments(chunks: Sequence[Chunk], query_lengths: np.ndarray, device: torch.device | str) -> tuple[Segment, ...]:
+    """Gathers the tokens of each adapter, wherever in the batch they are."""
+    chosen = [chunk.adapter for chunk in chunks]
+    adapters = [adapter for adapter in dict.fromkeys(chosen) if adapter is not None]
+    if not adapters:
+        return ()
+    numbers = {adapter: number for number, adapter in enumerate(adapters)}
+    of_chunk = np.array([-1 if adapter is None else numbers[adapter] for adapter in chosen])
+    of_token = np.repeat(of_chunk, query_lengths)
+    return tuple(
+        Segment(adapter, torch.from_numpy(np.flatnonzero(of_token == number)).to(device))
+        for adapter, number in numbers.items()
+    )
 
 
 def _check(number: int, chunk: Chunk, groups: Sequence[GroupSpec]) -> None:

@@ -85,6 +85,7 @@ class Request:
             `sample_count`, `max_tokens` and `prompt_logprobs`.
         root: digest that the prompt's chain starts from.
         rotation: how its keys follow its length; None where they do not.
+        adapter: that changes the model for it (opaque here); None for the model as it is.
         deliveries: what the caller reads; a `QuireError` ends the request.
         delivered_s: when the latest was put there, by the event loop's clock.
         prompt_logprobs: of its tokens from the second on, as far as they were computed (opaque here).
@@ -102,6 +103,7 @@ class Request:
     deliveries: asyncio.Queue[Delivery | QuireError] = field(default_factory=asyncio.Queue)
     delivered_s: float = -math.inf
     rotation: Rotation | None = None
+    adapter: Any = None
     first_token_s: float | None = None
     admitted: bool = False
     prompt_logprobs: list[Any] = field(default_factory=list)

@@ -17,6 +17,7 @@ from quire_cpu.ops import PackedLinear
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from quire_worker.attention.cpu_path import CpuAttentionPlan, Kind
+from quire_worker.model.adapters.sites import is_active
 from quire_worker.model.rewrites.attention import MergedAttention
 from quire_worker.model.rewrites.decoder_layer import DecoderLayer
 from quire_worker.model.rewrites.interface import Rewrite, child_names, own_parameter_names
@@ -56,8 +57,12 @@ class Decoder(torch.nn.Module):
 
     def _bound(self, step: Step) -> tuple[CpuAttentionPlan, list[torch.Tensor]] | None:
         """Returns the plan and the pages of all layers. None where these have several plans, or one that is not the
-        kernels', or where one of them sees a window or reads what another wrote."""
-        if self._in_c is None or not isinstance(step, PagedStep):
+        kernels', where one of them sees a window or reads what another wrote, or where the pass has adapters."""
+        if (
+            self._in_c is None
+            or not isinstance(step, PagedStep)
+            or any(map(is_active, self._in_order[0].attention.sites))
+        ):
             return None
         bound = [step.layers[layer.attention.layer_index] for layer in self._in_order]
         plan = step.plans[bound[0].kind]

@@ -39,11 +39,15 @@ def _adapted_model(base: Path, adapter: Path) -> Any:
 @cache
 def adapted_text(base: Path, adapter: Path, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
     """Greedy tokens of PEFT's `generate`, end-of-text left out."""
-    output = _adapted_model(base, adapter).generate(
-        input_ids=torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt)),
-        max_new_tokens=max_tokens,
-        do_sample=False,
-        pad_token_id=0,
-    )[0, len(prompt) :].tolist()
+    output = (
+        _adapted_model(base, adapter)
+        .generate(
+            input_ids=torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )[0, len(prompt) :]
+        .tolist()
+    )
     return tuple(output[: output.index(0)] if 0 in output else output)

@@ -120,17 +120,21 @@ class Harness:
         self.allocator = allocator
         self._task = task
 
-    async def generate(
-        self, prompt: Sequence[int], *, namespace: str = "", echo_text: str = "", **sampling: Any
-    ) -> Output:
-        request = self.submit(prompt, namespace=namespace, echo_text=echo_text, **sampling)
-        return await self.collect(request)
+    async def generate(self, prompt: Sequence[int], **options: Any) -> Output:
+        return await self.collect(self.submit(prompt, **options))
 
-    def submit(self, prompt: Sequence[int], *, namespace: str = "", echo_text: str = "", **sampling: Any) -> Request:
+    def submit(
+        self, prompt: Sequence[int], *, namespace: str = "", echo_text: str = "", adapter: str = "", **sampling: Any
+    ) -> Request:
         params = SamplingParams(**sampling)
         params.validate()
         return self.engine.submit(
-            request_id="", prompt=list(prompt), sampling=params, namespace=namespace, echo=echo_text
+            request_id="",
+            prompt=list(prompt),
+            sampling=params,
+            namespace=namespace,
+            echo=echo_text,
+            adapter=self.engine.adapters.get(adapter),
         )
 
     async def collect(self, request: Request) -> Output:

@@ -162,8 +162,10 @@ class PackedLinear:
         self.bias = bias if biases and any(each is not None for each in biases) else None
 
     def ungated(self) -> PackedLinear:
-        """Returns a gated layer's weights, the same memory, as a layer whose results are gates and values by themselves:
-        `[..., panels, 2, PANEL / 2]`, where 0 is the gates."""
+        """Returns a gated layer's weights, the same memory, as a layer that gives gates and values by themselves.
+
+        These are `[..., panels, 2, PANEL / 2]`, where 0 is the gates.
+        """
         other = copy(self)
         other.is_gated, other.outputs = False, self.weight.shape[0] * PANEL
         return other

@@ -28,9 +28,10 @@ from quire.hashing import root_digest
 from quire.protocol.outcomes import StepOutcome
 from quire.session import PoolSession, SessionLostError
 
+from quire_worker.adapters import Adapters
 from quire_worker.cache import KVCache
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
-from quire_worker.execution.runner import Computed, Runner
+from quire_worker.execution.runner import Computed, Runner, Shortcut
 from quire_worker.model.adapters.adapter import Adapter
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
@@ -81,7 +82,9 @@ class Engine:
         scheduler: Scheduler,
         telemetry: WorkerTelemetry,
         waiting_max: int,
+        adapters: Adapters | None = None,
         stream_interval_s: float = STREAM_INTERVAL_S,
+        shortcut: Shortcut | None = None,
         thread: ThreadPoolExecutor | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -92,6 +95,7 @@ class Engine:
         self.scheduler = scheduler
         self.telemetry = telemetry
         self.waiting_max = waiting_max
+        self.adapters = adapters or Adapters(model)
         self._clock = clock
         self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="model")
         self._wake = asyncio.Event()
@@ -101,7 +105,7 @@ class Engine:
         self._stopping = False
         self._asked: Asked | None = None
         self._sent_s = 0.0
-        self._runner = Runner(model, cache, clock)
+        self._runner = Runner(model, cache, clock, shortcut)
         self._passes = deque[Pass]()  # the one that is computed, and the one behind it
         self._outbox = Outbox(stream_interval_s, self._decoding_failed)
         self._intake = TokenIntake(
@@ -206,8 +210,8 @@ class Engine:
         self._wake.set()
 
     def request_count(self, adapter: Adapter) -> int:
-        """Counts the open requests that have chosen an adapter."""
-        return sum(request.adapter is adapter for request in self._open)
+        """Counts the requests that have chosen an adapter and are not done."""
+        return sum(request.adapter is adapter and not request.is_done for request in self._open)
 
     def fail_all(self, error: QuireError) -> None:
         """Ends every open request with an error."""

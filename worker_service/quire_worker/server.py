@@ -26,11 +26,14 @@ from quire.tls import tls_of
 from quire.types import PoolSpec
 from quire.v1 import worker_pb2_grpc as pb_grpc
 
+from quire_worker.adapters import Adapters
 from quire_worker.cache import KVCache
 from quire_worker.engine import Engine
 from quire_worker.execution.failures import DeviceLostError
 from quire_worker.execution.leader import Leader
+from quire_worker.execution.runner import Shortcut
 from quire_worker.execution.sizing import PoolMemory, size_pool, warn_of_short_sequences
+from quire_worker.model.adapters.peft_folder import AdapterLimits
 from quire_worker.model.checkpoint import ModelError
 from quire_worker.model.paged_model import PagedModel, check_rank_count, load_model
 from quire_worker.model.tokenizer import Tokenizer
@@ -60,6 +63,7 @@ class Loaded(NamedTuple):
     tokenizer: Tokenizer
     memory: PoolMemory
     leader: Leader | None
+    shortcut: Shortcut | None
 
 
 def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
@@ -78,9 +82,11 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
         part, leader = load_part(options, options.device, None), None
     else:
         part, leader = lead(options, ranks, load_part)
-    return Loaded(
-        Path(options.model).resolve().name, part.model, part.cache, Tokenizer(options.model), part.memory, leader
-    )
+    shortcut = None
+    if options.device == "cuda":
+        shortcut = capture_decode(part, min(options.cuda_graph_batch_max, options.max_running))
+    name = Path(options.model).resolve().name
+    return Loaded(name, part.model, part.cache, Tokenizer(options.model), part.memory, leader, shortcut)
 
 
 def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Part:
@@ -147,6 +153,17 @@ def compile_kernels(model: PagedModel) -> None:
     log.info("kernels compiled", count=found.count, seconds=round(time.monotonic() - started, 1))
 
 
+def capture_decode(part: Part, size_max: int) -> Shortcut | None:
+    """Captures decode batches of up to so many samples as CUDA graphs, where the model lets itself be captured."""
+    from quire_worker.execution.decode_graphs import decode_graphs_of
+
+    def log_progress(done: int, total: int, title: str) -> None:
+        log.info("capturing CUDA graphs", done=done, total=total, next=title)
+
+    graphs = decode_graphs_of(part.model, part.cache, size_max, log_progress)
+    return None if graphs is None else graphs.logits_of
+
+
 def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSession) -> Engine:
     """Puts the parts together; nothing is connected yet."""
     model, cache, tokenizer = loaded.model, loaded.cache, loaded.tokenizer
@@ -165,8 +182,24 @@ def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSessi
         scheduler=scheduler,
         telemetry=WorkerTelemetry(),
         waiting_max=options.max_waiting,
+        adapters=load_adapters(options, model),
         stream_interval_s=options.stream_interval_ms / 1e3,
+        shortcut=loaded.shortcut,
     )
+
+
+def load_adapters(options: argparse.Namespace, model: PagedModel) -> Adapters:
+    """Loads the adapters that the command line names.
+
+    Raises:
+        ModelError: one cannot be served; the message says why.
+    """
+    limits = AdapterLimits(options.max_adapters, options.max_adapter_rank, options.adapter_memory)
+    root = None if options.adapter_folder is None else Path(options.adapter_folder)
+    adapters = Adapters(model, limits, root)
+    for name, folder in options.adapter:
+        adapters.read(name, Path(folder))
+    return adapters
 
 
 def log_waits() -> Callable[[QuireError], None]:

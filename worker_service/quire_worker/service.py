@@ -15,8 +15,8 @@ from quire.errors import InternalError, QuireError, Reason
 from quire.protocol.limits import NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
 from quire.protocol.permissions import Permissions
 from quire.v1 import worker_pb2 as pb
-from quire.v1 import worker_pb2_grpc as pb_grpc
 
+from quire_worker.adapter_calls import AdapterCalls
 from quire_worker.engine import Engine
 from quire_worker.execution.failures import TOKENIZER
 from quire_worker.execution.sizing import PoolMemory, largest_shape
@@ -30,7 +30,7 @@ Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 TEXT_BYTES_MAX = 1 << 20
 
 
-class WorkerService(pb_grpc.WorkerServiceServicer):
+class WorkerService(AdapterCalls):
     """Serves one engine; `authorize` says what the caller of a call may do."""
 
     def __init__(
@@ -147,6 +147,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             sampling=sampling,
             namespace=request.namespace,
             echo=echo,
+            adapter=self._engine.adapters.get(request.adapter),
         )
 
     def _check_serving(self) -> None:

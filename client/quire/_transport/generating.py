@@ -25,7 +25,9 @@ def generate_request(
     prompt: str | Sequence[int],
     params: sampling.SamplingParams | None,
     options: sampling.SamplingOptions,
+    *,
     namespace: str,
+    adapter: str,
     request_id: str | None,
 ) -> worker_pb.GenerateRequest:
     """Makes the message of a prompt and how to continue it; `options` override `params`.
@@ -37,7 +39,7 @@ def generate_request(
     request_id = checked_id(request_id)
     params = replace(params or sampling.SamplingParams(), **options)
     request = worker_pb.GenerateRequest()
-    fill(request, request_id, namespace=namespace, request_id=request_id)
+    fill(request, request_id, namespace=namespace, adapter=adapter, request_id=request_id)
     _fill_sampling(request.sampling, params, request_id)
     if isinstance(prompt, str):
         fill(request, request_id, text=prompt)

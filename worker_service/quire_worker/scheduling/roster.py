@@ -8,8 +8,12 @@ from collections.abc import Sequence
 from quire.types import GroupKind, GroupSpec
 
 from quire_worker.scheduling import lookahead
+from quire_worker.scheduling.backfill import own_block_count
+from quire_worker.scheduling.order import rank_of
 from quire_worker.scheduling.plan import Plan
+from quire_worker.scheduling.queue import WaitingQueue
 from quire_worker.scheduling.request import FinishReason, Request, Sample
+from quire_worker.scheduling.shares import Shares
 
 
 class Roster:
@@ -19,7 +23,9 @@ class Roster:
         groups: of the pool: of attention, with blocks of one size, then of states.
 
     Attributes:
-        waiting, running: oldest first.
+        waiting: in the order of `queue.py`.
+        running: in the order of `order.py`; backfilled samples are the last.
+        shares: what each namespace has been served.
         leaving: ended; committed once more and freed with the next step.
         to_free: sequences of samples that live on without them.
         preemption_count: how often a sample that ran had to wait again.
@@ -38,7 +44,8 @@ class Roster:
         self.groups = attention
         self.has_states = len(attention) < len(groups)
         self.block_size = sizes.pop()
-        self.waiting: list[Sample] = []
+        self.shares = Shares()
+        self.waiting = WaitingQueue(self.shares)
         self.running: list[Sample] = []
         self.leaving: list[Sample] = []
         self.to_free: list[int] = []
@@ -58,16 +65,24 @@ class Roster:
         """Adds a sample to those that wait. Its prompt is hashed here, while a forward pass may be running, and not
         between two of them when it is let in."""
         sample.digests(self.block_size, 0, (len(sample.tokens) - 1) // self.block_size)
-        insort(self.waiting, sample, key=age_of)
+        self.waiting.add(sample)
 
     def add_fork(self, child: Sample) -> None:
         """Adds a sample that shares its parent's blocks with the next step."""
-        insort(self.running, child, key=age_of)
+        insort(self.running, child, key=rank_of)
 
-    def start(self, sample: Sample) -> None:
-        """Makes a waiting sample run, because it was let in."""
+    def start(self, sample: Sample, passed: Sample | None = None) -> None:
+        """Makes a waiting sample run, because it was let in, before the head that it `passed` if there is one. Who
+        passed it is one of the others from now on."""
         self.waiting.remove(sample)
-        insort(self.running, sample, key=age_of)
+        self._let_down(sample)
+        sample.passed = passed if passed in self.waiting else None
+        insort(self.running, sample, key=rank_of)
+
+    def backfilled_apart(self) -> tuple[list[Sample], list[Sample]]:
+        """Returns those who run, and apart from them those that were backfilled and passed somebody who still waits."""
+        count = sum(sample.passed is not None for sample in self.running)
+        return self.running[: len(self.running) - count], self.running[len(self.running) - count :]
 
     def finish(self, sample: Sample, reason: FinishReason | None) -> None:
         """Ends a sample; its blocks are freed with the next step."""
@@ -83,6 +98,15 @@ class Roster:
                 self.leaving.append(sample)
         elif sample in self.waiting:
             self.waiting.remove(sample)
+            self._let_down(sample)
+
+    def _let_down(self, head: Sample) -> None:
+        """Notes that a sample waits no more, so that nobody has passed it."""
+        passed = [each for each in (*self.running, *self.waiting.in_any_order()) if each.passed is head]
+        for sample in passed:
+            sample.passed = None
+        if passed:
+            self.running.sort(key=rank_of)
 
     def stop(self, sample: Sample) -> None:
         """Ends a sample because its text has come to its end, be it with the last token that it may have."""
@@ -96,24 +120,37 @@ class Roster:
 
     def forget_blocks(self) -> None:
         """Makes everybody who ran wait, because the allocator's state is gone."""
-        self.waiting = sorted(self.waiting + self.running, key=age_of)
-        for sample in self.waiting:
+        running, self.running = self.running, []
+        for sample in running:
             self._uncount_ahead(sample)
             sample.forget_blocks()
-        self.running.clear()
+            sample.passed = None
+            self.waiting.add(sample)
         self.leaving.clear()
         self.to_free.clear()
 
-    def preempt_newest(self) -> Sample:
-        """Makes the newest running sample wait, to be computed again, and returns it."""
-        victim = self.running.pop()
+    def preempt_last(self) -> Sample:
+        """Makes the last running sample wait, to be computed again, and returns it. Its blocks are freed with the next
+        step."""
+        victim = self.running[-1]
+        self.to_free.append(victim.sequence_id)
+        self._preempt(victim)
+        return victim
+
+    def make_room(self, plan: Plan) -> None:
+        """Makes the victims of a plan wait, whose blocks others get in its step. Called when no answer is on its way;
+        commits of the plan may name them."""
+        for victim in plan.victims:
+            plan.step.free(victim.sequence_id)
+            self._preempt(victim)
+
+    def _preempt(self, victim: Sample) -> None:
+        self.running.remove(victim)
         self.preemption_count += 1
         victim.request.usage.preemption_count += 1
-        self.to_free.append(victim.sequence_id)
         self._uncount_ahead(victim)
         victim.forget_blocks()
-        insort(self.waiting, victim, key=age_of)
-        return victim
+        self.waiting.add(victim)
 
     def begin_outgrown_again(self, plan: Plan) -> None:
         """Makes samples wait that grew beyond the length that their keys are rotated for: they are computed again from
@@ -127,10 +164,19 @@ class Roster:
             sample.begin_again()
             self.add(sample)
 
-    @property
-    def held_ahead_count(self) -> int:
-        """Counts the blocks that samples hold beyond those of their tokens."""
-        return sum(lookahead.block_count_of(sample, self.block_size) for sample in self.running + self.leaving)
+    def free_count_of(self, left: Sequence[Sample]) -> int:
+        """Counts the blocks that are free once samples that left are freed: those that they hold ahead, and where
+        somebody waits for them all that nobody else holds."""
+        ahead = sum(lookahead.block_count_of(sample, self.block_size) for sample in left)
+        own = own_block_count(left, self.running, self.block_size) if left and self.waiting else 0
+        return ahead + own
+
+    def spare_block_count(self) -> int:
+        """Counts the blocks that a step can give to others: held ahead, or by who left."""
+        parents = {sample.fork_of for sample in self.running}
+        stay = [*self.running, *(each for each in self.leaving if each in parents)]
+        ahead = sum(lookahead.block_count_of(sample, self.block_size) for sample in stay)
+        return ahead + self.free_count_of([sample for sample in self.leaving if sample not in parents])
 
     def uncommitted_block_count(self) -> int:
         """Counts the blocks that the next commit publishes."""
@@ -162,16 +208,12 @@ class Roster:
         Raises:
             AssertionError: naming what is broken.
         """
-        assert self.waiting == sorted(self.waiting, key=age_of), "waiting is out of order"
-        assert self.running == sorted(self.running, key=age_of), "running is out of order"
+        assert self.running == sorted(self.running, key=rank_of), "running is out of order"
+        for sample in self.running:
+            assert sample.passed is None or sample.passed in self.waiting, f"{sample.age} has passed nobody who waits"
         assert not set(self.waiting) & set(self.running), "a sample waits and runs"
         for sample in self.running:
             sample.check_invariants(self.block_size)
         for sample in self.waiting:
             assert not sample.sequence_id, f"{sample.age} waits with blocks"
             assert not sample.tables, f"{sample.age} waits with blocks"
-
-
-def age_of(sample: Sample) -> tuple[int, int]:
-    """Returns the key by which samples are sorted: the oldest first."""
-    return sample.age

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ class Adapter:
     name: str
     digest: bytes
     rank: int
-    factors: Mapping[str, Factors]
+    factors: Mapping[str, Factors] = field(repr=False)
 
     @property
     def byte_count(self) -> int:

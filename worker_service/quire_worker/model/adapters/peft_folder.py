@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from quire_worker.model.adapters.adapter import Adapter, Factors
 from quire_worker.model.adapters.sites import Site
-from quire_worker.model.checkpoint import CheckpointError
+from quire_worker.model.checkpoint import CheckpointError, ModelError
 from quire_worker.model.headers import TensorEntry, read_header
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -41,7 +41,7 @@ _MEANINGLESS = frozenset(
 _KNOWN = frozenset({"peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "bias"})
 
 
-class AdapterError(Exception):
+class AdapterError(ModelError):
     """An adapter cannot be served. The message is one sentence for the person who chose it."""
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self, Unpack
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire import sampling, types, views
-from quire._transport import generating, messages
+from quire._transport import conversations, generating, messages
 from quire._transport.channel import (
     DEFAULT_ALLOCATOR,
     DEFAULT_WORKER,
@@ -145,6 +145,28 @@ class Client(_Connected):
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         attempts = Attempts(self._link, self._stub.Generate, request, generating.chunk, timeout_s)
         return ChunkStream(self._link, attempts, request.request_id)
+
+    def tokenize(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = types.NO_VARIABLES,
+        with_generation_prompt: bool = True,
+        timeout_s: float | None = None,
+    ) -> tuple[int, ...]:
+        """Returns the tokens of a text, or of a conversation (messages, as dictionaries with `role` and `content`) as
+        the checkpoint's chat template writes it down. Both can be the prompt of `generate`.
+
+        Args:
+            prompt: the text, or the messages.
+            tools: that the model may call, for the template.
+            variables: further ones of the template.
+            with_generation_prompt: whether the text goes on to where the assistant's answer begins.
+            timeout_s: for this call.
+        """
+        request = conversations.tokenize_request(prompt, tools, variables, with_generation_prompt)
+        return tuple(self._link.call(self._stub.Tokenize, request, timeout_s).token_ids)
 
     def status(self, *, timeout_s: float | None = None) -> types.WorkerStatus:
         """Returns what the worker is and does."""

@@ -45,6 +45,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "GetPool": ("pool",),
     "WatchEvents": ("pool",),
     "Generate": ("prompt",),
+    "Tokenize": ("prompt",),
 }
 RPCS = [
     (service.name, method)

@@ -11,8 +11,7 @@ from fractions import Fraction
 from quire._serving.server import add_arguments
 from quire.session.lookahead import AHEAD_TOKENS
 
-from quire_worker.execution.sizing import UTILIZATION
-from quire_worker.page_format import KV_CACHE_DTYPES, KV_LAYOUTS
+from quire_worker.choices import KV_CACHE_DTYPES, KV_LAYOUTS, UTILIZATION
 from quire_worker.scheduling.request import STREAM_INTERVAL_S
 
 BLOCKS_PER_STEP_MAX = 8_192  # blocks that one forward pass may fill, so that their digests fit a step

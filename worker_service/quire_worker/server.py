@@ -48,9 +48,7 @@ from quire_worker.tensor_parallel import Part, follow_rank_0, lead, unless_lost
 
 log = structlog.get_logger()
 
-# Seconds for requests to finish, and for the last turn; shutting down takes at most their sum.
-DRAIN_S = 4.0
-TURN_S = 2.0
+TURN_S = 2.0  # for the last turn, after the drain's time
 WAIT_LOG_S = 10.0
 
 
@@ -263,7 +261,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     await server.withdraw()
     if session.connected and not running.done() and not lost.done():
         drained = asyncio.create_task(engine.drained())
-        await asyncio.wait((drained, lost), timeout=DRAIN_S, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((drained, lost), timeout=options.drain_timeout, return_when=asyncio.FIRST_COMPLETED)
     if lost.done():
         engine.fail_all(QuireError.of(Reason.MODEL_FAILED, "a rank of the worker is gone"))
     engine.stop()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import uuid
-from collections.abc import AsyncIterator
-from typing import Any, TypeAlias
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeAlias, TypeVar
 
 import structlog
 from grpc import aio
@@ -21,11 +21,14 @@ from quire_worker.engine import Engine
 from quire_worker.execution.failures import TOKENIZER
 from quire_worker.execution.sizing import PoolMemory, largest_shape
 from quire_worker.messages import response_of, sampling_of
+from quire_worker.model.conversation import ConversationError, read_conversation
 from quire_worker.model.tokenizer import TokenizerError
 from quire_worker.scheduling.request import Request
 
 log = structlog.get_logger()
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
+
+InputT = TypeVar("InputT")
 
 TEXT_BYTES_MAX = 1 << 20
 
@@ -70,6 +73,14 @@ class WorkerService(AdapterCalls):
             if running is not None:
                 self._engine.cancel(running)
             outcomes[outcome] += 1
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        """Answers with the tokens of a text or a conversation."""
+        try:
+            self._check_serving()
+            return pb.TokenizeResponse(token_ids=await self._tokenized(request))
+        except QuireError as error:
+            return await abort(context, error)
 
     def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         """Answers with a snapshot of the worker."""
@@ -169,11 +180,34 @@ class WorkerService(AdapterCalls):
         _require(kind is not None, "prompt is missing: give text or tokens")
         if kind == "tokens":
             return list(request.tokens.ids)
-        if len(request.text.encode()) > TEXT_BYTES_MAX:
-            raise QuireError.of(Reason.TOO_LARGE, f"text must be at most {TEXT_BYTES_MAX} bytes")
-        # On another thread: a long text takes a while, and others are streaming.
+        return await self._encode(request_id, len(request.text.encode()), self._engine.tokenizer.encode, request.text)
+
+    async def _tokenized(self, request: pb.TokenizeRequest) -> list[int]:
+        kind = request.WhichOneof("input")
+        _require(kind is not None, "input is missing: give text or a conversation")
+        tokenizer, size = self._engine.tokenizer, request.ByteSize()
+        if kind == "text":
+            return await self._encode("", size, tokenizer.encode, request.text)
+        given = request.conversation
         try:
-            return await asyncio.to_thread(self._engine.tokenizer.encode, request.text)
+            conversation = read_conversation(
+                given.messages_json,
+                given.tools_json,
+                given.variables_json,
+                with_generation_prompt=not given.without_generation_prompt,
+            )
+            return await self._encode("", size, tokenizer.encode_conversation, conversation)
+        except ConversationError as error:
+            raise QuireError.of(Reason.BAD_PARAMETER, str(error)) from None
+
+    async def _encode(
+        self, request_id: str, byte_count: int, encode: Callable[[InputT], list[int]], given: InputT
+    ) -> list[int]:
+        """Encodes on another thread: a long text takes a while, and others are streaming."""
+        if byte_count > TEXT_BYTES_MAX:
+            raise QuireError.of(Reason.TOO_LARGE, f"text must be at most {TEXT_BYTES_MAX} bytes")
+        try:
+            return await asyncio.to_thread(encode, given)
         except TokenizerError as error:
             log.warning("encoding failed", error=str(error))
             raise self._engine.failed(request_id, TOKENIZER) from None

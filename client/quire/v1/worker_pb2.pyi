@@ -443,6 +443,96 @@ class Usage(_message.Message):
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
+class Conversation(_message.Message):
+    """Conversation: what a chat template is given. JSON, because a template reads whatever keys its model was trained with."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGES_JSON_FIELD_NUMBER: _builtins.int
+    TOOLS_JSON_FIELD_NUMBER: _builtins.int
+    VARIABLES_JSON_FIELD_NUMBER: _builtins.int
+    WITHOUT_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    messages_json: _builtins.str
+    """Array of messages, each an object with `role` and, as text, `content`."""
+    tools_json: _builtins.str
+    """Array of tools that the model may call; empty for none."""
+    variables_json: _builtins.str
+    """Object of further variables of the template; empty for none. `messages`, `tools` and `add_generation_prompt` are no
+    names of further ones.
+    """
+    without_generation_prompt: _builtins.bool
+    """True if the text ends after the last message, instead of where the assistant's answer begins."""
+    def __init__(
+        self,
+        *,
+        messages_json: _builtins.str = ...,
+        tools_json: _builtins.str = ...,
+        variables_json: _builtins.str = ...,
+        without_generation_prompt: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages_json", b"messages_json", "tools_json", b"tools_json", "variables_json", b"variables_json", "without_generation_prompt", b"without_generation_prompt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Conversation: _TypeAlias = Conversation  # noqa: Y015
+
+@_typing.final
+class TokenizeRequest(_message.Message):
+    """TokenizeRequest: a text, or a conversation; at most 1 MiB."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    CONVERSATION_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Text, with the special tokens that the checkpoint puts around one."""
+    @_builtins.property
+    def conversation(self) -> Global___Conversation:
+        """Conversation. It fails with BAD_PARAMETER where the checkpoint has no template, or its template refuses."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        conversation: Global___Conversation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "input", b"input", "text", b"text"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "input", b"input", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "conversation"]  # noqa: Y015
+    _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
+
+Global___TokenizeRequest: _TypeAlias = TokenizeRequest  # noqa: Y015
+
+@_typing.final
+class TokenizeResponse(_message.Message):
+    """TokenizeResponse: the tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ids of the model's vocabulary."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
+
+@_typing.final
 class GetStatusRequest(_message.Message):
     """GetStatusRequest: asks for the worker's status."""
 

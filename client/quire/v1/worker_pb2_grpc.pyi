@@ -57,6 +57,10 @@ class WorkerServiceStub:
     """ListAdapters: says which adapters are loaded. Read-only; a caller with a certificate needs permission to observe
     the worker's pool.
     """
+    Tokenize: _grpc.UnaryUnaryMultiCallable[_worker_pb2.TokenizeRequest, _worker_pb2.TokenizeResponse]
+    """Tokenize: says which tokens a text is, or a conversation once the checkpoint's chat template has written it down.
+    Read-only. What it answers can be the prompt of a Generate, and of a router's look-up of prefixes before it.
+    """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -86,6 +90,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     ListAdapters: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListAdaptersRequest, _worker_pb2.ListAdaptersResponse]  # type: ignore[assignment]
     """ListAdapters: says which adapters are loaded. Read-only; a caller with a certificate needs permission to observe
     the worker's pool.
+    """
+    Tokenize: _aio.UnaryUnaryMultiCallable[_worker_pb2.TokenizeRequest, _worker_pb2.TokenizeResponse]  # type: ignore[assignment]
+    """Tokenize: says which tokens a text is, or a conversation once the checkpoint's chat template has written it down.
+    Read-only. What it answers can be the prompt of a Generate, and of a router's look-up of prefixes before it.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -143,6 +151,16 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_worker_pb2.ListAdaptersResponse, _abc.Awaitable[_worker_pb2.ListAdaptersResponse]]:
         """ListAdapters: says which adapters are loaded. Read-only; a caller with a certificate needs permission to observe
         the worker's pool.
+        """
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _worker_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.TokenizeResponse, _abc.Awaitable[_worker_pb2.TokenizeResponse]]:
+        """Tokenize: says which tokens a text is, or a conversation once the checkpoint's chat template has written it down.
+        Read-only. What it answers can be the prompt of a Generate, and of a router's look-up of prefixes before it.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -108,6 +108,7 @@ class AsyncClient(_Connected):
         *,
         namespace: str = "",
         adapter: str = "",
+        priority: int = 0,
         request_id: str | None = None,
         timeout_s: float | None = None,
         **options: Unpack[sampling.SamplingOptions],
@@ -115,12 +116,14 @@ class AsyncClient(_Connected):
         """Continues a prompt (text, or token ids) and waits for the whole of it.
 
         Sampling comes from `params`, from keyword arguments of the same names as its fields, or both; the latter win.
+        `priority`, from -10 to 10, counts among the requests of its namespace; larger is sooner.
         """
         async with self.stream(
             prompt,
             params,
             namespace=namespace,
             adapter=adapter,
+            priority=priority,
             request_id=request_id,
             timeout_s=timeout_s,
             **options,
@@ -134,13 +137,14 @@ class AsyncClient(_Connected):
         *,
         namespace: str = "",
         adapter: str = "",
+        priority: int = 0,
         request_id: str | None = None,
         timeout_s: float | None = None,
         **options: Unpack[sampling.SamplingOptions],
     ) -> AsyncChunkStream:
         """Does what `generate` does, but gives each piece as it comes; samples of one request come interleaved."""
         request = generating.generate_request(
-            prompt, params, options, namespace=namespace, adapter=adapter, request_id=request_id
+            prompt, params, options, namespace=namespace, adapter=adapter, request_id=request_id, priority=priority
         )
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         attempts = Attempts(self._link, self._stub.Generate, request, generating.chunk, timeout_s)

@@ -124,7 +124,15 @@ class Harness:
         return await self.collect(self.submit(prompt, **options))
 
     def submit(
-        self, prompt: Sequence[int], *, namespace: str = "", echo_text: str = "", adapter: str = "", **sampling: Any
+        self,
+        prompt: Sequence[int],
+        *,
+        namespace: str = "",
+        echo_text: str = "",
+        adapter: str = "",
+        priority: int = 0,
+        time_left_s: float | None = None,
+        **sampling: Any,
     ) -> Request:
         params = SamplingParams(**sampling)
         params.validate()
@@ -135,6 +143,8 @@ class Harness:
             namespace=namespace,
             echo=echo_text,
             adapter=self.engine.adapters.get(adapter),
+            priority=priority,
+            time_left_s=time_left_s,
         )
 
     async def collect(self, request: Request) -> Output:

@@ -224,7 +224,7 @@ def test_the_promise_was_put_to_the_test() -> None:
             worker.turn()
             heads |= set(passed_heads(worker))
         head_count += len(heads)
-        victim_count += worker.scheduler.backfill_victim_count
+        victim_count += worker.scheduler.roster.yield_count
     assert head_count >= 60
     assert victim_count >= 10
 

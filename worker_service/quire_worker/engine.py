@@ -30,6 +30,7 @@ from quire.session import PoolSession, SessionLostError
 
 from quire_worker.adapters import Adapters
 from quire_worker.cache import KVCache
+from quire_worker.door import Door
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
 from quire_worker.execution.runner import Computed, Runner, Shortcut
 from quire_worker.model.adapters.adapter import Adapter
@@ -94,9 +95,9 @@ class Engine:
         self.session = session
         self.scheduler = scheduler
         self.telemetry = telemetry
-        self.waiting_max = waiting_max
         self.adapters = adapters or Adapters(model)
         self._clock = clock
+        self._door = Door(scheduler.roster, telemetry, waiting_max=waiting_max, clock=clock)
         self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="model")
         self._wake = asyncio.Event()
         self._open: set[Request] = set()
@@ -142,6 +143,7 @@ class Engine:
         """Runs one turn: plan a pass and ask for what it needs, unless one is under way already; while it is computed,
         ask for what later ones need and put the next one behind it; then take its tokens."""
         started = self._clock()
+        self._door.end_hopeless(self._fail)
         if not self._passes and not await self._start():
             return
         self._ask_ahead(self._passes[0].work)
@@ -152,6 +154,7 @@ class Engine:
         for request, position, logprobs in computed.prompt_logprobs:
             request.prompt_logprobs[position - 1 : position - 1 + len(logprobs)] = logprobs
         self._intake.take(computed.tokens)
+        self._door.pace.observe(sum(work.token_count for work in computed.work), computed.seconds)
         self.telemetry.forward_s += computed.seconds
         self.telemetry.step_seconds.observe(self._clock() - started)
 
@@ -166,6 +169,8 @@ class Engine:
         namespace: str,
         echo: str = "",
         adapter: Adapter | None = None,
+        priority: int = 0,
+        time_left_s: float | None = None,
     ) -> Request:
         """Queues a valid request; its `deliveries` carry what comes of it. Every request is ended by `cancel`.
 
@@ -176,16 +181,18 @@ class Engine:
             namespace: inside which prefixes are shared.
             echo: what each sample's text begins with.
             adapter: that changes the model for it.
+            priority: in its namespace.
+            time_left_s: to its caller's deadline, if there is one.
 
         Raises:
-            QuireError: QUEUE_FULL; ALLOCATOR_LOST, nobody grants blocks at present; DRAINING, it was stopped.
+            QuireError: QUEUE_FULL; DEADLINE, it cannot be done by then; ALLOCATOR_LOST, nobody grants blocks at
+                present; DRAINING, it was stopped.
         """
         if self._stopping:
             raise self._draining()
         if not self.session.connected:
             raise QuireError.of(Reason.ALLOCATOR_LOST, "the worker has no session with its allocator at present")
-        if len(self.scheduler.roster.waiting) >= self.waiting_max:
-            raise QuireError.of(Reason.QUEUE_FULL, f"{self.waiting_max} requests are waiting already")
+        self._door.check_room()
         self._request_count += 1
         root = root_digest(
             fingerprint=self.model.fingerprint,
@@ -194,7 +201,11 @@ class Engine:
             namespace=namespace,
         )
         request = Request(self._request_count, request_id, prompt, sampling, namespace, root, self._clock())
-        request.rotation, request.adapter = self.model.rotation, adapter
+        request.adapter = adapter
+        request.rotation, request.priority = self.model.rotation, priority
+        if time_left_s is not None:
+            request.deadline_s = request.arrived_s + time_left_s
+        self._door.check_deadline(request)
         begin_samples(request, self.model, self.tokenizer, echo=echo)
         self.scheduler.roster.add(request.samples[0])
         self._open.add(request)
@@ -246,6 +257,7 @@ class Engine:
             return False
         plan, outcome = asked
         batch = self.scheduler.schedule(plan, outcome)
+        self._door.note_admitted(plan)
         self.telemetry.observe_blocks(outcome, self.scheduler.roster.running, self.cache.block_count)
         if batch.work:
             self._submit(batch)
@@ -330,6 +342,7 @@ class Engine:
         if outcome is None:
             return False
         self.scheduler.take_in(plan, outcome)
+        self._door.note_admitted(plan)
         self.telemetry.observe_blocks(outcome, self.scheduler.roster.running, self.cache.block_count)
         return True
 

@@ -23,6 +23,7 @@ from quire_worker.execution.sizing import PoolMemory, largest_shape
 from quire_worker.messages import response_of, sampling_of
 from quire_worker.model.conversation import ConversationError, read_conversation
 from quire_worker.model.tokenizer import TokenizerError
+from quire_worker.scheduling.order import PRIORITY_MAX
 from quire_worker.scheduling.request import Request
 
 log = structlog.get_logger()
@@ -59,7 +60,7 @@ class WorkerService(AdapterCalls):
         outcome = "rejected"
         running: Request | None = None
         try:
-            running = await self._submit(request, self._authorize(context))
+            running = await self._submit(request, self._authorize(context), context.time_remaining())
             outcome = "cancelled"
             async for response in self._responses(running):
                 yield response
@@ -140,10 +141,15 @@ class WorkerService(AdapterCalls):
 
     # -- parts of Generate ---------------------------------------------------------------------------------------------
 
-    async def _submit(self, request: pb.GenerateRequest, permissions: Permissions) -> Request:
+    async def _submit(
+        self, request: pb.GenerateRequest, permissions: Permissions, time_left_s: float | None = None
+    ) -> Request:
         self._check_serving()
         _require(len(request.request_id) <= REQUEST_ID_CHARACTERS_MAX, "request_id must be at most 64 characters")
         _require(len(request.namespace.encode()) <= NAMESPACE_BYTES_MAX, "namespace must be at most 128 bytes")
+        if abs(request.priority) > PRIORITY_MAX:
+            message = f"priority must be from {-PRIORITY_MAX} to {PRIORITY_MAX}, not {request.priority}"
+            raise QuireError.of(Reason.BAD_PARAMETER, message)
         if not permissions.may_use(request.namespace):
             raise QuireError.of(Reason.NAMESPACE_FORBIDDEN, "the certificate does not permit this namespace")
         sampling = sampling_of(request.sampling, self._engine.model.vocab_size)
@@ -159,6 +165,8 @@ class WorkerService(AdapterCalls):
             namespace=request.namespace,
             echo=echo,
             adapter=self._engine.adapters.get(request.adapter),
+            priority=request.priority,
+            time_left_s=time_left_s,
         )
 
     def _check_serving(self) -> None:

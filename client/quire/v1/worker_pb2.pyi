@@ -264,6 +264,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id that the caller chose for logs, at most 64 characters; if it is empty, the worker makes one up."""
     text: _builtins.str
@@ -273,6 +274,11 @@ class GenerateRequest(_message.Message):
     adapter: _builtins.str
     """Name of a loaded adapter that changes the model for this request, and inside which alone prefixes are shared; empty
     for the model as it is. An unknown one fails with NOT_FOUND / ADAPTER_UNKNOWN.
+    """
+    priority: _builtins.int
+    """Priority among the requests of its namespace, -10 to 10; larger is sooner. Each step is worth 60 s of waiting, so
+    that nobody waits for ever (docs/scheduling.md). The call's deadline counts, too: the earliest is first, and a
+    request that cannot be done by then ends with DEADLINE_EXCEEDED / DEADLINE as soon as that is known.
     """
     @_builtins.property
     def tokens(self) -> Global___TokenIds:
@@ -291,10 +297,11 @@ class GenerateRequest(_message.Message):
         sampling: Global___SamplingParams | None = ...,
         namespace: _builtins.str = ...,
         adapter: _builtins.str = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "namespace", b"namespace", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "namespace", b"namespace", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

@@ -28,7 +28,16 @@ from quire.protocol.outcomes import Copy
 
 from quire_worker.cache import KVCache
 from quire_worker.execution.failures import NO_TOKEN_LEFT, NOT_FINITE, DeviceLostError, Failure, FailureKind, failure_of
-from quire_worker.execution.parts import Part, PromptLogprobs, halves, layout_of, rows_of, scored, token_halves
+from quire_worker.execution.parts import (
+    Part,
+    PromptLogprobs,
+    halves,
+    layout_of,
+    rows_of,
+    scored,
+    tables_of,
+    token_halves,
+)
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.sampling.choice import finite_rows
@@ -127,7 +136,7 @@ class Runner:
         parts, awaiting, places, place = [], [], [], 0
         for item in batch.work:
             tokens = item.sample.tokens[item.start : item.end]
-            part = Part(item.sample, item.start, tokens or [0], [table[:] for table in item.sample.tables])
+            part = Part(item.sample, item.start, tokens or [0], tables_of(item.sample))
             parts.append(part)
             if not tokens:
                 awaiting.append(part)

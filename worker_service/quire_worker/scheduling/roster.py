@@ -29,6 +29,8 @@ class Roster:
         leaving: ended; committed once more and freed with the next step.
         to_free: sequences of samples that live on without them.
         preemption_count: how often a sample that ran had to wait again.
+        backfilled_count: how often one passed a head.
+        yield_count: how often such a one was preempted in the step in which others got its blocks.
     """
 
     def __init__(self, groups: Sequence[GroupSpec]) -> None:
@@ -50,6 +52,8 @@ class Roster:
         self.leaving: list[Sample] = []
         self.to_free: list[int] = []
         self.preemption_count = 0
+        self.backfilled_count = 0
+        self.yield_count = 0
 
     @property
     def group_count(self) -> int:
@@ -77,6 +81,7 @@ class Roster:
         self.waiting.remove(sample)
         self._let_down(sample)
         sample.passed = passed if passed in self.waiting else None
+        self.backfilled_count += sample.passed is not None
         insort(self.running, sample, key=rank_of)
 
     def backfilled_apart(self) -> tuple[list[Sample], list[Sample]]:
@@ -140,6 +145,7 @@ class Roster:
     def make_room(self, plan: Plan) -> None:
         """Makes the victims of a plan wait, whose blocks others get in its step. Called when no answer is on its way;
         commits of the plan may name them."""
+        self.yield_count += len(plan.victims)
         for victim in plan.victims:
             plan.step.free(victim.sequence_id)
             self._preempt(victim)

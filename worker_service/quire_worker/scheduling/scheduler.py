@@ -74,12 +74,10 @@ class Scheduler:
         self.digest_bytes_max = digest_bytes_max
         self.commit_blocks_max = commit_blocks_max
         self._increment = Increment.of(self.roster.block_size)
-        self._peaks = Peaks(self.roster.groups, batch_tokens_max)
+        self._peaks = Peaks(groups, batch_tokens_max)
         self._has_windows = any(group.kind is not GroupKind.FULL_ATTENTION for group in self.roster.groups)
         self._last_sequence_id = 0
         self._free_block_count: int | None = None
-        self.backfilled_count = 0  # samples that passed a head
-        self.backfill_victim_count = 0  # of these, preempted because others needed their blocks
         self._copies: list[Copy] = []  # to run before the next batch
 
     # -- one turn ------------------------------------------------------------------------------------------------------
@@ -98,7 +96,6 @@ class Scheduler:
             spare += self._take_back(plan, backfilled, -spare)
         chosen = self._choose(budget, spare, without=plan.victims)
         plan.victims += chosen.victims
-        self.backfill_victim_count += len(plan.victims)
         admitted = self._let_in(plan, chosen)
         left = [sample for sample in backfilled if sample not in plan.victims]
         _, taken_last = self._want(
@@ -342,10 +339,12 @@ class Scheduler:
         return needs_of(samples, free_block_count, ahead_tokens=self.ahead_tokens, increment=self._increment)
 
     def _given_back(self, block_count: int) -> dict[Sample, int]:
-        """Returns who gives back so many blocks that it holds ahead, and for how many tokens each keeps room."""
+        """Returns who gives back so many blocks that it holds ahead, and for how many tokens each keeps room. The state
+        of who has ended may be a token further than what it commits: with room behind, it is no checkpoint."""
         if block_count <= 0:
             return {}
-        holders = [(sample, sample.granted, len(sample.tokens)) for sample in self.roster.running + self.roster.leaving]
+        samples = self.roster.running + ([] if self.roster.has_states else self.roster.leaving)
+        holders = [(sample, sample.granted, len(sample.tokens)) for sample in samples]
         return give_back(holders, block_count, self._increment)
 
     def _choose(

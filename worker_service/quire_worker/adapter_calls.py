@@ -38,8 +38,8 @@ class AdapterCalls(pb_grpc.WorkerServiceServicer):
         engine = self._engine
         try:
             self._check(self._authorize(context).may_own(self._pool))
-            adapter = engine.adapters.get(request.name)
-            engine.adapters.drop(request.name, 0 if adapter is None else engine.request_count(adapter))
+            adapter = engine.adapters.named(request.name)
+            engine.adapters.drop(request.name, engine.request_count(adapter))
         except QuireError as error:
             await abort(context, error)
         return pb.UnloadAdapterResponse()

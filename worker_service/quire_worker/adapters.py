@@ -55,9 +55,17 @@ class Adapters:
         Raises:
             QuireError: ADAPTER_UNKNOWN.
         """
-        if name and name not in self._by_name:
+        return self.named(name) if name else None
+
+    def named(self, name: str) -> Adapter:
+        """Returns an adapter.
+
+        Raises:
+            QuireError: ADAPTER_UNKNOWN.
+        """
+        if name not in self._by_name:
             raise QuireError.of(Reason.ADAPTER_UNKNOWN, f"no adapter {name[:64]!r} is loaded")
-        return self._by_name[name] if name else None
+        return self._by_name[name]
 
     def read(self, name: str, folder: Path) -> Adapter:
         """Loads an adapter now.
@@ -103,7 +111,7 @@ class Adapters:
         Raises:
             QuireError: ADAPTER_UNKNOWN; ADAPTER_IN_USE, requests have it.
         """
-        self.get(name)
+        self.named(name)
         if request_count:
             raise QuireError.of(Reason.ADAPTER_IN_USE, f"{request_count} requests are computed with adapter {name!r}")
         del self._by_name[name]

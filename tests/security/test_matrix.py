@@ -186,6 +186,18 @@ def of_adapters(method: str, answer: Reason | None = None, **fields: Any) -> Cal
     return call
 
 
+def tokenize(scene: Scene, who: str) -> Any:
+    stub = worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker"))
+    request = worker_pb.TokenizeRequest(text="The for")
+    return stub.Tokenize(request, metadata=scene.callers[who].metadata, timeout=WAIT_S)
+
+
+def detokenize(scene: Scene, who: str) -> Any:
+    stub = worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker"))
+    request = worker_pb.DetokenizeRequest(token_ids=[1, 2])
+    return stub.Detokenize(request, metadata=scene.callers[who].metadata, timeout=WAIT_S)
+
+
 def health(server: str) -> Callable[[Scene, str], Any]:
     def call(scene: Scene, who: str) -> Any:
         check = health_pb2_grpc.HealthStub(scene.channel(who, server)).Check
@@ -249,11 +261,16 @@ CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None
     "LoadAdapter": (of_adapters("LoadAdapter", Reason.NOT_SUPPORTED, name="a", folder="a"), OWNING, None),
     "UnloadAdapter": (of_adapters("UnloadAdapter", Reason.ADAPTER_UNKNOWN, name="a"), OWNING, None),
     "ListAdapters": (of_adapters("ListAdapters"), None, None),
+    "Tokenize": (tokenize, None, None),
+    "Detokenize": (detokenize, None, None),
     "health of the allocator": (health("allocator"), None, None),
     "health of the worker": (health("worker"), None, None),
 }
 # What needs no pool that the caller names, and so is answered whatever pools it may touch.
-WITHOUT_POOL = {"MatchPrefix", "ListPools", "Generate", "GetStatus", "health of the allocator", "health of the worker"}
+WITHOUT_POOL = {
+    *("MatchPrefix", "ListPools", "Generate", "GetStatus", "Tokenize", "Detokenize"),
+    *("health of the allocator", "health of the worker"),
+}
 NAMING_RED = {rpc for rpc, (_, _, reason) in CALLS.items() if reason is USING}
 
 

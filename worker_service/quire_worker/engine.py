@@ -32,12 +32,14 @@ from quire_worker.adapters import Adapters
 from quire_worker.cache import KVCache
 from quire_worker.door import Door
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
+from quire_worker.execution.host_pages import HostPages
 from quire_worker.execution.runner import Computed, Runner, Shortcut
 from quire_worker.model.adapters.adapter import Adapter
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
 from quire_worker.outbox import Outbox
 from quire_worker.samples import TokenIntake, begin_samples
+from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.plan import Batch, Plan, Work
 from quire_worker.scheduling.request import STREAM_INTERVAL_S, Request
@@ -106,7 +108,9 @@ class Engine:
         self._stopping = False
         self._asked: Asked | None = None
         self._sent_s = 0.0
-        self._runner = Runner(model, cache, clock, shortcut)
+        slot_count = scheduler.roster.swap.slot_count
+        host_pages = HostPages(cache, slot_count) if slot_count else None
+        self._runner = Runner(model, cache, clock, shortcut, host_pages)
         self._passes = deque[Pass]()  # the one that is computed, and the one behind it
         self._outbox = Outbox(stream_interval_s, self._decoding_failed)
         self._intake = TokenIntake(
@@ -138,6 +142,8 @@ class Engine:
             self._stopping = True
             self.fail_all(self._draining())
             await asyncio.gather(*(each.result for each in self._passes), return_exceptions=True)
+            if self._asked is not None:  # nobody takes this answer in, and its failure is no news
+                self._asked.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
 
     async def step(self) -> None:
         """Runs one turn: plan a pass and ask for what it needs, unless one is under way already; while it is computed,
@@ -154,7 +160,7 @@ class Engine:
         for request, position, logprobs in computed.prompt_logprobs:
             request.prompt_logprobs[position - 1 : position - 1 + len(logprobs)] = logprobs
         self._intake.take(computed.tokens)
-        self._door.pace.observe(sum(work.token_count for work in computed.work), computed.seconds)
+        self._door.observe(computed)
         self.telemetry.forward_s += computed.seconds
         self.telemetry.step_seconds.observe(self._clock() - started)
 
@@ -169,6 +175,7 @@ class Engine:
         namespace: str,
         echo: str = "",
         adapter: Adapter | None = None,
+        matcher: Matcher | None = None,
         priority: int = 0,
         time_left_s: float | None = None,
     ) -> Request:
@@ -181,6 +188,7 @@ class Engine:
             namespace: inside which prefixes are shared.
             echo: what each sample's text begins with.
             adapter: that changes the model for it.
+            matcher: of what each text has to be, where `sampling` has a structure.
             priority: in its namespace.
             time_left_s: to its caller's deadline, if there is one.
 
@@ -206,7 +214,7 @@ class Engine:
         if time_left_s is not None:
             request.deadline_s = request.arrived_s + time_left_s
         self._door.check_deadline(request)
-        begin_samples(request, self.model, self.tokenizer, echo=echo)
+        begin_samples(request, self.model, self.tokenizer, echo=echo, matcher=matcher)
         self.scheduler.roster.add(request.samples[0])
         self._open.add(request)
         self._wake.set()

@@ -9,11 +9,29 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from quire_worker.cache import KVCache
+from quire_worker.execution.failures import Failure
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.sampling.logprobs import TokenLogprobs, rank
+from quire_worker.scheduling.plan import Draw
 from quire_worker.scheduling.request import Request, Sample
 
 ItemT = TypeVar("ItemT")
+
+
+class Restore(NamedTuple):
+    """Slots of host memory, and the blocks that they are copied into."""
+
+    sample: Sample
+    slots: list[int]
+    blocks: list[int]
+
+
+class Before(NamedTuple):
+    """What the next batch has to know of this one: see `Computed`."""
+
+    tokens: dict[Sample, int]
+    failures: dict[Request, Failure]
+    lost_blocks: dict[int, Failure]
 
 
 class Part(NamedTuple):
@@ -33,6 +51,14 @@ class Part(NamedTuple):
     def row_count(self) -> int:
         """Counts its rows of logits."""
         return len(self.tokens) if self.is_scored else 1
+
+
+class Token(NamedTuple):
+    """A token that was drawn."""
+
+    draw: Draw
+    token_id: int
+    logprobs: TokenLogprobs | None
 
 
 class PromptLogprobs(NamedTuple):

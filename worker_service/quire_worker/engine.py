@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import structlog
 from quire.errors import InternalError, QuireError, Reason
-from quire.hashing import root_digest
 from quire.protocol.outcomes import StepOutcome
 from quire.session import PoolSession, SessionLostError
 
@@ -38,7 +37,7 @@ from quire_worker.model.adapters.adapter import Adapter
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
 from quire_worker.outbox import Outbox
-from quire_worker.samples import TokenIntake, begin_samples
+from quire_worker.samples import TokenIntake, begin_samples, root_of
 from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.plan import Batch, Plan, Work
@@ -85,7 +84,6 @@ class Engine:
         scheduler: Scheduler,
         telemetry: WorkerTelemetry,
         waiting_max: int,
-        adapters: Adapters | None = None,
         stream_interval_s: float = STREAM_INTERVAL_S,
         shortcut: Shortcut | None = None,
         thread: ThreadPoolExecutor | None = None,
@@ -97,7 +95,7 @@ class Engine:
         self.session = session
         self.scheduler = scheduler
         self.telemetry = telemetry
-        self.adapters = adapters or Adapters(model)
+        self.adapters = Adapters(model)
         self._clock = clock
         self._door = Door(scheduler.roster, telemetry, waiting_max=waiting_max, clock=clock)
         self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="model")
@@ -114,13 +112,9 @@ class Engine:
         self._passes = deque[Pass]()  # the one that is computed, and the one behind it
         self._outbox = Outbox(stream_interval_s, self._decoding_failed)
         self._intake = TokenIntake(
-            scheduler,
-            self._outbox,
-            telemetry=telemetry,
-            clock=clock,
-            eos_token_ids=model.eos_token_ids,
+            scheduler, self._outbox, telemetry=telemetry, clock=clock, eos_token_ids=model.eos_token_ids,
             on_failure=self._decoding_failed,
-        )
+        )  # fmt: skip
 
     async def run(self) -> None:
         """Takes turns as long as there is work, and waits for some otherwise, until `stop`.
@@ -202,15 +196,9 @@ class Engine:
             raise QuireError.of(Reason.ALLOCATOR_LOST, "the worker has no session with its allocator at present")
         self._door.check_room()
         self._request_count += 1
-        root = root_digest(
-            fingerprint=self.model.fingerprint,
-            layout=self.cache.spec.layout,
-            adapter=b"" if adapter is None else adapter.digest,
-            namespace=namespace,
-        )
+        root = root_of(self.model, self.cache.spec.layout, namespace, adapter)
         request = Request(self._request_count, request_id, prompt, sampling, namespace, root, self._clock())
-        request.adapter = adapter
-        request.rotation, request.priority = self.model.rotation, priority
+        request.rotation, request.priority, request.adapter = self.model.rotation, priority, adapter
         if time_left_s is not None:
             request.deadline_s = request.arrived_s + time_left_s
         self._door.check_deadline(request)

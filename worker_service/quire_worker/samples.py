@@ -18,6 +18,12 @@ from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
 
 
+def root_of(model: PagedModel, layout: str, namespace: str, adapter: Adapter | None) -> bytes:
+    """Returns the digest that the prefixes of a request start from."""
+    digest = b"" if adapter is None else adapter.digest
+    return root_digest(fingerprint=model.fingerprint, layout=layout, adapter=digest, namespace=namespace)
+
+
 def begin_samples(
     request: Request, model: PagedModel, tokenizer: Tokenizer, *, echo: str, matcher: Matcher | None
 ) -> None:

@@ -176,7 +176,7 @@ def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSessi
         ahead_tokens=options.grant_ahead_tokens,
         swap_slot_count=options.swap_memory // cache.spec.bytes_per_block,
     )
-    return Engine(
+    engine = Engine(
         model=model,
         cache=cache,
         tokenizer=tokenizer,
@@ -184,10 +184,11 @@ def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSessi
         scheduler=scheduler,
         telemetry=WorkerTelemetry(),
         waiting_max=options.max_waiting,
-        adapters=load_adapters(options, model),
         stream_interval_s=options.stream_interval_ms / 1e3,
         shortcut=loaded.shortcut,
     )
+    engine.adapters = load_adapters(options, model)
+    return engine
 
 
 def load_adapters(options: argparse.Namespace, model: PagedModel) -> Adapters:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+from quire.hashing import root_digest
+
 from quire_worker.execution.parts import Token
+from quire_worker.model.adapters.adapter import Adapter
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.sample_text import SampleText
 from quire_worker.model.tokenizer import StreamDecoder, Tokenizer, TokenizerError

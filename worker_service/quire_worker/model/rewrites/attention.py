@@ -44,6 +44,7 @@ class MergedAttention(torch.nn.Module):
         self.norms = norms
         self.scoring = scoring
         self.sites = sites
+        self.sinks = None if scoring.sinks is None else scoring.sinks.detach().float().contiguous()
 
     def forward(
         self,

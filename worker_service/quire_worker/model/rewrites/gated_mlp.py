@@ -1,8 +1,9 @@
-"""The gated layer of Llama's kind (Shazeer, 2020): down(silu(gate(x)) * up(x))."""
+"""The gated layer of Llama's kind (Shazeer, 2020): down(activation(gate(x)) * up(x))."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from quire_cpu.interface import PANEL
@@ -13,10 +14,14 @@ from quire_worker.model.rewrites.interface import KernelRewrite, child_names, is
 from quire_worker.model.rewrites.linear import packed_of
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+}
 
 
 class GatedMlp(torch.nn.Module):
-    """Two products; the first ends in silu(gate) * up, computed while its sums are in the cache."""
+    """Two products; the first ends in activation(gate) * up, computed while its sums are in the cache."""
 
     def __init__(
         self, gate_up: PackedLinear, down: PackedLinear, sites: tuple[Site | None, Site | None, Site | None]
@@ -40,7 +45,8 @@ class GatedMlp(torch.nn.Module):
         for site, result in zip(self.sites, (gate, up), strict=False):
             if site is not None:
                 site.add(x, result)
-        between = (torch.nn.functional.silu(gate) * up).view(*x.shape[:-1], -1)
+        activated = _ACTIVATIONS[str(self.gate_up.gate)](gate)
+        between = (activated * up).view(*x.shape[:-1], -1)
         result = self.down(between, residual)
         if self.sites[2] is not None:
             self.sites[2].add(between, result)
@@ -48,8 +54,8 @@ class GatedMlp(torch.nn.Module):
 
 
 class GatedMlpRewrite(KernelRewrite):
-    """Knows a module of `gate_proj`, `up_proj`, `down_proj` and an activation; that this is SiLU shows when it is
-    tried."""
+    """Knows a module of `gate_proj`, `up_proj`, `down_proj` and an activation. Whether that is SiLU, or GELU as tanh
+    approximates it, shows when both are tried."""
 
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         if own_parameter_names(module) or child_names(module) - {"act_fn"} != set(PROJECTIONS):
@@ -58,4 +64,6 @@ class GatedMlpRewrite(KernelRewrite):
         if len(layers) == len(PROJECTIONS):
             gate, up, down = layers
             sites = site_of(gate), site_of(up), site_of(down)
-            yield GatedMlp(packed_of(self._library, gate, up, is_gated=True), packed_of(self._library, down), sites)
+            gate_up, packed_down = packed_of(self._library, gate, up, gate="silu"), packed_of(self._library, down)
+            yield GatedMlp(gate_up, packed_down, sites)
+            yield GatedMlp(gate_up.gated_by("gelu_tanh"), packed_down, sites)

@@ -46,6 +46,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "WatchEvents": ("pool",),
     "Generate": ("prompt",),
     "Tokenize": ("prompt",),
+    "Detokenize": ([1],),
 }
 RPCS = [
     (service.name, method)

@@ -50,7 +50,14 @@ RIGHT_CHOICES = pb.GenerateRequest(
         echo=True,
     ),
 )
+OTHERS = ("GetStatus", "Tokenize", "Detokenize", "LoadAdapter", "UnloadAdapter", "ListAdapters")
 RIGHT_TEXT = pb.GenerateRequest(text="The for statement", sampling=pb.SamplingParams(max_tokens=2))
+RIGHT_CONVERSATION = pb.TokenizeRequest(
+    conversation=pb.Conversation(
+        messages_json='[{"role": "user", "content": "The for statement"}]', tools_json="[]", variables_json='{"a": 1}'
+    )
+)
+RIGHT_TOKENS = pb.DetokenizeRequest(token_ids=[0, 5, 2047, 2048])
 FUZZED = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
@@ -80,7 +87,7 @@ def scene() -> Iterator[Scene]:
 
 
 def test_every_rpc_is_fuzzed() -> None:
-    assert {method.name for method in SERVICE.methods} == {"Generate", "GetStatus"}
+    assert {method.name for method in SERVICE.methods} == {"Generate", *OTHERS}
 
 
 @given(chance=st.randoms(use_true_random=False))
@@ -94,10 +101,25 @@ def test_a_malformed_request_is_refused_with_a_reason_or_served(scene: Scene, ch
     listen(scene.channel, f"/{SERVICE.full_name}/Generate", data)
 
 
+@given(chance=st.randoms(use_true_random=False))
+@settings(FUZZED, max_examples=100)
+def test_a_malformed_conversation_is_refused_with_a_reason_or_tokenized(scene: Scene, chance: random.Random) -> None:
+    malformer, right = Malformer(chance), chance.choice((RIGHT_CONVERSATION, RIGHT_TOKENS))
+    message = malformer.anything(type(right)) if chance.random() < 0.3 else malformer.changed(right)
+    data = message.SerializeToString()
+    if chance.random() < 0.4:
+        data = malformer.scrambled(data)
+    method = "Tokenize" if right is RIGHT_CONVERSATION else "Detokenize"
+    ask(scene.channel, f"/{SERVICE.full_name}/{method}", data)
+
+
+@pytest.mark.parametrize("method", OTHERS)
 @given(data=st.binary(max_size=40))
 @settings(FUZZED, max_examples=40)
-def test_any_bytes_for_a_status_are_answered_or_malformed(scene: Scene, data: bytes) -> None:
-    ask(scene.channel, f"/{SERVICE.full_name}/GetStatus", data)
+def test_any_bytes_for_another_call_are_answered_or_refused_with_a_reason(
+    scene: Scene, method: str, data: bytes
+) -> None:
+    ask(scene.channel, f"/{SERVICE.full_name}/{method}", data)
 
 
 def test_after_all_that_the_worker_gives_the_right_text_and_holds_nothing(scene: Scene) -> None:

@@ -26,12 +26,14 @@ from quire.tls import tls_of
 from quire.types import PoolSpec
 from quire.v1 import worker_pb2_grpc as pb_grpc
 
+from quire_worker.adapters import Adapters
 from quire_worker.cache import KVCache
 from quire_worker.engine import Engine
 from quire_worker.execution.failures import DeviceLostError
 from quire_worker.execution.leader import Leader
 from quire_worker.execution.runner import Shortcut
 from quire_worker.execution.sizing import PoolMemory, size_pool, warn_of_short_sequences
+from quire_worker.model.adapters.peft_folder import AdapterLimits
 from quire_worker.model.checkpoint import ModelError
 from quire_worker.model.paged_model import PagedModel, check_rank_count, load_model
 from quire_worker.model.tokenizer import Tokenizer
@@ -74,6 +76,7 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
         UsageError: there is no room for the pool, or no such device.
         RankLostError: another rank is gone.
     """
+    tokenizer = Tokenizer(options.model)  # first, as weights take minutes and this may be what is missing
     if ranks is None or ranks.place.size == 1:
         part, leader = load_part(options, options.device, None), None
     else:
@@ -82,7 +85,7 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
     if options.device == "cuda":
         shortcut = capture_decode(part, min(options.cuda_graph_batch_max, options.max_running))
     name = Path(options.model).resolve().name
-    return Loaded(name, part.model, part.cache, Tokenizer(options.model), part.memory, leader, shortcut)
+    return Loaded(name, part.model, part.cache, tokenizer, part.memory, leader, shortcut)
 
 
 def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Part:
@@ -163,14 +166,17 @@ def capture_decode(part: Part, size_max: int) -> Shortcut | None:
 def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSession) -> Engine:
     """Puts the parts together; nothing is connected yet."""
     model, cache, tokenizer = loaded.model, loaded.cache, loaded.tokenizer
+    if options.swap_memory and loaded.leader is not None:
+        raise UsageError("--swap-memory: pages of several ranks are not swapped")
     scheduler = Scheduler(
         groups=cache.spec.groups,
         sequence_tokens_max=min(model.max_position, cache.sequence_tokens_max(options.max_batch_tokens)),
         batch_tokens_max=options.max_batch_tokens,
         running_max=options.max_running,
         ahead_tokens=options.grant_ahead_tokens,
+        swap_slot_count=options.swap_memory // cache.spec.bytes_per_block,
     )
-    return Engine(
+    engine = Engine(
         model=model,
         cache=cache,
         tokenizer=tokenizer,
@@ -181,6 +187,22 @@ def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSessi
         stream_interval_s=options.stream_interval_ms / 1e3,
         shortcut=loaded.shortcut,
     )
+    engine.adapters = load_adapters(options, model)
+    return engine
+
+
+def load_adapters(options: argparse.Namespace, model: PagedModel) -> Adapters:
+    """Loads the adapters that the command line names.
+
+    Raises:
+        ModelError: one cannot be served; the message says why.
+    """
+    limits = AdapterLimits(options.max_adapters, options.max_adapter_rank, options.adapter_memory)
+    root = None if options.adapter_folder is None else Path(options.adapter_folder)
+    adapters = Adapters(model, limits, root)
+    for name, folder in options.adapter:
+        adapters.read(name, Path(folder))
+    return adapters
 
 
 def log_waits() -> Callable[[QuireError], None]:
@@ -273,6 +295,10 @@ async def _run(engine: Engine, server: Server) -> None:
     changes = set[asyncio.Task[None]]()
 
     def follow(connected: bool) -> None:
+        if connected:
+            log.warning("the session with the allocator is back")
+        else:
+            log.warning("the allocator is away; what has room goes on, and nobody new is let in")
         task = asyncio.create_task(server.set_serving(connected))
         changes.add(task)
         task.add_done_callback(changes.discard)

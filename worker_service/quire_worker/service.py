@@ -15,16 +15,18 @@ from quire.errors import InternalError, QuireError, Reason
 from quire.protocol.limits import NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
 from quire.protocol.permissions import Permissions
 from quire.v1 import worker_pb2 as pb
-from quire.v1 import worker_pb2_grpc as pb_grpc
 
+from quire_worker.adapter_calls import AdapterCalls
 from quire_worker.engine import Engine
 from quire_worker.execution.failures import TOKENIZER
 from quire_worker.execution.sizing import PoolMemory, largest_shape
 from quire_worker.messages import response_of, sampling_of
 from quire_worker.model.conversation import ConversationError, read_conversation
 from quire_worker.model.tokenizer import TokenizerError
+from quire_worker.sampling.grammar import Grammars
 from quire_worker.scheduling.order import PRIORITY_MAX
 from quire_worker.scheduling.request import Request
+from quire_worker.structures import StructureCompiler
 
 log = structlog.get_logger()
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
@@ -32,9 +34,10 @@ Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 InputT = TypeVar("InputT")
 
 TEXT_BYTES_MAX = 1 << 20
+SPELLED_MAX = 1 << 16  # tokens of one call of Detokenize
 
 
-class WorkerService(pb_grpc.WorkerServiceServicer):
+class WorkerService(AdapterCalls):
     """Serves one engine; `authorize` says what the caller of a call may do."""
 
     def __init__(
@@ -52,6 +55,8 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         self._model_name = model_name
         self._authorize = authorize
         self._version = importlib.metadata.version("quire-kv")
+        model = engine.model
+        self._structures = StructureCompiler(Grammars(engine.tokenizer.to_json, model.vocab_size, model.eos_token_ids))
         self.draining = False
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
@@ -82,6 +87,18 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             return pb.TokenizeResponse(token_ids=await self._tokenized(request))
         except QuireError as error:
             return await abort(context, error)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        """Answers with the bytes of each token."""
+        try:
+            if len(request.token_ids) > SPELLED_MAX:
+                raise QuireError.of(Reason.LIMIT, f"at most {SPELLED_MAX} tokens at a time")
+            return pb.DetokenizeResponse(texts=self._engine.tokenizer.spell(request.token_ids))
+        except QuireError as error:
+            return await abort(context, error)
+        except TokenizerError as error:
+            log.warning("decoding failed", error=str(error))
+            return await abort(context, self._engine.failed("", TOKENIZER))
 
     def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         """Answers with a snapshot of the worker."""
@@ -157,6 +174,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         prompt = await self._tokens(request, request_id)
         self._check_prompt(prompt)
         echo = await self._echo(request, request_id, prompt) if sampling.echo else ""
+        matcher = None if sampling.structure is None else await self._structures.compile(sampling.structure)
         self._check_serving()  # also after the tokenizer's time
         return self._engine.submit(
             request_id=request_id,
@@ -164,6 +182,8 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             sampling=sampling,
             namespace=request.namespace,
             echo=echo,
+            adapter=self._engine.adapters.get(request.adapter),
+            matcher=matcher,
             priority=request.priority,
             time_left_s=time_left_s,
         )
@@ -237,7 +257,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             delivery = await running.deliveries.get()
             if isinstance(delivery, QuireError):
                 raise delivery
-            yield response_of(running, delivery)
+            yield response_of(running, delivery, self._engine.scheduler.sequence_tokens_max)
             if delivery.is_last:
                 return
 

@@ -9,11 +9,29 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from quire_worker.cache import KVCache
+from quire_worker.execution.failures import Failure
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.sampling.logprobs import TokenLogprobs, rank
+from quire_worker.scheduling.plan import Batch, Draw
 from quire_worker.scheduling.request import Request, Sample
 
 ItemT = TypeVar("ItemT")
+
+
+class Restore(NamedTuple):
+    """Slots of host memory, and the blocks that they are copied into."""
+
+    sample: Sample
+    slots: list[int]
+    blocks: list[int]
+
+
+class Before(NamedTuple):
+    """What the next batch has to know of this one: see `Computed`."""
+
+    tokens: dict[Sample, int]
+    failures: dict[Request, Failure]
+    lost_blocks: dict[int, Failure]
 
 
 class Part(NamedTuple):
@@ -35,6 +53,14 @@ class Part(NamedTuple):
         return len(self.tokens) if self.is_scored else 1
 
 
+class Token(NamedTuple):
+    """A token that was drawn."""
+
+    draw: Draw
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
 class PromptLogprobs(NamedTuple):
     """What is told of a prompt's tokens from a position on."""
 
@@ -46,6 +72,28 @@ class PromptLogprobs(NamedTuple):
 def tables_of(sample: Sample) -> list[array[int]]:
     """Returns a sample's tables as they are now, of each group; those of states have one entry, the running block."""
     return [*(table[:] for table in sample.tables), *(array("I", [block]) for block in sample.states)]
+
+
+class Prepared(NamedTuple):
+    """A batch, ready for the model's thread.
+
+    Attributes:
+        restores: pages to be copied from host memory.
+        parts: of the forward pass. A token that the batch before samples is 0 as yet.
+        awaiting: those whose one token it is.
+        places: where these tokens belong in the flat batch, int64.
+        layout: on the host, of all parts; None if making it failed: it is made again, in halves if it must be.
+        is_behind: it was planned while the batch before was under way.
+    """
+
+    batch: Batch
+    draws: list[Draw]
+    restores: list[Restore]
+    parts: list[Part]
+    awaiting: list[Part]
+    places: torch.Tensor
+    layout: ForwardBatch | None
+    is_behind: bool
 
 
 def halves(items: Sequence[ItemT]) -> tuple[Sequence[ItemT], Sequence[ItemT]] | None:
@@ -64,6 +112,7 @@ def layout_of(parts: Sequence[Part], cache: KVCache) -> ForwardBatch:
             needs_logits=True,
             begun_with=part.sample.begun_with,
             is_scored=part.is_scored,
+            adapter=part.sample.request.adapter,
         )
         for part in parts
     ]

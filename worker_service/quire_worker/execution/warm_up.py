@@ -12,7 +12,7 @@ import torch
 from quire_kernels.compilation.warmup import CompilationCount, Progress, count_compilations
 
 from quire_worker.cache import KVCache
-from quire_worker.model.batch import Chunk, build_batch, scratch_tables
+from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.sampling.params import SamplingParams
 
@@ -41,16 +41,19 @@ def warm_up(model: PagedModel, *, progress: Progress | None = None) -> Compilati
         *((f"prefill, {length} tokens", [length]) for length in LADDER if length <= model.max_position),
     ]
     spec = model.cache_spec
-    dealt = [scratch_tables(spec.groups, lengths) for _, lengths in steps]
-    cache = KVCache(spec, max(count for _, count in dealt), device=model.device)
+    position_count = max(_block_count(lengths, spec.block_size) for _, lengths in steps)
+    cache = KVCache(spec, len(spec.groups) * position_count, device=model.device)
+    groups = range(len(spec.groups))
     with count_compilations() as found:
         for number, (title, lengths) in enumerate(steps):
             if progress is not None:
                 progress(number, len(steps), title)
-            chunks = [
-                Chunk([0] * length, 0, tables, needs_logits=True)
-                for length, tables in zip(lengths, dealt[number][0], strict=True)
-            ]
+            chunks, first = [], 0
+            for length in lengths:
+                stop = first + _block_count([length], spec.block_size)
+                tables = [range(group * position_count + first, group * position_count + stop) for group in groups]
+                chunks.append(Chunk([0] * length, 0, tables, needs_logits=True))
+                first = stop
             model.forward(build_batch(chunks, groups=spec.groups, device=model.device), cache).cpu()
         model.attention.copy_blocks(cache.buffers, [0], [1])
         logits = torch.zeros(1, model.vocab_size, device=model.device)
@@ -59,3 +62,7 @@ def warm_up(model: PagedModel, *, progress: Progress | None = None) -> Compilati
     if progress is not None:
         progress(len(steps), len(steps), "done")
     return found
+
+
+def _block_count(lengths: list[int], block_size: int) -> int:
+    return sum(-(-length // block_size) for length in lengths)

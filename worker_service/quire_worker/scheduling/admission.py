@@ -21,6 +21,7 @@ from quire_worker.scheduling.backfill import (
     DEPTH,
     Reservation,
     blocks_at_end,
+    held_count,
     own_block_count,
     places_of,
     reserve,
@@ -161,7 +162,7 @@ class Applicants:
 
     def _let_in(self, sample: Sample, digests: list[bytes], running: Sequence[Sample]) -> bool:
         """Lets a sample in if it fits beside those who run."""
-        shared = _held_count(digests, running, self._block_size)
+        shared = held_count(digests, running, self._block_size)
         needed = self._needed(sample, shared)
         is_alone = not running and not self.chosen.admissions
         if not is_alone and not self._fits(sample, needed, len(running)):
@@ -202,7 +203,7 @@ class Applicants:
 
     def _fits_without(self, head: Sample, digests: list[bytes], passed: Sequence[Sample]) -> bool:
         others, limits, _ = self._without(passed)
-        shared = _held_count(digests, others, self._block_size)
+        shared = held_count(digests, others, self._block_size)
         if not others and not self.chosen.admissions:
             return True
         before, self._left = self._left, limits
@@ -228,7 +229,7 @@ class Applicants:
             self._running,
             blocks=blocks,
             places=self._left.samples,
-            needed=self._needed(head, _held_count(digests, self._running, self._block_size)),
+            needed=self._needed(head, held_count(digests, self._running, self._block_size)),
             needed_places=places_of(head),
             block_size=self._block_size,
             sequence_tokens_max=self._sequence_tokens_max,
@@ -260,16 +261,3 @@ def _being_computed(running: Sequence[Sample], block_size: int) -> set[bytes]:
         if end > computed:
             digests.update(sample.digests(block_size, computed, end))
     return digests
-
-
-def _held_count(digests: Sequence[bytes], running: Sequence[Sample], block_size: int) -> int:
-    """Counts the leading blocks that some running sample holds; equal digests at one place mean equal ones before
-    it."""
-    count = 0
-    for sample in running:
-        end = min(len(digests), sample.computed // block_size)
-        for digest in sample.digests(block_size, count, end):
-            if digest != digests[count]:
-                break
-            count += 1
-    return count

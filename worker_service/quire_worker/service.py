@@ -15,8 +15,8 @@ from quire.errors import InternalError, QuireError, Reason
 from quire.protocol.limits import NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
 from quire.protocol.permissions import Permissions
 from quire.v1 import worker_pb2 as pb
-from quire.v1 import worker_pb2_grpc as pb_grpc
 
+from quire_worker.adapter_calls import AdapterCalls
 from quire_worker.engine import Engine
 from quire_worker.execution.failures import TOKENIZER
 from quire_worker.execution.sizing import PoolMemory, largest_shape
@@ -37,7 +37,7 @@ TEXT_BYTES_MAX = 1 << 20
 SPELLED_MAX = 1 << 16  # tokens of one call of Detokenize
 
 
-class WorkerService(pb_grpc.WorkerServiceServicer):
+class WorkerService(AdapterCalls):
     """Serves one engine; `authorize` says what the caller of a call may do."""
 
     def __init__(
@@ -182,6 +182,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             sampling=sampling,
             namespace=request.namespace,
             echo=echo,
+            adapter=self._engine.adapters.get(request.adapter),
             matcher=matcher,
             priority=request.priority,
             time_left_s=time_left_s,

@@ -47,6 +47,10 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """ALREADY_EXISTS: another live owner holds the pool; try again after its lease (the message says how long)."""
     REASON_FENCED: _Reason.ValueType  # 12
     """ABORTED: a newer stream or session of the same owner has taken over the pool; this one is over."""
+    REASON_ADAPTER_UNKNOWN: _Reason.ValueType  # 13
+    """NOT_FOUND: no adapter of that name is loaded."""
+    REASON_ADAPTER_EXISTS: _Reason.ValueType  # 14
+    """ALREADY_EXISTS: another adapter has that name."""
     REASON_SESSION_UNKNOWN: _Reason.ValueType  # 20
     """FAILED_PRECONDITION: the session expired, was closed or never existed; attach again."""
     REASON_STEP_MISMATCH: _Reason.ValueType  # 21
@@ -59,6 +63,10 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """FAILED_PRECONDITION: the pool's specification is not one that this server can manage."""
     REASON_NOT_SUPPORTED: _Reason.ValueType  # 25
     """UNIMPLEMENTED: a part of v1 that this server does not serve; the message names it."""
+    REASON_ADAPTER_UNUSABLE: _Reason.ValueType  # 26
+    """FAILED_PRECONDITION: an adapter cannot be served by this worker; the message says why."""
+    REASON_ADAPTER_IN_USE: _Reason.ValueType  # 27
+    """FAILED_PRECONDITION: requests are being computed with the adapter that was to be dropped."""
     REASON_LIMIT: _Reason.ValueType  # 30
     """RESOURCE_EXHAUSTED: the server has as many pools, blocks, streams, watchers or live sequences as it allows; the
     message names the limit. With a delay.
@@ -120,6 +128,10 @@ REASON_POOL_OWNED: Reason.ValueType  # 11
 """ALREADY_EXISTS: another live owner holds the pool; try again after its lease (the message says how long)."""
 REASON_FENCED: Reason.ValueType  # 12
 """ABORTED: a newer stream or session of the same owner has taken over the pool; this one is over."""
+REASON_ADAPTER_UNKNOWN: Reason.ValueType  # 13
+"""NOT_FOUND: no adapter of that name is loaded."""
+REASON_ADAPTER_EXISTS: Reason.ValueType  # 14
+"""ALREADY_EXISTS: another adapter has that name."""
 REASON_SESSION_UNKNOWN: Reason.ValueType  # 20
 """FAILED_PRECONDITION: the session expired, was closed or never existed; attach again."""
 REASON_STEP_MISMATCH: Reason.ValueType  # 21
@@ -132,6 +144,10 @@ REASON_LAYOUT: Reason.ValueType  # 24
 """FAILED_PRECONDITION: the pool's specification is not one that this server can manage."""
 REASON_NOT_SUPPORTED: Reason.ValueType  # 25
 """UNIMPLEMENTED: a part of v1 that this server does not serve; the message names it."""
+REASON_ADAPTER_UNUSABLE: Reason.ValueType  # 26
+"""FAILED_PRECONDITION: an adapter cannot be served by this worker; the message says why."""
+REASON_ADAPTER_IN_USE: Reason.ValueType  # 27
+"""FAILED_PRECONDITION: requests are being computed with the adapter that was to be dropped."""
 REASON_LIMIT: Reason.ValueType  # 30
 """RESOURCE_EXHAUSTED: the server has as many pools, blocks, streams, watchers or live sequences as it allows; the
 message names the limit. With a delay.

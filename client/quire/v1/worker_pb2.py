@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/worker.proto\x12\x08quire.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xf4\x04\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05top_p\x18\x04 \x01(\x02\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x01\x88\x01\x01\x12\t\n\x01n\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\r\n\x05min_p\x18\t \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\n \x01(\x02\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x02\x12\x1c\n\x14logit_bias_token_ids\x18\r \x03(\r\x12\x12\n\nlogit_bias\x18\x0e \x03(\x02\x12\x19\n\x11\x61llowed_token_ids\x18\x0f \x03(\r\x12\x18\n\x10\x62\x61nned_token_ids\x18\x10 \x03(\r\x12\x0c\n\x04stop\x18\x11 \x03(\t\x12\x12\n\nmin_tokens\x18\x12 \x01(\r\x12\x15\n\x08logprobs\x18\x13 \x01(\rH\x02\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x14 \x01(\rH\x03\x88\x01\x01\x12\x0f\n\x07\x62\x65st_of\x18\x15 \x01(\r\x12\x0c\n\x04\x65\x63ho\x18\x16 \x01(\x08\x12\x15\n\x0bjson_schema\x18\x17 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x18 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x19 \x01(\tH\x00\x12\"\n\x06\x63hoice\x18\x1a \x01(\x0b\x32\x10.quire.v1.ChoiceH\x00\x42\x0b\n\tstructureB\x07\n\x05_seedB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"\xb6\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12$\n\x06tokens\x18\x03 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x11\n\tnamespace\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x11\x42\x08\n\x06prompt\"\xe5\x01\n\x10GenerateResponse\x12\x0e\n\x06sample\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.quire.v1.Usage\x12$\n\x08logprobs\x18\x06 \x01(\x0b\x32\x12.quire.v1.Logprobs\x12+\n\x0fprompt_logprobs\x18\x07 \x01(\x0b\x32\x12.quire.v1.Logprobs\"u\n\x08Logprobs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x16\n\x0etoken_logprobs\x18\x02 \x03(\x02\x12\x11\n\ttop_count\x18\x03 \x01(\r\x12\x15\n\rtop_token_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\"\xd0\x01\n\x05Usage\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\r\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x02 \x01(\r\x12\x1a\n\x12output_token_count\x18\x03 \x01(\r\x12\x1b\n\x13granted_block_count\x18\x04 \x01(\r\x12\x1c\n\x14unshared_block_count\x18\x05 \x01(\r\x12\x18\n\x10preemption_count\x18\x06 \x01(\r\x12\x1e\n\x16sample_token_count_max\x18\x07 \x01(\r\"t\n\x0c\x43onversation\x12\x15\n\rmessages_json\x18\x01 \x01(\t\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x16\n\x0evariables_json\x18\x03 \x01(\t\x12!\n\x19without_generation_prompt\x18\x04 \x01(\x08\"Z\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12.\n\x0c\x63onversation\x18\x02 \x01(\x0b\x32\x16.quire.v1.ConversationH\x00\x42\x07\n\x05input\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"&\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"#\n\x12\x44\x65tokenizeResponse\x12\r\n\x05texts\x18\x01 \x03(\x0c\"\x12\n\x10GetStatusRequest\"\x93\x05\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x1b\n\x13\x61llocator_connected\x18\x03 \x01(\x08\x12\r\n\x05model\x18\x04 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x05 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\x0c\x12\x14\n\x0c\x63\x61\x63he_layout\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x13\n\x0b\x62lock_count\x18\n \x01(\r\x12\x12\n\nblock_size\x18\x0b \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x0c \x01(\x04\x12\x1b\n\x13sequence_tokens_max\x18\r \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x0e \x01(\r\x12\x15\n\rrunning_count\x18\x0f \x01(\r\x12\x15\n\rwaiting_count\x18\x10 \x01(\r\x12\x1a\n\x12prompt_token_count\x18\x11 \x01(\x04\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x12 \x01(\x04\x12\x1a\n\x12output_token_count\x18\x13 \x01(\x04\x12\x18\n\x10preemption_count\x18\x14 \x01(\x04\x12\x1c\n\x14held_block_count_max\x18\x15 \x01(\r\x12\x1d\n\x15table_entry_count_max\x18\x16 \x01(\x04\x12\x14\n\x0cstate_digest\x18\x17 \x01(\x0c\x12\x14\n\x0creport_count\x18\x18 \x01(\x04\x12\x1a\n\x12\x64isagreement_count\x18\x19 \x01(\x04\x12\x12\n\nrank_count\x18\x1a \x01(\r\x12$\n\x06memory\x18\x1e \x01(\x0b\x32\x14.quire.v1.PoolMemory\"\x9f\x01\n\nPoolMemory\x12\x12\n\npool_bytes\x18\x01 \x01(\x04\x12\x14\n\x0c\x62udget_bytes\x18\x02 \x01(\x04\x12\x16\n\x0ekv_cache_dtype\x18\x03 \x01(\t\x12\x15\n\rkv_head_count\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12&\n\x06\x64\x65vice\x18\x06 \x01(\x0b\x32\x16.quire.v1.DeviceMemory\"w\n\x0c\x44\x65viceMemory\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\x12\x12\n\npeak_bytes\x18\x03 \x01(\x04\x12\x15\n\rcurrent_bytes\x18\x04 \x01(\x04\x12\x13\n\x0butilization\x18\x05 \x01(\x01*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xa6\x02\n\rWorkerService\x12\x43\n\x08Generate\x12\x19.quire.v1.GenerateRequest\x1a\x1a.quire.v1.GenerateResponse0\x01\x12\x44\n\tGetStatus\x12\x1a.quire.v1.GetStatusRequest\x1a\x1b.quire.v1.GetStatusResponse\x12\x41\n\x08Tokenize\x12\x19.quire.v1.TokenizeRequest\x1a\x1a.quire.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.quire.v1.DetokenizeRequest\x1a\x1c.quire.v1.DetokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/worker.proto\x12\x08quire.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xf4\x04\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05top_p\x18\x04 \x01(\x02\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x01\x88\x01\x01\x12\t\n\x01n\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\r\n\x05min_p\x18\t \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\n \x01(\x02\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x02\x12\x1c\n\x14logit_bias_token_ids\x18\r \x03(\r\x12\x12\n\nlogit_bias\x18\x0e \x03(\x02\x12\x19\n\x11\x61llowed_token_ids\x18\x0f \x03(\r\x12\x18\n\x10\x62\x61nned_token_ids\x18\x10 \x03(\r\x12\x0c\n\x04stop\x18\x11 \x03(\t\x12\x12\n\nmin_tokens\x18\x12 \x01(\r\x12\x15\n\x08logprobs\x18\x13 \x01(\rH\x02\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x14 \x01(\rH\x03\x88\x01\x01\x12\x0f\n\x07\x62\x65st_of\x18\x15 \x01(\r\x12\x0c\n\x04\x65\x63ho\x18\x16 \x01(\x08\x12\x15\n\x0bjson_schema\x18\x17 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x18 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x19 \x01(\tH\x00\x12\"\n\x06\x63hoice\x18\x1a \x01(\x0b\x32\x10.quire.v1.ChoiceH\x00\x42\x0b\n\tstructureB\x07\n\x05_seedB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"\xc7\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12$\n\x06tokens\x18\x03 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x11\n\tnamespace\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x14 \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x11\x42\x08\n\x06prompt\"\xe5\x01\n\x10GenerateResponse\x12\x0e\n\x06sample\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.quire.v1.Usage\x12$\n\x08logprobs\x18\x06 \x01(\x0b\x32\x12.quire.v1.Logprobs\x12+\n\x0fprompt_logprobs\x18\x07 \x01(\x0b\x32\x12.quire.v1.Logprobs\"u\n\x08Logprobs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x16\n\x0etoken_logprobs\x18\x02 \x03(\x02\x12\x11\n\ttop_count\x18\x03 \x01(\r\x12\x15\n\rtop_token_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\"\xd0\x01\n\x05Usage\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\r\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x02 \x01(\r\x12\x1a\n\x12output_token_count\x18\x03 \x01(\r\x12\x1b\n\x13granted_block_count\x18\x04 \x01(\r\x12\x1c\n\x14unshared_block_count\x18\x05 \x01(\r\x12\x18\n\x10preemption_count\x18\x06 \x01(\r\x12\x1e\n\x16sample_token_count_max\x18\x07 \x01(\r\"t\n\x0c\x43onversation\x12\x15\n\rmessages_json\x18\x01 \x01(\t\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x16\n\x0evariables_json\x18\x03 \x01(\t\x12!\n\x19without_generation_prompt\x18\x04 \x01(\x08\"Z\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12.\n\x0c\x63onversation\x18\x02 \x01(\x0b\x32\x16.quire.v1.ConversationH\x00\x42\x07\n\x05input\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"&\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"#\n\x12\x44\x65tokenizeResponse\x12\r\n\x05texts\x18\x01 \x03(\x0c\"\x12\n\x10GetStatusRequest\"\x93\x05\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x1b\n\x13\x61llocator_connected\x18\x03 \x01(\x08\x12\r\n\x05model\x18\x04 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x05 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\x0c\x12\x14\n\x0c\x63\x61\x63he_layout\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x13\n\x0b\x62lock_count\x18\n \x01(\r\x12\x12\n\nblock_size\x18\x0b \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x0c \x01(\x04\x12\x1b\n\x13sequence_tokens_max\x18\r \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x0e \x01(\r\x12\x15\n\rrunning_count\x18\x0f \x01(\r\x12\x15\n\rwaiting_count\x18\x10 \x01(\r\x12\x1a\n\x12prompt_token_count\x18\x11 \x01(\x04\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x12 \x01(\x04\x12\x1a\n\x12output_token_count\x18\x13 \x01(\x04\x12\x18\n\x10preemption_count\x18\x14 \x01(\x04\x12\x1c\n\x14held_block_count_max\x18\x15 \x01(\r\x12\x1d\n\x15table_entry_count_max\x18\x16 \x01(\x04\x12\x14\n\x0cstate_digest\x18\x17 \x01(\x0c\x12\x14\n\x0creport_count\x18\x18 \x01(\x04\x12\x1a\n\x12\x64isagreement_count\x18\x19 \x01(\x04\x12\x12\n\nrank_count\x18\x1a \x01(\r\x12$\n\x06memory\x18\x1e \x01(\x0b\x32\x14.quire.v1.PoolMemory\"\x9f\x01\n\nPoolMemory\x12\x12\n\npool_bytes\x18\x01 \x01(\x04\x12\x14\n\x0c\x62udget_bytes\x18\x02 \x01(\x04\x12\x16\n\x0ekv_cache_dtype\x18\x03 \x01(\t\x12\x15\n\rkv_head_count\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12&\n\x06\x64\x65vice\x18\x06 \x01(\x0b\x32\x16.quire.v1.DeviceMemory\"w\n\x0c\x44\x65viceMemory\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\x12\x12\n\npeak_bytes\x18\x03 \x01(\x04\x12\x15\n\rcurrent_bytes\x18\x04 \x01(\x04\x12\x13\n\x0butilization\x18\x05 \x01(\x01\"2\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\"9\n\x13LoadAdapterResponse\x12\"\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x11.quire.v1.Adapter\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse\"\x15\n\x13ListAdaptersRequest\"x\n\x14ListAdaptersResponse\x12#\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x11.quire.v1.Adapter\x12\x11\n\tcount_max\x18\x02 \x01(\r\x12\x10\n\x08rank_max\x18\x03 \x01(\r\x12\x16\n\x0e\x62yte_count_max\x18\x04 \x01(\x04\"u\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x13\n\x0blayer_count\x18\x04 \x01(\r\x12\x12\n\nbyte_count\x18\x05 \x01(\x04\x12\x15\n\rrequest_count\x18\x06 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x93\x04\n\rWorkerService\x12\x43\n\x08Generate\x12\x19.quire.v1.GenerateRequest\x1a\x1a.quire.v1.GenerateResponse0\x01\x12\x44\n\tGetStatus\x12\x1a.quire.v1.GetStatusRequest\x1a\x1b.quire.v1.GetStatusResponse\x12J\n\x0bLoadAdapter\x12\x1c.quire.v1.LoadAdapterRequest\x1a\x1d.quire.v1.LoadAdapterResponse\x12P\n\rUnloadAdapter\x12\x1e.quire.v1.UnloadAdapterRequest\x1a\x1f.quire.v1.UnloadAdapterResponse\x12M\n\x0cListAdapters\x12\x1d.quire.v1.ListAdaptersRequest\x1a\x1e.quire.v1.ListAdaptersResponse\x12\x41\n\x08Tokenize\x12\x19.quire.v1.TokenizeRequest\x1a\x1a.quire.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.quire.v1.DetokenizeRequest\x1a\x1c.quire.v1.DetokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2754
-  _globals['_FINISHREASON']._serialized_end=2849
+  _globals['_FINISHREASON']._serialized_start=3209
+  _globals['_FINISHREASON']._serialized_end=3304
   _globals['_TOKENIDS']._serialized_start=35
   _globals['_TOKENIDS']._serialized_end=58
   _globals['_SAMPLINGPARAMS']._serialized_start=61
@@ -40,31 +40,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHOICE']._serialized_start=691
   _globals['_CHOICE']._serialized_end=714
   _globals['_GENERATEREQUEST']._serialized_start=717
-  _globals['_GENERATEREQUEST']._serialized_end=899
-  _globals['_GENERATERESPONSE']._serialized_start=902
-  _globals['_GENERATERESPONSE']._serialized_end=1131
-  _globals['_LOGPROBS']._serialized_start=1133
-  _globals['_LOGPROBS']._serialized_end=1250
-  _globals['_USAGE']._serialized_start=1253
-  _globals['_USAGE']._serialized_end=1461
-  _globals['_CONVERSATION']._serialized_start=1463
-  _globals['_CONVERSATION']._serialized_end=1579
-  _globals['_TOKENIZEREQUEST']._serialized_start=1581
-  _globals['_TOKENIZEREQUEST']._serialized_end=1671
-  _globals['_TOKENIZERESPONSE']._serialized_start=1673
-  _globals['_TOKENIZERESPONSE']._serialized_end=1710
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1712
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1750
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1752
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1787
-  _globals['_GETSTATUSREQUEST']._serialized_start=1789
-  _globals['_GETSTATUSREQUEST']._serialized_end=1807
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1810
-  _globals['_GETSTATUSRESPONSE']._serialized_end=2469
-  _globals['_POOLMEMORY']._serialized_start=2472
-  _globals['_POOLMEMORY']._serialized_end=2631
-  _globals['_DEVICEMEMORY']._serialized_start=2633
-  _globals['_DEVICEMEMORY']._serialized_end=2752
-  _globals['_WORKERSERVICE']._serialized_start=2852
-  _globals['_WORKERSERVICE']._serialized_end=3146
+  _globals['_GENERATEREQUEST']._serialized_end=916
+  _globals['_GENERATERESPONSE']._serialized_start=919
+  _globals['_GENERATERESPONSE']._serialized_end=1148
+  _globals['_LOGPROBS']._serialized_start=1150
+  _globals['_LOGPROBS']._serialized_end=1267
+  _globals['_USAGE']._serialized_start=1270
+  _globals['_USAGE']._serialized_end=1478
+  _globals['_CONVERSATION']._serialized_start=1480
+  _globals['_CONVERSATION']._serialized_end=1596
+  _globals['_TOKENIZEREQUEST']._serialized_start=1598
+  _globals['_TOKENIZEREQUEST']._serialized_end=1688
+  _globals['_TOKENIZERESPONSE']._serialized_start=1690
+  _globals['_TOKENIZERESPONSE']._serialized_end=1727
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1729
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1767
+  _globals['_DETOKENIZERESPONSE']._serialized_start=1769
+  _globals['_DETOKENIZERESPONSE']._serialized_end=1804
+  _globals['_GETSTATUSREQUEST']._serialized_start=1806
+  _globals['_GETSTATUSREQUEST']._serialized_end=1824
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1827
+  _globals['_GETSTATUSRESPONSE']._serialized_end=2486
+  _globals['_POOLMEMORY']._serialized_start=2489
+  _globals['_POOLMEMORY']._serialized_end=2648
+  _globals['_DEVICEMEMORY']._serialized_start=2650
+  _globals['_DEVICEMEMORY']._serialized_end=2769
+  _globals['_LOADADAPTERREQUEST']._serialized_start=2771
+  _globals['_LOADADAPTERREQUEST']._serialized_end=2821
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=2823
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=2880
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=2882
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=2918
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=2920
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=2943
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=2945
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=2966
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=2968
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=3088
+  _globals['_ADAPTER']._serialized_start=3090
+  _globals['_ADAPTER']._serialized_end=3207
+  _globals['_WORKERSERVICE']._serialized_start=3307
+  _globals['_WORKERSERVICE']._serialized_end=3838
 # @@protoc_insertion_point(module_scope)

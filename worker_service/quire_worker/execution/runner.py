@@ -36,10 +36,12 @@ from quire_worker.execution.failures import (
     FailureKind,
     failure_of,
 )
+from quire_worker.execution.finiteness import Finiteness
 from quire_worker.execution.host_pages import HostPages
 from quire_worker.execution.parts import (
     Before,
     Part,
+    Prepared,
     PromptLogprobs,
     Restore,
     Token,
@@ -52,7 +54,7 @@ from quire_worker.execution.parts import (
 )
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
-from quire_worker.sampling.choice import finite_rows
+from quire_worker.sampling.choice import are_finite
 from quire_worker.sampling.sampler import draw
 from quire_worker.scheduling.plan import Batch, Draw, Work
 from quire_worker.scheduling.request import Request, Sample
@@ -87,28 +89,6 @@ class Computed(NamedTuple):
     seconds: float
     swapped_block_count: int = 0
     swap_s: float = 0.0
-
-
-class Prepared(NamedTuple):
-    """A batch, ready for the model's thread.
-
-    Attributes:
-        restores: pages to be copied from host memory.
-        parts: of the forward pass. A token that the batch before samples is 0 as yet.
-        awaiting: those whose one token it is.
-        places: where these tokens belong in the flat batch, int64.
-        layout: on the host, of all parts; None if making it failed: it is made again, in halves if it must be.
-        is_behind: it was planned while the batch before was under way.
-    """
-
-    batch: Batch
-    draws: list[Draw]
-    restores: list[Restore]
-    parts: list[Part]
-    awaiting: list[Part]
-    places: torch.Tensor
-    layout: ForwardBatch | None
-    is_behind: bool
 
 
 class Runner:
@@ -171,6 +151,7 @@ class Runner:
         run.drop_holders_of_lost_blocks(prepared.parts)
         run.forward(prepared.parts, prepared.layout)
         run.draw([draw for draw in prepared.draws if run.is_unharmed(draw.sample)])
+        run.read_rest()
         tokens = {each.draw.sample: each.token_id for each in run.tokens}
         self._before = Before(tokens, run.failures, run.lost_blocks)
         return Computed(
@@ -204,6 +185,7 @@ class _Run:
         self._cache = cache
         self._shortcut = shortcut
         self._left_out: set[Request] = set()  # they failed in the batch before, and the engine knows from there
+        self._finiteness = Finiteness(lambda part: self._fail([part.sample], NOT_FINITE))
         self._logits: dict[Sample, tuple[torch.Tensor, int]] = {}  # whose row is of the last token of each
 
     def is_unharmed(self, sample: Sample) -> bool:
@@ -289,6 +271,10 @@ class _Run:
         for half in smaller:
             self.draw(half)
 
+    def read_rest(self) -> None:
+        """Finds out who is not finite of those that no draw has told of."""
+        self._finiteness.read()
+
     # -- one attempt at each: None, or why not -------------------------------------------------------------------------
 
     # What is tried again is tried after the `except` block has been left: inside, the traceback holds on to every
@@ -325,20 +311,25 @@ class _Run:
     def _try_forward(self, parts: Sequence[Part], layout: ForwardBatch | None) -> Failure | None:
         try:
             forward = layout or layout_of(parts, self._cache)
-            logits = None if self._shortcut is None else self._shortcut(forward)  # [rows, vocabulary]
+            shortcut = None if forward.adapters else self._shortcut  # which knows of none
+            logits = None if shortcut is None else shortcut(forward)  # [rows, vocabulary]
             if logits is None:
                 logits = self._model.forward(forward.on(self._model.device), self._cache)
-            are_finite = finite_rows(logits)
-            logprobs = scored(parts, logits, are_finite)
+            is_finite = are_finite(logits)
+            may_wait = all(part.sample.sampler.is_simple and not part.is_scored for part in parts)
+            flags = None if may_wait else is_finite.tolist()
+            logprobs = [] if flags is None else scored(parts, logits, flags)
         except Exception as error:
             failure = self._judge(error, "forward pass", len(parts))
         else:
             end = 0
             for part in parts:
-                start, end = end, end + part.row_count
+                end += part.row_count
                 self._logits[part.sample] = logits, end - 1
-                if not all(are_finite[start:end]):
-                    self._fail([part.sample], NOT_FINITE)
+            if flags is None:
+                self._finiteness.add(parts, is_finite)
+            else:
+                self._finiteness.judge(parts, flags)
             self.prompt_logprobs += logprobs
             return None
         self._free_memory_after(failure)
@@ -348,10 +339,11 @@ class _Run:
         try:
             logits = rows_of([self._logits[draw.parent] for draw in draws])
             samplers = [each.sample.sampler for each in draws]
-            drawn = draw(logits, samplers, self._model.attention.choose)
+            drawn = draw(logits, samplers, self._model.attention.choose, self._finiteness.unread())
         except Exception as error:
             failure = self._judge(error, "sampling", len(draws))
         else:
+            self._finiteness.take(drawn.flags)
             for each, token, logprobs in zip(draws, drawn.tokens, drawn.logprobs, strict=True):
                 if token is None:
                     matcher = each.sample.sampler.matcher

@@ -11,7 +11,7 @@ gives wrong text without an error.
 With several ranks, rank 0 notes the logits of the whole model before 3, and then each keeps its part alone
 (`splitting`). What is compared is the sum of all parts with the whole.
 
-Then, on a CPU that has its kernels, 5. they take the place of modules that they compute as well (`rewrites`), and the
+Then, where there are kernels, 5. they take the place of modules that they compute as well (`rewrites`), and the
 logits are compared once more with those that the model gave by itself.
 """
 
@@ -34,14 +34,15 @@ from transformers import (
     AutoModelForImageTextToText,
 )
 
-from quire_worker.attention import CpuPagedAttention, PagedAttention, backend_for
+from quire_worker.attention import PagedAttention, backend_for
 from quire_worker.cache import NAN_BYTE, CacheSpec, KVCache
+from quire_worker.model.adapters.sites import Sites
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError, fingerprint, weight_files
 from quire_worker.model.kv_scales import read_scales
 from quire_worker.model.latent import keep_latents
 from quire_worker.model.own_logits import check_texts, own_logits_of
-from quire_worker.model.rewrites.rewriter import TOLERANCE, rewrite
+from quire_worker.model.rewrites.devices import RewriteModel, rewrite_for
 from quire_worker.model.rotary import TokenLengths, longest_of, rotate_by_length, rotation_of
 from quire_worker.model.splitting.splitter import split_over_ranks
 from quire_worker.model.states.mixers import wrap_mixers
@@ -79,6 +80,7 @@ class PagedModel:
     eos_token_ids: frozenset[int]  # tokens that end a text; may be empty
     rotation: Rotation | None = None  # how keys follow the lengths of requests
     lengths: TokenLengths | None = None  # of the tokens of a pass, where keys follow them
+    sites: Sites | None = None  # where adapters change it; None where it takes none
     rank_count: int = 1  # processes of which each has a part of the model
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
@@ -95,7 +97,9 @@ class PagedModel:
         Raises:
             UnsupportedModelError: the model uses an option of attention that its first batches did not.
         """
-        return run(self.module, batch, self.plan(batch, cache), self.lengths)
+        step = self.plan(batch, cache)
+        with nullcontext() if self.sites is None else self.sites.during(batch.adapters, batch.input_ids.shape[1]):
+            return run(self.module, batch, step, self.lengths)
 
     def plan(self, batch: ForwardBatch, cache: KVCache) -> PagedStep:
         """Prepares a forward pass, once for each group and shape of pages; arguments as of `forward`."""
@@ -155,7 +159,8 @@ def load_model(
     rank_count = 1 if crew is None else crew.size
     own_logits = None if crew is None else _split(module, max_position, crew)
     module.to(device)
-    with nullcontext() if crew is None else crew.learn(PROBE_TOKENS):
+    sites = Sites(module)
+    with sites.finding(PROBE_TOKENS) if crew is None else crew.learn(PROBE_TOKENS):
         probed, vocab_size = _probe(module, device)
     arrivals = probed.arrivals
     layers = layers_as_they_arrive(config.model_type, layers, arrivals)
@@ -181,13 +186,15 @@ def load_model(
         eos_token_ids=_eos_token_ids(module),
         rotation=rotation,
         lengths=None if rotation is None else rotate_by_length(module, rotation),
+        sites=sites if crew is None else None,
         rank_count=rank_count,
     )
     own_logits = own_logits_of(module, check_texts(vocab_size, max_position)) if own_logits is None else own_logits
     own_logits = own_logits.to(device)
     _check_through_pages(model, own_logits)
-    if isinstance(attention, CpuPagedAttention) and cache_spec.dtype in TOLERANCE:
-        model = _rewritten_for_cpu(model, attention, own_logits)
+    rewrite = rewrite_for(attention, cache_spec.dtype)
+    if rewrite is not None:
+        model = _rewritten(model, rewrite, own_logits)
     stored_as = KV_CACHE_DTYPES[kv_cache_dtype]
     return model if stored_as is None else _quantised(model, folder, stored_as, own_logits)
 
@@ -327,7 +334,7 @@ def _check_through_pages(model: PagedModel, own: torch.Tensor) -> None:
         )
 
 
-def _rewritten_for_cpu(model: PagedModel, attention: CpuPagedAttention, own: torch.Tensor) -> PagedModel:
+def _rewritten(model: PagedModel, rewrite: RewriteModel, own: torch.Tensor) -> PagedModel:
     """Returns the model with kernels where it has modules that they compute as well, its logits looked at again.
 
     The modules are shown tokens near both ends of the longest sequence: Ministral's queries, for one, have a
@@ -337,11 +344,7 @@ def _rewritten_for_cpu(model: PagedModel, attention: CpuPagedAttention, own: tor
         UnsupportedModelError: they are not those that the model itself had.
     """
     shift = model.max_position - len(check_texts(model.vocab_size, model.max_position)[0])
-    module, counts = rewrite(
-        model.module,
-        attention.library,
-        lambda recording: _logits_through_pages(model, recording.step, shift=shift),
-    )
+    module, counts = rewrite(model.module, lambda recording: _logits_through_pages(model, recording.step, shift=shift))
     _log.info("model rewritten", **counts)
     model = replace(model, module=module)
     _check_through_pages(model, own)

@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 import quire._transport.grpc_io  # noqa: F401  # before anything else imports grpc
 from quire._transport.streams import AsyncChunkStream, AsyncEventStream, ChunkStream, EventStream
 from quire.aio import AsyncAllocatorClient, AsyncClient
+from quire.branches import AsyncBranch, Branch
 from quire.client import AllocatorClient, Client
 from quire.errors import (
     AbortedError,
@@ -61,6 +62,7 @@ from quire.types import (
     Sample,
     SamplingOptions,
     SamplingParams,
+    Score,
     Usage,
     WorkerStatus,
 )
@@ -88,6 +90,7 @@ __all__ = [
     "AllocatorClient",
     "AlreadyExistsError",
     "AsyncAllocatorClient",
+    "AsyncBranch",
     "AsyncChunkStream",
     "AsyncClient",
     "AsyncEventStream",
@@ -95,6 +98,7 @@ __all__ = [
     "BlockTable",
     "BlocksRemoved",
     "BlocksStored",
+    "Branch",
     "CacheEvent",
     "Chunk",
     "ChunkStream",
@@ -137,6 +141,7 @@ __all__ = [
     "Sample",
     "SamplingOptions",
     "SamplingParams",
+    "Score",
     "SequenceInfo",
     "SessionKind",
     "SessionLostError",

@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Self, Unpack
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire import types, views
-from quire._transport import messages
+from quire._branch_ids import BRANCH_TTL_S
+from quire._transport import branch_messages, messages
 from quire._transport.channel import (
     DEFAULT_ALLOCATOR,
     DEFAULT_WORKER,
@@ -21,6 +22,7 @@ from quire._transport.channel import (
 from quire._transport.streams import ChunkStream, EventStream
 from quire._transport.watch import Watch
 from quire.aio import AsyncAllocatorClient
+from quire.branches import Branch, BranchKeeper
 from quire.engine.blocking import Engine
 from quire.engine.turns import AsyncEngine
 from quire.errors import NotFoundError, QuireError
@@ -100,6 +102,7 @@ class Client(_Connected):
     ) -> None:
         super().__init__(resolve_address(worker, "QUIRE_WORKER", DEFAULT_WORKER), token, tls, timeout_s)
         self._stub = worker_pb_grpc.WorkerServiceStub(self._link.channel)
+        self._branches = BranchKeeper(self._link, self._stub)
 
     def generate(
         self,
@@ -135,6 +138,30 @@ class Client(_Connected):
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         attempts = Attempts(self._link, self._stub.Generate, request, messages.chunk, timeout_s)
         return ChunkStream(self._link, attempts, request.request_id)
+
+    def prefill(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        namespace: str = "",
+        ttl_s: float = BRANCH_TTL_S,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Branch:
+        """Computes a prompt (text, or token ids) once and returns a branch, which holds it and begins with it.
+
+        The worker holds a branch for `ttl_s` after it was last named; while its handle is open, the client names it
+        in the background. See `quire.branches`.
+        """
+        request = branch_messages.prefill_request(prompt, namespace, ttl_s, request_id)
+        timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
+        reply = self._link.call(self._stub.Prefill, request, timeout_s)
+        return Branch(self._branches, reply.branch_id, reply.ttl_ms, reply.token_count, reply.cached_token_count)
+
+    def close(self) -> None:
+        """Ends the connection and every stream on it. Branches end when their time runs out."""
+        self._branches.stop()
+        super().close()
 
     def status(self, *, timeout_s: float | None = None) -> types.WorkerStatus:
         """Returns what the worker is and does."""

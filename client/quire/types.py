@@ -70,7 +70,9 @@ class Usage:
     """What a request took."""
 
     prompt_token_count: int
-    cached_token_count: int  # of the prompt's, found in the cache when the request was first admitted
+    cached_token_count: (
+        int  # of the prompt's, found in the cache when the request was first admitted, or held by a branch
+    )
     output_token_count: int  # all samples together
     granted_block_count: int  # newly granted and used; copies and recomputation after a preemption included
     unshared_block_count: int  # what its samples would have taken in caches of their own
@@ -113,6 +115,24 @@ class Generation:
     def text(self) -> str:
         """Returns text of the first sample."""
         return self.samples[0].text
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How likely one continuation of a branch is: the natural logarithm of each token's probability."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+    @property
+    def logprob(self) -> float:
+        """Returns the logarithm of the probability of all of them in a row."""
+        return sum(self.logprobs)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Returns the same per token, by which candidates of different lengths can be compared."""
+        return self.logprob / len(self.logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +188,8 @@ class WorkerStatus:
     report_count: int  # block reports, the first and empty one included
     disagreement_count: int  # times that the allocator's state was another
     rank_count: int  # processes that compute the model together
+    branch_count: int
+    held_branch_count: int  # of these, those that hold blocks at present
     memory: PoolMemory
 
 

@@ -24,19 +24,19 @@ from typing import NamedTuple
 
 import structlog
 from quire.errors import InternalError, QuireError, Reason
-from quire.hashing import root_digest
 from quire.protocol.outcomes import StepOutcome
 from quire.session import PoolSession, SessionLostError
 
 from quire_worker.cache import KVCache
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
 from quire_worker.execution.runner import Computed, Runner
+from quire_worker.intake import Intake
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
 from quire_worker.outbox import Outbox
-from quire_worker.sampler import SamplingParams, new_generator
+from quire_worker.sampler import SamplingParams
 from quire_worker.scheduling.plan import Batch, Draw, Plan, Work
-from quire_worker.scheduling.request import STREAM_INTERVAL_S, FinishReason, Request, Sample
+from quire_worker.scheduling.request import STREAM_INTERVAL_S, Delivery, FinishReason, Request, Sample
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
 
@@ -64,7 +64,8 @@ class Pass(NamedTuple):
 
 
 class Engine:
-    """Runs requests. `submit`, `cancel` and `step` are for the event loop that `run` is on.
+    """Runs requests. `submit`, `cancel` and `step` are for the event loop that `run` is on. Whoever changes the roster
+    otherwise sets `wake`.
 
     The model runs on `thread`, an executor with one thread that engines may share and that `close` shuts down.
     """
@@ -89,14 +90,21 @@ class Engine:
         self.session = session
         self.scheduler = scheduler
         self.telemetry = telemetry
-        self.waiting_max = waiting_max
         self._clock = clock
         self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="model")
-        self._wake = asyncio.Event()
+        self.wake = asyncio.Event()
         self._open: set[Request] = set()
         self._changed = asyncio.Event()  # a request was ended
-        self._request_count = 0
-        self._stopping = False
+        self._turned = asyncio.Event()  # set for a moment after each turn
+        self.intake = Intake(
+            model=model,
+            cache=cache,
+            tokenizer=tokenizer,
+            session=session,
+            roster=scheduler.roster,
+            waiting_max=waiting_max,
+            clock=clock,
+        )
         self._asked: Asked | None = None
         self._sent_s = 0.0
         self._runner = Runner(model, cache, clock)
@@ -111,17 +119,20 @@ class Engine:
             DeviceLostError: neither can anything be computed.
         """
         try:
-            while not self._stopping:
-                self._wake.clear()
+            while not self.intake.is_closed:
+                self.wake.clear()
                 if not self.scheduler.roster.has_work and not self._passes:
-                    await self._wake.wait()
+                    await self.wake.wait()
                 await self.step()
+                self._turned.set()
+                self._turned.clear()
         except DeviceLostError:
             self.fail_all(QuireError.of(Reason.MODEL_FAILED, "the worker lost its device"))
             raise
         finally:
-            self._stopping = True
-            self.fail_all(self._draining())
+            self.intake.is_closed = True
+            self.fail_all(self.intake.draining())
+            self._turned.set()
             await asyncio.gather(*(each.result for each in self._passes), return_exceptions=True)
 
     async def step(self) -> None:
@@ -132,10 +143,12 @@ class Engine:
             return
         self._ask_ahead(self._passes[0].work)
         await self._start_next()
-        computed = await self._passes.popleft().result
+        computed = await self._passes[0].result
+        self._passes.popleft()
         self._end_failed(computed)
         self.scheduler.advance(computed.work)
         self._take_tokens(computed.tokens)
+        self._end_computed(computed)
         self.telemetry.forward_s += computed.seconds
         self.telemetry.step_seconds.observe(self._clock() - started)
 
@@ -147,31 +160,28 @@ class Engine:
         Raises:
             QuireError: QUEUE_FULL; ALLOCATOR_LOST, nobody grants blocks at present; DRAINING, it was stopped.
         """
-        if self._stopping:
-            raise self._draining()
-        if not self.session.connected:
-            raise QuireError.of(Reason.ALLOCATOR_LOST, "the worker has no session with its allocator at present")
-        if len(self.scheduler.roster.waiting) >= self.waiting_max:
-            raise QuireError.of(Reason.QUEUE_FULL, f"{self.waiting_max} requests are waiting already")
-        self._request_count += 1
-        root = root_digest(fingerprint=self.model.fingerprint, layout=self.cache.spec.layout, namespace=namespace)
-        request = Request(self._request_count, request_id, prompt, sampling, namespace, root, self._clock())
-        request.rotation = self.model.rotation
-        request.samples = [
-            Sample(
-                request,
-                i,
-                list(prompt),
-                new_generator(sampling.seed, i),
-                self.tokenizer.new_stream(),
-                begun_with=len(prompt),
-            )
-            for i in range(sampling.n)
-        ]
+        new = self.intake.new_request
+        request = new(request_id=request_id, prompt=prompt, sampling=sampling, namespace=namespace)
+        request.samples = [self.intake.new_sample(request, i, prompt) for i in range(sampling.n)]
         self.scheduler.roster.add(request.samples[0])
-        self._open.add(request)
-        self._wake.set()
+        self.open(request)
         return request
+
+    def open(self, request: Request) -> None:
+        """Begins to work on a request whose samples are in the roster."""
+        self._open.add(request)
+        self.wake.set()
+
+    async def settled(self, sample: Sample) -> None:
+        """Returns once no pass and no fork is under way that a sample is part of.
+
+        Raises:
+            QuireError: DRAINING: there are no more turns.
+        """
+        while sample.fork_of is not None or any(item.sample is sample for each in self._passes for item in each.work):
+            if self.intake.is_closed:
+                raise self.intake.draining()
+            await self._turned.wait()
 
     def cancel(self, request: Request) -> None:
         """Ends a request, done or not; what it still holds is freed with the next step, within 0.1 s."""
@@ -179,16 +189,12 @@ class Engine:
         self._outbox.discard(request)
         self._open.discard(request)
         self._changed.set()
-        self._wake.set()
+        self.wake.set()
 
     def fail_all(self, error: QuireError) -> None:
         """Ends every open request with an error."""
         for request in self._open:
             self._fail(request, error)
-
-    @staticmethod
-    def _draining() -> QuireError:
-        return QuireError.of(Reason.DRAINING, "the worker is shutting down")
 
     async def drained(self) -> None:
         """Returns once no request is open."""
@@ -198,8 +204,8 @@ class Engine:
 
     def stop(self) -> None:
         """Lets `run` return after the turn that it is in."""
-        self._stopping = True
-        self._wake.set()
+        self.intake.is_closed = True
+        self.wake.set()
 
     def close(self) -> None:
         """Waits for the model's thread; `run` has ended before."""
@@ -223,7 +229,7 @@ class Engine:
         """Puts the next pass behind the one that is computed, as soon as all that it needs is granted. If that does not
         come about before this one ends, or something has gone wrong, the next turn begins by planning."""
         (current,) = self._passes
-        while not self._stopping:
+        while not self.intake.is_closed:
             if self._asked is not None and self._asked.answer.done():
                 if self._asked.answer.exception() is not None:
                     return
@@ -370,6 +376,17 @@ class Engine:
                 self.telemetry.observe_first_token(request, request.first_token_s - request.arrived_s)
             self.telemetry.output_token_count += len(kept)
             self._outbox.note(drawn, kept)
+
+    def _end_computed(self, computed: Computed) -> None:
+        """Notes what was asked for beside tokens, and ends samples that nothing else was asked of."""
+        for sample, start, logprobs in computed.logprobs:
+            sample.note_logprobs(start, logprobs)
+        for item in computed.work:
+            sample, request = item.sample, item.sample.request
+            if item.is_complete and not sample.draws and not sample.has_ended:
+                self.scheduler.roster.finish(sample, FinishReason.LENGTH)
+                if request.is_done:
+                    request.deliveries.put_nowait(Delivery(0, (), "", FinishReason.LENGTH, is_last=True))
 
     def _decoding_failed(self, request: Request, error: TokenizerError) -> None:
         log.warning("decoding failed", error=str(error))

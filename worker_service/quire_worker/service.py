@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
-import uuid
-from collections.abc import AsyncIterator
-from typing import Any, TypeAlias
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeAlias, TypeVar
 
 import structlog
+from google.protobuf.message import Message
 from grpc import aio
 from quire._serving.rpc import Authorize, abort, permit_everything
 from quire.errors import InternalError, QuireError, Reason
-from quire.protocol.limits import NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
 from quire.protocol.permissions import Permissions
 from quire.v1 import worker_pb2 as pb
 from quire.v1 import worker_pb2_grpc as pb_grpc
 
+from quire_worker.branch_calls import BranchCalls
+from quire_worker.branches import Branches
+from quire_worker.checks import Checks, check_namespace
 from quire_worker.engine import Engine
-from quire_worker.execution.failures import TOKENIZER
 from quire_worker.execution.sizing import PoolMemory, largest_shape
-from quire_worker.model.tokenizer import TokenizerError
 from quire_worker.sampler import MAX_TOKENS_DEFAULT, SamplingParams
 from quire_worker.scheduling.request import Delivery, FinishReason, Request
 
 log = structlog.get_logger()
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 
-TEXT_BYTES_MAX = 1 << 20
+RequestT = TypeVar("RequestT", bound=Message)
+ResponseT = TypeVar("ResponseT", bound=Message)
 
 _FINISH_REASONS = {
     None: pb.FINISH_REASON_UNSPECIFIED,
@@ -54,28 +55,49 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         self._model_name = model_name
         self._authorize = authorize
         self._version = importlib.metadata.version("quire-kv")
-        self.draining = False
+        self._checks = Checks(engine)
+        self._branches = Branches(engine)
+        self._branch_calls = BranchCalls(self._branches, self._checks)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Streams until the request is done; leaving for any other reason cancels it."""
         outcomes = self._engine.telemetry.outcomes
         outcome = "rejected"
-        running: Request | None = None
         try:
-            running = await self._submit(request, self._authorize(context))
-            outcome = "cancelled"
-            async for response in self._responses(running):
-                yield response
+            async with self._submitted(request, self._authorize(context)) as running:
+                outcome = "cancelled"
+                async for response in self._responses(running):
+                    yield response
             outcome = "finished"
         except QuireError as error:
             outcome = "failed" if outcome == "cancelled" or isinstance(error, InternalError) else outcome
             if error.reason is Reason.NAMESPACE_FORBIDDEN:
                 log.warning("call refused", method="Generate", reason=error.reason, peer=context.peer())
             await abort(context, error)
-        finally:  # also on cancellation, deadline, and a connection that is gone
-            if running is not None:
-                self._engine.cancel(running)
+        finally:
             outcomes[outcome] += 1
+
+    async def Prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
+        return await self._answer(context, "Prefill", request, self._branch_calls.prefill)
+
+    async def ForkBranch(self, request: pb.ForkBranchRequest, context: Context) -> pb.ForkBranchResponse:
+        return await self._answer(context, "ForkBranch", request, self._branch_calls.fork)
+
+    async def ExtendBranch(self, request: pb.ExtendBranchRequest, context: Context) -> pb.ExtendBranchResponse:
+        return await self._answer(context, "ExtendBranch", request, self._branch_calls.extend)
+
+    async def ScoreBranch(self, request: pb.ScoreBranchRequest, context: Context) -> pb.ScoreBranchResponse:
+        return await self._answer(context, "ScoreBranch", request, self._branch_calls.score)
+
+    async def RenewBranches(self, request: pb.RenewBranchesRequest, context: Context) -> pb.RenewBranchesResponse:
+        return await self._answer(context, "RenewBranches", request, self._branch_calls.renew)
+
+    async def ReleaseBranches(self, request: pb.ReleaseBranchesRequest, context: Context) -> pb.ReleaseBranchesResponse:
+        return await self._answer(context, "ReleaseBranches", request, self._branch_calls.release)
+
+    def drain(self) -> None:
+        """Refuses calls from now on, because the worker shuts down."""
+        self._checks.draining = True
 
     def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         """Answers with a snapshot of the worker."""
@@ -108,6 +130,8 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             report_count=engine.session.report_count,
             disagreement_count=engine.session.disagreement_count,
             rank_count=engine.model.rank_count,
+            branch_count=self._branches.count,
+            held_branch_count=self._branches.held_count,
             memory=self._pool_memory(),
         )
 
@@ -133,70 +157,50 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             )
         return message
 
+    async def _answer(
+        self,
+        context: Context,
+        method: str,
+        request: RequestT,
+        answer: Callable[[RequestT, Permissions], Awaitable[ResponseT]],
+    ) -> ResponseT:
+        """Answers a call, or ends it with the error that says why not."""
+        try:
+            return await answer(request, self._authorize(context))
+        except QuireError as error:
+            if error.reason is Reason.NAMESPACE_FORBIDDEN:
+                log.warning("call refused", method=method, reason=error.reason, peer=context.peer())
+            await abort(context, error)
+
     # -- parts of Generate ---------------------------------------------------------------------------------------------
 
-    async def _submit(self, request: pb.GenerateRequest, permissions: Permissions) -> Request:
-        self._check_serving()
-        _require(len(request.request_id) <= REQUEST_ID_CHARACTERS_MAX, "request_id must be at most 64 characters")
-        _require(len(request.namespace.encode()) <= NAMESPACE_BYTES_MAX, "namespace must be at most 128 bytes")
-        if not permissions.may_use(request.namespace):
-            raise QuireError.of(Reason.NAMESPACE_FORBIDDEN, "the certificate does not permit this namespace")
-        sampling = _sampling(request.sampling)
-        request_id = request.request_id or uuid.uuid4().hex
-        prompt = await self._tokens(request, request_id)
-        self._check_prompt(prompt)
-        self._check_serving()  # also after the tokenizer's time
-        return self._engine.submit(
-            request_id=request_id,
-            prompt=prompt,
-            sampling=sampling,
-            namespace=request.namespace,
+    @asynccontextmanager
+    async def _submitted(self, request: pb.GenerateRequest, permissions: Permissions) -> AsyncIterator[Request]:
+        """Hands a request to the engine, and takes it back when it was read or its caller has gone."""
+        request_id, sampling = self._checks.begin(request.request_id), _sampling(request.sampling)
+        if request.WhichOneof("prompt") == "branch_id":
+            async with self._branch_calls.generating(request, sampling, request_id, permissions) as running:
+                yield running
+            return
+        check_namespace(request.namespace, permissions)
+        prompt = await self._checks.prompt(request, request_id)
+        running = self._engine.submit(
+            request_id=request_id, prompt=prompt, sampling=sampling, namespace=request.namespace
         )
-
-    def _check_serving(self) -> None:
-        if self.draining:
-            raise QuireError.of(Reason.DRAINING, "the worker is shutting down")
-
-    async def _tokens(self, request: pb.GenerateRequest, request_id: str) -> list[int]:
-        kind = request.WhichOneof("prompt")
-        _require(kind is not None, "prompt is missing: give text or tokens")
-        if kind == "tokens":
-            return list(request.tokens.ids)
-        if len(request.text.encode()) > TEXT_BYTES_MAX:
-            raise QuireError.of(Reason.TOO_LARGE, f"text must be at most {TEXT_BYTES_MAX} bytes")
-        # On another thread: a long text takes a while, and others are streaming.
         try:
-            return await asyncio.to_thread(self._engine.tokenizer.encode, request.text)
-        except TokenizerError as error:
-            log.warning("encoding failed", error=str(error))
-            raise self._engine.failed(request_id, TOKENIZER) from None
-
-    def _check_prompt(self, prompt: list[int]) -> None:
-        longest = self._engine.scheduler.sequence_tokens_max - 1  # one token has to follow
-        if not prompt:
-            raise QuireError.of(Reason.PROMPT_EMPTY, "the prompt has no token")
-        if len(prompt) > longest:
-            raise QuireError.of(
-                Reason.PROMPT_TOO_LONG, f"the prompt has {len(prompt)} tokens; model and pool hold {longest}"
-            )
-        vocabulary = self._engine.model.vocab_size
-        unknown = next((token for token in prompt if token >= vocabulary), None)
-        if unknown is not None:
-            raise QuireError.of(Reason.UNKNOWN_TOKEN, f"token id {unknown} is not below the vocabulary's {vocabulary}")
+            yield running
+        finally:  # also on cancellation, deadline, and a connection that is gone
+            self._engine.cancel(running)
 
     async def _responses(self, running: Request) -> AsyncIterator[pb.GenerateResponse]:
         while True:
             delivery = await running.deliveries.get()
             if isinstance(delivery, QuireError):
                 raise delivery
+            running.is_read = delivery.is_last
             yield _response(running, delivery)
             if delivery.is_last:
                 return
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise QuireError.of(Reason.MALFORMED, message)
 
 
 def _sampling(message: pb.SamplingParams) -> SamplingParams:

@@ -47,16 +47,10 @@ def generate_request(
     stop_token_ids = fields.pop("stop_token_ids")
     if sampling.seed is None:
         del fields["seed"]
-    _fill(request, request_id, namespace=namespace, request_id=request_id)
-    _fill(request.sampling, request_id, **fields)
+    fill(request, request_id, namespace=namespace, request_id=request_id)
+    fill(request.sampling, request_id, **fields)
     _extend(request.sampling.stop_token_ids, "stop_token_ids", stop_token_ids, request_id)
-    if isinstance(prompt, str):
-        _fill(request, request_id, text=prompt)
-    elif isinstance(prompt, (bytes, bytearray)):
-        raise TypeError("prompt must be text or token ids, not bytes")
-    else:
-        request.tokens.SetInParent()
-        _extend(request.tokens.ids, "prompt", prompt, request_id)
+    fill_tokens(request, prompt, "prompt", request_id)
     return request
 
 
@@ -125,17 +119,17 @@ def pool_spec_message(spec: types.PoolSpec) -> pb.PoolSpec:
     for group in spec.groups:
         added = message.groups.add(kind=cast("pb.GroupKind.ValueType", int(group.kind)))
         sizes = {"block_size": group.block_size, "window": group.window, "checkpoints_max": group.checkpoints_max}
-        _fill(added, reason=Reason.MALFORMED, **sizes)
+        fill(added, reason=Reason.MALFORMED, **sizes)
     for quota in spec.quotas:
         limits = {"held_blocks_max": quota.held_blocks_max, "cached_blocks_max": quota.cached_blocks_max}
         given = {name: limit for name, limit in limits.items() if limit is not None}
-        _fill(message.quotas.add(namespace=quota.namespace), reason=Reason.MALFORMED, **given)
+        fill(message.quotas.add(namespace=quota.namespace), reason=Reason.MALFORMED, **given)
     counts = {
         "block_count": spec.block_count,
         "watermark_block_count": spec.watermark_block_count,
         "chunk_token_count_max": spec.chunk_token_count_max,
     }
-    return _fill(message, reason=Reason.MALFORMED, **counts)
+    return fill(message, reason=Reason.MALFORMED, **counts)
 
 
 def pool_spec(message: pb.PoolSpec) -> types.PoolSpec:
@@ -220,7 +214,7 @@ def prefix_matches(message: pb.MatchPrefixResponse) -> tuple[views.PrefixMatch, 
 
 def watch_request(pool: str, session_id: bytes, cursor: int) -> pb.WatchEventsRequest:
     """Asks for the events of a pool."""
-    return _fill(pb.WatchEventsRequest(pool=pool, session_id=session_id), reason=Reason.MALFORMED, cursor=cursor)
+    return fill(pb.WatchEventsRequest(pool=pool, session_id=session_id), reason=Reason.MALFORMED, cursor=cursor)
 
 
 def _sequence(parts: Sequence[pb.SequenceInfo]) -> views.SequenceInfo:
@@ -248,8 +242,8 @@ def _tables(tables: Iterable[pb.BlockTable]) -> tuple[types.BlockTable, ...]:
 
 def open_request(pool: str, spec: types.PoolSpec, request_id: str | None) -> pb.OpenSessionRequest:
     """Asks for a pool."""
-    request = _operation(pb.OpenSessionRequest(spec=pool_spec_message(spec)), request_id)
-    return _fill(request, request.request_id, reason=Reason.MALFORMED, pool=pool)
+    request = operation(pb.OpenSessionRequest(spec=pool_spec_message(spec)), request_id)
+    return fill(request, request.request_id, reason=Reason.MALFORMED, pool=pool)
 
 
 def allocate_request(
@@ -263,7 +257,7 @@ def allocate_request(
 ) -> pb.AllocateRequest:
     """Asks for a new sequence."""
     request = pb.AllocateRequest(session_id=session_id, digests=concatenated(digests), namespace=namespace)
-    request = _operation(request, request_id, **counts)
+    request = operation(request, request_id, **counts)
     _extend(request.turn_ends, "turn_ends", turn_ends, request.request_id, Reason.MALFORMED)
     return request
 
@@ -271,7 +265,7 @@ def allocate_request(
 def grow_request(session_id: bytes, request_id: str | None, sequence_id: int, token_count: int) -> pb.GrowRequest:
     """Asks for a longer sequence."""
     request = pb.GrowRequest(session_id=session_id)
-    return _operation(request, request_id, sequence_id=sequence_id, token_count=token_count)
+    return operation(request, request_id, sequence_id=sequence_id, token_count=token_count)
 
 
 def fork_request(
@@ -279,19 +273,19 @@ def fork_request(
 ) -> pb.ForkRequest:
     """Asks for a copy of a sequence."""
     request = pb.ForkRequest(session_id=session_id)
-    return _operation(request, request_id, parent_id=parent_id, child_id=child_id, hold_ms=hold_ms)
+    return operation(request, request_id, parent_id=parent_id, child_id=child_id, hold_ms=hold_ms)
 
 
 def commit_request(
     session_id: bytes, request_id: str | None, *, digests: bytes | Iterable[bytes], **counts: int
 ) -> pb.CommitRequest:
     """Makes the request that reports computed tokens."""
-    return _operation(pb.CommitRequest(session_id=session_id, digests=concatenated(digests)), request_id, **counts)
+    return operation(pb.CommitRequest(session_id=session_id, digests=concatenated(digests)), request_id, **counts)
 
 
 def free_request(session_id: bytes, request_id: str | None, sequence_id: int) -> pb.FreeRequest:
     """Makes the request that drops a sequence."""
-    return _operation(pb.FreeRequest(session_id=session_id), request_id, sequence_id=sequence_id)
+    return operation(pb.FreeRequest(session_id=session_id), request_id, sequence_id=sequence_id)
 
 
 def allocation(message: pb.AllocateResponse, group_count: int) -> types.Allocation:
@@ -359,13 +353,29 @@ def _checked_id(request_id: str | None) -> str:
     return request_id
 
 
-def _operation(message: MessageT, request_id: str | None, **values: int) -> MessageT:
+def fill_tokens(message: Any, given: str | Sequence[int], name: str, request_id: str) -> None:
+    """Puts text or tokens into a message that takes either.
+
+    Raises:
+        TypeError: it is neither.
+        InvalidArgumentError: BAD_PARAMETER, a number that the message cannot carry.
+    """
+    if isinstance(given, str):
+        fill(message, request_id, text=given)
+    elif isinstance(given, (bytes, bytearray)):
+        raise TypeError(f"{name} must be text or token ids, not bytes")
+    else:
+        message.tokens.SetInParent()
+        _extend(message.tokens.ids, name, given, request_id)
+
+
+def operation(message: MessageT, request_id: str | None, **values: int) -> MessageT:
     """Fills in what every operation has: a request id, a new one where the caller gave none, and numbers."""
     request_id = _checked_id(request_id)
-    return _fill(message, request_id, reason=Reason.MALFORMED, request_id=request_id, **values)
+    return fill(message, request_id, reason=Reason.MALFORMED, request_id=request_id, **values)
 
 
-def _fill(
+def fill(
     _message: MessageT, _error_id: str | None = None, /, *, reason: Reason = Reason.BAD_PARAMETER, **values: Any
 ) -> MessageT:
     for name, value in values.items():

@@ -24,33 +24,61 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/worker.proto\x12\x08quire.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xaa\x01\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05top_p\x18\x04 \x01(\x02\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\t\n\x01n\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x42\x07\n\x05_seed\"\xa4\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12$\n\x06tokens\x18\x03 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x11\n\tnamespace\x18\x05 \x01(\tB\x08\n\x06prompt\"\x92\x01\n\x10GenerateResponse\x12\x0e\n\x06sample\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.quire.v1.Usage\"\xb0\x01\n\x05Usage\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\r\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x02 \x01(\r\x12\x1a\n\x12output_token_count\x18\x03 \x01(\r\x12\x1b\n\x13granted_block_count\x18\x04 \x01(\r\x12\x1c\n\x14unshared_block_count\x18\x05 \x01(\r\x12\x18\n\x10preemption_count\x18\x06 \x01(\r\"\x12\n\x10GetStatusRequest\"\x93\x05\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x1b\n\x13\x61llocator_connected\x18\x03 \x01(\x08\x12\r\n\x05model\x18\x04 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x05 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\x0c\x12\x14\n\x0c\x63\x61\x63he_layout\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x13\n\x0b\x62lock_count\x18\n \x01(\r\x12\x12\n\nblock_size\x18\x0b \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x0c \x01(\x04\x12\x1b\n\x13sequence_tokens_max\x18\r \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x0e \x01(\r\x12\x15\n\rrunning_count\x18\x0f \x01(\r\x12\x15\n\rwaiting_count\x18\x10 \x01(\r\x12\x1a\n\x12prompt_token_count\x18\x11 \x01(\x04\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x12 \x01(\x04\x12\x1a\n\x12output_token_count\x18\x13 \x01(\x04\x12\x18\n\x10preemption_count\x18\x14 \x01(\x04\x12\x1c\n\x14held_block_count_max\x18\x15 \x01(\r\x12\x1d\n\x15table_entry_count_max\x18\x16 \x01(\x04\x12\x14\n\x0cstate_digest\x18\x17 \x01(\x0c\x12\x14\n\x0creport_count\x18\x18 \x01(\x04\x12\x1a\n\x12\x64isagreement_count\x18\x19 \x01(\x04\x12\x12\n\nrank_count\x18\x1a \x01(\r\x12$\n\x06memory\x18\x1e \x01(\x0b\x32\x14.quire.v1.PoolMemory\"\x9f\x01\n\nPoolMemory\x12\x12\n\npool_bytes\x18\x01 \x01(\x04\x12\x14\n\x0c\x62udget_bytes\x18\x02 \x01(\x04\x12\x16\n\x0ekv_cache_dtype\x18\x03 \x01(\t\x12\x15\n\rkv_head_count\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12&\n\x06\x64\x65vice\x18\x06 \x01(\x0b\x32\x16.quire.v1.DeviceMemory\"w\n\x0c\x44\x65viceMemory\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\x12\x12\n\npeak_bytes\x18\x03 \x01(\x04\x12\x15\n\rcurrent_bytes\x18\x04 \x01(\x04\x12\x13\n\x0butilization\x18\x05 \x01(\x01*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x9a\x01\n\rWorkerService\x12\x43\n\x08Generate\x12\x19.quire.v1.GenerateRequest\x1a\x1a.quire.v1.GenerateResponse0\x01\x12\x44\n\tGetStatus\x12\x1a.quire.v1.GetStatusRequest\x1a\x1b.quire.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/worker.proto\x12\x08quire.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xaa\x01\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05top_p\x18\x04 \x01(\x02\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\t\n\x01n\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x42\x07\n\x05_seed\"\xb9\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12$\n\x06tokens\x18\x03 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12\x13\n\tbranch_id\x18\x06 \x01(\x0cH\x00\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x11\n\tnamespace\x18\x05 \x01(\tB\x08\n\x06prompt\"\x87\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12$\n\x06tokens\x18\x03 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12\x11\n\tnamespace\x18\x04 \x01(\t\x12\x0e\n\x06ttl_ms\x18\x05 \x01(\rB\x08\n\x06prompt\"e\n\x0fPrefillResponse\x12\x11\n\tbranch_id\x18\x01 \x01(\x0c\x12\x13\n\x0btoken_count\x18\x02 \x01(\r\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x03 \x01(\r\x12\x0e\n\x06ttl_ms\x18\x04 \x01(\r\"I\n\x11\x46orkBranchRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tbranch_id\x18\x02 \x01(\x0c\x12\r\n\x05\x63ount\x18\x03 \x01(\r\"(\n\x12\x46orkBranchResponse\x12\x12\n\nbranch_ids\x18\x01 \x03(\x0c\"\x82\x01\n\x13\x45xtendBranchRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tbranch_id\x18\x02 \x01(\x0c\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12$\n\x06tokens\x18\x04 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x42\x0e\n\x0c\x63ontinuation\"+\n\x14\x45xtendBranchResponse\x12\x13\n\x0btoken_count\x18\x01 \x01(\r\"g\n\x12ScoreBranchRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tbranch_id\x18\x02 \x01(\x0c\x12*\n\ncandidates\x18\x03 \x03(\x0b\x32\x16.quire.v1.Continuation\"T\n\x0c\x43ontinuation\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12$\n\x06tokens\x18\x02 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x42\x0e\n\x0c\x63ontinuation\"S\n\x13ScoreBranchResponse\x12\x1f\n\x06scores\x18\x01 \x03(\x0b\x32\x0f.quire.v1.Score\x12\x1b\n\x13granted_block_count\x18\x02 \x01(\r\",\n\x05Score\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"*\n\x14RenewBranchesRequest\x12\x12\n\nbranch_ids\x18\x01 \x03(\x0c\"3\n\x15RenewBranchesResponse\x12\x1a\n\x12unknown_branch_ids\x18\x01 \x03(\x0c\",\n\x16ReleaseBranchesRequest\x12\x12\n\nbranch_ids\x18\x01 \x03(\x0c\"\x19\n\x17ReleaseBranchesResponse\"\x92\x01\n\x10GenerateResponse\x12\x0e\n\x06sample\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.quire.v1.Usage\"\xb0\x01\n\x05Usage\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\r\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x02 \x01(\r\x12\x1a\n\x12output_token_count\x18\x03 \x01(\r\x12\x1b\n\x13granted_block_count\x18\x04 \x01(\r\x12\x1c\n\x14unshared_block_count\x18\x05 \x01(\r\x12\x18\n\x10preemption_count\x18\x06 \x01(\r\"\x12\n\x10GetStatusRequest\"\xc4\x05\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x1b\n\x13\x61llocator_connected\x18\x03 \x01(\x08\x12\r\n\x05model\x18\x04 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x05 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\x0c\x12\x14\n\x0c\x63\x61\x63he_layout\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x13\n\x0b\x62lock_count\x18\n \x01(\r\x12\x12\n\nblock_size\x18\x0b \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x0c \x01(\x04\x12\x1b\n\x13sequence_tokens_max\x18\r \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x0e \x01(\r\x12\x15\n\rrunning_count\x18\x0f \x01(\r\x12\x15\n\rwaiting_count\x18\x10 \x01(\r\x12\x1a\n\x12prompt_token_count\x18\x11 \x01(\x04\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x12 \x01(\x04\x12\x1a\n\x12output_token_count\x18\x13 \x01(\x04\x12\x18\n\x10preemption_count\x18\x14 \x01(\x04\x12\x1c\n\x14held_block_count_max\x18\x15 \x01(\r\x12\x1d\n\x15table_entry_count_max\x18\x16 \x01(\x04\x12\x14\n\x0cstate_digest\x18\x17 \x01(\x0c\x12\x14\n\x0creport_count\x18\x18 \x01(\x04\x12\x1a\n\x12\x64isagreement_count\x18\x19 \x01(\x04\x12\x12\n\nrank_count\x18\x1a \x01(\r\x12\x14\n\x0c\x62ranch_count\x18\x1b \x01(\r\x12\x19\n\x11held_branch_count\x18\x1c \x01(\r\x12$\n\x06memory\x18\x1e \x01(\x0b\x32\x14.quire.v1.PoolMemory\"\x9f\x01\n\nPoolMemory\x12\x12\n\npool_bytes\x18\x01 \x01(\x04\x12\x14\n\x0c\x62udget_bytes\x18\x02 \x01(\x04\x12\x16\n\x0ekv_cache_dtype\x18\x03 \x01(\t\x12\x15\n\rkv_head_count\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12&\n\x06\x64\x65vice\x18\x06 \x01(\x0b\x32\x16.quire.v1.DeviceMemory\"w\n\x0c\x44\x65viceMemory\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\x12\x12\n\npeak_bytes\x18\x03 \x01(\x04\x12\x15\n\rcurrent_bytes\x18\x04 \x01(\x04\x12\x13\n\x0butilization\x18\x05 \x01(\x01*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xe8\x04\n\rWorkerService\x12\x43\n\x08Generate\x12\x19.quire.v1.GenerateRequest\x1a\x1a.quire.v1.GenerateResponse0\x01\x12>\n\x07Prefill\x12\x18.quire.v1.PrefillRequest\x1a\x19.quire.v1.PrefillResponse\x12G\n\nForkBranch\x12\x1b.quire.v1.ForkBranchRequest\x1a\x1c.quire.v1.ForkBranchResponse\x12M\n\x0c\x45xtendBranch\x12\x1d.quire.v1.ExtendBranchRequest\x1a\x1e.quire.v1.ExtendBranchResponse\x12J\n\x0bScoreBranch\x12\x1c.quire.v1.ScoreBranchRequest\x1a\x1d.quire.v1.ScoreBranchResponse\x12P\n\rRenewBranches\x12\x1e.quire.v1.RenewBranchesRequest\x1a\x1f.quire.v1.RenewBranchesResponse\x12V\n\x0fReleaseBranches\x12 .quire.v1.ReleaseBranchesRequest\x1a!.quire.v1.ReleaseBranchesResponse\x12\x44\n\tGetStatus\x12\x1a.quire.v1.GetStatusRequest\x1a\x1b.quire.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1693
-  _globals['_FINISHREASON']._serialized_end=1788
+  _globals['_FINISHREASON']._serialized_start=2791
+  _globals['_FINISHREASON']._serialized_end=2886
   _globals['_TOKENIDS']._serialized_start=35
   _globals['_TOKENIDS']._serialized_end=58
   _globals['_SAMPLINGPARAMS']._serialized_start=61
   _globals['_SAMPLINGPARAMS']._serialized_end=231
   _globals['_GENERATEREQUEST']._serialized_start=234
-  _globals['_GENERATEREQUEST']._serialized_end=398
-  _globals['_GENERATERESPONSE']._serialized_start=401
-  _globals['_GENERATERESPONSE']._serialized_end=547
-  _globals['_USAGE']._serialized_start=550
-  _globals['_USAGE']._serialized_end=726
-  _globals['_GETSTATUSREQUEST']._serialized_start=728
-  _globals['_GETSTATUSREQUEST']._serialized_end=746
-  _globals['_GETSTATUSRESPONSE']._serialized_start=749
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1408
-  _globals['_POOLMEMORY']._serialized_start=1411
-  _globals['_POOLMEMORY']._serialized_end=1570
-  _globals['_DEVICEMEMORY']._serialized_start=1572
-  _globals['_DEVICEMEMORY']._serialized_end=1691
-  _globals['_WORKERSERVICE']._serialized_start=1791
-  _globals['_WORKERSERVICE']._serialized_end=1945
+  _globals['_GENERATEREQUEST']._serialized_end=419
+  _globals['_PREFILLREQUEST']._serialized_start=422
+  _globals['_PREFILLREQUEST']._serialized_end=557
+  _globals['_PREFILLRESPONSE']._serialized_start=559
+  _globals['_PREFILLRESPONSE']._serialized_end=660
+  _globals['_FORKBRANCHREQUEST']._serialized_start=662
+  _globals['_FORKBRANCHREQUEST']._serialized_end=735
+  _globals['_FORKBRANCHRESPONSE']._serialized_start=737
+  _globals['_FORKBRANCHRESPONSE']._serialized_end=777
+  _globals['_EXTENDBRANCHREQUEST']._serialized_start=780
+  _globals['_EXTENDBRANCHREQUEST']._serialized_end=910
+  _globals['_EXTENDBRANCHRESPONSE']._serialized_start=912
+  _globals['_EXTENDBRANCHRESPONSE']._serialized_end=955
+  _globals['_SCOREBRANCHREQUEST']._serialized_start=957
+  _globals['_SCOREBRANCHREQUEST']._serialized_end=1060
+  _globals['_CONTINUATION']._serialized_start=1062
+  _globals['_CONTINUATION']._serialized_end=1146
+  _globals['_SCOREBRANCHRESPONSE']._serialized_start=1148
+  _globals['_SCOREBRANCHRESPONSE']._serialized_end=1231
+  _globals['_SCORE']._serialized_start=1233
+  _globals['_SCORE']._serialized_end=1277
+  _globals['_RENEWBRANCHESREQUEST']._serialized_start=1279
+  _globals['_RENEWBRANCHESREQUEST']._serialized_end=1321
+  _globals['_RENEWBRANCHESRESPONSE']._serialized_start=1323
+  _globals['_RENEWBRANCHESRESPONSE']._serialized_end=1374
+  _globals['_RELEASEBRANCHESREQUEST']._serialized_start=1376
+  _globals['_RELEASEBRANCHESREQUEST']._serialized_end=1420
+  _globals['_RELEASEBRANCHESRESPONSE']._serialized_start=1422
+  _globals['_RELEASEBRANCHESRESPONSE']._serialized_end=1447
+  _globals['_GENERATERESPONSE']._serialized_start=1450
+  _globals['_GENERATERESPONSE']._serialized_end=1596
+  _globals['_USAGE']._serialized_start=1599
+  _globals['_USAGE']._serialized_end=1775
+  _globals['_GETSTATUSREQUEST']._serialized_start=1777
+  _globals['_GETSTATUSREQUEST']._serialized_end=1795
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1798
+  _globals['_GETSTATUSRESPONSE']._serialized_end=2506
+  _globals['_POOLMEMORY']._serialized_start=2509
+  _globals['_POOLMEMORY']._serialized_end=2668
+  _globals['_DEVICEMEMORY']._serialized_start=2670
+  _globals['_DEVICEMEMORY']._serialized_end=2789
+  _globals['_WORKERSERVICE']._serialized_start=2889
+  _globals['_WORKERSERVICE']._serialized_end=3505
 # @@protoc_insertion_point(module_scope)

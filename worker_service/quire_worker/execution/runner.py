@@ -45,6 +45,7 @@ class Computed(NamedTuple):
     Attributes:
         work: what is in the pages now; nothing of a request that failed.
         tokens: one for each draw of the requests that did not.
+        logprobs: of the next tokens, from a position of a sample on, where they were wanted.
         failures: the others.
         lost_blocks: blocks that should have been copied to, and hold nothing of use.
         retry_count: passes that had to be computed in parts.
@@ -53,6 +54,7 @@ class Computed(NamedTuple):
 
     work: list[Work]
     tokens: list[tuple[Draw, int]]
+    logprobs: list[tuple[Sample, int, list[float]]]
     failures: dict[Request, Failure]
     lost_blocks: dict[int, Failure]
     retry_count: int
@@ -66,6 +68,13 @@ class Part(NamedTuple):
     start: int
     tokens: list[int]
     tables: list[array[int]]
+
+    @property
+    def scored_count(self) -> int:
+        """Counts the tokens before the last one after which the logits are wanted, too."""
+        if not self.sample.scored:
+            return 0
+        return max(0, len(self.tokens) - 1 - max(0, self.sample.scored_from - 1 - self.start))
 
 
 class Before(NamedTuple):
@@ -145,6 +154,7 @@ class Runner:
         return Computed(
             [work for work in prepared.batch.work if run.is_unharmed(work.sample)],
             [(draw, token) for draw, token in run.tokens if run.is_unharmed(draw.sample)],
+            [found for found in run.logprobs if run.is_unharmed(found[0])],
             run.failures,
             run.lost_blocks,
             run.retry_count,
@@ -159,6 +169,7 @@ class _Run:
         self.failures: dict[Request, Failure] = {}
         self.lost_blocks: dict[int, Failure] = {}
         self.tokens: list[tuple[Draw, int]] = []
+        self.logprobs: list[tuple[Sample, int, list[float]]] = []
         self.retry_count = 0
         self._model = model
         self._cache = cache
@@ -251,18 +262,34 @@ class _Run:
     def _try_forward(self, parts: Sequence[Part], layout: ForwardBatch | None) -> Failure | None:
         try:
             forward = layout or _layout_of(parts, self._cache)
-            logits = self._model.forward(forward.on(self._model.device), self._cache)  # [parts, vocabulary]
+            logits = self._model.forward(forward.on(self._model.device), self._cache)  # [rows, vocabulary]
             are_finite = finite_rows(logits)
+            self._score(parts, logits)
         except Exception as error:
             failure = self._judge(error, "forward pass", len(parts))
         else:
-            for row, (part, is_finite) in enumerate(zip(parts, are_finite, strict=True)):
-                self._logits[part.sample] = logits, row
-                if not is_finite:
+            end = 0
+            for part in parts:
+                first, end = end, end + part.scored_count + 1
+                self._logits[part.sample] = logits, end - 1
+                if not all(are_finite[first:end]):
                     self._fail([part.sample], NOT_FINITE)
             return None
         self._free_memory_after(failure)
         return failure
+
+    def _score(self, parts: Sequence[Part], logits: torch.Tensor) -> None:
+        """Notes how likely the tokens are that follow those of parts whose samples want to know."""
+        end = 0
+        for part in parts:
+            first, end = end, end + part.scored_count + 1
+            sample, last = part.sample, part.start + len(part.tokens)  # position after the last token
+            if last >= sample.scored_from and sample.scored:
+                position = last - (end - first)
+                wanted = sample.scored[position + 1 - sample.scored_from : last + 1 - sample.scored_from]
+                found = logits[first:end].log_softmax(dim=-1)
+                index = torch.tensor(wanted, device=found.device).unsqueeze(1)
+                self.logprobs.append((sample, position, found.gather(1, index).flatten().tolist()))
 
     def _try_draw(self, draws: Sequence[Draw]) -> Failure | None:
         try:
@@ -321,8 +348,7 @@ def _halves(items: Sequence[ItemT]) -> tuple[Sequence[ItemT], Sequence[ItemT]] |
 def _layout_of(parts: Sequence[Part], cache: KVCache) -> ForwardBatch:
     """Lays parts out on the host."""
     chunks = [
-        Chunk(part.tokens, part.start, part.tables, needs_logits=True, begun_with=part.sample.begun_with)
-        for part in parts
+        Chunk(part.tokens, part.start, part.tables, True, part.sample.begun_with, part.scored_count) for part in parts
     ]
     return build_batch(chunks, groups=cache.spec.groups)
 

@@ -39,6 +39,7 @@ class Chunk:
         block_tables: the sequence's blocks in order, of each group, enough for `start + len(tokens)` tokens; further
             ones are ignored, and so are those before the windows of all its tokens.
         needs_logits: whether the logits after the last token are wanted.
+        logits_before: of how many tokens before the last one they are wanted, too.
         begun_with: tokens that the request began with; see `scheduling.rotation`.
     """
 
@@ -47,11 +48,12 @@ class Chunk:
     block_tables: Sequence[Table]
     needs_logits: bool
     begun_with: int = 0
+    logits_before: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardBatch:
-    """One forward pass. Row i of its logits belongs to the i-th chunk that asked for them."""
+    """One forward pass. Rows of its logits belong to the chunks that asked for them, in order, and to their tokens."""
 
     input_ids: torch.Tensor  # int64 [1, tokens]
     position_ids: torch.Tensor  # int64 [1, tokens]
@@ -100,7 +102,6 @@ def build_batch(
     ends = np.cumsum(query_lengths)
     positions = np.arange(ends[-1]) + np.repeat(starts - (ends - query_lengths), query_lengths)
     tokens = np.concatenate([np.asarray(chunk.tokens, dtype=np.int64) for chunk in chunks])
-    wanted = np.array([chunk.needs_logits for chunk in chunks])
     begun_with = np.array([chunk.begun_with for chunk in chunks], dtype=np.int64)
 
     spans: dict[GroupSpec, _Spans] = {}
@@ -111,13 +112,19 @@ def build_batch(
         tables = [chunk.block_tables[index] for chunk in chunks]
         attention.append(_attention_batch(tables, group.block_size, spans[group], positions))
 
+    rows = [
+        np.arange(end - 1 - chunk.logits_before, end)
+        for chunk, end in zip(chunks, ends.tolist(), strict=True)
+        if chunk.needs_logits
+    ]
+
     def on_device(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
 
     return ForwardBatch(
         input_ids=on_device(tokens).unsqueeze(0),
         position_ids=on_device(positions).unsqueeze(0),
-        logits_index=on_device(ends[wanted] - 1),
+        logits_index=on_device(np.concatenate([*rows, np.empty(0, dtype=np.int64)])),
         lengths=torch.from_numpy(np.maximum(positions + 1, np.repeat(begun_with, query_lengths))),
         attention=tuple(attention),
     )
@@ -126,6 +133,8 @@ def build_batch(
 def _check(number: int, chunk: Chunk, groups: Sequence[GroupSpec]) -> None:
     if len(chunk.tokens) == 0 or chunk.start < 0:
         raise ValueError(f"chunk {number} has {len(chunk.tokens)} tokens from position {chunk.start}")
+    if not 0 <= chunk.logits_before < len(chunk.tokens):
+        raise ValueError(f"chunk {number} has {len(chunk.tokens)} tokens, and no {chunk.logits_before} before the last")
     end = chunk.start + len(chunk.tokens)
     for table, group in zip(chunk.block_tables, groups, strict=True):
         if len(table) * group.block_size < end:

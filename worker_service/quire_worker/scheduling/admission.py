@@ -68,9 +68,16 @@ class Peaks:
 
 
 def admit(
-    waiting: Sequence[Sample], running: Sequence[Sample], limits: TurnLimits, *, block_size: int, peaks: Peaks
+    waiting: Sequence[Sample],
+    running: Sequence[Sample],
+    limits: TurnLimits,
+    *,
+    block_size: int,
+    peaks: Peaks,
+    resting: Sequence[Sample] = (),
 ) -> list[Admission]:
-    """Chooses from `waiting`, which is sorted by age. Changes nothing but caches of digests."""
+    """Chooses from `waiting`, which is sorted by age. Changes nothing but caches of digests. Those who rest only have
+    blocks that may be shared."""
     if not waiting:
         return []
     being_computed = _being_computed(running, block_size)
@@ -79,10 +86,10 @@ def admit(
     for sample in waiting:
         if tokens == 0 or digest_bytes < DIGEST_BYTES:
             break
-        digests = sample.digests(block_size, 0, (len(sample.tokens) - 1) // block_size)
+        digests = sample.digests(block_size, 0, sample.matchable_token_count // block_size)
         if not being_computed.isdisjoint(digests):
             continue
-        shared = _held_count(digests, running, block_size)
+        shared = _held_count(digests, (*running, *resting), block_size)
         needed = peaks.block_count(-(-len(sample.tokens) // block_size) - shared)
         alone = not running and not admitted
         if not alone and (samples < _places(sample) or (blocks is not None and needed + len(running) + 1 > blocks)):

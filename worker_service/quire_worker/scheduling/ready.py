@@ -26,8 +26,8 @@ def ready_after(under_way: Sequence[Work], roster: Roster, *, budget: int, seque
         budget: tokens of the turn's pass.
         sequence_tokens_max: the longest sequence, with whose last token a sample ends.
     """
-    plan, work_of = Plan(is_whole=bool(roster.running)), {item.sample: item for item in under_way}
-    parents = {sample.fork_of for sample in roster.running}
+    plan, work_of = Plan(is_whole=roster.may_go_on), {item.sample: item for item in under_way}
+    parents = roster.parents()
     for sample in roster.running:
         work = work_of.get(sample)
         if work is not None and work.is_complete:

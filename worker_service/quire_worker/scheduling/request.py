@@ -7,6 +7,9 @@ Lifecycle of a sample:
     3. leaving    finished or cancelled; its sequence is freed with the next step
     4. gone
 
+A branch's sample goes from 2 to `resting` instead, whenever it has done what it was asked for: it keeps its blocks,
+and goes back to 2 when it is asked for more (`resting.py`).
+
 A preempted sample goes from 2 back to 1 and keeps its tokens and its random generator, so that it goes on with the same
 text. Samples beyond the first are in no state until the prefill of the first has finished; then they start in 2, as
 forks of it.
@@ -78,6 +81,7 @@ class Request:
         rotation: how its keys follow its length; None where they do not.
         deliveries: what the caller reads; a `QuireError` ends the request.
         delivered_s: when the latest was put there, by the event loop's clock.
+        is_read: whether the caller has taken the last one.
     """
 
     number: int
@@ -94,6 +98,7 @@ class Request:
     rotation: Rotation | None = None
     first_token_s: float | None = None
     admitted: bool = False
+    is_read: bool = False
 
     @property
     def is_done(self) -> bool:
@@ -116,6 +121,10 @@ class Sample:
         boundaries: token counts, rising, at which its passes end for a checkpoint to be made; see `passes.py`.
         pass_token_count_max: tokens of a pass beyond which the pool had no room for it at once; 0 while there was.
         begun_with: tokens that it began with, for whose number its keys are rotated at least; see `rotation.py`.
+        draws: whether a token is sampled after its last one; if not, it ends when all of them are computed.
+        rests: whether it keeps its blocks when it has ended in good order, because it is a branch's.
+        scored: tokens whose probability is wanted, each after all before it; the first stands at `scored_from`.
+        logprobs: of `scored`, as far as they are computed; NaN where they are not.
     """
 
     request: Request
@@ -134,6 +143,11 @@ class Sample:
     boundaries: tuple[int, ...] = ()
     pass_token_count_max: int = 0
     begun_with: int = 0
+    draws: bool = True
+    rests: bool = False
+    scored: Sequence[int] = ()
+    scored_from: int = 0
+    logprobs: list[float] = field(default_factory=list)
     has_ended: bool = False
     finish_reason: FinishReason | None = None
     _digests: list[bytes] = field(default_factory=list)
@@ -152,7 +166,13 @@ class Sample:
     @property
     def has_forks_to_come(self) -> bool:
         """Tells whether other samples of the request begin when this one's first token is known."""
-        return self.index == 0 and self.output_token_count == 0 and len(self.request.samples) > 1
+        is_first = self.index == 0 and self.output_token_count == 0
+        return is_first and self.draws and len(self.request.samples) > 1
+
+    @property
+    def matchable_token_count(self) -> int:
+        """Counts the leading tokens that may be found in the cache: the logits after all others are wanted."""
+        return self.scored_from - 1 if self.scored else len(self.tokens) - 1
 
     @property
     def table_length(self) -> int:
@@ -205,8 +225,15 @@ class Sample:
         self.begun_with = len(self.tokens)
         self._digests, self._chain = [], None
 
+    def note_logprobs(self, start: int, logprobs: Sequence[float]) -> None:
+        """Notes how likely the tokens behind the positions from `start` on are."""
+        first = start + 1 - self.scored_from
+        self.logprobs[first : first + len(logprobs)] = logprobs
+
     def fork_from(self, parent: Sample) -> None:
-        """Makes this sample share the blocks of `parent`, whose prefill has finished, from the next step on."""
+        """Makes this sample share the blocks of `parent`, which has computed all that they have in common, from the
+        next step on."""
+        self.begun_with = parent.begun_with
         self.computed = self.committed = self.granted = parent.computed
         self.fork_of = parent
         self._digests = list(parent._digests)

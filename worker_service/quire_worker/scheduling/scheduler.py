@@ -28,7 +28,7 @@ from collections.abc import Iterable, Sequence
 
 from quire.protocol.outcomes import Copy, GrowOutcome, Result, StepOutcome
 from quire.protocol.packing import unpack_uint64
-from quire.session.lookahead import Decoding, Increment, give_back, needs_of
+from quire.session.lookahead import Decoding, Increment, needs_of
 from quire.types import GroupKind, GroupSpec
 
 from quire_worker.scheduling import lookahead
@@ -101,7 +101,9 @@ class Scheduler:
         missing = taken - (self._free_block_count or 0) - freed_ahead
         admissions = self._choose(budget, None if room is None else room + freed_ahead - taken)
         missing += self._let_in(plan, admissions)
-        self._commit(plan, filled, {**cut, **self._given_back(missing)})
+        given_back = self.roster.given_back(missing, self._increment)
+        self.roster.take_back_resting(plan, missing - self.roster.block_count_beyond(given_back))
+        self._commit(plan, filled, {**cut, **given_back})
         self.roster.begin_outgrown_again(plan)
         return plan
 
@@ -165,7 +167,9 @@ class Scheduler:
         denied = self.take_in(plan, outcome)
         rows = zip(plan.grows, outcome.grows, strict=True)
         squeezed = {sample for (sample, _), grown in rows if grown.result is Result.PASS_TOO_LONG}
-        if any(sample not in plan.admitted and not sample.has_ended for sample in denied - squeezed):
+        lacking = {sample for sample in denied - squeezed if not sample.has_ended}
+        is_helped = bool(lacking) and self.roster.drop_resting(1)
+        if not is_helped and any(sample not in plan.admitted for sample in lacking):
             denied.add(self.roster.preempt_newest())
         before, work = {item.sample: item for item in under_way}, []
         for sample, token_count in plan.wanted:
@@ -188,6 +192,7 @@ class Scheduler:
         self._take_commits(plan, outcome)
         for parent, child in plan.forks:
             child.take_blocks_of(parent, self.roster.block_size)
+        self.roster.resting.take_shares(child for _, child in plan.forks)
         self._copies += outcome.copies
         return {
             sample
@@ -205,7 +210,8 @@ class Scheduler:
         """Counts what the batch has computed; what was not computed must never be committed. Nor must the place of a
         token that was never taken, because the sample had ended with the one before."""
         for item in work:
-            item.sample.computed = min(item.end, len(item.sample.tokens))
+            if not item.sample.has_ended:
+                item.sample.computed = min(item.end, len(item.sample.tokens))
 
     def extend(self, sample: Sample, token: int, *, is_stop: bool) -> None:
         """Adds a token that was sampled. A stop token ends the sample and is not kept; so does the longest length."""
@@ -229,7 +235,7 @@ class Scheduler:
     def give_everything_back(self, plan: Plan) -> None:
         """Frees with the next step all that the allocator still holds for us, because it refused the step of this
         plan."""
-        held = [sample.sequence_id for sample in (*self.roster.running, *self.roster.leaving) if sample.sequence_id]
+        held = [sample.sequence_id for sample in self.roster.holders() if sample.sequence_id]
         unfreed = unpack_uint64(plan.step.message.frees.sequences)
         self.forget_blocks()
         self.roster.to_free = sorted({*held, *unfreed})
@@ -254,27 +260,25 @@ class Scheduler:
         sample.granted = token_count
 
     def _cut(self, filled: dict[Sample, list[bytes]]) -> dict[Sample, int]:
-        """Says who gives back all room beyond what it has computed, so that its state becomes a checkpoint or is
-        shared."""
-        if not self.roster.has_states:
-            return {}
-        parents = {sample.fork_of for sample in self.roster.running}
-        cut = to_cut((*self.roster.running, *self.roster.leaving), filled, parents)
+        """Says who gives back all room beyond what it has computed: who rests from now on, and whose state becomes
+        a checkpoint or is shared."""
+        cut = self.roster.settled()
+        if self.roster.has_states:
+            cut += to_cut((*self.roster.running, *self.roster.leaving), filled, self.roster.parents())
         for sample in cut:
             self._keep(sample, sample.computed)
         return {sample: sample.computed for sample in cut}
 
     def _fork(self, plan: Plan) -> None:
-        for sample in self.roster.running:
-            if sample.fork_of is not None:
-                sample.sequence_id = self._new_sequence_id()
-                plan.step.fork(sample.fork_of.sequence_id, sample.sequence_id)
-                plan.forks.append((sample.fork_of, sample))
+        for child, parent in self.roster.forks_due(self.running_max):
+            child.sequence_id = self._new_sequence_id()
+            plan.step.fork(parent.sequence_id, child.sequence_id)
+            plan.forks.append((parent, child))
 
     def _free(self, plan: Plan) -> int:
-        """Frees who left; a parent of this step's forks stays one step longer, since frees come before forks. Returns
-        how many blocks they held ahead, which are free at once: nobody shares them."""
-        parents = {parent for parent, _ in plan.forks}
+        """Frees who left; a parent of forks to come stays until the step after theirs, since frees come before forks.
+        Returns how many blocks they held ahead, which are free at once: nobody shares them."""
+        parents = self.roster.parents()
         freed_ahead = 0
         for sample in self.roster.leaving:
             if sample not in parents:
@@ -294,18 +298,14 @@ class Scheduler:
         return bool(self.roster.waiting) and budget > 0 and len(self.roster.running) < self.running_max
 
     def _room(self) -> int | None:
-        """Counts the blocks that are free, or held ahead, which is as good; None where the allocator has not said."""
-        return None if self._free_block_count is None else self._free_block_count + self.roster.held_ahead_count
+        """Counts the blocks that are free, or held ahead or by branches alone, which is as good; None where the
+        allocator has not said."""
+        if self._free_block_count is None:
+            return None
+        return self._free_block_count + self.roster.held_ahead_count + self.roster.resting_block_count
 
     def _needs_of(self, samples: Sequence[Decoding[Sample]], free_block_count: int) -> list[tuple[Sample, int]]:
         return needs_of(samples, free_block_count, ahead_tokens=self.ahead_tokens, increment=self._increment)
-
-    def _given_back(self, block_count: int) -> dict[Sample, int]:
-        """Returns who gives back so many blocks that it holds ahead, and for how many tokens each keeps room."""
-        if block_count <= 0:
-            return {}
-        holders = [(sample, sample.granted, len(sample.tokens)) for sample in self.roster.running + self.roster.leaving]
-        return give_back(holders, block_count, self._increment)
 
     def _choose(self, budget: int, free_block_count: int | None) -> list[Admission]:
         limits = TurnLimits(
@@ -315,7 +315,12 @@ class Scheduler:
             digest_bytes=self.digest_bytes_max,
         )
         return admit(
-            self.roster.waiting, self.roster.running, limits, block_size=self.roster.block_size, peaks=self._peaks
+            self.roster.waiting,
+            self.roster.running,
+            limits,
+            block_size=self.roster.block_size,
+            peaks=self._peaks,
+            resting=[*self.roster.resting],
         )
 
     def _let_in(self, plan: Plan, admissions: Iterable[Admission]) -> int:
@@ -346,7 +351,7 @@ class Scheduler:
         if plan.step:
             self._free_block_count = outcome.free_block_count // self.roster.group_count
         if outcome.swaps:
-            by_id = {sample.sequence_id: sample for sample in (*self.roster.running, *self.roster.leaving)}
+            by_id = {sample.sequence_id: sample for sample in self.roster.holders()}
             for swap in outcome.swaps:  # of a sample that was freed with this step nobody asks any more
                 if swap.sequence_id in by_id:
                     by_id[swap.sequence_id].swap(swap)

@@ -1,0 +1,73 @@
+"""Where requests are made, and refused while nobody could work on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from quire.errors import QuireError, Reason
+from quire.hashing import root_digest
+from quire.session import PoolSession
+
+from quire_worker.cache import KVCache
+from quire_worker.model.paged_model import PagedModel
+from quire_worker.model.tokenizer import Tokenizer
+from quire_worker.sampler import SamplingParams, new_generator
+from quire_worker.scheduling.request import Request, Sample
+from quire_worker.scheduling.roster import Roster
+
+
+class Intake:
+    """Makes the requests of one engine and their samples, and numbers them.
+
+    Attributes:
+        is_closed: no request is made any more, because the worker shuts down.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: PagedModel,
+        cache: KVCache,
+        tokenizer: Tokenizer,
+        session: PoolSession,
+        roster: Roster,
+        waiting_max: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.is_closed = False
+        self._model = model
+        self._cache = cache
+        self._tokenizer = tokenizer
+        self._session = session
+        self._roster = roster
+        self._waiting_max = waiting_max
+        self._clock = clock
+        self._count = 0
+
+    def new_request(self, *, request_id: str, prompt: list[int], sampling: SamplingParams, namespace: str) -> Request:
+        """Returns a request that has no samples yet.
+
+        Raises:
+            QuireError: QUEUE_FULL; ALLOCATOR_LOST, nobody grants blocks at present; DRAINING, the worker shuts down.
+        """
+        if self.is_closed:
+            raise self.draining()
+        if not self._session.connected:
+            raise QuireError.of(Reason.ALLOCATOR_LOST, "the worker has no session with its allocator at present")
+        if len(self._roster.waiting) >= self._waiting_max:
+            raise QuireError.of(Reason.QUEUE_FULL, f"{self._waiting_max} requests are waiting already")
+        self._count += 1
+        root = root_digest(fingerprint=self._model.fingerprint, layout=self._cache.spec.layout, namespace=namespace)
+        request = Request(self._count, request_id, prompt, sampling, namespace, root, self._clock())
+        request.rotation = self._model.rotation
+        return request
+
+    def new_sample(self, request: Request, index: int, tokens: Sequence[int]) -> Sample:
+        """Returns a sample of a request, with these tokens to be computed; the roster does not know it yet."""
+        generator, detokenizer = new_generator(request.sampling.seed, index), self._tokenizer.new_stream()
+        return Sample(request, index, list(tokens), generator, detokenizer, begun_with=len(tokens))
+
+    @staticmethod
+    def draining() -> QuireError:
+        """Returns what callers are told while the worker shuts down."""
+        return QuireError.of(Reason.DRAINING, "the worker is shutting down")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
 
 import pytest
 from quire import AsyncClient
@@ -57,9 +58,7 @@ async def test_a_chat_computes_what_is_new_alone(client: AsyncClient) -> None:
     turns = await chat.talk(client)
     assert len(turns) == len(chat.QUESTIONS)
     lengths = [length for _, _, length in turns]
-    assert [new for _, new, _ in turns][1:] == [
-        later - length for length, later in zip(lengths, lengths[1:], strict=False)
-    ]
+    assert [new for _, new, _ in turns][1:] == [later - length for length, later in pairwise(lengths)]
 
 
 async def test_two_agents_share_the_document_and_hear_each_other(client: AsyncClient) -> None:

@@ -46,7 +46,7 @@ from quire_worker.cache import KVCache
 from quire_worker.engine import Engine
 from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.tokenizer import Tokenizer
-from quire_worker.sampler import SamplingParams
+from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry

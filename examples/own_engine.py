@@ -16,6 +16,7 @@ from quire.local import ServerProcess
 
 BLOCK_SIZE, BLOCK_COUNT, PREFIX, OUTPUT_TOKENS = 16, 128, list(range(40)), 200
 LENGTH = len(PREFIX) + 1 + OUTPUT_TOKENS
+ROOM = 40  # tokens, of the 64 that are asked for ahead once fewer are left
 SPEC = PoolSpec.full_attention(block_count=BLOCK_COUNT, block_size=BLOCK_SIZE, model_fingerprint=b"a hash")
 pages = [[-1] * BLOCK_SIZE for _ in range(BLOCK_COUNT)]
 
@@ -36,10 +37,15 @@ def forward(sequence: Sequence) -> None:
         sequence.free()
 
 
-async def turn(engine: AsyncEngine) -> None:
-    """Runs the copies, then a pass of whoever has room."""
+async def copy(engine: AsyncEngine) -> None:
+    """Tells the allocator what there is to tell, and runs the copies that its answers ask for."""
     for source, destination in await engine.turn():
         pages[destination] = list(pages[source])
+
+
+async def turn(engine: AsyncEngine) -> None:
+    """Runs the copies, then a pass of whoever has room."""
+    await copy(engine)
     for sequence in engine.ready():
         forward(sequence)
 
@@ -65,6 +71,9 @@ async def decode(engine: AsyncEngine, allocator: ServerProcess, folder: str) -> 
     texts.append(child)
     while len(texts[0].tokens) < LENGTH - OUTPUT_TOKENS // 2:
         await turn(engine)
+    # This model computes faster than any allocator answers: the room ahead is waited for, so that the outage shows it.
+    while any(text.room < len(text.tokens) + ROOM for text in engine.live):
+        await copy(engine)
     allocator.process.kill()
     alone = 0
     while ready := engine.ready():

@@ -43,27 +43,30 @@ from quire.hashing import DigestChain, block_digests, prompt_digests, root_diges
 from quire.mirror import PrefixMirror
 from quire.protocol.outcomes import Copy, Result, StepOutcome, Swap, Victim
 from quire.protocol.steps import StepBuilder
+from quire.sampling import (
+    Chunk,
+    FinishReason,
+    Generation,
+    Sample,
+    SamplingOptions,
+    SamplingParams,
+    TokenLogprobs,
+    Usage,
+)
 from quire.session import PoolSession, SessionLostError
 from quire.tls import Tls
 from quire.types import (
     Allocation,
     BlockTable,
-    Chunk,
     CommitOutcome,
     DeviceMemory,
-    FinishReason,
-    Generation,
     GroupKind,
     GroupSpec,
     Growth,
     PoolMemory,
     PoolSpec,
     Quota,
-    Sample,
-    SamplingOptions,
-    SamplingParams,
     Score,
-    Usage,
     WorkerStatus,
 )
 from quire.unary import AsyncUnarySession, UnarySession
@@ -150,6 +153,7 @@ __all__ = [
     "StepOutcome",
     "Swap",
     "Tls",
+    "TokenLogprobs",
     "UnarySession",
     "UnauthenticatedError",
     "UnavailableError",

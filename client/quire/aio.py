@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Self, Unpack
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from quire import types, views
+from quire import sampling, types, views
 from quire._branch_ids import BRANCH_TTL_S
-from quire._transport import branch_messages, messages
+from quire._transport import branch_messages, generating, messages
 from quire._transport.channel import (
     DEFAULT_ALLOCATOR,
     DEFAULT_WORKER,
@@ -107,13 +107,13 @@ class AsyncClient(_Connected):
     async def generate(
         self,
         prompt: str | Sequence[int],
-        params: types.SamplingParams | None = None,
+        params: sampling.SamplingParams | None = None,
         *,
         namespace: str = "",
         request_id: str | None = None,
         timeout_s: float | None = None,
-        **options: Unpack[types.SamplingOptions],
-    ) -> types.Generation:
+        **options: Unpack[sampling.SamplingOptions],
+    ) -> sampling.Generation:
         """Continues a prompt (text, or token ids) and waits for the whole of it.
 
         Sampling comes from `params`, from keyword arguments of the same names as its fields, or both; the latter win.
@@ -121,22 +121,22 @@ class AsyncClient(_Connected):
         async with self.stream(
             prompt, params, namespace=namespace, request_id=request_id, timeout_s=timeout_s, **options
         ) as chunks:
-            return messages.gather([chunk async for chunk in chunks], chunks.request_id)
+            return generating.gather([chunk async for chunk in chunks], chunks.request_id)
 
     def stream(
         self,
         prompt: str | Sequence[int],
-        params: types.SamplingParams | None = None,
+        params: sampling.SamplingParams | None = None,
         *,
         namespace: str = "",
         request_id: str | None = None,
         timeout_s: float | None = None,
-        **options: Unpack[types.SamplingOptions],
+        **options: Unpack[sampling.SamplingOptions],
     ) -> AsyncChunkStream:
         """Does what `generate` does, but gives each piece as it comes; samples of one request come interleaved."""
-        request = messages.generate_request(prompt, params, options, namespace, request_id)
+        request = generating.generate_request(prompt, params, options, namespace, request_id)
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
-        attempts = Attempts(self._link, self._stub.Generate, request, messages.chunk, timeout_s)
+        attempts = Attempts(self._link, self._stub.Generate, request, generating.chunk, timeout_s)
         return AsyncChunkStream(self._link, attempts, request.request_id)
 
     async def prefill(

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Self, Unpack
 
-from quire import types
+from quire import sampling, types
 from quire._branch_ids import OpenBranches
 from quire._keep_alive import KeptByTask, KeptByThread
-from quire._transport import branch_messages, messages
+from quire._transport import branch_messages, generating
 from quire._transport.channel import GENERATE_TIMEOUT_S, AsyncLink, Attempts, SyncLink
 from quire._transport.streams import AsyncChunkStream, ChunkStream
 from quire.v1 import worker_pb2 as pb
@@ -91,32 +91,32 @@ class Branch:
 
     def generate(
         self,
-        params: types.SamplingParams | None = None,
+        params: sampling.SamplingParams | None = None,
         *,
         request_id: str | None = None,
         timeout_s: float | None = None,
-        **options: Unpack[types.SamplingOptions],
-    ) -> types.Generation:
+        **options: Unpack[sampling.SamplingOptions],
+    ) -> sampling.Generation:
         """Continues the branch, which becomes longer by the tokens returned, and waits for all of them; options as of
-        `Client.generate`, but for `n`."""
+        `Client.generate`, but for `n`, `best_of`, `echo` and `prompt_logprobs`."""
         with self.stream(params, request_id=request_id, timeout_s=timeout_s, **options) as chunks:
-            generation = messages.gather(chunks, chunks.request_id)
+            generation = generating.gather(chunks, chunks.request_id)
         self.token_count = generation.usage.prompt_token_count + generation.usage.output_token_count
         return generation
 
     def stream(
         self,
-        params: types.SamplingParams | None = None,
+        params: sampling.SamplingParams | None = None,
         *,
         request_id: str | None = None,
         timeout_s: float | None = None,
-        **options: Unpack[types.SamplingOptions],
+        **options: Unpack[sampling.SamplingOptions],
     ) -> ChunkStream:
         """Does what `generate` does, but gives each piece as it comes. Closed before its end, it leaves the branch
         as it was."""
         request = branch_messages.continue_request(self.id, params, options, request_id)
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
-        attempts = Attempts(self._link, self._stub.Generate, request, messages.chunk, timeout_s)
+        attempts = Attempts(self._link, self._stub.Generate, request, generating.chunk, timeout_s)
         return ChunkStream(self._link, attempts, request.request_id)
 
     def score(
@@ -205,32 +205,32 @@ class AsyncBranch:
 
     async def generate(
         self,
-        params: types.SamplingParams | None = None,
+        params: sampling.SamplingParams | None = None,
         *,
         request_id: str | None = None,
         timeout_s: float | None = None,
-        **options: Unpack[types.SamplingOptions],
-    ) -> types.Generation:
+        **options: Unpack[sampling.SamplingOptions],
+    ) -> sampling.Generation:
         """Continues the branch, which becomes longer by the tokens returned, and waits for all of them; options as of
-        `AsyncClient.generate`, but for `n`."""
+        `AsyncClient.generate`, but for `n`, `best_of`, `echo` and `prompt_logprobs`."""
         async with self.stream(params, request_id=request_id, timeout_s=timeout_s, **options) as chunks:
-            generation = messages.gather([chunk async for chunk in chunks], chunks.request_id)
+            generation = generating.gather([chunk async for chunk in chunks], chunks.request_id)
         self.token_count = generation.usage.prompt_token_count + generation.usage.output_token_count
         return generation
 
     def stream(
         self,
-        params: types.SamplingParams | None = None,
+        params: sampling.SamplingParams | None = None,
         *,
         request_id: str | None = None,
         timeout_s: float | None = None,
-        **options: Unpack[types.SamplingOptions],
+        **options: Unpack[sampling.SamplingOptions],
     ) -> AsyncChunkStream:
         """Does what `generate` does, but gives each piece as it comes. Closed before its end, it leaves the branch
         as it was."""
         request = branch_messages.continue_request(self.id, params, options, request_id)
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
-        attempts = Attempts(self._link, self._stub.Generate, request, messages.chunk, timeout_s)
+        attempts = Attempts(self._link, self._stub.Generate, request, generating.chunk, timeout_s)
         return AsyncChunkStream(self._link, attempts, request.request_id)
 
     async def score(

@@ -1,6 +1,7 @@
 """What calls take and return: frozen values that name the same things as the messages on the wire.
 
-What readers see of a pool is in `quire.views`, what watchers are told in `quire.events`.
+How text is asked for is in `quire.sampling`, what readers see of a pool in `quire.views`, what watchers are told in
+`quire.events`.
 
 Counts are in tokens or blocks as their names say. A block table is a tuple of block ids in order of position, one table
 per group; an entry is None where a group has no block: it fell out of a window.
@@ -10,109 +11,14 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TypeAlias, TypedDict
+from typing import TypeAlias
 
 from quire.protocol.outcomes import Copy, Result, Swap, Victim
 
 BlockTable: TypeAlias = tuple[int | None, ...]
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Generating
-
-
-class FinishReason(enum.IntEnum):
-    """Why a sample ended."""
-
-    STOP = 1  # the model's end-of-text or a stop token, which is not part of the text
-    LENGTH = 2  # `max_tokens`, or the longest sequence that the model or the pool can hold
-
-
-class SamplingOptions(TypedDict, total=False):
-    """The fields of `SamplingParams` as keyword arguments of `generate` and `stream`."""
-
-    max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int | None
-    n: int
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How the next token is chosen. The worker checks the ranges.
-
-    Attributes:
-        max_tokens: tokens to generate at most, per sample; at least 1.
-        temperature: 0 is greedy; otherwise logits are divided by it, up to 100.
-        top_k: only the k likeliest tokens; 0 is all.
-        top_p: only the likeliest tokens that together reach this probability, in (0, 1].
-        seed: of the random choice; with None, each request differs.
-        n: samples of this prompt, 1 to 64; they share its blocks.
-        stop_token_ids: further tokens that end a sample, at most 64.
-        ignore_eos: do not end at the model's end-of-text token.
-    """
-
-    max_tokens: int = 16
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    n: int = 1
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What a request took."""
-
-    prompt_token_count: int
-    cached_token_count: int  # of the prompt's, found in the cache at its first admission, or held by its branch
-    output_token_count: int  # all samples together
-    granted_block_count: int  # newly granted and used; copies and recomputation after a preemption included
-    unshared_block_count: int  # what its samples would have taken in caches of their own
-    preemption_count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Some new tokens of one sample.
-
-    `text` holds complete characters only: the pieces of a sample concatenated are its text. `finish_reason` comes with
-    the last chunk of a sample, `usage` with the last one of the request.
-    """
-
-    sample: int
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason | None
-    usage: Usage | None
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One finished continuation of a prompt."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """All samples of a request, in order."""
-
-    samples: tuple[Sample, ...]
-    usage: Usage
-    request_id: str
-
-    @property
-    def text(self) -> str:
-        """Returns text of the first sample."""
-        return self.samples[0].text
+# Workers
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,19 +18,16 @@ from quire import (
     Client,
     DeadlineExceededError,
     FinishReason,
-    InvalidArgumentError,
     NotFoundError,
     PoolSpec,
     QuireError,
     Reason,
     Result,
-    SamplingParams,
     UnauthenticatedError,
     UnavailableError,
     root_digest,
 )
 from quire.hashing import block_digests
-from quire.types import SamplingOptions
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import worker_pb2 as worker_pb
 
@@ -70,10 +67,6 @@ def test_importing_the_client_loads_nothing_that_only_servers_or_the_command_lin
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_keyword_options_are_the_fields_of_sampling_params() -> None:
-    assert list(SamplingOptions.__annotations__) == [field.name for field in dataclasses.fields(SamplingParams)]
-
-
 # -- generating --------------------------------------------------------------------------------------------------------
 
 
@@ -104,35 +97,13 @@ async def test_both_flavours_send_and_return_the_same(server: ScriptedServer) ->
     with Client(server.address) as sync_client:
         here = await asyncio.to_thread(sync_client.generate, [1, 2, 3], request_id="same", **options)
     assert here == there
-    sampling = worker_pb.SamplingParams(max_tokens=7, temperature=0.5, top_p=1.0, seed=0, n=2, stop_token_ids=[5])
+    sampling = worker_pb.SamplingParams(
+        max_tokens=7, temperature=0.5, top_p=1.0, seed=0, n=2, stop_token_ids=[5], repetition_penalty=1.0
+    )
     expected = worker_pb.GenerateRequest(
         request_id="same", tokens=worker_pb.TokenIds(ids=[1, 2, 3]), sampling=sampling, namespace="tenant"
     )
     assert server.requests == [expected, expected]
-
-
-def test_options_win_over_params_and_no_seed_is_sent_unless_given(server: ScriptedServer) -> None:
-    server.answers["Generate"] = two_samples
-    with Client(server.address) as client:
-        client.generate("p", SamplingParams(max_tokens=3, top_k=2), top_k=9)
-    sampling = server.requests[0].sampling
-    assert (sampling.max_tokens, sampling.top_k, sampling.HasField("seed")) == (3, 9, False)
-
-
-@pytest.mark.parametrize(
-    "options", [{"max_tokens": 0}, {"n": 0}, {"top_p": 0.0}, {"max_tokens": -1}, {"seed": 1 << 64}]
-)
-def test_numbers_that_the_wire_cannot_carry_are_refused_by_name(server: ScriptedServer, options: Any) -> None:
-    with Client(server.address) as client, pytest.raises(InvalidArgumentError, match=next(iter(options))) as raised:
-        client.generate("p", request_id="r", **options)
-    assert (raised.value.reason, raised.value.request_id) == (Reason.BAD_PARAMETER, "r")
-    assert not server.attempts
-
-
-@pytest.mark.parametrize(("prompt", "options"), [(b"bytes", {}), ("p", {"max_tokens": "many"}), ("p", {"best_of": 2})])
-def test_wrong_types_and_unknown_options_are_type_errors(server: ScriptedServer, prompt: Any, options: Any) -> None:
-    with Client(server.address) as client, pytest.raises(TypeError):
-        client.generate(prompt, **options)
 
 
 def test_a_stream_that_ends_early_is_an_error_and_not_a_short_answer(server: ScriptedServer) -> None:

@@ -86,7 +86,7 @@ def test_a_prompt_that_no_server_would_take_is_not_sent() -> None:
 def test_request_ids_that_logs_could_not_carry_are_refused(request_id: str) -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(InvalidArgumentError, match="printable ASCII") as raised:
         client.generate("p", request_id=request_id)
-    assert raised.value.reason is Reason.BAD_PARAMETER
+    assert raised.value.reason is Reason.MALFORMED
 
 
 def test_what_is_piped_in_and_is_no_text_is_said() -> None:

@@ -35,7 +35,8 @@ def worker_process(
     where = ["--allocator", allocator, "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]
     return ServerProcess(
         "quire_worker",
-        ["--model", str(model), "--blocks", str(BLOCKS), *where, *arguments],
+        # Each token is a message of its own, so that a test which counts messages counts tokens.
+        ["--model", str(model), "--blocks", str(BLOCKS), "--stream-interval-ms", "0", *where, *arguments],
         folder=folder,
         log=folder / "log",
         environment={"OMP_WAIT_POLICY": "PASSIVE", **(environment or {})},

@@ -10,7 +10,7 @@ from grpc import aio
 from hypothesis import Phase as HypothesisPhase
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire._transport import messages
+from quire._transport import generating
 from quire._transport.watch import read_event
 from quire.errors import DETAILS_KEY, InternalError, QuireError, Reason, from_rpc_error, to_details
 from quire.mirror import PrefixMirror
@@ -73,9 +73,12 @@ def test_a_chunk_of_text_of_any_kind_is_read_or_an_internal_error(chance: random
     right = worker_pb.GenerateResponse(
         sample=1, token_ids=[1, 2], text="ab", finish_reason=worker_pb.FINISH_REASON_STOP, usage=worker_pb.Usage()
     )
+    right.logprobs.CopyFrom(
+        worker_pb.Logprobs(token_ids=[1], token_logprobs=[-1], top_count=1, top_token_ids=[2], top_logprobs=[-0.5])
+    )
     spoiled = Malformer(chance).changed(right)
     try:
-        chunk = messages.chunk(spoiled)
+        chunk = generating.chunk(spoiled)
     except InternalError:
         return
     assert chunk.text == spoiled.text

@@ -30,6 +30,26 @@ RIGHT = pb.GenerateRequest(
     sampling=pb.SamplingParams(max_tokens=3, temperature=1.0, top_k=5, top_p=0.9, seed=1, n=2, stop_token_ids=[9]),
     namespace="tenant",
 )
+RIGHT_CHOICES = pb.GenerateRequest(
+    text="The for statement",
+    sampling=pb.SamplingParams(
+        max_tokens=3,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        logit_bias_token_ids=[5, 6],
+        logit_bias=[1.0, -1.0],
+        allowed_token_ids=range(100),
+        banned_token_ids=[7],
+        stop=["for", "in"],
+        min_tokens=1,
+        logprobs=2,
+        prompt_logprobs=1,
+        best_of=2,
+        echo=True,
+    ),
+)
 RIGHT_OF_BRANCHES = {
     "Prefill": pb.PrefillRequest(request_id="r", tokens=pb.TokenIds(ids=[5, 6, 7]), ttl_ms=100),
     "ForkBranch": pb.ForkBranchRequest(branch_id=bytes(16), count=2),
@@ -82,7 +102,7 @@ def test_every_rpc_is_fuzzed() -> None:
 @given(chance=st.randoms(use_true_random=False))
 @FUZZED
 def test_a_malformed_request_is_refused_with_a_reason_or_served(scene: Scene, chance: random.Random) -> None:
-    malformer, right = Malformer(chance), chance.choice((RIGHT, RIGHT_TEXT))
+    malformer, right = Malformer(chance), chance.choice((RIGHT, RIGHT_TEXT, RIGHT_CHOICES))
     message = malformer.anything(pb.GenerateRequest) if chance.random() < 0.3 else malformer.changed(right)
     data = message.SerializeToString()
     if chance.random() < 0.4:
@@ -97,11 +117,10 @@ def test_a_malformed_call_on_a_branch_is_refused_with_a_reason_or_served(
     scene: Scene, method: str, chance: random.Random
 ) -> None:
     malformer, right = Malformer(chance), type(RIGHT_OF_BRANCHES[method])()
-    right.CopyFrom(RIGHT_OF_BRANCHES[method])  # type: ignore[arg-type]
+    right.CopyFrom(RIGHT_OF_BRANCHES[method])
     if hasattr(right, "branch_id"):  # of a branch that there is
-        found = pb.PrefillResponse.FromString(
-            scene.channel.unary_unary(f"/{SERVICE.full_name}/Prefill")(RIGHT_OF_BRANCHES["Prefill"].SerializeToString())
-        )
+        prefill = scene.channel.unary_unary(f"/{SERVICE.full_name}/Prefill")
+        found = pb.PrefillResponse.FromString(prefill(RIGHT_OF_BRANCHES["Prefill"].SerializeToString()))
         right.branch_id = found.branch_id
     message = malformer.anything(type(right)) if chance.random() < 0.3 else malformer.changed(right)
     data = message.SerializeToString()

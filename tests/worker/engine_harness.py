@@ -24,7 +24,8 @@ from quire_worker.cache import NAN_BYTE, KVCache
 from quire_worker.engine import Engine
 from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.tokenizer import Tokenizer
-from quire_worker.sampler import SamplingParams
+from quire_worker.sampling.logprobs import TokenLogprobs
+from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import STREAM_INTERVAL_S, FinishReason, Request
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
@@ -73,6 +74,8 @@ class Output:
     texts: list[str]
     reasons: list[FinishReason | None]
     request: Request
+    logprobs: list[tuple[TokenLogprobs, ...]]
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class CheckedEngine(Engine):
@@ -117,19 +120,22 @@ class Harness:
         self.allocator = allocator
         self._task = task
 
-    async def generate(self, prompt: Sequence[int], *, namespace: str = "", **sampling: Any) -> Output:
-        request = self.submit(prompt, namespace=namespace, **sampling)
+    async def generate(
+        self, prompt: Sequence[int], *, namespace: str = "", echo_text: str = "", **sampling: Any
+    ) -> Output:
+        request = self.submit(prompt, namespace=namespace, echo_text=echo_text, **sampling)
         return await self.collect(request)
 
-    def submit(self, prompt: Sequence[int], *, namespace: str = "", **sampling: Any) -> Request:
+    def submit(self, prompt: Sequence[int], *, namespace: str = "", echo_text: str = "", **sampling: Any) -> Request:
         params = SamplingParams(**sampling)
         params.validate()
-        return self.engine.submit(request_id="", prompt=list(prompt), sampling=params, namespace=namespace)
+        return self.engine.submit(
+            request_id="", prompt=list(prompt), sampling=params, namespace=namespace, echo=echo_text
+        )
 
     async def collect(self, request: Request) -> Output:
-        output = Output(
-            [()] * len(request.samples), [""] * len(request.samples), [None] * len(request.samples), request
-        )
+        count = request.sampling.n
+        output = Output([()] * count, [""] * count, [None] * count, request, [()] * count)
         while True:
             if self._task.done():
                 self._task.result()
@@ -138,6 +144,8 @@ class Harness:
                 raise delivery
             output.tokens[delivery.sample] += delivery.token_ids
             output.texts[delivery.sample] += delivery.text
+            output.logprobs[delivery.sample] += delivery.logprobs
+            output.prompt_logprobs += delivery.prompt_logprobs
             output.reasons[delivery.sample] = delivery.finish_reason or output.reasons[delivery.sample]
             if delivery.is_last:
                 return output

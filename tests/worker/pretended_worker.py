@@ -22,7 +22,7 @@ from quire_allocator.core import spec
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.wire import step_apply, step_checks
-from quire_worker.sampler import SamplingParams
+from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.plan import Batch, Plan, Work
 from quire_worker.scheduling.request import FinishReason, Request, Sample
 from quire_worker.scheduling.scheduler import Scheduler

@@ -24,7 +24,9 @@ from quire_worker.cache import KVCache
 from quire_worker.execution import warm_up
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.paged_model import PagedModel, load_model
-from quire_worker.sampler import SamplingParams, new_generator, sample
+from quire_worker.sampling.choice import sample
+from quire_worker.sampling.params import SamplingParams
+from quire_worker.sampling.random_numbers import new_generator
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature

@@ -13,7 +13,7 @@ import torch
 from quire.errors import QuireError, Reason
 from quire.protocol.permissions import EVERYTHING
 from quire_worker.branches import Branch, Branches
-from quire_worker.sampler import SamplingParams
+from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Delivery
 
 from tests.worker.engine_harness import BLOCK_SIZE, Harness, prompt, reference_model, reference_text, running
@@ -142,13 +142,12 @@ async def test_scores_are_the_logprobs_of_transformers(llama: Path, length: int)
 
 
 async def test_candidates_that_are_preempted_have_the_same_scores(llama: Path) -> None:
-    tokens, candidates = prompt(50, seed=2), [[*prompt(40, seed=3), *prompt(n, seed=n)] for n in range(1, 9)]
-    async with running(llama, blocks=20, batch_tokens=512) as harness:
+    tokens, candidates = prompt(50, seed=2), [[*prompt(60, seed=3), *prompt(n, seed=n)] for n in range(1, 9)]
+    async with running(llama, blocks=12, batch_tokens=12) as harness:
         branches = Branches(harness.engine)
         root = await root_of(branches, tokens)
-        found, output = await asyncio.gather(
-            branches.score(root, candidates, ""), harness.generate(prompt(30, seed=5), max_tokens=100, ignore_eos=True)
-        )
+        older = harness.submit(prompt(70, seed=5), max_tokens=100, ignore_eos=True)
+        found, output = await asyncio.gather(branches.score(root, candidates, ""), harness.collect(older))
         assert harness.engine.scheduler.roster.preemption_count > 0
         assert len(output.tokens[0]) == 100
     for candidate, logprobs in zip(candidates, found.logprobs, strict=True):
@@ -264,19 +263,26 @@ async def test_a_call_that_is_cancelled_leaves_the_branch_as_it_was(llama: Path)
 
 
 async def test_a_branch_that_nobody_names_ends_with_its_time_and_one_that_is_renewed_does_not(llama: Path) -> None:
+    now_s = 0.0
     async with running(llama) as harness:
-        branches = Branches(harness.engine)
-        short = await root_of(branches, prompt(20, seed=1), ttl_s=0.2)
-        kept = await root_of(branches, prompt(20, seed=2), ttl_s=0.2)
-        for _ in range(8):
-            await asyncio.sleep(0.05)
-            assert branches.renew([kept.id, b"?" * 16], EVERYTHING) == [b"?" * 16]
+        branches = Branches(harness.engine, clock=lambda: now_s)
+        short = await root_of(branches, prompt(20, seed=1), ttl_s=60.0)
+        kept = await root_of(branches, prompt(20, seed=2), ttl_s=60.0)
+        now_s = 59.0
+        assert branches.renew([kept.id, b"?" * 16], EVERYTHING) == [b"?" * 16]
+        now_s = 60.0
+        branches._sweep()
         with pytest.raises(QuireError, match="its time has ended") as caught:
             branches.find(short.id, EVERYTHING)
         assert caught.value.reason is Reason.BRANCH_UNKNOWN
         assert await held_block_count(harness) == 2
-        while branches.count:
-            await asyncio.sleep(0.05)
+        async with branches.generating(kept, SamplingParams(max_tokens=2), ""):
+            now_s = 1_000.0
+            branches._sweep()
+            assert branches.count == 1, "it is used"
+        now_s = 1_060.0
+        branches._sweep()
+        assert branches.count == 0
         assert await harness.free_block_count() == 512
 
 

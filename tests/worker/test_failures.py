@@ -16,6 +16,7 @@ from quire.errors import QuireError, Reason
 from quire.protocol.permissions import permissions_of
 from quire_worker.execution import runner
 from quire_worker.execution.failures import FailureKind, is_out_of_memory
+from quire_worker.sampling import sampler
 from quire_worker.scheduling.request import Request
 
 from tests.worker.broken_models import break_decoder, poison, single_character_token
@@ -243,7 +244,7 @@ async def test_a_lost_block_is_looked_for_among_all_that_run(healthy: Path) -> N
         await company.decoding()
         victim = company.requests[0].samples[0]
         failure = runner.failure_of(torch.OutOfMemoryError())
-        computed = runner.Computed([], [], {}, {victim.tables[0][-1]: failure}, 0, 0.0)
+        computed = runner.Computed([], [], [], [], {}, {victim.tables[0][-1]: failure}, 0, 0.0)
         harness.engine._end_failed(computed)
         assert [request.is_done for request in company.requests] == [True, False, False]
         with pytest.raises(QuireError):
@@ -251,20 +252,21 @@ async def test_a_lost_block_is_looked_for_among_all_that_run(healthy: Path) -> N
         assert await harness.free_block_count() == BLOCKS
 
 
+@pytest.mark.parametrize("further", [{}, {"frequency_penalty": 1.0, "logprobs": 2}])
 async def test_sampling_without_memory_is_done_in_halves_and_draws_the_same_numbers(
-    healthy: Path, monkeypatch: pytest.MonkeyPatch
+    healthy: Path, monkeypatch: pytest.MonkeyPatch, further: dict[str, Any]
 ) -> None:
-    sampling = {"max_tokens": 20, "temperature": 0.9, "seed": 4, "ignore_eos": True, "n": 5}
+    sampling = {"max_tokens": 20, "temperature": 0.9, "seed": 4, "ignore_eos": True, "n": 5, **further}
     async with running(healthy) as harness:
         undisturbed = await harness.generate(prompt(40), **sampling)
-        topmost = runner.sample
+        topmost = sampler.sample
 
         def two_rows_at_most(logits: torch.Tensor, *rest: Any) -> list[int]:
             if len(logits) > 2:
                 raise torch.OutOfMemoryError
             return topmost(logits, *rest)
 
-        monkeypatch.setattr(runner, "sample", two_rows_at_most)
+        monkeypatch.setattr(sampler, "sample", two_rows_at_most)
         assert (await harness.generate(prompt(40), **sampling)).tokens == undisturbed.tokens
         assert harness.engine.telemetry.retry_count > 10
 

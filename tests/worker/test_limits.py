@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -11,20 +12,38 @@ import pytest
 from quire.errors import Reason
 from quire.protocol.limits import NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
 from quire.v1 import worker_pb2 as pb
-from quire_worker import sampler
-from quire_worker.sampler import INT32_MAX, SAMPLE_COUNT_MAX, STOP_TOKEN_COUNT_MAX, TEMPERATURE_MAX, TEMPERATURE_MIN
-from quire_worker.service import TEXT_BYTES_MAX
+from quire_worker.checks import TEXT_BYTES_MAX
+from quire_worker.sampling import params
+from quire_worker.sampling.params import (
+    BIAS_COUNT_MAX,
+    BIAS_MAX,
+    CHOICE_COUNT_MAX,
+    INT32_MAX,
+    LOGPROB_COUNT_MAX,
+    PENALTY_MAX,
+    REPETITION_PENALTY_MAX,
+    REPETITION_PENALTY_MIN,
+    SAMPLE_COUNT_MAX,
+    STOP_CHARACTER_COUNT_MAX,
+    STOP_TEXT_COUNT_MAX,
+    STOP_TOKEN_COUNT_MAX,
+    STRUCTURE_BYTES_MAX,
+    TEMPERATURE_MAX,
+    TEMPERATURE_MIN,
+    TOKEN_LIST_COUNT_MAX,
+)
 
 from tests.fuzz.test_worker_over_grpc import worker
 from tests.fuzz.wire import in_a_thread, listen
 
+VOCABULARY = 2048  # of the model that is asked
 POOL_TOKENS = 64 * 16  # of the worker that is asked
 GENERATE = "/quire.v1.WorkerService/Generate"
 
 
 @pytest.fixture(scope="module")
 def channel() -> Iterator[grpc.Channel]:
-    with in_a_thread(worker) as (_, address), grpc.insecure_channel(address) as opened:
+    with in_a_thread(worker) as (_, address, _), grpc.insecure_channel(address) as opened:
         yield opened
 
 
@@ -36,6 +55,10 @@ def request(**fields: Any) -> pb.GenerateRequest:
 
 def prompt(length: int) -> pb.TokenIds:
     return pb.TokenIds(ids=[5] * length)
+
+
+def bias(token: int, value: float) -> dict[str, Any]:
+    return {"logit_bias_token_ids": [token], "logit_bias": [value]}
 
 
 Case = tuple[pb.GenerateRequest, pb.GenerateRequest, Reason]
@@ -90,7 +113,74 @@ CASES: dict[str, Case] = {
         request(sampling={"top_p": 1.001, "temperature": 1.0}),
         Reason.BAD_PARAMETER,
     ),
+    **{
+        name: (request(sampling=at), request(sampling=over), Reason.BAD_PARAMETER)
+        for name, at, over in [
+            ("min_p", {"min_p": 1.0}, {"min_p": 1.001}),
+            ("low min_p", {"min_p": 0.0}, {"min_p": -0.001}),
+            (
+                "repetition penalty",
+                {"repetition_penalty": REPETITION_PENALTY_MAX},
+                {"repetition_penalty": REPETITION_PENALTY_MAX * 1.001},
+            ),
+            (
+                "low repetition penalty",
+                {"repetition_penalty": REPETITION_PENALTY_MIN},  # as float32 it is a little less
+                {"repetition_penalty": REPETITION_PENALTY_MIN * 0.999},
+            ),
+            ("presence penalty", {"presence_penalty": PENALTY_MAX}, {"presence_penalty": PENALTY_MAX * 1.001}),
+            ("low presence penalty", {"presence_penalty": -PENALTY_MAX}, {"presence_penalty": -PENALTY_MAX * 1.001}),
+            ("frequency penalty", {"frequency_penalty": PENALTY_MAX}, {"frequency_penalty": PENALTY_MAX * 1.001}),
+            ("low frequency penalty", {"frequency_penalty": -PENALTY_MAX}, {"frequency_penalty": -PENALTY_MAX * 1.001}),
+            ("bias", bias(3, BIAS_MAX), bias(3, BIAS_MAX * 1.001)),
+            ("low bias", bias(3, -BIAS_MAX), bias(3, -BIAS_MAX * 1.001)),
+            ("bias of a token", bias(VOCABULARY - 1, 1.0), bias(VOCABULARY, 1.0)),
+            (
+                "allowed tokens",
+                {"allowed_token_ids": [1] * TOKEN_LIST_COUNT_MAX},
+                {"allowed_token_ids": [1] * (TOKEN_LIST_COUNT_MAX + 1)},
+            ),
+            ("allowed token", {"allowed_token_ids": [VOCABULARY - 1]}, {"allowed_token_ids": [VOCABULARY]}),
+            (
+                "banned tokens",
+                {"banned_token_ids": [1] * TOKEN_LIST_COUNT_MAX},
+                {"banned_token_ids": [1] * (TOKEN_LIST_COUNT_MAX + 1)},
+            ),
+            ("banned token", {"banned_token_ids": [VOCABULARY - 1]}, {"banned_token_ids": [VOCABULARY]}),
+            ("stop texts", {"stop": ["x"] * STOP_TEXT_COUNT_MAX}, {"stop": ["x"] * (STOP_TEXT_COUNT_MAX + 1)}),
+            (
+                "stop text",
+                {"stop": ["é" * STOP_CHARACTER_COUNT_MAX]},
+                {"stop": ["é" * (STOP_CHARACTER_COUNT_MAX + 1)]},
+            ),
+            ("no stop text", {"stop": ["x"]}, {"stop": [""]}),
+            ("min_tokens", {"min_tokens": 1}, {"min_tokens": 2}),
+            ("logprobs", {"logprobs": LOGPROB_COUNT_MAX}, {"logprobs": LOGPROB_COUNT_MAX + 1}),
+            ("prompt logprobs", {"prompt_logprobs": LOGPROB_COUNT_MAX}, {"prompt_logprobs": LOGPROB_COUNT_MAX + 1}),
+            ("best_of", {"best_of": SAMPLE_COUNT_MAX}, {"best_of": SAMPLE_COUNT_MAX + 1}),
+            ("low best_of", {"best_of": 2, "n": 2}, {"best_of": 1, "n": 2}),
+        ]
+    },
 }
+
+
+def test_more_biases_than_there_may_be_are_refused_whatever_the_vocabulary() -> None:
+    params.SamplingParams(logit_bias=dict.fromkeys(range(BIAS_COUNT_MAX), 1.0)).validate()
+    with pytest.raises(ValueError, match="logit_bias must be at most"):
+        params.SamplingParams(logit_bias=dict.fromkeys(range(BIAS_COUNT_MAX + 1), 1.0)).validate()
+
+
+@pytest.mark.parametrize("kind", params.StructureKind)
+def test_structures_are_bounded_in_bytes_and_choices_in_number(kind: params.StructureKind) -> None:
+    params.SamplingParams(structure=params.Structure(kind, ("x" * STRUCTURE_BYTES_MAX,))).validate()
+    with pytest.raises(ValueError, match=f"{kind.value} must be at most"):
+        params.SamplingParams(structure=params.Structure(kind, ("x" * (STRUCTURE_BYTES_MAX + 1),))).validate()
+    with pytest.raises(ValueError, match=f"{kind.value} must not be empty"):
+        params.SamplingParams(structure=params.Structure(kind, ("",))).validate()
+    choices = params.Structure(params.StructureKind.CHOICE, ("x",) * CHOICE_COUNT_MAX)
+    params.SamplingParams(structure=choices).validate()
+    with pytest.raises(ValueError, match="choice must be at most"):
+        replace(params.SamplingParams(), structure=replace(choices, texts=(*choices.texts, "x"))).validate()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -113,13 +203,24 @@ def test_a_text_of_a_mebibyte_is_read_and_of_one_byte_more_is_not(channel: grpc.
 
 
 def test_every_limit_of_sampling_has_a_case() -> None:
-    limits = {name for name in vars(sampler) if name.endswith(("_MAX", "_MIN"))}
+    limits = {name for name in vars(params) if name.endswith(("_MAX", "_MIN"))}
     assert limits == {
         "INT32_MAX",  # max_tokens, top_k
-        "SAMPLE_COUNT_MAX",
+        "SAMPLE_COUNT_MAX",  # n, best_of
+        "BIAS_COUNT_MAX",
+        "BIAS_MAX",
+        "CHOICE_COUNT_MAX",
+        "LOGPROB_COUNT_MAX",
+        "PENALTY_MAX",
+        "REPETITION_PENALTY_MAX",
+        "REPETITION_PENALTY_MIN",
+        "STOP_CHARACTER_COUNT_MAX",
+        "STOP_TEXT_COUNT_MAX",
+        "STRUCTURE_BYTES_MAX",
+        "TOKEN_LIST_COUNT_MAX",
         "STOP_TOKEN_COUNT_MAX",
         "TEMPERATURE_MAX",
         "TEMPERATURE_MIN",
         "UINT64_MAX",  # of a seed: what its field holds
     }
-    assert math.log2(sampler.UINT64_MAX + 1) == 64
+    assert math.log2(params.UINT64_MAX + 1) == 64

@@ -10,7 +10,7 @@ import pytest
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
 from quire_worker.options import parse_arguments
 from quire_worker.outbox import Outbox
-from quire_worker.sampler import SamplingParams
+from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Delivery, FinishReason, Request, Sample
 
 NEVER_S = 1e6  # longer than any test

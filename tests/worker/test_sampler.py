@@ -9,17 +9,26 @@ from typing import Any
 import pytest
 import torch
 from quire_worker.attention import PagedAttention
-from quire_worker.sampler import SAMPLE_COUNT_MAX, SamplingParams, finite_rows, new_generator, probabilities_of, sample
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from quire_worker.sampling.choice import finite_rows, probabilities_of, sample
+from quire_worker.sampling.params import SAMPLE_COUNT_MAX, SamplingParams
+from quire_worker.sampling.random_numbers import new_generator
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from tests.worker.attention_batches import device_of
 
 VOCABULARY = 211
 COMBINATIONS = [
-    SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     for temperature in (0.001, 0.5, 1.0, 3.0)
     for top_k in (0, 1, 5, 1000)
     for top_p in (1e-9, 0.01, 0.5, 0.9, 1.0)
+    for min_p in (0.0, 0.02, 1.0)
 ]
 
 
@@ -33,6 +42,8 @@ def warped_by_transformers(logits: torch.Tensor, params: SamplingParams) -> torc
         warpers.append(TopKLogitsWarper(params.top_k))
     if params.top_p < 1:
         warpers.append(TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        warpers.append(MinPLogitsWarper(params.min_p))
     probabilities: torch.Tensor = warpers(None, logits).softmax(dim=-1)
     return probabilities
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 from quire import Client
 from quire.local import LocalStack
-from quire_worker.sampler import SamplingParams, new_generator, sample
+from quire_worker.sampling.choice import sample
+from quire_worker.sampling.params import SamplingParams
+from quire_worker.sampling.random_numbers import new_generator
 
 from tests.worker.engine_harness import reference_model, reference_text
 from tests.worker.tiny_models import write_tiny, write_tiny_llama, write_tiny_qwen3

@@ -9,7 +9,7 @@ From the bytes up, each file knowing only those before it:
     support            what a model may be made of to be served from pages
     transformers_seam  how the attention of a transformers model reaches the pages
     model              such a model: loading, checking and running it
-    sampler            logits to tokens
+    sampling           logits to tokens
     tokenizer          text to tokens and, piece by piece, back
 
 None of these imports grpc or knows of requests.

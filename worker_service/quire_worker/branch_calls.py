@@ -20,7 +20,7 @@ from quire_worker.branches import (
     Branches,
 )
 from quire_worker.checks import Checks, check_namespace, require
-from quire_worker.sampler import SamplingParams
+from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request
 
 IDS_MAX = 4_096  # of one call
@@ -92,7 +92,7 @@ class BranchCalls:
         return pb.RenewBranchesResponse(unknown_branch_ids=self._branches.renew(message.branch_ids, permissions))
 
     async def release(self, message: pb.ReleaseBranchesRequest, permissions: Permissions) -> pb.ReleaseBranchesResponse:
-        """Ends branches."""
+        """Ends branches that the caller may use."""
         require(len(message.branch_ids) <= IDS_MAX, f"branch_ids must be at most {IDS_MAX}")
         await self._branches.release(message.branch_ids, permissions)
         return pb.ReleaseBranchesResponse()
@@ -103,8 +103,10 @@ class BranchCalls:
     ) -> AsyncIterator[Request]:
         """Continues a branch, whose request is there to be read inside."""
         require(not message.namespace, "namespace is the branch's own: leave it out")
-        if sampling.n != 1:
-            raise QuireError.of(Reason.BAD_PARAMETER, f"n must be 1 on a branch, not {sampling.n}: fork it")
+        if sampling.sample_count != 1:
+            raise QuireError.of(Reason.BAD_PARAMETER, "n and best_of must be 1 on a branch: fork it")
+        if sampling.echo or sampling.prompt_logprobs is not None:
+            raise QuireError.of(Reason.BAD_PARAMETER, "echo and prompt_logprobs are for prompts, not for a branch")
         branch = self._branches.find(message.branch_id, permissions)
         async with self._branches.generating(branch, sampling, request_id) as request:
             yield request

@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -34,7 +35,7 @@ from quire.errors import QuireError, Reason
 from quire.protocol.permissions import Permissions
 
 from quire_worker.engine import Engine
-from quire_worker.sampler import SamplingParams
+from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request, Sample
 
 BRANCH_COUNT_MAX = 1_024
@@ -53,7 +54,7 @@ class Branch:
 
     Attributes:
         sample: what held its blocks last, or holds them.
-        expires_s: when it ends, unless it is named before, by the event loop's clock.
+        expires_s: when it ends, unless it is named before, by the clock of `Branches`.
         lock: of the call that uses it.
         answered: id and answer of the last call that changed something, for its repetition.
     """
@@ -81,11 +82,15 @@ class Branches:
     Args:
         engine: computes them.
         count_max: branches that there may be at a time.
+        clock: seconds.
     """
 
-    def __init__(self, engine: Engine, *, count_max: int = BRANCH_COUNT_MAX) -> None:
+    def __init__(
+        self, engine: Engine, *, count_max: int = BRANCH_COUNT_MAX, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._engine = engine
         self._count_max = count_max
+        self._clock = clock
         self._branches: dict[bytes, Branch] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -200,7 +205,7 @@ class Branches:
         async with self._using(branch):
             self._check_length(len(branch.tokens) + max(map(len, candidates)) - 1)
             await self._compute(branch, branch.tokens, request_id)
-            request = self._engine.intake.new_request(
+            request = self._engine.reception.new_request(
                 request_id=request_id, prompt=branch.tokens, sampling=COMPUTE_ALONE, namespace=branch.namespace
             )
             roster, is_held = self._engine.scheduler.roster, self._is_held(branch)
@@ -211,7 +216,7 @@ class Branches:
                     sample = self._fork_of(branch.sample, request, index, tokens)
                     roster.resting.add_fork(sample)
                 else:
-                    sample = self._engine.intake.new_sample(request, index, tokens)
+                    sample = self._engine.reception.new_sample(request, index, tokens)
                 sample.draws, sample.scored, sample.scored_from = False, candidate, len(branch.tokens)
                 sample.logprobs = [float("nan")] * len(candidate)
                 request.samples.append(sample)
@@ -277,14 +282,14 @@ class Branches:
         """Opens a request on the branch's own sample, or on a new one where it holds no blocks. If it does not end
         well, the sample leaves, and the branch is dropped."""
         engine = self._engine
-        request = engine.intake.new_request(
+        request = engine.reception.new_request(
             request_id=request_id, prompt=list(tokens), sampling=sampling, namespace=branch.namespace
         )
-        fresh = engine.intake.new_sample(request, 0, tokens)
+        fresh = engine.reception.new_sample(request, 0, tokens)
         if self._is_held(branch):
             assert branch.sample is not None
             sample = branch.sample
-            sample.generator, sample.detokenizer = fresh.generator, fresh.detokenizer
+            sample.sampler, sample.detokenizer = fresh.sampler, fresh.detokenizer
             request.admitted, request.usage.cached_token_count = True, sample.computed
             engine.scheduler.roster.wake(sample, request, list(tokens), draws=draws)
         else:
@@ -296,7 +301,7 @@ class Branches:
         return request
 
     def _fork_of(self, parent: Sample, request: Request, index: int, tokens: list[int]) -> Sample:
-        sample = self._engine.intake.new_sample(request, index, tokens)
+        sample = self._engine.reception.new_sample(request, index, tokens)
         sample.fork_from(parent)
         sample.draws = False
         return sample
@@ -332,14 +337,14 @@ class Branches:
 
     def _new(self, tokens: list[int], namespace: str, ttl_s: float) -> Branch:
         self._check_room(1)
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._clock()
         branch = Branch(secrets.token_bytes(16), tokens, namespace, ttl_s, now_s + ttl_s)
         self._branches[branch.id] = branch
         self._arm(branch.expires_s)
         return branch
 
     def _renew(self, branch: Branch) -> None:
-        branch.expires_s = asyncio.get_running_loop().time() + branch.ttl_s
+        branch.expires_s = self._clock() + branch.ttl_s
 
     def _end(self, branch: Branch) -> None:
         self._branches.pop(branch.id, None)
@@ -349,15 +354,17 @@ class Branches:
 
     def _arm(self, due_s: float) -> None:
         """Lets `_sweep` come at this time, unless it comes before."""
-        if self._timer is None or due_s < self._timer.when():
+        loop = asyncio.get_running_loop()
+        when_s = loop.time() + max(0.0, due_s - self._clock())
+        if self._timer is None or when_s < self._timer.when():
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = asyncio.get_running_loop().call_at(due_s, self._sweep)
+            self._timer = loop.call_at(when_s, self._sweep)
 
     def _sweep(self) -> None:
         """Ends the branches whose time has come, and comes again for the next one."""
         self._timer = None
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._clock()
         for branch in [each for each in self._branches.values() if each.expires_s <= now_s]:
             is_used = branch.lock.locked() or (branch.sample is not None and branch.sample.fork_of is not None)
             if is_used:

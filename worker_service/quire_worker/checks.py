@@ -25,12 +25,15 @@ class Given(Protocol):
     """A message that carries a text or its tokens, in a group whose name the reader knows."""
 
     @property
-    def text(self) -> str: ...
+    def text(self) -> str:
+        """Returns the text, empty where there is none."""
 
     @property
-    def tokens(self) -> Any: ...
+    def tokens(self) -> Any:
+        """Returns the message of the tokens."""
 
-    def WhichOneof(self, name: Any, /) -> Any: ...
+    def WhichOneof(self, name: Any, /) -> Any:
+        """Returns which of them it carries."""
 
 
 class Checks:
@@ -77,6 +80,18 @@ class Checks:
             )
         self._check_vocabulary(tokens)
         return tokens
+
+    async def echo(self, given: Given, request_id: str, prompt: list[int]) -> str:
+        """Returns the prompt's text, which is what came where text came."""
+        if given.WhichOneof("prompt") == "text":
+            return given.text
+        try:
+            text = await asyncio.to_thread(self._engine.tokenizer.decode, prompt)
+        except TokenizerError as error:
+            log.warning("decoding failed", error=str(error))
+            raise self._engine.failed(request_id, TOKENIZER) from None
+        self.check_serving()  # also after the tokenizer's time
+        return text
 
     async def continuation(self, given: Given, request_id: str) -> list[int]:
         """Returns the tokens of what comes after others.

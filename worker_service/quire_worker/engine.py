@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -30,13 +30,14 @@ from quire.session import PoolSession, SessionLostError
 from quire_worker.cache import KVCache
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
 from quire_worker.execution.runner import Computed, Runner
-from quire_worker.intake import Intake
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
 from quire_worker.outbox import Outbox
-from quire_worker.sampler import SamplingParams
-from quire_worker.scheduling.plan import Batch, Draw, Plan, Work
-from quire_worker.scheduling.request import STREAM_INTERVAL_S, Delivery, FinishReason, Request, Sample
+from quire_worker.reception import Reception
+from quire_worker.samples import TokenIntake, begin_samples
+from quire_worker.sampling.params import SamplingParams
+from quire_worker.scheduling.plan import Batch, Plan, Work
+from quire_worker.scheduling.request import STREAM_INTERVAL_S, Request, Sample
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
 
@@ -96,7 +97,7 @@ class Engine:
         self._open: set[Request] = set()
         self._changed = asyncio.Event()  # a request was ended
         self._turned = asyncio.Event()  # set for a moment after each turn
-        self.intake = Intake(
+        self.reception = Reception(
             model=model,
             cache=cache,
             tokenizer=tokenizer,
@@ -110,6 +111,14 @@ class Engine:
         self._runner = Runner(model, cache, clock)
         self._passes = deque[Pass]()  # the one that is computed, and the one behind it
         self._outbox = Outbox(stream_interval_s, self._decoding_failed)
+        self._intake = TokenIntake(
+            scheduler,
+            self._outbox,
+            telemetry=telemetry,
+            clock=clock,
+            eos_token_ids=model.eos_token_ids,
+            on_failure=self._decoding_failed,
+        )
 
     async def run(self) -> None:
         """Takes turns as long as there is work, and waits for some otherwise, until `stop`.
@@ -119,7 +128,7 @@ class Engine:
             DeviceLostError: neither can anything be computed.
         """
         try:
-            while not self.intake.is_closed:
+            while not self.reception.is_closed:
                 self.wake.clear()
                 if not self.scheduler.roster.has_work and not self._passes:
                     await self.wake.wait()
@@ -130,8 +139,8 @@ class Engine:
             self.fail_all(QuireError.of(Reason.MODEL_FAILED, "the worker lost its device"))
             raise
         finally:
-            self.intake.is_closed = True
-            self.fail_all(self.intake.draining())
+            self.reception.is_closed = True
+            self.fail_all(self.reception.draining())
             self._turned.set()
             await asyncio.gather(*(each.result for each in self._passes), return_exceptions=True)
 
@@ -147,22 +156,30 @@ class Engine:
         self._passes.popleft()
         self._end_failed(computed)
         self.scheduler.advance(computed.work)
-        self._take_tokens(computed.tokens)
-        self._end_computed(computed)
+        self._intake.take(computed)
         self.telemetry.forward_s += computed.seconds
         self.telemetry.step_seconds.observe(self._clock() - started)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def submit(self, *, request_id: str, prompt: list[int], sampling: SamplingParams, namespace: str) -> Request:
+    def submit(
+        self, *, request_id: str, prompt: list[int], sampling: SamplingParams, namespace: str, echo: str = ""
+    ) -> Request:
         """Queues a valid request; its `deliveries` carry what comes of it. Every request is ended by `cancel`.
+
+        Args:
+            request_id: for logs.
+            prompt: tokens.
+            sampling: how it is continued.
+            namespace: inside which prefixes are shared.
+            echo: what each sample's text begins with.
 
         Raises:
             QuireError: QUEUE_FULL; ALLOCATOR_LOST, nobody grants blocks at present; DRAINING, it was stopped.
         """
-        new = self.intake.new_request
+        new = self.reception.new_request
         request = new(request_id=request_id, prompt=prompt, sampling=sampling, namespace=namespace)
-        request.samples = [self.intake.new_sample(request, i, prompt) for i in range(sampling.n)]
+        begin_samples(request, self.model, self.tokenizer, echo=echo)
         self.scheduler.roster.add(request.samples[0])
         self.open(request)
         return request
@@ -179,8 +196,8 @@ class Engine:
             QuireError: DRAINING: there are no more turns.
         """
         while sample.fork_of is not None or any(item.sample is sample for each in self._passes for item in each.work):
-            if self.intake.is_closed:
-                raise self.intake.draining()
+            if self.reception.is_closed:
+                raise self.reception.draining()
             await self._turned.wait()
 
     def cancel(self, request: Request) -> None:
@@ -204,7 +221,7 @@ class Engine:
 
     def stop(self) -> None:
         """Lets `run` return after the turn that it is in."""
-        self.intake.is_closed = True
+        self.reception.is_closed = True
         self.wake.set()
 
     def close(self) -> None:
@@ -229,7 +246,7 @@ class Engine:
         """Puts the next pass behind the one that is computed, as soon as all that it needs is granted. If that does not
         come about before this one ends, or something has gone wrong, the next turn begins by planning."""
         (current,) = self._passes
-        while not self.intake.is_closed:
+        while not self.reception.is_closed:
             if self._asked is not None and self._asked.answer.done():
                 if self._asked.answer.exception() is not None:
                     return
@@ -359,40 +376,6 @@ class Engine:
         self.scheduler.roster.cancel(request)
         request.deliveries.put_nowait(error)
 
-    def _take_tokens(self, tokens: Sequence[tuple[Draw, int]]) -> None:
-        """Extends every sample by its token and notes that for its caller."""
-        for (drawn, parent), token in tokens:
-            if drawn.has_ended:  # cancelled while the model ran, or with the token before
-                continue
-            if drawn is not parent:
-                drawn.fork_from(parent)
-            self.scheduler.extend(drawn, token, is_stop=self._is_stop(drawn.request, token))
-            if drawn is not parent and not drawn.has_ended:
-                self.scheduler.roster.add_fork(drawn)
-            kept = [] if drawn.finish_reason is FinishReason.STOP else [token]
-            request = drawn.request
-            if request.first_token_s is None:
-                request.first_token_s = self._clock()
-                self.telemetry.observe_first_token(request, request.first_token_s - request.arrived_s)
-            self.telemetry.output_token_count += len(kept)
-            self._outbox.note(drawn, kept)
-
-    def _end_computed(self, computed: Computed) -> None:
-        """Notes what was asked for beside tokens, and ends samples that nothing else was asked of."""
-        for sample, start, logprobs in computed.logprobs:
-            sample.note_logprobs(start, logprobs)
-        for item in computed.work:
-            sample, request = item.sample, item.sample.request
-            if item.is_complete and not sample.draws and not sample.has_ended:
-                self.scheduler.roster.finish(sample, FinishReason.LENGTH)
-                if request.is_done:
-                    request.deliveries.put_nowait(Delivery(0, (), "", FinishReason.LENGTH, is_last=True))
-
     def _decoding_failed(self, request: Request, error: TokenizerError) -> None:
         log.warning("decoding failed", error=str(error))
         self._fail(request, self.failed(request.request_id, TOKENIZER))
-
-    def _is_stop(self, request: Request, token: int) -> bool:
-        sampling: SamplingParams = request.sampling
-        ends = token in self.model.eos_token_ids and not sampling.ignore_eos
-        return ends or token in sampling.stop_token_ids

@@ -18,6 +18,7 @@ from quire_worker.scheduling.request import STREAM_INTERVAL_S
 BLOCKS_PER_STEP_MAX = 8_192  # blocks that one forward pass may fill, so that their digests fit a step
 STREAM_INTERVAL_MS_MAX = 1_000
 RUNNING_MAX = 4_096  # samples; each may need a few operations of one step
+DTYPE_NICKNAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _COUNTS = ("block_size", "blocks", "max_batch_tokens", "max_running", "max_waiting", "threads", "tensor_parallel")
 
 
@@ -120,7 +121,12 @@ def _add_tls(parser: argparse.ArgumentParser) -> None:
 def _add_formats(parser: argparse.ArgumentParser) -> None:
     """Adds what weights and pages are made of, and where they are."""
     parser.add_argument(
-        "--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="auto: float32 on a CPU"
+        "--dtype",
+        type=lambda name: DTYPE_NICKNAMES.get(name, name),
+        choices=["auto", *DTYPE_NICKNAMES.values()],
+        default="auto",
+        help="of the weights; fp32, bf16 and fp16 are understood, too; auto: float32 on a CPU, and on a GPU that of the"
+        " checkpoint (default: %(default)s)",
     )
     parser.add_argument(
         "--kv-cache-dtype",

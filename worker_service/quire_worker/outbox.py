@@ -12,10 +12,20 @@ token is a message.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from quire_worker.model.tokenizer import TokenizerError
+from quire_worker.sampling.logprobs import TokenLogprobs
 from quire_worker.scheduling.request import Delivery, Request, Sample
+
+
+class Noted(NamedTuple):
+    """What was noted of one sample."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]  # of each, where they were asked for
 
 
 class Outbox:
@@ -29,12 +39,16 @@ class Outbox:
     def __init__(self, interval_s: float, on_failure: Callable[[Request, TokenizerError], None]) -> None:
         self._interval_s = interval_s
         self._on_failure = on_failure
-        self._noted: dict[Request, dict[Sample, list[int]]] = {}
+        self._noted: dict[Request, dict[Sample, Noted]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def note(self, sample: Sample, tokens: Sequence[int]) -> None:
+    def note(self, sample: Sample, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
         """Takes new tokens of a sample; none if it ended without one."""
-        self._noted.setdefault(sample.request, {}).setdefault(sample, []).extend(tokens)
+        noted = self._noted.setdefault(sample.request, {}).setdefault(sample, Noted([], []))
+        noted.tokens.extend(tokens)
+        noted.logprobs.extend(logprobs)
+        if _is_held(sample.request):
+            return
         loop = asyncio.get_running_loop()
         due_s = loop.time() if sample.has_ended else sample.request.delivered_s + self._interval_s
         if self._timer is None or due_s < self._timer.when():
@@ -47,12 +61,19 @@ class Outbox:
         noted = self._noted.pop(request, None)
         if noted is None:
             return
+        is_first = request.delivered_s == -math.inf
         request.delivered_s = asyncio.get_running_loop().time()
+        if request.sampling.is_best_of:
+            noted = _best(request, noted)
         try:
-            deliveries = [_delivery(sample, tokens) for sample, tokens in noted.items()]
+            deliveries = [_delivery(sample, *each) for sample, each in noted.items()]
         except TokenizerError as error:
             self._on_failure(request, error)
             return
+        if request.sampling.is_best_of:
+            deliveries = [delivery._replace(sample=place) for place, delivery in enumerate(deliveries)]
+        if is_first and request.prompt_logprobs:
+            deliveries[0] = deliveries[0]._replace(prompt_logprobs=tuple(request.prompt_logprobs))
         for number, delivery in enumerate(deliveries, start=1):
             is_last = request.is_done and number == len(deliveries)
             request.deliveries.put_nowait(delivery._replace(is_last=is_last))
@@ -67,6 +88,8 @@ class Outbox:
         loop = asyncio.get_running_loop()
         now_s, next_s = loop.time(), None
         for request, noted in list(self._noted.items()):
+            if _is_held(request):
+                continue
             due_s = request.delivered_s + self._interval_s
             if due_s <= now_s or any(sample.has_ended for sample in noted):
                 self.deliver(request)
@@ -76,7 +99,18 @@ class Outbox:
             self._timer = loop.call_at(next_s, self._deliver_due)
 
 
-def _delivery(sample: Sample, tokens: list[int]) -> Delivery:
+def _is_held(request: Request) -> bool:
+    """Tells whether nothing of a request goes out yet: which of its samples are the best is known at the end."""
+    return request.sampling.is_best_of and not request.is_done
+
+
+def _best(request: Request, noted: dict[Sample, Noted]) -> dict[Sample, Noted]:
+    """Returns the likeliest samples of a request, by the mean of their tokens' logprobs; of equals the first."""
+    ranked = sorted(noted, key=lambda sample: -sample.logprob_sum / max(1, sample.output_token_count))
+    return {sample: noted[sample] for sample in ranked[: request.sampling.n]}
+
+
+def _delivery(sample: Sample, tokens: list[int], logprobs: list[TokenLogprobs]) -> Delivery:
     """Decodes tokens of a sample.
 
     Raises:
@@ -85,4 +119,4 @@ def _delivery(sample: Sample, tokens: list[int]) -> Delivery:
     text = sample.detokenizer.push(tokens)
     if sample.has_ended:
         text += sample.detokenizer.flush()
-    return Delivery(sample.index, tuple(tokens), text, sample.finish_reason, is_last=False)
+    return Delivery(sample.index, tuple(tokens), text, sample.finish_reason, is_last=False, logprobs=tuple(logprobs))

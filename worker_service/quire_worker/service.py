@@ -21,20 +21,14 @@ from quire_worker.branches import Branches
 from quire_worker.checks import Checks, check_namespace
 from quire_worker.engine import Engine
 from quire_worker.execution.sizing import PoolMemory, largest_shape
-from quire_worker.sampler import MAX_TOKENS_DEFAULT, SamplingParams
-from quire_worker.scheduling.request import Delivery, FinishReason, Request
+from quire_worker.messages import response_of, sampling_of
+from quire_worker.scheduling.request import Request
 
 log = structlog.get_logger()
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message)
-
-_FINISH_REASONS = {
-    None: pb.FINISH_REASON_UNSPECIFIED,
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-}
 
 
 class WorkerService(pb_grpc.WorkerServiceServicer):
@@ -177,15 +171,17 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
     @asynccontextmanager
     async def _submitted(self, request: pb.GenerateRequest, permissions: Permissions) -> AsyncIterator[Request]:
         """Hands a request to the engine, and takes it back when it was read or its caller has gone."""
-        request_id, sampling = self._checks.begin(request.request_id), _sampling(request.sampling)
+        request_id = self._checks.begin(request.request_id)
+        sampling = sampling_of(request.sampling, self._engine.model.vocab_size)
         if request.WhichOneof("prompt") == "branch_id":
             async with self._branch_calls.generating(request, sampling, request_id, permissions) as running:
                 yield running
             return
         check_namespace(request.namespace, permissions)
         prompt = await self._checks.prompt(request, request_id)
+        echo = await self._checks.echo(request, request_id, prompt) if sampling.echo else ""
         running = self._engine.submit(
-            request_id=request_id, prompt=prompt, sampling=sampling, namespace=request.namespace
+            request_id=request_id, prompt=prompt, sampling=sampling, namespace=request.namespace, echo=echo
         )
         try:
             yield running
@@ -198,51 +194,6 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             if isinstance(delivery, QuireError):
                 raise delivery
             running.is_read = delivery.is_last
-            yield _response(running, delivery)
+            yield response_of(running, delivery)
             if delivery.is_last:
                 return
-
-
-def _sampling(message: pb.SamplingParams) -> SamplingParams:
-    """Returns sampling parameters with their defaults.
-
-    Raises:
-        QuireError: BAD_PARAMETER, naming the field.
-    """
-    params = SamplingParams(
-        max_tokens=message.max_tokens or MAX_TOKENS_DEFAULT,
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p or 1.0,
-        seed=message.seed if message.HasField("seed") else None,
-        n=message.n or 1,
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-    )
-    try:
-        params.validate()
-    except ValueError as error:
-        raise QuireError.of(Reason.BAD_PARAMETER, str(error)) from None
-    return params
-
-
-def _response(running: Request, delivery: Delivery) -> pb.GenerateResponse:
-    response = pb.GenerateResponse(
-        sample=delivery.sample,
-        token_ids=delivery.token_ids,
-        text=delivery.text,
-        finish_reason=_FINISH_REASONS[delivery.finish_reason],
-    )
-    if delivery.is_last:
-        usage = running.usage
-        response.usage.CopyFrom(
-            pb.Usage(
-                prompt_token_count=len(running.prompt),
-                cached_token_count=usage.cached_token_count,
-                output_token_count=usage.output_token_count,
-                granted_block_count=usage.granted_block_count,
-                unshared_block_count=usage.unshared_block_count,
-                preemption_count=usage.preemption_count,
-            )
-        )
-    return response

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from quire import types
-from quire._transport.messages import fill, fill_tokens, generate_request, operation
+from quire import sampling, types
+from quire._transport.generating import generate_request
+from quire._transport.messages import fill, fill_tokens, operation
 from quire.v1 import worker_pb2 as pb
 
 
@@ -47,7 +48,7 @@ def score_request(branch_id: bytes, candidates: Iterable[str | Sequence[int]]) -
 
 
 def continue_request(
-    branch_id: bytes, params: types.SamplingParams | None, options: types.SamplingOptions, request_id: str | None
+    branch_id: bytes, params: sampling.SamplingParams | None, options: sampling.SamplingOptions, request_id: str | None
 ) -> pb.GenerateRequest:
     """Makes the message of a branch and how to continue it; raises as `generate_request`."""
     request = generate_request((), params, options, "", request_id)

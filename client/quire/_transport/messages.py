@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message
 
 from quire import types, views
-from quire.errors import InternalError, InvalidArgumentError, Reason, UnavailableError
+from quire.errors import InvalidArgumentError, Reason
 from quire.protocol.limits import REQUEST_ID_CHARACTERS_MAX
 from quire.protocol.outcomes import NULL_BLOCK, Copy, Result, Swap, Victim
 from quire.protocol.packing import unpack_uint32
@@ -24,84 +23,11 @@ MessageT = TypeVar("MessageT", bound=Message)
 # The worker
 
 
-def generate_request(
-    prompt: str | Sequence[int],
-    params: types.SamplingParams | None,
-    options: types.SamplingOptions,
-    namespace: str,
-    request_id: str | None,
-) -> worker_pb.GenerateRequest:
-    """Makes the message of a prompt and how to continue it; `options` override `params`.
-
-    Raises:
-        TypeError: an unknown option, or a value of the wrong type.
-        InvalidArgumentError: BAD_PARAMETER, a number that the message cannot carry.
-    """
-    request_id = _checked_id(request_id)
-    sampling = replace(params or types.SamplingParams(), **options)
-    for name in ("max_tokens", "n", "top_p"):  # 0 means "unset" on the wire, so that it would not be refused there
-        if getattr(sampling, name) == 0:
-            raise InvalidArgumentError(f"{name} must be above 0", Reason.BAD_PARAMETER, request_id)
-    request = worker_pb.GenerateRequest()
-    fields = {name: getattr(sampling, name) for name in types.SamplingOptions.__annotations__}
-    stop_token_ids = fields.pop("stop_token_ids")
-    if sampling.seed is None:
-        del fields["seed"]
-    fill(request, request_id, namespace=namespace, request_id=request_id)
-    fill(request.sampling, request_id, **fields)
-    _extend(request.sampling.stop_token_ids, "stop_token_ids", stop_token_ids, request_id)
-    fill_tokens(request, prompt, "prompt", request_id)
-    return request
-
-
-def chunk(message: worker_pb.GenerateResponse) -> types.Chunk:
-    """Makes a part of one sample.
-
-    Raises:
-        InternalError: it ended for a reason that this version does not know.
-    """
-    if message.finish_reason not in worker_pb.FinishReason.values():
-        raise InternalError(f"the worker says that a sample ended for reason {message.finish_reason}")
-    return types.Chunk(
-        sample=message.sample,
-        token_ids=tuple(message.token_ids),
-        text=message.text,
-        finish_reason=types.FinishReason(message.finish_reason) if message.finish_reason else None,
-        usage=_usage(message.usage) if message.HasField("usage") else None,
-    )
-
-
-def gather(chunks: Iterable[types.Chunk], request_id: str) -> types.Generation:
-    """Gathers all chunks of a request as its result.
-
-    Raises:
-        UnavailableError: the stream ended before the request did.
-    """
-    token_ids: dict[int, list[int]] = {}
-    pieces: dict[int, list[str]] = {}
-    finished: dict[int, types.FinishReason] = {}
-    usage = None
-    for part in chunks:
-        token_ids.setdefault(part.sample, []).extend(part.token_ids)
-        pieces.setdefault(part.sample, []).append(part.text)
-        if part.finish_reason is not None:
-            finished[part.sample] = part.finish_reason
-        usage = part.usage or usage
-    if usage is None or len(finished) < len(pieces):
-        raise UnavailableError("the stream ended before the request was finished", None, request_id)
-    samples = tuple(types.Sample("".join(pieces[i]), tuple(token_ids[i]), finished[i]) for i in sorted(pieces))
-    return types.Generation(samples, usage, request_id)
-
-
 def worker_status(message: worker_pb.GetStatusResponse) -> types.WorkerStatus:
     """Returns a worker in a few numbers."""
-    device = types.DeviceMemory(**_values(message.memory.device)) if message.memory.HasField("device") else None
-    memory = types.PoolMemory(**{**_values(message.memory), "device": device})
-    return types.WorkerStatus(**{**_values(message), "memory": memory})
-
-
-def _usage(message: worker_pb.Usage) -> types.Usage:
-    return types.Usage(**_values(message))
+    device = types.DeviceMemory(**values_of(message.memory.device)) if message.memory.HasField("device") else None
+    memory = types.PoolMemory(**{**values_of(message.memory), "device": device})
+    return types.WorkerStatus(**{**values_of(message), "memory": memory})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -146,16 +72,16 @@ def pool_spec(message: pb.PoolSpec) -> types.PoolSpec:
         )
         for quota in message.quotas
     )
-    return types.PoolSpec(**{**_values(message), "groups": tuple(groups), "quotas": tuple(quotas)})
+    return types.PoolSpec(**{**values_of(message), "groups": tuple(groups), "quotas": tuple(quotas)})
 
 
 def pool_summary(message: pb.PoolSummary) -> views.PoolSummary:
     """Returns a pool in a few numbers."""
-    values = _values(message)
+    values = values_of(message)
     values.update(
         spec=pool_spec(message.spec),
         session_kind=views.SessionKind(message.session_kind),
-        groups=tuple(views.GroupUsage(**_values(group)) for group in message.groups),
+        groups=tuple(views.GroupUsage(**values_of(group)) for group in message.groups),
     )
     return views.PoolSummary(**values)
 
@@ -163,12 +89,12 @@ def pool_summary(message: pb.PoolSummary) -> views.PoolSummary:
 def pool_usage(message: pb.GetPoolResponse) -> views.PoolUsage:
     """Returns where the memory of a pool goes."""
     usage = message.usage
-    values = _values(usage)
+    values = values_of(usage)
     values.update(
         summary=pool_summary(message.summary),
-        namespaces=tuple(views.NamespaceUsage(**_values(use)) for use in usage.namespaces),
-        longest_prefixes=tuple(views.PrefixUsage(**_values(use)) for use in usage.longest_prefixes),
-        most_shared_prefixes=tuple(views.PrefixUsage(**_values(use)) for use in usage.most_shared_prefixes),
+        namespaces=tuple(views.NamespaceUsage(**values_of(use)) for use in usage.namespaces),
+        longest_prefixes=tuple(views.PrefixUsage(**values_of(use)) for use in usage.longest_prefixes),
+        most_shared_prefixes=tuple(views.PrefixUsage(**values_of(use)) for use in usage.most_shared_prefixes),
     )
     return views.PoolUsage(**values)
 
@@ -209,7 +135,7 @@ def match_request(digests: bytes | Iterable[bytes], namespace: str) -> pb.MatchP
 
 def prefix_matches(message: pb.MatchPrefixResponse) -> tuple[views.PrefixMatch, ...]:
     """Pools that match, best first."""
-    return tuple(views.PrefixMatch(**_values(match)) for match in message.matches)
+    return tuple(views.PrefixMatch(**values_of(match)) for match in message.matches)
 
 
 def watch_request(pool: str, session_id: bytes, cursor: int) -> pb.WatchEventsRequest:
@@ -258,7 +184,7 @@ def allocate_request(
     """Asks for a new sequence."""
     request = pb.AllocateRequest(session_id=session_id, digests=concatenated(digests), namespace=namespace)
     request = operation(request, request_id, **counts)
-    _extend(request.turn_ends, "turn_ends", turn_ends, request.request_id, Reason.MALFORMED)
+    extend(request.turn_ends, "turn_ends", turn_ends, request.request_id, Reason.MALFORMED)
     return request
 
 
@@ -335,11 +261,11 @@ def new_request_id() -> str:
     return uuid.uuid4().hex
 
 
-def _checked_id(request_id: str | None) -> str:
+def checked_id(request_id: str | None) -> str:
     """Returns the caller's id, which logs and headers have to carry, or a new one.
 
     Raises:
-        InvalidArgumentError: BAD_PARAMETER: it is too long, or has characters that they do not carry.
+        InvalidArgumentError: MALFORMED: it is too long, or has characters that they do not carry.
     """
     if request_id is None or request_id == "":
         return new_request_id()
@@ -348,7 +274,7 @@ def _checked_id(request_id: str | None) -> str:
         raise InvalidArgumentError(
             f"request_id {request_id[:80]!r} must have 1 to {REQUEST_ID_CHARACTERS_MAX} printable ASCII characters "
             "and no space: letters, digits, - and _ will do",
-            Reason.BAD_PARAMETER,
+            Reason.MALFORMED,
         )
     return request_id
 
@@ -366,18 +292,24 @@ def fill_tokens(message: Any, given: str | Sequence[int], name: str, request_id:
         raise TypeError(f"{name} must be text or token ids, not bytes")
     else:
         message.tokens.SetInParent()
-        _extend(message.tokens.ids, name, given, request_id)
+        extend(message.tokens.ids, name, given, request_id)
 
 
 def operation(message: MessageT, request_id: str | None, **values: int) -> MessageT:
     """Fills in what every operation has: a request id, a new one where the caller gave none, and numbers."""
-    request_id = _checked_id(request_id)
+    request_id = checked_id(request_id)
     return fill(message, request_id, reason=Reason.MALFORMED, request_id=request_id, **values)
 
 
 def fill(
     _message: MessageT, _error_id: str | None = None, /, *, reason: Reason = Reason.BAD_PARAMETER, **values: Any
 ) -> MessageT:
+    """Sets fields of a message, and returns it.
+
+    Raises:
+        InvalidArgumentError: a field cannot carry its value; named, and with the id of the request.
+        TypeError: a value is of the wrong type.
+    """
     for name, value in values.items():
         try:
             setattr(_message, name, value)
@@ -386,14 +318,15 @@ def fill(
     return _message
 
 
-def _values(message: Message) -> dict[str, Any]:
+def values_of(message: Message) -> dict[str, Any]:
     """Returns every field of a message, for a value whose attributes have the same names."""
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
-def _extend(
-    field: Any, name: str, values: Iterable[int], request_id: str, reason: Reason = Reason.BAD_PARAMETER
+def extend(
+    field: Any, name: str, values: Iterable[Any], request_id: str, reason: Reason = Reason.BAD_PARAMETER
 ) -> None:
+    """Adds values to a repeated field; raises what `fill` does."""
     try:
         field.extend(values)
     except ValueError as error:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self, TypeVar
 import grpc
 from grpc import aio
 
-from quire import types
+from quire import sampling
 from quire._transport.channel import AsyncLink, Attempts, SyncLink, is_task_cancelled, readable
 from quire._transport.watch import Watch
 from quire.errors import UnavailableError
@@ -144,26 +144,26 @@ class _AsyncStream(AsyncIterator[ItemT]):
             self._attempts.again()
 
 
-class ChunkStream(_Stream[types.Chunk]):
+class ChunkStream(_Stream[sampling.Chunk]):
     """Chunks of one request as they come.
 
     `close`, leaving the `with` block and losing the last reference (as `break` out of a loop over `client.stream(...)`
     does) cancel the request, which frees its blocks at once.
     """
 
-    def __init__(self, link: SyncLink, attempts: Attempts[types.Chunk], request_id: str) -> None:
+    def __init__(self, link: SyncLink, attempts: Attempts[sampling.Chunk], request_id: str) -> None:
         super().__init__(link, attempts)
         self.request_id = request_id
 
 
-class AsyncChunkStream(_AsyncStream[types.Chunk]):
+class AsyncChunkStream(_AsyncStream[sampling.Chunk]):
     """Chunks of one request as they come.
 
     `aclose`, leaving the `async with` block and losing the last reference (as `break` out of a loop over
     `client.stream(...)` does) cancel the request, which frees its blocks at once.
     """
 
-    def __init__(self, link: AsyncLink, attempts: Attempts[types.Chunk], request_id: str) -> None:
+    def __init__(self, link: AsyncLink, attempts: Attempts[sampling.Chunk], request_id: str) -> None:
         super().__init__(link, attempts)
         self.request_id = request_id
 

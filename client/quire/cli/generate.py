@@ -14,12 +14,12 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from quire._transport import messages
+from quire._transport import generating
 from quire._transport.channel import GENERATE_TIMEOUT_S
 from quire.cli import options, output
 from quire.client import Client
 from quire.errors import UsageError
-from quire.types import Chunk, Generation, SamplingParams
+from quire.sampling import Chunk, Generation, SamplingParams
 
 EXAMPLES = """Continue a prompt; the text appears as it is made.
 
@@ -65,7 +65,7 @@ def generate(
             client.stream(prompt, params, namespace=namespace, timeout_s=timeout) as chunks,
         ):
             shown = chunks if as_json else _shown(chunks, n)
-            generation = messages.gather(shown, chunks.request_id)
+            generation = generating.gather(shown, chunks.request_id)
     except KeyboardInterrupt:  # the stream is closed by now, which cancels the request
         sys.exit(output.INTERRUPTED)
     if as_json:

@@ -28,7 +28,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     """The sample has not ended."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
-    """It came to the model's end-of-text or a stop token, which is not part of the text."""
+    """It came to the model's end-of-text, a stop token or a stop text, none of which is part of the text."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """It reached `max_tokens`, or the longest sequence that the model or the pool can hold."""
 
@@ -38,7 +38,7 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """The sample has not ended."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
-"""It came to the model's end-of-text or a stop token, which is not part of the text."""
+"""It came to the model's end-of-text, a stop token or a stop text, none of which is part of the text."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """It reached `max_tokens`, or the longest sequence that the model or the pool can hold."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
@@ -83,6 +83,24 @@ class SamplingParams(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BANNED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    BEST_OF_FIELD_NUMBER: _builtins.int
+    ECHO_FIELD_NUMBER: _builtins.int
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Tokens to generate at most, per sample; at least 1. 0 means 16."""
     temperature: _builtins.float
@@ -99,9 +117,63 @@ class SamplingParams(_message.Message):
     """Samples of this prompt, 1 to 64. 0 means 1."""
     ignore_eos: _builtins.bool
     """True if a sample goes on after the model's end-of-text token."""
+    min_p: _builtins.float
+    """Share of the likeliest token's probability that a token must have, 0 to 1."""
+    repetition_penalty: _builtins.float
+    """Number that logits of tokens in the prompt or the text so far are divided by where they are above 0, and multiplied
+    with elsewhere, 0.01 to 100. 0 means 1.
+    """
+    presence_penalty: _builtins.float
+    """Taken from the logits of tokens that were generated before; -2 to 2."""
+    frequency_penalty: _builtins.float
+    """The same, as often as they were."""
+    min_tokens: _builtins.int
+    """Tokens before which nothing but `max_tokens` ends a sample; at most `max_tokens`."""
+    logprobs: _builtins.int
+    """Asks for the logarithm of each token's probability, and those of so many likeliest tokens, at most 20; by the
+    model's logits, before any of these parameters.
+    """
+    prompt_logprobs: _builtins.int
+    """The same of the prompt's tokens. All of it is computed then, whatever is cached."""
+    best_of: _builtins.int
+    """Samples that are computed, of which the `n` likeliest per token are sent, the likeliest first, when all have ended.
+    `n` to 64; 0 means `n`.
+    """
+    echo: _builtins.bool
+    """True if each sample's text begins with the prompt's."""
+    json_schema: _builtins.str
+    """A value that this JSON schema describes, written without spaces."""
+    regex: _builtins.str
+    """What this regular expression matches as a whole."""
+    grammar: _builtins.str
+    """What this grammar derives, in the Lark syntax of llguidance."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Further tokens that end a sample, as the model's own end-of-text does. At most 64."""
+
+    @_builtins.property
+    def logit_bias_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Added to the logits of these tokens, -100 to 100: a value for each. At most 1,024, none twice."""
+
+    @_builtins.property
+    def logit_bias(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The only tokens that may be chosen; all if there are none. Without one that ends a sample among them, it ends with
+        `max_tokens`. At most 65,536.
+        """
+
+    @_builtins.property
+    def banned_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that are never chosen. At most 65,536."""
+
+    @_builtins.property
+    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts that end a sample, and of which nothing is sent. At most 16, each 1 to 256 characters."""
+
+    @_builtins.property
+    def choice(self) -> Global___Choice:
+        """One of these."""
 
     def __init__(
         self,
@@ -114,16 +186,71 @@ class SamplingParams(_message.Message):
         n: _builtins.int = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
+        min_p: _builtins.float = ...,
+        repetition_penalty: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        logit_bias_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logit_bias: _abc.Iterable[_builtins.float] | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        banned_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        stop: _abc.Iterable[_builtins.str] | None = ...,
+        min_tokens: _builtins.int = ...,
+        logprobs: _builtins.int | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
+        best_of: _builtins.int = ...,
+        echo: _builtins.bool = ...,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        grammar: _builtins.str = ...,
+        choice: Global___Choice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "choice", b"choice", "grammar", b"grammar", "json_schema", b"json_schema", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "seed", b"seed", "structure", b"structure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "n", b"n", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_seed", b"_seed", "allowed_token_ids", b"allowed_token_ids", "banned_token_ids", b"banned_token_ids", "best_of", b"best_of", "choice", b"choice", "echo", b"echo", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "logit_bias", b"logit_bias", "logit_bias_token_ids", b"logit_bias_token_ids", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structure", b"structure", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    _WhichOneofReturnType_structure: _TypeAlias = _typing.Literal["json_schema", "regex", "grammar", "choice"]  # noqa: Y015
+    _WhichOneofArgType_structure: _TypeAlias = _typing.Literal["structure", b"structure"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_structure) -> _WhichOneofReturnType_structure | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
+
+@_typing.final
+class Choice(_message.Message):
+    """Choice: texts to choose from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """At least one, at most 1,024, none empty."""
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choice: _TypeAlias = Choice  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
@@ -584,6 +711,8 @@ class GenerateResponse(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     sample: _builtins.int
     """Number of the sample, 0 to n - 1."""
     text: _builtins.str
@@ -598,6 +727,14 @@ class GenerateResponse(_message.Message):
     def usage(self) -> Global___Usage:
         """Set with the last message of the request."""
 
+    @_builtins.property
+    def logprobs(self) -> Global___Logprobs:
+        """Of the new tokens, where they were asked for."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___Logprobs:
+        """Of the prompt's tokens from the second on, where they were asked for; with the first message of the request."""
+
     def __init__(
         self,
         *,
@@ -606,14 +743,58 @@ class GenerateResponse(_message.Message):
         text: _builtins.str = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
         usage: Global___Usage | None = ...,
+        logprobs: Global___Logprobs | None = ...,
+        prompt_logprobs: Global___Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "sample", b"sample", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sample", b"sample", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class Logprobs(_message.Message):
+    """Logprobs: natural logarithms of probabilities, of several tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOKEN_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_COUNT_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    top_count: _builtins.int
+    """How many likeliest tokens follow for each."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens, and of each the logarithm of its probability."""
+
+    @_builtins.property
+    def token_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """These, the likeliest first: `top_count` of the first token, then of the second, and so on."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        token_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        top_count: _builtins.int = ...,
+        top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids", "token_logprobs", b"token_logprobs", "top_count", b"top_count", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Logprobs: _TypeAlias = Logprobs  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):

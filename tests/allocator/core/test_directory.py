@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_allocator.core.ownership.directory import Directory, Ownership
+from quire_allocator.core.ownership.directory import OWNED_RETRY_S_MAX, OWNED_RETRY_S_MIN, Directory, Ownership
 from quire_allocator.core.ownership.replay import ANSWER_BYTES_KEPT_MAX, ANSWERS_KEPT_MAX, AnswerLog, StepLog
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec
@@ -137,6 +137,16 @@ def test_another_incarnation_is_refused_while_the_owner_lives_and_told_how_long(
     with pytest.raises(Refusal, match="7500 ms") as caught:
         attach(directory, incarnation=TWO, now=2.5)
     assert caught.value.reason == "POOL_OWNED"
+
+
+@pytest.mark.parametrize(("now", "retry_after_s"), [(2.5, OWNED_RETRY_S_MAX), (9.5, 0.5), (9.99, OWNED_RETRY_S_MIN)])
+def test_who_waits_for_a_pool_is_told_to_look_again_when_its_lease_ends_and_each_second_until_then(
+    directory: Directory, now: float, retry_after_s: float
+) -> None:
+    opened(directory)
+    with pytest.raises(Refusal) as caught:
+        attach(directory, incarnation=TWO, now=now)
+    assert caught.value.retry_after_s == pytest.approx(retry_after_s)
 
 
 def test_a_lease_that_ran_out_still_keeps_others_away_until_it_is_expired(directory: Directory) -> None:

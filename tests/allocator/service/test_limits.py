@@ -133,6 +133,8 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     ),
     "ANSWERS_KEPT_MAX": ("allocator/service/test_request_ids.py", "test_an_answer_is_kept_for_the_last_1024_requests"),
     "ANSWER_BYTES_KEPT_MAX": ("allocator/core/test_directory.py", "test_an_answer_log_repeats_answers_refuses_other"),
+    "OWNED_RETRY_S_MIN": ("allocator/core/test_directory.py", "test_who_waits_for_a_pool_is_told_to_look_again_when"),
+    "OWNED_RETRY_S_MAX": ("allocator/core/test_directory.py", "test_who_waits_for_a_pool_is_told_to_look_again_when"),
     "HEARTBEAT_S": (
         "allocator/session/test_session_stream.py",
         "test_while_a_report_is_awaited_the_server_says_by_itself",

@@ -9,7 +9,9 @@ import torch
 from quire_kernels.ops import sampling as kernels_sampling
 from quire_worker.attention import TritonPagedAttention
 from quire_worker.attention.triton_path import page_table
-from quire_worker.sampler import SamplingParams, new_generator, sample
+from quire_worker.sampling.choice import sample
+from quire_worker.sampling.params import SamplingParams
+from quire_worker.sampling.random_numbers import new_generator
 
 from tests.worker.attention_batches import Scene
 

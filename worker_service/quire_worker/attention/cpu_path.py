@@ -22,7 +22,7 @@ from quire_worker.attention.interface import AttentionBatch, AttentionPlan, Page
 from quire_worker.attention.torch_path import TorchPagedAttention
 from quire_worker.cache import PageSpec
 from quire_worker.page_format import UNSCALED, Scales
-from quire_worker.sampler import SamplingParams
+from quire_worker.sampling.params import SamplingParams
 
 
 class CpuPagedAttention(PagedAttention):

@@ -17,7 +17,7 @@ import torch
 
 from quire_worker.cache import PageSpec
 from quire_worker.page_format import UNSCALED, Scales
-from quire_worker.sampler import SamplingParams
+from quire_worker.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,10 +132,10 @@ class PagedAttention(Protocol):
     def choose(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
     ) -> list[int]:
-        """Returns one token per row, as `sampler` describes it: greedy, or temperature, top-k, top-p and a draw.
+        """Returns one token per row, as `sampling.choice` describes it: greedy, or temperature, the limits and a draw.
 
         Args:
-            logits: float32 `[rows, vocabulary]`, at least one row, all of them `sampler.finite_rows`.
+            logits: float32 `[rows, vocabulary]`, at least one row, all of them `sampling.choice.finite_rows`.
             params: per row, valid.
             draw: called once if a row is not greedy, when nothing can fail for want of memory any more: for those rows
                 numbers in [0, 1), float64 on the CPU, in the order of the rows.

@@ -28,7 +28,8 @@ from quire_worker.attention.torch_plan import GatheredBatch, plan_units, query_b
 from quire_worker.attention.torch_tiles import DTYPES, Tiles, attend_tiles, key_rows, plan_tiles
 from quire_worker.cache import KEY_AND_VALUE, PageSpec, rows_of
 from quire_worker.page_format import UNSCALED, Scales
-from quire_worker.sampler import SamplingParams, choose_by_sorting
+from quire_worker.sampling.choice import choose_by_sorting
+from quire_worker.sampling.params import SamplingParams
 
 # The fused kernel works on blocks of 32 rows, and on larger ones from 192 rows on. From 32 queries on, one head fills a
 # block by itself; packing the heads of a KV head only pays where that reaches 192 rows.

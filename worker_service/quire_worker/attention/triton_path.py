@@ -25,7 +25,7 @@ from quire_kernels.ops.sampling import greedy, sample
 from quire_worker.attention.interface import AttentionBatch, AttentionPlan, PagedAttention
 from quire_worker.cache import PageSpec
 from quire_worker.page_format import UNSCALED, Scales, is_quantised
-from quire_worker.sampler import SamplingParams
+from quire_worker.sampling.params import SamplingParams
 
 # For partial results of split decodes: more than any batch needs whose query heads and head dims a GPU is built for.
 WORKSPACE_BYTES = 256 << 20
@@ -69,7 +69,7 @@ class TritonPagedAttention(PagedAttention):
             torch.tensor([row.temperature for row in params], dtype=torch.float32).to(device),
             torch.tensor([row.top_k for row in params], dtype=torch.int32).to(device),
             torch.tensor([row.top_p for row in params], dtype=torch.float32).to(device),
-            torch.zeros(len(params), dtype=torch.float32, device=device),
+            torch.tensor([row.min_p for row in params], dtype=torch.float32).to(device),
         )
         tokens = torch.empty(len(params), dtype=torch.int32, device=device)
         is_drawn = torch.tensor([not row.is_greedy for row in params])

@@ -16,6 +16,7 @@ class FailureKind(enum.Enum):
     NOT_FINITE = "not_finite"  # its logits hold NaN or infinity
     OUT_OF_MEMORY = "out_of_memory"  # even by itself
     EXCEPTION = "exception"  # anything else that the forward pass raises
+    NO_TOKEN_LEFT = "no_token_left"  # its own parameters rule out the whole vocabulary
     TOKENIZER = "tokenizer"  # on the way in, or out
 
 
@@ -33,6 +34,11 @@ class DeviceLostError(Exception):
 
 NOT_FINITE = Failure(
     FailureKind.NOT_FINITE, Reason.MODEL_FAILED, "the model's logits for this request hold NaN or infinity"
+)
+NO_TOKEN_LEFT = Failure(
+    FailureKind.NO_TOKEN_LEFT,
+    Reason.BAD_PARAMETER,
+    "no token is left to choose from: allowed_token_ids, banned_token_ids, min_tokens and the structure exclude all",
 )
 TOKENIZER = Failure(FailureKind.TOKENIZER, Reason.TOKENIZER_FAILED, "the tokenizer failed on this request")
 

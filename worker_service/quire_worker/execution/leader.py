@@ -23,7 +23,7 @@ from quire_worker.execution.failures import DeviceLostError, is_out_of_memory
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.ranks.crew import Crew, Ending, RankLostError
-from quire_worker.sampler import SamplingParams
+from quire_worker.sampling.params import SamplingParams
 
 ResultT = TypeVar("ResultT")
 

@@ -19,24 +19,43 @@ this one is left out of the next.
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import structlog
 import torch
 from quire.protocol.outcomes import Copy
 
 from quire_worker.cache import KVCache
-from quire_worker.execution.failures import NOT_FINITE, DeviceLostError, Failure, FailureKind, failure_of
-from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
+from quire_worker.execution.failures import NO_TOKEN_LEFT, NOT_FINITE, DeviceLostError, Failure, FailureKind, failure_of
+from quire_worker.execution.parts import (
+    CandidateLogprobs,
+    Part,
+    PromptLogprobs,
+    candidate_logprobs,
+    halves,
+    layout_of,
+    rows_of,
+    scored,
+    token_halves,
+)
+from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
-from quire_worker.sampler import finite_rows, sample
+from quire_worker.sampling.choice import finite_rows
+from quire_worker.sampling.logprobs import TokenLogprobs
+from quire_worker.sampling.sampler import draw
 from quire_worker.scheduling.plan import Batch, Draw, Work
 from quire_worker.scheduling.request import Request, Sample
 
 log = structlog.get_logger()
-ItemT = TypeVar("ItemT")
+
+
+class Token(NamedTuple):
+    """A token that was drawn."""
+
+    draw: Draw
+    token_id: int
+    logprobs: TokenLogprobs | None
 
 
 class Computed(NamedTuple):
@@ -45,7 +64,8 @@ class Computed(NamedTuple):
     Attributes:
         work: what is in the pages now; nothing of a request that failed.
         tokens: one for each draw of the requests that did not.
-        logprobs: of the next tokens, from a position of a sample on, where they were wanted.
+        prompt_logprobs: of parts of prompts, where they were asked for.
+        candidate_logprobs: of parts of candidates.
         failures: the others.
         lost_blocks: blocks that should have been copied to, and hold nothing of use.
         retry_count: passes that had to be computed in parts.
@@ -53,28 +73,13 @@ class Computed(NamedTuple):
     """
 
     work: list[Work]
-    tokens: list[tuple[Draw, int]]
-    logprobs: list[tuple[Sample, int, list[float]]]
+    tokens: list[Token]
+    prompt_logprobs: list[PromptLogprobs]
+    candidate_logprobs: list[CandidateLogprobs]
     failures: dict[Request, Failure]
     lost_blocks: dict[int, Failure]
     retry_count: int
     seconds: float
-
-
-class Part(NamedTuple):
-    """Tokens of one sample from position `start` on, in one pass, and its tables as they were when it was planned."""
-
-    sample: Sample
-    start: int
-    tokens: list[int]
-    tables: list[array[int]]
-
-    @property
-    def scored_count(self) -> int:
-        """Counts the tokens before the last one after which the logits are wanted, too."""
-        if not self.sample.scored:
-            return 0
-        return max(0, len(self.tokens) - 1 - max(0, self.sample.scored_from - 1 - self.start))
 
 
 class Before(NamedTuple):
@@ -131,7 +136,7 @@ class Runner:
                 places.append(place)
             place += item.token_count
         try:
-            layout = _layout_of(parts, self._cache)
+            layout = layout_of(parts, self._cache)
         except Exception:  # who is to blame is found where the batch is computed
             layout = None
         return Prepared(batch, batch.draws(), parts, awaiting, torch.tensor(places), layout, is_behind)
@@ -150,11 +155,13 @@ class Runner:
         run.drop_holders_of_lost_blocks(prepared.parts)
         run.forward(prepared.parts, prepared.layout)
         run.draw([draw for draw in prepared.draws if run.is_unharmed(draw.sample)])
-        self._before = Before({draw.sample: token for draw, token in run.tokens}, run.failures, run.lost_blocks)
+        tokens = {each.draw.sample: each.token_id for each in run.tokens}
+        self._before = Before(tokens, run.failures, run.lost_blocks)
         return Computed(
             [work for work in prepared.batch.work if run.is_unharmed(work.sample)],
-            [(draw, token) for draw, token in run.tokens if run.is_unharmed(draw.sample)],
-            [found for found in run.logprobs if run.is_unharmed(found[0])],
+            [each for each in run.tokens if run.is_unharmed(each.draw.sample)],
+            [each for each in run.prompt_logprobs if each.request not in run.failures],
+            [each for each in run.candidate_logprobs if run.is_unharmed(each.sample)],
             run.failures,
             run.lost_blocks,
             run.retry_count,
@@ -168,8 +175,9 @@ class _Run:
     def __init__(self, model: PagedModel, cache: KVCache) -> None:
         self.failures: dict[Request, Failure] = {}
         self.lost_blocks: dict[int, Failure] = {}
-        self.tokens: list[tuple[Draw, int]] = []
-        self.logprobs: list[tuple[Sample, int, list[float]]] = []
+        self.tokens: list[Token] = []
+        self.prompt_logprobs: list[PromptLogprobs] = []
+        self.candidate_logprobs: list[CandidateLogprobs] = []
         self.retry_count = 0
         self._model = model
         self._cache = cache
@@ -220,12 +228,12 @@ class _Run:
         failure = self._try_forward(parts, layout if len(parts) == count else None)
         if failure is None:
             return
-        halves = _token_halves(parts) if failure.kind is FailureKind.OUT_OF_MEMORY else _halves(parts)
-        if halves is None:
+        smaller = token_halves(parts) if failure.kind is FailureKind.OUT_OF_MEMORY else halves(parts)
+        if smaller is None:
             self._fail([part.sample for part in parts], failure)
             return
         self.retry_count += 1
-        for half in halves:
+        for half in smaller:
             self.forward(half)
 
     def draw(self, draws: Sequence[Draw]) -> None:
@@ -235,12 +243,12 @@ class _Run:
         failure = self._try_draw(draws)
         if failure is None:
             return
-        halves = _halves(draws)
-        if halves is None:
+        smaller = halves(draws)
+        if smaller is None:
             self._fail([draw.sample for draw in draws], failure)
             return
         self.retry_count += 1
-        for half in halves:
+        for half in smaller:
             self.draw(half)
 
     # -- one attempt at each: None, or why not -------------------------------------------------------------------------
@@ -261,46 +269,39 @@ class _Run:
 
     def _try_forward(self, parts: Sequence[Part], layout: ForwardBatch | None) -> Failure | None:
         try:
-            forward = layout or _layout_of(parts, self._cache)
+            forward = layout or layout_of(parts, self._cache)
             logits = self._model.forward(forward.on(self._model.device), self._cache)  # [rows, vocabulary]
             are_finite = finite_rows(logits)
-            self._score(parts, logits)
+            logprobs = scored(parts, logits, are_finite)
+            candidates = candidate_logprobs(parts, logits)
         except Exception as error:
             failure = self._judge(error, "forward pass", len(parts))
         else:
             end = 0
             for part in parts:
-                first, end = end, end + part.scored_count + 1
+                start, end = end, end + part.row_count
                 self._logits[part.sample] = logits, end - 1
-                if not all(are_finite[first:end]):
+                if not all(are_finite[start:end]):
                     self._fail([part.sample], NOT_FINITE)
+            self.prompt_logprobs += logprobs
+            self.candidate_logprobs += candidates
             return None
         self._free_memory_after(failure)
         return failure
 
-    def _score(self, parts: Sequence[Part], logits: torch.Tensor) -> None:
-        """Notes how likely the tokens are that follow those of parts whose samples want to know."""
-        end = 0
-        for part in parts:
-            first, end = end, end + part.scored_count + 1
-            sample, last = part.sample, part.start + len(part.tokens)  # position after the last token
-            if last >= sample.scored_from and sample.scored:
-                position = last - (end - first)
-                wanted = sample.scored[position + 1 - sample.scored_from : last + 1 - sample.scored_from]
-                found = logits[first:end].log_softmax(dim=-1)
-                index = torch.tensor(wanted, device=found.device).unsqueeze(1)
-                self.logprobs.append((sample, position, found.gather(1, index).flatten().tolist()))
-
     def _try_draw(self, draws: Sequence[Draw]) -> Failure | None:
         try:
-            logits = _rows_of([self._logits[draw.parent] for draw in draws])
-            params = [draw.sample.request.sampling for draw in draws]
-            generators = [draw.sample.generator for draw in draws]
-            tokens = sample(logits, params, generators, self._model.attention.choose)
+            logits = rows_of([self._logits[draw.parent] for draw in draws])
+            samplers = [each.sample.sampler for each in draws]
+            drawn = draw(logits, samplers, self._model.attention.choose)
         except Exception as error:
             failure = self._judge(error, "sampling", len(draws))
         else:
-            self.tokens += zip(draws, tokens, strict=True)
+            for each, token, logprobs in zip(draws, drawn.tokens, drawn.logprobs, strict=True):
+                if token is None:
+                    self._fail([each.sample], NO_TOKEN_LEFT)
+                else:
+                    self.tokens.append(Token(each, token, logprobs))
             return None
         self._free_memory_after(failure)
         return failure
@@ -337,42 +338,3 @@ class _Run:
     def _fail(self, samples: Iterable[Sample], failure: Failure) -> None:
         for failed in samples:
             self.failures.setdefault(failed.request, failure)
-
-
-def _halves(items: Sequence[ItemT]) -> tuple[Sequence[ItemT], Sequence[ItemT]] | None:
-    """Returns both halves; None where there is only one item."""
-    middle = len(items) // 2
-    return (items[:middle], items[middle:]) if middle else None
-
-
-def _layout_of(parts: Sequence[Part], cache: KVCache) -> ForwardBatch:
-    """Lays parts out on the host."""
-    chunks = [
-        Chunk(part.tokens, part.start, part.tables, True, part.sample.begun_with, part.scored_count) for part in parts
-    ]
-    return build_batch(chunks, groups=cache.spec.groups)
-
-
-def _rows_of(places: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
-    """Returns these rows as one tensor; no copy where they are all of one, in order."""
-    first, _ = places[0]
-    if len(places) == len(first) and all(rows is first and row == i for i, (rows, row) in enumerate(places)):
-        return first
-    return torch.stack([rows[row] for rows, row in places])
-
-
-def _token_halves(parts: Sequence[Part]) -> tuple[list[Part], list[Part]] | None:
-    """Returns both halves of their tokens, the part in the middle cut in two; None where there is only one token."""
-    middle = sum(len(part.tokens) for part in parts) // 2
-    if not middle:
-        return None
-    left: list[Part] = []
-    right: list[Part] = []
-    for part in parts:
-        cut = min(len(part.tokens), max(middle, 0))
-        if cut:
-            left.append(part._replace(tokens=part.tokens[:cut]))
-        if cut < len(part.tokens):
-            right.append(part._replace(start=part.start + cut, tokens=part.tokens[cut:]))
-        middle -= cut
-    return left, right

@@ -14,7 +14,7 @@ from quire_kernels.compilation.warmup import CompilationCount, Progress, count_c
 from quire_worker.cache import KVCache
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.paged_model import PagedModel
-from quire_worker.sampler import SamplingParams
+from quire_worker.sampling.params import SamplingParams
 
 # Tokens of one sequence by itself. Blocks of rows are chosen by the mean of rows, tokens times query heads per KV head:
 # as the tokens double, every size of block is met, whatever the number of heads.

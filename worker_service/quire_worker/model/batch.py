@@ -39,7 +39,7 @@ class Chunk:
         block_tables: the sequence's blocks in order, of each group, enough for `start + len(tokens)` tokens; further
             ones are ignored, and so are those before the windows of all its tokens.
         needs_logits: whether the logits after the last token are wanted.
-        logits_before: of how many tokens before the last one they are wanted, too.
+        is_scored: whether those after each of its tokens are.
         begun_with: tokens that the request began with; see `scheduling.rotation`.
     """
 
@@ -48,12 +48,12 @@ class Chunk:
     block_tables: Sequence[Table]
     needs_logits: bool
     begun_with: int = 0
-    logits_before: int = 0
+    is_scored: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardBatch:
-    """One forward pass. Rows of its logits belong to the chunks that asked for them, in order, and to their tokens."""
+    """One forward pass. The rows of its logits are in the order of the chunks that asked for them."""
 
     input_ids: torch.Tensor  # int64 [1, tokens]
     position_ids: torch.Tensor  # int64 [1, tokens]
@@ -112,29 +112,29 @@ def build_batch(
         tables = [chunk.block_tables[index] for chunk in chunks]
         attention.append(_attention_batch(tables, group.block_size, spans[group], positions))
 
-    rows = [
-        np.arange(end - 1 - chunk.logits_before, end)
-        for chunk, end in zip(chunks, ends.tolist(), strict=True)
-        if chunk.needs_logits
-    ]
-
     def on_device(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
 
     return ForwardBatch(
         input_ids=on_device(tokens).unsqueeze(0),
         position_ids=on_device(positions).unsqueeze(0),
-        logits_index=on_device(np.concatenate([*rows, np.empty(0, dtype=np.int64)])),
+        logits_index=on_device(_wanted(chunks, ends)),
         lengths=torch.from_numpy(np.maximum(positions + 1, np.repeat(begun_with, query_lengths))),
         attention=tuple(attention),
     )
 
 
+def _wanted(chunks: Sequence[Chunk], ends: np.ndarray) -> np.ndarray:
+    """Returns the places in the flat batch after which logits are wanted."""
+    if not any(chunk.is_scored for chunk in chunks):
+        return ends[np.array([chunk.needs_logits for chunk in chunks])] - 1
+    counts = [len(chunk.tokens) if chunk.is_scored else int(chunk.needs_logits) for chunk in chunks]
+    return np.concatenate([np.arange(end - count, end) for end, count in zip(ends.tolist(), counts, strict=True)])
+
+
 def _check(number: int, chunk: Chunk, groups: Sequence[GroupSpec]) -> None:
     if len(chunk.tokens) == 0 or chunk.start < 0:
         raise ValueError(f"chunk {number} has {len(chunk.tokens)} tokens from position {chunk.start}")
-    if not 0 <= chunk.logits_before < len(chunk.tokens):
-        raise ValueError(f"chunk {number} has {len(chunk.tokens)} tokens, and no {chunk.logits_before} before the last")
     end = chunk.start + len(chunk.tokens)
     for table, group in zip(chunk.block_tables, groups, strict=True):
         if len(table) * group.block_size < end:

@@ -43,14 +43,28 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / _WEIGHTS]
     if not (folder / _WEIGHTS_INDEX).is_file():
         raise CheckpointError(f"neither {_WEIGHTS} nor {_WEIGHTS_INDEX} in {folder}: only safetensors are read")
-    try:
-        names = sorted(set(json.loads((folder / _WEIGHTS_INDEX).read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / _WEIGHTS_INDEX} is no index of weights: {error!r}") from error
-    for name in names:
+    places = places_of_weights(folder)
+    for tensor, name in places.items():
         if Path(name).name != name or not (folder / name).is_file():
-            raise CheckpointError(f"{_WEIGHTS_INDEX} names {name!r}, which is not in {folder}")
-    return [folder / name for name in names]
+            raise CheckpointError(f"{_WEIGHTS_INDEX} names {name!r} for tensor {tensor}, which is not in {folder}")
+    return [folder / name for name in sorted(set(places.values()))]
+
+
+def places_of_weights(folder: Path) -> dict[str, str]:
+    """Returns the file of each tensor, as the index of a sharded checkpoint says; nothing where all are in one file.
+
+    Raises:
+        CheckpointError: the index cannot be read.
+    """
+    if (folder / _WEIGHTS).is_file():
+        return {}
+    try:
+        places = json.loads((folder / _WEIGHTS_INDEX).read_bytes())["weight_map"]
+        if not places or not all(isinstance(name, str) for name in places.values()):
+            raise TypeError("its weight_map does not lead from tensors to files")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{folder / _WEIGHTS_INDEX} is no index of weights: {error!r}") from error
+    return dict(places)
 
 
 def fingerprint(folder: Path | str) -> bytes:

@@ -17,8 +17,8 @@ logits are compared once more with those that the model gave by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,12 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
 )
-from transformers.utils import logging as transformers_logging
 
 from quire_worker.attention import CpuPagedAttention, PagedAttention, backend_for
 from quire_worker.cache import NAN_BYTE, CacheSpec, KVCache
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError, fingerprint, weight_files
-from quire_worker.model.kv_scales import SCALE_NAME, read_scales
+from quire_worker.model.kv_scales import read_scales
 from quire_worker.model.latent import keep_latents
 from quire_worker.model.own_logits import check_texts, own_logits_of
 from quire_worker.model.rewrites.rewriter import TOLERANCE, rewrite
@@ -46,6 +45,7 @@ from quire_worker.model.rotary import TokenLengths, longest_of, rotate_by_length
 from quire_worker.model.splitting.splitter import split_over_ranks
 from quire_worker.model.support import Arrival, check_heads, layers_as_they_arrive, layers_of
 from quire_worker.model.transformers_seam import ATTENTION_NAME, PagedStep, ProbeStep, Step, run
+from quire_worker.model.weights import large_tensors_apart, read_weights
 from quire_worker.page_format import KV_CACHE_DTYPES, KV_LAYOUTS
 from quire_worker.ranks.crew import Crew
 from quire_worker.scheduling.rotation import Rotation
@@ -87,7 +87,7 @@ class PagedModel:
             cache: of this model's `cache_spec`; written in place.
 
         Returns:
-            float32 `[rows, vocabulary]`, one row per chunk that needs logits.
+            float32 `[rows, vocabulary]`, one row per chunk that needs logits, or for each token of one that is scored.
 
         Raises:
             UnsupportedModelError: the model uses an option of attention that its first batches did not.
@@ -100,6 +100,7 @@ class PagedModel:
         return PagedStep(plans, cache.layers)
 
 
+@large_tensors_apart()
 def load_model(
     folder: Path | str,
     *,
@@ -140,7 +141,8 @@ def load_model(
     config = _read_config(folder)
     loader, layers = _loader_of(config), layers_of(config, block_size=block_size)
     rotation = rotation_of(config.get_text_config())
-    module = _read_weights(folder, loader, DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto"))
+    module = read_weights(folder, loader, DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto"))
+    keep_latents(module, ATTENTION_NAME)
     max_position = longest_of(config.get_text_config())
     if max_position is None:
         raise UnsupportedModelError(f"model type {config.model_type!r} does not say how long its sequences may be")
@@ -234,33 +236,6 @@ def _loader_of(config: Any) -> Any:
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForImageTextToText
     raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: it does not generate text")
-
-
-def _read_weights(folder: Path, loader: Any, dtype: torch.dtype | str) -> Any:
-    weight_files(folder)
-    try:
-        with _quiet_progress():
-            loaded: Any = loader.from_pretrained(
-                folder,
-                dtype=dtype,
-                attn_implementation=ATTENTION_NAME,
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-    except Exception as error:  # as above, and safetensors' own for damaged files
-        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # the model has a table of its own
-            raise UnsupportedModelError("the model does not use transformers' attention interface") from error
-        raise CheckpointError(f"weights in {folder} cannot be loaded: {error}") from error
-    module, report = loaded  # a pair, because of `output_loading_info`
-    if report["missing_keys"]:
-        raise CheckpointError(f"weights in {folder} lack {_some(report['missing_keys'])}")
-    unused = {name for name in report["unexpected_keys"] if not SCALE_NAME.search(name)}
-    if unused:
-        _log.warning("unused_weights", folder=folder.name, weights=_some(unused))
-    keep_latents(module, ATTENTION_NAME)
-    return module.eval()
 
 
 def _split(module: Any, max_position: int, crew: Crew) -> torch.Tensor:
@@ -366,21 +341,3 @@ def _eos_token_ids(module: Any) -> frozenset[int]:
     if declared is None:
         return frozenset()
     return frozenset([declared] if isinstance(declared, int) else declared)
-
-
-def _some(names: set[str]) -> str:
-    listed = sorted(names)
-    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
-
-
-@contextmanager
-def _quiet_progress() -> Iterator[None]:
-    """Switches off transformers' progress bars, which would land among the log lines."""
-    bars: Any = transformers_logging
-    shown = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            bars.enable_progress_bar()

@@ -133,4 +133,4 @@ def _held_count(digests: Sequence[bytes], running: Sequence[Sample], block_size:
 def _places(sample: Sample) -> int:
     """Counts the samples that will run because of this one: the first brings all forks of its request."""
     is_first = sample.index == 0 and sample.output_token_count == 0
-    return int(sample.request.sampling.n) if is_first else 1
+    return len(sample.request.samples) if is_first else 1

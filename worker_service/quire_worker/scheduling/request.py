@@ -10,9 +10,9 @@ Lifecycle of a sample:
 A branch's sample goes from 2 to `resting` instead, whenever it has done what it was asked for: it keeps its blocks,
 and goes back to 2 when it is asked for more (`resting.py`).
 
-A preempted sample goes from 2 back to 1 and keeps its tokens and its random generator, so that it goes on with the same
-text. Samples beyond the first are in no state until the prefill of the first has finished; then they start in 2, as
-forks of it.
+A preempted sample goes from 2 back to 1 and keeps its tokens and its sampler, so that it goes on with the same text.
+Samples beyond the first are in no state until the prefill of the first has finished; then they start in 2, as forks of
+it.
 
 Positions of a running sample's tokens, with `computed <= len(tokens)`:
 
@@ -45,7 +45,7 @@ STREAM_INTERVAL_S = 0.02  # between two deliveries of a request, unless one is i
 class FinishReason(Enum):
     """Why a sample ended."""
 
-    STOP = "stop"  # end-of-text or a stop token
+    STOP = "stop"  # end-of-text, a stop token or a stop text
     LENGTH = "length"  # max_tokens, or the longest sequence that fits
 
 
@@ -61,13 +61,21 @@ class Usage:
 
 
 class Delivery(NamedTuple):
-    """Something for the caller of a request: new tokens of one sample, its end, or both."""
+    """Something for the caller of a request: new tokens of one sample, its end, or both.
+
+    Attributes:
+        is_last: nothing of the request follows.
+        logprobs: of the tokens, where they were asked for (opaque here).
+        prompt_logprobs: of the prompt's, with the first one of the request.
+    """
 
     sample: int
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason | None
-    is_last: bool  # nothing of the request follows
+    is_last: bool
+    logprobs: tuple[Any, ...] = ()
+    prompt_logprobs: tuple[Any, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -76,12 +84,14 @@ class Request:
 
     Attributes:
         number: rises with every request; lower is older.
-        sampling: the worker's sampling parameters (`sampler.SamplingParams`); opaque to the scheduler but for `n`.
+        sampling: the worker's sampling parameters (`sampling.SamplingParams`); opaque to the scheduler but for
+            `sample_count`, `max_tokens` and `prompt_logprobs`.
         root: digest that the prompt's chain starts from.
         rotation: how its keys follow its length; None where they do not.
         deliveries: what the caller reads; a `QuireError` ends the request.
         delivered_s: when the latest was put there, by the event loop's clock.
         is_read: whether the caller has taken the last one.
+        prompt_logprobs: of its tokens from the second on, as far as they were computed (opaque here).
     """
 
     number: int
@@ -99,6 +109,7 @@ class Request:
     first_token_s: float | None = None
     admitted: bool = False
     is_read: bool = False
+    prompt_logprobs: list[Any] = field(default_factory=list)
 
     @property
     def is_done(self) -> bool:
@@ -111,7 +122,7 @@ class Sample:
     """One continuation of a prompt. See the module's docstring for its counters.
 
     Attributes:
-        generator: source of its random choices (opaque here).
+        sampler: what its choices depend on (opaque here).
         detokenizer: turns its tokens into text (opaque here).
         sequence_id: its sequence at the allocator; 0 while it has none.
         tables: its blocks, of each group of attention, all equally long; none while it has no sequence.
@@ -125,12 +136,13 @@ class Sample:
         rests: whether it keeps its blocks when it has ended in good order, because it is a branch's.
         scored: tokens whose probability is wanted, each after all before it; the first stands at `scored_from`.
         logprobs: of `scored`, as far as they are computed; NaN where they are not.
+        logprob_sum: of its tokens so far, where samples are compared.
     """
 
     request: Request
     index: int
     tokens: list[int]
-    generator: Any
+    sampler: Any
     detokenizer: Any
     sequence_id: int = 0
     tables: list[array[int]] = field(default_factory=list)
@@ -150,6 +162,7 @@ class Sample:
     logprobs: list[float] = field(default_factory=list)
     has_ended: bool = False
     finish_reason: FinishReason | None = None
+    logprob_sum: float = 0.0
     _digests: list[bytes] = field(default_factory=list)
     _chain: DigestChain | None = None
 
@@ -171,8 +184,17 @@ class Sample:
 
     @property
     def matchable_token_count(self) -> int:
-        """Counts the leading tokens that may be found in the cache: the logits after all others are wanted."""
-        return self.scored_from - 1 if self.scored else len(self.tokens) - 1
+        """Counts the leading tokens that may be found in the cache: all but those after which logits are wanted."""
+        if self.is_scored:
+            return self.scored_from - 1 if self.scored else 0
+        return len(self.tokens) - 1
+
+    @property
+    def is_scored(self) -> bool:
+        """Tells whether logits after more than the last of its tokens are wanted, so that these have to be computed:
+        of a prompt, or of what is scored."""
+        wants_prompt = self.output_token_count == 0 and self.request.sampling.prompt_logprobs is not None
+        return bool(self.scored) or wants_prompt
 
     @property
     def table_length(self) -> int:
@@ -225,9 +247,9 @@ class Sample:
         self.begun_with = len(self.tokens)
         self._digests, self._chain = [], None
 
-    def note_logprobs(self, start: int, logprobs: Sequence[float]) -> None:
-        """Notes how likely the tokens behind the positions from `start` on are."""
-        first = start + 1 - self.scored_from
+    def note_logprobs(self, position: int, logprobs: Sequence[float]) -> None:
+        """Notes how likely the tokens of a candidate are, from a position on."""
+        first = position - self.scored_from
         self.logprobs[first : first + len(logprobs)] = logprobs
 
     def fork_from(self, parent: Sample) -> None:

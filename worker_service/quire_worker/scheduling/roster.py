@@ -113,6 +113,11 @@ class Roster:
             self.resting.remove(sample)
             self.leaving.append(sample)
 
+    def stop(self, sample: Sample) -> None:
+        """Ends a sample because its text has come to its end, be it with the last token that it may have."""
+        self.finish(sample, FinishReason.STOP)
+        sample.finish_reason = FinishReason.STOP
+
     def cancel(self, request: Request) -> None:
         """Ends every sample of the request."""
         for sample in request.samples:

@@ -169,7 +169,7 @@ class Scheduler:
         squeezed = {sample for (sample, _), grown in rows if grown.result is Result.PASS_TOO_LONG}
         lacking = {sample for sample in denied - squeezed if not sample.has_ended}
         is_helped = bool(lacking) and self.roster.drop_resting(1)
-        if not is_helped and any(sample not in plan.admitted for sample in lacking):
+        if not is_helped and lacking - plan.admitted:
             denied.add(self.roster.preempt_newest())
         before, work = {item.sample: item for item in under_way}, []
         for sample, token_count in plan.wanted:
@@ -314,14 +314,8 @@ class Scheduler:
             blocks=free_block_count,
             digest_bytes=self.digest_bytes_max,
         )
-        return admit(
-            self.roster.waiting,
-            self.roster.running,
-            limits,
-            block_size=self.roster.block_size,
-            peaks=self._peaks,
-            resting=[*self.roster.resting],
-        )
+        who = self.roster.waiting, self.roster.running, limits
+        return admit(*who, block_size=self.roster.block_size, peaks=self._peaks, resting=[*self.roster.resting])
 
     def _let_in(self, plan: Plan, admissions: Iterable[Admission]) -> int:
         """Returns how many blocks they take at most."""

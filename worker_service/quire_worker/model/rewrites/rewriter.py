@@ -78,7 +78,8 @@ class _Pass:
 
     def visit(self, module: torch.nn.Module) -> None:
         """Rewrites all that is in a module."""
-        for name, child in list(module.named_children()):
+        for name in [name for name, _ in module.named_children()]:  # no list of children: replaced, they are to be gone
+            child = module.get_submodule(name)
             if not self._replace(module, name, child, self._parts):
                 self.visit(child)
                 self._replace(module, name, child, self._wholes)

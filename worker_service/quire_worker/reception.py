@@ -11,12 +11,13 @@ from quire.session import PoolSession
 from quire_worker.cache import KVCache
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer
-from quire_worker.sampler import SamplingParams, new_generator
+from quire_worker.samples import begin_sample
+from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.roster import Roster
 
 
-class Intake:
+class Reception:
     """Makes the requests of one engine and their samples, and numbers them.
 
     Attributes:
@@ -64,8 +65,7 @@ class Intake:
 
     def new_sample(self, request: Request, index: int, tokens: Sequence[int]) -> Sample:
         """Returns a sample of a request, with these tokens to be computed; the roster does not know it yet."""
-        generator, detokenizer = new_generator(request.sampling.seed, index), self._tokenizer.new_stream()
-        return Sample(request, index, list(tokens), generator, detokenizer, begun_with=len(tokens))
+        return begin_sample(request, index, tokens, self._model, self._tokenizer)
 
     @staticmethod
     def draining() -> QuireError:

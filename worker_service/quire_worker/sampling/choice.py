@@ -1,7 +1,8 @@
-"""Logits to tokens.
+"""Probabilities to tokens.
 
 Greedy, or the usual chain, each step as in transformers' logits warpers: divide by the temperature, keep the `top_k`
-likeliest (ties with the last one stay), keep the likeliest that together reach `top_p`, draw.
+likeliest (ties with the last one stay), keep the likeliest that together reach `top_p`, keep those with at least
+`min_p` of the likeliest one's probability, draw.
 
 A draw takes one number u in [0, 1) from the sample's own generator and picks the first token whose cumulative
 probability exceeds u. So a sample's generator moves by exactly one number per token, whatever the vocabulary and
@@ -10,83 +11,15 @@ whoever else is in the batch: the same logits and seed give the same text in any
 
 from __future__ import annotations
 
-import hashlib
-import math
-import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
-MAX_TOKENS_DEFAULT = 16
-SAMPLE_COUNT_MAX = 64
-STOP_TOKEN_COUNT_MAX = 64
-TEMPERATURE_MIN = 1e-3  # below it, logits of common size overflow float32; 0 is the way to say greedy
-TEMPERATURE_MAX = 100.0
-INT32_MAX = 2**31 - 1
-UINT64_MAX = 2**64 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How the tokens of a request are chosen, and when they end."""
-
-    max_tokens: int = MAX_TOKENS_DEFAULT  # per sample
-    temperature: float = 0.0  # 0 is greedy, and ignores top_k, top_p and seed
-    top_k: int = 0  # 0 is all
-    top_p: float = 1.0
-    seed: int | None = None  # None: different every time
-    n: int = 1  # samples of the prompt
-    stop_token_ids: tuple[int, ...] = ()  # end a sample, as the model's own end-of-text does
-    ignore_eos: bool = False
-
-    @property
-    def is_greedy(self) -> bool:
-        """Tells whether the likeliest token is always taken."""
-        return self.temperature == 0
-
-    def validate(self) -> None:
-        """Checks every field.
-
-        Raises:
-            ValueError: a field is out of range; the message begins with its name.
-        """
-        _check_integer("max_tokens", self.max_tokens, 1, INT32_MAX)
-        _check_integer("top_k", self.top_k, 0, INT32_MAX)
-        _check_integer("n", self.n, 1, SAMPLE_COUNT_MAX)
-        if self.seed is not None:
-            _check_integer("seed", self.seed, 0, UINT64_MAX)
-        if not _is_number(self.temperature) or not (
-            self.temperature == 0 or TEMPERATURE_MIN <= self.temperature <= TEMPERATURE_MAX
-        ):
-            raise ValueError(
-                f"temperature must be 0 or from {TEMPERATURE_MIN} to {TEMPERATURE_MAX}, not {self.temperature!r}"
-            )
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p!r}")
-        if len(self.stop_token_ids) > STOP_TOKEN_COUNT_MAX:
-            raise ValueError(f"stop_token_ids must be at most {STOP_TOKEN_COUNT_MAX}, not {len(self.stop_token_ids)}")
-        for token in self.stop_token_ids:
-            _check_integer("stop_token_ids", token, 0, INT32_MAX)
-
+from quire_worker.sampling.params import TEMPERATURE_MIN, SamplingParams
 
 # Takes logits, parameters and a source of numbers in [0, 1) for the rows that are not greedy; returns a token for each.
 Choose: TypeAlias = Callable[[torch.Tensor, Sequence[SamplingParams], Callable[[], torch.Tensor]], list[int]]
-
-
-def new_generator(seed: int | None, sample_index: int) -> torch.Generator:
-    """Returns the stream of random numbers of one sample; on the CPU, wherever the model runs.
-
-    Args:
-        seed: of the request, 0 to 2**64 - 1; None for one that nobody can foresee.
-        sample_index: which of its samples; each has a stream of its own.
-    """
-    if seed is None:
-        seed = secrets.randbits(64)
-    # torch seeds its generator with the low 32 bits only: without the hash, 1 and 2**32 + 1 would be one seed.
-    digest = hashlib.sha256(b"quire/sample/1" + seed.to_bytes(8, "little") + sample_index.to_bytes(8, "little"))
-    return torch.Generator().manual_seed(int.from_bytes(digest.digest()[:4], "little"))
 
 
 def finite_rows(logits: torch.Tensor) -> list[bool]:
@@ -160,6 +93,8 @@ def probabilities_of(logits: torch.Tensor, params: Sequence[SamplingParams]) -> 
         scores = _keep_top_k(scores, [row.top_k for row in params])
     if any(row.top_p < 1 for row in params):
         scores = _keep_top_p(scores, [row.top_p for row in params])
+    if any(row.min_p for row in params):
+        scores = _keep_min_p(scores, [row.min_p for row in params])
     return scores.softmax(dim=-1)
 
 
@@ -179,15 +114,11 @@ def _keep_top_p(scores: torch.Tensor, top_p: Sequence[float]) -> torch.Tensor:
     return scores.masked_fill(dropped.scatter(1, order, dropped), float("-inf"))
 
 
+def _keep_min_p(scores: torch.Tensor, min_p: Sequence[float]) -> torch.Tensor:
+    shares = (scores - scores.amax(dim=-1, keepdim=True)).exp()
+    return scores.masked_fill(shares < _column(scores, min_p), float("-inf"))
+
+
 def _column(like: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
     """`[rows, 1]`, of the same dtype and device."""
     return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _check_integer(name: str, value: object, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ValueError(f"{name} must be an integer from {low} to {high}, not {value!r}")

@@ -1,0 +1,139 @@
+"""Between messages of `WorkerService.Generate` and the values of `quire.sampling`; both flavours share them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from quire import sampling
+from quire._transport.messages import checked_id, extend, fill, fill_tokens, values_of
+from quire.errors import InternalError, InvalidArgumentError, Reason, UnavailableError
+from quire.v1 import worker_pb2 as worker_pb
+
+_ABOVE_ZERO = ("max_tokens", "n", "top_p", "repetition_penalty", "best_of")
+# Fields that are the same on both sides, None where a caller leaves one out.
+_NUMBERS = (
+    *("max_tokens", "temperature", "top_k", "top_p", "seed", "n", "ignore_eos", "min_p", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "min_tokens", "logprobs", "prompt_logprobs", "best_of", "echo"),
+)
+_STRUCTURES = ("json_schema", "regex", "grammar", "choice")
+
+
+def generate_request(
+    prompt: str | Sequence[int],
+    params: sampling.SamplingParams | None,
+    options: sampling.SamplingOptions,
+    namespace: str,
+    request_id: str | None,
+) -> worker_pb.GenerateRequest:
+    """Makes the message of a prompt and how to continue it; `options` override `params`.
+
+    Raises:
+        TypeError: an unknown option, or a value of the wrong type.
+        InvalidArgumentError: BAD_PARAMETER, a number that the message cannot carry.
+    """
+    request_id = checked_id(request_id)
+    params = replace(params or sampling.SamplingParams(), **options)
+    request = worker_pb.GenerateRequest()
+    fill(request, request_id, namespace=namespace, request_id=request_id)
+    _fill_sampling(request.sampling, params, request_id)
+    fill_tokens(request, prompt, "prompt", request_id)
+    return request
+
+
+def _fill_sampling(message: worker_pb.SamplingParams, params: sampling.SamplingParams, request_id: str) -> None:
+    """Puts in what is not left at its default; 0 and nothing mean the same on the wire."""
+    for name in _ABOVE_ZERO:  # 0 means "unset" on the wire, so that it would not be refused there
+        if getattr(params, name) == 0:
+            raise InvalidArgumentError(f"{name} must be above 0", Reason.BAD_PARAMETER, request_id)
+    numbers = {name: getattr(params, name) for name in _NUMBERS}
+    fill(message, request_id, **{name: value for name, value in numbers.items() if value is not None})
+    for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
+        extend(getattr(message, name), name, getattr(params, name), request_id)
+    extend(message.stop, "stop", [params.stop] if isinstance(params.stop, str) else params.stop, request_id)
+    extend(message.logit_bias_token_ids, "logit_bias", params.logit_bias.keys(), request_id)
+    extend(message.logit_bias, "logit_bias", params.logit_bias.values(), request_id)
+    _fill_structure(message, params, request_id)
+
+
+def _fill_structure(message: worker_pb.SamplingParams, params: sampling.SamplingParams, request_id: str) -> None:
+    given = {name: getattr(params, name) for name in _STRUCTURES if getattr(params, name) is not None}
+    if len(given) > 1:
+        raise InvalidArgumentError(f"one of {', '.join(given)} at most", Reason.BAD_PARAMETER, request_id)
+    for name, structure in given.items():
+        if name == "choice":
+            if isinstance(structure, str):
+                raise TypeError("choice must be several texts, not one")
+            message.choice.SetInParent()
+            extend(message.choice.texts, name, structure, request_id)
+        else:
+            text = structure if isinstance(structure, str) else json.dumps(structure)
+            field: dict[str, Any] = {name: text}
+            fill(message, request_id, **field)
+
+
+def chunk(message: worker_pb.GenerateResponse) -> sampling.Chunk:
+    """Makes a part of one sample.
+
+    Raises:
+        InternalError: it ended for a reason that this version does not know.
+    """
+    if message.finish_reason not in worker_pb.FinishReason.values():
+        raise InternalError(f"the worker says that a sample ended for reason {message.finish_reason}")
+    return sampling.Chunk(
+        sample=message.sample,
+        token_ids=tuple(message.token_ids),
+        text=message.text,
+        finish_reason=sampling.FinishReason(message.finish_reason) if message.finish_reason else None,
+        usage=sampling.Usage(**values_of(message.usage)) if message.HasField("usage") else None,
+        logprobs=_logprobs(message.logprobs),
+        prompt_logprobs=_logprobs(message.prompt_logprobs),
+    )
+
+
+def _logprobs(message: worker_pb.Logprobs) -> tuple[sampling.TokenLogprobs, ...]:
+    """Takes columns apart.
+
+    Raises:
+        InternalError: they are not equally long.
+    """
+    count, top_count = len(message.token_ids), message.top_count
+    wanted = [count, count * top_count, count * top_count]
+    if [len(message.token_logprobs), len(message.top_token_ids), len(message.top_logprobs)] != wanted:
+        raise InternalError("the worker sends logprobs whose columns do not fit together")
+    pairs = list(zip(message.top_token_ids, message.top_logprobs, strict=True))
+    return tuple(
+        sampling.TokenLogprobs(token, logprob, tuple(pairs[place * top_count : (place + 1) * top_count]))
+        for place, (token, logprob) in enumerate(zip(message.token_ids, message.token_logprobs, strict=True))
+    )
+
+
+def gather(chunks: Iterable[sampling.Chunk], request_id: str) -> sampling.Generation:
+    """Gathers all chunks of a request as its result.
+
+    Raises:
+        UnavailableError: the stream ended before the request did.
+    """
+    token_ids: dict[int, list[int]] = {}
+    pieces: dict[int, list[str]] = {}
+    logprobs: dict[int, list[sampling.TokenLogprobs]] = {}
+    prompt_logprobs: tuple[sampling.TokenLogprobs, ...] = ()
+    finished: dict[int, sampling.FinishReason] = {}
+    usage = None
+    for part in chunks:
+        token_ids.setdefault(part.sample, []).extend(part.token_ids)
+        pieces.setdefault(part.sample, []).append(part.text)
+        logprobs.setdefault(part.sample, []).extend(part.logprobs)
+        prompt_logprobs = part.prompt_logprobs or prompt_logprobs
+        if part.finish_reason is not None:
+            finished[part.sample] = part.finish_reason
+        usage = part.usage or usage
+    if usage is None or len(finished) < len(pieces):
+        raise UnavailableError("the stream ended before the request was finished", None, request_id)
+    samples = tuple(
+        sampling.Sample("".join(pieces[i]), tuple(token_ids[i]), finished[i], tuple(logprobs[i]))
+        for i in sorted(pieces)
+    )
+    return sampling.Generation(samples, usage, request_id, prompt_logprobs)

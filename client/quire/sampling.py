@@ -1,0 +1,169 @@
+"""What callers of a worker ask for, and get: frozen values that name the same things as the messages on the wire."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+
+class FinishReason(enum.IntEnum):
+    """Why a sample ended."""
+
+    STOP = 1  # the model's end-of-text, a stop token or a stop text, none of which is part of the text
+    LENGTH = 2  # `max_tokens`, or the longest sequence that the model or the pool can hold
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `SamplingParams` as keyword arguments of `generate` and `stream`."""
+
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int | None
+    n: int
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    banned_token_ids: Sequence[int]
+    stop: str | Sequence[str]
+    min_tokens: int
+    logprobs: int | None
+    prompt_logprobs: int | None
+    best_of: int | None
+    echo: bool
+    json_schema: str | Mapping[str, Any] | None
+    regex: str | None
+    grammar: str | None
+    choice: Sequence[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. The worker checks the ranges.
+
+    Attributes:
+        max_tokens: tokens to generate at most, per sample; at least 1.
+        temperature: 0 is greedy; otherwise logits are divided by it, up to 100.
+        top_k: only the k likeliest tokens; 0 is all.
+        top_p: only the likeliest tokens that together reach this probability, in (0, 1].
+        seed: of the random choice; with None, each request differs.
+        n: samples of this prompt, 1 to 64; they share its blocks.
+        stop_token_ids: further tokens that end a sample, at most 64.
+        ignore_eos: do not end at the model's end-of-text token.
+        min_p: only tokens with this share of the likeliest one's probability, 0 to 1.
+        repetition_penalty: divides logits above 0, and multiplies others, of tokens in the prompt or the text so far;
+            0.01 to 100.
+        presence_penalty: taken from the logits of tokens in the text so far, -2 to 2.
+        frequency_penalty: the same, as often as they are there.
+        logit_bias: added to logits, -100 to 100, by token; at most 1,024.
+        allowed_token_ids: the only tokens to choose from; all if there are none.
+        banned_token_ids: tokens that are never chosen.
+        stop: a text, or up to 16, that ends a sample, and of which nothing is in its text; its tokens are.
+        min_tokens: before which nothing ends a sample but `max_tokens`.
+        logprobs: likeliest tokens whose logprobs are told beside those of each token; 0 to 20, None for none at all.
+        prompt_logprobs: the same of the prompt's tokens; nothing of it is taken from the cache then.
+        best_of: samples that are computed, of which the `n` likeliest per token are returned; None is `n`.
+        echo: each text begins with the prompt's.
+        json_schema: the text is a value that it describes; JSON, or what `json.dumps` takes.
+        regex: the text is what it matches as a whole.
+        grammar: the text is what it derives; in llguidance's Lark syntax.
+        choice: the text is one of these. Of these four, one at most.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    n: int = 1
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] = ()
+    banned_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    best_of: int | None = None
+    echo: bool = False
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: Sequence[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a request took."""
+
+    prompt_token_count: int
+    cached_token_count: int  # of the prompt's, found in the cache at its first admission, or held by its branch
+    output_token_count: int  # all samples together
+    granted_block_count: int  # newly granted and used; copies and recomputation after a preemption included
+    unshared_block_count: int  # what its samples would have taken in caches of their own
+    preemption_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The natural logarithm of a token's probability, by the model's own logits, and those of the likeliest tokens in
+    its place, the likeliest first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some new tokens of one sample.
+
+    `text` holds complete characters only: the pieces of a sample concatenated are its text. `finish_reason` comes with
+    the last chunk of a sample, `usage` with the last one of the request, `prompt_logprobs` with the first one.
+    """
+
+    sample: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None
+    usage: Usage | None
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, where they were asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's tokens from the second on
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One finished continuation of a prompt."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, where they were asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """All samples of a request, in order."""
+
+    samples: tuple[Sample, ...]
+    usage: Usage
+    request_id: str
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of its tokens from the second on
+
+    @property
+    def text(self) -> str:
+        """Returns text of the first sample."""
+        return self.samples[0].text

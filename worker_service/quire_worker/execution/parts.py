@@ -1,0 +1,130 @@
+"""What a forward pass computes of each sample, how it is laid out, and how it is cut where it was too much at once."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from quire_worker.cache import KVCache
+from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
+from quire_worker.sampling.logprobs import TokenLogprobs, rank
+from quire_worker.scheduling.request import Request, Sample
+
+ItemT = TypeVar("ItemT")
+
+
+class Part(NamedTuple):
+    """Tokens of one sample from position `start` on, in one pass, and its tables as they were when it was planned."""
+
+    sample: Sample
+    start: int
+    tokens: list[int]
+    tables: list[array[int]]
+
+    @property
+    def is_scored(self) -> bool:
+        """Tells whether the logits after each of its tokens are wanted."""
+        if self.sample.scored:
+            return self.start + len(self.tokens) >= self.sample.scored_from
+        return self.sample.is_scored and self.start + 1 < len(self.sample.request.prompt)
+
+    @property
+    def row_count(self) -> int:
+        """Counts its rows of logits."""
+        return len(self.tokens) if self.is_scored else 1
+
+
+class PromptLogprobs(NamedTuple):
+    """What is told of a prompt's tokens from a position on."""
+
+    request: Request
+    position: int
+    logprobs: list[TokenLogprobs]
+
+
+class CandidateLogprobs(NamedTuple):
+    """How likely the tokens of a candidate are, from a position on."""
+
+    sample: Sample
+    position: int
+    logprobs: list[float]
+
+
+def halves(items: Sequence[ItemT]) -> tuple[Sequence[ItemT], Sequence[ItemT]] | None:
+    """Returns both halves; None where there is only one item."""
+    middle = len(items) // 2
+    return (items[:middle], items[middle:]) if middle else None
+
+
+def layout_of(parts: Sequence[Part], cache: KVCache) -> ForwardBatch:
+    """Lays parts out on the host."""
+    chunks = [
+        Chunk(
+            part.tokens,
+            part.start,
+            part.tables,
+            needs_logits=True,
+            begun_with=part.sample.begun_with,
+            is_scored=part.is_scored,
+        )
+        for part in parts
+    ]
+    return build_batch(chunks, groups=cache.spec.groups)
+
+
+def scored(parts: Sequence[Part], logits: torch.Tensor, are_finite: Sequence[bool]) -> list[PromptLogprobs]:
+    """Returns what is told of each prompt's tokens that follow those of its part."""
+    found, row = [], 0
+    for part in parts:
+        is_prompt = part.is_scored and not part.sample.scored
+        if is_prompt and all(are_finite[row : row + part.row_count]):
+            request, position = part.sample.request, part.start + 1
+            targets = request.prompt[position : position + len(part.tokens)]
+            counts = [request.sampling.prompt_logprobs] * len(targets)
+            found.append(PromptLogprobs(request, position, rank(logits[row : row + len(targets)], counts).of(targets)))
+        row += part.row_count
+    return found
+
+
+def candidate_logprobs(parts: Sequence[Part], logits: torch.Tensor) -> list[CandidateLogprobs]:
+    """Returns how likely the tokens of candidates are that follow those of their parts."""
+    found, end = [], 0
+    for part in parts:
+        first, end = end, end + part.row_count
+        sample = part.sample
+        if sample.scored and part.is_scored:
+            skipped = max(0, sample.scored_from - 1 - part.start)  # rows before the first candidate token
+            position = part.start + skipped + 1
+            wanted = sample.scored[position - sample.scored_from :][: end - first - skipped]
+            rows = logits[first + skipped : end].log_softmax(dim=-1)
+            index = torch.tensor(wanted, device=rows.device).unsqueeze(1)
+            found.append(CandidateLogprobs(sample, position, rows.gather(1, index).flatten().tolist()))
+    return found
+
+
+def rows_of(places: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
+    """Returns these rows as one tensor; no copy where they are all of one, in order."""
+    first, _ = places[0]
+    if len(places) == len(first) and all(rows is first and row == i for i, (rows, row) in enumerate(places)):
+        return first
+    return torch.stack([rows[row] for rows, row in places])
+
+
+def token_halves(parts: Sequence[Part]) -> tuple[list[Part], list[Part]] | None:
+    """Returns both halves of their tokens, the part in the middle cut in two; None where there is only one token."""
+    middle = sum(len(part.tokens) for part in parts) // 2
+    if not middle:
+        return None
+    left: list[Part] = []
+    right: list[Part] = []
+    for part in parts:
+        cut = min(len(part.tokens), max(middle, 0))
+        if cut:
+            left.append(part._replace(tokens=part.tokens[:cut]))
+        if cut < len(part.tokens):
+            right.append(part._replace(start=part.start + cut, tokens=part.tokens[cut:]))
+        middle -= cut
+    return left, right

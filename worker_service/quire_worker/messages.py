@@ -1,0 +1,111 @@
+"""Between messages of `WorkerService.Generate` and the worker's own values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.errors import QuireError, Reason
+from quire.v1 import worker_pb2 as pb
+
+from quire_worker.sampling.logprobs import TokenLogprobs
+from quire_worker.sampling.params import MAX_TOKENS_DEFAULT, SamplingParams, Structure
+from quire_worker.scheduling.request import Delivery, FinishReason, Request
+
+_FINISH_REASONS = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+
+
+def sampling_of(message: pb.SamplingParams, vocabulary: int) -> SamplingParams:
+    """Returns sampling parameters with their defaults.
+
+    Args:
+        message: as it came.
+        vocabulary: tokens of the model.
+
+    Raises:
+        QuireError: BAD_PARAMETER, naming the field.
+    """
+    try:
+        params = _unchecked(message)
+        params.validate()
+        params.check_vocabulary(vocabulary)
+    except ValueError as error:
+        raise QuireError.of(Reason.BAD_PARAMETER, str(error)) from None
+    return params
+
+
+def _unchecked(message: pb.SamplingParams) -> SamplingParams:
+    tokens, biases = message.logit_bias_token_ids, message.logit_bias
+    if len(tokens) != len(biases) or len(set(tokens)) != len(tokens):
+        raise ValueError("logit_bias must have one value for each of its tokens, and no token twice")
+    return SamplingParams(
+        max_tokens=message.max_tokens or MAX_TOKENS_DEFAULT,
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p or 1.0,
+        seed=message.seed if message.HasField("seed") else None,
+        n=message.n or 1,
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty or 1.0,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=dict(zip(tokens, biases, strict=True)),
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        banned_token_ids=tuple(message.banned_token_ids),
+        stop=tuple(message.stop),
+        min_tokens=message.min_tokens,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        best_of=message.best_of,
+        echo=message.echo,
+        structure=_structure_of(message),
+    )
+
+
+def _structure_of(message: pb.SamplingParams) -> Structure | None:
+    name = message.WhichOneof("structure")
+    if name is None:
+        return None
+    raise ValueError(f"{name} is not supported by this worker")
+
+
+def response_of(request: Request, delivery: Delivery) -> pb.GenerateResponse:
+    """Returns the message that tells a request's caller what there is for it."""
+    response = pb.GenerateResponse(
+        sample=delivery.sample,
+        token_ids=delivery.token_ids,
+        text=delivery.text,
+        finish_reason=_FINISH_REASONS[delivery.finish_reason],
+    )
+    if delivery.logprobs:
+        response.logprobs.CopyFrom(_logprobs(delivery.logprobs))
+    if delivery.prompt_logprobs:
+        response.prompt_logprobs.CopyFrom(_logprobs(delivery.prompt_logprobs))
+    if delivery.is_last:
+        usage = request.usage
+        response.usage.CopyFrom(
+            pb.Usage(
+                prompt_token_count=len(request.prompt),
+                cached_token_count=usage.cached_token_count,
+                output_token_count=usage.output_token_count,
+                granted_block_count=usage.granted_block_count,
+                unshared_block_count=usage.unshared_block_count,
+                preemption_count=usage.preemption_count,
+            )
+        )
+    return response
+
+
+def _logprobs(tokens: Sequence[TokenLogprobs]) -> pb.Logprobs:
+    return pb.Logprobs(
+        token_ids=[each.token_id for each in tokens],
+        token_logprobs=[each.logprob for each in tokens],
+        top_count=len(tokens[0].top_token_ids),
+        top_token_ids=[token for each in tokens for token in each.top_token_ids],
+        top_logprobs=[logprob for each in tokens for logprob in each.top_logprobs],
+    )

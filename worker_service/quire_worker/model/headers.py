@@ -1,0 +1,116 @@
+"""What the headers of a checkpoint's safetensors files say, checked before any tensor is read.
+
+    uint64 length of the header | JSON: name -> dtype, shape, [begin, end) in the data | data
+
+A file that was cut off, or whose header does not fit its data, is refused here with its name and that of the tensor.
+Reading it would give the library's own message, which names neither, or a tensor of something else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quire_worker.model.checkpoint import CheckpointError, places_of_weights, weight_files
+
+_HEADER_BYTES_MAX = 100_000_000  # as safetensors has it
+_LENGTH_BYTES = 8
+_DTYPE_BITS = {
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "I64": 64, "U64": 64, "F64": 64, "C64": 64,
+}  # fmt: skip
+
+
+class TensorEntry(NamedTuple):
+    """Where a tensor lies, and what it is.
+
+    Attributes:
+        file: name in the checkpoint's folder.
+        dtype: in safetensors' words, as BF16.
+        byte_count: that it takes in the file.
+    """
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    byte_count: int
+
+
+def read_headers(folder: Path) -> dict[str, TensorEntry]:
+    """Returns what a checkpoint holds, by the tensors' names.
+
+    Raises:
+        CheckpointError: a file is missing, cut off or damaged, two hold the same tensor, or one lacks a tensor that the
+            index says it has.
+    """
+    found: dict[str, TensorEntry] = {}
+    for path in weight_files(folder):
+        for name, entry in read_header(path).items():
+            if name in found:
+                raise CheckpointError(f"tensor {name} is in {found[name].file} and once more in {path.name}")
+            found[name] = entry
+    for name, file in places_of_weights(folder).items():
+        if name not in found or found[name].file != file:
+            raise CheckpointError(f"{file} lacks tensor {name}, which the index of {folder} says it has")
+    return found
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """Returns what one file holds.
+
+    Raises:
+        CheckpointError: the file is cut off, or no safetensors file.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if size < _LENGTH_BYTES or not 2 <= length <= min(_HEADER_BYTES_MAX, size - _LENGTH_BYTES):
+            raise CheckpointError(
+                f"{path.name} cannot be loaded: it has {size:,} bytes and should begin with a header of {length:,}"
+            )
+        header = file.read(length)
+    try:
+        entries = json.loads(header)
+        entries.pop("__metadata__", None)
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(f"{path.name} cannot be loaded: its header is no JSON object") from None
+    return _checked(path.name, entries, size - _LENGTH_BYTES - length)
+
+
+def _checked(file: str, entries: dict[str, Any], data_bytes: int) -> dict[str, TensorEntry]:
+    """Returns the entries of a header whose tensors fill the data without gaps."""
+    found, places = {}, []
+    for name, entry in entries.items():
+        try:
+            dtype, shape, (begin, end) = entry["dtype"], tuple(map(_natural, entry["shape"])), entry["data_offsets"]
+            begin, end, bits = _natural(begin), _natural(end), _DTYPE_BITS[dtype]
+        except (KeyError, TypeError, ValueError):
+            raise CheckpointError(f"{file} cannot be loaded: its header does not say what tensor {name} is") from None
+        if (end - begin) * 8 != math.prod(shape) * bits:
+            raise CheckpointError(
+                f"{file} cannot be loaded: tensor {name} of {dtype} {list(shape)} does not take {end - begin:,} bytes"
+            )
+        found[name] = TensorEntry(file, dtype, shape, end - begin)
+        places.append((begin, end, name))
+    reached = 0
+    for begin, end, name in sorted(places):
+        if begin != reached:
+            raise CheckpointError(f"{file} cannot be loaded: tensor {name} begins at byte {begin:,}, not {reached:,}")
+        if end > data_bytes:
+            raise CheckpointError(
+                f"{file} cannot be loaded: it was cut off inside tensor {name}, which ends at byte {end:,} of"
+                f" {data_bytes:,}"
+            )
+        reached = end
+    if reached != data_bytes:
+        raise CheckpointError(f"{file} cannot be loaded: {data_bytes - reached:,} bytes at its end belong to no tensor")
+    return found
+
+
+def _natural(number: object) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise ValueError(number)
+    return number

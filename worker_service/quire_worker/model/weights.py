@@ -1,0 +1,238 @@
+"""A checkpoint's weights on their way into memory.
+
+    1. check    the headers of all files: `headers`
+    2. read     one tensor at a time, each into memory of its own; how far that is gets logged
+    3. compare  what transformers found with what the configuration asks for
+
+Memory holds the weights once, and beside them the tensors that are being converted. transformers would map the files
+instead: what is mapped stays for as long as one tensor of a file is in use, which is for ever where the kernels of a
+CPU take packed copies of all the others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from safetensors import safe_open
+from transformers import modeling_utils
+from transformers.utils import logging as transformers_logging
+
+from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError
+from quire_worker.model.headers import TensorEntry, read_headers
+from quire_worker.model.kv_scales import SCALE_NAME
+from quire_worker.model.transformers_seam import ATTENTION_NAME
+
+PROGRESS_S = 2.0  # between two lines of the log
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # what a weight may be that nobody quantised
+# Options of the C library's `mallopt`, and the values that it comes to by itself in a process that frees much.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = (-1, 64 << 20), (-3, 32 << 20)
+_APART_BYTES = 128 << 10
+
+_log = structlog.get_logger(__name__)
+
+
+def read_weights(folder: Path, loader: Any, dtype: torch.dtype | str) -> Any:
+    """Builds a model and reads its weights.
+
+    Args:
+        folder: of the checkpoint.
+        loader: one of transformers' auto classes.
+        dtype: of the weights, or "auto" for what they were saved in.
+
+    Returns:
+        A module of transformers on the CPU, for inference.
+
+    Raises:
+        CheckpointError: a file is damaged, or a tensor is missing, or of another shape or kind than the configuration
+            asks for; the message names both.
+        UnsupportedModelError: the weights are quantised by a package that is not installed, or the model is not made
+            for transformers' attention interface.
+    """
+    entries = read_headers(folder)
+    try:
+        with _quiet(), _unmapped(_Progress(entries)):
+            loaded: Any = loader.from_pretrained(
+                folder,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are in the report, by name
+            )
+    except Exception as error:  # transformers raises whatever its many kinds of models happen to raise
+        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # the model has a table of its own
+            raise UnsupportedModelError("the model does not use transformers' attention interface") from error
+        if isinstance(error, ImportError):
+            raise UnsupportedModelError(f"weights in {folder} need a package: {_one_line(error)}") from error
+        raise CheckpointError(f"weights in {folder} cannot be loaded: {_one_line(error)}") from error
+    module, report = loaded  # a pair, because of `output_loading_info`
+    _compare(folder, module, report, entries)
+    return module.eval()
+
+
+def _compare(folder: Path, module: Any, report: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> None:
+    """Refuses weights that are not what the configuration asks for; unused ones are logged."""
+    for name, found, expected in sorted(report["mismatched_keys"], key=lambda each: str(each[0])):
+        raise CheckpointError(
+            f"weights in {_file_of(folder, entries, name)} do not fit {folder / 'config.json'}: tensor {name} is"
+            f" {list(found)}, and the configuration asks for {list(expected)}"
+        )
+    if report["missing_keys"]:
+        files = sorted({entry.file for entry in entries.values()})
+        raise CheckpointError(f"weights in {folder} ({some(files)}) lack {some(report['missing_keys'])}")
+    is_quantised = getattr(module.config, "quantization_config", None) is not None
+    for name, parameter in module.named_parameters():
+        entry = entries.get(name)
+        if entry is None or is_quantised or not parameter.is_floating_point() or entry.dtype in _FLOATS:
+            continue
+        raise CheckpointError(
+            f"weights in {entry.file} cannot be served: tensor {name} is {entry.dtype}, and config.json names no"
+            f" quantization_config; without one it has to be one of {', '.join(sorted(_FLOATS))}"
+        )
+    unused = {name for name in report["unexpected_keys"] if not SCALE_NAME.search(name)}
+    if unused:
+        _log.warning("unused_weights", folder=folder.name, weights=some(unused))
+
+
+def _file_of(folder: Path, entries: Mapping[str, TensorEntry], name: str) -> str:
+    """Names the file that has a tensor; the folder, where transformers made the tensor of several or calls it otherwise
+    than the checkpoint does."""
+    return entries[name].file if name in entries else str(folder)
+
+
+class _Progress:
+    """Logs how much of a checkpoint has been read, at most every `PROGRESS_S`, and when all of it has."""
+
+    def __init__(self, entries: Mapping[str, TensorEntry]) -> None:
+        self._byte_counts = {name: entry.byte_count for name, entry in entries.items()}
+        self._total_bytes = sum(self._byte_counts.values())
+        self._bytes = self._count = 0
+        self._lock = threading.Lock()  # transformers reads with several threads
+        self._started_s = self._said_s = time.monotonic()
+
+    def note(self, name: str) -> None:
+        """Counts a tensor that was read."""
+        with self._lock:
+            self._count += 1
+            self._bytes += self._byte_counts.get(name, 0)
+            now_s = time.monotonic()
+            if now_s - self._said_s >= PROGRESS_S:
+                self._said_s = now_s
+                _log.info(
+                    "reading weights",
+                    done=self._count, total=len(self._byte_counts), bytes=self._bytes, total_bytes=self._total_bytes,
+                )  # fmt: skip
+
+    def end(self) -> None:
+        """Says that this is all."""
+        seconds = round(time.monotonic() - self._started_s, 1)
+        _log.info("weights read", tensors=self._count, bytes=self._bytes, seconds=seconds)
+
+
+class _File:
+    """Stands in for the open file that transformers takes tensors from."""
+
+    def __init__(self, path: str | os.PathLike[str], progress: _Progress) -> None:
+        self._inner: Any = safe_open(path, framework="pt", backend="pread")
+        self._progress = progress
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._inner.__exit__(None, None, None)
+
+    def get_slice(self, name: str) -> _Slice:
+        """Returns what reads a tensor as soon as it is indexed."""
+        return _Slice(self._inner.get_slice(name), name, self._progress)
+
+
+class _Slice:
+    """Stands in for a tensor that has not been read."""
+
+    def __init__(self, inner: Any, name: str, progress: _Progress) -> None:
+        self._inner = inner
+        self._name = name
+        self._progress = progress
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        tensor: torch.Tensor = self._inner[index]
+        self._progress.note(self._name)
+        return tensor
+
+
+@contextmanager
+def _unmapped(progress: _Progress) -> Iterator[None]:
+    """Lets transformers read files instead of mapping them."""
+    seam: Any = modeling_utils
+    opened = seam.safe_open
+    seam.safe_open = lambda path, **_: _File(path, progress)
+    try:
+        yield
+        progress.end()
+    finally:
+        seam.safe_open = opened
+
+
+@contextmanager
+def large_tensors_apart() -> Iterator[None]:
+    """Lets whatever is freed meanwhile go back to the system at once.
+
+    While a model is loaded, each weight is read, converted, packed for kernels and freed. glibc learns from that to
+    keep the room of up to 32 MiB a piece, among what stays: that was a quarter of the weights.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):  # not glibc
+        yield
+        return
+    libc.mallopt(_MMAP_THRESHOLD[0], _APART_BYTES)
+    try:
+        yield
+    finally:
+        for option, value in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
+            libc.mallopt(option, value)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Switches off transformers' progress bars and its table of what did not fit, which would land among the log's
+    lines; what it has to say is in its report."""
+    bars: Any = transformers_logging
+    shown, verbosity = bars.is_progress_bar_enabled(), bars.get_verbosity()
+    bars.disable_progress_bar()
+    bars.set_verbosity_error()
+    try:
+        yield
+    finally:
+        bars.set_verbosity(verbosity)
+        if shown:
+            bars.enable_progress_bar()
+
+
+def some(names: Iterator[str] | set[str] | list[str]) -> str:
+    """Lists the first names, and says how many more there are."""
+    listed = sorted(names)
+    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
+
+
+def _one_line(error: Exception) -> str:
+    """Returns the first line of what an error says."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

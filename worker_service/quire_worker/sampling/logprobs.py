@@ -1,0 +1,64 @@
+"""Natural logarithms of probabilities, by the model's own logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class TokenLogprobs(NamedTuple):
+    """What is told of one token.
+
+    Attributes:
+        token_id: the token.
+        logprob: its own.
+        top_token_ids: the likeliest tokens instead of it, the likeliest first.
+        top_logprobs: of each of them.
+    """
+
+    token_id: int
+    logprob: float
+    top_token_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+class Ranking(NamedTuple):
+    """What is known of rows of logits before their tokens are chosen.
+
+    Attributes:
+        logits: float32 `[rows, vocabulary]`.
+        normalisers: float32 `[rows]`, the logarithm of each row's sum of exponentials.
+        top_token_ids: int64 `[rows, most]`.
+        top_logprobs: float32 `[rows, most]`.
+        counts: of each row, how many of these are wanted.
+    """
+
+    logits: torch.Tensor
+    normalisers: torch.Tensor
+    top_token_ids: torch.Tensor
+    top_logprobs: torch.Tensor
+    counts: Sequence[int]
+
+    def of(self, tokens: Sequence[int]) -> list[TokenLogprobs]:
+        """Returns what is told of one token per row."""
+        index = torch.tensor(tokens, device=self.logits.device)
+        own = (self.logits.gather(1, index.unsqueeze(1)).squeeze(1) - self.normalisers).tolist()
+        ids, logprobs = self.top_token_ids.tolist(), self.top_logprobs.tolist()
+        return [
+            TokenLogprobs(token, own[row], tuple(ids[row][:count]), tuple(logprobs[row][:count]))
+            for row, (token, count) in enumerate(zip(tokens, self.counts, strict=True))
+        ]
+
+
+def rank(logits: torch.Tensor, counts: Sequence[int]) -> Ranking:
+    """Finds the likeliest tokens of each row.
+
+    Args:
+        logits: float32 `[rows, vocabulary]`, at least one row; -inf rules out a token.
+        counts: likeliest tokens that are wanted of each row.
+    """
+    normalisers = logits.logsumexp(dim=-1)
+    values, ids = logits.topk(min(max(counts), logits.shape[1]), dim=-1)
+    return Ranking(logits, normalisers, ids, values - normalisers.unsqueeze(1), counts)

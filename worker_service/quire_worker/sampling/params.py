@@ -1,0 +1,190 @@
+"""What a request may ask of the choice of its tokens, and what of that is out of range."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+MAX_TOKENS_DEFAULT = 16
+SAMPLE_COUNT_MAX = 64
+STOP_TOKEN_COUNT_MAX = 64
+STOP_TEXT_COUNT_MAX = 16
+STOP_CHARACTER_COUNT_MAX = 256  # of each; so much of a text may be held back
+TEMPERATURE_MIN = 1e-3  # below it, logits of common size overflow float32; 0 is the way to say greedy
+TEMPERATURE_MAX = 100.0
+REPETITION_PENALTY_MIN = 0.01
+REPETITION_PENALTY_MAX = 100.0
+PENALTY_MAX = 2.0  # of presence and frequency, up and down
+BIAS_MAX = 100.0  # up and down
+BIAS_COUNT_MAX = 1024
+TOKEN_LIST_COUNT_MAX = 1 << 16  # of allowed tokens, and of banned ones
+LOGPROB_COUNT_MAX = 20
+STRUCTURE_BYTES_MAX = 64 << 10
+CHOICE_COUNT_MAX = 1024
+INT32_MAX = 2**31 - 1
+UINT64_MAX = 2**64 - 1
+
+
+class StructureKind(enum.Enum):
+    """How a request says what its text has to be; the names of its fields."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    GRAMMAR = "grammar"
+    CHOICE = "choice"
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What a text has to be.
+
+    Attributes:
+        kind: how `texts` are read.
+        texts: one, or the choices.
+    """
+
+    kind: StructureKind
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of a request are chosen, and when they end."""
+
+    max_tokens: int = MAX_TOKENS_DEFAULT  # per sample
+    temperature: float = 0.0  # 0 is greedy, and ignores top_k, top_p, min_p and seed
+    top_k: int = 0  # 0 is all
+    top_p: float = 1.0
+    seed: int | None = None  # None: different every time
+    n: int = 1  # samples of the prompt
+    stop_token_ids: tuple[int, ...] = ()  # end a sample, as the model's own end-of-text does
+    ignore_eos: bool = False
+    min_p: float = 0.0  # of the likeliest token's probability
+    repetition_penalty: float = 1.0  # of tokens in prompt or text
+    presence_penalty: float = 0.0  # of tokens in the text
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()  # none: all
+    banned_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()  # texts
+    min_tokens: int = 0
+    logprobs: int | None = None  # likeliest tokens whose logprobs are told beside the chosen one's; None: not even that
+    prompt_logprobs: int | None = None
+    best_of: int = 0  # samples to choose the n likeliest of; 0 is n
+    echo: bool = False
+    structure: Structure | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Tells whether the likeliest token is always taken."""
+        return self.temperature == 0
+
+    @property
+    def sample_count(self) -> int:
+        """Counts the samples that are computed."""
+        return self.best_of or self.n
+
+    @property
+    def is_best_of(self) -> bool:
+        """Tells whether more samples are computed than answered."""
+        return self.best_of > self.n
+
+    @property
+    def has_penalties(self) -> bool:
+        """Tells whether tokens that were there before weigh less, or more."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    def validate(self) -> None:
+        """Checks every field.
+
+        Raises:
+            ValueError: a field is out of range; the message begins with its name.
+        """
+        _check_integer("max_tokens", self.max_tokens, 1, INT32_MAX)
+        _check_integer("top_k", self.top_k, 0, INT32_MAX)
+        _check_integer("n", self.n, 1, SAMPLE_COUNT_MAX)
+        if self.best_of:
+            _check_integer("best_of", self.best_of, self.n, SAMPLE_COUNT_MAX)
+        if self.seed is not None:
+            _check_integer("seed", self.seed, 0, UINT64_MAX)
+        if not _is_number(self.temperature) or not (
+            self.temperature == 0 or TEMPERATURE_MIN <= self.temperature <= TEMPERATURE_MAX
+        ):
+            raise ValueError(
+                f"temperature must be 0 or from {TEMPERATURE_MIN} to {TEMPERATURE_MAX}, not {self.temperature!r}"
+            )
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p!r}")
+        _check_number("min_p", self.min_p, 0, 1)
+        _check_number("repetition_penalty", self.repetition_penalty, REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX)
+        _check_number("presence_penalty", self.presence_penalty, -PENALTY_MAX, PENALTY_MAX)
+        _check_number("frequency_penalty", self.frequency_penalty, -PENALTY_MAX, PENALTY_MAX)
+        self._check_tokens()
+        self._check_ends()
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name), 0, LOGPROB_COUNT_MAX)
+        if self.structure is not None:
+            _check_structure(self.structure)
+
+    def check_vocabulary(self, size: int) -> None:
+        """Checks that tokens which are named exist.
+
+        Raises:
+            ValueError: one does not; the message begins with its field.
+        """
+        for name in ("logit_bias", "allowed_token_ids", "banned_token_ids"):
+            largest = max(getattr(self, name), default=0)
+            if largest >= size:
+                raise ValueError(f"{name}: token id {largest} is not below the vocabulary's {size}")
+
+    def _check_tokens(self) -> None:
+        _check_count("stop_token_ids", self.stop_token_ids, STOP_TOKEN_COUNT_MAX)
+        _check_count("logit_bias", self.logit_bias, BIAS_COUNT_MAX)
+        _check_count("allowed_token_ids", self.allowed_token_ids, TOKEN_LIST_COUNT_MAX)
+        _check_count("banned_token_ids", self.banned_token_ids, TOKEN_LIST_COUNT_MAX)
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "banned_token_ids"):
+            for token in getattr(self, name):
+                _check_integer(name, token, 0, INT32_MAX)
+        for bias in self.logit_bias.values():
+            _check_number("logit_bias", bias, -BIAS_MAX, BIAS_MAX)
+
+    def _check_ends(self) -> None:
+        _check_integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_count("stop", self.stop, STOP_TEXT_COUNT_MAX)
+        for text in self.stop:
+            if not isinstance(text, str) or not 1 <= len(text) <= STOP_CHARACTER_COUNT_MAX:
+                raise ValueError(f"stop must be texts of 1 to {STOP_CHARACTER_COUNT_MAX} characters")
+
+
+def _check_structure(structure: Structure) -> None:
+    name = structure.kind.value
+    if structure.kind is StructureKind.CHOICE:
+        _check_count(name, structure.texts, CHOICE_COUNT_MAX)
+    if not structure.texts or not all(structure.texts):
+        raise ValueError(f"{name} must not be empty")
+    byte_count = sum(len(text.encode()) for text in structure.texts)
+    if byte_count > STRUCTURE_BYTES_MAX:
+        raise ValueError(f"{name} must be at most {STRUCTURE_BYTES_MAX} bytes, not {byte_count}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_number(name: str, value: float, low: float, high: float) -> None:
+    # What comes as float32 may be the bound itself and a rounding away from it.
+    if not _is_number(value) or not (low <= value <= high or math.isclose(value, low, rel_tol=1e-7)):
+        raise ValueError(f"{name} must be from {low} to {high}, not {value!r}")
+
+
+def _check_integer(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{name} must be an integer from {low} to {high}, not {value!r}")
+
+
+def _check_count(name: str, values: Sequence[object] | Mapping[int, float], most: int) -> None:
+    if len(values) > most:
+        raise ValueError(f"{name} must be at most {most}, not {len(values)}")

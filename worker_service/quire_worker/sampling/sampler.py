@@ -1,0 +1,146 @@
+"""What the choices of one sample depend on, and a token for each of many.
+
+A sampler follows its sample token by token, on the model's thread, where a token is known first: the pass behind the
+one that samples it finds it counted. It moves by one token whenever one is drawn for its sample, and so does its
+generator: preempted, a sample keeps both, and goes on with the same text. What is drawn for a sample that has ended
+counts for nothing.
+
+    logits of the model     logprobs are told by these
+    edits, then masks       `token_edits.py`, `masks.py`: single tokens, and what is allowed of the vocabulary
+    temperature and others  `choice.py`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from quire_worker.sampling.choice import Choose, sample
+from quire_worker.sampling.logprobs import Ranking, TokenLogprobs, rank
+from quire_worker.sampling.masks import apply_masks, pack
+from quire_worker.sampling.params import SamplingParams
+from quire_worker.sampling.random_numbers import new_generator
+from quire_worker.sampling.token_edits import TokenEdits, apply_edits
+
+
+@dataclass(slots=True, eq=False)
+class Sampler:
+    """One sample's part of sampling.
+
+    Attributes:
+        params: of its request.
+        generator: of its random numbers.
+        edits: of single logits; None if there are none.
+        allowed: int32 `[words]`, which tokens may be chosen; None if all.
+        logprob_count: likeliest tokens whose logprobs are told; None where none are, not even the chosen one's.
+    """
+
+    params: SamplingParams
+    generator: torch.Generator
+    edits: TokenEdits | None = None
+    allowed: np.ndarray | None = None
+    logprob_count: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        params: SamplingParams,
+        index: int,
+        *,
+        prompt: Sequence[int],
+        eos_token_ids: Iterable[int],
+        vocabulary: int,
+    ) -> Sampler:
+        """Returns the sampler of a request's sample of that index.
+
+        Args:
+            params: of the request, valid.
+            index: of the sample.
+            prompt: tokens of the request.
+            eos_token_ids: of the model.
+            vocabulary: tokens of the model.
+        """
+        sampler = cls(params, new_generator(params.seed, index))
+        if TokenEdits.are_needed(params):
+            stops = [token for token in (*eos_token_ids, *params.stop_token_ids) if token < vocabulary]
+            sampler.edits = TokenEdits(params, prompt, stops)
+        if params.allowed_token_ids:
+            sampler.allowed = pack(params.allowed_token_ids, vocabulary)
+        sampler.logprob_count = 0 if params.logprobs is None and params.is_best_of else params.logprobs
+        return sampler
+
+    @property
+    def is_plain(self) -> bool:
+        """Tells whether the model's logits are what its tokens are chosen by."""
+        return self.edits is None and self.allowed is None
+
+    def take(self, token: int) -> None:
+        """Follows the sample by one token."""
+        if self.edits is not None:
+            self.edits.take(token)
+
+
+class Drawn(NamedTuple):
+    """Tokens that were drawn, one for each sampler.
+
+    Attributes:
+        tokens: None for whom none was left to choose from.
+        logprobs: None for who did not ask.
+    """
+
+    tokens: list[int | None]
+    logprobs: list[TokenLogprobs | None]
+
+
+def draw(logits: torch.Tensor, samplers: Sequence[Sampler], choose: Choose | None = None) -> Drawn:
+    """Draws a token for each sampler, which takes it. If memory runs out, no sampler and no generator has moved.
+
+    Args:
+        logits: float32 `[rows, vocabulary]`, all of them `choice.finite_rows`; not changed.
+        samplers: per row.
+        choose: the device's way (`PagedAttention.choose`).
+    """
+    asking = [row for row, sampler in enumerate(samplers) if sampler.logprob_count is not None]
+    ranking = _ranking(logits, asking, samplers)
+    changed, is_left = logits, None
+    if not all(sampler.is_plain for sampler in samplers):
+        changed, is_left = _changed(logits, samplers)
+    params, generators = [sampler.params for sampler in samplers], [sampler.generator for sampler in samplers]
+    chosen = sample(changed, params, generators, choose)
+    tokens: list[int | None] = [*chosen]
+    for row, sampler in enumerate(samplers):
+        if is_left is None or is_left[row]:
+            sampler.take(chosen[row])
+        else:
+            tokens[row] = None
+    logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+    if ranking is not None:
+        for row, found in zip(asking, ranking.of([chosen[row] for row in asking]), strict=True):
+            logprobs[row] = found
+    return Drawn(tokens, logprobs)
+
+
+def _ranking(logits: torch.Tensor, rows: Sequence[int], samplers: Sequence[Sampler]) -> Ranking | None:
+    if not rows:
+        return None
+    return rank(logits[rows] if len(rows) < len(logits) else logits, [samplers[row].logprob_count or 0 for row in rows])
+
+
+def _changed(logits: torch.Tensor, samplers: Sequence[Sampler]) -> tuple[torch.Tensor, list[bool]]:
+    """Returns logits as the samplers want them, and of which rows a token is left; the others are as they were."""
+    changed = logits.clone(memory_format=torch.contiguous_format)
+    edits = [(row, sampler.edits) for row, sampler in enumerate(samplers) if sampler.edits is not None]
+    if edits:
+        apply_edits(changed, edits)
+    masks = [(row, sampler.allowed) for row, sampler in enumerate(samplers) if sampler.allowed is not None]
+    if masks:
+        apply_masks(changed, [row for row, _ in masks], np.stack([words for _, words in masks]))
+    is_left: list[bool] = (changed.amax(dim=-1) > float("-inf")).tolist()
+    for row, left in enumerate(is_left):
+        if not left:
+            changed[row] = logits[row]
+    return changed, is_left

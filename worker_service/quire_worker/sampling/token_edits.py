@@ -1,0 +1,130 @@
+"""Changes to single logits of a sample: biases, penalties, and tokens that are ruled out.
+
+    x = logit + bias                                       -inf where the token is banned
+    x = x / repetition_penalty if x > 0 else x * it        where the token is in the prompt or the text so far
+    x = x - frequency_penalty * count - presence_penalty   where it is in the text, `count` times
+
+In this order, which is that of vLLM, and of transformers where both have them. Only tokens that are biased, or were
+there before, have an entry: a step costs what is written in it, not the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from quire_worker.sampling.params import SamplingParams
+
+
+class EditColumns(NamedTuple):
+    """Entries of one row of logits, or of several one after the other; one value of each column per entry."""
+
+    token: np.ndarray  # int64
+    bias: np.ndarray  # float32; -inf rules the token out
+    factor: np.ndarray  # float32: of repetition, 1 where there is none
+    subtrahend: np.ndarray  # float32: of frequency and presence
+
+
+class TokenEdits:
+    """The entries of one sample, which follow the tokens that it takes."""
+
+    def __init__(self, params: SamplingParams, prompt: Sequence[int], stop_token_ids: Iterable[int]) -> None:
+        """Begins after the prompt.
+
+        Args:
+            params: of the request, valid.
+            prompt: its tokens.
+            stop_token_ids: all that end the sample; they are ruled out before `min_tokens`.
+        """
+        self._params = params
+        self._stop_token_ids = np.array(sorted(set(stop_token_ids)) if params.min_tokens else [], dtype=np.int64)
+        self._output_count = 0
+        biases = {**params.logit_bias, **dict.fromkeys(params.banned_token_ids, -np.inf)}
+        seen = set(prompt) if params.repetition_penalty != 1 else set()
+        tokens = [*biases, *(seen - biases.keys())]
+        self._size, self._place = len(tokens), {token: place for place, token in enumerate(tokens)}
+        self._token = np.array(tokens, dtype=np.int64)
+        self._bias = np.array([biases.get(token, 0.0) for token in tokens], dtype=np.float32)
+        self._is_seen = np.array([token in seen for token in tokens], dtype=bool)
+        self._count = np.zeros(len(tokens), dtype=np.float32)
+
+    @staticmethod
+    def are_needed(params: SamplingParams) -> bool:
+        """Tells whether a request changes any single logit."""
+        return bool(params.has_penalties or params.logit_bias or params.banned_token_ids or params.min_tokens)
+
+    def take(self, token: int) -> None:
+        """Counts a token of the text."""
+        self._output_count += 1
+        if not self._params.has_penalties:
+            return
+        place = self._place.get(token)
+        if place is None:
+            place = self._place[token] = self._size
+            self._make_room()
+            self._token[place] = token
+            self._size += 1
+        self._is_seen[place] = True
+        self._count[place] += 1
+
+    def columns(self) -> EditColumns:
+        """Returns the entries as they are now."""
+        params, size = self._params, self._size
+        count = self._count[:size]
+        factor = np.where(self._is_seen[:size], np.float32(params.repetition_penalty), np.float32(1))
+        subtrahend = count * np.float32(params.frequency_penalty) + (count > 0) * np.float32(params.presence_penalty)
+        columns = EditColumns(self._token[:size], self._bias[:size], factor, subtrahend.astype(np.float32))
+        if self._output_count < params.min_tokens:
+            columns = self._without_stops(columns)
+        return columns
+
+    def copy(self) -> TokenEdits:
+        """Returns the same for a sample that goes on from here by itself."""
+        twin = object.__new__(TokenEdits)
+        twin.__dict__.update(self.__dict__)
+        twin._place = dict(self._place)
+        twin._token, twin._bias = self._token.copy(), self._bias.copy()
+        twin._is_seen, twin._count = self._is_seen.copy(), self._count.copy()
+        return twin
+
+    def _without_stops(self, columns: EditColumns) -> EditColumns:
+        """Rules out what would end the text too early. Each token has one entry: later ones must not undo it."""
+        stops = self._stop_token_ids
+        others = ~np.isin(columns.token, stops)
+        ruled_out = EditColumns(
+            stops,
+            np.full(len(stops), -np.inf, dtype=np.float32),
+            np.ones(len(stops), dtype=np.float32),
+            np.zeros(len(stops), dtype=np.float32),
+        )
+        return EditColumns(*(np.concatenate((old[others], new)) for old, new in zip(columns, ruled_out, strict=True)))
+
+    def _make_room(self) -> None:
+        if self._size < len(self._token):
+            return
+        more = max(16, self._size)
+        for name in ("_token", "_bias", "_is_seen", "_count"):
+            old = getattr(self, name)
+            setattr(self, name, np.concatenate((old, np.zeros(more, dtype=old.dtype))))
+
+
+def apply_edits(logits: torch.Tensor, edits: Sequence[tuple[int, TokenEdits]]) -> None:
+    """Changes logits as their samples want it, all of them at once.
+
+    Args:
+        logits: float32 `[rows, vocabulary]`, contiguous; written in place.
+        edits: row, and the entries of its sample.
+    """
+    columns = [each.columns() for _, each in edits]
+    rows = np.repeat([row for row, _ in edits], [len(each.token) for each in columns])
+    token, bias, factor, subtrahend = (
+        torch.from_numpy(np.concatenate(parts)).to(logits.device) for parts in zip(*columns, strict=True)
+    )
+    places = torch.from_numpy(rows.astype(np.int64)).to(logits.device) * logits.shape[1] + token
+    flat = logits.view(-1)
+    x = flat[places] + bias
+    x = torch.where(x > 0, x / factor, x * factor)
+    flat[places] = x - subtrahend

@@ -141,14 +141,13 @@ async def test_scores_are_the_logprobs_of_transformers(llama: Path, length: int)
         assert repeated == pytest.approx(expected, abs=2e-4)
 
 
-async def test_candidates_that_are_preempted_have_the_same_scores(llama: Path) -> None:
+async def test_candidates_that_wait_for_each_other_have_the_same_scores(llama: Path) -> None:
     tokens, candidates = prompt(50, seed=2), [[*prompt(60, seed=3), *prompt(n, seed=n)] for n in range(1, 9)]
     async with running(llama, blocks=12, batch_tokens=12) as harness:
         branches = Branches(harness.engine)
         root = await root_of(branches, tokens)
         older = harness.submit(prompt(70, seed=5), max_tokens=100, ignore_eos=True)
         found, output = await asyncio.gather(branches.score(root, candidates, ""), harness.collect(older))
-        assert harness.engine.scheduler.roster.preemption_count > 0
         assert len(output.tokens[0]) == 100
     for candidate, logprobs in zip(candidates, found.logprobs, strict=True):
         assert logprobs == pytest.approx(reference_logprobs(llama, tokens, candidate), abs=2e-4)
@@ -211,8 +210,9 @@ async def test_any_mix_of_calls_ends_in_any_pool_with_the_text_of_transformers(l
             elif kind < 0.85:
                 candidates = [prompt(dice.randrange(1, 9), seed=i) for i in range(dice.randrange(1, 6))]
                 found = await branches.score(branch, candidates, "")
-                assert branch.tokens[: len(before)] == before
-                assert all(value <= 1e-6 for logprobs in found.logprobs for value in logprobs)
+                before = list(branch.tokens)  # it may have had to wait for another call
+                for candidate, logprobs in zip(candidates, found.logprobs, strict=True):
+                    assert logprobs == pytest.approx(reference_logprobs(llama, before, candidate), abs=2e-4)
             elif len(alive) > 2:
                 alive.remove(branch)
                 await branches.release([branch.id], EVERYTHING)

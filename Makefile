@@ -32,7 +32,7 @@ test: $(READY) ## run all tests that need neither Docker nor a GPU, JOBS=2 files
 	$(PYTEST)
 
 # Built from a source distribution: extension modules beside the sources would be imported instead of them for ever.
-$(COMPILED)/.ready: $(READY) $(shell find client allocator_service worker_service -name '*.py')
+$(COMPILED)/.ready: $(READY) $(shell find client allocator_service gateway_service worker_service -name '*.py')
 	@echo "compiling the allocator's core into $(COMPILED); this takes a minute and a C compiler"
 	rm -rf build/sdist $(COMPILED)
 	$(BIN)/python -m hatchling build -t sdist -d build/sdist
@@ -64,7 +64,7 @@ check: $(READY) ## lint, formatting, what may import what, and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo --no-cache
-	$(BIN)/mypy client/quire allocator_service/quire_allocator worker_service/quire_cpu worker_service/quire_kernels worker_service/quire_worker
+	$(BIN)/mypy client/quire allocator_service/quire_allocator gateway_service/quire_gateway worker_service/quire_cpu worker_service/quire_kernels worker_service/quire_worker
 
 format: $(READY) ## format and mend what can be mended
 	$(BIN)/ruff check --fix .
@@ -74,7 +74,7 @@ proto: $(READY) ## generate client/quire/v1 from protos/
 	PYTHON=$(BIN)/python scripts/generate_protos.sh
 
 bench: $(COMPILED)/.ready ## measure text per second, the allocator's operations, its sessions, attention, and a model's forward passes
-	$(BIN)/python benchmarks/end_to_end.py
+	$(BIN)/python benchmarks/serving.py
 	PYTHONPATH=$(COMPILED) $(BIN)/python benchmarks/allocator.py
 	PYTHONPATH=$(COMPILED) $(BIN)/python benchmarks/session.py
 	PYTHONPATH=$(COMPILED) $(BIN)/python benchmarks/remote.py

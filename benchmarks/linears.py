@@ -1,7 +1,7 @@
 """How fast matrix products with packed weights are on a CPU: Quire's kernel, torch's own linear layer, and oneDNN's.
 
 oneDNN's weights are packed once as well (`torch.ops.mkldnn._reorder_linear_weight`, for the number of rows that is
-measured), which torch does only inside its compiler. The shapes are those of the two models of `end_to_end.py`. One
+measured), which torch does only inside its compiler. The shapes are those of the two models of `serving.py`. One
 thread of torch, sides in turn, CPU time of the thread, medians; every result is compared with float64 first.
 """
 

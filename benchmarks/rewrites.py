@@ -23,7 +23,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from end_to_end_sides.llama import DEMO, make_llama_32m
 from quire_cpu.ops import PackedLinear
 from quire_worker.attention import TorchPagedAttention
 from quire_worker.cache import KVCache
@@ -33,6 +32,7 @@ from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.rewrites.rewriter import rewrite
 from quire_worker.model.transformers_seam import PagedStep
 from report import add_output_arguments, publish
+from serving_sides.models import DEMO, make_llama_32m
 
 TORCH, KERNELS = "plain torch", "attention kernels"
 # In the order in which the rows add them.

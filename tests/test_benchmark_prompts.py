@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-import end_to_end
 from allocator_sides import workload
+from serving_sides.workload import KINDS, Workload
 
 ROUNDS = range(-2, 5)  # the negative ones warm up
 
@@ -29,11 +28,10 @@ def test_no_two_rounds_of_the_allocators_benchmark_share_a_digest() -> None:
     assert len(set(tokens)) == len(tokens)
 
 
-def test_no_two_rounds_of_the_end_to_end_benchmark_share_a_prompt() -> None:
-    options = argparse.Namespace(prompt_tokens=64, requests=8)
+def test_no_two_rounds_of_the_serving_benchmark_share_a_prompt() -> None:
     prompts = [
-        tuple(prompt[:16])
-        for varied, number in itertools.product((False, True), ROUNDS)
-        for prompt in end_to_end.draw_prompts(options, varied=varied, round_number=number, vocabulary=2048)
+        tuple(request["prompt"][:16])
+        for kind, count, number in itertools.product(KINDS, (1, 8), ROUNDS)
+        for request in Workload(kind, count, prompt_tokens=64, output_tokens=16).draw(number, vocabulary=2048)
     ]
     assert len(set(prompts)) == len(prompts)

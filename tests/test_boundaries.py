@@ -14,13 +14,20 @@ from pathlib import Path
 import pytest
 import quire
 import quire_allocator
+import quire_gateway
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "allocator_service" / "quire_allocator" / "core"
 
 # What the base installation brings, as import names; everything else is an extra's.
 HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "numpy"}
-EXTRAS_OF_SERVERS_AND_CLI = {"structlog", "prometheus_client", "uvloop", "typer", "rich", "cryptography"}
+EXTRAS_OF_SERVERS_AND_CLI = {"structlog", "prometheus_client", "uvloop", "typer", "rich", "cryptography"} | {
+    "fastapi",
+    "httptools",
+    "orjson",
+    "starlette",
+    "uvicorn",
+}
 
 
 def imported_by(statement: str, *, hidden: set[str] = frozenset()) -> set[str]:
@@ -59,6 +66,20 @@ def test_no_module_of_the_allocator_imports_a_model_library_but_for_arrays_of_nu
     modules = modules_of(quire_allocator)
     assert len(modules) > 10
     assert not imported_by("import " + ", ".join(modules)) & (HEAVY - {"numpy"})
+
+
+def test_no_module_of_the_gateway_imports_a_model_library() -> None:
+    modules = modules_of(quire_gateway)
+    assert len(modules) > 10
+    assert not imported_by("import " + ", ".join(modules)) & HEAVY
+
+
+def test_the_help_of_the_worker_does_not_wait_for_a_model_library() -> None:
+    assert not imported_by("import quire_worker.options") & HEAVY
+    statement = "from quire.cli.app import app\ntry: app(['worker', '--help'])\nexcept SystemExit: pass"
+    loaded = imported_by(statement)
+    assert "argparse" in loaded
+    assert not loaded & HEAVY
 
 
 def test_the_core_uses_the_standard_library_and_arrays_where_readers_count_blocks() -> None:

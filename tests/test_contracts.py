@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (
     "client/quire",
     "allocator_service/quire_allocator",
+    "gateway_service/quire_gateway",
     "worker_service/quire_cpu",
     "worker_service/quire_kernels",
     "worker_service/quire_worker",
@@ -45,12 +46,17 @@ PLANTED = {
     "the allocator imports the worker": (
         "allocator_service/quire_allocator/watch.py",
         "import quire_worker",
-        "The allocator and the worker know the client, and not each other",
+        "Allocator, gateway and worker know the client, and not each other",
+    ),
+    "the gateway loads a tokenizer": (
+        "gateway_service/quire_gateway/asks.py",
+        "import tokenizers",
+        "The gateway computes nothing",
     ),
     "the kernels import the worker": (
         "worker_service/quire_kernels/shared/options.py",
         "import quire_worker.cache",
-        "The allocator and the worker know the client, and not each other",
+        "Allocator, gateway and worker know the client, and not each other",
     ),
     "a new file has no place": (
         "allocator_service/quire_allocator/core/odds_and_ends.py",

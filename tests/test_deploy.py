@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 import re
 import shutil
 import ssl
@@ -23,7 +24,11 @@ from scripts.list_requirements import requirements
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
 DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
-DOCKERFILES = [ROOT / "allocator_service" / "Dockerfile", ROOT / "worker_service" / "Dockerfile"]
+DOCKERFILES = [
+    ROOT / "allocator_service" / "Dockerfile",
+    ROOT / "gateway_service" / "Dockerfile",
+    ROOT / "worker_service" / "Dockerfile",
+]
 SERVICES_OF_OURS = ("allocator", "worker")
 # Of a histogram, Prometheus stores three series under the family's name.
 HISTOGRAM_SUFFIX = re.compile(r"_(bucket|sum|count)$")
@@ -52,7 +57,7 @@ def queries_of(board: dict[str, Any]) -> Iterator[str]:
 
 
 def exported_names() -> frozenset[str]:
-    modules = ("quire_allocator.metrics.collector", "quire_worker.telemetry")
+    modules = ("quire_allocator.metrics.collector", "quire_gateway.metrics", "quire_worker.telemetry")
     return frozenset().union(*(importlib.import_module(module).METRIC_NAMES for module in modules))
 
 
@@ -122,6 +127,28 @@ def test_prometheus_scrapes_each_service_over_https_at_its_metrics_address_with_
         assert job["authorization"] == {"type": "Bearer", "credentials_file": flags["token-file"]}
         assert job["scheme"] == "https"
         assert job["tls_config"] == {"ca_file": compose["services"][name]["environment"]["QUIRE_TLS_CA"]}
+
+
+def test_the_gateway_starts_as_it_is_composed_and_is_scraped_with_the_token(
+    compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    service = compose["services"]["gateway"]
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text("a-token-of-the-compose-file")
+    monkeypatch.setattr("os.environ", {**os.environ, **service["environment"]})
+    arguments = [flag.replace("/run/quire/token", str(token)) for flag in service["command"]]
+    options = importlib.import_module("quire_gateway.options").parse_arguments(arguments)
+    shown, keys = importlib.import_module("quire_gateway.server").check(options)
+    assert keys.namespace_of(f"Bearer {shown}".encode()) == ""
+    assert (options.worker, options.allocator) == (["worker:7071"], ["allocator:7070"])
+    assert options.worker_ca == service["environment"]["QUIRE_TLS_CA"]
+    jobs = {job["job_name"]: job for job in load_yaml(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"]}
+    assert jobs["quire-gateway"]["static_configs"][0]["targets"] == [options.listen.replace("0.0.0.0", "gateway")]
+    assert jobs["quire-gateway"]["authorization"]["credentials_file"] == "/run/quire/token"
+    for name in ("allocator", "worker", "gateway"):
+        grace_s = float(compose["services"][name]["stop_grace_period"].removesuffix("s"))
+        assert grace_s > options.drain_timeout, "nobody is killed while it drains"
 
 
 @pytest.fixture
@@ -204,7 +231,7 @@ def test_prometheus_itself_takes_the_configuration_and_fires_the_alerts(argument
 
 def test_ports_are_published_on_the_loopback_address_only(compose: dict[str, Any]) -> None:
     published = [port for service in compose["services"].values() for port in service.get("ports", [])]
-    assert len(published) == 4
+    assert len(published) == 5
     for port in published:
         assert re.fullmatch(r"127\.0\.0\.1:\$\{QUIRE_[A-Z]+_PORT:-\d+\}:\d+", port)
 
@@ -227,7 +254,7 @@ def test_every_lasting_service_restarts_and_has_a_health_check(compose: dict[str
 def test_images_of_others_are_pinned_and_ours_are_built_never_pulled(compose: dict[str, Any]) -> None:
     services = compose["services"]
     built = {service["image"] for service in services.values() if "build" in service}
-    assert built == {"quire-allocator", "quire-worker"}
+    assert built == {"quire-allocator", "quire-gateway", "quire-worker"}
     for name, service in services.items():
         if service["image"] in built:
             assert service["pull_policy"] == ("build" if "build" in service else "never"), name
@@ -258,7 +285,7 @@ def test_images_run_as_a_user_of_their_own_and_start_the_service_without_a_shell
     final_stage = instructions[max(i for i, line in enumerate(instructions) if line.startswith("FROM ")) :]
     assert "USER 10001:10001" in final_stage
     entrypoint = json.loads(next(line for line in final_stage if line.startswith("ENTRYPOINT"))[len("ENTRYPOINT ") :])
-    assert entrypoint[0] in {"quire-allocator", "quire-worker"}
+    assert entrypoint[0] in {"quire-allocator", "quire-gateway", "quire-worker"}
 
 
 def test_requirements_are_listed_once_and_the_allocators_are_without_torch() -> None:

@@ -10,7 +10,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "docs" / "model"
-FOLDERS = ("client", "allocator_service", "worker_service", "tests", "benchmarks", "examples", "scripts", "docs")
+FOLDERS = (
+    "client",
+    "allocator_service",
+    "gateway_service",
+    "worker_service",
+    "tests",
+    "benchmarks",
+    "examples",
+    "scripts",
+    "docs",
+)
 SOURCES = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 OF_OTHERS = {"_call.py", "mla/_batch_mla/_wrapper.py"}  # files of gRPC and FlashInfer
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
@@ -51,7 +61,7 @@ def test_every_python_file_that_is_named_exists(document: Path) -> None:
 def test_every_python_file_that_a_package_names_is_its_own_or_the_clients() -> None:
     """A file that has moved or has another name now leaves its old name behind in comments."""
     missing = []
-    for folder in ("/client/", "/allocator_service/", "/worker_service/"):
+    for folder in ("/client/", "/allocator_service/", "/gateway_service/", "/worker_service/"):
         near = [path for path in SOURCES if path.startswith((folder, "/client/"))]
         for source in (path for path in SOURCES if path.startswith(folder)):
             for name in re.findall(r"`([\w/]+\.py)`", (ROOT / source[1:]).read_text(encoding="utf-8")):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("client", "allocator_service", "worker_service")
+PACKAGES = ("client", "allocator_service", "gateway_service", "worker_service")
 FOLDERS = (*PACKAGES, "scripts", "benchmarks", "examples", "tests")
 GENERATED = ROOT / "client" / "quire" / "v1"
 PROTOS = sorted((ROOT / "protos").rglob("*.proto"))

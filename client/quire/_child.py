@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 
-DRAIN_S = 15.0  # a server that drains takes 5 s for its calls and up to 2 s more
+KILL_S = 15.0  # a server that drains takes 5 s for its calls here (quire.local) and up to 2 s more
 
 
 def _follow_parent() -> None:
@@ -21,7 +21,7 @@ def _follow_parent() -> None:
     while os.read(0, 1024):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
-    threading.Event().wait(DRAIN_S)
+    threading.Event().wait(KILL_S)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

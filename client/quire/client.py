@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self, Unpack
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire import sampling, types, views
 from quire._branch_ids import BRANCH_TTL_S
-from quire._transport import branch_messages, generating, messages
+from quire._transport import branch_messages, conversations, generating, messages
 from quire._transport.channel import (
     DEFAULT_ALLOCATOR,
     DEFAULT_WORKER,
@@ -110,6 +110,7 @@ class Client(_Connected):
         params: sampling.SamplingParams | None = None,
         *,
         namespace: str = "",
+        priority: int = 0,
         request_id: str | None = None,
         timeout_s: float | None = None,
         **options: Unpack[sampling.SamplingOptions],
@@ -117,9 +118,16 @@ class Client(_Connected):
         """Continues a prompt (text, or token ids) and waits for the whole of it.
 
         Sampling comes from `params`, from keyword arguments of the same names as its fields, or both; the latter win.
+        `priority`, from -10 to 10, counts among the requests of its namespace; larger is sooner.
         """
         with self.stream(
-            prompt, params, namespace=namespace, request_id=request_id, timeout_s=timeout_s, **options
+            prompt,
+            params,
+            namespace=namespace,
+            priority=priority,
+            request_id=request_id,
+            timeout_s=timeout_s,
+            **options,
         ) as chunks:
             return generating.gather(chunks, chunks.request_id)
 
@@ -129,12 +137,13 @@ class Client(_Connected):
         params: sampling.SamplingParams | None = None,
         *,
         namespace: str = "",
+        priority: int = 0,
         request_id: str | None = None,
         timeout_s: float | None = None,
         **options: Unpack[sampling.SamplingOptions],
     ) -> ChunkStream:
         """Does what `generate` does, but gives each piece as it comes; samples of one request come interleaved."""
-        request = generating.generate_request(prompt, params, options, namespace, request_id)
+        request = generating.generate_request(prompt, params, options, namespace, request_id, priority=priority)
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         attempts = Attempts(self._link, self._stub.Generate, request, generating.chunk, timeout_s)
         return ChunkStream(self._link, attempts, request.request_id)
@@ -162,6 +171,28 @@ class Client(_Connected):
         """Ends the connection and every stream on it. Branches end when their time runs out."""
         self._branches.stop()
         super().close()
+
+    def tokenize(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = types.NO_VARIABLES,
+        with_generation_prompt: bool = True,
+        timeout_s: float | None = None,
+    ) -> tuple[int, ...]:
+        """Returns the tokens of a text, or of a conversation (messages, as dictionaries with `role` and `content`) as
+        the checkpoint's chat template writes it down. Both can be the prompt of `generate`.
+
+        Args:
+            prompt: the text, or the messages.
+            tools: that the model may call, for the template.
+            variables: further ones of the template.
+            with_generation_prompt: whether the text goes on to where the assistant's answer begins.
+            timeout_s: for this call.
+        """
+        request = conversations.tokenize_request(prompt, tools, variables, with_generation_prompt)
+        return tuple(self._link.call(self._stub.Tokenize, request, timeout_s).token_ids)
 
     def status(self, *, timeout_s: float | None = None) -> types.WorkerStatus:
         """Returns what the worker is and does."""

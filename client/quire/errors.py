@@ -58,6 +58,7 @@ class Reason(enum.StrEnum):
     DRAINING = "DRAINING"
     ALLOCATOR_LOST = "ALLOCATOR_LOST"
     IDLE = "IDLE"
+    DEADLINE = "DEADLINE"
     TOKEN = "TOKEN"
     POOL_FORBIDDEN = "POOL_FORBIDDEN"
     NAMESPACE_FORBIDDEN = "NAMESPACE_FORBIDDEN"
@@ -238,6 +239,7 @@ _CODE_OF: Final[dict[Reason, grpc.StatusCode]] = {
     Reason.DRAINING: grpc.StatusCode.UNAVAILABLE,
     Reason.ALLOCATOR_LOST: grpc.StatusCode.UNAVAILABLE,
     Reason.IDLE: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Reason.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
     Reason.TOKEN: grpc.StatusCode.UNAUTHENTICATED,
     Reason.POOL_FORBIDDEN: grpc.StatusCode.PERMISSION_DENIED,
     Reason.NAMESPACE_FORBIDDEN: grpc.StatusCode.PERMISSION_DENIED,

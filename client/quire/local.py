@@ -1,15 +1,16 @@
-"""An allocator and a worker on this machine, as processes of their own.
+"""An allocator and a worker on this machine, and perhaps a gateway, as processes of their own.
 
     with LocalStack("models/demo") as stack, Client(stack.worker_address) as client:
         print(client.generate("The for statement").text)
 
 Lifecycle:
 
-    1. start    both processes are started; each says in a file of its own where it listens, once it serves
-    2. serving  `poll` tells whether one of them has ended
-    3. stop     the worker first, so that it can give its pool back, then the allocator: SIGTERM, after a while SIGKILL
+    1. start    the processes are started; each says in a file of its own where it listens, once it serves
+    2. serving  `poll` tells whether one of them has ended, `wait` starts a dead allocator again: texts go on meanwhile
+    3. stop     the gateway first, then the worker, so that it can give its pool back, then the allocator: SIGTERM,
+                after a while SIGKILL
 
-Neither process outlives this one, even if it is killed (`quire._child`). They form process groups of their own, so that
+No process outlives this one, even if it is killed (`quire._child`). They form process groups of their own, so that
 Ctrl-C on a terminal reaches this process alone, which then stops them in order.
 """
 
@@ -28,7 +29,10 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 POLL_S: Final = 0.05
+DRAIN_S: Final = 5.0  # for calls under way when a server is told to stop: somebody sits and waits
 GRACE_S: Final = 15.0  # a server that drains takes 5 s for its calls and up to 2 s more
+RESTARTS_MAX: Final = 5  # of an allocator, within RESTARTS_S: more often it is no accident
+RESTARTS_S: Final = 60.0
 LOG_LINES: Final = 20
 
 
@@ -41,7 +45,7 @@ class ServerProcess:
 
     Args:
         module: what `python -m` runs.
-        arguments: its command line, without --ready-file.
+        arguments: its command line, without --ready-file; it drains for 5 s unless they say otherwise.
         folder: where its ready file goes; exists.
         log: file for its output; None lets it write to our standard error.
         environment: set in addition to our own.
@@ -61,7 +65,8 @@ class ServerProcess:
         self._ready_file = folder / f"{module}.json"
         self._ready_file.unlink(missing_ok=True)  # of a server that was there before
         self._ready: dict[str, Any] = {}
-        command = [sys.executable, "-m", "quire._child", module, *arguments, "--ready-file", str(self._ready_file)]
+        command = [sys.executable, "-m", "quire._child", module, "--drain-timeout", str(DRAIN_S), *arguments]
+        command += ["--ready-file", str(self._ready_file)]
         with contextlib.ExitStack() as files:
             output = files.enter_context(log.open("ab")) if log is not None else sys.stderr.fileno()
             self.process = subprocess.Popen(
@@ -75,7 +80,7 @@ class ServerProcess:
 
     @property
     def address(self) -> str:
-        """Returns where it serves gRPC; known once it is ready."""
+        """Returns where it serves; known once it is ready."""
         return str(self._ready["address"])
 
     @property
@@ -126,7 +131,7 @@ class ServerProcess:
 
 
 class LocalStack:
-    """An allocator and a worker that uses it.
+    """An allocator, a worker that uses it, and a gateway in front of that where one is wanted.
 
     Args:
         model: folder of the worker's model.
@@ -134,12 +139,14 @@ class LocalStack:
         allocator_metrics: host:port.
         worker_listen: host:port or unix:///path.
         worker_metrics: host:port.
+        gateway_listen: host:port of OpenAI's endpoints; None starts no gateway.
         allocator_arguments: further command line of the allocator.
         worker_arguments: further command line of the worker.
+        gateway_arguments: further command line of the gateway.
         log_folder: where their logs are kept; by default they are thrown away at the end.
         inherit_logs: lets them write to our standard error instead.
-        start_timeout_s: for both together; loading a large model takes its time.
-        on_progress: told what is being waited for.
+        start_timeout_s: for all together; loading a large model takes its time.
+        on_progress: told what is being waited for, and what was started again.
     """
 
     def __init__(
@@ -150,14 +157,17 @@ class LocalStack:
         allocator_metrics: str = "127.0.0.1:0",
         worker_listen: str = "127.0.0.1:0",
         worker_metrics: str = "127.0.0.1:0",
+        gateway_listen: str | None = None,
         allocator_arguments: Sequence[str] = (),
         worker_arguments: Sequence[str] = (),
+        gateway_arguments: Sequence[str] = (),
         log_folder: Path | None = None,
         inherit_logs: bool = False,
         start_timeout_s: float = 120.0,
         on_progress: Callable[[str], None] = lambda _line: None,
     ) -> None:
         self._allocator_command = ["--listen", allocator_listen, "--metrics", allocator_metrics, *allocator_arguments]
+        self._gateway_command = None if gateway_listen is None else ["--listen", gateway_listen, *gateway_arguments]
         self._worker_command = ["--model", str(model), "--listen", worker_listen, "--metrics", worker_metrics]
         self._worker_command += worker_arguments
         self._log_folder = log_folder
@@ -165,8 +175,11 @@ class LocalStack:
         self._start_timeout_s = start_timeout_s
         self._on_progress = on_progress
         self._cleanup = contextlib.ExitStack()
+        self._folder = Path()  # of ready files
+        self._restarts_s: list[float] = []
         self.allocator: ServerProcess | None = None
         self.worker: ServerProcess | None = None
+        self.gateway: ServerProcess | None = None
 
     @property
     def allocator_address(self) -> str:
@@ -180,8 +193,14 @@ class LocalStack:
         assert self.worker is not None, "the stack is not started"
         return self.worker.address
 
+    @property
+    def gateway_address(self) -> str:
+        """Returns where the gateway serves."""
+        assert self.gateway is not None, "the stack has no gateway, or is not started"
+        return self.gateway.address
+
     def start(self) -> None:
-        """Starts both and waits until they serve; whatever goes wrong, nothing is left behind.
+        """Starts all and waits until they serve; whatever goes wrong, nothing is left behind.
 
         Raises:
             ServerFailedError: one of them ended or did not serve in time.
@@ -191,7 +210,7 @@ class LocalStack:
             folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="quire-")))
             self._on_progress("starting the allocator")
             self.allocator = self._spawn("quire_allocator", self._allocator_command, folder)
-            undo.callback(self.allocator.stop)
+            undo.callback(self._stop_allocator)
             self.allocator.wait_ready(deadline=deadline)
             self._on_progress(f"allocator serves on {self.allocator.address}; starting the worker")
             command = ["--allocator", self.allocator.address, *self._worker_command]
@@ -200,29 +219,69 @@ class LocalStack:
             undo.callback(self.worker.stop)  # undone in reverse order: the worker stops first
             self.worker.wait_ready(deadline=deadline)
             self._on_progress(f"worker serves on {self.worker.address}")
+            if self._gateway_command is not None:
+                behind = ["--worker", self.worker.address, "--allocator", self.allocator.address]
+                self.gateway = self._spawn("quire_gateway", [*self._gateway_command, *behind], folder)
+                undo.callback(self.gateway.stop)
+                self.gateway.wait_ready(deadline=deadline)
+                self._on_progress(f"gateway serves on http://{self.gateway.address}/v1")
+            self._folder = folder
             self._cleanup = undo.pop_all()
 
     def poll(self) -> ServerFailedError | None:
-        """Returns what to raise if one of the two has ended; None while both run."""
-        for server in (self.allocator, self.worker):
+        """Returns what to raise if one of them has ended; None while all run."""
+        for server in (self.allocator, self.worker, self.gateway):
             if server is not None and server.process.poll() is not None:
                 return server.failure()
         return None
 
     def wait(self) -> None:
-        """Blocks while both run.
+        """Blocks while all run. An allocator that has ended is started again where it was, and tells `on_progress`: the
+        worker goes on meanwhile, and reports to the next one what its pages hold.
 
         Raises:
-            ServerFailedError: one of them has ended.
+            ServerFailedError: worker or gateway have ended, or the allocator does again and again.
         """
         assert self.worker is not None, "the stack is not started"
-        while (failure := self.poll()) is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.worker.process.wait(0.5)
-        raise failure
+        while True:
+            failure = self.poll()
+            if failure is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.worker.process.wait(0.2)
+            elif self._is_up(self.worker) and self._is_up(self.gateway):
+                self._replace_allocator(failure)
+            else:
+                raise failure
+
+    @staticmethod
+    def _is_up(server: ServerProcess | None) -> bool:
+        return server is None or server.process.poll() is None
+
+    def _replace_allocator(self, failure: ServerFailedError) -> None:
+        """Starts another allocator in the place of one that has ended.
+
+        Raises:
+            ServerFailedError: it cannot be started, or has ended too often of late.
+        """
+        assert self.allocator is not None, "the stack is not started"
+        now_s = time.monotonic()
+        self._restarts_s = [*(at for at in self._restarts_s if now_s - at < RESTARTS_S), now_s]
+        if len(self._restarts_s) > RESTARTS_MAX:
+            raise failure
+        listen, metrics = self.allocator.address, self.allocator.metrics_address
+        self._on_progress(f"{str(failure).partition(';')[0]}; starting another one")
+        command = [*self._allocator_command, "--listen", listen, "--metrics", metrics]
+        self.allocator = self._spawn("quire_allocator", command, self._folder)
+        self.allocator.wait_ready(deadline=now_s + self._start_timeout_s)
+        self._on_progress(f"allocator serves on {self.allocator.address}")
+
+    def _stop_allocator(self) -> None:
+        """Stops the allocator that there is by then."""
+        assert self.allocator is not None, "the stack is not started"
+        self.allocator.stop()
 
     def stop(self) -> None:
-        """Stops both; stopping twice is no error."""
+        """Stops all; stopping twice is no error."""
         self._cleanup.close()
 
     def __enter__(self) -> Self:

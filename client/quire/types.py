@@ -10,12 +10,15 @@ per group; an entry is None where a group has no block: it fell out of a window.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
 
 from quire.protocol.outcomes import Copy, Result, Swap, Victim
 
 BlockTable: TypeAlias = tuple[int | None, ...]
+NO_VARIABLES: Final[Mapping[str, Any]] = MappingProxyType({})  # of a chat template, beyond messages and tools
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Workers

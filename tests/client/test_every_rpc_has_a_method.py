@@ -57,6 +57,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "Prefill": ("prompt",),
     "ExtendBranch": ("more",),
     "ScoreBranch": (["a"],),
+    "Tokenize": ("prompt",),
 }
 RPCS = [
     (service.name, method)

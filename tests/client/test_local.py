@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 from quire import AllocatorClient, Client, _child, local
-from quire._serving import server as serving
 from quire.local import LocalStack, ServerFailedError, ServerProcess
 
 from tests.client.servers import allocator_process
+from tests.e2e.stack import eventually
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
@@ -127,6 +131,42 @@ def test_a_stack_whose_worker_dies_says_so(tmp_path: Path) -> None:
             stack.wait()
 
 
+def test_a_stack_whose_allocator_dies_starts_another_one_and_says_so(tmp_path: Path) -> None:
+    said: list[str] = []
+    with LocalStack(DEMO, worker_arguments=["--blocks", "64"], on_progress=said.append) as stack:
+        assert stack.allocator is not None
+        assert stack.worker is not None
+        address, first = stack.allocator_address, stack.allocator
+        waiting = threading.Thread(target=lambda: failures.append(raised_by(stack.wait)))
+        failures: list[Exception | None] = []
+        waiting.start()
+        with Client(stack.worker_address) as client, AllocatorClient(address) as allocator:
+            stream = client.stream("The for statement", max_tokens=800, ignore_eos=True)
+            next(stream)
+            first.process.kill()
+            assert sum(len(chunk.token_ids) for chunk in stream) > 700
+            eventually(lambda: client.status().allocator_connected and len(said) == 5, "another allocator serves")
+            assert said[3:] == [
+                "quire_allocator was ended by signal 9; starting another one",
+                f"allocator serves on {address}",
+            ]
+            assert stack.allocator is not first
+            assert client.generate("The for", max_tokens=3).usage.output_token_count == 3
+            assert [pool.pool for pool in allocator.list_pools()] == ["default"]
+        stack.worker.process.kill()
+        waiting.join(30)
+        assert "quire_worker was ended by signal 9" in str(failures[0])
+    assert stack.allocator.process.returncode == 0
+
+
+def raised_by(call: Callable[[], None]) -> Exception | None:
+    try:
+        call()
+    except ServerFailedError as error:
+        return error
+    return None
+
+
 def test_a_stack_whose_worker_cannot_start_stops_the_allocator_again(tmp_path: Path) -> None:
     stack = LocalStack(tmp_path / "nothing")
     with pytest.raises(ServerFailedError, match="quire_worker ended with exit code 2"):
@@ -136,8 +176,8 @@ def test_a_stack_whose_worker_cannot_start_stops_the_allocator_again(tmp_path: P
 
 
 def test_nobody_is_killed_while_it_drains() -> None:
-    needed_s = serving.GRACE_S + 2.0  # for open calls, and for what comes after them
-    assert min(local.GRACE_S, _child.DRAIN_S) >= 2 * needed_s
+    needed_s = local.DRAIN_S + 2.0  # for open calls, and for what comes after them
+    assert min(local.GRACE_S, _child.KILL_S) >= 2 * needed_s
 
 
 @pytest.mark.parametrize("how", ["told to stop", "its parent ends"])
@@ -163,14 +203,18 @@ def test_a_worker_with_an_open_stream_and_no_allocator_ends_by_itself(how: str) 
 
 def test_up_runs_until_it_is_told_to_stop() -> None:
     free = [f"--{name}=127.0.0.1:0" for name in ("allocator", "worker", "allocator-metrics", "worker-metrics")]
+    free.append("--gateway=127.0.0.1:0")
     command = [sys.executable, "-m", "quire.cli", "up", "--model", str(DEMO), *free, "--", "--blocks", "32"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     with process.stderr as lines:
         assert any(line.startswith("Serving.") for line in lines)
+        url = next(line.split()[-1] for line in lines if "curl" in line)
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            assert [model["id"] for model in json.load(answer)["data"]] == ["demo"]
         children = psutil.Process(process.pid).children()
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
         assert "quire: stopped" in lines.read()
-    assert len(children) == 2
+    assert len(children) == 3
     assert not any(server.is_running() for server in children)

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 from quire import AsyncClient, ResourceExhaustedError, UnavailableError
 from quire._serving.server import Server, add_arguments
 from quire.v1 import worker_pb2 as worker_pb
 from quire.v1 import worker_pb2_grpc as worker_pb_grpc
+
+from tests.client.servers import secret_file
 
 WORKER_CALLS = 1_024 + 64  # what a worker queues and computes at a time, as it is set up by default
 
@@ -43,18 +50,27 @@ class WaitingService(worker_pb_grpc.WorkerServiceServicer):
 
 
 @asynccontextmanager
-async def serving(service: WaitingService, **options: Any) -> AsyncIterator[str]:
+async def running(
+    service: WaitingService, *, drain_s: float = 5.0, token_file: str | None = None, **options: Any
+) -> AsyncIterator[Server]:
     parser = argparse.ArgumentParser()
     add_arguments(parser, listen="127.0.0.1:0", metrics="127.0.0.1:0")
-    server = Server(parser.parse_args([]), service_name="quire.v1.WorkerService", **options)
+    arguments = ["--drain-timeout", str(drain_s), *(["--token-file", token_file] if token_file else [])]
+    server = Server(parser.parse_args(arguments), service_name="quire.v1.WorkerService", **options)
     worker_pb_grpc.add_WorkerServiceServicer_to_server(service, server.grpc)
     await server.start(CollectorRegistry())
     await server.announce()
     try:
-        yield server._address
+        yield server
     finally:
         service.released.set()
         await server.stop()
+
+
+@asynccontextmanager
+async def serving(service: WaitingService, **options: Any) -> AsyncIterator[str]:
+    async with running(service, **options) as server:
+        yield server._address
 
 
 async def test_a_server_with_every_call_that_its_service_allows_still_answers_for_its_health() -> None:
@@ -79,12 +95,63 @@ async def test_beyond_its_limit_the_transport_refuses_without_a_reason() -> None
         assert [(await anext(stream)).text for stream in streams] == ["a", "a"]
 
 
-async def test_a_server_stops_as_soon_as_its_calls_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire._serving.server.GRACE_S", 3_600.0)
+async def test_a_server_stops_as_soon_as_its_calls_have_ended() -> None:
     service = WaitingService()
-    async with serving(service) as address, AsyncClient(address) as client:
+    async with serving(service, drain_s=3_600.0) as address, AsyncClient(address) as client:
         stream = client.stream("p")
         await service.wait_for(1)
         await client.close()
         with pytest.raises(UnavailableError, match="closed"):
             await anext(stream)
+
+
+def probe(server: Server, path: str) -> int:
+    assert server._metrics is not None
+    try:
+        with urllib.request.urlopen(f"http://{server._metrics.bound_address}{path}", timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+async def test_a_server_that_is_not_ready_is_alive_all_the_same_over_grpc_and_http() -> None:
+    async with running(WaitingService()) as server, AsyncClient(server._address) as client:
+        stub = health_pb2_grpc.HealthStub(client._link.channel)
+        live = health_pb2.HealthCheckRequest(service="liveness")
+
+        async def states() -> tuple[bool, bool, int, int]:
+            alive = (await stub.Check(live)).status == health_pb2.HealthCheckResponse.SERVING
+            return (
+                alive,
+                await client.health(),
+                await asyncio.to_thread(probe, server, "/healthz"),
+                await asyncio.to_thread(probe, server, "/readyz"),
+            )
+
+        assert await states() == (True, True, 200, 200)
+        await server.set_serving(False)
+        assert await states() == (True, False, 200, 503)
+        await server.set_serving(True)
+        assert await states() == (True, True, 200, 200)
+        await server.withdraw()
+        await server.set_serving(True)  # a session that comes back while the server leaves
+        assert await states() == (True, False, 200, 503)
+
+
+async def test_a_server_whose_event_loop_stands_still_is_not_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire._serving.probes.ALIVE_WITHIN_S", 0.2)
+    async with running(WaitingService()) as server:
+        with ThreadPoolExecutor(1) as threads:
+            asked = threads.submit(probe, server, "/healthz")
+            assert asked.result(timeout=30) == 503  # asked for here, in the loop's own thread
+        assert await asyncio.to_thread(probe, server, "/healthz") == 200
+
+
+async def test_probes_show_no_token_and_metrics_ask_for_it(tmp_path: Path) -> None:
+    token = secret_file(tmp_path / "token", "a-token-for-metrics")
+    async with running(WaitingService(), token_file=str(token)) as server:
+        assert [await asyncio.to_thread(probe, server, path) for path in ("/healthz", "/readyz", "/metrics")] == [
+            200,
+            200,
+            401,
+        ]

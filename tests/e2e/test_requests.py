@@ -143,6 +143,26 @@ def test_a_prompt_longer_than_the_pool_fails_and_one_that_just_fits_does_not() -
         eventually(lambda: held_block_count(allocator) == 0, "every block is free")
 
 
+def test_32_identical_prompts_at_once_cost_one_prefill(worker: Client) -> None:
+    prompt = list(range(100, 420))  # 20 blocks, of which the last one's last token is computed by everybody
+    before = worker.status()
+    with ThreadPoolExecutor(32) as threads:
+        outputs = list(threads.map(lambda _: worker.generate(prompt, max_tokens=4, ignore_eos=True), range(32)))
+    after = worker.status()
+    assert len({output.samples[0].token_ids for output in outputs}) == 1
+    cached = sorted(output.usage.cached_token_count for output in outputs)
+    assert cached == [0] + [304] * 31
+    assert after.prompt_token_count - before.prompt_token_count == 32 * 320
+    assert after.cached_token_count - before.cached_token_count == 31 * 304
+
+
+def test_a_priority_out_of_range_is_refused_and_one_in_range_is_taken(worker: Client) -> None:
+    assert worker.generate("A", max_tokens=2, ignore_eos=True, priority=10).usage.output_token_count == 2
+    with pytest.raises(InvalidArgumentError, match="priority must be from -10 to 10") as caught:
+        worker.generate("A", max_tokens=2, priority=11)
+    assert caught.value.reason is Reason.BAD_PARAMETER
+
+
 def test_namespaces_do_not_share_prefixes(worker: Client) -> None:
     prompt = "Namespaces are one honking great idea: let us do more of those! " * 4
     cached = [

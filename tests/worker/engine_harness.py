@@ -126,11 +126,26 @@ class Harness:
         request = self.submit(prompt, namespace=namespace, echo_text=echo_text, **sampling)
         return await self.collect(request)
 
-    def submit(self, prompt: Sequence[int], *, namespace: str = "", echo_text: str = "", **sampling: Any) -> Request:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        namespace: str = "",
+        echo_text: str = "",
+        priority: int = 0,
+        time_left_s: float | None = None,
+        **sampling: Any,
+    ) -> Request:
         params = SamplingParams(**sampling)
         params.validate()
         return self.engine.submit(
-            request_id="", prompt=list(prompt), sampling=params, namespace=namespace, echo=echo_text
+            request_id="",
+            prompt=list(prompt),
+            sampling=params,
+            namespace=namespace,
+            echo=echo_text,
+            priority=priority,
+            time_left_s=time_left_s,
         )
 
     async def collect(self, request: Request) -> Output:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import random
 from array import array
 from collections.abc import Sequence
@@ -123,11 +124,23 @@ class PretendedWorker:
         self.turn_count = 0
         self._request_count = 0
 
-    def submit(self, prompt: list[int], *, namespace: str = "", **sampling: int) -> Request:
+    def submit(
+        self,
+        prompt: list[int],
+        *,
+        namespace: str = "",
+        priority: int = 0,
+        arrived_s: float = 0.0,
+        deadline_s: float = math.inf,
+        **sampling: int,
+    ) -> Request:
         self._request_count += 1
         root = hashlib.sha256(namespace.encode()).digest()
         params = SamplingParams(**sampling)
-        request = Request(self._request_count, "", prompt, params, namespace, root, 0.0, deliveries=asyncio.Queue())
+        request = Request(
+            self._request_count, "", prompt, params, namespace, root, arrived_s, deliveries=asyncio.Queue()
+        )
+        request.priority, request.deadline_s = priority, deadline_s
         request.samples = [Sample(request, i, list(prompt), None, None) for i in range(params.n)]
         self.scheduler.roster.add(request.samples[0])
         return request

@@ -134,7 +134,7 @@ def test_decoding_goes_on_while_a_prompt_waits_for_an_answer() -> None:
         worker.turn()
     assert older.usage.output_token_count == 1 + 16
     assert worker.waited_count == 0
-    assert worker.scheduler.roster.waiting == newer.samples
+    assert list(worker.scheduler.roster.waiting) == newer.samples
     worker.is_silent = False
     worker.turn()
     assert newer.usage.output_token_count == 1
@@ -209,7 +209,7 @@ def test_who_would_not_fit_either_way_takes_nothing() -> None:
     large = worker.submit(numbers(60, seed=5), max_tokens=2)
     worker.turn()
     worker.take_in()
-    assert worker.scheduler.roster.waiting == large.samples
+    assert list(worker.scheduler.roster.waiting) == large.samples
     assert len(older.samples[0].tables[0]) == 13
 
 
@@ -309,7 +309,7 @@ def test_a_worker_that_is_full_asks_for_nobody() -> None:
     for _ in range(30):
         worker.turn()
     assert worker.plan_count == 1
-    assert worker.scheduler.roster.waiting == requests[2].samples
+    assert list(worker.scheduler.roster.waiting) == requests[2].samples
     worker.run()
     for request in requests:
         worker.check_text(request)
@@ -321,7 +321,7 @@ def test_a_worker_whose_pool_is_full_asks_for_nobody() -> None:
     older = decoding(worker, prompts[0], max_tokens=12)
     newer = worker.submit(prompts[1], max_tokens=12)
     while not older.is_done:
-        assert worker.scheduler.roster.waiting == newer.samples
+        assert list(worker.scheduler.roster.waiting) == newer.samples
         worker.turn()
     assert worker.plan_count == 1, "only the first had to be waited for"
     worker.run()
@@ -335,7 +335,7 @@ def test_nobody_is_let_in_ahead_while_the_prompt_of_another_takes_all_tokens() -
     for _ in range(3):  # 15 tokens are left of the first, more than a turn has
         worker.turn()
         worker.take_in()
-        assert worker.scheduler.roster.waiting == second.samples
+        assert list(worker.scheduler.roster.waiting) == second.samples
     worker.turn()
     worker.take_in()
     assert not worker.scheduler.roster.waiting, "in the last turn of the first five tokens are left"

@@ -115,28 +115,34 @@ def test_a_preempted_sample_is_let_in_again_before_newer_ones_and_then_they_are(
     long = [worker.submit(prompt, max_tokens=100) for prompt in lasting_prompts(2, output_tokens=100)]
     while not worker.scheduler.roster.preemption_count:
         worker.turn()
-    small = worker.submit(numbers(5, seed=9), max_tokens=1)
+    newer = worker.submit(lasting_prompts(3, output_tokens=100)[2], max_tokens=100)
     for _ in range(3):
         worker.turn()
-    assert worker.scheduler.roster.waiting == [long[1].samples[0], small.samples[0]], "the older one does not fit yet"
+    waiting = list(worker.scheduler.roster.waiting)
+    assert waiting == [long[1].samples[0], newer.samples[0]], "the older one does not fit yet"
     worker.scheduler.roster.cancel(long[1])
     for _ in range(3):
         worker.turn()
-    assert small.is_done
+    assert newer.samples[0] in worker.scheduler.roster.running
     assert not long[0].is_done
 
 
-def test_a_large_prompt_is_not_passed_by_newer_small_ones() -> None:
-    worker = PretendedWorker(block_count=20, block_size=4, batch_tokens=64)
-    running = worker.submit(numbers(20), max_tokens=8)
-    worker.turn()
-    large = worker.submit(numbers(60, seed=1), max_tokens=1)
-    small = [worker.submit(numbers(5, seed=i), max_tokens=1) for i in range(2, 6)]
-    while not large.is_done:
-        assert not any(request.is_done for request in small)
+def test_small_prompts_pass_a_large_one_that_does_not_fit_and_it_starts_in_the_same_turn() -> None:
+    started = list[int]()
+    for small_count in (0, 4):
+        worker = PretendedWorker(block_count=20, block_size=4, batch_tokens=64)
+        running = worker.submit(lasting_prompts(1, output_tokens=8)[0], max_tokens=8)
         worker.turn()
-    assert running.is_done
-    worker.run()
+        large = worker.submit(numbers(60, seed=1), max_tokens=1)
+        small = [worker.submit(numbers(5, seed=i), max_tokens=1) for i in range(2, 2 + small_count)]
+        while not large.admitted:
+            assert not running.is_done or not small_count or all(request.is_done for request in small)
+            worker.turn()
+        started.append(worker.turn_count)
+        assert all(request.is_done for request in small), "each had room, and ended long before"
+        worker.run()
+        worker.check_text(large)
+    assert started[0] == started[1]
 
 
 def test_a_request_with_many_samples_takes_a_place_for_each() -> None:

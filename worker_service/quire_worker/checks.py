@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import structlog
 from quire.errors import QuireError, Reason
 from quire.protocol.limits import NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
 from quire.protocol.permissions import Permissions
+from quire.v1 import worker_pb2 as pb
 
 from quire_worker.engine import Engine
 from quire_worker.execution.failures import TOKENIZER
+from quire_worker.model.conversation import ConversationError, read_conversation
 from quire_worker.model.tokenizer import TokenizerError
 
 log = structlog.get_logger()
+
+InputT = TypeVar("InputT")
 
 TEXT_BYTES_MAX = 1 << 20
 
@@ -109,19 +113,47 @@ class Checks:
         require(kind is not None, f"{name} is missing: give text or tokens")
         if kind == "tokens":
             tokens = list(given.tokens.ids)
-        elif len(given.text.encode()) > TEXT_BYTES_MAX:
-            raise QuireError.of(Reason.TOO_LARGE, f"text must be at most {TEXT_BYTES_MAX} bytes")
         else:
-            # On another thread: a long text takes a while, and others are streaming.
-            try:
-                tokens = await asyncio.to_thread(encode, given.text)
-            except TokenizerError as error:
-                log.warning("encoding failed", error=str(error))
-                raise self._engine.failed(request_id, TOKENIZER) from None
+            tokens = await self._encode(request_id, len(given.text.encode()), encode, given.text)
             self.check_serving()  # also after the tokenizer's time
         if not tokens:
             raise QuireError.of(Reason.PROMPT_EMPTY, f"the {name} has no token")
         return tokens
+
+    async def tokenized(self, request: pb.TokenizeRequest) -> list[int]:
+        """Returns the tokens of a text or a conversation.
+
+        Raises:
+            QuireError: it is missing, too large, or refused by the chat template.
+        """
+        kind = request.WhichOneof("input")
+        require(kind is not None, "input is missing: give text or a conversation")
+        tokenizer, size = self._engine.tokenizer, request.ByteSize()
+        if kind == "text":
+            return await self._encode("", size, tokenizer.encode, request.text)
+        given = request.conversation
+        try:
+            conversation = read_conversation(
+                given.messages_json,
+                given.tools_json,
+                given.variables_json,
+                with_generation_prompt=not given.without_generation_prompt,
+            )
+            return await self._encode("", size, tokenizer.encode_conversation, conversation)
+        except ConversationError as error:
+            raise QuireError.of(Reason.BAD_PARAMETER, str(error)) from None
+
+    async def _encode(
+        self, request_id: str, byte_count: int, encode: Callable[[InputT], list[int]], given: InputT
+    ) -> list[int]:
+        """Encodes on another thread: a long text takes a while, and others are streaming."""
+        if byte_count > TEXT_BYTES_MAX:
+            raise QuireError.of(Reason.TOO_LARGE, f"text must be at most {TEXT_BYTES_MAX} bytes")
+        try:
+            return await asyncio.to_thread(encode, given)
+        except TokenizerError as error:
+            log.warning("encoding failed", error=str(error))
+            raise self._engine.failed(request_id, TOKENIZER) from None
 
     def _check_vocabulary(self, tokens: Sequence[int]) -> None:
         vocabulary = self._engine.model.vocab_size

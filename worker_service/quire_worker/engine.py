@@ -28,8 +28,9 @@ from quire.protocol.outcomes import StepOutcome
 from quire.session import PoolSession, SessionLostError
 
 from quire_worker.cache import KVCache
+from quire_worker.door import Door
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
-from quire_worker.execution.runner import Computed, Runner
+from quire_worker.execution.runner import Computed, Runner, Shortcut
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
 from quire_worker.outbox import Outbox
@@ -82,6 +83,7 @@ class Engine:
         telemetry: WorkerTelemetry,
         waiting_max: int,
         stream_interval_s: float = STREAM_INTERVAL_S,
+        shortcut: Shortcut | None = None,
         thread: ThreadPoolExecutor | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -92,23 +94,18 @@ class Engine:
         self.scheduler = scheduler
         self.telemetry = telemetry
         self._clock = clock
+        self._door = Door(scheduler.roster, telemetry, waiting_max=waiting_max, clock=clock)
         self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="model")
         self.wake = asyncio.Event()
         self._open: set[Request] = set()
         self._changed = asyncio.Event()  # a request was ended
         self._turned = asyncio.Event()  # set for a moment after each turn
         self.reception = Reception(
-            model=model,
-            cache=cache,
-            tokenizer=tokenizer,
-            session=session,
-            roster=scheduler.roster,
-            waiting_max=waiting_max,
-            clock=clock,
+            model=model, cache=cache, tokenizer=tokenizer, session=session, door=self._door, clock=clock
         )
         self._asked: Asked | None = None
         self._sent_s = 0.0
-        self._runner = Runner(model, cache, clock)
+        self._runner = Runner(model, cache, clock, shortcut)
         self._passes = deque[Pass]()  # the one that is computed, and the one behind it
         self._outbox = Outbox(stream_interval_s, self._decoding_failed)
         self._intake = TokenIntake(
@@ -148,6 +145,7 @@ class Engine:
         """Runs one turn: plan a pass and ask for what it needs, unless one is under way already; while it is computed,
         ask for what later ones need and put the next one behind it; then take its tokens."""
         started = self._clock()
+        self._door.end_hopeless(self._fail)
         if not self._passes and not await self._start():
             return
         self._ask_ahead(self._passes[0].work)
@@ -157,13 +155,22 @@ class Engine:
         self._end_failed(computed)
         self.scheduler.advance(computed.work)
         self._intake.take(computed)
+        self._door.pace.observe(sum(work.token_count for work in computed.work), computed.seconds)
         self.telemetry.forward_s += computed.seconds
         self.telemetry.step_seconds.observe(self._clock() - started)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def submit(
-        self, *, request_id: str, prompt: list[int], sampling: SamplingParams, namespace: str, echo: str = ""
+        self,
+        *,
+        request_id: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        namespace: str,
+        echo: str = "",
+        priority: int = 0,
+        time_left_s: float | None = None,
     ) -> Request:
         """Queues a valid request; its `deliveries` carry what comes of it. Every request is ended by `cancel`.
 
@@ -173,12 +180,19 @@ class Engine:
             sampling: how it is continued.
             namespace: inside which prefixes are shared.
             echo: what each sample's text begins with.
+            priority: in its namespace.
+            time_left_s: to its caller's deadline, if there is one.
 
         Raises:
-            QuireError: QUEUE_FULL; ALLOCATOR_LOST, nobody grants blocks at present; DRAINING, it was stopped.
+            QuireError: QUEUE_FULL; DEADLINE, it cannot be done by then; ALLOCATOR_LOST, nobody grants blocks at
+                present; DRAINING, it was stopped.
         """
         new = self.reception.new_request
         request = new(request_id=request_id, prompt=prompt, sampling=sampling, namespace=namespace)
+        request.priority = priority
+        if time_left_s is not None:
+            request.deadline_s = request.arrived_s + time_left_s
+        self._door.check_deadline(request)
         begin_samples(request, self.model, self.tokenizer, echo=echo)
         self.scheduler.roster.add(request.samples[0])
         self.open(request)
@@ -237,6 +251,7 @@ class Engine:
             return False
         plan, outcome = asked
         batch = self.scheduler.schedule(plan, outcome)
+        self._door.note_admitted(plan)
         self.telemetry.observe_blocks(outcome, self.scheduler.roster.running, self.cache.block_count)
         if batch.work:
             self._submit(batch)
@@ -321,6 +336,7 @@ class Engine:
         if outcome is None:
             return False
         self.scheduler.take_in(plan, outcome)
+        self._door.note_admitted(plan)
         self.telemetry.observe_blocks(outcome, self.scheduler.roster.running, self.cache.block_count)
         return True
 

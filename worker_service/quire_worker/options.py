@@ -11,12 +11,12 @@ from fractions import Fraction
 from quire._serving.server import add_arguments
 from quire.session.lookahead import AHEAD_TOKENS
 
-from quire_worker.execution.sizing import UTILIZATION
-from quire_worker.page_format import KV_CACHE_DTYPES, KV_LAYOUTS
+from quire_worker.choices import KV_CACHE_DTYPES, KV_LAYOUTS, UTILIZATION
 from quire_worker.scheduling.request import STREAM_INTERVAL_S
 
 BLOCKS_PER_STEP_MAX = 8_192  # blocks that one forward pass may fill, so that their digests fit a step
 STREAM_INTERVAL_MS_MAX = 1_000
+CUDA_GRAPH_BATCH_MAX = 256  # 35 graphs: see `execution.decode_graphs.ladder`
 RUNNING_MAX = 4_096  # samples; each may need a few operations of one step
 DTYPE_NICKNAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _COUNTS = ("block_size", "blocks", "max_batch_tokens", "max_running", "max_waiting", "threads", "tensor_parallel")
@@ -74,6 +74,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     _add_formats(parser)
     parser.add_argument(
+        "--cuda-graph-batch-max",
+        type=int,
+        default=CUDA_GRAPH_BATCH_MAX,
+        help="on a GPU, largest batch of decoding samples that is captured as a CUDA graph at start, beside smaller"
+        " ones; 0: none (default: %(default)s)",
+    )
+    parser.add_argument(
         "--threads", type=int, default=1, help="threads of the model, of each rank (default: %(default)s)"
     )
     _add_ranks(parser)
@@ -90,6 +97,8 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if options.grant_ahead_tokens < 0:
         parser.error("--grant-ahead-tokens must be at least 0")
+    if options.cuda_graph_batch_max < 0:
+        parser.error("--cuda-graph-batch-max must be at least 0")
     if not 0 <= options.stream_interval_ms <= STREAM_INTERVAL_MS_MAX:
         parser.error(f"--stream-interval-ms must be from 0 to {STREAM_INTERVAL_MS_MAX}")
     if not 0 < options.gpu_memory_utilization <= 1:

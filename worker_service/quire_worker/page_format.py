@@ -18,8 +18,10 @@ from typing import Final, NamedTuple
 
 import torch
 
-KV_CACHE_DTYPES: Final = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-KV_LAYOUTS: Final = ("NHD", "HND")
+from quire_worker import choices
+
+KV_LAYOUTS: Final = choices.KV_LAYOUTS
+KV_CACHE_DTYPES: Final = dict(zip(choices.KV_CACHE_DTYPES, (None, torch.float8_e4m3fn, torch.float8_e5m2), strict=True))
 
 
 class Scales(NamedTuple):

@@ -9,12 +9,12 @@ from quire.hashing import root_digest
 from quire.session import PoolSession
 
 from quire_worker.cache import KVCache
+from quire_worker.door import Door
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.samples import begin_sample
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request, Sample
-from quire_worker.scheduling.roster import Roster
 
 
 class Reception:
@@ -31,8 +31,7 @@ class Reception:
         cache: KVCache,
         tokenizer: Tokenizer,
         session: PoolSession,
-        roster: Roster,
-        waiting_max: int,
+        door: Door,
         clock: Callable[[], float],
     ) -> None:
         self.is_closed = False
@@ -40,8 +39,7 @@ class Reception:
         self._cache = cache
         self._tokenizer = tokenizer
         self._session = session
-        self._roster = roster
-        self._waiting_max = waiting_max
+        self._door = door
         self._clock = clock
         self._count = 0
 
@@ -55,8 +53,7 @@ class Reception:
             raise self.draining()
         if not self._session.connected:
             raise QuireError.of(Reason.ALLOCATOR_LOST, "the worker has no session with its allocator at present")
-        if len(self._roster.waiting) >= self._waiting_max:
-            raise QuireError.of(Reason.QUEUE_FULL, f"{self._waiting_max} requests are waiting already")
+        self._door.check_room()
         self._count += 1
         root = root_digest(fingerprint=self._model.fingerprint, layout=self._cache.spec.layout, namespace=namespace)
         request = Request(self._count, request_id, prompt, sampling, namespace, root, self._clock())

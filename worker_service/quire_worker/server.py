@@ -30,6 +30,7 @@ from quire_worker.cache import KVCache
 from quire_worker.engine import Engine
 from quire_worker.execution.failures import DeviceLostError
 from quire_worker.execution.leader import Leader
+from quire_worker.execution.runner import Shortcut
 from quire_worker.execution.sizing import PoolMemory, size_pool, warn_of_short_sequences
 from quire_worker.model.checkpoint import ModelError
 from quire_worker.model.paged_model import PagedModel, check_rank_count, load_model
@@ -45,9 +46,7 @@ from quire_worker.tensor_parallel import Part, follow_rank_0, lead, unless_lost
 
 log = structlog.get_logger()
 
-# Seconds for requests to finish, and for the last turn; shutting down takes at most their sum.
-DRAIN_S = 4.0
-TURN_S = 2.0
+TURN_S = 2.0  # for the last turn, after the drain's time
 WAIT_LOG_S = 10.0
 
 
@@ -60,6 +59,7 @@ class Loaded(NamedTuple):
     tokenizer: Tokenizer
     memory: PoolMemory
     leader: Leader | None
+    shortcut: Shortcut | None
 
 
 def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
@@ -78,9 +78,11 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
         part, leader = load_part(options, options.device, None), None
     else:
         part, leader = lead(options, ranks, load_part)
-    return Loaded(
-        Path(options.model).resolve().name, part.model, part.cache, Tokenizer(options.model), part.memory, leader
-    )
+    shortcut = None
+    if options.device == "cuda":
+        shortcut = capture_decode(part, min(options.cuda_graph_batch_max, options.max_running))
+    name = Path(options.model).resolve().name
+    return Loaded(name, part.model, part.cache, Tokenizer(options.model), part.memory, leader, shortcut)
 
 
 def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Part:
@@ -147,6 +149,17 @@ def compile_kernels(model: PagedModel) -> None:
     log.info("kernels compiled", count=found.count, seconds=round(time.monotonic() - started, 1))
 
 
+def capture_decode(part: Part, size_max: int) -> Shortcut | None:
+    """Captures decode batches of up to so many samples as CUDA graphs, where the model lets itself be captured."""
+    from quire_worker.execution.decode_graphs import decode_graphs_of
+
+    def log_progress(done: int, total: int, title: str) -> None:
+        log.info("capturing CUDA graphs", done=done, total=total, next=title)
+
+    graphs = decode_graphs_of(part.model, part.cache, size_max, log_progress)
+    return None if graphs is None else graphs.logits_of
+
+
 def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSession) -> Engine:
     """Puts the parts together; nothing is connected yet."""
     model, cache, tokenizer = loaded.model, loaded.cache, loaded.tokenizer
@@ -166,6 +179,7 @@ def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSessi
         telemetry=WorkerTelemetry(),
         waiting_max=options.max_waiting,
         stream_interval_s=options.stream_interval_ms / 1e3,
+        shortcut=loaded.shortcut,
     )
 
 
@@ -230,7 +244,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     await server.withdraw()
     if session.connected and not running.done() and not lost.done():
         drained = asyncio.create_task(engine.drained())
-        await asyncio.wait((drained, lost), timeout=DRAIN_S, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((drained, lost), timeout=options.drain_timeout, return_when=asyncio.FIRST_COMPLETED)
     if lost.done():
         engine.fail_all(QuireError.of(Reason.MODEL_FAILED, "a rank of the worker is gone"))
     engine.stop()

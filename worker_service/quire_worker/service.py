@@ -22,6 +22,7 @@ from quire_worker.checks import Checks, check_namespace
 from quire_worker.engine import Engine
 from quire_worker.execution.sizing import PoolMemory, largest_shape
 from quire_worker.messages import response_of, sampling_of
+from quire_worker.scheduling.order import PRIORITY_MAX
 from quire_worker.scheduling.request import Request
 
 log = structlog.get_logger()
@@ -58,7 +59,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         outcomes = self._engine.telemetry.outcomes
         outcome = "rejected"
         try:
-            async with self._submitted(request, self._authorize(context)) as running:
+            async with self._submitted(request, self._authorize(context), context.time_remaining()) as running:
                 outcome = "cancelled"
                 async for response in self._responses(running):
                     yield response
@@ -88,6 +89,14 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
 
     async def ReleaseBranches(self, request: pb.ReleaseBranchesRequest, context: Context) -> pb.ReleaseBranchesResponse:
         return await self._answer(context, "ReleaseBranches", request, self._branch_calls.release)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        """Answers with the tokens of a text or a conversation."""
+        try:
+            self._checks.check_serving()
+            return pb.TokenizeResponse(token_ids=await self._checks.tokenized(request))
+        except QuireError as error:
+            return await abort(context, error)
 
     def drain(self) -> None:
         """Refuses calls from now on, because the worker shuts down."""
@@ -169,9 +178,14 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
     # -- parts of Generate ---------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _submitted(self, request: pb.GenerateRequest, permissions: Permissions) -> AsyncIterator[Request]:
+    async def _submitted(
+        self, request: pb.GenerateRequest, permissions: Permissions, time_left_s: float | None = None
+    ) -> AsyncIterator[Request]:
         """Hands a request to the engine, and takes it back when it was read or its caller has gone."""
         request_id = self._checks.begin(request.request_id)
+        if abs(request.priority) > PRIORITY_MAX:
+            message = f"priority must be from {-PRIORITY_MAX} to {PRIORITY_MAX}, not {request.priority}"
+            raise QuireError.of(Reason.BAD_PARAMETER, message)
         sampling = sampling_of(request.sampling, self._engine.model.vocab_size)
         if request.WhichOneof("prompt") == "branch_id":
             async with self._branch_calls.generating(request, sampling, request_id, permissions) as running:
@@ -181,7 +195,13 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         prompt = await self._checks.prompt(request, request_id)
         echo = await self._checks.echo(request, request_id, prompt) if sampling.echo else ""
         running = self._engine.submit(
-            request_id=request_id, prompt=prompt, sampling=sampling, namespace=request.namespace, echo=echo
+            request_id=request_id,
+            prompt=prompt,
+            sampling=sampling,
+            namespace=request.namespace,
+            echo=echo,
+            priority=request.priority,
+            time_left_s=time_left_s,
         )
         try:
             yield running

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from quire._serving.metrics import Histogram
+from quire.errors import RETRY_AFTER_S_MAX
 from quire.protocol.outcomes import StepOutcome
 
 from quire_worker.execution.failures import FailureKind
@@ -17,6 +18,7 @@ from quire_worker.scheduling.request import Request, Sample
 if TYPE_CHECKING:
     from quire_worker.engine import Engine
 
+RETRY_AFTER_S_MIN = 0.25
 SECONDS_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 METRIC_NAMES = frozenset(
@@ -25,6 +27,8 @@ METRIC_NAMES = frozenset(
         "quire_worker_requests_total",
         "quire_worker_tokens_total",
         "quire_worker_preemptions_total",
+        "quire_worker_backfilled_total",
+        "quire_worker_queue_seconds",
         "quire_worker_failures_total",
         "quire_worker_retries_total",
         "quire_worker_block_reports_total",
@@ -56,6 +60,15 @@ class WorkerTelemetry:
         self.forward_s = 0.0
         self.step_seconds = Histogram(SECONDS_BOUNDS)
         self.first_token_seconds = Histogram(SECONDS_BOUNDS)
+        self.queue_seconds = Histogram(SECONDS_BOUNDS)
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """Returns when a full queue has room again, roughly: half of what those who were let in have waited on the
+        average, because a queue has half its places anew by then. None before anybody was."""
+        histogram = self.queue_seconds
+        count = histogram.buckets()[-1][1]
+        return min(max(histogram.sum / count / 2, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX) if count else None
 
     def observe_first_token(self, request: Request, seconds: float) -> None:
         """A request's first token came, `seconds` after the request."""
@@ -119,6 +132,7 @@ class WorkerCollector(Collector):
         yield tokens
         for name, text, value in (
             ("preemptions", "Samples whose blocks were taken back.", self._engine.scheduler.roster.preemption_count),
+            ("backfilled", "Samples that passed one that did not fit.", self._engine.scheduler.roster.backfilled_count),
             ("retries", "Passes that failed and were computed in parts.", numbers.retry_count),
             ("block_reports", "Reports that an allocator asked for.", self._engine.session.report_count),
             (
@@ -135,6 +149,7 @@ class WorkerCollector(Collector):
         numbers = self._engine.telemetry
         for name, text, histogram in (
             ("step_seconds", "Time of a step that ran the model.", numbers.step_seconds),
+            ("queue_seconds", "From a request to the first blocks that it was granted.", numbers.queue_seconds),
             ("time_to_first_token_seconds", "From a request to its first token.", numbers.first_token_seconds),
         ):
             yield HistogramMetricFamily(

@@ -16,6 +16,7 @@ import structlog
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.registry import Collector
 
+from quire._serving.probes import Probes
 from quire._serving.tls import ServerTls
 from quire._transport import address
 from quire.protocol.permissions import EVERYTHING, Permissions, permissions_of
@@ -53,18 +54,20 @@ class Histogram:
 
 class MetricsServer:
     """Serves GET /metrics from a thread of its own, over HTTPS where there is TLS; with a token only to callers that
-    show it, with client certificates only to those that may look into every pool.
+    show it, with client certificates only to those that may look into every pool. Probes need neither.
 
     Lifecycle: constructed listening on `bound_address`, then `close`.
     """
 
-    def __init__(self, listen: str, collector: Collector, *, token: str | None, tls: ServerTls | None) -> None:
+    def __init__(
+        self, listen: str, collector: Collector, *, token: str | None, tls: ServerTls | None, probes: Probes
+    ) -> None:
         registry = CollectorRegistry()
         registry.register(collector)
         host, port = address.split(listen)
         app: Wsgi = make_wsgi_app(registry)
         self._server = make_server(
-            host, port, _guarded(app, token), server_class=_MetricsHttp, handler_class=_QuietHandler
+            host, port, _guarded(app, token, probes), server_class=_MetricsHttp, handler_class=_QuietHandler
         )
         self._server.tls = tls
         self.bound_address = f"{host}:{self._server.server_port}"
@@ -110,8 +113,13 @@ class _QuietHandler(WSGIRequestHandler):
         """A scrape every few seconds is no news."""
 
 
-def _guarded(app: Wsgi, token: str | None) -> Wsgi:
+def _guarded(app: Wsgi, token: str | None, probes: Probes) -> Wsgi:
     def guard(environ: dict[str, object], start_response: Callable[..., object]) -> Iterable[bytes]:
+        said = probes.answer(str(environ.get("PATH_INFO")))
+        if said is not None:
+            status = "200 OK" if said else "503 Service Unavailable"
+            start_response(status, [("Content-Type", "text/plain")])
+            return [b"yes\n" if said else b"no\n"]
         given = str(environ.get("HTTP_AUTHORIZATION", "")).encode()
         if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
             start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 from typing import Final
 
@@ -15,11 +16,13 @@ from quire._secret_files import read_token
 from quire._serving.listening import require_safe
 from quire._serving.malformed_requests import ReadingInterceptor
 from quire._serving.metrics import MetricsServer
+from quire._serving.probes import Probes
 from quire._serving.process import write_ready_file
 from quire._serving.rpc import Authorize, TokenInterceptor, permit_as_certified, permit_everything
 from quire._serving.tls import ServerTls
 from quire._serving.unix_socket import hold_socket
 from quire._transport.address import is_unix
+from quire._transport.channel import LIVENESS
 from quire.errors import UsageError
 from quire.protocol.limits import MESSAGE_BYTES_MAX
 
@@ -33,7 +36,8 @@ _TLS_OPTIONS: Final = {
     "tls-key": "its private key",
     "tls-client-ca": "authorities of the callers: only certificates that they have signed are let in",
 }
-GRACE_S: Final = 5.0  # a supervisor that kills (quire.local, quire._child) waits longer
+DRAIN_S_MAX: Final = 86_400.0
+DRAIN_S: Final = 30.0  # a supervisor that kills has to wait longer; the local ones ask for 5 s
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str) -> None:
@@ -54,11 +58,25 @@ def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str)
         variable = f"QUIRE_SERVER_{option.removeprefix('tls-').replace('-', '_').upper()}"
         default = os.environ.get(variable) or None
         tls.add_argument(f"--{option}", metavar="FILE", default=default, help=f"{text} (default: ${variable})")
+    parser.add_argument(
+        "--drain-timeout",
+        type=_seconds,
+        metavar="SECONDS",
+        default=DRAIN_S,
+        help="for calls that are under way when it is told to stop (default: %(default)g)",
+    )
     parser.add_argument("--ready-file", help="write addresses and pid there, as JSON, once serving")
     parser.add_argument(
         "--log-format", choices=["auto", "json", "console"], default="auto", help="auto: console on a terminal"
     )
     parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
+
+
+def _seconds(text: str) -> float:
+    value = float(text)  # argparse says what is wrong with other texts
+    if not 0 <= value <= DRAIN_S_MAX:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to {DRAIN_S_MAX:g}")
+    return value
 
 
 def read_tls(options: argparse.Namespace) -> ServerTls | None:
@@ -76,6 +94,10 @@ def read_tls(options: argparse.Namespace) -> ServerTls | None:
 
 class Server:
     """Lifecycle: construct (checks addresses and files), add servicers to `grpc`, `start`, `announce`, `stop`.
+
+    Two questions have two answers, over gRPC (grpc.health.v1) and at the metrics' address. *Alive*: the event loop
+    answers; else only a new process helps. *Ready*: work is better sent here than elsewhere; a worker without an
+    allocator is not, and its texts go on.
 
     Args:
         options: of `add_arguments`.
@@ -104,6 +126,8 @@ class Server:
         self._service_name = service_name
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its stubs are older
         self._metrics: MetricsServer | None = None
+        self._is_ready = False
+        self._is_withdrawn = False
         self._address = ""
         self._socket_lock: int | None = None
         self.grpc = aio.server(
@@ -121,7 +145,7 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
 
     async def start(self, collector: Collector) -> None:
-        """Binds both addresses; health says NOT_SERVING until `announce`.
+        """Binds both addresses; the server is alive, and not ready until `announce`.
 
         Raises:
             UsageError: an address is taken.
@@ -137,17 +161,19 @@ class Server:
         except RuntimeError as error:
             raise UsageError(f"cannot listen on {listen}: {error}") from None
         try:
-            self._metrics = MetricsServer(metrics, collector, token=self.token, tls=self._tls)
+            probes = Probes(asyncio.get_running_loop(), lambda: self._is_ready)
+            self._metrics = MetricsServer(metrics, collector, token=self.token, tls=self._tls, probes=probes)
         except OSError as error:
             raise UsageError(f"cannot serve metrics on {metrics}: {error}") from None
         self._address = listen if is_unix(listen) else f"{listen.rpartition(':')[0]}:{port}"  # IPv6 keeps its brackets
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._set_ready(False)
+        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self.grpc.start()
 
     async def announce(self) -> None:
-        """Says that everything is up: health is SERVING, and the ready file is there."""
+        """Says that everything is up: the server is ready, and the ready file is there."""
         assert self._metrics is not None, "announced before started"
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        await self._set_ready(True)
         metrics = self._metrics.bound_address
         write_ready_file(self._options.ready_file, address=self._address, metrics_address=metrics)
         log.info(
@@ -161,22 +187,27 @@ class Server:
 
     async def set_serving(self, serving: bool) -> None:
         """Sets what health says between `announce` and `withdraw`."""
-        status = health_pb2.HealthCheckResponse
-        await self._set_health(status.SERVING if serving else status.NOT_SERVING)
+        await self._set_ready(serving)
 
     async def withdraw(self) -> None:
-        """Health says NOT_SERVING from now on, so that callers go elsewhere."""
-        await self._health.enter_graceful_shutdown()
+        """Is not ready from now on, so that callers go elsewhere; it stays alive until it has ended."""
+        await self._set_ready(False)
+        self._is_withdrawn = True
 
     async def stop(self) -> None:
-        """Returns as soon as every call has ended, and ends those that still run after a grace of 5 s."""
-        await self.grpc.stop(grace=GRACE_S)
+        """Returns as soon as every call has ended, and ends those that still run after the drain's time."""
+        await self.grpc.stop(grace=self._options.drain_timeout)
         if self._metrics is not None:
             self._metrics.close()
         if self._socket_lock is not None:
             os.close(self._socket_lock)
             self._socket_lock = None
 
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+    async def _set_ready(self, is_ready: bool) -> None:
+        if self._is_withdrawn:
+            return
+        self._is_ready = is_ready
+        states = health_pb2.HealthCheckResponse
+        status = states.SERVING if is_ready else states.NOT_SERVING
         for name in ("", self._service_name):
             await self._health.set(name, status)

@@ -42,6 +42,7 @@ from quire.tls import Tls, resolve_tls
 
 DEFAULT_ALLOCATOR: Final = "127.0.0.1:7070"
 DEFAULT_WORKER: Final = "127.0.0.1:7071"
+LIVENESS: Final = "liveness"  # what grpc.health.v1 is asked where it is not about readiness
 UNARY_TIMEOUT_S: Final = 30.0
 GENERATE_TIMEOUT_S: Final = 600.0
 

@@ -49,6 +49,7 @@ def generate(
     n: Annotated[int, typer.Option("-n", min=1, help="Samples; they share the prompt's blocks.")] = 1,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of text.")] = False,
     namespace: Annotated[str, typer.Option(help="Prefixes are shared inside it only.")] = "",
+    priority: Annotated[int, typer.Option(min=-10, max=10, help="Among its namespace's; larger is sooner.")] = 0,
     worker: options.Worker = options.WORKER,
     timeout: options.Timeout = GENERATE_TIMEOUT_S,
     as_json: options.Json = False,
@@ -62,7 +63,7 @@ def generate(
     try:
         with (
             Client(worker, token=credentials.token, tls=credentials.tls) as client,
-            client.stream(prompt, params, namespace=namespace, timeout_s=timeout) as chunks,
+            client.stream(prompt, params, namespace=namespace, priority=priority, timeout_s=timeout) as chunks,
         ):
             shown = chunks if as_json else _shown(chunks, n)
             generation = generating.gather(shown, chunks.request_id)

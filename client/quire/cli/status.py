@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import http.client
 import sys
 import time
 from dataclasses import asdict
-from typing import Annotated
+from http import HTTPStatus
+from typing import Annotated, Final
 
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.table import Table
 
-from quire._transport.channel import SyncLink
+from quire._transport.address import split
+from quire._transport.channel import LIVENESS, SyncLink
 from quire.cli import options, output
 from quire.client import AllocatorClient, Client
-from quire.errors import NotFoundError
+from quire.errors import NotFoundError, UnavailableError
 from quire.types import PoolMemory, WorkerStatus
 
 STATUS_EXAMPLES = """What a worker is and does.
@@ -24,13 +27,19 @@ Examples:
     quire status
     quire status --worker 10.0.0.5:7071 --tls-ca ca.pem --token-file token
 """
-HEALTH_EXAMPLES = """Ask an allocator or a worker whether it serves; exit code 0 if it does.
+HEALTH_EXAMPLES = """Ask an allocator, a worker or a gateway whether it serves; exit code 0 if it does.
 
 Examples:
 
     quire health 127.0.0.1:7070
+    quire health 127.0.0.1:7071 --live              (for liveness probes: also without an allocator)
+    quire health http://127.0.0.1:8000
     quire health unix:///run/quire/allocator.sock --timeout 2
 """
+
+
+READY: Final = (("server", ""), ("allocator", AllocatorClient.SERVICE), ("worker", Client.SERVICE))
+LIVE: Final = (("server", LIVENESS),)
 
 
 def register(app: typer.Typer) -> None:
@@ -62,18 +71,30 @@ def status(
 
 @options.connects
 def health(
-    address: Annotated[str, typer.Argument(help="host:port or unix:///path", show_default=False)],
+    address: Annotated[
+        str,
+        typer.Argument(
+            help="host:port, unix:///path, or http://host:port of a gateway or of metrics", show_default=False
+        ),
+    ],
     timeout: options.Timeout = 5.0,
     *,
+    live: Annotated[
+        bool, typer.Option("--live", help="Ask whether it is alive, instead of whether work is better sent elsewhere.")
+    ] = False,
     credentials: options.Credentials,
 ) -> None:
-    """Asks grpc.health.v1 for the server as a whole and for each service of Quire that it may have."""
+    """Asks grpc.health.v1 for the server as a whole and for each service of Quire that it may have; over HTTP, /readyz
+    and /healthz."""
+    if address.startswith("http://"):
+        _health_over_http(address, "/healthz" if live else "/readyz", timeout)
+        return
     states = {}
     deadline = time.monotonic() + timeout
     link = SyncLink(address, credentials.token, credentials.tls, timeout)
     try:
         stub = health_pb2_grpc.HealthStub(link.channel)
-        for name, service in (("server", ""), ("allocator", AllocatorClient.SERVICE), ("worker", Client.SERVICE)):
+        for name, service in LIVE if live else READY:
             try:
                 request = health_pb2.HealthCheckRequest(service=service)
                 reply = link.call(stub.Check, request, max(deadline - time.monotonic(), 0.0))
@@ -84,6 +105,21 @@ def health(
         link.close()
     print(" ".join(f"{name}={state}" for name, state in states.items()) or "UNKNOWN")
     if not states or set(states.values()) != {"SERVING"}:
+        sys.exit(1)
+
+
+def _health_over_http(address: str, path: str, timeout: float) -> None:
+    host, port = split(address.removeprefix("http://").rstrip("/"))
+    connection = http.client.HTTPConnection(host, port, timeout=timeout)
+    try:
+        connection.request("GET", path)
+        status = connection.getresponse().status
+    except OSError as error:
+        raise UnavailableError(f"no answer from {address}: {error}") from None
+    finally:
+        connection.close()
+    print("server=SERVING" if status == HTTPStatus.OK else f"server=NOT_SERVING ({status})")
+    if status != HTTPStatus.OK:
         sys.exit(1)
 
 

@@ -83,6 +83,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """UNAVAILABLE: the worker has no session with its allocator at present. With a delay."""
     REASON_IDLE: _Reason.ValueType  # 42
     """DEADLINE_EXCEEDED: a stream sent no Attach in time, or no heartbeat for the length of the lease."""
+    REASON_DEADLINE: _Reason.ValueType  # 43
+    """DEADLINE_EXCEEDED: the worker has not begun this request and cannot end it before the call's deadline."""
     REASON_TOKEN: _Reason.ValueType  # 50
     """UNAUTHENTICATED: the bearer token is missing or wrong."""
     REASON_POOL_FORBIDDEN: _Reason.ValueType  # 51
@@ -156,6 +158,8 @@ REASON_ALLOCATOR_LOST: Reason.ValueType  # 41
 """UNAVAILABLE: the worker has no session with its allocator at present. With a delay."""
 REASON_IDLE: Reason.ValueType  # 42
 """DEADLINE_EXCEEDED: a stream sent no Attach in time, or no heartbeat for the length of the lease."""
+REASON_DEADLINE: Reason.ValueType  # 43
+"""DEADLINE_EXCEEDED: the worker has not begun this request and cannot end it before the call's deadline."""
 REASON_TOKEN: Reason.ValueType  # 50
 """UNAUTHENTICATED: the bearer token is missing or wrong."""
 REASON_POOL_FORBIDDEN: Reason.ValueType  # 51

@@ -264,6 +264,7 @@ class GenerateRequest(_message.Message):
     BRANCH_ID_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id that the caller chose for logs, at most 64 characters; if it is empty, the worker makes one up."""
     text: _builtins.str
@@ -274,6 +275,11 @@ class GenerateRequest(_message.Message):
     """
     namespace: _builtins.str
     """Namespace, inside which alone prefixes are shared; at most 128 bytes."""
+    priority: _builtins.int
+    """Priority among the requests of its namespace, -10 to 10; larger is sooner. Each step is worth 60 s of waiting, so
+    that nobody waits for ever (docs/scheduling.md). The call's deadline counts, too: the earliest is first, and a
+    request that cannot be done by then ends with DEADLINE_EXCEEDED / DEADLINE as soon as that is known.
+    """
     @_builtins.property
     def tokens(self) -> Global___TokenIds:
         """Tokens."""
@@ -291,10 +297,11 @@ class GenerateRequest(_message.Message):
         branch_id: _builtins.bytes = ...,
         sampling: Global___SamplingParams | None = ...,
         namespace: _builtins.str = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["branch_id", b"branch_id", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch_id", b"branch_id", "namespace", b"namespace", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch_id", b"branch_id", "namespace", b"namespace", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens", "branch_id"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -839,6 +846,96 @@ class Usage(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
+
+@_typing.final
+class Conversation(_message.Message):
+    """Conversation: what a chat template is given. JSON, because a template reads whatever keys its model was trained with."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGES_JSON_FIELD_NUMBER: _builtins.int
+    TOOLS_JSON_FIELD_NUMBER: _builtins.int
+    VARIABLES_JSON_FIELD_NUMBER: _builtins.int
+    WITHOUT_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    messages_json: _builtins.str
+    """Array of messages, each an object with `role` and, as text, `content`."""
+    tools_json: _builtins.str
+    """Array of tools that the model may call; empty for none."""
+    variables_json: _builtins.str
+    """Object of further variables of the template; empty for none. `messages`, `tools` and `add_generation_prompt` are no
+    names of further ones.
+    """
+    without_generation_prompt: _builtins.bool
+    """True if the text ends after the last message, instead of where the assistant's answer begins."""
+    def __init__(
+        self,
+        *,
+        messages_json: _builtins.str = ...,
+        tools_json: _builtins.str = ...,
+        variables_json: _builtins.str = ...,
+        without_generation_prompt: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages_json", b"messages_json", "tools_json", b"tools_json", "variables_json", b"variables_json", "without_generation_prompt", b"without_generation_prompt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Conversation: _TypeAlias = Conversation  # noqa: Y015
+
+@_typing.final
+class TokenizeRequest(_message.Message):
+    """TokenizeRequest: a text, or a conversation; at most 1 MiB."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    CONVERSATION_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Text, with the special tokens that the checkpoint puts around one."""
+    @_builtins.property
+    def conversation(self) -> Global___Conversation:
+        """Conversation. It fails with BAD_PARAMETER where the checkpoint has no template, or its template refuses."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        conversation: Global___Conversation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "input", b"input", "text", b"text"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "input", b"input", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "conversation"]  # noqa: Y015
+    _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
+
+Global___TokenizeRequest: _TypeAlias = TokenizeRequest  # noqa: Y015
+
+@_typing.final
+class TokenizeResponse(_message.Message):
+    """TokenizeResponse: the tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ids of the model's vocabulary."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):

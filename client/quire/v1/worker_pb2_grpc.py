@@ -76,6 +76,11 @@ class WorkerServiceStub:
                 request_serializer=quire_dot_v1_dot_worker__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_worker__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/quire.v1.WorkerService/Tokenize',
+                request_serializer=quire_dot_v1_dot_worker__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_worker__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -146,6 +151,14 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """Tokenize: says which tokens a text is, or a conversation once the checkpoint's chat template has written it down.
+        Read-only. What it answers can be the prompt of a Generate, and of a router's look-up of prefixes before it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -188,6 +201,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=quire_dot_v1_dot_worker__pb2.GetStatusRequest.FromString,
                     response_serializer=quire_dot_v1_dot_worker__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=quire_dot_v1_dot_worker__pb2.TokenizeRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_worker__pb2.TokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -408,6 +426,33 @@ class WorkerService:
             '/quire.v1.WorkerService/GetStatus',
             quire_dot_v1_dot_worker__pb2.GetStatusRequest.SerializeToString,
             quire_dot_v1_dot_worker__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.WorkerService/Tokenize',
+            quire_dot_v1_dot_worker__pb2.TokenizeRequest.SerializeToString,
+            quire_dot_v1_dot_worker__pb2.TokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

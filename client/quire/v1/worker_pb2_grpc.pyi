@@ -61,6 +61,10 @@ class WorkerServiceStub:
     """ReleaseBranches: ends branches, as soon as no call uses them; one that has ended already is no error."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]
     """GetStatus: says what the worker serves, and counts what it has done. Read-only."""
+    Tokenize: _grpc.UnaryUnaryMultiCallable[_worker_pb2.TokenizeRequest, _worker_pb2.TokenizeResponse]
+    """Tokenize: says which tokens a text is, or a conversation once the checkpoint's chat template has written it down.
+    Read-only. What it answers can be the prompt of a Generate, and of a router's look-up of prefixes before it.
+    """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -95,6 +99,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """ReleaseBranches: ends branches, as soon as no call uses them; one that has ended already is no error."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]  # type: ignore[assignment]
     """GetStatus: says what the worker serves, and counts what it has done. Read-only."""
+    Tokenize: _aio.UnaryUnaryMultiCallable[_worker_pb2.TokenizeRequest, _worker_pb2.TokenizeResponse]  # type: ignore[assignment]
+    """Tokenize: says which tokens a text is, or a conversation once the checkpoint's chat template has written it down.
+    Read-only. What it answers can be the prompt of a Generate, and of a router's look-up of prefixes before it.
+    """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Serves one model on one pool. Every error carries a `Reason` (errors.proto) and concerns only the request that it
@@ -174,5 +182,15 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.GetStatusResponse, _abc.Awaitable[_worker_pb2.GetStatusResponse]]:
         """GetStatus: says what the worker serves, and counts what it has done. Read-only."""
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _worker_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.TokenizeResponse, _abc.Awaitable[_worker_pb2.TokenizeResponse]]:
+        """Tokenize: says which tokens a text is, or a conversation once the checkpoint's chat template has written it down.
+        Read-only. What it answers can be the prompt of a Generate, and of a router's look-up of prefixes before it.
+        """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

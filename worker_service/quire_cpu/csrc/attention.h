@@ -14,6 +14,7 @@ namespace QUIRE_ISA {
 
 constexpr long DIRECT_ROWS = 4;  // at most, that read keys and values where they lie
 constexpr long TILE_ROWS = 64;   // of a tile of queries, about
+constexpr long CACHE_LINE = 64;
 
 // Whether rows read keys and values where they lie: there are few of them, and a key is whole vectors of words.
 template <class T>
@@ -48,10 +49,18 @@ struct Block {
     }
 };
 
+// Asks for what is read a block later, which no hardware foresees, since pages lie anywhere. It comes as far as the second
+// cache (locality 2): the first has no room for a block of all heads, and fewer requests under way.
+inline void fetch(const void* from, long bytes) {
+    for (long i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
+}
+
 template <class T, int ROWS>
-inline void direct_products(const T* const* queries, const Block<T>& block, long head_offset, long size, float* products) {
+inline void direct_products(const T* const* queries, const Block<T>& block, const Block<T>& ahead, long head_offset,
+                            long size, float* products) {
     constexpr int AT_ONCE = LANES / ROWS;
     for (long k = 0; k < block.count; k += AT_ONCE) {
+        for (long j = k; j < smaller(k + AT_ONCE, ahead.count); j++) fetch(ahead.keys[j] + head_offset, size * sizeof(T));
         Vec sum[LANES];
         const T* key[AT_ONCE];
         for (int j = 0; j < LANES; j++) sum[j] = Vec{};
@@ -72,12 +81,13 @@ inline void direct_products(const T* const* queries, const Block<T>& block, long
 }
 
 template <class T, int ROWS, int COUNT>
-inline void direct_sums(const float* weights, const float* factors, const Block<T>& block, long offset, float* sums,
-                        long stride) {
+inline void direct_sums(const float* weights, const float* factors, const Block<T>& block, const Block<T>& ahead,
+                        long offset, float* sums, long stride) {
     Vec sum[ROWS][COUNT];
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < COUNT; v++) sum[r][v] = load(sums + r * stride + v * LANES) * factors[r];
     for (long k = 0; k < block.count; k++) {
+        if (k < ahead.count) fetch(ahead.keys[k] + ahead.value_offset + offset, COUNT * LANES * sizeof(T));
         const T* value = block.keys[k] + block.value_offset + offset;
         for (int v = 0; v < COUNT; v++) {
             const Vec x = load(value + v * LANES);
@@ -98,6 +108,21 @@ struct Walk {
     Scoring scoring;
     float* sums;
     RowState* states;
+    const Walk* next;  // the item after this one, or null: its first keys are fetched while the last ones are computed
+
+    Walk(const QuireAttend& a, const Item& item) : a(a), item(item), next(nullptr) {
+        table = a.block_tables + item.sequence * a.table_stride;
+        group = a.query_heads / a.kv_heads;
+        rows = item.queries * group;
+        size = a.head_dim;
+        kv_length = a.kv_lengths[item.sequence];
+        const long queries = a.query_indptr[item.sequence + 1] - a.query_indptr[item.sequence];
+        first_position = kv_length - queries + item.first_query;
+        scoring = {a.scale, a.soft_cap};
+    }
+
+    long first_key() const { return a.window_left < 0 ? 0 : larger(0, first_position - a.window_left); }
+    long stop_key() const { return first_position + item.queries; }
 
     const T* query(long head, long row) const {
         const long token = a.query_indptr[item.sequence] + item.first_query + row / group;
@@ -113,13 +138,13 @@ struct Walk {
     }
 
     template <int ROWS>
-    void direct(const Block<T>& block, long head, float* products) {
+    void direct(const Block<T>& block, const Block<T>& ahead, long head, float* products) {
         constexpr int COMPUTED = ROWS == 3 ? 4 : ROWS;
         const T* queries[COMPUTED];
         float factors[ROWS];
         for (int r = 0; r < COMPUTED; r++) queries[r] = query(head, smaller(r, ROWS - 1));
         const long offset = (item.first_head + head) * size;
-        direct_products<T, COMPUTED>(queries, block, offset, size, products);
+        direct_products<T, COMPUTED>(queries, block, ahead, offset, size, products);
         for (int r = 0; r < ROWS; r++) {
             long first, stop;
             seen(block, r, first, stop);
@@ -129,17 +154,17 @@ struct Walk {
         float* head_sums = sums + head * rows * padded;
         long i = 0;
         for (; i + 4 * LANES <= size; i += 4 * LANES)
-            direct_sums<T, ROWS, 4>(products, factors, block, offset + i, head_sums + i, padded);
-        for (; i < size; i += LANES) direct_sums<T, ROWS, 1>(products, factors, block, offset + i, head_sums + i, padded);
+            direct_sums<T, ROWS, 4>(products, factors, block, ahead, offset + i, head_sums + i, padded);
+        for (; i < size; i += LANES) direct_sums<T, ROWS, 1>(products, factors, block, ahead, offset + i, head_sums + i, padded);
     }
 
-    void direct_block(const Block<T>& block, float* products) {
+    void direct_block(const Block<T>& block, const Block<T>& ahead, float* products) {
         for (long head = 0; head < item.heads; head++) {
             switch (rows) {
-                case 1: direct<1>(block, head, products); break;
-                case 2: direct<2>(block, head, products); break;
-                case 3: direct<3>(block, head, products); break;
-                default: direct<4>(block, head, products); break;
+                case 1: direct<1>(block, ahead, head, products); break;
+                case 2: direct<2>(block, ahead, head, products); break;
+                case 3: direct<3>(block, ahead, head, products); break;
+                default: direct<4>(block, ahead, head, products); break;
             }
         }
     }
@@ -150,8 +175,12 @@ struct Walk {
         T* weights;
     };
 
-    void packed_block(const Block<T>& block, const Packed& packed) {
+    void packed_block(const Block<T>& block, const Block<T>& ahead, const Packed& packed) {
         const long words = size / PER_WORD<T>, offset = item.first_head * size;
+        for (long k = 0; k < ahead.count; k++) {
+            fetch(ahead.keys[k] + offset, size * sizeof(T));
+            fetch(ahead.keys[k] + ahead.value_offset + offset, size * sizeof(T));
+        }
         const Word* keys[KEYS];
         for (long k = 0; k < block.count; k++) keys[k] = reinterpret_cast<const Word*>(block.keys[k] + offset);
         pack_columns(keys, block.count, words, packed.keys, KEYS);
@@ -236,15 +265,22 @@ struct Walk {
             for (long r = 0; r < rows; r++) memcpy(packed.queries + r * words, query(0, r), size * sizeof(T));
             memset(packed.values, 0, KEYS * padded * 4);  // of which the last columns stay 0
         }
-        const long first_key = a.window_left < 0 ? 0 : larger(0, first_position - a.window_left);
-        const long stop_key = first_position + item.queries;
-        Block<T> block;
-        for (long key = first_key; key < stop_key; key += KEYS) {
-            block.find(a, table, key, smaller(KEYS, stop_key - key));
+        Block<T> blocks[2];
+        blocks[0].find(a, table, first_key(), smaller(KEYS, stop_key() - first_key()));
+        long number = 0;
+        for (long key = first_key(); key < stop_key(); key += KEYS, number++) {
+            const Block<T>& block = blocks[number % 2];
+            Block<T>& ahead = blocks[(number + 1) % 2];
+            ahead.count = 0;
+            if (key + KEYS < stop_key()) {
+                ahead.find(a, table, key + KEYS, smaller(KEYS, stop_key() - key - KEYS));
+            } else if (next != nullptr) {
+                ahead.find(a, next->table, next->first_key(), smaller(KEYS, next->stop_key() - next->first_key()));
+            }
             if (is_direct) {
-                direct_block(block, packed.products);
+                direct_block(block, ahead, packed.products);
             } else {
-                packed_block(block, packed);
+                packed_block(block, ahead, packed);
             }
         }
         finish();
@@ -271,15 +307,9 @@ void attend_of(const QuireAttend& a) {
     }
     parallel(count, [&](int64_t index) {
         const Item& item = items[index];
-        Walk<T> walk{a, item};
-        walk.table = a.block_tables + item.sequence * a.table_stride;
-        walk.group = group;
-        walk.rows = item.queries * group;
-        walk.size = a.head_dim;
-        walk.kv_length = a.kv_lengths[item.sequence];
-        const long queries = a.query_indptr[item.sequence + 1] - a.query_indptr[item.sequence];
-        walk.first_position = walk.kv_length - queries + item.first_query;
-        walk.scoring = {a.scale, a.soft_cap};
+        Walk<T> walk(a, item);
+        const Walk<T> next(a, items[smaller(index + 1, count - 1)]);
+        if (index + 1 < count) walk.next = &next;
         walk.run();
     });
     free(items);

@@ -47,11 +47,11 @@ class TritonPagedAttention(PagedAttention):
 
     def __init__(self, device: torch.device | str, *, workspace_bytes: int = WORKSPACE_BYTES) -> None:
         """Reserves the workspace on the device."""
-        self._workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
+        self.workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
 
     def plan(self, batch: AttentionBatch, spec: PageSpec) -> TritonAttentionPlan:
-        slots = batch.slot_mapping.to(self._workspace.device, non_blocking=True)
-        return TritonAttentionPlan(batch, spec, page_table(batch, spec.block_size), slots, self._workspace)
+        slots = batch.slot_mapping.to(self.workspace.device, non_blocking=True)
+        return TritonAttentionPlan(batch, spec, page_table(batch, spec.block_size), slots, self.workspace)
 
     def copy_blocks(self, buffers: Sequence[torch.Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
         """See `PagedAttention.copy_blocks`; one launch for all buffers."""
@@ -88,7 +88,7 @@ class SamplingSettings(NamedTuple):
     min_p: torch.Tensor  # float32
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
     """What distinguishes the layers of a model, for planning."""
 
     query_heads: int
@@ -97,7 +97,7 @@ class _Kind(NamedTuple):
     soft_cap: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class TritonAttentionPlan(AttentionPlan):
     """What the GPU's path keeps of one batch, an `AttentionPlan`."""
 
@@ -106,8 +106,8 @@ class TritonAttentionPlan(AttentionPlan):
     table: PageTable
     slots: torch.Tensor  # int64 [tokens], on the device
     workspace: torch.Tensor
-    wrappers: dict[_Kind, Wrapper] = field(default_factory=dict)
-    latent_wrappers: dict[_Kind, BatchMLAPagedAttentionWrapper] = field(default_factory=dict)
+    wrappers: dict[Kind, Wrapper] = field(default_factory=dict)
+    latent_wrappers: dict[Kind, BatchMLAPagedAttentionWrapper] = field(default_factory=dict)
     checked_slot_counts: set[int] = field(default_factory=set)
 
     def append(self, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, *, scales: Scales = UNSCALED) -> None:
@@ -138,7 +138,7 @@ class TritonAttentionPlan(AttentionPlan):
         sinks: torch.Tensor | None = None,
         scales: Scales = UNSCALED,
     ) -> torch.Tensor:
-        kind = _Kind(query.shape[1], scale, window_left, soft_cap)
+        kind = Kind(query.shape[1], scale, window_left, soft_cap)
         if self.spec.latent_dim is not None:
             return self._attend_latents(kind, query, pages, sinks)
         wrapper = self.wrappers.get(kind)
@@ -156,7 +156,7 @@ class TritonAttentionPlan(AttentionPlan):
         return scales if is_quantised(self.spec.dtype) else (None, None)
 
     def _attend_latents(
-        self, kind: _Kind, query: torch.Tensor, pages: torch.Tensor, sinks: torch.Tensor | None
+        self, kind: Kind, query: torch.Tensor, pages: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """Returns multi-query attention whose values are the first part of its keys."""
         if kind.window_left >= 0 or kind.soft_cap or sinks is not None:
@@ -168,34 +168,41 @@ class TritonAttentionPlan(AttentionPlan):
         assert isinstance(output, torch.Tensor)  # a pair only where lse is asked for
         return output
 
-    def _planned_latents(self, kind: _Kind) -> BatchMLAPagedAttentionWrapper:
+    def _planned_latents(self, kind: Kind) -> BatchMLAPagedAttentionWrapper:
         """Returns a wrapper for all layers of a kind."""
+        wrapper = BatchMLAPagedAttentionWrapper(self.workspace)
+        self._plan_latents(wrapper, kind)
+        return wrapper
+
+    def _planned(self, kind: Kind) -> Wrapper:
+        """Returns a wrapper for all layers of a kind."""
+        if bool((self.batch.query_indptr.diff() == 1).all()):
+            decode = BatchDecodeWithPagedKVCacheWrapper(self.workspace)
+            self._plan_decode(decode, kind)
+            return decode
+        spec, sizes = self.spec, (kind.query_heads, self.spec.kv_head_count, self.spec.head_dim, self.spec.block_size)
+        prefill = BatchPrefillWithPagedKVCacheWrapper(self.workspace)
+        prefill.plan(
+            self.batch.query_indptr, *self.table, *sizes, causal=True, sm_scale=kind.scale,
+            window_left=kind.window_left, logits_soft_cap=kind.soft_cap, q_data_type=spec.query_dtype,
+            kv_data_type=spec.dtype,
+        )  # fmt: skip
+        return prefill
+
+    def _plan_decode(self, wrapper: BatchDecodeWithPagedKVCacheWrapper, kind: Kind) -> None:
+        spec, sizes = self.spec, (kind.query_heads, self.spec.kv_head_count, self.spec.head_dim, self.spec.block_size)
+        wrapper.plan(
+            *self.table, *sizes, window_left=kind.window_left, logits_soft_cap=kind.soft_cap,
+            q_data_type=spec.query_dtype, kv_data_type=spec.dtype, sm_scale=kind.scale,
+        )  # fmt: skip
+
+    def _plan_latents(self, wrapper: BatchMLAPagedAttentionWrapper, kind: Kind) -> None:
         spec, latent_dim = self.spec, self.spec.latent_dim
         assert latent_dim is not None
-        wrapper = BatchMLAPagedAttentionWrapper(self.workspace)
         wrapper.plan(
             self.batch.query_indptr, self.table.indptr, self.table.indices, self.batch.kv_lengths, kind.query_heads,
             latent_dim, spec.head_dim - latent_dim, spec.block_size, True, kind.scale, spec.dtype, spec.dtype,
         )  # fmt: skip
-        return wrapper
-
-    def _planned(self, kind: _Kind) -> Wrapper:
-        """Returns a wrapper for all layers of a kind."""
-        spec, sizes = self.spec, (kind.query_heads, self.spec.kv_head_count, self.spec.head_dim, self.spec.block_size)
-        starts = self.batch.query_indptr
-        if bool((starts.diff() == 1).all()):
-            decode = BatchDecodeWithPagedKVCacheWrapper(self.workspace)
-            decode.plan(
-                *self.table, *sizes, window_left=kind.window_left, logits_soft_cap=kind.soft_cap,
-                q_data_type=spec.query_dtype, kv_data_type=spec.dtype, sm_scale=kind.scale,
-            )  # fmt: skip
-            return decode
-        prefill = BatchPrefillWithPagedKVCacheWrapper(self.workspace)
-        prefill.plan(
-            starts, *self.table, *sizes, causal=True, sm_scale=kind.scale, window_left=kind.window_left,
-            logits_soft_cap=kind.soft_cap, q_data_type=spec.query_dtype, kv_data_type=spec.dtype,
-        )  # fmt: skip
-        return prefill
 
 
 def page_table(batch: AttentionBatch, page_size: int) -> PageTable:

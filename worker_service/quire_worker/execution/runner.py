@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import structlog
 import torch
@@ -48,6 +48,8 @@ from quire_worker.scheduling.plan import Batch, Draw, Work
 from quire_worker.scheduling.request import Request, Sample
 
 log = structlog.get_logger()
+# Computes a batch in a shorter way than a forward pass does, or returns None where it has none for that batch.
+Shortcut: TypeAlias = Callable[[ForwardBatch], torch.Tensor | None]
 
 
 class Token(NamedTuple):
@@ -113,10 +115,18 @@ class Prepared(NamedTuple):
 class Runner:
     """Computes the batches of one engine, each prepared while the one before it is computed."""
 
-    def __init__(self, model: PagedModel, cache: KVCache, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        model: PagedModel,
+        cache: KVCache,
+        clock: Callable[[], float] = time.perf_counter,
+        shortcut: Shortcut | None = None,
+    ) -> None:
+        """Takes what computes; `shortcut` is tried first, on batches that are on the host."""
         self._model = model
         self._cache = cache
         self._clock = clock
+        self._shortcut = shortcut
         self._before = Before({}, {}, {})
 
     def prepare(self, batch: Batch, *, is_behind: bool) -> Prepared:
@@ -148,7 +158,7 @@ class Runner:
             DeviceLostError: nothing can be computed any more.
         """
         started = self._clock()
-        run = _Run(self._model, self._cache)
+        run = _Run(self._model, self._cache, self._shortcut)
         if prepared.is_behind:
             run.follow(self._before, prepared)
         run.copy(prepared.batch.copies)
@@ -172,7 +182,7 @@ class Runner:
 class _Run:
     """A batch on its way. The methods are called once each, in order; `forward` and `draw` call themselves."""
 
-    def __init__(self, model: PagedModel, cache: KVCache) -> None:
+    def __init__(self, model: PagedModel, cache: KVCache, shortcut: Shortcut | None) -> None:
         self.failures: dict[Request, Failure] = {}
         self.lost_blocks: dict[int, Failure] = {}
         self.tokens: list[Token] = []
@@ -181,6 +191,7 @@ class _Run:
         self.retry_count = 0
         self._model = model
         self._cache = cache
+        self._shortcut = shortcut
         self._left_out: set[Request] = set()  # they failed in the batch before, and the engine knows from there
         self._logits: dict[Sample, tuple[torch.Tensor, int]] = {}  # whose row is of the last token of each
 
@@ -270,7 +281,9 @@ class _Run:
     def _try_forward(self, parts: Sequence[Part], layout: ForwardBatch | None) -> Failure | None:
         try:
             forward = layout or layout_of(parts, self._cache)
-            logits = self._model.forward(forward.on(self._model.device), self._cache)  # [rows, vocabulary]
+            logits = None if self._shortcut is None else self._shortcut(forward)  # [rows, vocabulary]
+            if logits is None:
+                logits = self._model.forward(forward.on(self._model.device), self._cache)
             are_finite = finite_rows(logits)
             logprobs = scored(parts, logits, are_finite)
             candidates = candidate_logprobs(parts, logits)

@@ -25,7 +25,6 @@ from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.paged_model import PagedModel
 
 BUDGET_BYTES = 256 << 20  # of a pool on a CPU, if nothing is said
-UTILIZATION = 0.9  # of a GPU, if nothing is said
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _MORE_ROOM = "more --kv-memory, --kv-cache-dtype fp8_e4m3, --dtype bfloat16 or fewer --max-batch-tokens help"
 

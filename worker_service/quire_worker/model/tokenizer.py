@@ -10,6 +10,7 @@ import tokenizers
 from transformers import AutoTokenizer
 
 from quire_worker.model.checkpoint import CheckpointError
+from quire_worker.model.conversation import ChatTemplate, Conversation
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character (yet) are decoded to
 
@@ -48,6 +49,7 @@ class Tokenizer:
         backend.no_truncation()  # a prompt that is too long is refused with its true length, never cut
         backend.no_padding()
         self._backend = backend
+        self._chat_template = ChatTemplate(wrapped)
         self._special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -72,6 +74,17 @@ class Tokenizer:
         Raises:
             TokenizerError: the tokenizer cannot do it.
         """
+        with _named():
+            return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_conversation(self, conversation: Conversation) -> list[int]:
+        """Returns token ids of a conversation, whose special tokens are those that the chat template writes.
+
+        Raises:
+            ConversationError: there is no template, or it refuses.
+            TokenizerError: the tokenizer cannot do it.
+        """
+        text = self._chat_template.text(conversation)
         with _named():
             return self._backend.encode(text, add_special_tokens=False).ids
 

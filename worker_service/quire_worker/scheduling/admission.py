@@ -1,8 +1,8 @@
-"""Which waiting samples are let in: oldest first, as far as blocks, tokens and places go.
+"""Which waiting samples are let in: in order, as far as blocks, tokens and places go.
 
 A sample is let in when the blocks it needs, less those it will share with running samples, are free, and one more for
-each sample that runs: it may fill its last block with the next token. The first that does not fit ends the round, so
-that a large prompt is not passed by small ones for ever. If nothing runs, the oldest is let in whatever it needs.
+each sample that runs: it may fill its last block with the next token. The first that does not fit is the head: it is
+let in before anybody else who is not backfilled (`backfill.py`). If nothing else runs, it is let in whatever it needs.
 
 A sample whose prompt begins with a block that another one is computing right now waits for it without holding up
 those behind it: identical prompts cost one prefill.
@@ -10,12 +10,22 @@ those behind it: identical prompts cost one prefill.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.hashing import DIGEST_BYTES
 from quire.types import GroupKind, GroupSpec
 
+from quire_worker.scheduling.backfill import (
+    DEPTH,
+    Reservation,
+    blocks_at_end,
+    own_block_count,
+    places_of,
+    reserve,
+    turns_left,
+)
 from quire_worker.scheduling.request import Sample
 
 
@@ -36,13 +46,36 @@ class TurnLimits(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """One sample to let in: how many tokens to compute first, how many free blocks it takes at most, and the digests to
-    match."""
+    """One sample to let in.
+
+    Attributes:
+        sample: that waits.
+        token_count: to compute first.
+        block_count: free blocks that it takes at most.
+        digests: to match.
+        passed: the head that it is let in before, if it is backfilled.
+    """
 
     sample: Sample
     token_count: int
     block_count: int
     digests: list[bytes]
+    passed: Sample | None = None
+
+
+@dataclass(slots=True)
+class Round:
+    """Who is let in in a turn.
+
+    Attributes:
+        admissions: in order.
+        victims: backfilled samples whose blocks the head gets in the same step.
+        victim_block_count: blocks that are free by that.
+    """
+
+    admissions: list[Admission] = field(default_factory=list)
+    victims: list[Sample] = field(default_factory=list)
+    victim_block_count: int = 0
 
 
 class Peaks:
@@ -67,43 +100,163 @@ class Peaks:
         return -(-(full + sum(min(length, peak) for peak in self._windowed)) // self._group_count)
 
 
-def admit(
-    waiting: Sequence[Sample],
-    running: Sequence[Sample],
-    limits: TurnLimits,
-    *,
-    block_size: int,
-    peaks: Peaks,
-    resting: Sequence[Sample] = (),
-) -> list[Admission]:
-    """Chooses from `waiting`, which is sorted by age. Changes nothing but caches of digests. Those who rest only have
-    blocks that may be shared."""
-    if not waiting:
-        return []
-    being_computed = _being_computed(running, block_size)
-    tokens, samples, blocks, digest_bytes = limits
-    admitted: list[Admission] = []
-    for sample in waiting:
-        if tokens == 0 or digest_bytes < DIGEST_BYTES:
-            break
-        digests = sample.digests(block_size, 0, sample.matchable_token_count // block_size)
-        if not being_computed.isdisjoint(digests):
-            continue
-        shared = _held_count(digests, (*running, *resting), block_size)
-        needed = peaks.block_count(-(-len(sample.tokens) // block_size) - shared)
-        alone = not running and not admitted
-        if not alone and (samples < _places(sample) or (blocks is not None and needed + len(running) + 1 > blocks)):
-            break
-        token_count = min(len(sample.tokens) - shared * block_size, tokens)
+class Applicants:
+    """Chooses whom to let in, one after the other.
+
+    Args:
+        running: in order, backfilled samples last.
+        limits: of this turn.
+        block_size: tokens per block.
+        peaks: blocks that a sequence holds at a time.
+        sequence_tokens_max: the longest sequence, with whose last token a sample ends.
+        resting: of branches, whose blocks may be shared.
+    """
+
+    def __init__(
+        self,
+        running: Sequence[Sample],
+        limits: TurnLimits,
+        *,
+        block_size: int,
+        peaks: Peaks,
+        sequence_tokens_max: int,
+        resting: Iterable[Sample] = (),
+    ) -> None:
+        self.chosen = Round()
+        self._running = running
+        self._resting = tuple(resting)
+        self._left = limits
+        self._block_size = block_size
+        self._peaks = peaks
+        self._sequence_tokens_max = sequence_tokens_max
+        self._being_computed = _being_computed(running, block_size)
+        self._head: Sample | None = None
+        self._reservation: Reservation | None = None
+
+    def consider(self, waiting: Iterable[Sample], *, may_preempt: bool) -> Round:
+        """Chooses from `waiting`. Changes nothing but caches of digests.
+
+        Args:
+            waiting: in the order of their turn.
+            may_preempt: whether backfilled samples may make room for the head that they passed; if not, and they could,
+                nobody is let in from there on.
+        """
+        looked_at = 0
+        for sample in waiting:
+            if self._left.tokens == 0 or self._left.digest_bytes < DIGEST_BYTES:
+                break
+            if self._head is not None and looked_at >= DEPTH:
+                break
+            digests = sample.digests(self._block_size, 0, sample.matchable_token_count // self._block_size)
+            if not self._being_computed.isdisjoint(digests):
+                continue
+            if self._head is not None:
+                looked_at += 1
+                self._backfill(sample, digests)
+            elif not self._let_in(sample, digests, self._running):
+                passed = [each for each in self._running if each.passed is not None]  # it, or one behind it
+                if passed and self._fits_without(sample, digests, passed):
+                    if not may_preempt:
+                        break
+                    self._preempt_for(sample, digests, passed)
+                elif not self._reserve_for(sample, digests):
+                    break
+        return self.chosen
+
+    def _let_in(self, sample: Sample, digests: list[bytes], running: Sequence[Sample]) -> bool:
+        """Lets a sample in if it fits beside those who run."""
+        shared = self._shared(digests, running)
+        needed = self._needed(sample, shared)
+        is_alone = not running and not self.chosen.admissions
+        if not is_alone and not self._fits(sample, needed, len(running)):
+            return False
+        self._add(sample, needed, digests, shared)
+        return True
+
+    def _shared(self, digests: Sequence[bytes], running: Sequence[Sample]) -> int:
+        """Counts the leading blocks that somebody holds."""
+        return _held_count(digests, (*running, *self._resting), self._block_size)
+
+    def _needed(self, sample: Sample, shared: int) -> int:
+        return self._peaks.block_count(-(-len(sample.tokens) // self._block_size) - shared)
+
+    def _fits(self, sample: Sample, needed: int, running_count: int) -> bool:
+        blocks = self._left.blocks
+        return self._left.samples >= places_of(sample) and (blocks is None or needed + running_count + 1 <= blocks)
+
+    def _add(
+        self, sample: Sample, needed: int, digests: list[bytes], shared: int, passed: Sample | None = None
+    ) -> None:
+        tokens, samples, blocks, digest_bytes = self._left
+        token_count = min(len(sample.tokens) - shared * self._block_size, tokens)
         sent = digests[: digest_bytes // DIGEST_BYTES]  # fewer digests only make the hit shorter
-        admitted.append(Admission(sample, token_count, needed, sent))
-        being_computed.update(digests[shared:])
-        tokens -= token_count
-        samples -= _places(sample)
-        digest_bytes -= len(sent) * DIGEST_BYTES
-        if blocks is not None:
-            blocks -= needed + 1
-    return admitted
+        self.chosen.admissions.append(Admission(sample, token_count, needed, sent, passed))
+        self._being_computed.update(digests[shared:])
+        self._left = TurnLimits(
+            tokens - token_count,
+            samples - places_of(sample),
+            None if blocks is None else blocks - needed - 1,
+            digest_bytes - len(sent) * DIGEST_BYTES,
+        )
+
+    # -- the head, and who passes it -----------------------------------------------------------------------------------
+
+    def _without(self, passed: Sequence[Sample]) -> tuple[list[Sample], TurnLimits, int]:
+        """Returns who else runs, what could be let in without those who passed, and how many blocks they alone hold."""
+        others = [each for each in self._running if each not in passed]
+        own = own_block_count(passed, (*others, *self._resting), self._block_size)
+        blocks = None if self._left.blocks is None else self._left.blocks + own
+        return others, self._left._replace(samples=self._left.samples + len(passed), blocks=blocks), own
+
+    def _fits_without(self, head: Sample, digests: list[bytes], passed: Sequence[Sample]) -> bool:
+        others, limits, _ = self._without(passed)
+        shared = self._shared(digests, others)
+        if not others and not self.chosen.admissions:
+            return True
+        before, self._left = self._left, limits
+        fits = self._fits(head, self._needed(head, shared), len(others))
+        self._left = before
+        return fits
+
+    def _preempt_for(self, head: Sample, digests: list[bytes], passed: Sequence[Sample]) -> None:
+        """Preempts as few of those who passed the head as make it fit, the last first."""
+        count = next(count for count in range(1, len(passed) + 1) if self._fits_without(head, digests, passed[-count:]))
+        self.chosen.victims = list(passed[-count:])
+        self._running, self._left, self.chosen.victim_block_count = self._without(self.chosen.victims)
+        let_in = self._let_in(head, digests, self._running)
+        assert let_in, "the head fits no more"
+
+    def _reserve_for(self, head: Sample, digests: list[bytes]) -> bool:
+        """Makes a sample the head; returns False if nobody could pass it."""
+        blocks = self._left.blocks
+        if blocks is None or self._left.samples < 1 or blocks < len(self._running) + 2:
+            return False
+        self._head = head
+        self._reservation = reserve(
+            self._running,
+            blocks=blocks,
+            places=self._left.samples,
+            needed=self._needed(head, self._shared(digests, self._running)),
+            needed_places=places_of(head),
+            block_size=self._block_size,
+            sequence_tokens_max=self._sequence_tokens_max,
+        )
+        return True
+
+    def _backfill(self, sample: Sample, digests: list[bytes]) -> None:
+        """Lets a sample pass the head if that delays nothing; what it might share is not counted on."""
+        assert self._reservation is not None
+        needed = self._needed(sample, 0)
+        turn_count = turns_left(sample, self._sequence_tokens_max)
+        at_end = self._peaks.block_count(blocks_at_end(sample, self._block_size, self._sequence_tokens_max))
+        if (
+            places_of(sample) == 1
+            and sample.passed is not self._head  # it was preempted for this head before
+            and self._fits(sample, needed, len(self._running))
+            and self._reservation.admits(turn_count, at_end)
+        ):
+            self._reservation = self._reservation.after(turn_count, at_end)
+            self._add(sample, needed, digests, 0, self._head)
 
 
 def _being_computed(running: Sequence[Sample], block_size: int) -> set[bytes]:
@@ -128,9 +281,3 @@ def _held_count(digests: Sequence[bytes], running: Sequence[Sample], block_size:
                 break
             count += 1
     return count
-
-
-def _places(sample: Sample) -> int:
-    """Counts the samples that will run because of this one: the first brings all forks of its request."""
-    is_first = sample.index == 0 and sample.output_token_count == 0
-    return len(sample.request.samples) if is_first else 1

@@ -60,13 +60,15 @@ class Plan:
 
     Attributes:
         step: what to ask for; nothing may be needed.
-        wanted: how many tokens of whom, if granted, in the order of age.
+        wanted: how many tokens of whom, if granted, in their order.
         commits: who commits in the step.
         forks: parent and child of each fork of the step.
         grows: who each grow of the step is for, and how many tokens it asks room for.
         admitted: those of them that waited.
+        passed: which head those of them that are backfilled pass.
+        victims: backfilled samples that are freed in the step, for others to have their blocks.
         is_whole: nobody who runs is left out of it for want of room.
-        tokens_left: in the turn's forward pass.
+        tokens_left: in the turn's forward pass, beside those of samples that were not backfilled.
     """
 
     step: StepBuilder = field(default_factory=StepBuilder)
@@ -75,5 +77,7 @@ class Plan:
     forks: list[tuple[Sample, Sample]] = field(default_factory=list)
     grows: list[tuple[Sample, int]] = field(default_factory=list)
     admitted: set[Sample] = field(default_factory=set)
+    passed: dict[Sample, Sample] = field(default_factory=dict)
+    victims: list[Sample] = field(default_factory=list)
     is_whole: bool = True
     tokens_left: int = 0

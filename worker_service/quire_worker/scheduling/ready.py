@@ -28,7 +28,10 @@ def ready_after(under_way: Sequence[Work], roster: Roster, *, budget: int, seque
     """
     plan, work_of = Plan(is_whole=roster.may_go_on), {item.sample: item for item in under_way}
     parents = roster.parents()
+    before_backfilled: int | None = None
     for sample in roster.running:
+        if sample.passed is not None and before_backfilled is None:
+            before_backfilled = budget
         work = work_of.get(sample)
         if work is not None and work.is_complete:
             if sample.has_forks_to_come:
@@ -45,5 +48,5 @@ def ready_after(under_way: Sequence[Work], roster: Roster, *, budget: int, seque
         elif token_count:
             budget -= token_count
             plan.wanted.append((sample, token_count))
-    plan.tokens_left = budget
+    plan.tokens_left = budget if before_backfilled is None else before_backfilled
     return plan

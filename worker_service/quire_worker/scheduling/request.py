@@ -37,6 +37,7 @@ from quire.hashing import DigestChain
 from quire.protocol.outcomes import NULL_BLOCK, Swap
 from quire.types import GroupSpec
 
+from quire_worker.scheduling.order import urgency_of
 from quire_worker.scheduling.rotation import Rotation
 
 STREAM_INTERVAL_S = 0.02  # between two deliveries of a request, unless one is its first or ends a sample
@@ -90,8 +91,11 @@ class Request:
         rotation: how its keys follow its length; None where they do not.
         deliveries: what the caller reads; a `QuireError` ends the request.
         delivered_s: when the latest was put there, by the event loop's clock.
-        is_read: whether the caller has taken the last one.
+        priority: of its caller, within its namespace; see `order.py`.
+        deadline_s: after which nobody wants it any more, by the clock of `arrived_s`.
+        admitted_s: when it was first let in.
         prompt_logprobs: of its tokens from the second on, as far as they were computed (opaque here).
+        is_read: whether the caller has taken the last delivery.
     """
 
     number: int
@@ -108,8 +112,16 @@ class Request:
     rotation: Rotation | None = None
     first_token_s: float | None = None
     admitted: bool = False
-    is_read: bool = False
+    admitted_s: float | None = None
+    priority: int = 0
+    deadline_s: float = math.inf
     prompt_logprobs: list[Any] = field(default_factory=list)
+    is_read: bool = False
+
+    @property
+    def urgency(self) -> float:
+        """Sorts the requests of a namespace: the most urgent first."""
+        return urgency_of(self.arrived_s, self.deadline_s, self.priority)
 
     @property
     def is_done(self) -> bool:
@@ -132,11 +144,12 @@ class Sample:
         boundaries: token counts, rising, at which its passes end for a checkpoint to be made; see `passes.py`.
         pass_token_count_max: tokens of a pass beyond which the pool had no room for it at once; 0 while there was.
         begun_with: tokens that it began with, for whose number its keys are rotated at least; see `rotation.py`.
+        passed: the head of the queue that it was let in before, until that one is; see `backfill.py`.
+        logprob_sum: of its tokens so far, where samples are compared.
         draws: whether a token is sampled after its last one; if not, it ends when all of them are computed.
         rests: whether it keeps its blocks when it has ended in good order, because it is a branch's.
         scored: tokens whose probability is wanted, each after all before it; the first stands at `scored_from`.
         logprobs: of `scored`, as far as they are computed; NaN where they are not.
-        logprob_sum: of its tokens so far, where samples are compared.
     """
 
     request: Request
@@ -155,14 +168,15 @@ class Sample:
     boundaries: tuple[int, ...] = ()
     pass_token_count_max: int = 0
     begun_with: int = 0
+    passed: Sample | None = None
+    has_ended: bool = False
+    finish_reason: FinishReason | None = None
+    logprob_sum: float = 0.0
     draws: bool = True
     rests: bool = False
     scored: Sequence[int] = ()
     scored_from: int = 0
     logprobs: list[float] = field(default_factory=list)
-    has_ended: bool = False
-    finish_reason: FinishReason | None = None
-    logprob_sum: float = 0.0
     _digests: list[bytes] = field(default_factory=list)
     _chain: DigestChain | None = None
 
@@ -257,7 +271,7 @@ class Sample:
         next step on."""
         self.begun_with = parent.begun_with
         self.computed = self.committed = self.granted = parent.computed
-        self.fork_of = parent
+        self.fork_of, self.passed = parent, parent.passed
         self._digests = list(parent._digests)
         self._chain = parent._chain.copy() if parent._chain is not None else None
 

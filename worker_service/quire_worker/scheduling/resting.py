@@ -53,7 +53,7 @@ class Resting:
         """Lets a sample rest. Of what a token was sampled after, the last one will be computed again."""
         if sample.draws:
             sample.computed = min(sample.computed, len(sample.tokens) - 1)
-        sample.has_ended = True
+        sample.has_ended, sample.passed = True, None
         self._held[sample] = None
         self.settling.append(sample)
 
@@ -62,9 +62,10 @@ class Resting:
         child.has_ended = child.rests
         self.forking.append(child)
 
-    def take_forks(self, place_count: int) -> list[Sample]:
-        """Removes and returns the children that are to run, as many as there are places for."""
-        taken = [child for child in self.forking if not child.rests][:place_count]
+    def take_forks(self, place_count: int | None = None) -> list[Sample]:
+        """Removes and returns the children that are to run, as many as there are places for, or all of them."""
+        to_run = [child for child in self.forking if not child.rests]
+        taken = to_run if place_count is None else to_run[: max(0, place_count)]
         self.forking = [child for child in self.forking if child not in taken]
         return taken
 
@@ -74,6 +75,17 @@ class Resting:
             if child.rests:
                 self.forking.remove(child)
                 self.add(child)
+
+    def to_commit(self) -> list[Sample]:
+        """Returns those that have something to commit: they rest since the last step, or are forked now."""
+        parents = dict.fromkeys(child.fork_of for child in self.forking)
+        return [*self.settling, *[each for each in parents if each is not None and each in self._held]]
+
+    def settled(self, block_size: int) -> list[Sample]:
+        """Returns those that rest since the last step and hold room beyond what they have computed; they are not named
+        again."""
+        settling, self.settling = self.settling, []
+        return [each for each in settling if each.table_length > -(-each.computed // block_size)]
 
     def remove(self, sample: Sample) -> None:
         """Takes a sample out, because it runs or leaves; one that is not here is no error."""

@@ -9,9 +9,13 @@ from quire.session.lookahead import Increment, give_back
 from quire.types import GroupKind, GroupSpec
 
 from quire_worker.scheduling import lookahead
+from quire_worker.scheduling.backfill import own_block_count
+from quire_worker.scheduling.order import rank_of
 from quire_worker.scheduling.plan import Plan
+from quire_worker.scheduling.queue import WaitingQueue
 from quire_worker.scheduling.request import FinishReason, Request, Sample
 from quire_worker.scheduling.resting import Resting
+from quire_worker.scheduling.shares import Shares
 
 
 class Roster:
@@ -21,11 +25,15 @@ class Roster:
         groups: of the pool: of attention, with blocks of one size, then of states.
 
     Attributes:
-        waiting, running: oldest first.
+        waiting: in the order of `queue.py`.
+        running: in the order of `order.py`; backfilled samples are the last.
+        shares: what each namespace has been served.
         resting: of branches that nothing is asked of.
         leaving: ended; committed once more and freed with the next step.
         to_free: sequences of samples that live on without them.
         preemption_count: how often a sample that ran had to wait again.
+        backfilled_count: how often one passed a head.
+        yield_count: how often such a one was preempted in the step in which others got its blocks.
     """
 
     def __init__(self, groups: Sequence[GroupSpec]) -> None:
@@ -41,12 +49,15 @@ class Roster:
         self.groups = attention
         self.has_states = len(attention) < len(groups)
         self.block_size = sizes.pop()
-        self.waiting: list[Sample] = []
+        self.shares = Shares()
+        self.waiting = WaitingQueue(self.shares)
         self.running: list[Sample] = []
         self.resting = Resting()
         self.leaving: list[Sample] = []
         self.to_free: list[int] = []
         self.preemption_count = 0
+        self.backfilled_count = 0
+        self.yield_count = 0
 
     @property
     def group_count(self) -> int:
@@ -68,20 +79,33 @@ class Roster:
         """Returns those whose forks have no share of their blocks yet."""
         return {sample.fork_of for sample in (*self.running, *self.resting.forking)}
 
+    def holders(self) -> tuple[Sample, ...]:
+        """Returns everybody who has a sequence, or gets one with the step under way."""
+        return (*self.running, *self.leaving, *self.resting, *self.resting.forking)
+
     def add(self, sample: Sample) -> None:
         """Adds a sample to those that wait. Its prompt is hashed here, while a forward pass may be running, and not
         between two of them when it is let in."""
         sample.digests(self.block_size, 0, (len(sample.tokens) - 1) // self.block_size)
-        insort(self.waiting, sample, key=age_of)
+        self.waiting.add(sample)
 
     def add_fork(self, child: Sample) -> None:
         """Adds a sample that shares its parent's blocks with the next step."""
-        insort(self.running, child, key=age_of)
+        insort(self.running, child, key=rank_of)
 
-    def start(self, sample: Sample) -> None:
-        """Makes a waiting sample run, because it was let in."""
+    def start(self, sample: Sample, passed: Sample | None = None) -> None:
+        """Makes a waiting sample run, because it was let in, before the head that it `passed` if there is one. Who
+        passed it is one of the others from now on."""
         self.waiting.remove(sample)
-        insort(self.running, sample, key=age_of)
+        self._let_down(sample)
+        sample.passed = passed if passed in self.waiting else None
+        self.backfilled_count += sample.passed is not None
+        insort(self.running, sample, key=rank_of)
+
+    def backfilled_apart(self) -> tuple[list[Sample], list[Sample]]:
+        """Returns those who run, and apart from them those that were backfilled and passed somebody who still waits."""
+        count = sum(sample.passed is not None for sample in self.running)
+        return self.running[: len(self.running) - count], self.running[len(self.running) - count :]
 
     def finish(self, sample: Sample, reason: FinishReason | None) -> None:
         """Ends a sample; its blocks are freed with the next step."""
@@ -99,19 +123,17 @@ class Roster:
                 self.leaving.append(sample)
         elif sample in self.waiting:
             self.waiting.remove(sample)
+            self._let_down(sample)
         else:
             self.resting.remove(sample)
 
-    def wake(self, sample: Sample, request: Request, tokens: list[int], *, draws: bool) -> None:
-        """Makes a resting sample run on, for a request: `tokens` begin with all that it has computed."""
-        self.resting.wake(sample, request, tokens, draws=draws)
-        insort(self.running, sample, key=age_of)
-
-    def drop(self, sample: Sample) -> None:
-        """Takes the blocks of a resting sample back with the next step; one that rests no more is no error."""
-        if sample in self.resting:
-            self.resting.remove(sample)
-            self.leaving.append(sample)
+    def _let_down(self, head: Sample) -> None:
+        """Notes that a sample waits no more, so that nobody has passed it."""
+        passed = [each for each in (*self.running, *self.waiting.in_any_order()) if each.passed is head]
+        for sample in passed:
+            sample.passed = None
+        if passed:
+            self.running.sort(key=rank_of)
 
     def stop(self, sample: Sample) -> None:
         """Ends a sample because its text has come to its end, be it with the last token that it may have."""
@@ -125,26 +147,39 @@ class Roster:
 
     def forget_blocks(self) -> None:
         """Makes everybody who ran wait, because the allocator's state is gone."""
-        to_run = [child for child in self.resting.forking if not child.rests]
-        self.waiting = sorted(self.waiting + self.running + to_run, key=age_of)
+        running, self.running = [*self.running, *self.resting.take_forks()], []
         self.resting.clear()
-        for sample in self.waiting:
+        for sample in running:
             self._uncount_ahead(sample)
             sample.forget_blocks()
-        self.running.clear()
+            sample.passed = None
+            self.waiting.add(sample)
         self.leaving.clear()
         self.to_free.clear()
 
-    def preempt_newest(self) -> Sample:
-        """Makes the newest running sample wait, to be computed again, and returns it."""
-        victim = self.running.pop()
+    def preempt_last(self) -> Sample:
+        """Makes the last running sample wait, to be computed again, and returns it. Its blocks are freed with the next
+        step."""
+        victim = self.running[-1]
+        self.to_free.append(victim.sequence_id)
+        self._preempt(victim)
+        return victim
+
+    def make_room(self, plan: Plan) -> None:
+        """Makes the victims of a plan wait, whose blocks others get in its step. Called when no answer is on its way;
+        commits of the plan may name them."""
+        self.yield_count += len(plan.victims)
+        for victim in plan.victims:
+            plan.step.free(victim.sequence_id)
+            self._preempt(victim)
+
+    def _preempt(self, victim: Sample) -> None:
+        self.running.remove(victim)
         self.preemption_count += 1
         victim.request.usage.preemption_count += 1
-        self.to_free.append(victim.sequence_id)
         self._uncount_ahead(victim)
         victim.forget_blocks()
-        insort(self.waiting, victim, key=age_of)
-        return victim
+        self.waiting.add(victim)
 
     def begin_outgrown_again(self, plan: Plan) -> None:
         """Makes samples wait that grew beyond the length that their keys are rotated for: they are computed again from
@@ -158,58 +193,21 @@ class Roster:
             sample.begin_again()
             self.add(sample)
 
-    @property
-    def held_ahead_count(self) -> int:
-        """Counts the blocks that samples hold beyond those of their tokens."""
-        return sum(lookahead.block_count_of(sample, self.block_size) for sample in self.running + self.leaving)
+    def free_count_of(self, left: Sequence[Sample]) -> int:
+        """Counts the blocks that are free once samples that left are freed: those that they hold ahead, and where
+        somebody waits for them all that nobody else holds."""
+        ahead = sum(lookahead.block_count_of(sample, self.block_size) for sample in left)
+        others = (*self.running, *self.resting)
+        own = own_block_count(left, others, self.block_size) if left and self.waiting else 0
+        return ahead + own
 
-    def holders(self) -> tuple[Sample, ...]:
-        """Returns everybody who has a sequence, or gets one with the step under way."""
-        return (*self.running, *self.leaving, *self.resting, *self.resting.forking)
-
-    def given_back(self, block_count: int, increment: Increment) -> dict[Sample, int]:
-        """Returns who gives back so many blocks that it holds ahead, and for how many tokens each keeps room."""
-        if block_count <= 0:
-            return {}
-        holders = [(sample, sample.granted, len(sample.tokens)) for sample in self.running + self.leaving]
-        return give_back(holders, block_count, increment)
-
-    def block_count_beyond(self, kept: Mapping[Sample, int]) -> int:
-        """Counts the blocks of each group beyond the room that samples keep."""
-        return sum(sample.table_length + -count // self.block_size for sample, count in kept.items())
-
-    @property
-    def resting_block_count(self) -> int:
-        """Counts the blocks that branches alone hold."""
-        return self.resting.alone_held_count((*self.running, *self.leaving), self.group_count)
-
-    def take_back_resting(self, plan: Plan, block_count: int) -> None:
-        """Frees resting samples with the step of this plan, as many as hold so many blocks alone."""
-        if block_count > 0 and len(self.resting):
-            for sample in self.resting.chosen(block_count, (*self.running, *self.leaving), self.parents()):
-                self.resting.remove(sample)
-                plan.step.free(sample.sequence_id)
-
-    def drop_resting(self, block_count: int) -> bool:
-        """Drops resting samples that hold so many blocks alone; tells whether there were any."""
-        chosen = self.resting.chosen(block_count, (*self.running, *self.leaving), self.parents())
-        for sample in chosen:
-            self.drop(sample)
-        return bool(chosen)
-
-    def settled(self) -> list[Sample]:
-        """Returns those that rest since the last step and hold room beyond what they have computed; they are not named
-        again."""
-        settling, self.resting.settling = self.resting.settling, []
-        return [each for each in settling if each.table_length > -(-each.computed // self.block_size)]
-
-    def forks_due(self, running_max: int) -> list[tuple[Sample, Sample]]:
-        """Makes children of resting samples run as far as there are places, and returns all children to be forked now,
-        with their parents."""
-        for child in self.resting.take_forks(running_max - len(self.running)):
-            self.add_fork(child)
-        resting = [child for child in self.resting.forking if child.rests]
-        return [(child, child.fork_of) for child in (*self.running, *resting) if child.fork_of is not None]
+    def spare_block_count(self) -> int:
+        """Counts the blocks that a step can give to others: held ahead, by who left, or by branches alone."""
+        parents = self.parents()
+        stay = [*self.running, *(each for each in self.leaving if each in parents)]
+        ahead = sum(lookahead.block_count_of(sample, self.block_size) for sample in stay)
+        free_count = self.free_count_of([sample for sample in self.leaving if sample not in parents])
+        return ahead + free_count + self.resting.alone_held_count((*self.running, *self.leaving), self.group_count)
 
     def uncommitted_block_count(self) -> int:
         """Counts the blocks that the next commit publishes."""
@@ -223,17 +221,62 @@ class Roster:
         only what is committed. From now on it all counts as committed."""
         parents = self.parents()
         filled = {}
-        for sample in self.running + self.leaving + self._to_commit():
+        for sample in (*self.running, *self.leaving, *self.resting.to_commit()):
             first, end = sample.committed // self.block_size, sample.computed // self.block_size
             if sample.sequence_id and (end > first or (sample in parents and sample.computed > sample.committed)):
                 filled[sample] = sample.digests(self.block_size, first, end)
                 sample.committed = sample.computed
         return filled
 
-    def _to_commit(self) -> list[Sample]:
-        """Returns resting samples that have something to commit: they rest since the last step, or are forked now."""
-        parents = dict.fromkeys(child.fork_of for child in self.resting.forking)
-        return [*self.resting.settling, *[each for each in parents if each is not None and each in self.resting]]
+    def given_back(self, block_count: int, increment: Increment) -> dict[Sample, int]:
+        """Returns who gives back so many blocks that it holds ahead, and for how many tokens each keeps room."""
+        if block_count <= 0:
+            return {}
+        holders = [(sample, sample.granted, len(sample.tokens)) for sample in self.running + self.leaving]
+        return give_back(holders, block_count, increment)
+
+    # -- branches ------------------------------------------------------------------------------------------------------
+
+    def wake(self, sample: Sample, request: Request, tokens: list[int], *, draws: bool) -> None:
+        """Makes a resting sample run on, for a request: `tokens` begin with all that it has computed."""
+        self.resting.wake(sample, request, tokens, draws=draws)
+        self.shares.charge(request.namespace, prompt_tokens=len(tokens) - sample.computed)
+        insort(self.running, sample, key=rank_of)
+
+    def forks_due(self, running_max: int) -> list[tuple[Sample, Sample]]:
+        """Makes children of resting samples run as far as there are places, and returns all children to be forked now,
+        with their parents."""
+        for child in self.resting.take_forks(running_max - len(self.running)):
+            self.shares.charge(child.request.namespace, prompt_tokens=len(child.tokens) - child.computed)
+            self.add_fork(child)
+        resting = [child for child in self.resting.forking if child.rests]
+        return [(child, child.fork_of) for child in (*self.running, *resting) if child.fork_of is not None]
+
+    def take_back_resting(self, plan: Plan, block_count: int) -> None:
+        """Frees resting samples with the step of this plan, as many as hold so many blocks alone."""
+        if block_count > 0:
+            for sample in self.resting.chosen(block_count, (*self.running, *self.leaving), self.parents()):
+                self.resting.remove(sample)
+                plan.step.free(sample.sequence_id)
+
+    def drop(self, sample: Sample) -> None:
+        """Takes the blocks of a resting sample back with the next step; one that rests no more is no error."""
+        if sample in self.resting:
+            self.resting.remove(sample)
+            self.leaving.append(sample)
+
+    def drop_resting(self, block_count: int) -> bool:
+        """Drops resting samples that hold so many blocks alone; tells whether there were any."""
+        chosen = self.resting.chosen(block_count, (*self.running, *self.leaving), self.parents())
+        for sample in chosen:
+            self.drop(sample)
+        return bool(chosen)
+
+    def block_count_beyond(self, kept: Mapping[Sample, int]) -> int:
+        """Counts the blocks of each group beyond the room that samples keep."""
+        return sum(sample.table_length + -count // self.block_size for sample, count in kept.items())
+
+    # -- counting ------------------------------------------------------------------------------------------------------
 
     def _uncount_ahead(self, sample: Sample) -> None:
         """Takes blocks that a sample held ahead and never used out of its request's usage."""
@@ -246,8 +289,9 @@ class Roster:
         Raises:
             AssertionError: naming what is broken.
         """
-        assert self.waiting == sorted(self.waiting, key=age_of), "waiting is out of order"
-        assert self.running == sorted(self.running, key=age_of), "running is out of order"
+        assert self.running == sorted(self.running, key=rank_of), "running is out of order"
+        for sample in self.running:
+            assert sample.passed is None or sample.passed in self.waiting, f"{sample.age} has passed nobody who waits"
         assert not set(self.waiting) & set(self.running), "a sample waits and runs"
         for sample in (*self.running, *self.resting):
             sample.check_invariants(self.block_size)
@@ -256,8 +300,3 @@ class Roster:
         for sample in self.waiting:
             assert not sample.sequence_id, f"{sample.age} waits with blocks"
             assert not sample.tables, f"{sample.age} waits with blocks"
-
-
-def age_of(sample: Sample) -> tuple[int, int]:
-    """Returns the key by which samples are sorted: the oldest first."""
-    return sample.age

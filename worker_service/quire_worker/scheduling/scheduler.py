@@ -2,10 +2,10 @@
 
 Pure: no torch, grpc, clock or randomness. One turn of the engine:
 
-    1. plan      what to commit, free, fork and grow, as one step for the allocator: samples that run, oldest first,
-                 then waiting ones as far as the token budget goes (prompts are cut into chunks by it)
+    1. plan      what to commit, free, fork and grow, as one step for the allocator: samples that run, in order, then
+                 waiting ones as far as the token budget goes (prompts are cut into chunks by it)
     2. schedule  the allocator's answer: whoever got its blocks is in the batch; if a running sample did not, the
-                 newest one is preempted, and its blocks are there for the next turn
+                 last one is preempted, and its blocks are there for the next turn
                  what the next turns will need, and who is let in then, is asked for ahead, while the batch is
                  computed (`plan_ahead`), so that a turn finds it granted and plans without asking
                  (`plan_without_asking`). So do others while the answer to a plan is late: it is taken in later
@@ -16,24 +16,25 @@ Pure: no torch, grpc, clock or randomness. One turn of the engine:
 Where a group has a window, a prompt is granted chunk by chunk: what falls out of the window of one serves the next.
 Tables of all groups grow alike, so whatever counts blocks here counts those of one group: "a block" is one of each.
 
-Order is by age, always: the oldest sample is asked for first and preempted last, so it always gets on. Who is let in is
-decided in `admission.py`, where a pass over a prompt ends in `passes.py`, how many blocks are asked for ahead in
-`quire.session.lookahead`; who is where is kept in `roster.py`.
+Order never changes (`order.py`): the first sample is asked for first and preempted last, so it always gets on. Who is
+let in is decided in `admission.py`, fair between namespaces (`shares.py`), where a pass over a prompt ends in
+`passes.py`, how many blocks are asked for ahead in `quire.session.lookahead`; who is where is kept in `roster.py`.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 
-from quire.protocol.outcomes import Copy, GrowOutcome, Result, StepOutcome
+from quire.protocol.outcomes import Copy, Result, StepOutcome
 from quire.protocol.packing import unpack_uint64
 from quire.session.lookahead import Decoding, Increment, needs_of
 from quire.types import GroupKind, GroupSpec
 
 from quire_worker.scheduling import lookahead
-from quire_worker.scheduling.admission import Admission, Peaks, TurnLimits, admit
-from quire_worker.scheduling.passes import boundaries_of, pass_token_count, standing, to_cut
+from quire_worker.scheduling.admission import Applicants, Peaks, Round, TurnLimits
+from quire_worker.scheduling.backfill import own_block_count
+from quire_worker.scheduling.granted import take_commits, take_grow
+from quire_worker.scheduling.passes import pass_token_count, standing, to_cut
 from quire_worker.scheduling.plan import Batch, Plan, Work
 from quire_worker.scheduling.ready import ready_after
 from quire_worker.scheduling.request import FinishReason, Request, Sample
@@ -82,28 +83,29 @@ class Scheduler:
     # -- one turn ------------------------------------------------------------------------------------------------------
 
     def plan(self) -> Plan:
-        """Decides what to ask for."""
+        """Decides what to ask for: of who runs in order, then of who is let in, then of who was backfilled."""
         plan, filled = Plan(), self.roster.take_filled()
         cut = self._cut(filled)
         self._fork(plan)
-        freed_ahead = self._free(plan)
-        budget = self.batch_tokens_max
-        for sample in (each for each in self.roster.running if not each.is_outgrown):
-            token_count = pass_token_count(sample, standing(sample, None), budget)
-            if token_count == 0:
-                break
-            budget -= token_count
-            plan.wanted.append((sample, token_count))
-            if sample.computed + token_count > sample.granted:
-                self._grow(plan, sample, self._round_up(sample.computed + token_count))
+        freed = self._free(plan)
+        first, backfilled = self.roster.backfilled_apart()
+        budget, taken = self._want(plan, first, self.batch_tokens_max)
         room = self._room()
-        taken = sum(lookahead.grow_block_count(*grow, self.roster.block_size) for grow in plan.grows)
-        missing = taken - (self._free_block_count or 0) - freed_ahead
-        admissions = self._choose(budget, None if room is None else room + freed_ahead - taken)
-        missing += self._let_in(plan, admissions)
+        spare = None if room is None else room + freed - taken
+        if spare is not None and spare < 0:
+            spare += self._take_back(plan, backfilled, -spare)
+        chosen = self._choose(budget, spare, without=plan.victims)
+        plan.victims += chosen.victims
+        admitted = self._let_in(plan, chosen)
+        left = [sample for sample in backfilled if sample not in plan.victims]
+        _, taken_last = self._want(
+            plan, left, budget - sum(each.token_count for each in chosen.admissions), room=(spare or 0) - admitted
+        )
+        missing = taken + taken_last + admitted - (self._free_block_count or 0) - freed
         given_back = self.roster.given_back(missing, self._increment)
         self.roster.take_back_resting(plan, missing - self.roster.block_count_beyond(given_back))
         self._commit(plan, filled, {**cut, **given_back})
+        self.roster.make_room(plan)
         self.roster.begin_outgrown_again(plan)
         return plan
 
@@ -126,7 +128,9 @@ class Scheduler:
         nothing but caches of digests."""
         if not ready.is_whole:
             return True
-        return self._can_admit(ready.tokens_left) and bool(self._choose(ready.tokens_left, self._room()))
+        if not self._can_admit(ready.tokens_left):
+            return False
+        return bool(self._choose(ready.tokens_left, self._room()).admissions)
 
     def plan_ahead(self, work: Sequence[Work], *, may_wait: bool = False) -> Plan:
         """Plans what to ask for while `work` is computed: commits of earlier passes, frees, room for the tokens to come
@@ -152,10 +156,10 @@ class Scheduler:
             if needed <= free:
                 free -= needed
                 self._grow(plan, sample, token_count)
-        admissions = self._choose(budget, free - sum(each.lacks_room for each in samples))
-        for sample, token_count in self._needs_of(samples, free - sum(each.block_count for each in admissions)):
+        chosen = self._choose(budget, free - sum(each.lacks_room for each in samples), may_preempt=False)
+        for sample, token_count in self._needs_of(samples, free - sum(each.block_count for each in chosen.admissions)):
             self._grow(plan, sample, token_count)
-        self._let_in(plan, admissions)
+        self._let_in(plan, chosen)
         return plan
 
     def schedule(self, plan: Plan, outcome: StepOutcome, under_way: Sequence[Work] = ()) -> Batch:
@@ -170,7 +174,7 @@ class Scheduler:
         lacking = {sample for sample in denied - squeezed if not sample.has_ended}
         is_helped = bool(lacking) and self.roster.drop_resting(1)
         if not is_helped and lacking - plan.admitted:
-            denied.add(self.roster.preempt_newest())
+            denied.add(self.roster.preempt_last())
         before, work = {item.sample: item for item in under_way}, []
         for sample, token_count in plan.wanted:
             at = standing(sample, before.get(sample))
@@ -189,7 +193,9 @@ class Scheduler:
         Raises:
             AssertionError: the allocator and this scheduler disagree about which sequences live.
         """
-        self._take_commits(plan, outcome)
+        if plan.step:
+            self._free_block_count = outcome.free_block_count // self.roster.group_count
+        take_commits(self.roster, plan, outcome)
         for parent, child in plan.forks:
             child.take_blocks_of(parent, self.roster.block_size)
         self.roster.resting.take_shares(child for _, child in plan.forks)
@@ -197,7 +203,7 @@ class Scheduler:
         return {
             sample
             for (sample, token_count), grown in zip(plan.grows, outcome.grows, strict=True)
-            if not self._take(sample, token_count, grown, is_new=sample in plan.admitted)
+            if not take_grow(self.roster, plan, sample, token_count, grown)
         }
 
     @staticmethod
@@ -220,6 +226,7 @@ class Scheduler:
             return
         sample.tokens.append(token)
         sample.request.usage.output_token_count += 1
+        self.roster.shares.charge(sample.request.namespace, output_tokens=1)
         longest = len(sample.tokens) >= self.sequence_tokens_max
         if longest or sample.output_token_count >= sample.request.sampling.max_tokens:
             self.roster.finish(sample, FinishReason.LENGTH)
@@ -262,7 +269,7 @@ class Scheduler:
     def _cut(self, filled: dict[Sample, list[bytes]]) -> dict[Sample, int]:
         """Says who gives back all room beyond what it has computed: who rests from now on, and whose state becomes
         a checkpoint or is shared."""
-        cut = self.roster.settled()
+        cut = self.roster.resting.settled(self.roster.block_size)
         if self.roster.has_states:
             cut += to_cut((*self.roster.running, *self.roster.leaving), filled, self.roster.parents())
         for sample in cut:
@@ -277,50 +284,91 @@ class Scheduler:
 
     def _free(self, plan: Plan) -> int:
         """Frees who left; a parent of forks to come stays until the step after theirs, since frees come before forks.
-        Returns how many blocks they held ahead, which are free at once: nobody shares them."""
-        parents = self.roster.parents()
-        freed_ahead = 0
-        for sample in self.roster.leaving:
-            if sample not in parents:
-                plan.step.free(sample.sequence_id)
-                freed_ahead += lookahead.block_count_of(sample, self.roster.block_size)
-        self.roster.leaving = [sample for sample in self.roster.leaving if sample in parents]
+        Returns how many blocks are free at once by that."""
+        parents, leaving = self.roster.parents(), self.roster.leaving
+        left, self.roster.leaving = (
+            [sample for sample in leaving if sample not in parents],
+            [sample for sample in leaving if sample in parents],
+        )
+        for sample in left:
+            plan.step.free(sample.sequence_id)
         for sequence_id in self.roster.to_free:
             plan.step.free(sequence_id)
         self.roster.to_free.clear()
-        return freed_ahead
+        return self.roster.free_count_of(left)
 
     def _grow(self, plan: Plan, sample: Sample, token_count: int) -> None:
         plan.step.grow(sample.sequence_id, token_count)
         plan.grows.append((sample, token_count))
 
+    def _want(self, plan: Plan, samples: Iterable[Sample], budget: int, *, room: int | None = None) -> tuple[int, int]:
+        """Plans the next tokens of samples that run, and asks for their blocks, within `room` if there is one. Returns
+        what is left of the budget, and how many blocks were asked for."""
+        taken = 0
+        for sample in samples:
+            if sample.is_outgrown:
+                continue
+            token_count = pass_token_count(sample, standing(sample, None), budget)
+            if token_count == 0:
+                break
+            if sample.computed + token_count > sample.granted:
+                end = self._round_up(sample.computed + token_count)
+                needed = lookahead.grow_block_count(sample, end, self.roster.block_size)
+                if room is not None and taken + needed > room:
+                    continue
+                taken += needed
+                self._grow(plan, sample, end)
+            budget -= token_count
+            plan.wanted.append((sample, token_count))
+        return budget, taken
+
+    def _take_back(self, plan: Plan, backfilled: Sequence[Sample], block_count: int) -> int:
+        """Preempts backfilled samples, the last first, until so many blocks are free; returns how many are."""
+        own = 0
+        for sample in reversed(backfilled):
+            if own >= block_count:
+                break
+            plan.victims.append(sample)
+            others = [*(each for each in self.roster.running if each not in plan.victims), *self.roster.resting]
+            own = own_block_count(plan.victims, others, self.roster.block_size)
+        return own
+
     def _can_admit(self, budget: int) -> bool:
-        return bool(self.roster.waiting) and budget > 0 and len(self.roster.running) < self.running_max
+        first, _ = self.roster.backfilled_apart()
+        return bool(self.roster.waiting) and budget > 0 and len(first) < self.running_max
 
     def _room(self) -> int | None:
-        """Counts the blocks that are free, or held ahead or by branches alone, which is as good; None where the
-        allocator has not said."""
-        if self._free_block_count is None:
-            return None
-        return self._free_block_count + self.roster.held_ahead_count + self.roster.resting_block_count
+        """Counts the blocks that are free, or held ahead, by who left or by branches alone, which is as good; None
+        where the allocator has not said."""
+        return None if self._free_block_count is None else self._free_block_count + self.roster.spare_block_count()
 
     def _needs_of(self, samples: Sequence[Decoding[Sample]], free_block_count: int) -> list[tuple[Sample, int]]:
         return needs_of(samples, free_block_count, ahead_tokens=self.ahead_tokens, increment=self._increment)
 
-    def _choose(self, budget: int, free_block_count: int | None) -> list[Admission]:
+    def _choose(
+        self, budget: int, free_block_count: int | None, *, may_preempt: bool = True, without: Sequence[Sample] = ()
+    ) -> Round:
+        running = [sample for sample in self.roster.running if sample not in without]
         limits = TurnLimits(
             tokens=budget,
-            samples=self.running_max - len(self.roster.running),
+            samples=self.running_max - len(running),
             blocks=free_block_count,
             digest_bytes=self.digest_bytes_max,
         )
-        who = self.roster.waiting, self.roster.running, limits
-        return admit(*who, block_size=self.roster.block_size, peaks=self._peaks, resting=[*self.roster.resting])
+        applicants = Applicants(
+            running,
+            limits,
+            block_size=self.roster.block_size,
+            peaks=self._peaks,
+            sequence_tokens_max=self.sequence_tokens_max,
+            resting=self.roster.resting,
+        )
+        return applicants.consider(self.roster.waiting.in_turn(), may_preempt=may_preempt)
 
-    def _let_in(self, plan: Plan, admissions: Iterable[Admission]) -> int:
-        """Returns how many blocks they take at most."""
-        block_count = 0
-        for sample, token_count, needed, digests in admissions:
+    def _let_in(self, plan: Plan, chosen: Round) -> int:
+        """Returns how many blocks they take at most, beyond those of their victims."""
+        block_count = -chosen.victim_block_count
+        for sample, token_count, needed, digests, passed in chosen.admissions:
             prompt, request = self._round_up(len(sample.tokens)), sample.request
             at_once = sample.pass_token_count_max or (self.batch_tokens_max if self._has_windows else prompt)
             capacity = min(prompt, self._round_up(at_once))
@@ -335,57 +383,10 @@ class Scheduler:
             plan.grows.append((sample, capacity))
             plan.wanted.append((sample, token_count))
             plan.admitted.add(sample)
+            if passed is not None:
+                plan.passed[sample] = passed
             block_count += needed
         return block_count
-
-    # -- parts of an answer --------------------------------------------------------------------------------------------
-
-    def _take_commits(self, plan: Plan, outcome: StepOutcome) -> None:
-        assert all((*outcome.commits, *outcome.forks)), "the allocator lost a sequence"
-        if plan.step:
-            self._free_block_count = outcome.free_block_count // self.roster.group_count
-        if outcome.swaps:
-            by_id = {sample.sequence_id: sample for sample in self.roster.holders()}
-            for swap in outcome.swaps:  # of a sample that was freed with this step nobody asks any more
-                if swap.sequence_id in by_id:
-                    by_id[swap.sequence_id].swap(swap)
-        for sample in plan.commits:
-            sample.settle(self.roster.groups)
-
-    def _take(self, sample: Sample, token_count: int, grown: GrowOutcome, *, is_new: bool) -> bool:
-        """Notes what the allocator granted; returns False if that was nothing."""
-        if grown.result in (Result.NO_SPACE, Result.FORBIDDEN):
-            return False
-        if grown.result is Result.PASS_TOO_LONG:
-            sample.pass_token_count_max = max(1, (token_count - sample.computed) // 2)
-            return False
-        assert grown.result is Result.OK, f"the allocator answered {grown.result.name} to a grow"
-        if is_new:
-            sample.sequence_id = grown.sequence_id
-        if is_new and sample.has_ended:  # cancelled while the allocator was being asked
-            self.roster.leaving.append(sample)
-            return False
-        roster = self.roster
-        tables, states = grown.blocks[: roster.group_count], grown.blocks[roster.group_count :]
-        usage = sample.request.usage
-        matched_block_count = grown.matched_token_count // self.roster.block_size
-        if not sample.has_ended:  # else it has no use for them
-            usage.granted_block_count += sum(len(blocks) - matched_block_count for blocks in tables)
-        if is_new:
-            roster.start(sample)
-            sample.tables = [array("I", blocks) for blocks in tables]
-            sample.computed = sample.committed = grown.matched_token_count
-            sample.fallen = [group.first_read(sample.computed) // roster.block_size for group in roster.groups]
-            if roster.has_states:
-                sample.states = [own[0] for own in states]
-                sample.boundaries = boundaries_of(sample, grown.junction_token_count, roster.block_size)
-            if not sample.request.admitted:
-                sample.request.admitted = True
-                usage.cached_token_count = grown.matched_token_count
-        else:
-            sample.add_blocks(tables, states, token_count // self.roster.block_size)
-        sample.granted = max(token_count, grown.matched_token_count)
-        return True
 
     def _round_up(self, token_count: int) -> int:
         return -(-token_count // self.roster.block_size) * self.roster.block_size

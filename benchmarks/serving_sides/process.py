@@ -1,0 +1,98 @@
+"""A side as a process: it reads a JSON list of requests a line, and answers with `Answer`'s fields as one object.
+
+The process is new for each side, so that its peak of resident memory is that side's alone. Nothing of Quire is imported
+here, because vLLM's side runs in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Request = dict[str, Any]
+# Generates the tokens of all requests, calls the function once the first of them is there, and returns them all.
+Generate = Callable[[list[Request], Callable[[], None]], list[list[int]]]
+
+
+class Answer(NamedTuple):
+    """What a round took: until all tokens were there, and until the first one was; and the process's memory so far."""
+
+    seconds: float
+    first_token_s: float | None  # None where a side does not tell
+    peak_bytes: float
+
+
+class Side:
+    """A side in a process of its own.
+
+    Raises:
+        RuntimeError: it ended; the message has the last line that it wrote.
+    """
+
+    def __init__(self, command: list[str], *, log: Path, environment: dict[str, str] | None = None) -> None:
+        self._log = log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                cwd=Path(__file__).parents[1],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                text=True,
+                env={**os.environ, **(environment or {})},
+            )
+        self._read()
+
+    def generate(self, requests: list[Request]) -> Answer:
+        """Runs one round of requests, all at once."""
+        assert self._process.stdin is not None
+        print(json.dumps(requests), file=self._process.stdin, flush=True)
+        return Answer(**self._read())
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            said = self._log.read_text(errors="replace").strip().splitlines()
+            raise RuntimeError(f"it ended with {self._process.wait()}: {said[-1] if said else 'it said nothing'}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        """Ends the process, which answers until its input does."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def peak_bytes(pid: int | str = "self") -> int:
+    """The most resident memory that a process has had, in bytes (`VmHWM`)."""
+    with open(f"/proc/{pid}/status", encoding="ascii") as file:
+        line = next(line for line in file if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
+def serve(load: Callable[[], Generate]) -> None:
+    """The life of such a process: loads, says that it is ready, and answers until its input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not mix with the answers
+    generate = load()
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(_timed(generate, json.loads(line))._asdict()), file=answers, flush=True)
+    os._exit(0)  # some libraries have threads that would keep the process
+
+
+def _timed(generate: Generate, requests: list[Request]) -> Answer:
+    first: list[float] = []
+    started = time.perf_counter()
+    outputs = generate(requests, lambda: first.append(time.perf_counter()))
+    seconds = time.perf_counter() - started
+    assert [len(tokens) for tokens in outputs] == [request["output_tokens"] for request in requests]
+    return Answer(seconds, first[0] - started if first else None, peak_bytes())

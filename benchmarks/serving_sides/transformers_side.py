@@ -1,0 +1,105 @@
+"""transformers: `python -m serving_sides.transformers_side FOLDER DTYPE DEVICE generate|generate_batch`.
+
+`generate` is asked for the longest output of a batch, since it knows one length for all; what is beyond a request's own
+counts neither as time saved nor as a token.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from serving_sides.process import Generate, Request, serve
+
+
+def padded(model: Any) -> Generate:
+    """`generate` on all prompts as one left-padded batch."""
+    import torch
+    from transformers.generation.streamers import BaseStreamer
+
+    class First(BaseStreamer):  # type: ignore[misc]
+        """Calls back once the first token is there; the prompt comes first."""
+
+        def __init__(self, on_first: Callable[[], None]) -> None:
+            self.seen, self.on_first = 0, on_first
+
+        def put(self, value: Any) -> None:
+            """Takes the prompt, then token by token."""
+            self.seen += 1
+            if self.seen == 2:
+                self.on_first()
+
+        def end(self) -> None:
+            """Nothing is kept that would have to be handed on."""
+
+    def generate(requests: list[Request], on_first: Callable[[], None]) -> list[list[int]]:
+        prompts = [request["prompt"] for request in requests]
+        wanted = max(request["output_tokens"] for request in requests)
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
+        mask = torch.tensor(
+            [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device
+        )
+        output = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=wanted,
+            do_sample=False,
+            pad_token_id=0,
+            streamer=First(on_first) if len(requests) == 1 else None,  # transformers streams one request alone
+        )
+        rows: list[list[int]] = output[:, longest:].tolist()
+        return [row[: request["output_tokens"]] for row, request in zip(rows, requests, strict=True)]
+
+    return generate
+
+
+def continuous(model: Any) -> Generate:
+    """`generate_batch`, transformers' own continuous batching over paged keys and values, with PyTorch's SDPA.
+
+    Its parts are called here one by one, because `generate_batch` itself takes one output length for all.
+    """
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    config = ContinuousBatchingConfig(page_size=16, num_blocks=1024, max_batch_tokens=2048)
+    wanted = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+    def generate(requests: list[Request], on_first: Callable[[], None]) -> list[list[int]]:
+        del on_first  # it does not stream here
+        with model.continuous_batching_context_manager(
+            generation_config=wanted, continuous_batching_config=config, block=True, timeout=5, persistent_manager=True
+        ) as manager:
+            names = [
+                manager.add_request(request["prompt"], max_new_tokens=request["output_tokens"]) for request in requests
+            ]
+            done: dict[str, list[int]] = {}
+            while len(done) < len(names):
+                result = manager.get_result(timeout=1)
+                if result is not None and result.is_finished():
+                    done[result.request_id] = result.generated_tokens
+        return [done[name] for name in names]
+
+    return generate
+
+
+def load() -> Generate:
+    """Loads the model, as the command line names it."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder, dtype, device, kind = sys.argv[1:]
+    torch.set_num_threads(1)
+    implementation = "sdpa" if kind == "generate" else "paged|sdpa"
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), attn_implementation=implementation
+    )
+    model.eval().to(device)
+    model.generation_config.eos_token_id = None
+    return {"generate": padded, "generate_batch": continuous}[kind](model)
+
+
+if __name__ == "__main__":
+    serve(load)

@@ -1,0 +1,1 @@
+"""The gateway: OpenAI's endpoints in front of Quire's workers."""

@@ -1,0 +1,5 @@
+"""Runs the gateway: `python -m quire_gateway`."""
+
+from quire_gateway.server import main
+
+main()

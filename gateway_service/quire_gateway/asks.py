@@ -1,0 +1,216 @@
+"""From a caller's body to what the workers are asked: pure, and the place where a parameter is refused by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple, TypeAlias, cast
+
+from quire.sampling import SamplingOptions
+
+from quire_gateway.bodies import Body, ChatBody, CompletionBody, Message
+from quire_gateway.failures import invalid, unsupported
+
+MAX_TOKENS_DEFAULT: Final = 16  # of completions, as OpenAI has it; an answer in a chat may be as long as the model's
+
+# What workers are asked for under the same name, if this version of the client has it; else it is refused, unless the
+# value is one that changes nothing.
+_SAME_NAME: Final[Mapping[str, tuple[Any, ...]]] = {
+    "temperature": (),
+    "top_p": (),
+    "top_k": (0, -1),
+    "seed": (),
+    "n": (),
+    "stop_token_ids": ([],),
+    "ignore_eos": (False,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "priority": (0,),
+    "best_of": (1,),
+    "echo": (False,),
+    "allowed_token_ids": ([],),
+}
+# What no worker does, and values of them that change nothing.
+_REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
+    "suffix": ("",),
+    "logprobs": (False,),
+    "prompt_logprobs": (),
+    "tool_choice": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "functions": (),
+    "function_call": ("none", "auto"),
+    "web_search_options": (),
+    "verbosity": (),
+    "store": (False,),
+    "continue_final_message": (False,),
+    "service_tier": ("auto", "default"),
+}
+
+
+class Chat(NamedTuple):
+    """A conversation that a worker is to write down and tokenize."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...]
+    variables: Mapping[str, Any]
+    with_generation_prompt: bool
+
+
+Prompt: TypeAlias = "str | tuple[int, ...] | Chat"
+
+
+class Ask(NamedTuple):
+    """One request of a caller.
+
+    Attributes:
+        model: that it names, if it does.
+        prompts: one, but for batches of completions.
+        options: of every prompt, but for how many tokens.
+        max_tokens: None where as many are wanted as there is room for.
+        choice_count: answers to each prompt.
+        is_streamed: whether pieces are wanted as they come.
+        with_usage: whether a stream ends with what it took.
+        top_logprob_count: likeliest tokens to tell of each token; None where no logarithms are wanted.
+        prompt_param: what the prompt is called there.
+    """
+
+    model: str | None
+    prompts: tuple[Prompt, ...]
+    options: SamplingOptions
+    max_tokens: int | None
+    choice_count: int
+    is_streamed: bool
+    with_usage: bool
+    top_logprob_count: int | None
+    prompt_param: str
+
+
+def of_completion(body: CompletionBody) -> Ask:
+    """Reads the body of a completion.
+
+    Raises:
+        ApiError: it asks for what is not served, which the error names.
+    """
+    return _ask(body, body.prompt, body.max_tokens or MAX_TOKENS_DEFAULT, body.logprobs, "prompt")
+
+
+def of_chat(body: ChatBody) -> Ask:
+    """Reads the body of a chat.
+
+    Raises:
+        ApiError: it asks for what is not served, which the error names.
+    """
+    chat = Chat(
+        tuple(_message(number, message) for number, message in enumerate(body.messages)),
+        tuple(body.tools or ()),
+        body.chat_template_kwargs or {},
+        body.add_generation_prompt,
+    )
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs", "top_logprobs needs logprobs")
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    return _ask(body, (chat,), body.max_completion_tokens or body.max_tokens, top, "messages")
+
+
+def _ask(
+    body: Body, prompts: tuple[Prompt, ...], max_tokens: int | None, top_logprob_count: int | None, prompt_param: str
+) -> Ask:
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "stream_options is for streams: it needs stream=true")
+    for name, neutral in _REFUSED.items():
+        value = getattr(body, name, None)
+        if value is not None and value not in neutral:
+            raise unsupported(name)
+    options: dict[str, Any] = {"temperature": 1.0}  # OpenAI's default
+    for name, neutral in _SAME_NAME.items():
+        _put(options, name, name, getattr(body, name, None), neutral)
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    _put(options, "stop", "stop", stop, ((),))
+    _put(options, "logit_bias", "logit_bias", _biases(body.logit_bias), ({},))
+    _put(options, "logprobs", "logprobs", top_logprob_count, ())
+    for name, (option, value) in _structure(body).items():
+        _put(options, name, option, value, ())
+    if "seed" in options:
+        options["seed"] %= 2**64  # a worker's seeds have no sign
+    return Ask(
+        body.model,
+        prompts,
+        cast("SamplingOptions", options),
+        max_tokens,
+        body.n or 1,
+        body.stream,
+        body.stream_options is not None and body.stream_options.include_usage,
+        top_logprob_count,
+        prompt_param,
+    )
+
+
+def _put(options: dict[str, Any], name: str, option: str, value: Any, neutral: tuple[Any, ...]) -> None:
+    """Notes an option of the workers, unless the value is not there or changes nothing.
+
+    Raises:
+        ApiError: no worker of this version has that option.
+    """
+    if value is None or value in neutral:
+        return
+    if option not in SamplingOptions.__annotations__:
+        raise unsupported(name)
+    options[option] = tuple(value) if isinstance(value, list) else value
+
+
+def _biases(given: Mapping[str, float] | None) -> dict[int, float]:
+    try:
+        return {int(token): bias for token, bias in (given or {}).items()}
+    except ValueError:
+        raise invalid("logit_bias", "logit_bias is by token id") from None
+
+
+def _structure(body: Body) -> dict[str, tuple[str, Any]]:
+    """Returns what the text has to be, in any of the forms in which it is asked for: (option, value) by parameter."""
+    found: dict[str, tuple[str, Any]] = {}
+    kinds = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+    for kind, option in kinds.items():
+        given = getattr(body, f"guided_{kind}")
+        if given is not None:
+            found[f"guided_{kind}"] = (option, given)
+        given = (body.structured_outputs or {}).get(kind)
+        if given is not None:
+            found["structured_outputs"] = (option, given)
+    format_ = body.response_format or {"type": "text"}
+    match format_.get("type"):
+        case "text":
+            pass
+        case "json_object":
+            found["response_format"] = ("json_schema", {"type": "object"})
+        case "json_schema" if isinstance(format_.get("json_schema"), dict):
+            found["response_format"] = ("json_schema", format_["json_schema"].get("schema", {}))
+        case _:
+            raise invalid(
+                "response_format", "response_format has no type that is known: text, json_object, json_schema"
+            )
+    if len(found) > 1:
+        raise invalid(next(reversed(found)), f"only one of {', '.join(found)} can be asked for")
+    return found
+
+
+def _message(number: int, message: Message) -> dict[str, Any]:
+    """Returns a message as templates take it: its content as one text.
+
+    Raises:
+        ApiError: a part of it is no text.
+    """
+    values = message.model_dump(exclude_unset=True)
+    if isinstance(message.content, list):
+        texts = []
+        for index, part in enumerate(message.content):
+            if part.get("type") not in ("text", "input_text", "refusal"):
+                where = f"messages[{number}].content[{index}]"
+                raise unsupported(where, f"is of type {part.get('type')!r}: this server takes text alone")
+            texts.append(str(part.get("text", part.get("refusal", ""))))
+        values["content"] = "\n".join(texts)
+    return values

@@ -1,0 +1,142 @@
+"""What callers send, field by field, as OpenAI and vLLM name it. A field that nobody knows is refused by its name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+
+CHOICES_MAX = 64  # of one prompt, as the worker has it
+PROMPTS_MAX = 64
+_PROMPTS = "must be a text, an array of token ids, or an array of either"
+Token: TypeAlias = Annotated[int, Field(ge=0, lt=2**32)]
+Count: TypeAlias = Annotated[int, Field(ge=1, lt=2**31)]
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_PROMPTS_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        _IDS,
+        {"type": "array", "items": {"type": "string"}},
+        {"type": "array", "items": _IDS},
+    ]
+}
+Prompts: TypeAlias = "tuple[str | tuple[int, ...], ...]"
+
+
+def read_prompts(given: object) -> Prompts:
+    """Returns the prompts of a completion: a text, tokens, or several of either.
+
+    Raises:
+        ValueError: it is something else, or there are too many.
+    """
+    if isinstance(given, str) or _are_tokens(given):
+        given = [given]
+    if not isinstance(given, list) or not given:
+        raise ValueError(_PROMPTS)
+    if len(given) > PROMPTS_MAX:
+        raise ValueError(f"a batch has at most {PROMPTS_MAX} prompts")
+    if all(isinstance(prompt, str) for prompt in given):
+        return tuple(given)
+    if all(map(_are_tokens, given)):
+        return tuple(map(tuple, given))
+    raise ValueError(_PROMPTS)
+
+
+def _are_tokens(given: object) -> bool:
+    return isinstance(given, list) and bool(given) and all(type(token) is int and 0 <= token < 2**32 for token in given)
+
+
+class StreamOptions(BaseModel):
+    """What a stream has beside its text."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # nothing is ever added
+
+
+class Body(BaseModel):
+    """What both endpoints take."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None  # taken and not used: a key says who calls
+    metadata: dict[str, str] | None = None  # likewise
+
+    n: Annotated[int, Field(ge=1, le=CHOICES_MAX)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: str | list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    # vLLM's, beyond OpenAI's
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[Token] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    allowed_token_ids: list[Token] | None = None
+    priority: int | None = None
+    prompt_logprobs: int | None = None
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+class CompletionBody(Body):
+    """What POST /v1/completions takes."""
+
+    prompt: Annotated[Prompts, PlainValidator(read_prompts), WithJsonSchema(_PROMPTS_SCHEMA)]
+    max_tokens: Count | None = None
+    best_of: Annotated[int, Field(ge=1, le=CHOICES_MAX)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    suffix: str | None = None
+
+
+class Message(BaseModel):
+    """One message of a conversation; a chat template may know further keys."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatBody(Body):
+    """What POST /v1/chat/completions takes."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    modalities: list[str] | None = None
+    audio: dict[str, Any] | None = None
+    prediction: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: Any = None
+    web_search_options: dict[str, Any] | None = None
+    verbosity: str | None = None
+    prompt_cache_key: str | None = None  # every prefix is found by what it is
+    safety_identifier: str | None = None

@@ -1,0 +1,91 @@
+"""Errors in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`, and what Quire's mean there."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import grpc
+from quire.errors import QuireError, Reason
+
+INVALID: Final = "invalid_request_error"
+SERVER: Final = "server_error"
+RATE: Final = "rate_limit_error"
+TOO_LARGE: Final = "request_too_large"  # a code
+
+# Status, type and code by canonical code; what a reason says more precisely stands below.
+_BY_CODE: Final = {
+    grpc.StatusCode.INVALID_ARGUMENT: (400, INVALID, None),
+    grpc.StatusCode.OUT_OF_RANGE: (400, INVALID, None),
+    grpc.StatusCode.NOT_FOUND: (404, INVALID, "not_found"),
+    grpc.StatusCode.PERMISSION_DENIED: (403, "permission_error", "permission_denied"),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: (429, RATE, "rate_limit_exceeded"),
+    grpc.StatusCode.UNIMPLEMENTED: (501, SERVER, "not_implemented"),
+    grpc.StatusCode.UNAVAILABLE: (503, SERVER, "unavailable"),
+    grpc.StatusCode.DEADLINE_EXCEEDED: (504, SERVER, "timeout"),
+}
+_BY_REASON: Final = {
+    Reason.PROMPT_TOO_LONG: (400, INVALID, "context_length_exceeded"),
+    Reason.NOT_SUPPORTED: (400, INVALID, "unsupported_parameter"),
+    Reason.TOO_LARGE: (413, INVALID, TOO_LARGE),
+    Reason.QUEUE_FULL: (429, RATE, "queue_full"),
+    Reason.OUT_OF_MEMORY: (503, SERVER, "out_of_memory"),
+}
+_OTHERWISE: Final = (500, SERVER, "internal_error")
+_ABOUT_THE_PROMPT: Final = {Reason.PROMPT_TOO_LONG, Reason.PROMPT_EMPTY, Reason.UNKNOWN_TOKEN}
+RETRY_AFTER_S: Final = 1.0  # where the error itself does not say
+
+
+class ApiError(Exception):
+    """What a caller is told instead of an answer.
+
+    Attributes:
+        status: of HTTP.
+        body: as JSON.
+        headers: beyond those of every answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.headers: dict[str, str] = {}
+        if status in (429, 503):
+            self.headers["retry-after"] = str(math.ceil(retry_after_s or RETRY_AFTER_S))
+        if status == 401:
+            self.headers["www-authenticate"] = "Bearer"
+
+
+def of_quire(error: QuireError, prompt_param: str) -> ApiError:
+    """Returns what a worker's error is to the caller of the gateway.
+
+    Args:
+        error: of the worker, or of the way to it.
+        prompt_param: what the prompt is called in the request.
+    """
+    by_code = _BY_CODE.get(error.code, _OTHERWISE)
+    status, kind, code = by_code if error.reason is None else _BY_REASON.get(error.reason, by_code)
+    message = error.message
+    if error.code is grpc.StatusCode.UNAUTHENTICATED:  # the gateway's own token: nothing that its caller could mend
+        message = "a worker refuses the gateway's credentials"
+    param = prompt_param if error.reason in _ABOUT_THE_PROMPT else None
+    return ApiError(status, message, kind=kind, param=param, code=code, retry_after_s=error.retry_after_s)
+
+
+def unsupported(name: str, what: str = "is not supported by this server") -> ApiError:
+    """Refuses a parameter by its name."""
+    return ApiError(400, f"{name!r} {what}", param=name, code="unsupported_parameter")
+
+
+def invalid(name: str, message: str) -> ApiError:
+    """Refuses the value of a parameter."""
+    return ApiError(400, message, param=name)

@@ -1,0 +1,206 @@
+"""The workers behind the gateway: which of them serve, what they serve, how busy they are, what their pools have.
+
+    1. unknown   nothing was heard of it yet
+    2. ready     it answered the last time, a second ago at most
+    3. away      it did not; nobody is sent there, and it is asked again
+
+Each pool is watched only where there is a choice: with one worker of a model, its prefixes decide nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Collection, Sequence
+from typing import Final, NamedTuple
+
+import structlog
+from quire import PrefixMirror
+from quire.aio import AsyncAllocatorClient, AsyncClient
+from quire.errors import QuireError
+from quire.hashing import prompt_digests, root_digest
+from quire.types import WorkerStatus
+
+from quire_gateway import routing
+from quire_gateway.failures import ApiError
+
+log = structlog.get_logger()
+
+POLL_S: Final = 1.0
+POLL_TIMEOUT_S: Final = 5.0
+WATCH_AGAIN_S: Final = 1.0
+
+
+class Model(NamedTuple):
+    """What some of the workers serve."""
+
+    name: str
+    created_s: int  # when the gateway first saw it
+    sequence_tokens_max: int  # of the worker that holds the longest ones
+
+
+class Backend:
+    """One worker.
+
+    Attributes:
+        status: what it said last; None before it has said anything.
+        is_ready: whether it answered the last time.
+        in_flight: requests of this gateway that it has.
+        chosen_count: requests that were ever sent to it.
+        mirror: what its pool has; None where nobody watches.
+    """
+
+    def __init__(self, client: AsyncClient) -> None:
+        self.client = client
+        self.status: WorkerStatus | None = None
+        self.is_ready = False
+        self.in_flight = 0
+        self.chosen_count = 0
+        self.mirror: PrefixMirror | None = None
+        self._load_of_others = 0
+
+    @property
+    def load(self) -> int:
+        """Returns how many requests it has: ours as of now, those of others as of its last answer."""
+        return self.in_flight + self._load_of_others
+
+    def heard(self, status: WorkerStatus) -> None:
+        """Takes in what it says of itself."""
+        if not self.is_ready:
+            log.info("worker is there", address=self.client.address, model=status.model)
+        self.status, self.is_ready = status, True
+        self._load_of_others = max(0, status.running_count + status.waiting_count - self.in_flight)
+
+    def lost(self, error: QuireError) -> None:
+        """Notes that it did not answer."""
+        if self.is_ready or self.status is None:
+            log.warning("worker is away", address=self.client.address, error=str(error))
+        self.is_ready = False
+
+    def matched_token_count(self, tokens: Sequence[int], namespace: str) -> int:
+        """Counts the tokens of a prompt that its pool has; 0 while that is not known."""
+        mirror, status = self.mirror, self.status
+        if mirror is None or status is None or not mirror.is_exact:
+            return 0
+        root = root_digest(fingerprint=status.model_fingerprint, layout=status.cache_layout, namespace=namespace)
+        return mirror.matched_token_count(prompt_digests(root, tokens, status.block_size), namespace)
+
+
+class Fleet:
+    """Lifecycle: construct inside the event loop, `open`, `close`.
+
+    Args:
+        workers: one client each.
+        allocators: whose pools are watched.
+    """
+
+    def __init__(self, workers: Sequence[AsyncClient], allocators: Sequence[AsyncAllocatorClient]) -> None:
+        self.backends = [Backend(client) for client in workers]
+        self._allocators = allocators
+        self._tasks: list[asyncio.Task[None]] = []
+        self._created_s: dict[str, int] = {}
+
+    async def open(self) -> None:
+        """Asks each worker once, then goes on asking in the background."""
+        await asyncio.gather(*map(self._ask, self.backends))
+        self._tasks = [asyncio.create_task(self._poll(backend)) for backend in self.backends]
+        if len(self.backends) > 1 and self._allocators:
+            self._tasks += [asyncio.create_task(self._watch(backend)) for backend in self.backends]
+
+    async def close(self) -> None:
+        """Ends every call and every connection."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for client in (*(backend.client for backend in self.backends), *self._allocators):
+            await client.close()
+
+    def models(self) -> list[Model]:
+        """Returns what the ready workers serve, by name."""
+        longest: dict[str, int] = {}
+        for backend in self.backends:
+            if backend.is_ready and backend.status is not None:
+                name, tokens = backend.status.model, backend.status.sequence_tokens_max
+                longest[name] = max(tokens, longest.get(name, 0))
+        return [Model(name, self._created_s[name], longest[name]) for name in sorted(longest)]
+
+    def model(self, name: str | None) -> Model:
+        """Returns the model that a request names; the first one where it names none.
+
+        Raises:
+            ApiError: nobody serves it, or nobody serves anything.
+        """
+        models = self.models()
+        if not models:
+            raise ApiError(503, "no worker answers", kind="server_error", code="unavailable")
+        found = next((model for model in models if name in (None, model.name)), None)
+        if found is None:
+            raise ApiError(404, f"The model {name!r} does not exist.", param="model", code="model_not_found")
+        return found
+
+    def backend(
+        self, model: str, tokens: Sequence[int] = (), namespace: str = "", without: Collection[Backend] = ()
+    ) -> Backend | None:
+        """Returns the worker to ask; None where nobody is left.
+
+        Args:
+            model: what it has to serve.
+            tokens: of the prompt.
+            namespace: of the request.
+            without: those that were asked already.
+        """
+        candidates = [
+            backend
+            for backend in self.backends
+            if backend.is_ready
+            and backend.status is not None
+            and backend.status.model == model
+            and backend not in without
+        ]
+        if len(candidates) < 2:
+            return next(iter(candidates), None)
+        standings = [
+            routing.Standing(backend.load, backend.matched_token_count(tokens, namespace)) for backend in candidates
+        ]
+        return candidates[routing.best(standings)]
+
+    async def _poll(self, backend: Backend) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            await self._ask(backend)
+
+    async def _ask(self, backend: Backend) -> None:
+        try:
+            status = await backend.client.status(timeout_s=POLL_TIMEOUT_S)
+        except QuireError as error:
+            backend.lost(error)
+            return
+        backend.heard(status)
+        self._created_s.setdefault(status.model, int(time.time()))
+
+    async def _watch(self, backend: Backend) -> None:
+        """Follows what the worker's pool has, for ever; while it cannot, the worker is chosen by its load alone."""
+        while True:
+            if backend.status is not None:
+                for allocator in self._allocators:
+                    with contextlib.suppress(QuireError):
+                        await self._follow(backend, allocator, backend.status.pool)
+                    backend.mirror = None
+            await asyncio.sleep(WATCH_AGAIN_S)
+
+    async def _follow(self, backend: Backend, allocator: AsyncAllocatorClient, pool: str) -> None:
+        """Applies the pool's events until its session is another one.
+
+        Raises:
+            QuireError: this allocator does not have the pool, or is away.
+        """
+        mirror = PrefixMirror((await allocator.get_pool(pool)).spec)
+        session = b""
+        async with allocator.watch_events(pool) as events:
+            async for event in events:
+                session = session or event.session_id
+                if event.session_id != session:  # perhaps of other groups
+                    return
+                mirror.apply(event)
+                backend.mirror = mirror

@@ -1,0 +1,106 @@
+"""What the gateway counts, and the collector that Prometheus asks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Final
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from quire._serving.metrics import Histogram
+
+from quire_gateway.fleet import Fleet
+from quire_gateway.replies import Taken
+
+_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+METRIC_NAMES: Final = frozenset(
+    {
+        "quire_gateway_requests_total",
+        "quire_gateway_in_flight",
+        "quire_gateway_callers_left_total",
+        "quire_gateway_tokens_total",
+        "quire_gateway_first_token_seconds",
+        "quire_gateway_request_seconds",
+        "quire_gateway_worker_ready",
+        "quire_gateway_worker_requests_total",
+        "quire_gateway_worker_load",
+        "quire_gateway_worker_watched",
+    }
+)
+_KINDS: Final = ("prompt", "cached", "output")
+
+
+class Telemetry:
+    """Plain integers, for the event loop alone.
+
+    Attributes:
+        answers: how many, by route and status.
+        in_flight: requests that are being answered.
+        left_count: callers that went before their answer was whole.
+        first_token: seconds to the first piece of a text.
+        whole: seconds to the end of an answer.
+        taken: tokens of all answers.
+    """
+
+    def __init__(self) -> None:
+        self.answers: Counter[tuple[str, int]] = Counter()
+        self.in_flight = 0
+        self.left_count = 0
+        self.first_token = Histogram(_SECONDS)
+        self.whole = Histogram(_SECONDS)
+        self.taken = Taken()
+
+
+class GatewayCollector(Collector):
+    """Reads the numbers when they are asked for. Labels: route, status, and the addresses of the workers."""
+
+    def __init__(self, telemetry: Telemetry, fleet: Fleet) -> None:
+        self._telemetry = telemetry
+        self._fleet = fleet
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields each family of `METRIC_NAMES`."""
+        numbers = self._telemetry
+        answers = CounterMetricFamily(
+            "quire_gateway_requests", "Requests that were answered.", labels=("route", "code")
+        )
+        for (route, status), count in sorted(numbers.answers.items()):
+            answers.add_metric((route, str(status)), count)
+        yield answers
+        yield GaugeMetricFamily("quire_gateway_in_flight", "Requests that are being answered.", numbers.in_flight)
+        yield CounterMetricFamily(
+            "quire_gateway_callers_left", "Callers that went before their answer was whole.", numbers.left_count
+        )
+        tokens = CounterMetricFamily("quire_gateway_tokens", "Tokens of all answers.", labels=("kind",))
+        for kind, count in zip(_KINDS, numbers.taken, strict=True):
+            tokens.add_metric((kind,), count)
+        yield tokens
+        for name, text, histogram in (
+            ("first_token", "Seconds from a request to the first piece of its text.", numbers.first_token),
+            ("request", "Seconds from a request to the end of its answer.", numbers.whole),
+        ):
+            family = HistogramMetricFamily(f"quire_gateway_{name}_seconds", text)
+            family.add_metric((), histogram.buckets(), histogram.sum)
+            yield family
+        ready = GaugeMetricFamily("quire_gateway_worker_ready", "Whether a worker answers.", labels=("worker",))
+        chosen = CounterMetricFamily("quire_gateway_worker_requests", "Prompts sent to a worker.", labels=("worker",))
+        watched = GaugeMetricFamily(
+            "quire_gateway_worker_watched", "Whether it is known what a worker's pool has.", labels=("worker",)
+        )
+        load = GaugeMetricFamily("quire_gateway_worker_load", "Requests that a worker has.", labels=("worker",))
+        for backend in self._fleet.backends:
+            address = (backend.client.address,)
+            ready.add_metric(address, float(backend.is_ready))
+            chosen.add_metric(address, backend.chosen_count)
+            load.add_metric(address, backend.load)
+            watched.add_metric(address, float(backend.mirror is not None and backend.mirror.is_exact))
+        yield from (ready, chosen, load, watched)
+
+
+def exposition(collector: GatewayCollector) -> bytes:
+    """Returns all series as text."""
+    registry = CollectorRegistry()
+    registry.register(collector)
+    return generate_latest(registry)

@@ -1,0 +1,120 @@
+"""The command line of the gateway."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import Final
+
+LISTEN: Final = "127.0.0.1:8000"
+DRAIN_S: Final = 30.0
+BODY_BYTES_MAX: Final = 8 << 20
+IN_FLIGHT_MAX: Final = 2_048
+REQUEST_TIMEOUT_S: Final = 600.0
+_FILES: Final = {
+    "worker-ca": ("QUIRE_TLS_CA", "authorities of workers and allocators; encrypts the connections"),
+    "worker-cert": ("QUIRE_TLS_CERT", "certificate to show them"),
+    "worker-key": ("QUIRE_TLS_KEY", "private key of that certificate"),
+    "tls-cert": ("QUIRE_SERVER_CERT", "certificate of this server, with its chain"),
+    "tls-key": ("QUIRE_SERVER_KEY", "its private key"),
+}
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the command line of the gateway."""
+    parser = argparse.ArgumentParser(
+        prog="quire-gateway", description="Serve OpenAI's endpoints (completions, chat, models) from Quire's workers."
+    )
+    parser.add_argument("--listen", default=LISTEN, help="host:port; port 0 takes any free one (default: %(default)s)")
+    parser.add_argument(
+        "--worker",
+        action="append",
+        metavar="ADDRESS",
+        help="a worker; once for each (default: $QUIRE_WORKER, separated by commas, or 127.0.0.1:7071)",
+    )
+    parser.add_argument(
+        "--allocator",
+        action="append",
+        metavar="ADDRESS",
+        help="an allocator of theirs, asked what their pools have where several workers serve one model; once for each"
+        " (default: $QUIRE_ALLOCATOR, separated by commas, or 127.0.0.1:7070)",
+    )
+    parser.add_argument(
+        "--api-keys",
+        metavar="FILE",
+        default=os.environ.get("QUIRE_API_KEYS_FILE") or None,
+        help="who may call: one KEY, or KEY NAMESPACE, a line (default: $QUIRE_API_KEYS_FILE, or the keys themselves in"
+        " $QUIRE_API_KEYS)",
+    )
+    parser.add_argument(
+        "--token-file",
+        default=os.environ.get("QUIRE_TOKEN_FILE") or None,
+        help="file with the bearer token to show workers and allocators, and that /metrics asks for; callers show it,"
+        " too, where there are no API keys (default: $QUIRE_TOKEN_FILE)",
+    )
+    tls = parser.add_argument_group("TLS, as PEM files")
+    for option, (variable, text) in _FILES.items():
+        default = os.environ.get(variable) or None
+        tls.add_argument(f"--{option}", metavar="FILE", default=default, help=f"{text} (default: ${variable})")
+    tls.add_argument(
+        "--plain-http",
+        action="store_true",
+        help="off loopback, do without --tls-cert: for a container's network, or behind a proxy that encrypts",
+    )
+    _add_limits(parser)
+    parser.add_argument("--ready-file", help="write address and pid there, as JSON, once serving")
+    parser.add_argument(
+        "--log-format", choices=["auto", "json", "console"], default="auto", help="auto: console on a terminal"
+    )
+    parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
+    options = parser.parse_args(arguments)
+    options.worker = options.worker or _listed("QUIRE_WORKER", "127.0.0.1:7071")
+    options.allocator = options.allocator or _listed("QUIRE_ALLOCATOR", "127.0.0.1:7070")
+    for name in ("body_bytes_max", "in_flight_max"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if not options.request_timeout > 0:
+        parser.error("--request-timeout must be above 0")
+    if not options.drain_timeout >= 0:
+        parser.error("--drain-timeout must be at least 0")
+    return options
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    limits = parser.add_argument_group("limits")
+    limits.add_argument(
+        "--cors-origin",
+        action="append",
+        metavar="ORIGIN",
+        default=[],
+        help="let pages of that origin call, as https://app.example; once for each (default: none)",
+    )
+    limits.add_argument(
+        "--body-bytes-max", type=int, default=BODY_BYTES_MAX, help="of a request (default: %(default)s)"
+    )
+    limits.add_argument(
+        "--in-flight-max",
+        type=int,
+        default=IN_FLIGHT_MAX,
+        help="requests being answered at a time; more get 429 (default: %(default)s)",
+    )
+    limits.add_argument(
+        "--request-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=REQUEST_TIMEOUT_S,
+        help="for a whole answer (default: %(default)g)",
+    )
+    limits.add_argument(
+        "--drain-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=DRAIN_S,
+        help="for answers that are under way when it is told to stop (default: %(default)g)",
+    )
+
+
+def _listed(variable: str, default: str) -> list[str]:
+    given = [address.strip() for address in os.environ.get(variable, "").split(",") if address.strip()]
+    return given or [default]

@@ -1,0 +1,178 @@
+"""A caller's request at the workers: tokens of its prompts, a worker for each, and the pieces as they come.
+
+A worker that refuses because it is full, is leaving or is away does not end a request as long as nothing of its text
+has been handed on: the next worker is asked, and the caller is told what the last one said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Final, NamedTuple, cast
+
+import grpc
+from quire.errors import QuireError
+from quire.sampling import Chunk, SamplingOptions
+
+from quire_gateway.asks import Ask, Chat, Prompt
+from quire_gateway.failures import ApiError, of_quire
+from quire_gateway.fleet import Backend, Fleet, Model
+
+ELSEWHERE: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED}
+REQUEST_ID_MAX: Final = 64
+
+
+class Piece(NamedTuple):
+    """A chunk of the answers to one prompt."""
+
+    prompt: int
+    chunk: Chunk
+
+
+class Call(NamedTuple):
+    """One request, ready to be sent.
+
+    Attributes:
+        ask: what is asked.
+        model: that answers.
+        tokens: of each prompt.
+        namespace: in which prefixes are shared.
+        request_id: which logs of gateway and workers name.
+        timeout_s: for all of it.
+    """
+
+    ask: Ask
+    model: Model
+    tokens: tuple[tuple[int, ...], ...]
+    namespace: str
+    request_id: str
+    timeout_s: float
+
+
+async def prepare(fleet: Fleet, ask: Ask, *, namespace: str, request_id: str, timeout_s: float) -> Call:
+    """Finds the model, and tokenizes the prompts.
+
+    Raises:
+        ApiError: nobody serves the model, or a prompt cannot be tokenized or has no room.
+    """
+    model = fleet.model(ask.model)
+    tokens = tuple([await _tokens(fleet, model, prompt, ask.prompt_param) for prompt in ask.prompts])
+    longest = max(map(len, tokens))
+    wanted = ask.max_tokens or 1
+    if longest + wanted > model.sequence_tokens_max:
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {model.sequence_tokens_max} tokens. However, you requested"
+            f" {longest + wanted} tokens ({longest} in the {ask.prompt_param}, {wanted} in the completion).",
+            param=ask.prompt_param if longest >= model.sequence_tokens_max else "max_tokens",
+            code="context_length_exceeded",
+        )
+    return Call(ask, model, tokens, namespace, request_id, timeout_s)
+
+
+async def pieces(fleet: Fleet, call: Call) -> AsyncGenerator[Piece, None]:
+    """Yields what workers answer, as it comes; leaving it cancels what is not finished.
+
+    Raises:
+        ApiError: a worker failed, or none is left.
+    """
+    if len(call.tokens) == 1:
+        async with aclosing(_answers(fleet, call, 0)) as chunks:
+            async for chunk in chunks:
+                yield Piece(0, chunk)
+        return
+    queue: asyncio.Queue[Piece | None] = asyncio.Queue()  # never more than the answers' text
+
+    async def read(number: int) -> None:
+        async with aclosing(_answers(fleet, call, number)) as chunks:
+            async for chunk in chunks:
+                queue.put_nowait(Piece(number, chunk))
+
+    async def read_all() -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number in range(len(call.tokens)):
+                    group.create_task(read(number))
+        except* ApiError as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            queue.put_nowait(None)
+
+    reading = asyncio.create_task(read_all())
+    try:
+        while (piece := await queue.get()) is not None:
+            yield piece
+        await reading
+    finally:
+        reading.cancel()
+        await asyncio.wait((reading,))
+
+
+async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chunk, None]:
+    """Yields the chunks of one prompt, of the first worker that takes it.
+
+    Raises:
+        ApiError: a worker failed, or none is left.
+    """
+    ask, tokens = call.ask, call.tokens[number]
+    options = cast("SamplingOptions", dict(ask.options))
+    options["max_tokens"] = ask.max_tokens or call.model.sequence_tokens_max - len(tokens)
+    request_id = call.request_id if len(call.tokens) == 1 else f"{call.request_id[: REQUEST_ID_MAX - 4]}-{number}"
+    asked: list[Backend] = []
+    refusal = ApiError(503, "no worker answers", kind="server_error", code="unavailable")
+    while (backend := fleet.backend(call.model.name, tokens, call.namespace, asked)) is not None:
+        asked.append(backend)
+        has_begun = False
+        try:
+            with _counted(backend):
+                async with backend.client.stream(
+                    tokens, namespace=call.namespace, request_id=request_id, timeout_s=call.timeout_s, **options
+                ) as chunks:
+                    async for chunk in chunks:
+                        has_begun = True
+                        yield chunk
+            return
+        except QuireError as error:
+            refusal = of_quire(error, ask.prompt_param)
+            if has_begun or error.code not in ELSEWHERE:
+                raise refusal from None
+    raise refusal
+
+
+@contextmanager
+def _counted(backend: Backend) -> Iterator[None]:
+    backend.in_flight += 1
+    backend.chosen_count += 1
+    try:
+        yield
+    finally:
+        backend.in_flight -= 1
+
+
+async def _tokens(fleet: Fleet, model: Model, prompt: Prompt, prompt_param: str) -> tuple[int, ...]:
+    """Returns a prompt's tokens, as any worker of the model says.
+
+    Raises:
+        ApiError: it is refused, or nobody answers.
+    """
+    if isinstance(prompt, tuple) and not isinstance(prompt, Chat):
+        return prompt
+    asked: list[Backend] = []
+    refusal = ApiError(503, "no worker answers", kind="server_error", code="unavailable")
+    while (backend := fleet.backend(model.name, without=asked)) is not None:
+        asked.append(backend)
+        try:
+            if isinstance(prompt, str):
+                return await backend.client.tokenize(prompt)
+            return await backend.client.tokenize(
+                prompt.messages,
+                tools=prompt.tools,
+                variables=prompt.variables,
+                with_generation_prompt=prompt.with_generation_prompt,
+            )
+        except QuireError as error:
+            refusal = of_quire(error, prompt_param)
+            if error.code not in ELSEWHERE:
+                raise refusal from None
+    raise refusal

@@ -1,0 +1,180 @@
+"""What callers get, as OpenAI has it: whole answers, and the events of streams. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol
+
+import orjson
+from quire.sampling import FinishReason, Usage
+
+DONE: Final = b"data: [DONE]\n\n"
+_FINISH_REASONS: Final = {None: None, FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+class Taken(NamedTuple):
+    """Tokens that a request took, all its prompts together."""
+
+    prompt_token_count: int = 0
+    cached_token_count: int = 0
+    output_token_count: int = 0
+
+    def plus(self, usage: Usage) -> Taken:
+        """Returns the sum with what one more prompt took."""
+        return Taken(
+            self.prompt_token_count + usage.prompt_token_count,
+            self.cached_token_count + usage.cached_token_count,
+            self.output_token_count + usage.output_token_count,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns `usage` as callers know it."""
+        return {
+            "prompt_tokens": self.prompt_token_count,
+            "completion_tokens": self.output_token_count,
+            "total_tokens": self.prompt_token_count + self.output_token_count,
+            "prompt_tokens_details": {"cached_tokens": self.cached_token_count},
+        }
+
+
+class Answer(NamedTuple):
+    """One choice, once it is whole."""
+
+    text: str
+    finish_reason: FinishReason | None
+    logprobs: Mapping[str, Any] | None
+
+
+class Form(Protocol):
+    """The shape of one endpoint's answers."""
+
+    def whole(self, answers: Sequence[Answer], taken: Taken) -> bytes:
+        """Returns the answer to a request that is not streamed."""
+
+    def opening(self, index: int) -> bytes:
+        """Returns the event that a choice begins with; nothing where it needs none."""
+
+    def piece(
+        self, index: int, text: str, finish_reason: FinishReason | None, logprobs: Mapping[str, Any] | None
+    ) -> bytes:
+        """Returns the event of a piece of one choice."""
+
+    def usage(self, taken: Taken) -> bytes:
+        """Returns the last event of a stream that is to end with what it took."""
+
+
+def event(body: Mapping[str, Any]) -> bytes:
+    """Returns a server-sent event."""
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+class _Form:
+    """What both endpoints have in common."""
+
+    def __init__(
+        self, *, identity: str, kind: str, piece_kind: str, created_s: int, model: str, with_usage: bool
+    ) -> None:
+        head = {"id": identity, "object": kind, "created": created_s, "model": model}
+        self._head = head
+        self._piece_head = {**head, "object": piece_kind}
+        # A stream's events differ in their choice alone: what stands before it is written once.
+        self._before = b"data: " + orjson.dumps(self._piece_head)[:-1] + b',"choices":['
+        self._after = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+
+    def _whole(self, choices: Iterable[Mapping[str, Any]], taken: Taken) -> bytes:
+        return orjson.dumps({**self._head, "choices": list(choices), "usage": taken.as_json()})
+
+    def _event(self, choice: Mapping[str, Any]) -> bytes:
+        return self._before + orjson.dumps(choice) + self._after
+
+    def usage(self, taken: Taken) -> bytes:
+        return event({**self._piece_head, "choices": [], "usage": taken.as_json()})
+
+
+class CompletionForm(_Form, Form):
+    """Has the shape of /v1/completions."""
+
+    def __init__(self, request_id: str, created_s: int, model: str, *, with_usage: bool) -> None:
+        super().__init__(
+            identity=f"cmpl-{request_id}",
+            kind="text_completion",
+            piece_kind="text_completion",
+            created_s=created_s,
+            model=model,
+            with_usage=with_usage,
+        )
+
+    def whole(self, answers: Sequence[Answer], taken: Taken) -> bytes:
+        return self._whole((_completion_choice(index, *answer) for index, answer in enumerate(answers)), taken)
+
+    def opening(self, index: int) -> bytes:
+        return b""
+
+    def piece(
+        self, index: int, text: str, finish_reason: FinishReason | None, logprobs: Mapping[str, Any] | None
+    ) -> bytes:
+        return self._event(_completion_choice(index, text, finish_reason, logprobs))
+
+
+class ChatForm(_Form, Form):
+    """Has the shape of /v1/chat/completions."""
+
+    def __init__(self, request_id: str, created_s: int, model: str, *, with_usage: bool) -> None:
+        super().__init__(
+            identity=f"chatcmpl-{request_id}",
+            kind="chat.completion",
+            piece_kind="chat.completion.chunk",
+            created_s=created_s,
+            model=model,
+            with_usage=with_usage,
+        )
+
+    def whole(self, answers: Sequence[Answer], taken: Taken) -> bytes:
+        choices = (
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": answer.text, "refusal": None},
+                "logprobs": answer.logprobs,
+                "finish_reason": _FINISH_REASONS[answer.finish_reason],
+            }
+            for index, answer in enumerate(answers)
+        )
+        return self._whole(choices, taken)
+
+    def opening(self, index: int) -> bytes:
+        return self._event(_chat_choice(index, {"role": "assistant", "content": ""}, None, None))
+
+    def piece(
+        self, index: int, text: str, finish_reason: FinishReason | None, logprobs: Mapping[str, Any] | None
+    ) -> bytes:
+        return self._event(_chat_choice(index, {"content": text} if text else {}, finish_reason, logprobs))
+
+
+def _completion_choice(
+    index: int, text: str, finish_reason: FinishReason | None, logprobs: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": _FINISH_REASONS[finish_reason]}
+
+
+def _chat_choice(
+    index: int, delta: Mapping[str, Any], finish_reason: FinishReason | None, logprobs: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": _FINISH_REASONS[finish_reason]}
+
+
+def models(names: Iterable[tuple[str, int, int]]) -> bytes:
+    """Returns the answer of /v1/models, from names, times and the longest sequences."""
+    return orjson.dumps({"object": "list", "data": [model(*each) for each in names]})
+
+
+def model(name: str, created_s: int, sequence_tokens_max: int) -> dict[str, Any]:
+    """Returns one model as callers know it."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created_s,
+        "owned_by": "quire",
+        "root": name,
+        "parent": None,
+        "max_model_len": sequence_tokens_max,
+    }

@@ -1,0 +1,171 @@
+"""The gateway as a process: `quire gateway`, `quire-gateway`, or `python -m quire_gateway`.
+
+1. start     files and addresses are checked, workers are asked, the port is bound, the ready file is written
+2. serving   until SIGTERM or SIGINT
+3. draining  /readyz says so, new work is refused, answers under way go on for a while
+4. stop      what is left is cancelled, which frees its blocks at the workers
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib.metadata
+import os
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import structlog
+import uvicorn
+import uvloop
+from quire._secret_files import read_token, require_private
+from quire._serving import logs
+from quire._serving.process import stop_event, write_ready_file
+from quire._transport.address import is_local, is_unix, split
+from quire.aio import AsyncAllocatorClient, AsyncClient
+from quire.errors import UsageError
+from quire.tls import tls_of
+
+from quire_gateway.app import make_app
+from quire_gateway.fleet import Fleet
+from quire_gateway.gate import Gate
+from quire_gateway.keys import ApiKeys, read_keys
+from quire_gateway.metrics import Telemetry
+from quire_gateway.options import parse_arguments
+
+log = structlog.get_logger()
+
+BACKLOG: Final = 2_048
+KEEP_ALIVE_S: Final = 75  # of a connection without a request; longer than clients and proxies keep theirs
+LAST_S: Final = 2  # for cancelled answers to end
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to us: it would stop listening at once, while probes still have to be told."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def check(options: argparse.Namespace) -> tuple[str | None, ApiKeys | None]:
+    """Refuses what is unsafe before anything starts; returns the token and the keys. Without keys of its own, the token
+    is the one that callers show.
+
+    Raises:
+        UsageError: the address is none or unsafe, or a file is unusable.
+    """
+    if is_unix(options.listen):
+        raise UsageError(f"--listen {options.listen}: HTTP is served at host:port")
+    token = read_token(options.token_file)
+    keys = read_keys(options.api_keys, os.environ)
+    if keys is None and token is not None:  # what workers ask for is not given to whoever asks us
+        keys = ApiKeys(token, f"token file {options.token_file}")
+    if (options.tls_cert is None) != (options.tls_key is None):
+        raise UsageError("TLS needs --tls-cert and --tls-key, both")
+    if options.tls_key is not None:
+        require_private(options.tls_key, "private key")
+    if not is_local(options.listen):
+        missing = [] if keys is not None else ["--api-keys or --token-file"]
+        missing += [] if options.tls_cert or options.plain_http else ["--tls-cert and --tls-key (or --plain-http)"]
+        if missing:
+            raise UsageError(
+                f"{options.listen} can be reached from other machines: give {', and '.join(missing)}; or listen on"
+                " loopback"
+            )
+    return token, keys
+
+
+def bind(listen: str) -> socket.socket:
+    """Binds the port.
+
+    Raises:
+        UsageError: it is taken, or not ours to take.
+    """
+    host, port = split(listen)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise UsageError(f"cannot listen on {listen}: {error.strerror}") from None
+
+
+async def serve(options: argparse.Namespace) -> None:
+    """Runs until SIGTERM or SIGINT.
+
+    Raises:
+        UsageError: an address is unsafe or taken, or a file is unusable.
+    """
+    stop = stop_event()
+    token, keys = check(options)
+    tls = tls_of(options.worker_ca, options.worker_cert, options.worker_key)
+    with bind(options.listen) as listener:
+        fleet = Fleet(
+            [AsyncClient(address, token=token, tls=tls) for address in options.worker],
+            [AsyncAllocatorClient(address, token=token, tls=tls) for address in options.allocator],
+        )
+        telemetry = Telemetry()
+        app = make_app(
+            fleet,
+            telemetry,
+            version=importlib.metadata.version("quire-kv"),
+            request_timeout_s=options.request_timeout,
+            is_draining=lambda: gate.is_draining,
+            cors_origins=options.cors_origin,
+        )
+        gate = Gate(
+            app,
+            telemetry,
+            keys=keys,
+            operator_token=token,
+            body_bytes_max=options.body_bytes_max,
+            in_flight_max=options.in_flight_max,
+        )
+        server = _Uvicorn(_configuration(options, gate))
+        await fleet.open()
+        serving = asyncio.create_task(server.serve([listener]))
+        host, port = options.listen.rpartition(":")[0], listener.getsockname()[1]
+        write_ready_file(options.ready_file, address=f"{host}:{port}")
+        log.info("serving", address=f"{host}:{port}", workers=len(options.worker), keys=keys is not None)
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        log.info("draining", in_flight=telemetry.in_flight)
+        gate.is_draining = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(gate.idle.wait(), options.drain_timeout)
+        server.should_exit = True
+        await serving
+        await fleet.close()
+        stopping.cancel()
+        log.info("stopped")
+
+
+def _configuration(options: argparse.Namespace, gate: Gate) -> uvicorn.Config:
+    return uvicorn.Config(
+        gate,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=LAST_S,
+        ssl_certfile=options.tls_cert,
+        ssl_keyfile=options.tls_key,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Is the entry point of `quire-gateway`."""
+    options = parse_arguments(arguments)
+    logs.configure(log_format=options.log_format, level=options.log_level, role="gateway")
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(options))
+    except UsageError as error:
+        print(f"quire-gateway: {error}", file=sys.stderr)  # noqa: T201 - a usage error, as argparse prints its own
+        sys.exit(2)

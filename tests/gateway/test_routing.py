@@ -1,0 +1,74 @@
+"""Which of several workers is asked."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from quire import AllocatorClient, Client
+from quire.local import LocalStack, ServerProcess
+from quire_gateway.routing import SLACK, SLACK_SHARE, Standing, best
+
+from tests.e2e.stack import eventually, server
+from tests.gateway.scene import DEMO, client, curl, gateway
+
+PREFIX = "A for statement iterates over the items of a sequence, in the order that they appear in the sequence. "
+
+
+def test_the_least_loaded_worker_is_asked_where_no_pool_has_the_prompt() -> None:
+    assert best([Standing(5, 0), Standing(3, 0), Standing(4, 0)]) == 1
+    assert best([Standing(2, 0), Standing(2, 0)]) == 0
+
+
+def test_the_pool_that_has_most_of_the_prompt_wins_among_about_equals() -> None:
+    assert best([Standing(0, 0), Standing(2, 64), Standing(1, 32)]) == 1
+    assert best([Standing(1, 64), Standing(0, 64)]) == 1
+
+
+def test_a_prefix_is_not_worth_a_queue() -> None:
+    assert best([Standing(0, 0), Standing(3, 4_096)]) == 0
+    assert best([Standing(100, 0), Standing(125, 4_096)]) == 1
+    assert best([Standing(100, 0), Standing(126, 4_096)]) == 0
+
+
+def test_no_other_worker_is_better_in_random_fleets() -> None:
+    chance = random.Random(7)
+    for _ in range(2_000):
+        standings = [Standing(chance.randrange(12), 16 * chance.randrange(4)) for _ in range(chance.randint(1, 6))]
+        chosen = standings[best(standings)]
+        least = min(standing.load for standing in standings)
+        bound = least + max(SLACK, int(least * SLACK_SHARE))
+        assert chosen.load <= bound
+        for other in standings:
+            if other.load <= bound:
+                assert (other.matched_token_count, -other.load) <= (chosen.matched_token_count, -chosen.load)
+
+
+def test_a_prompt_goes_where_its_prefix_is(tmp_path: Path) -> None:
+    """Two workers of one allocator; what one of them has computed for somebody else is found through its pool."""
+    with LocalStack(DEMO, worker_arguments=["--blocks", "256", "--pool", "first"]) as stack:
+        allocator = ["--allocator", stack.allocator_address]
+        arguments = ["--model", str(DEMO), *allocator, "--listen", "127.0.0.1:0", "--blocks", "256", "--pool", "second"]
+        with server("quire_worker", *arguments, folder=tmp_path / "worker") as second:
+            workers = ["--worker", stack.worker_address, "--worker", second.address]
+            with Client(second.address) as direct:
+                direct.generate(PREFIX * 4, max_tokens=1)
+            with AllocatorClient(stack.allocator_address) as pools:
+                eventually(lambda: pools.get_pool("second").cached_block_count >= 5, "the prefix is published")
+            with gateway(tmp_path / "gateway", *workers, *allocator) as served:
+                ai = client(served)
+                watched = "quire_gateway_worker_watched"
+                eventually(lambda: of_worker(served, watched, second.address) == 1, "its pool is known")
+                for number in range(5):
+                    answer = ai.completions.create(model="demo", prompt=f"{PREFIX * 4}{number}", max_tokens=1)
+                    assert answer.usage is not None
+                    assert answer.usage.prompt_tokens_details is not None
+                    assert (answer.usage.prompt_tokens_details.cached_tokens or 0) > 64
+                assert of_worker(served, "quire_gateway_worker_requests_total", second.address) == 5
+                assert of_worker(served, "quire_gateway_worker_requests_total", stack.worker_address) == 0
+
+
+def of_worker(served: ServerProcess, name: str, worker: str) -> float:
+    start = f'{name}{{worker="{worker}"}} '
+    lines = curl(served, "/metrics").body.decode().splitlines()
+    return next(float(line.removeprefix(start)) for line in lines if line.startswith(start))

@@ -1,0 +1,90 @@
+"""Who is refused before it waits, or ended while it does; on a real model."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from quire.errors import DeadlineExceededError, QuireError, Reason
+from quire_worker.scheduling.pace import Pace
+
+from tests.worker.engine_harness import prompt, running
+from tests.worker.tiny_models import write_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("models") / "llama")
+
+
+async def test_who_cannot_be_done_in_time_is_refused_at_the_door_and_others_are_not(folder: Path) -> None:
+    async with running(folder) as harness:
+        await harness.generate(prompt(20), max_tokens=20, ignore_eos=True)  # passes are measured
+        pass_s = harness.engine._door.pace.pass_s
+        assert pass_s > 0
+        sampling = {"max_tokens": 1000, "ignore_eos": True}
+        with pytest.raises(DeadlineExceededError) as caught:
+            harness.submit(prompt(5), time_left_s=500 * pass_s, **sampling)
+        assert caught.value.reason is Reason.DEADLINE
+        assert not harness.engine.scheduler.roster.has_work
+        # It may end with its first token, for all that anybody knows.
+        kept = harness.submit(prompt(5), time_left_s=500 * pass_s, max_tokens=1000)
+        harness.engine.cancel(kept)
+
+
+async def test_who_waits_too_long_is_told_so_and_never_computed(folder: Path) -> None:
+    async with running(folder, blocks=12) as harness:
+        first = harness.submit(prompt(40), max_tokens=120, ignore_eos=True)
+        while first.usage.output_token_count < 10:
+            await asyncio.sleep(0)
+        pass_s = harness.engine._door.pace.pass_s
+        # It needs 12 blocks, so that it has to wait for the first; and 20 tokens that take a pass each.
+        late = harness.submit(prompt(170, seed=1), time_left_s=21 * pass_s, max_tokens=20, ignore_eos=True)
+        with pytest.raises(DeadlineExceededError) as caught:
+            await harness.collect(late)
+        assert caught.value.reason is Reason.DEADLINE
+        assert late.usage.output_token_count == 0
+        assert not late.admitted
+        output = await harness.collect(first)
+        assert len(output.tokens[0]) == 120
+
+
+async def test_a_full_queue_says_when_to_come_back_by_how_long_others_have_waited(folder: Path) -> None:
+    async with running(folder, waiting_max=2, running_max=1) as harness:
+        telemetry = harness.engine.telemetry
+        assert telemetry.retry_after_s is None, "nobody has waited yet"
+        telemetry.queue_seconds.observe(6.0)
+        telemetry.queue_seconds.observe(10.0)
+        waiting = [harness.submit(prompt(5, seed=i), max_tokens=2) for i in range(2)]
+        with pytest.raises(QuireError) as caught:
+            harness.submit(prompt(5), max_tokens=2)
+        assert (caught.value.reason, caught.value.retry_after_s) == (Reason.QUEUE_FULL, 4.0)
+        for request in waiting:
+            await harness.collect(request)
+        assert int(telemetry.queue_seconds.buckets()[-1][1]) == 4
+
+
+async def test_a_higher_priority_gets_its_first_token_first(folder: Path) -> None:
+    async with running(folder, running_max=1) as harness:
+        before = harness.submit(prompt(20), max_tokens=30, ignore_eos=True)
+        while not before.admitted:
+            await asyncio.sleep(0)
+        low = harness.submit(prompt(20, seed=1), max_tokens=3, priority=-1)
+        high = harness.submit(prompt(20, seed=2), max_tokens=3, priority=1)
+        for request in (before, low, high):
+            await harness.collect(request)
+        assert low.first_token_s is not None
+        assert high.first_token_s is not None
+        assert high.first_token_s < low.first_token_s
+
+
+def test_a_pace_is_that_of_the_shortest_pass_and_of_the_largest_prompt() -> None:
+    pace = Pace()
+    assert pace.pass_s == 0
+    assert pace.seconds_for(100) is None
+    pace.observe(0, 0.001)  # nothing was computed
+    pace.observe(1, 0.01)
+    pace.observe(64, 0.04)
+    assert pace.pass_s == 0.01
+    assert pace.seconds_for(640) == pytest.approx(0.4)

@@ -1,0 +1,9 @@
+"""What the command line offers, for a help that does not wait for torch."""
+
+from __future__ import annotations
+
+from typing import Final
+
+KV_CACHE_DTYPES: Final = ("auto", "fp8_e4m3", "fp8_e5m2")  # `page_format.py` says what they are
+KV_LAYOUTS: Final = ("NHD", "HND")
+UTILIZATION: Final = 0.9  # of a GPU's memory, if nothing is said

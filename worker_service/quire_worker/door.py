@@ -1,0 +1,76 @@
+"""Who may wait, and for how long: refusals at the door, and ends for those who cannot be done any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.errors import QuireError, Reason
+
+from quire_worker.scheduling.pace import Pace
+from quire_worker.scheduling.plan import Plan
+from quire_worker.scheduling.request import Request
+from quire_worker.scheduling.roster import Roster
+from quire_worker.telemetry import WorkerTelemetry
+
+LOOK_S = 0.1  # between two looks at everybody's deadline
+
+
+class Door:
+    """Stands before an engine's queue.
+
+    Args:
+        roster: who waits.
+        telemetry: where waiting is measured.
+        waiting_max: samples that may wait.
+        clock: of arrivals and deadlines.
+    """
+
+    def __init__(
+        self, roster: Roster, telemetry: WorkerTelemetry, *, waiting_max: int, clock: Callable[[], float]
+    ) -> None:
+        self.pace = Pace()
+        self.waiting_max = waiting_max
+        self._roster = roster
+        self._telemetry = telemetry
+        self._clock = clock
+        self._looked_s = 0.0
+
+    def check_room(self) -> None:
+        """Refuses whoever finds the queue full.
+
+        Raises:
+            QuireError: QUEUE_FULL, with the time after which there is room again.
+        """
+        if len(self._roster.waiting) >= self.waiting_max:
+            message = f"{self.waiting_max} requests are waiting already"
+            raise QuireError.of(Reason.QUEUE_FULL, message, self._telemetry.retry_after_s)
+
+    def check_deadline(self, request: Request) -> None:
+        """Refuses who cannot be done in time.
+
+        Raises:
+            QuireError: DEADLINE.
+        """
+        if self.pace.is_hopeless(request, request.arrived_s):
+            raise self._hopeless()
+
+    def end_hopeless(self, fail: Callable[[Request, QuireError], None]) -> None:
+        """Ends who waits and cannot be done any more before its deadline, instead of computing it for nobody."""
+        now_s = self._clock()
+        if now_s - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now_s
+        for request in {sample.request for sample in self._roster.waiting.in_any_order()}:
+            if not request.admitted and self.pace.is_hopeless(request, now_s):
+                fail(request, self._hopeless())
+
+    def note_admitted(self, plan: Plan) -> None:
+        """Measures how long those waited whom the answer to a plan has let in for the first time."""
+        for request in {sample.request for sample in plan.admitted}:
+            if request.admitted and request.admitted_s is None:
+                request.admitted_s = self._clock()
+                self._telemetry.queue_seconds.observe(request.admitted_s - request.arrived_s)
+
+    @staticmethod
+    def _hopeless() -> QuireError:
+        return QuireError.of(Reason.DEADLINE, "the request cannot be done before its deadline")

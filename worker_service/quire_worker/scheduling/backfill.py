@@ -1,0 +1,111 @@
+"""What may be let in before a sample that does not fit, so that it starts no later: EASY backfilling.
+
+The first in order that finds too few blocks (or places) is the *head*. It holds nobody back who fits without delaying
+it (Lifka, "The ANL/IBM SP Scheduling System", 1995). When the head can start at the latest is known, because each
+sample's last token is (`max_tokens`):
+
+    start    the first turn in which enough samples have ended for the head to fit, if all of them go on to the end
+    spare    blocks that are free then beyond those of the head
+
+Somebody behind it is *backfilled* if it fits now and has ended by then, or takes no more than is spare.
+
+Samples also end sooner than they might, by a stop token, and then the head could start sooner, too. The promise is
+exact nevertheless, in turns, because a backfilled sample lives on what is left over while the head that it passed is
+waiting: it gets tokens of a pass after all others, and is preempted in the very step in which others need its blocks,
+be it for the head or for the next token of somebody who runs. Who was preempted for a head does not pass it again. A
+prompt of several samples passes nobody: a step that frees a sequence cannot fork it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from quire.protocol.outcomes import NULL_BLOCK
+
+from quire_worker.scheduling.lookahead import block_count_of, last_of
+from quire_worker.scheduling.request import Sample
+
+DEPTH = 32  # samples behind a head that are looked at in a turn
+
+
+class Reservation(NamedTuple):
+    """What the head is promised.
+
+    Attributes:
+        turn_count: until it can start at the latest.
+        spare: blocks that are free then beyond its own; those of whoever is let in for longer come out of them.
+    """
+
+    turn_count: int
+    spare: int
+
+    def admits(self, turn_count: int, block_count: int) -> bool:
+        """Tells whether somebody who runs for so many turns, on so many blocks at its end, delays nothing."""
+        return turn_count <= self.turn_count or block_count <= self.spare
+
+    def after(self, turn_count: int, block_count: int) -> Reservation:
+        """Returns what is left of it once that one is let in."""
+        return self if turn_count <= self.turn_count else self._replace(spare=self.spare - block_count)
+
+
+def reserve(
+    running: Sequence[Sample],
+    *,
+    blocks: int,
+    places: int,
+    needed: int,
+    needed_places: int,
+    block_size: int,
+    sequence_tokens_max: int,
+) -> Reservation:
+    """Says when a head that needs so many blocks and places fits at the latest.
+
+    Args:
+        running: all who hold blocks.
+        blocks: that are free, or held ahead.
+        places: samples that may run beside these.
+        needed: blocks of the head.
+        needed_places: its samples.
+        block_size: tokens per block.
+        sequence_tokens_max: the longest sequence, with whose last token a sample ends.
+    """
+    ends = sorted(
+        (turns_left(each, sequence_tokens_max), each.table_length - block_count_of(each, block_size))
+        for each in running
+    )
+    left = len(ends)
+    for turn_count, held in ends:
+        left -= 1
+        blocks += held
+        places += 1
+        growth = left * (turn_count // block_size + 1)
+        if needed + left + 1 <= blocks - growth and needed_places <= places:
+            return Reservation(turn_count, blocks - growth - needed - left - 1)
+    return Reservation(ends[-1][0] if ends else 0, 0)
+
+
+def turns_left(sample: Sample, sequence_tokens_max: int) -> int:
+    """Counts the turns after which a sample has ended at the latest, if its prompt takes one."""
+    return last_of(sample, sequence_tokens_max) + 1 - len(sample.tokens) + (sample.computed < len(sample.tokens) - 1)
+
+
+def blocks_at_end(sample: Sample, block_size: int, sequence_tokens_max: int) -> int:
+    """Counts the blocks that a sample holds in the end."""
+    return -(-last_of(sample, sequence_tokens_max) // block_size)
+
+
+def places_of(sample: Sample) -> int:
+    """Counts the samples that will run because of this one: the first brings all forks of its request."""
+    is_first = sample.index == 0 and sample.output_token_count == 0 and sample.draws
+    return len(sample.request.samples) if is_first else 1
+
+
+def own_block_count(samples: Collection[Sample], others: Iterable[Sample], block_size: int) -> int:
+    """Counts the blocks, of each group, that are free once these samples are, and are not yet counted as held ahead."""
+    tables = [each.tables for each in others]
+    counts = []
+    for group in range(max((len(sample.tables) for sample in samples), default=0)):
+        held = {block for sample in samples if sample.tables for block in sample.tables[group]} - {NULL_BLOCK}
+        counts.append(len(held.difference(*(each[group] for each in tables if each))))
+    return max(0, min(counts, default=0) - sum(block_count_of(sample, block_size) for sample in samples))

@@ -1,0 +1,70 @@
+"""What the allocator's answer to a step changes in the samples that it is about."""
+
+from __future__ import annotations
+
+from array import array
+
+from quire.protocol.outcomes import GrowOutcome, Result, StepOutcome
+
+from quire_worker.scheduling.passes import boundaries_of
+from quire_worker.scheduling.plan import Plan
+from quire_worker.scheduling.request import Sample
+from quire_worker.scheduling.roster import Roster
+
+
+def take_commits(roster: Roster, plan: Plan, outcome: StepOutcome) -> None:
+    """Takes in swaps, and lets go of what fell out of windows.
+
+    Raises:
+        AssertionError: the allocator and this worker disagree about which sequences live.
+    """
+    assert all((*outcome.commits, *outcome.forks)), "the allocator lost a sequence"
+    if outcome.swaps:
+        by_id = {sample.sequence_id: sample for sample in roster.holders()}
+        for swap in outcome.swaps:  # of a sample that was freed with this step nobody asks any more
+            if swap.sequence_id in by_id:
+                by_id[swap.sequence_id].swap(swap)
+    for sample in plan.commits:
+        sample.settle(roster.groups)
+
+
+def take_grow(roster: Roster, plan: Plan, sample: Sample, token_count: int, grown: GrowOutcome) -> bool:
+    """Notes what a sample was granted; returns False if that was nothing.
+
+    Raises:
+        AssertionError: the answer is none that a grow of this worker can have.
+    """
+    is_new = sample in plan.admitted
+    if grown.result in (Result.NO_SPACE, Result.FORBIDDEN):
+        return False
+    if grown.result is Result.PASS_TOO_LONG:
+        sample.pass_token_count_max = max(1, (token_count - sample.computed) // 2)
+        return False
+    assert grown.result is Result.OK, f"the allocator answered {grown.result.name} to a grow"
+    if is_new:
+        sample.sequence_id = grown.sequence_id
+    if is_new and sample.has_ended:  # cancelled while the allocator was being asked
+        roster.leaving.append(sample)
+        return False
+    tables, states = grown.blocks[: roster.group_count], grown.blocks[roster.group_count :]
+    usage = sample.request.usage
+    matched_block_count = grown.matched_token_count // roster.block_size
+    if not sample.has_ended:  # else it has no use for them
+        usage.granted_block_count += sum(len(blocks) - matched_block_count for blocks in tables)
+    if is_new:
+        roster.start(sample, plan.passed.get(sample))
+        sample.tables = [array("I", blocks) for blocks in tables]
+        sample.computed = sample.committed = grown.matched_token_count
+        sample.fallen = [group.first_read(sample.computed) // roster.block_size for group in roster.groups]
+        if roster.has_states:
+            sample.states = [own[0] for own in states]
+            sample.boundaries = boundaries_of(sample, grown.junction_token_count, roster.block_size)
+        if not sample.request.admitted:
+            sample.request.admitted = True
+            usage.cached_token_count = grown.matched_token_count
+            prompt_tokens = len(sample.tokens) - grown.matched_token_count
+            roster.shares.charge(sample.request.namespace, prompt_tokens=prompt_tokens)
+    else:
+        sample.add_blocks(tables, states, token_count // roster.block_size)
+    sample.granted = max(token_count, grown.matched_token_count)
+    return True

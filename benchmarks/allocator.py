@@ -156,6 +156,8 @@ def ratio_goals(medians: Medians) -> Iterable[Goal]:
     for operation in (Operation.ADMIT, Operation.ADMIT_HIT, Operation.DECODE_1):
         ratio = vllm[operation] / service[operation]
         yield Goal(f"vLLM in process over Quire's service, {operation}", ratio, 1.0, "higher")
+    ratio = vllm[Operation.FREE] / service[Operation.FREE]
+    yield Goal(f"vLLM in process over Quire's service, {Operation.FREE}", ratio, 1.0, "higher")
     # vLLM has no fork: another sample of a prompt is another request that finds it in the cache.
     ratio = vllm[Operation.ADMIT_HIT] / service[Operation.FORK]
     yield Goal(f"vLLM's full hit over Quire's service, {Operation.FORK}", ratio, 1.0, "higher")
@@ -195,6 +197,7 @@ def main() -> None:
         rows.append(row("the machine, slower than that of the floors", "times", {"core": slower}))
     goals = [*floor_goals(medians["core"], slower), *ratio_goals(medians)]
     goals.append(Goal(f"core, {long_prompts.LOOKUP}, us", long[long_prompts.LOOKUP], 300.0, "lower"))
+    goals.append(Goal(f"core, {long_prompts.STATE_LOOKUP}, us", long[long_prompts.STATE_LOOKUP], 300.0, "lower"))
     goals.append(Goal(f"core, {long_prompts.COMMIT}, us", long[long_prompts.COMMIT], 5_000.0, "lower"))
     if "scale" not in options.without:
         more_rows, more_goals = measure_scale()

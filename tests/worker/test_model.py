@@ -242,7 +242,8 @@ def call_attention(**options: object) -> torch.Tensor:
         layer_idx = 0
 
     heads = torch.zeros(1, 2, 3, 4)
-    known: dict[str, Any] = {"attention_mask": None, "quire_step": ProbeStep()}
+    step = ProbeStep(build_batch([Chunk([0, 0, 0], 0, [], needs_logits=True)], groups=[]))
+    known: dict[str, Any] = {"attention_mask": None, "quire_step": step}
     return paged_attention_forward(Layer(), heads, heads, heads, **(known | options))[0]
 
 

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     from quire_kernels.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
     from quire_kernels.ops.append_paged_kv_cache import append_paged_kv_cache
     from quire_kernels.ops.copy_blocks import copy_blocks
+    from quire_kernels.ops.gated_activation import gelu_tanh_and_mul, silu_and_mul
     from quire_kernels.ops.merge_states import merge_state, merge_state_in_place, merge_states
     from quire_kernels.ops.pack_mask import packbits, segment_packbits
+    from quire_kernels.ops.rms_norm import gemma_rmsnorm, rmsnorm
+    from quire_kernels.ops.rotate_append import rotate_append
     from quire_kernels.ops.sampling import greedy, sample
     from quire_kernels.ops.swap_blocks import gather_blocks, scatter_blocks
     from quire_kernels.ops.token_positions import get_batch_indices_positions, get_seq_lens
@@ -41,6 +44,8 @@ __all__ = [
     "copy_blocks",
     "count_compilations",
     "gather_blocks",
+    "gelu_tanh_and_mul",
+    "gemma_rmsnorm",
     "get_batch_indices_positions",
     "get_seq_lens",
     "greedy",
@@ -48,9 +53,12 @@ __all__ = [
     "merge_state_in_place",
     "merge_states",
     "packbits",
+    "rmsnorm",
+    "rotate_append",
     "sample",
     "scatter_blocks",
     "segment_packbits",
+    "silu_and_mul",
     "warmup",
 ]
 
@@ -65,6 +73,11 @@ _MODULES = {
     "append_paged_kv_cache": "quire_kernels.ops.append_paged_kv_cache",
     "cascade_gains": "quire_kernels.flashinfer.cascade_gains",
     "copy_blocks": "quire_kernels.ops.copy_blocks",
+    "gelu_tanh_and_mul": "quire_kernels.ops.gated_activation",
+    "gemma_rmsnorm": "quire_kernels.ops.rms_norm",
+    "rmsnorm": "quire_kernels.ops.rms_norm",
+    "rotate_append": "quire_kernels.ops.rotate_append",
+    "silu_and_mul": "quire_kernels.ops.gated_activation",
     "count_compilations": "quire_kernels.compilation.warmup",
     "gather_blocks": "quire_kernels.ops.swap_blocks",
     "get_batch_indices_positions": "quire_kernels.ops.token_positions",

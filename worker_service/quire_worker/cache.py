@@ -10,6 +10,8 @@ of full attention and 4 of a sliding window, all of one size, there are three gr
     bytes_per_block = buffers * bytes of a slot
     block_count     = memory in bytes // bytes_per_block
 
+Recurrent states lie in the same pages, in groups of their own (`state_pages`).
+
 A layer sees its part of the buffer as pages "5-D", or as a tuple of keys and values, the words of FlashInfer:
 
     pages  [blocks, 2, block_size, kv_heads, head_dim]
@@ -38,6 +40,7 @@ from quire.planning import LayerSpec, Layout, blocks_for, plan_layout
 from quire.types import GroupKind, GroupSpec
 
 from quire_worker.page_format import UNSCALED, Scales, is_quantised
+from quire_worker.state_pages import LayerState, StateTensor, state_groups
 
 KEY_AND_VALUE = 2
 NAN_BYTE = 0xFF  # a float of any format that is made of these alone is NaN
@@ -140,7 +143,7 @@ class CacheSpec:
 
     Attributes:
         layers: of this tensor-parallel rank, those that read another's keys and values included.
-        block_size: tokens per block, the same in every group.
+        block_size: tokens per block, the same in every group of attention.
         dtype: of keys and values as the model computes them.
         token_count_max: longest sequence, for which the layout is planned.
         latent_dim: as in `PageSpec`, of all layers.
@@ -148,6 +151,7 @@ class CacheSpec:
         is_hnd: as in `PageSpec`, of all layers.
         scales: of layers whose pages are fp8, by index in the model, those that are not 1.
         rank_count: of which each has pages like these, for its heads.
+        states: tensors of the layers that keep recurrent states, by index in the model, in the order of their bytes.
 
     Raises:
         ValueError: a layer has no head or no dim, blocks no token, or the layers' pages do not fit side by side.
@@ -162,6 +166,7 @@ class CacheSpec:
     is_hnd: bool = False
     scales: tuple[tuple[int, Scales], ...] = ()
     rank_count: int = 1
+    states: tuple[tuple[int, tuple[StateTensor, ...]], ...] = ()
 
     def __post_init__(self) -> None:
         for _ in self.places():  # each checks its own
@@ -208,19 +213,27 @@ class CacheSpec:
         order = "hnd" if self.is_hnd else "nhd"
         groups = " ".join(
             f"{group.spec.kind.name.lower()}{f'({group.spec.window})' if group.spec.window else ''}"
-            f"[{','.join(map(str, group.layers))}]"
+            f"[{','.join(map(str, group.layers))}]{f'x{group.part_count}' if group.part_count > 1 else ''}"
             for group in self.plan.groups
+            if group.part == 0
         )
         shapes = " ".join(
             dict.fromkeys(
-                f"{layer.kv_head_count}x{layer.head_dim}" for layer in self.layers if layer.shared_with is None
+                f"{layer.kv_head_count}x{layer.head_dim}" for layer in self.attention if layer.shared_with is None
             )
         )
         if self.latent_dim is not None:
             shapes += f" latent={self.latent_dim}"
         ranks = f" ranks={self.rank_count}" if self.rank_count > 1 else ""
+        kept = dict.fromkeys("+".join(tensor.label for tensor in tensors) for _, tensors in self.states)
+        states = f" states={' '.join(kept)}" if kept else ""
         buffers = f"block={self.block_size} buffers={self.plan.buffer_count}"
-        return f"{order} {groups} heads={shapes} {buffers} dtype={dtype}{ranks}"
+        return f"{order} {groups} heads={shapes} {buffers} dtype={dtype}{states}{ranks}"
+
+    @property
+    def attention(self) -> tuple[LayerSpec, ...]:
+        """Returns the layers that keep keys and values, or read another's."""
+        return tuple(layer for layer in self.layers if layer.kind is not GroupKind.STATE)
 
     def places(self) -> Iterator[Place]:
         """Says where the keys and values of each layer lie; a layer that reads another's has the other's place.
@@ -229,8 +242,8 @@ class CacheSpec:
             ValueError: see the class.
         """
         plan = self.plan
-        slices = {layer.layer: part for layer, (part,) in plan.slices().items()}
-        for layer in self.layers:
+        slices = {layer.layer: parts[0] for layer, parts in plan.slices().items() if layer.kind is not GroupKind.STATE}
+        for layer in self.attention:
             part = slices[layer.layer if layer.shared_with is None else layer.shared_with]
             buffer, offset = divmod(part.offset, plan.slot_bytes)
             dtype = self.stored_as or self.dtype
@@ -267,7 +280,9 @@ class Place(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def _plan(layers: tuple[LayerSpec, ...], block_size: int, token_count_max: int) -> Layout:
-    return plan_layout(layers, block_size=block_size, block_size_max=block_size, token_count_max=token_count_max)
+    return plan_layout(
+        layers, block_size=block_size, block_size_max=block_size, token_count_max=token_count_max, even_pages=True
+    )
 
 
 class LayerCache(NamedTuple):
@@ -300,8 +315,9 @@ class KVCache:
 
     Attributes:
         buffers: uint8 `[blocks, bytes of a slot]`, as many as the plan has.
-        layers: by index in the model.
+        layers: of attention, by index in the model.
         kinds: group and shape of the pages, of all layers that share them.
+        states: of layers that keep one, by index in the model.
     """
 
     def __init__(self, spec: CacheSpec, block_count: int, *, device: torch.device | str = "cpu") -> None:
@@ -325,6 +341,9 @@ class KVCache:
             kind = kinds.setdefault((place.group, place.pages), len(kinds))
             self.layers[place.layer.layer] = self._bind(place, kind)
         self.kinds = tuple(kinds)
+        slices = {layer.layer: parts for layer, parts in spec.plan.slices().items() if layer.kind is GroupKind.STATE}
+        first = state_groups(spec.plan).start
+        self.states = {layer: LayerState(tensors, slices[layer], self.buffers, first) for layer, tensors in spec.states}
 
     def _bind(self, place: Place, kind: int) -> LayerCache:
         elements = self.buffers[place.buffer].view(place.pages.dtype).flatten()

@@ -32,10 +32,11 @@ class Boundary:
         parent: the boundary before it on its path, when it was made; it may have gone since.
         way_count: boundaries that were made right behind it and are not gone.
         is_parting: two boundaries were right behind it at once, or another path branches off there.
+        is_aside: it is continued, and what it needs leaves before what the policy ranks.
         is_gone: it has ended; only sequences and boundaries that came by still refer to it.
     """
 
-    __slots__ = ("aside", "index", "is_gone", "is_parting", "key", "needed", "parent", "runs", "way_count")
+    __slots__ = ("aside", "index", "is_aside", "is_gone", "is_parting", "key", "needed", "parent", "runs", "way_count")
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class Boundary:
         self.parent = parent
         self.way_count = 0
         self.is_parting = False
+        self.is_aside = False
         self.is_gone = False
 
     @property

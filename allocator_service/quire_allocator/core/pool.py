@@ -156,6 +156,7 @@ class Pool:
         # Hits are held before anything is taken: taking evicts.
         self.blocks.namespaces[namespace] = space
         space.sequence_count += 1  # or it would be forgotten with its last cached block
+        self.coordinator.note_prompt(space, hits, digests, prompt, junction)
         boundaries = self.coordinator.boundaries(prompt, junction, turn_ends)
         sequence = self.coordinator.open(space, hits, matched, boundaries, priority)
         copies: list[Copy] = []
@@ -166,7 +167,6 @@ class Pool:
             sequence.prompt_token_count, sequence.chunk_token_count = prompt, chunk
             self.admission.promise(sequence)
         sequence.announcement = self.pending.announce(namespace, digests, place, limit)
-        self.coordinator.note_prompt(space, digests, prompt)
         self.sequences[sequence_id], self.last_sequence_id = sequence, sequence_id
         if is_return:
             self.returned_token_count += prompt
@@ -338,7 +338,7 @@ class Pool:
         parts = tuple([manager.fork(part, length) for manager, part in zip(self.managers, parent.parts)])
         child = SequenceState(parent.namespace, length, parent.priority, parts)
         child.quiet_until = parent.quiet_until
-        child.boundaries = parent.boundaries
+        child.boundaries, child.ends = parent.boundaries, parent.ends
         child.last_boundary = parent.last_boundary
         # Where a block is shared that either side has yet to write:
         if self.coordinator.in_place or length % self._edge_tokens:

@@ -27,6 +27,8 @@ class SequenceState:
         is_hold: nobody writes to it, and it ends by itself.
         boundaries: token counts, rising, at which a later prompt may part from this sequence: the last edge of the
             prompt that leaves a token to compute, the junction, and ends of turns that the owner named.
+        ends: its boundaries and, where a pool has learned that prompts part early, steps before the last of them: all
+            token counts at which hits are to end; rising.
         last_boundary: the deepest boundary of its prefix that was made or hit; it may have ended since.
         parts: what it has in each manager.
     """
@@ -36,6 +38,7 @@ class SequenceState:
         "boundaries",
         "chunk_token_count",
         "committed_token_count",
+        "ends",
         "is_hold",
         "last_boundary",
         "limit",
@@ -60,6 +63,7 @@ class SequenceState:
         self.promised = 0
         self.priority = priority
         self.boundaries: tuple[int, ...] = ()
+        self.ends: tuple[int, ...] = ()
         self.last_boundary: Boundary | None = None
         self.announcement: Announcement | None = None
         self.is_hold = False

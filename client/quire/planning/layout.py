@@ -92,6 +92,17 @@ class Layout:
         return self.page_bytes // self.buffer_count
 
     @property
+    def has_even_pages(self) -> bool:
+        """Tells whether slots are multiples of the keys of a block, in each layer of attention: then a kernel may count
+        the pages of that layer in blocks of keys, whatever lies between them."""
+        return all(
+            self.slot_bytes % (family.block_size * layer.key_bytes) == 0
+            for family in self.families
+            for layer in family.layers
+            if layer.key_bytes
+        )
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of keys and values of one token in all layers, before padding and whatever their windows."""
         return sum(layer.token_bytes for family in self.families for layer in family.layers)

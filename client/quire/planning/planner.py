@@ -42,6 +42,7 @@ def plan_layout(
     group_cost: float = GROUP_COST,
     group_count_max: int = GROUP_COUNT_MAX,
     checkpoint_tokens: int | None = None,
+    even_pages: bool = False,
 ) -> Layout:
     """Returns the layout with the smallest cost; of equals the one with the fewest groups, then with the smallest
     pages.
@@ -55,6 +56,7 @@ def plan_layout(
         group_count_max: groups of a pool. If every candidate has more, the one with the fewest is taken.
         checkpoint_tokens: interval of state checkpoints, a multiple of every block size. None is the least power of
             two of blocks whose tokens take as many pages as a checkpoint, but at least 256 and at most 4,096 tokens.
+        even_pages: take only layouts that have them (`Layout.has_even_pages`), where there is one.
 
     Raises:
         ValueError: no layer keeps anything, or an argument is out of range.
@@ -69,7 +71,13 @@ def plan_layout(
 
     def rank(layout: Layout) -> tuple[float, ...]:
         excess = max(layout.group_count - group_count_max, 0)
-        return (excess, _comparable(prices.layout(layout).total), layout.group_count, layout.page_bytes)
+        return (
+            even_pages and not layout.has_even_pages,
+            excess,
+            _comparable(prices.layout(layout).total),
+            layout.group_count,
+            layout.page_bytes,
+        )
 
     return _with_checkpoints(min(_candidates(own, sizes, prices), key=rank), block_size, checkpoint_tokens)
 

@@ -84,6 +84,11 @@ class LayerSpec:
         return self.kv_head_count * (self.head_dim + value_head_dim) * self.element_bytes
 
     @property
+    def key_bytes(self) -> int:
+        """Bytes of the key of one token; 0 for a state."""
+        return self.kv_head_count * self.head_dim * self.element_bytes
+
+    @property
     def aligned_state_bytes(self) -> int:
         """Bytes of one state up to the next address where another may start; 0 for attention."""
         return -(-self.state_bytes // STATE_ALIGNMENT_BYTES) * STATE_ALIGNMENT_BYTES

@@ -49,9 +49,9 @@ def pool_of(block_count: int, groups: Sequence[GroupSpec], policy: str = DEFAULT
 FIVE_WINDOWS = (full(16), *(sliding(16, 1024),) * 5)
 
 
-@pytest.mark.parametrize("chat_count", [16, 24, 25])
-def test_a_pool_of_24576_blocks_holds_25_chats_of_8192_tokens_with_5_windows_of_1024(chat_count: int) -> None:
-    # A chat keeps 512 + 5 x 64 blocks and 5 aside, and the one that is computed takes 3,072: 25 x 837 + 3,072 = 23,997.
+@pytest.mark.parametrize("chat_count", [16, 24, 26])
+def test_a_pool_of_24576_blocks_holds_26_chats_of_8192_tokens_with_5_windows_of_1024(chat_count: int) -> None:
+    # A chat keeps 512 + 5 x 64 blocks. The one that is computed takes at most 3,072, and 25 others stay: 23,872.
     # Were every block kept that fell out of a window, 8 chats would fill the pool.
     assert in_turn(pool_of(24_576, FIVE_WINDOWS), chat_count, 8_192, 3) > 0.99
 

@@ -151,6 +151,7 @@ class Comparison:
             assert (ours.namespace.name, ours.token_count) == (theirs.namespace, theirs.token_count)
             assert (ours.committed_token_count, ours.priority) == (theirs.committed, theirs.priority)
             assert ours.boundaries == tuple(sorted(theirs.boundaries))
+            assert ours.ends == tuple(sorted(theirs.boundaries | theirs.steps))
             assert ours.promised == twin.promised(theirs) * bool(theirs.prompt), f"promised to {sequence_id}"
             assert [list(table) for table in pool.tables(ours)] == twin.tables(sequence_id)
         assert pool.table_entry_count() == sum(len(slot.blocks) for _, slot in twin.all_slots())
@@ -191,8 +192,14 @@ class Comparison:
     def _compare_retention(self) -> None:
         """Where hits can end, and what of windows and states leaves how early."""
         spaces = self.pool.blocks.namespaces
-        ours = {(name, *key, b.is_parting) for name, space in spaces.items() for key, b in space.boundaries.items()}
-        assert ours == {(b.namespace, b.token_count, b.digest, b.is_parting) for b in self.twin.boundaries}
+        boundaries = [(name, key, b) for name, space in spaces.items() for key, b in space.boundaries.items()]
+        ours = {(name, *key, b.is_parting, b.is_aside) for name, key, b in boundaries}
+        theirs = {(b.namespace, b.token_count, b.digest, b.is_parting, b.is_aside) for b in self.twin.boundaries}
+        assert ours == theirs
+        retention = self.pool.coordinator.retention
+        if retention is not None and retention.partings is not None:
+            assert (retention.partings.early, retention.partings.late) == (self.twin.early, self.twin.late)
+            self.seen["prompts part early"] += retention.partings.are_early
         others = [number for number, kind in enumerate(self.twin.kinds) if not kind.keeps_prefixes]
         cached = [slot for slot in self.twin.cached() if slot.kind in others]
         for slot in cached:

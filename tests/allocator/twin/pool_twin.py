@@ -67,7 +67,7 @@ class TwinPool(TwinCheckpoints):
         if prompt > token_count:
             sequence.prompt, sequence.chunk = prompt, token_count
         if not all(kind.keeps_prefixes for kind in self.kinds):
-            sequence.boundaries = {self.edge_before(end) for end in (prompt - 1, junction, *turn_ends)} - {0}
+            self.set_ends(sequence, shareable, max(matched, junction), [prompt - 1, junction, *turn_ends])
         self.prompts.append((namespace, [d for i, d in enumerate(digests) if (i + 1) * self.digest_tokens <= prompt]))
         token_count = max(token_count, matched)
         if len(shareable) * self.digest_tokens > matched:
@@ -147,7 +147,7 @@ class TwinPool(TwinCheckpoints):
         if granted < sequence.token_count:
             self._shrink(sequence, granted)
         self._advance(sequence)
-        for end in sorted(sequence.boundaries):
+        for end in sorted(sequence.boundaries | sequence.steps):
             if before < end <= until:
                 self.make(sequence, end)
         self._settle(sequence)
@@ -169,7 +169,7 @@ class TwinPool(TwinCheckpoints):
         ]
         child = TwinSequence(parent.namespace, parent.committed, parent.committed, shared, parent.priority)
         child.hold_until, child.boundary = hold_until, parent.boundary
-        child.boundaries = parent.boundaries
+        child.boundaries, child.steps = parent.boundaries, parent.steps
         child.needed, child.aside = list(parent.needed), list(parent.aside)
         self.sequences[child_id] = child
         self.highest_id = child_id

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from tests.allocator.twin.kinds import Kind
-from tests.allocator.twin.state import Slot, TwinBoundary, TwinSequence, TwinState
+from tests.allocator.twin.partings import STEP_COUNT, TwinPartings
+from tests.allocator.twin.state import Slot, TwinBoundary, TwinSequence
 
 SPARE, ASIDE, KEPT, LED = 0, 1, 2, 3
 CONTINUED_MAX = 3
 
 
-class TwinRetention(TwinState):
+class TwinRetention(TwinPartings):
     """Boundaries, and what they make worth keeping."""
 
     def edge_before(self, token_count: int) -> int:
@@ -46,8 +48,8 @@ class TwinRetention(TwinState):
         needed, aside = False, False
         for boundary in self.boundaries:
             if slot in boundary.needed:
-                needed |= not self.is_continued(boundary)
-                aside |= self.is_continued(boundary)
+                needed |= not boundary.is_aside
+                aside |= boundary.is_aside
             aside |= slot in boundary.aside
         needed |= any(slot in sequence.needed for sequence in self.sequences.values())
         aside |= any(slot in sequence.aside for sequence in self.sequences.values())
@@ -82,6 +84,12 @@ class TwinRetention(TwinState):
         return max(0, token_count - math.lcm(*[k.block_size for k in self.kinds if k.name != "state"]))
 
     # -- how boundaries come and go ------------------------------------------------------------------------------------
+
+    def set_ends(self, sequence: TwinSequence, digests: Sequence[bytes], length: int, ends: Sequence[int]) -> None:
+        """Where hits can end in a new sequence, of which so many tokens are published; it parts behind them."""
+        self.note_parting(sequence.namespace, digests, length, self.boundaries)
+        sequence.boundaries = {self.edge_before(end) for end in ends} - {0}
+        sequence.steps = self.steps_before(max(sequence.boundaries, default=0))
 
     def make(self, sequence: TwinSequence, token_count: int) -> None:
         """Hits can end after so many tokens, if the sequence has what they take."""
@@ -243,12 +251,13 @@ class TwinRetention(TwinState):
 
     def _part(self, boundary: TwinBoundary) -> None:
         boundary.is_parting |= len(self.ways(boundary)) > 1
+        boundary.is_aside = self.is_continued(boundary) and (boundary.is_aside or not self.are_early)
 
     def _end_old(self, boundary: TwinBoundary | None) -> None:
-        count = 0
+        count, most = 0, CONTINUED_MAX + STEP_COUNT * self.are_early
         while boundary is not None:
             before = self.before(boundary.parent)
             count += not boundary.is_parting
-            if count > CONTINUED_MAX and not boundary.is_parting:
+            if count > most and not boundary.is_parting:
                 self.end(boundary)
             boundary = before

@@ -39,6 +39,7 @@ class TwinBoundary:
         needed, aside: what a hit there takes of windows and states; what one that ends an edge earlier takes besides.
         parent: the boundary before it, when it was made.
         is_parting: more than one way was seen to go on from it.
+        is_aside: it was continued while few prompts parted early, and is still.
     """
 
     namespace: str
@@ -49,6 +50,7 @@ class TwinBoundary:
     aside: list[Slot]
     parent: TwinBoundary | None
     is_parting: bool = False
+    is_aside: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -63,6 +65,7 @@ class TwinSequence:
     prompt: int = 0  # its length, where only its first chunk was asked for
     chunk: int = 0  # tokens that are computed at a time
     boundaries: set[int] = field(default_factory=set)  # where a later prompt may part from it
+    steps: set[int] = field(default_factory=set)  # where it may besides, while prompts part early
     announced: list[bytes] = field(default_factory=list)
     stops: list[int] = field(default_factory=list)
     hold_until: float | None = None

@@ -15,8 +15,11 @@ from quire_kernels.ops import (
     append_paged_kv_cache,
     append_slots,
     copy_blocks,
+    gated_activation,
     merge_states,
     pack_mask,
+    rms_norm,
+    rotate_append,
     sampling,
     swap_blocks,
 )
@@ -31,6 +34,12 @@ from tests.worker.kernels.append_cases import (
     unchecked_append_matches,
 )
 from tests.worker.kernels.planting import Fault, plant
+from tests.worker.kernels.test_around_products import (
+    activations_match,
+    normed_rotations_match,
+    norms_match,
+    rotations_match,
+)
 from tests.worker.kernels.test_copy_blocks import PAIRS, copies_match
 from tests.worker.kernels.test_merge_states import in_place_matches, pairs_match, states_match
 from tests.worker.kernels.test_pack_mask import packing_matches
@@ -78,6 +87,10 @@ REAL: dict[Comparison, ModuleType] = {
     packing_matches: pack_mask,
     samples_match: sampling,
     greedy_matches: sampling,
+    norms_match: rms_norm,
+    activations_match: gated_activation,
+    rotations_match: rotate_append,
+    normed_rotations_match: rotate_append,
 }
 
 TOKEN = ("append_paged_kv_cache",)
@@ -85,6 +98,38 @@ BYTE = ("append_token", "append_paged_kv_cache")
 SLOTS = ("append_slots",)
 # fmt: off
 FAULTS: list[tuple[Comparison, Fault]] = [
+    (norms_match, Fault("the mean is a sum", "rms_norm", "/ SIZE + eps", "+ eps")),
+    (norms_match, Fault("epsilon is forgotten", "rms_norm", "/ SIZE + eps", "/ SIZE")),
+    (norms_match, Fault("weights are all counted from 0", "rms_norm", "scale * (weight + offset)", "scale * weight")),
+    (norms_match, Fault("every row is the first", "rms_norm", "x_ptr + row * row_stride", "x_ptr")),
+    (activations_match, Fault("the halves change places", "gated_activation",
+        "active * up", "up / (1.0 + tl.exp(-up)) * gate")),
+    (activations_match, Fault("only the first block is written", "gated_activation",
+        "tl.program_id(1) * BLOCK + tl.arange", "tl.arange")),
+    (activations_match, Fault("gelu is silu", "gated_activation", "    if GELU:", "    if False:")),
+    (activations_match, Fault("gelu has no cube", "gated_activation",
+        "(gate + 0.044715 * gate * gate * gate)", "gate")),
+    (rotations_match, Fault("turned the other way", "rotate_append",
+        "tl.where(element < half, -y, y)", "tl.where(element < half, y, -y)")),
+    (rotations_match, Fault("what lies beyond the rotary dims is turned", "rotate_append",
+        "sine = tl.load(sine_ptr + token * table_stride + element, mask=is_turned, other=0.0)",
+        "sine = tl.load(sine_ptr + token * table_stride + element, mask=is_turned, other=1.0)")),
+    (rotations_match, Fault("padding is written", "rotate_append",
+        "(slot >= 0) & (slot < slot_count)", "(slot < slot_count)")),
+    (rotations_match, Fault("a slot outside the pool is written to one of its pages", "rotate_append",
+        "is_written = (slot >= 0) & (slot < slot_count)", "is_written = slot >= 0\n    slot = slot % slot_count")),
+    (rotations_match, Fault("all keys are those of the first head", "rotate_append",
+        "(head - QUERY_HEADS) * k_head_stride", "0 * k_head_stride")),
+    (rotations_match, Fault("values are written where keys belong", "rotate_append",
+        "target = v_ptr + page", "target = k_ptr + page")),
+    (rotations_match, Fault("all tokens are at the first position", "rotate_append",
+        "cosine_ptr + token * table_stride", "cosine_ptr")),
+    (normed_rotations_match, Fault("keys are normed as queries are", "rotate_append",
+        "weight_ptr = key_weight_ptr", "weight_ptr = query_weight_ptr")),
+    (normed_rotations_match, Fault("the partner has the weight of the element", "rotate_append",
+        "weight_ptr + partner", "weight_ptr + element")),
+    (normed_rotations_match, Fault("weights of heads are all counted from 0", "rotate_append",
+        "turned * scale * (own + offset)", "turned * scale * own")),
     (append_to_floats, Fault("every token goes to the first slot of its page", "append_paged_kv_cache",
         "(position % PAGE_SIZE).to", "(position * 0).to")),
     (append_to_floats, Fault("a negative position is no padding", "append_paged_kv_cache",

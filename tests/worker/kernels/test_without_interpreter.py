@@ -37,6 +37,12 @@ calls = {
     "scatter_blocks": lambda: a.scatter_blocks(staging, [pages], [0]),
     "sample": lambda: a.sample(torch.zeros(1, 8), torch.zeros(1)),
     "greedy": lambda: a.greedy(torch.zeros(1, 8)),
+    "rmsnorm": lambda: a.rmsnorm(torch.zeros(1, 8), torch.zeros(8)),
+    "gemma_rmsnorm": lambda: a.gemma_rmsnorm(torch.zeros(1, 8), torch.zeros(8)),
+    "silu_and_mul": lambda: a.silu_and_mul(torch.zeros(1, 8)),
+    "gelu_tanh_and_mul": lambda: a.gelu_tanh_and_mul(torch.zeros(1, 8)),
+    "rotate_append": lambda: a.rotate_append(
+        torch.zeros(1, 3, 16), torch.zeros(1, 16), torch.zeros(1, 16), torch.zeros(1, dtype=torch.int64), pages),
 }
 answers = {}
 for name, call in calls.items():
@@ -55,6 +61,8 @@ ARGUMENTS = {
     **dict.fromkeys(("packbits", "segment_packbits"), "x"),
     **dict.fromkeys(("copy_blocks", "gather_blocks", "scatter_blocks"), "buffers"),
     **dict.fromkeys(("sample", "greedy"), "logits"),
+    **dict.fromkeys(("rmsnorm", "gemma_rmsnorm", "silu_and_mul", "gelu_tanh_and_mul"), "input"),
+    "rotate_append": "heads",
 }
 
 

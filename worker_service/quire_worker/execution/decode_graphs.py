@@ -83,8 +83,9 @@ class _Graph:
             return torch.zeros(shape, dtype=torch.int64, device=model.device)
 
         self._inputs = ForwardBatch(
-            zeros(1, size), zeros(1, size), torch.arange(size, device=model.device), zeros(size) + 1, ()
-        )
+            zeros(1, size), zeros(1, size), torch.arange(size, device=model.device), zeros(size) + 1, (),
+            spans=torch.ones(2, size, dtype=torch.int64), state_blocks=zeros(0, size),
+        )  # fmt: skip
         self._groups = [group for group, _ in cache.kinds]
         self._plans = [
             DecodeInPlace(size, pages, room, workspace) for room, (_, pages) in zip(indices, cache.kinds, strict=True)

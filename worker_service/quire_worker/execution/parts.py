@@ -53,6 +53,11 @@ class CandidateLogprobs(NamedTuple):
     logprobs: list[float]
 
 
+def tables_of(sample: Sample) -> list[array[int]]:
+    """Returns a sample's tables as they are now, of each group; those of states have one entry, the running block."""
+    return [*(table[:] for table in sample.tables), *(array("I", [block]) for block in sample.states)]
+
+
 def halves(items: Sequence[ItemT]) -> tuple[Sequence[ItemT], Sequence[ItemT]] | None:
     """Returns both halves; None where there is only one item."""
     middle = len(items) // 2

@@ -37,6 +37,7 @@ from quire_worker.execution.parts import (
     layout_of,
     rows_of,
     scored,
+    tables_of,
     token_halves,
 )
 from quire_worker.model.batch import ForwardBatch
@@ -139,7 +140,7 @@ class Runner:
         parts, awaiting, places, place = [], [], [], 0
         for item in batch.work:
             tokens = item.sample.tokens[item.start : item.end]
-            part = Part(item.sample, item.start, tokens or [0], [table[:] for table in item.sample.tables])
+            part = Part(item.sample, item.start, tokens or [0], tables_of(item.sample))
             parts.append(part)
             if not tokens:
                 awaiting.append(part)

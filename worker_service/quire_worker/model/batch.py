@@ -12,12 +12,14 @@ left out of it: positions are in queries and keys already, and attention only co
 
     sliding window of 20     B reads the keys 21 to 40: the blocks from 16 on, kv_length 25
     attention chunks of 16   C starts one: kv_length 2. A `Chunk` becomes a sequence for each attention chunk it touches
+
+A group of recurrent states has one block per sequence, the running one, whatever the length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -37,7 +39,8 @@ class Chunk:
         tokens: their ids, at least one.
         start: position of the first; the keys and values of the positions `[0, start)` already lie in the pages.
         block_tables: the sequence's blocks in order, of each group, enough for `start + len(tokens)` tokens; further
-            ones are ignored, and so are those before the windows of all its tokens.
+            ones are ignored, and so are those before the windows of all its tokens. Of a group of states, the first
+            is its running block.
         needs_logits: whether the logits after the last token are wanted.
         is_scored: whether those after each of its tokens are.
         begun_with: tokens that the request began with; see `scheduling.rotation`.
@@ -59,12 +62,19 @@ class ForwardBatch:
     position_ids: torch.Tensor  # int64 [1, tokens]
     logits_index: torch.Tensor  # int64 [rows], tokens of the flat batch
     lengths: torch.Tensor  # int64 [tokens] on the host, what each token is rotated for where keys follow lengths
-    attention: tuple[AttentionBatch, ...]  # of each group
+    attention: tuple[AttentionBatch, ...]  # of each group but those of states
+    spans: torch.Tensor  # int64 [2, chunks] on the host, the first position of each chunk and how many tokens it has
+    state_blocks: torch.Tensor  # int64 [groups of states, chunks], the running blocks
 
     def on(self, device: torch.device | str) -> ForwardBatch:
         """Returns the same with the model's inputs on a device."""
-        inputs = (self.input_ids.to(device), self.position_ids.to(device), self.logits_index.to(device))
-        return ForwardBatch(*inputs, self.lengths, self.attention)
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device),
+            position_ids=self.position_ids.to(device),
+            logits_index=self.logits_index.to(device),
+            state_blocks=self.state_blocks.to(device),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,8 +115,12 @@ def build_batch(
     begun_with = np.array([chunk.begun_with for chunk in chunks], dtype=np.int64)
 
     spans: dict[GroupSpec, _Spans] = {}
-    attention = []
+    attention: list[AttentionBatch] = []
+    states: list[list[int]] = []
     for index, group in enumerate(groups):
+        if group.kind is GroupKind.STATE:
+            states.append([int(chunk.block_tables[index][0]) for chunk in chunks])
+            continue
         if group not in spans:
             spans[group] = _spans(group, starts, starts + query_lengths)
         tables = [chunk.block_tables[index] for chunk in chunks]
@@ -121,7 +135,21 @@ def build_batch(
         logits_index=on_device(_wanted(chunks, ends)),
         lengths=torch.from_numpy(np.maximum(positions + 1, np.repeat(begun_with, query_lengths))),
         attention=tuple(attention),
+        spans=torch.from_numpy(np.stack((starts, query_lengths))),
+        state_blocks=on_device(_state_blocks(states, len(chunks))),
     )
+
+
+def _state_blocks(states: list[list[int]], chunk_count: int) -> np.ndarray:
+    """Returns the running blocks of each group and chunk.
+
+    Raises:
+        ValueError: two sequences would write to one block.
+    """
+    blocks = np.array(states, dtype=np.int64).reshape(len(states), chunk_count)
+    if len(np.unique(blocks)) != blocks.size:
+        raise ValueError("two sequences of a forward pass would write to one running block")
+    return blocks
 
 
 def _wanted(chunks: Sequence[Chunk], ends: np.ndarray) -> np.ndarray:
@@ -137,7 +165,10 @@ def _check(number: int, chunk: Chunk, groups: Sequence[GroupSpec]) -> None:
         raise ValueError(f"chunk {number} has {len(chunk.tokens)} tokens from position {chunk.start}")
     end = chunk.start + len(chunk.tokens)
     for table, group in zip(chunk.block_tables, groups, strict=True):
-        if len(table) * group.block_size < end:
+        if group.kind is GroupKind.STATE:
+            if len(table) == 0:
+                raise ValueError(f"chunk {number} has no running block in a group of states")
+        elif len(table) * group.block_size < end:
             raise ValueError(
                 f"chunk {number} ends at position {end}, past its {len(table)} blocks of {group.block_size}"
             )

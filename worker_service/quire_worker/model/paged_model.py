@@ -25,6 +25,7 @@ from typing import Any
 
 import structlog
 import torch
+from quire.types import GroupKind
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -43,7 +44,9 @@ from quire_worker.model.own_logits import check_texts, own_logits_of
 from quire_worker.model.rewrites.rewriter import TOLERANCE, rewrite
 from quire_worker.model.rotary import TokenLengths, longest_of, rotate_by_length, rotation_of
 from quire_worker.model.splitting.splitter import split_over_ranks
-from quire_worker.model.support import Arrival, check_heads, layers_as_they_arrive, layers_of
+from quire_worker.model.states.mixers import wrap_mixers
+from quire_worker.model.states.passes import StatePass
+from quire_worker.model.support import check_ranks, layers_as_they_arrive, layers_of, states_as_they_arrive
 from quire_worker.model.transformers_seam import ATTENTION_NAME, PagedStep, ProbeStep, Step, run
 from quire_worker.model.weights import large_tensors_apart, read_weights
 from quire_worker.page_format import KV_CACHE_DTYPES, KV_LAYOUTS
@@ -97,7 +100,7 @@ class PagedModel:
     def plan(self, batch: ForwardBatch, cache: KVCache) -> PagedStep:
         """Prepares a forward pass, once for each group and shape of pages; arguments as of `forward`."""
         plans = [self.attention.plan(batch.attention[group], pages) for group, pages in cache.kinds]
-        return PagedStep(plans, cache.layers)
+        return PagedStep(plans, cache.layers, StatePass(cache.states, batch) if cache.states else None)
 
 
 @large_tensors_apart()
@@ -141,8 +144,11 @@ def load_model(
     config = _read_config(folder)
     loader, layers = _loader_of(config), layers_of(config, block_size=block_size)
     rotation = rotation_of(config.get_text_config())
+    check_ranks(config, 1 if crew is None else crew.size)
+    with_states = {layer.layer for layer in layers if layer.kind is GroupKind.STATE}
     module = read_weights(folder, loader, DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto"))
     keep_latents(module, ATTENTION_NAME)
+    wrap_mixers(module, with_states)
     max_position = longest_of(config.get_text_config())
     if max_position is None:
         raise UnsupportedModelError(f"model type {config.model_type!r} does not say how long its sequences may be")
@@ -150,14 +156,17 @@ def load_model(
     own_logits = None if crew is None else _split(module, max_position, crew)
     module.to(device)
     with nullcontext() if crew is None else crew.learn(PROBE_TOKENS):
-        arrivals, vocab_size = _probe(module, device)
+        probed, vocab_size = _probe(module, device)
+    arrivals = probed.arrivals
     layers = layers_as_they_arrive(config.model_type, layers, arrivals)
+    layers, states = states_as_they_arrive(config.model_type, layers, probed.states.arrivals)
     try:
-        key, latent_dim, _ = arrivals[layers[0].layer]
+        key, latent_dim, _ = next(iter(arrivals.values()))
         is_hnd = kv_layout == "HND"
         cache_spec = CacheSpec(
-            layers, block_size, key.dtype, max_position, latent_dim, is_hnd=is_hnd, rank_count=rank_count
-        )
+            layers, block_size, key.dtype, max_position, latent_dim, is_hnd=is_hnd, rank_count=rank_count,
+            states=states,
+        )  # fmt: skip
     except ValueError as error:
         raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: {error}") from error
     model = PagedModel(
@@ -196,7 +205,10 @@ def _quantised(model: PagedModel, folder: Path, stored_as: torch.dtype, own: tor
             "latent attention has no kernel for pages of fp8; serve it with kv-cache-dtype auto"
         )
     scales = read_scales(folder)
-    layers = tuple(replace(layer, element_bytes=stored_as.itemsize) for layer in spec.layers)
+    layers = tuple(
+        layer if layer.kind is GroupKind.STATE else replace(layer, element_bytes=stored_as.itemsize)
+        for layer in spec.layers
+    )
     spec = replace(spec, layers=layers, stored_as=stored_as, scales=tuple(sorted(scales.items())))
     model = replace(model, cache_spec=spec)
     difference = ((_logits_through_pages(model) - own).norm() / own.norm()).item()
@@ -214,7 +226,7 @@ def check_rank_count(folder: Path | str, count: int) -> None:
         UnsupportedModelError: the model's heads do not divide by them.
     """
     weight_files(Path(folder))
-    check_heads(_read_config(Path(folder)), count)
+    check_ranks(_read_config(Path(folder)), count)
 
 
 def _read_config(folder: Path) -> Any:
@@ -250,11 +262,11 @@ def _split(module: Any, max_position: int, crew: Crew) -> torch.Tensor:
     return logits
 
 
-def _probe(module: Any, device: torch.device) -> tuple[dict[int, Arrival], int]:
+def _probe(module: Any, device: torch.device) -> tuple[ProbeStep, int]:
     """Returns what reaches each layer, and the size of the vocabulary."""
     model_type = module.config.model_type
-    step = ProbeStep()
     batch = build_batch([Chunk([0] * PROBE_TOKENS, 0, [], needs_logits=True)], groups=[], device=device)
+    step = ProbeStep(batch)
     try:
         logits = run(module, batch, step)
     except (UnsupportedModelError, MemoryError, torch.OutOfMemoryError):
@@ -263,7 +275,7 @@ def _probe(module: Any, device: torch.device) -> tuple[dict[int, Arrival], int]:
         raise UnsupportedModelError(f"model type {model_type!r} does not run on a flat batch: {error}") from error
     if logits.shape[0] != 1:
         raise UnsupportedModelError(f"model type {model_type!r} cannot be served: it computes logits of every token")
-    return step.arrivals, logits.shape[1]
+    return step, logits.shape[1]
 
 
 def _logits_through_pages(

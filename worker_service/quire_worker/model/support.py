@@ -17,6 +17,7 @@ from quire.planning import ConfigError, LayerSpec, read_config
 from quire.types import GroupKind
 
 from quire_worker.model.checkpoint import UnsupportedModelError
+from quire_worker.state_pages import StateKey, StateTensor, in_order
 
 # Models pass these along, but they mean nothing to attention over pages: positions are already in the queries and keys.
 _MEANINGLESS_OPTIONS = frozenset({"position_ids", "cache_position"})
@@ -26,6 +27,12 @@ _CHUNKED_TYPES = frozenset({"llama4_text"})
 
 # Configuration entries that tell of a state beside keys and values.
 _STATE_ENTRIES = ("mamba_d_state", "ssm_state_size", "state_size", "linear_num_key_heads")
+
+# Model types that are made of something which no entry of their configuration tells.
+_UNLIKE_OTHERS = {
+    "zamba": "its attention layers share one block of weights, under one layer index",
+    "zamba2": "its attention layers share one block of weights, under one layer index",
+}
 
 
 class Arrival(NamedTuple):
@@ -55,11 +62,15 @@ def layers_of(config: Any, *, block_size: int) -> tuple[LayerSpec, ...]:
         layers = read_config(text_config.to_dict()).layers
     except ConfigError as error:
         raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: {error}") from error
+    reason = _untold_state(text_config, layers)
+    if reason is not None:
+        raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: {reason}")
+    if all(layer.kind is GroupKind.STATE for layer in layers):
+        raise UnsupportedModelError(
+            f"model type {config.model_type!r} cannot be served: all of its layers keep recurrent states, and none"
+            " attends"
+        )
     for layer in layers:
-        if layer.kind is GroupKind.STATE:
-            raise UnsupportedModelError(
-                f"model type {config.model_type!r} cannot be served: layer {layer.layer} keeps a recurrent state"
-            )
         if layer.kind is not GroupKind.CHUNKED_LOCAL:
             continue
         if text_config.model_type not in _CHUNKED_TYPES:
@@ -75,12 +86,18 @@ def layers_of(config: Any, *, block_size: int) -> tuple[LayerSpec, ...]:
     return layers
 
 
-def check_heads(config: Any, rank_count: int) -> None:
-    """Refuses more ranks than a model has heads for, or a number that these do not divide by.
+def check_ranks(config: Any, rank_count: int) -> None:
+    """Refuses several ranks where layers keep recurrent states, more of them than a model has heads for, or a number
+    that these do not divide by.
 
     Raises:
-        UnsupportedModelError: says how many heads there are.
+        UnsupportedModelError: says why, and how many heads there are.
     """
+    if rank_count > 1 and any(layer.kind is GroupKind.STATE for layer in layers_of(config, block_size=1)):
+        raise UnsupportedModelError(
+            f"model type {config.model_type!r} cannot be served by {rank_count} ranks: its layers keep recurrent"
+            " states, which are not divided; --tensor-parallel may be 1"
+        )
     head_count = getattr(config.get_text_config(), "num_attention_heads", None)
     if isinstance(head_count, int) and head_count % rank_count:
         counts = ", ".join(str(count) for count in range(2, head_count + 1) if head_count % count == 0)
@@ -99,7 +116,8 @@ def layers_as_they_arrive(
         UnsupportedModelError: a layer does not attend, attends without being known, has another window, or computes
             keys of its own where it should read another's; keys are of several dtypes.
     """
-    unlike = sorted({layer.layer for layer in layers} ^ arrivals.keys())
+    attention = [layer for layer in layers if layer.kind is not GroupKind.STATE]
+    unlike = sorted({layer.layer for layer in attention} ^ arrivals.keys())
     if unlike:
         raise UnsupportedModelError(
             f"model type {model_type!r} cannot be served: layers {unlike} do not go through transformers' attention"
@@ -108,7 +126,7 @@ def layers_as_they_arrive(
     dtypes = {arrival.key.dtype for arrival in arrivals.values()}
     if len(dtypes) > 1:
         raise UnsupportedModelError(f"model type {model_type!r} cannot be served: the layers' keys differ: {dtypes}")
-    for layer in layers:
+    for layer in attention:
         key, latent_dim, found = arrivals[layer.layer]
         if (latent_dim is None) == (layer.value_head_dim == 0):
             raise UnsupportedModelError(
@@ -126,7 +144,31 @@ def layers_as_they_arrive(
                 f"model type {model_type!r} cannot be served: by its configuration layer {layer.layer} reads the keys"
                 f" of layer {layer.shared_with} (num_kv_shared_layers), but it computes its own"
             )
-    return tuple(_with_heads(layer, arrivals[layer.layer].key) for layer in layers)
+    return tuple(
+        layer if layer.kind is GroupKind.STATE else _with_heads(layer, arrivals[layer.layer].key) for layer in layers
+    )
+
+
+def states_as_they_arrive(
+    model_type: str, layers: tuple[LayerSpec, ...], arrivals: Mapping[int, Mapping[StateKey, StateTensor]]
+) -> tuple[tuple[LayerSpec, ...], tuple[tuple[int, tuple[StateTensor, ...]], ...]]:
+    """Returns the same layers with the bytes of the states that they were seen to keep, and the tensors of these.
+
+    Raises:
+        UnsupportedModelError: a layer keeps no state, or one of which its configuration does not tell.
+    """
+    unlike = sorted({layer.layer for layer in layers if layer.kind is GroupKind.STATE} ^ arrivals.keys())
+    if unlike:
+        raise UnsupportedModelError(
+            f"model type {model_type!r} cannot be served: layers {unlike} keep other states than its configuration"
+            " tells"
+        )
+    states = tuple((layer, in_order(tensors)) for layer, tensors in sorted(arrivals.items()))
+    sizes = {layer: sum(tensor.byte_count for tensor in tensors) for layer, tensors in states}
+    sized = (
+        replace(layer, state_bytes=sizes[layer.layer]) if layer.kind is GroupKind.STATE else layer for layer in layers
+    )
+    return tuple(sized), states
 
 
 def _with_heads(layer: LayerSpec, key: torch.Tensor) -> LayerSpec:
@@ -166,16 +208,20 @@ def _encoder_decoder(config: Any) -> str | None:
     return "it is an encoder-decoder" if config.is_encoder_decoder else None
 
 
-def _recurrent_state(config: Any) -> str | None:
-    name = next((name for name in _STATE_ENTRIES if _entry(config, name)), None)
+def _untold_state(config: Any, layers: tuple[LayerSpec, ...]) -> str | None:
+    """Finds a state of which it is not said which layers keep it. (Granite 4 has such entries, and a list of layers all
+    of which attend.)"""
+    if getattr(config, "layer_types", None) or any(layer.kind is GroupKind.STATE for layer in layers):
+        return None
+    name = next((name for name in _STATE_ENTRIES if getattr(config, name, None)), None)
     return f"recurrent state ({name})" if name is not None else None
+
+
+def _shared_layers(config: Any) -> str | None:
+    return _UNLIKE_OTHERS.get(config.model_type)
 
 
 _REASONS: tuple[Callable[[Any], str | None], ...] = (
     _encoder_decoder,
-    _recurrent_state,
+    _shared_layers,
 )
-
-
-def _entry(config: Any, name: str) -> Any:
-    return getattr(config, name, None)

@@ -25,6 +25,8 @@ from quire_worker.model import latent
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.rotary import TokenLengths
+from quire_worker.model.states.mixers import CacheView
+from quire_worker.model.states.passes import StatePass, StateProbe
 from quire_worker.model.support import Arrival, refuse_unsupported_options
 
 ATTENTION_NAME = "quire_paged"
@@ -47,6 +49,11 @@ class Scoring(NamedTuple):
 class Step(Protocol):
     """One forward pass, as the layers see it. Tensors are ragged, `[tokens, heads, head_dim]`."""
 
+    @property
+    def states(self) -> StatePass | StateProbe | None:
+        """Returns where recurrent layers keep their states; None where no layer has any."""
+        ...
+
     def attend(
         self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
@@ -61,6 +68,7 @@ class PagedStep:
 
     plans: Sequence[AttentionPlan]
     layers: Mapping[int, LayerCache]
+    states: StatePass | None = None
 
     def attend(
         self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
@@ -88,8 +96,9 @@ class PagedStep:
 class ProbeStep:
     """The first one of a model: computes nothing, and notes what arrives in each layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch: ForwardBatch) -> None:
         self.arrivals: dict[int, Arrival] = {}
+        self.states = StateProbe(batch)
 
     def attend(
         self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
@@ -107,12 +116,14 @@ class ProbeStep:
         return query.new_zeros(*query.shape[:2], value.shape[-1])
 
 
-class PositionsView:
+class PositionsView(CacheView):
     """What a model may ask its cache. Keys and values lie in pages, and no layer sees more of them than its own new
-    ones; how many tokens came before is another number for each token of a flat batch."""
+    ones; how many tokens came before is another number for each token of a flat batch. States are asked for by mixers
+    alone, each of which is given a view of one segment."""
 
-    def __init__(self, position_ids: torch.Tensor) -> None:
-        """Keeps the positions of one forward pass: int64 `[1, tokens]`."""
+    def __init__(self, position_ids: torch.Tensor, states: StatePass | StateProbe | None = None) -> None:
+        """Keeps the positions of one forward pass, int64 `[1, tokens]`, and its states."""
+        super().__init__(states)
         self._position_ids = position_ids
 
     def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
@@ -208,13 +219,15 @@ def run(module: torch.nn.Module, batch: ForwardBatch, step: Step, lengths: Token
         output = module(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
-            past_key_values=PositionsView(batch.position_ids),
+            past_key_values=PositionsView(batch.position_ids, step.states),
             use_cache=False,
             logits_to_keep=batch.logits_index,
             quire_step=step,
         )
-        logits: torch.Tensor = output.logits[0]
-        return logits.to(torch.float32)
+        logits: torch.Tensor = output.logits[0].to(torch.float32)
+        if step.states is not None:
+            step.states.finish()
+        return logits
 
 
 def _ragged(heads: torch.Tensor) -> torch.Tensor:

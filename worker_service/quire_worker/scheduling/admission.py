@@ -79,8 +79,9 @@ class Round:
 
 
 class Peaks:
-    """The most blocks that a sequence holds at a time, of each group: all of full attention, and of a window those that
-    the tokens of a pass read. As for all else, blocks are counted as if each were one of every group.
+    """The most blocks that a sequence holds at a time, of each group: all of full attention, of a window those that the
+    tokens of a pass read, and of a state the running one. As for all else, blocks are counted as if each were one of
+    every group of attention.
 
     Args:
         groups: of the pool, with blocks of one size.
@@ -88,16 +89,19 @@ class Peaks:
     """
 
     def __init__(self, groups: Sequence[GroupSpec], pass_token_count: int) -> None:
-        size = groups[0].block_size
-        windows = [group.window for group in groups if group.kind is not GroupKind.FULL_ATTENTION]
+        attention = [group for group in groups if group.kind is not GroupKind.STATE]
+        size = attention[0].block_size
+        windows = [group.window for group in attention if group.kind is not GroupKind.FULL_ATTENTION]
         # Of the keys that a pass reads, the first may be the last of its block.
         self._windowed = [-(-(window + pass_token_count - 2) // size) + 1 for window in windows]
-        self._group_count = len(groups)
+        self._group_count = len(attention)
+        self._state_count = len(groups) - len(attention)
 
     def block_count(self, length: int) -> int:
         """Counts the blocks of a sequence whose tables get so many entries."""
         full = (self._group_count - len(self._windowed)) * length
-        return -(-(full + sum(min(length, peak) for peak in self._windowed)) // self._group_count)
+        windowed = sum(min(length, peak) for peak in self._windowed)
+        return -(-(full + windowed + self._state_count) // self._group_count)
 
 
 class Applicants:

@@ -229,10 +229,12 @@ class Roster:
         return filled
 
     def given_back(self, block_count: int, increment: Increment) -> dict[Sample, int]:
-        """Returns who gives back so many blocks that it holds ahead, and for how many tokens each keeps room."""
+        """Returns who gives back so many blocks that it holds ahead, and for how many tokens each keeps room. The state
+        of who has ended may be a token further than what it commits: with room behind, it is no checkpoint."""
         if block_count <= 0:
             return {}
-        holders = [(sample, sample.granted, len(sample.tokens)) for sample in self.running + self.leaving]
+        samples = self.running + ([] if self.has_states else self.leaving)
+        holders = [(sample, sample.granted, len(sample.tokens)) for sample in samples]
         return give_back(holders, block_count, increment)
 
     # -- branches ------------------------------------------------------------------------------------------------------

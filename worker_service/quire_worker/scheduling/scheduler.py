@@ -74,7 +74,7 @@ class Scheduler:
         self.digest_bytes_max = digest_bytes_max
         self.commit_blocks_max = commit_blocks_max
         self._increment = Increment.of(self.roster.block_size)
-        self._peaks = Peaks(self.roster.groups, batch_tokens_max)
+        self._peaks = Peaks(groups, batch_tokens_max)
         self._has_windows = any(group.kind is not GroupKind.FULL_ATTENTION for group in self.roster.groups)
         self._last_sequence_id = 0
         self._free_block_count: int | None = None
@@ -214,9 +214,9 @@ class Scheduler:
 
     def advance(self, work: Iterable[Work]) -> None:
         """Counts what the batch has computed; what was not computed must never be committed. Nor must the place of a
-        token that was never taken, because the sample had ended with the one before."""
+        token that was never taken, because the sample had ended with the one before; who rests has said how far it is."""
         for item in work:
-            if not item.sample.has_ended:
+            if item.sample not in self.roster.resting:
                 item.sample.computed = min(item.end, len(item.sample.tokens))
 
     def extend(self, sample: Sample, token: int, *, is_stop: bool) -> None:

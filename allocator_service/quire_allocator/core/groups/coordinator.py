@@ -48,7 +48,7 @@ class Coordinator:
         self._places = [order.index(group) for group in range(len(order))]
         self._blocks = blocks
         keeps_all = spec.retention == "dense" or not self.settles
-        self.retention = None if keeps_all else Retention(spec, self.managers, blocks)
+        self.retention = None if keeps_all else Retention(spec, self.managers, blocks, self.history)
         self._quotas = {quota.namespace: quota for quota in spec.quotas}
         # The nameless namespace of a pool without quotas: forgotten, it is empty again and serves as the next new one.
         self._unnamed: Namespace | None = None
@@ -114,8 +114,13 @@ class Coordinator:
         ends.discard(0)
         return tuple(sorted(ends))
 
-    def note_prompt(self, space: Namespace, digests: bytes, prompt_token_count: int) -> None:
-        """Notes the prompt of a sequence that was let in; the next one may part from it anywhere."""
+    def note_prompt(
+        self, space: Namespace, hits: Sequence[Hit], digests: bytes, prompt_token_count: int, junction: int
+    ) -> None:
+        """Notes the prompt of a sequence that is let in, before it takes its hits: where it parts from those before it,
+        and what the next one may part from."""
+        if self.retention is not None:
+            self.retention.note_parting(space, hits, digests, junction)
         if self.history is not None:
             self.history.note(space.name, digests[: prompt_token_count // self.digest_tokens * DIGEST_BYTES])
 
@@ -123,9 +128,12 @@ class Coordinator:
         self, space: Namespace, hits: Sequence[Hit], token_count: int, boundaries: tuple[int, ...], priority: int
     ) -> SequenceState:
         """Makes a sequence that holds its hits, which have `token_count` tokens in common, and nothing more yet."""
-        parts = tuple([m.open(scope, hit, boundaries) for m, scope, hit in zip(self.managers, space.scopes, hits)])
+        ends = boundaries
+        if boundaries and self.retention is not None:
+            ends = self.retention.with_steps(boundaries)
+        parts = tuple([m.open(scope, hit, ends) for m, scope, hit in zip(self.managers, space.scopes, hits)])
         sequence = SequenceState(space, token_count, priority, parts)
-        sequence.boundaries = boundaries
+        sequence.boundaries, sequence.ends = boundaries, ends
         if token_count and self.retention is not None:
             self.retention.make(sequence, token_count)
         self.settle(sequence)

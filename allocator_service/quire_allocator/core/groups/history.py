@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from quire_allocator.core.groups.partings import Behind
 from quire_allocator.core.groups.stretches import common_positions
 from quire_allocator.core.spec import DIGEST_BYTES
 
@@ -66,6 +67,22 @@ class PromptHistory:
                 if size < len(passage.digests):
                     break
         return offset // DIGEST_BYTES
+
+    def behind(self, namespace: str, digests: bytes, more: int) -> Behind:
+        """Returns what prompts go on with behind these digests: nothing where none is known that begins so. One that is
+        longer by `more` digests goes on. Changes nothing."""
+        passage, offset = self._roots.get(namespace), 0
+        while passage is not None and offset < len(digests):
+            passage = passage.children.get(digests[offset : offset + DIGEST_BYTES])
+            if passage is not None:
+                size = common_positions(passage.digests, digests, offset, len(digests)) * DIGEST_BYTES
+                if offset + size < len(digests) and size < len(passage.digests):
+                    return Behind(0, False)
+                offset += len(passage.digests)
+        if passage is None:
+            return Behind(0, False)
+        left = (offset - len(digests)) // DIGEST_BYTES
+        return Behind(1 if left else len(passage.children), _goes_on(passage, left, more))
 
     def note(self, namespace: str, digests: bytes) -> None:
         """A prompt of these digests was let in. If it alone has more than may be kept in all, its end is cut off."""
@@ -136,6 +153,14 @@ class PromptHistory:
         assert digest_count == self.digest_count, f"{self.digest_count} digests count, {digest_count} are"
         assert digest_count <= self._digest_count_max, "more digests are kept than may be"
         assert len(ends) <= self._prompt_count_max, "more prompts are kept than may be"
+
+
+def _goes_on(passage: Passage, left: int, more: int) -> bool:
+    """Tells whether at least so many digests follow in some prompt, of which the passage itself has `left`."""
+    if left >= more:
+        return True
+    ways = passage.children.values()
+    return any(_goes_on(way, len(way.digests) // DIGEST_BYTES, more - left) for way in ways)
 
 
 def _split(parent: Passage, passage: Passage, size: int) -> Passage:

@@ -11,7 +11,7 @@ What leaves when. Four kinds of cached blocks leave in this order, each the one 
 KEPT, which the eviction policy ranks:
 
     SPARE    windows and checkpoints that stand before no boundary; the end of a run beyond its deepest boundary
-    ASIDE    what a boundary has aside; what only boundaries need that are continued
+    ASIDE    what a boundary has aside; what only boundaries need that are continued, unless prompts part early
     KEPT     runs with a boundary at their end or with children; without full attention what a boundary needs
     LED      what a boundary needs of windows and states, where full attention has the same prefix: leaves with its run
 
@@ -24,7 +24,9 @@ boundary.
     (a prompt that is edited inside its last block ends one block earlier), and 5 x 447 SPARE
 
 Of one path the boundaries where paths part stay, and of the others the last three (what a chat's last two turns leave:
-the end of the turn before, that of the last prompt and of its answer). Places at which only full attention needs a
+the end of the turn before, that of the last prompt and of its answer). Where windows are all that a hit needs beside
+full attention, and many prompts part from cached ones before their end, further boundaries stand before the ends of
+prompts, and as many more stay (`partings.py`). Places at which only full attention needs a
 block, as between two chunks of chunked attention, need no boundary.
 
 Sources: Marconi (MLSys 2025) keeps what the next prompts are likely to end at; SGLang's hybrid tree lets windows leave
@@ -42,14 +44,16 @@ from quire_allocator.core.blocks import Blocks, Namespace, Scoped
 from quire_allocator.core.boundary import Boundary, BoundaryKey, living
 from quire_allocator.core.eviction.queue import BURDEN_MAX
 from quire_allocator.core.groups.full import FullAttentionManager, RunPart
+from quire_allocator.core.groups.history import PromptHistory
 from quire_allocator.core.groups.keeper import Keeper
-from quire_allocator.core.groups.manager import AnyManager
-from quire_allocator.core.groups.runs import Run
+from quire_allocator.core.groups.manager import AnyManager, Hit
+from quire_allocator.core.groups.partings import STEP_COUNT, Partings, behind_hit
+from quire_allocator.core.groups.runs import Run, RunHit, RunScope
 from quire_allocator.core.groups.states import StateManager, StatePart
 from quire_allocator.core.groups.units import AnyUnitManager, Unit
 from quire_allocator.core.groups.windows import WindowManager, WindowPart
 from quire_allocator.core.sequence import SequenceState
-from quire_allocator.core.spec import GroupKind, PoolSpec
+from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, PoolSpec
 
 CONTINUED_MAX: Final = 3  # boundaries of one path where no paths part
 
@@ -63,7 +67,11 @@ class Retention(Keeper):
         edge_tokens: boundaries are at multiples of this.
     """
 
-    def __init__(self, spec: PoolSpec, managers: Sequence[AnyManager], blocks: Blocks) -> None:
+    def __init__(
+        self, spec: PoolSpec, managers: Sequence[AnyManager], blocks: Blocks, history: PromptHistory | None
+    ) -> None:
+        self._history = history
+        self._digest_tokens = spec.block_size
         self._blocks = blocks
         self.edge_tokens = spec.edge_tokens
         kinds = [manager.spec.kind for manager in managers]
@@ -94,13 +102,15 @@ class Retention(Keeper):
             state.keeper = self
             state.is_led = bool(self.full)
         blocks.policy.trims = not self.full
+        learns = bool(self.windows) and not self.states
+        self.partings = Partings(self.edge_tokens) if learns else None
 
     # -- when boundaries are made --------------------------------------------------------------------------------------
 
     def reached(self, sequence: SequenceState, before: int) -> None:
         """A sequence has committed more than the `before` tokens that it had; nothing has fallen out yet."""
-        boundaries = sequence.boundaries
-        for token_count in boundaries[bisect_right(boundaries, before) :]:
+        ends = sequence.ends
+        for token_count in ends[bisect_right(ends, before) :]:
             if token_count > sequence.committed_token_count:
                 break
             self.make(sequence, token_count)
@@ -111,6 +121,31 @@ class Retention(Keeper):
         edge = self._last_stop(sequence)
         if edge > (0 if last is None else last.token_count):
             self.make(sequence, edge)
+
+    def note_parting(self, space: Namespace, hits: Sequence[Hit], digests: bytes, junction: int) -> None:
+        """A new prompt parts behind its junction or, where there is none, behind its hits."""
+        end = junction or hits[0].token_count
+        if self.partings is None or not end:
+            return
+        if self.full:
+            full = self.full[0]
+            hit = full.find(cast(RunScope, space.scopes[0]), digests, junction) if junction else cast(RunHit, hits[0])
+            behind = behind_hit(hit, self.edge_tokens // full.block_size)
+        else:
+            assert self._history is not None
+            count = end // self._digest_tokens
+            behind = self._history.behind(
+                space.name, digests[: count * DIGEST_BYTES], self.edge_tokens // self._digest_tokens
+            )
+        last = end // self._digest_tokens * DIGEST_BYTES
+        boundary = space.boundaries.get((end, digests[last - DIGEST_BYTES : last]))
+        self.partings.note(behind, is_parting=boundary is not None and boundary.is_parting)
+
+    def with_steps(self, boundaries: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns boundaries of a new sequence and, while prompts part early, steps before the last of them."""
+        if self.partings is None or not self.partings.are_early:
+            return boundaries
+        return tuple(sorted({*boundaries, *self.partings.steps_before(boundaries[-1])}))
 
     def _last_stop(self, sequence: SequenceState) -> int:
         """Returns the last edge before what is committed; where groups keep states, the last one with a checkpoint."""
@@ -203,12 +238,14 @@ class Retention(Keeper):
 
     def _goes_on(self, boundary: Boundary, way_count: int) -> None:
         """So many boundaries more are right behind it."""
-        was_continued = boundary.is_continued
+        was_aside = boundary.is_aside
         boundary.way_count += way_count
         boundary.is_parting |= boundary.way_count > 1
-        if boundary.is_continued == was_continued:
+        are_early = self.partings is not None and self.partings.are_early
+        boundary.is_aside = boundary.is_continued and (was_aside or not are_early)
+        if boundary.is_aside == was_aside:
             return
-        step = 1 if was_continued else -1
+        step = 1 if was_aside else -1
         for entry in boundary.needed:
             unit = cast(Unit, entry)
             unit.needed_count += step
@@ -217,12 +254,13 @@ class Retention(Keeper):
 
     def end_old(self, boundary: Boundary | None) -> None:
         """Ends the boundaries of a path where no paths part, but for the last few."""
-        count = 0
+        count, are_early = 0, self.partings is not None and self.partings.are_early
+        count_max = CONTINUED_MAX + (STEP_COUNT if are_early else 0)
         while boundary is not None:
             before = boundary.parent = living(boundary.parent)
             if not boundary.is_parting:
                 count += 1
-                if count > CONTINUED_MAX:
+                if count > count_max:
                     self.end(boundary)
             boundary = before
 
@@ -232,12 +270,11 @@ class Retention(Keeper):
         if boundary.is_gone:
             return
         boundary.is_gone = True
-        was_continued = boundary.is_continued
         for run in boundary.runs:
             cast(Run, run).boundaries.remove(boundary)
         for entry in boundary.needed:
             unit = cast(Unit, entry)
-            if was_continued:
+            if boundary.is_aside:
                 unit.aside_count -= 1
             else:
                 unit.needed_count -= 1

@@ -11,6 +11,7 @@ from quire_allocator.core.boundary import Boundary, living
 from quire_allocator.core.eviction.queue import KEPT, SPARE
 from quire_allocator.core.groups.fallen import WindowScope
 from quire_allocator.core.groups.full import FullAttentionManager
+from quire_allocator.core.groups.partings import STEP_COUNT
 from quire_allocator.core.groups.retention import CONTINUED_MAX, Retention
 from quire_allocator.core.groups.runs import Run, RunScope
 from quire_allocator.core.groups.states import StateManager
@@ -32,10 +33,11 @@ def check(pool: Pool, spaces: Sequence[Namespace]) -> None:
     for space in spaces:
         ways = Counter(id(living(boundary.parent)) for boundary in space.boundaries.values())
         for key, boundary in space.boundaries.items():
+            assert boundary.is_continued or not boundary.is_aside, "a boundary is aside where paths end or part"
             assert boundary.way_count == ways[id(boundary)], "a boundary counts other ways than there are"
             _check_boundary(space, key, boundary)
             _check_path(boundary)
-            (aside if boundary.is_continued else needed).update([id(unit) for unit in boundary.needed])
+            (aside if boundary.is_aside else needed).update([id(unit) for unit in boundary.needed])
             aside.update([id(unit) for unit in boundary.aside])
     for sequence in pool.sequences.values():
         for number, window in retention.windows:
@@ -71,7 +73,7 @@ def _check_path(boundary: Boundary) -> None:
         assert before.token_count < below, "a boundary is behind one that it comes before"
         count, below = count + (not before.is_parting), before.token_count
         before = living(before.parent)
-    assert count <= CONTINUED_MAX, f"a path has {count} boundaries where none parts from it"
+    assert count <= CONTINUED_MAX + STEP_COUNT, f"a path has {count} boundaries where none parts from it"
 
 
 def _check_remembered(window: WindowManager, part: WindowPart, edge_count: int) -> None:

@@ -156,7 +156,7 @@ def _open(pool: Pool, space: Namespace, reported: ReportedSequence, parts: list[
     made = tuple([make() for make in parts])
     sequence = SequenceState(space, reported.token_count, reported.priority, made)
     sequence.committed_token_count = reported.committed_token_count
-    sequence.boundaries = boundaries(pool, reported)
+    sequence.boundaries = sequence.ends = boundaries(pool, reported)
     pool.sequences[reported.sequence_id] = sequence
     tables = zip(pool.tables(sequence), reported.tables, strict=True)
     if any(table.tobytes() != given.tobytes() for table, given in tables):

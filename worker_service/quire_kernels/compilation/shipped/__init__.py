@@ -13,8 +13,11 @@ from __future__ import annotations
 from quire_kernels.compilation.configurations import KernelConfiguration, unique
 from quire_kernels.compilation.shipped.appending import APPENDING
 from quire_kernels.compilation.shipped.around_attention import AROUND_ATTENTION
+from quire_kernels.compilation.shipped.around_products import AROUND_PRODUCTS
 from quire_kernels.compilation.shipped.attention import ATTENTION
 from quire_kernels.compilation.shipped.moving import MOVING
 
 # Two choices of a launcher may lead to one specialisation; it is compiled once.
-SHIPPED: tuple[KernelConfiguration, ...] = unique((*APPENDING, *ATTENTION, *AROUND_ATTENTION, *MOVING))
+SHIPPED: tuple[KernelConfiguration, ...] = unique(
+    (*APPENDING, *ATTENTION, *AROUND_ATTENTION, *AROUND_PRODUCTS, *MOVING)
+)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from quire_worker.model.states.passes import StatePass, StateProbe
 from quire_worker.model.transformers_seam import Scoring, Step
 
 
@@ -56,6 +57,11 @@ class RecordingStep:
 
     inner: Step
     recording: Recording
+
+    @property
+    def states(self) -> StatePass | StateProbe | None:
+        """Returns where the other step keeps states."""
+        return self.inner.states
 
     def attend(
         self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring

@@ -1,0 +1,150 @@
+"""Where prompts part from cached ones, and which windows stay therefore. Numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from quire_allocator.core.groups.partings import LATE_BELIEVED, Partings
+from quire_allocator.core.pool import Pool
+from quire_allocator.core.readers import invariants
+from quire_allocator.core.spec import PoolSpec
+
+from tests.allocator.core.pools import chunked, full, make_pool, sliding, state
+from tests.allocator.core.test_retention import serve, text
+
+
+def partings_of(pool: Pool) -> Partings:
+    retention = pool.coordinator.retention
+    assert retention is not None
+    assert retention.partings is not None
+    return retention.partings
+
+
+def seen(pool: Pool) -> tuple[float, float]:
+    """Prompts that parted late and early."""
+    partings = partings_of(pool)
+    return partings.late - LATE_BELIEVED, partings.early
+
+
+def parted(number: int, block_count: int, kept: int) -> bytes:
+    """A prompt that agrees with `text(0, ...)` in its first blocks."""
+    return text(0, block_count)[: 32 * kept] + text(number, block_count)[32 * kept :]
+
+
+def test_a_chat_that_goes_on_parts_late_and_an_edited_one_early() -> None:
+    pool = make_pool(200, full(4), sliding(4, 4))
+    serve(pool, text(0, 8), 32)
+    assert seen(pool) == (0, 0)  # the first prompt parts from nothing
+    serve(pool, text(0, 10), 41)  # all eight blocks, and nothing follows
+    assert seen(pool) == (1, 0)
+    serve(pool, parted(1, 10, 5), 41)  # inside of the ten
+    assert seen(pool) == (1, 1)
+    serve(pool, parted(2, 10, 5), 41)  # where two ways go on already
+    assert seen(pool) == (1, 1)
+
+
+def test_a_prompt_parts_late_if_less_than_an_edge_follows() -> None:
+    pool = make_pool(200, full(4), sliding(16, 16))
+    serve(pool, text(0, 11), 44)
+    serve(pool, text(0, 11) + text(1, 4), 60)  # hits end at multiples of 16: three blocks follow the 32 tokens
+    assert seen(pool) == (1, 0)
+    serve(pool, parted(2, 15, 4), 60)
+    assert seen(pool) == (1, 1)
+
+
+def test_older_prompts_count_half_beyond_the_last_64() -> None:
+    pool = make_pool(4_000, full(4), sliding(4, 4))
+    for number in range(61):
+        serve(pool, text(number, 2), 8)
+        serve(pool, text(number, 3), 13)
+    partings = partings_of(pool)
+    assert (partings.early, partings.late) == (0, (60 + LATE_BELIEVED + 1) / 2)
+
+
+def test_steps_double_their_distance_and_stand_at_edges() -> None:
+    partings = Partings(16)
+    assert partings.steps_before(1_000) == [968, 936, 872, 744, 488]
+    assert partings.steps_before(32) == []
+    assert len(partings.steps_before(1_000_000)) == 7
+
+
+def test_where_many_prompts_part_early_hits_can_end_before_the_ends_of_prompts() -> None:
+    pool = make_pool(2_000, full(4), sliding(4, 8))
+    for number in range(1, 4):  # three edited prompts and four believed to go on: 3 of 7 are 0.4 and more
+        serve(pool, text(10 * number, 8), 32)
+        serve(pool, text(10 * number, 8)[: 32 * 4] + text(10 * number + 1, 4), 32)
+    assert partings_of(pool).are_early
+    serve(pool, text(0, 20), 81)
+    invariants.check(pool)
+    own = text(0, 20)
+    boundaries = pool.blocks.namespaces[""].boundaries
+    ends = [count for count, digest in boundaries if digest == own[8 * count - 32 : 8 * count]]
+    assert sorted(ends) == [16, 48, 64, 72, 80]  # 64, 32, 16 and 8 tokens before the end of the prompt, and that
+    assert not any(boundary.is_aside for boundary in boundaries.values() if boundary.token_count > 32)
+
+
+def edited_chats(pool: Pool, *, chat_count: int, round_count: int) -> float:
+    """Chats whose last quarter is written anew each time; returns the share of what they have in common that hits."""
+    hits = 0
+    for number in range(round_count):
+        for chat in range(chat_count):
+            digests = text(chat, 40)[: 32 * 30] + text(1_000 * (number + 1) + chat, 10)
+            matched = serve(pool, digests, 161)
+            hits += matched if number else 0
+    invariants.check(pool)
+    return hits / ((round_count - 1) * chat_count * 120)
+
+
+def test_a_pool_that_has_learned_it_hits_what_edited_prompts_have_in_common() -> None:
+    # A chat has 40 blocks and, with its steps, at most 40 of the window. The first edit of each is told its junction,
+    # which is hit from then on.
+    pool = Pool(PoolSpec(12 * 60, (full(4), sliding(4, 32))))
+    assert edited_chats(pool, chat_count=8, round_count=6) > 0.8
+
+
+def test_without_full_attention_the_latest_prompts_tell_where_a_prompt_parts() -> None:
+    pool = make_pool(200, sliding(4, 4))
+    serve(pool, text(0, 8), 33)
+    serve(pool, text(0, 10), 41)  # its history has the eight blocks of the prompt before, and no more
+    assert seen(pool) == (1, 0)
+    serve(pool, parted(1, 10, 5), 41)
+    assert seen(pool) == (1, 1)
+    serve(pool, parted(2, 10, 5), 41)
+    assert seen(pool) == (1, 1)
+
+
+def test_what_no_prompt_is_known_to_begin_with_has_nothing_behind() -> None:
+    pool = make_pool(200, sliding(4, 4))
+    pool.allocate(1, 16, text(0, 4))
+    pool.commit(1, 16, text(0, 4))
+    pool.grow(1, 32)
+    pool.commit(1, 32, text(0, 8)[32 * 4 :])  # an answer, which no prompt had
+    pool.free(1)
+    serve(pool, text(0, 10), 41)
+    assert seen(pool) == (1, 0)
+    history = pool.coordinator.history
+    assert history is not None
+    assert history.behind("", text(0, 4), 1) == (1, True)
+    assert history.behind("", text(0, 10), 1) == (0, False)
+    assert history.behind("", text(0, 12), 1) == history.behind("", parted(3, 8, 2), 1) == (0, False)
+    assert history.behind("elsewhere", text(0, 1), 1) == (0, False)
+
+
+@pytest.mark.parametrize("groups", [(full(4), state(4)), (state(4),), (chunked(4, 8), state(4))])
+def test_pools_of_states_learn_nothing_of_it(groups: tuple[object, ...]) -> None:
+    pool = make_pool(40, *groups)  # type: ignore[arg-type]
+    retention = pool.coordinator.retention
+    assert retention is not None
+    assert retention.partings is None
+    assert retention.with_steps((512, 1_000)) == (512, 1_000)
+
+
+def test_hits_end_near_the_parting_although_nobody_parted_there_before() -> None:
+    pool = make_pool(4_000, full(4), sliding(4, 16))
+    for number in range(1, 4):
+        serve(pool, text(10 * number, 8), 32)
+        serve(pool, text(10 * number, 8)[: 32 * 4] + text(10 * number + 1, 4), 32)
+    serve(pool, text(0, 64), 257)
+    spare = pool.blocks.namespaces[""].scopes[1].spare
+    pool.blocks.take(pool.blocks.empty_count + spare)  # all that no boundary needs has left
+    matched = [pool.match("", parted(5, 64, kept)) for kept in (63, 62, 60, 56, 50, 40, 20)]
+    assert matched == [252, 248, 240, 224, 192, 128, 0]

@@ -1,0 +1,175 @@
+"""Models with recurrent states through the engine, token by token against transformers' own `generate`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quire.types import GroupKind
+from quire_worker.cache import NAN_BYTE, KVCache
+from quire_worker.model.batch import Chunk, build_batch
+from quire_worker.model.checkpoint import UnsupportedModelError
+from quire_worker.model.paged_model import check_rank_count, load_model
+from quire_worker.model.states import mixers
+
+from tests.worker.engine_harness import paged_model, prompt, reference_model, reference_text, running
+from tests.worker.state_models import FURTHER, STATE_FAMILIES, write_with_states
+from tests.worker.test_families import LENGTHS, pool_of
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    tiny = tmp_path_factory.mktemp("states")
+    return {family: write_with_states(family, tiny / family) for family in STATE_FAMILIES}
+
+
+@pytest.mark.parametrize("family", STATE_FAMILIES)
+async def test_mixed_batches_prefix_hits_and_forks_give_the_text_of_transformers(
+    folders: dict[str, Path], family: str
+) -> None:
+    folder = folders[family]
+    prompts = [prompt(length, seed=length) for length in LENGTHS]
+    blocks = pool_of(folder, 256)
+    async with running(folder, blocks=blocks) as harness:
+        tasks = []
+        for tokens in prompts:  # one after the other, so that prefills meet decodes
+            tasks.append(asyncio.create_task(harness.generate(tokens, max_tokens=20)))
+            await asyncio.sleep(0)
+        outputs = await asyncio.gather(*tasks)
+        again = await asyncio.gather(*(harness.generate(tokens, max_tokens=20, n=2) for tokens in prompts))
+        assert await harness.free_block_count() == blocks
+    for tokens, output, hit in zip(prompts, outputs, again, strict=True):
+        expected = reference_text(folder, tuple(tokens), 20)
+        assert output.tokens[0] == expected, f"prompt of {len(tokens)}"
+        assert hit.tokens == [expected] * 2, f"prompt of {len(tokens)}, found in the cache and forked"
+        assert hit.request.usage.cached_token_count == (len(tokens) - 1) // 16 * 16
+
+
+def spare_pool_of(folder: Path, table_length: int) -> int:
+    """Blocks of a pool that has two sequences' states, and so many for each group of attention."""
+    groups = paged_model(folder).cache_spec.groups
+    states = sum(group.kind is GroupKind.STATE for group in groups)
+    return 2 * states + table_length * (len(groups) - states)
+
+
+@pytest.mark.parametrize("family", STATE_FAMILIES)
+async def test_requests_that_outgrow_their_pool_are_preempted_and_finish_with_the_same_text(
+    folders: dict[str, Path], family: str
+) -> None:
+    folder = folders[family]
+    prompts = [prompt(18 + i, seed=i) for i in range(3)]
+    blocks = spare_pool_of(folder, 7)  # two are let in with two blocks each, and come to have five
+    async with running(folder, blocks=blocks) as harness:
+        outputs = await asyncio.gather(
+            *(harness.generate(tokens, max_tokens=56, ignore_eos=True) for tokens in prompts)
+        )
+        preemptions = harness.engine.scheduler.roster.preemption_count
+        assert await harness.free_block_count() == blocks
+    assert preemptions > 0
+    for tokens, output in zip(prompts, outputs, strict=True):
+        expected = reference_text(folder, tuple(tokens), 56)
+        assert output.tokens[0][: len(expected)] == expected
+        assert len(output.tokens[0]) == 56
+
+
+@pytest.mark.parametrize("family", ["Bamba", "Jamba", "MiniMax"])
+async def test_the_text_goes_on_when_the_allocator_is_replaced_by_an_empty_one(
+    folders: dict[str, Path], family: str
+) -> None:
+    tokens, blocks = prompt(50, seed=9), pool_of(folders[family], 64)
+    async with running(folders[family], blocks=blocks) as harness:
+        request = harness.submit(tokens, max_tokens=60, ignore_eos=True)
+        task = asyncio.create_task(harness.collect(request))
+        while request.usage.output_token_count < 10:
+            await asyncio.sleep(0)
+        await harness.allocator.stop()
+        await harness.allocator.start()
+        output = await task
+        again = await harness.generate(tokens, max_tokens=60, ignore_eos=True)  # from what was reported
+        assert await harness.free_block_count() == blocks
+    expected = reference_text(folders[family], tuple(tokens), 60)
+    for each in (output, again):
+        assert each.tokens[0][: len(expected)] == expected
+        assert len(each.tokens[0]) == 60
+    assert request.usage.preemption_count == 0
+    assert again.request.usage.cached_token_count == 48
+
+
+async def test_the_third_prompt_with_a_shared_prefix_begins_from_its_checkpoint(folders: dict[str, Path]) -> None:
+    folder, shared = folders["Bamba"], prompt(64, seed=1)
+    prompts = [shared + prompt(30, seed=seed) for seed in (2, 3, 4)]
+    async with running(folder, blocks=pool_of(folder, 64)) as harness:
+        outputs = [await harness.generate(tokens, max_tokens=20) for tokens in prompts]
+    assert [output.request.usage.cached_token_count for output in outputs] == [0, 0, 64]
+    for tokens, output in zip(prompts, outputs, strict=True):
+        assert output.tokens[0] == reference_text(folder, tuple(tokens), 20)
+
+
+async def test_a_pass_that_fails_midway_leaves_states_as_they_were(folders: dict[str, Path]) -> None:
+    folder, calls = folders["Bamba"], 0
+    module: Any = paged_model(folder).module
+
+    def fail_sometimes(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls in (2, 7, 13):
+            raise MemoryError
+
+    prompts = [prompt(length, seed=length) for length in (5, 40, 70)]
+    handle = module.model.layers[-1].register_forward_hook(fail_sometimes)
+    try:
+        async with running(folder, blocks=pool_of(folder, 64)) as harness:
+            outputs = await asyncio.gather(*(harness.generate(tokens, max_tokens=20) for tokens in prompts))
+            retries = harness.engine.telemetry.retry_count
+    finally:
+        handle.remove()
+    assert retries >= 3
+    for tokens, output in zip(prompts, outputs, strict=True):
+        assert output.tokens[0] == reference_text(folder, tuple(tokens), 20)
+
+
+# -- logits, without an engine -----------------------------------------------------------------------------------------
+
+
+def difference(folder: Path) -> float:
+    """How far the logits after two chunks of a prompt, among others and in pages of NaN, are from transformers'."""
+    model, tokens = load_model(folder), prompt(70, seed=7)
+    with torch.inference_mode():
+        expected = reference_model(folder)(torch.tensor([tokens])).logits[0, -1]
+    groups = model.cache_spec.groups
+    cache = KVCache(model.cache_spec, 10 * len(groups))
+    for buffer in cache.buffers:
+        buffer.fill_(NAN_BYTE)
+    tables = [[range(first + 10 * group, first + 10 * group + 5) for group in range(len(groups))] for first in (0, 5)]
+    for start, stop in ((0, 41), (41, 69), (69, 70)):
+        chunks = [  # the other one is gone through at the same time
+            Chunk(tokens[start:stop][::-1], start, tables[1], needs_logits=False),
+            Chunk(tokens[start:stop], start, tables[0], needs_logits=True),
+        ]
+        logits = model.forward(build_batch(chunks, groups=groups), cache)[0]
+    return float((logits - expected).norm() / expected.norm())
+
+
+def test_without_a_scan_of_its_own_jamba_is_refused(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert difference(folders["Jamba"]) < 1e-4
+    monkeypatch.setattr(mixers, "CONTINUATIONS", {})
+    with pytest.raises(UnsupportedModelError, match="through pages its logits differ"):
+        load_model(folders["Jamba"])
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_logits_of_further_types_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    assert difference(write_with_states(name, tmp_path)) < 1e-4
+
+
+def test_a_hybrid_all_of_whose_layers_attend_is_served(tmp_path: Path) -> None:
+    folder = write_with_states("GraniteMoeHybrid", tmp_path, layer_types=["attention"] * 4, num_local_experts=0)
+    assert difference(folder) < 1e-4
+
+
+def test_several_ranks_are_refused_before_weights_are_read(folders: dict[str, Path]) -> None:
+    with pytest.raises(UnsupportedModelError, match="'bamba' cannot be served by 2 ranks: its layers keep recurrent"):
+        check_rank_count(folders["Bamba"], 2)

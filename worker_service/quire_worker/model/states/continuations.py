@@ -1,0 +1,55 @@
+"""Mixers that transformers cannot let go on from a state over several tokens, and what does it in their place.
+
+The scan of Jamba's mixer begins with zeros, whatever its cache holds, as its kernels do. In one call for a whole prompt
+that is right; of a prompt in chunks it loses all that came before the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from quire_worker.model.states.view import SegmentView
+
+
+def jamba(mixer: Any, hidden_states: torch.Tensor, cache_params: SegmentView, **_: object) -> torch.Tensor:
+    """Computes several tokens of one sequence from the state before them.
+
+        state = exp(A dt) state + dt B x        output = (C state + D x) silu(gate)
+
+    Args:
+        mixer: `JambaMambaMixer`.
+        hidden_states: `[1, tokens, hidden]`.
+        cache_params: of the sequence.
+
+    Returns:
+        `[1, tokens, hidden]`.
+    """
+    token_count, dtype, layer = hidden_states.shape[1], hidden_states.dtype, mixer.layer_idx
+    state = cache_params.get_recurrent_state(layer)
+    assert state is not None, "a sequence that goes on has a state"
+    inner, gate = mixer.in_proj(hidden_states).transpose(1, 2).chunk(2, dim=1)  # [1, channels, tokens]
+    before = cache_params.update_conv_state(inner, layer)[..., -(token_count + mixer.conv_kernel_size - 1) :]
+    weight, bias = mixer.conv1d.weight, mixer.conv1d.bias
+    inner = mixer.act(functional.conv1d(before.to(weight.dtype), weight, bias, groups=weight.shape[0])).to(dtype)
+    ranks = [mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size]
+    time_step, b, c = mixer.x_proj(inner.transpose(1, 2)).split(ranks, dim=-1)
+    b, c = mixer.b_layernorm(b).float(), mixer.c_layernorm(c)  # [1, tokens, state]
+    steps = mixer.dt_proj.weight @ mixer.dt_layernorm(time_step).transpose(1, 2)
+    steps = functional.softplus(steps + mixer.dt_proj.bias[:, None])[..., None]  # [1, channels, tokens, 1]
+    decay = torch.exp(-torch.exp(mixer.A_log.float())[:, None] * steps)  # [1, channels, tokens, state]
+    added = steps * b[:, None] * inner[..., None].float()
+    outputs = []
+    for token in range(token_count):
+        state = decay[:, :, token] * state + added[:, :, token]
+        outputs.append((state.to(dtype) @ c[:, token, :, None])[..., 0])
+    cache_params.update_recurrent_state(state, layer)
+    scanned = (torch.stack(outputs, dim=-1) + inner * mixer.D.float()[:, None]) * functional.silu(gate)
+    return mixer.out_proj(scanned.transpose(1, 2).to(dtype))
+
+
+# By the name of the mixer's class.
+CONTINUATIONS: Mapping[str, Callable[..., torch.Tensor]] = {"JambaMambaMixer": jamba}

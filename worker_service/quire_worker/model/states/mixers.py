@@ -1,0 +1,134 @@
+"""Recurrent layers, each cut off from the flat batch: what comes to a mixer goes through it segment by segment.
+
+A mixer is the module of a layer that is given the cache and asks it for states: `cache_params` is what most call it,
+`past_key_values` others (LFM2, MiniMax). Its `forward` is replaced by one that cuts the batch; the weights stay where
+they are. Called without our view, as when a model computes its own logits, it is what it was.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection
+from functools import partial
+from typing import Any
+
+import torch
+
+from quire_worker.model.checkpoint import UnsupportedModelError
+from quire_worker.model.states.continuations import CONTINUATIONS
+from quire_worker.model.states.passes import Segment, States
+from quire_worker.model.states.view import SegmentView
+
+_CACHE_NAMES = ("cache_params", "past_key_values")
+
+
+class CacheView:
+    """What a model may ask its cache outside of mixers: nothing of states.
+
+    Attributes:
+        states: of the pass; None where the model keeps none.
+    """
+
+    def __init__(self, states: States | None) -> None:
+        """Keeps the states of one forward pass."""
+        self.states = states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Tells that no state is kept to go back to."""
+        return False
+
+    def get_conv_state(self, layer_idx: int, *_: object, **__: object) -> torch.Tensor:
+        """Refuses: whoever asks here is no mixer that we know.
+
+        Raises:
+            UnsupportedModelError: always.
+        """
+        raise UnsupportedModelError(f"layer {layer_idx} keeps a state of which its configuration does not tell")
+
+    get_recurrent_state = update_recurrent_state = get_linear_cache = set_linear_cache = get_conv_state
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *_: object, **__: object) -> torch.Tensor:
+        """Refuses likewise.
+
+        Raises:
+            UnsupportedModelError: always.
+        """
+        return self.get_conv_state(layer_idx)
+
+
+def wrap_mixers(module: torch.nn.Module, layers: Collection[int]) -> None:
+    """Makes every mixer of a model take flat batches.
+
+    Args:
+        module: of transformers.
+        layers: that keep states.
+
+    Raises:
+        UnsupportedModelError: a layer has no mixer, or several.
+    """
+    for layer in sorted(layers):
+        found = _mixers_of(module, layer)
+        if len(found) != 1:
+            what = ", ".join(type(mixer).__name__ for mixer in found) or "no module that is given a cache"
+            raise UnsupportedModelError(f"layer {layer} keeps a recurrent state, but is made of {what}")
+        _wrap(found[0])
+
+
+def _mixers_of(module: torch.nn.Module, layer: int) -> list[torch.nn.Module]:
+    """Returns the innermost modules of a layer that are given a cache by the first of its names that any has."""
+    own = [part for part in module.modules() if getattr(part, "layer_idx", None) == layer]
+    for name in _CACHE_NAMES:
+        found = [part for part in own if name in inspect.signature(part.forward).parameters]
+        innermost = [part for part in found if not any(child in found for child in part.modules() if child is not part)]
+        if innermost:
+            return innermost
+    return []
+
+
+def _wrap(mixer: torch.nn.Module) -> None:
+    inner = mixer.forward
+    go_on = CONTINUATIONS.get(type(mixer).__name__)
+
+    def forward(*arguments: Any, **keywords: Any) -> Any:
+        states = _states_in([*arguments, *keywords.values()])
+        if states is None:
+            return inner(*arguments, **keywords)
+        keywords.pop("quire_step", None)
+        results = []
+        for segment in states.segments:
+            view = SegmentView(states, segment)
+            is_continued = segment.is_begun and isinstance(segment.tokens, slice)
+            compute = partial(go_on, mixer) if go_on is not None and is_continued else inner
+            taken = [_take(argument, segment, view) for argument in arguments]
+            named = {name: _take(value, segment, view) for name, value in keywords.items()}
+            results.append(compute(*taken, **named))
+            view.finish()
+        return _joined(states.segments, results)
+
+    mixer.forward = forward
+
+
+def _states_in(values: list[Any]) -> States | None:
+    return next((value.states for value in values if isinstance(value, CacheView)), None)
+
+
+def _take(value: Any, segment: Segment, view: SegmentView) -> Any:
+    """Returns a segment's part of what a mixer is given; whatever has no tokens stays as it is."""
+    if isinstance(value, CacheView):
+        return view
+    if isinstance(value, tuple):
+        return tuple(_take(each, segment, view) for each in value)
+    if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[0] != 1:
+        return value
+    return value[:, segment.tokens] if isinstance(segment.tokens, slice) else value[0, segment.tokens].unsqueeze(1)
+
+
+def _joined(segments: list[Segment], results: list[Any]) -> Any:
+    """Puts results `[sequences, tokens, hidden]` where their tokens were, `[1, all tokens, hidden]`. Where a mixer
+    returns more than one, the others are states, which nobody reads."""
+    firsts = [result[0] if isinstance(result, tuple) else result for result in results]
+    token_count = sum(first.shape[0] * first.shape[1] for first in firsts)
+    joined = firsts[0].new_empty(1, token_count, *firsts[0].shape[2:])
+    for segment, first in zip(segments, firsts, strict=True):
+        joined[0, segment.tokens] = first.reshape(-1, *first.shape[2:])
+    return (joined, *[None] * (len(results[0]) - 1)) if isinstance(results[0], tuple) else joined

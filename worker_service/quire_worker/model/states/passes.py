@@ -1,0 +1,113 @@
+"""The states of one forward pass: which tokens go through a mixer together, and where their states are kept.
+
+A recurrent layer cannot take a flat batch: it would run on from one sequence into the next. So a pass is cut into
+segments, each of which goes through a mixer as a batch of its own:
+
+    chunks      A: 3 tokens from position 0     B: 1 token at 40     C: 1 token at 16     D: 2 tokens from 8
+    segments    B and C as [2, 1, hidden]; A as [1, 3, hidden], which has no state before it; D as [1, 2, hidden]
+
+What mixers leave behind is written to the pages when the pass has ended. So a pass that fails midway leaves every state
+as it was, and can be computed again, in parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+
+from quire_worker.model.batch import ForwardBatch
+from quire_worker.state_pages import LayerState, StateKey, StateTensor
+
+
+class Segment(NamedTuple):
+    """Tokens that go through a mixer together.
+
+    Attributes:
+        tokens: of the flat batch: those of one chunk, or one of each chunk, int64 `[sequences]`.
+        chunks: int64 `[sequences]`.
+        is_begun: whether there are tokens before these.
+    """
+
+    tokens: slice | torch.Tensor
+    chunks: torch.Tensor
+    is_begun: bool
+
+
+class States(Protocol):
+    """Where the states of a pass come from and go to."""
+
+    segments: list[Segment]
+
+    def read(self, layer: int, key: StateKey, segment: Segment) -> torch.Tensor:
+        """Returns a tensor of the states before the tokens of a segment, `[sequences, ...]`; only of one that is
+        begun."""
+        ...
+
+    def keep(self, layer: int, key: StateKey, segment: Segment, value: torch.Tensor) -> None:
+        """Takes the same after these tokens."""
+        ...
+
+
+class StatePass:
+    """States that lie in pages."""
+
+    def __init__(self, layers: Mapping[int, LayerState], batch: ForwardBatch) -> None:
+        """Begins a pass over a batch that is on its device."""
+        self.segments = segments_of(batch)
+        self._layers = layers
+        self._blocks = batch.state_blocks
+        self._kept: list[tuple[LayerState, StateKey, torch.Tensor, torch.Tensor]] = []
+
+    def read(self, layer: int, key: StateKey, segment: Segment) -> torch.Tensor:
+        """See `States`."""
+        return self._layers[layer].read(key, self._blocks[:, segment.chunks])
+
+    def keep(self, layer: int, key: StateKey, segment: Segment, value: torch.Tensor) -> None:
+        """See `States`. A tensor that is part of a larger one is copied, so that the larger one is not kept as well."""
+        dtype = self._layers[layer].tensors[key].dtype
+        self._kept.append((self._layers[layer], key, self._blocks[:, segment.chunks], value.to(dtype).clone()))
+
+    def finish(self) -> None:
+        """Writes everything that was kept to its pages."""
+        for layer, key, blocks, value in self._kept:
+            layer.write(key, blocks, value)
+        self._kept.clear()
+
+
+class StateProbe:
+    """States of a first pass, over sequences that begin: notes which tensors each layer keeps."""
+
+    def __init__(self, batch: ForwardBatch) -> None:
+        """Begins a pass that notes."""
+        self.segments = segments_of(batch)
+        self.arrivals: dict[int, dict[StateKey, StateTensor]] = {}
+
+    def read(self, layer: int, key: StateKey, segment: Segment) -> torch.Tensor:
+        """Never called, since no sequence is begun."""
+        raise AssertionError("a probe has no state to read")
+
+    def keep(self, layer: int, key: StateKey, segment: Segment, value: torch.Tensor) -> None:
+        """Notes shape and dtype."""
+        self.arrivals.setdefault(layer, {})[key] = StateTensor(key, tuple(value.shape[1:]), value.dtype)
+
+    def finish(self) -> None:
+        """Ends the pass, of which nothing is kept."""
+
+
+def segments_of(batch: ForwardBatch) -> list[Segment]:
+    """Cuts a batch into what goes through a mixer together."""
+    device = batch.input_ids.device
+    starts, lengths = batch.spans.tolist()
+    segments, single, place = [], [], 0
+    for chunk, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        if start > 0 and length == 1:
+            single.append((place, chunk))
+        else:
+            segments.append(Segment(slice(place, place + length), torch.tensor([chunk], device=device), start > 0))
+        place += length
+    if single:
+        tokens, chunks = torch.tensor(single, device=device).T
+        segments.append(Segment(tokens, chunks, is_begun=True))
+    return segments

@@ -1,0 +1,82 @@
+"""What a recurrent layer may ask its cache: transformers' interface, over the states of one segment."""
+
+from __future__ import annotations
+
+import torch
+
+from quire_worker.model.states.passes import Segment, States
+from quire_worker.state_pages import StateKey
+
+
+class SegmentView:
+    """The cache of one segment, as a mixer sees it during one call.
+
+    Kernels for one token overwrite the tensors that they were given, so all that was handed out is kept, too.
+    """
+
+    def __init__(self, states: States, segment: Segment) -> None:
+        """Reads nothing as yet."""
+        self._states = states
+        self._segment = segment
+        self._tensors: dict[tuple[int, StateKey], torch.Tensor] = {}
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Returns the last inputs of a convolution, `[sequences, channels, columns]`; None where there are none."""
+        return self._get(layer_idx, StateKey("conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Returns the recurrent state; None where there is none."""
+        return self._get(layer_idx, StateKey("recurrent", state_idx))
+
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        """Returns the same of MiniMax."""
+        return self.get_recurrent_state(layer_idx)
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: object,
+    ) -> torch.Tensor:
+        """Takes new inputs `[sequences, channels, tokens]`, and returns them behind those that there are; at the
+        beginning, behind as many zeros as make them `conv_kernel_size`."""
+        key = StateKey("conv", state_idx)
+        past = self._get(layer_idx, key)
+        if past is not None:
+            columns, both = past.shape[-1], torch.cat([past, conv_states], dim=-1)
+        else:
+            columns = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+            both = torch.nn.functional.pad(conv_states, (max(columns - conv_states.shape[-1], 0), 0))
+        self._tensors[layer_idx, key] = both[..., -columns:]
+        return both
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> torch.Tensor:
+        """Takes the state after these tokens."""
+        self._tensors[layer_idx, StateKey("recurrent", state_idx)] = recurrent_states
+        return recurrent_states
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
+        """Takes the same of MiniMax."""
+        self.update_recurrent_state(linear_cache, layer_idx)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Tells whether there are tokens before these."""
+        return self._segment.is_begun
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Tells that no state is kept to go back to."""
+        return False
+
+    def finish(self) -> None:
+        """Keeps the states as the call has left them."""
+        for (layer, key), tensor in self._tensors.items():
+            self._states.keep(layer, key, self._segment, tensor)
+
+    def _get(self, layer: int, key: StateKey) -> torch.Tensor | None:
+        if self._segment.is_begun and (layer, key) not in self._tensors:
+            self._tensors[layer, key] = self._states.read(layer, key, self._segment)
+        return self._tensors.get((layer, key))

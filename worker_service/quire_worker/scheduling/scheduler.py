@@ -214,7 +214,7 @@ class Scheduler:
 
     def advance(self, work: Iterable[Work]) -> None:
         """Counts what the batch has computed; what was not computed must never be committed. Nor must the place of a
-        token that was never taken, because the sample had ended with the one before; who rests has said how far it is."""
+        token that was never taken, because the sample had ended with the one before. Who rests keeps its count."""
         for item in work:
             if item.sample not in self.roster.resting:
                 item.sample.computed = min(item.end, len(item.sample.tokens))

@@ -228,6 +228,7 @@ class Branches:
                     roster.add(sample)
             self._engine.open(request)
             await self._finished(request)
+            self._engine.telemetry.prompt_token_count += sum(map(len, candidates))
             return Scores([sample.logprobs for sample in request.samples], request.usage.granted_block_count)
 
     def renew(self, branch_ids: Iterable[bytes], permissions: Permissions) -> list[bytes]:

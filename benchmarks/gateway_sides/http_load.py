@@ -11,6 +11,7 @@ import time
 from typing import NamedTuple
 
 END = b"data: [DONE]"
+IDLE_S = 1.0  # after which a connection is not used again: servers close idle ones, some after 5 s
 
 
 class Answered(NamedTuple):
@@ -27,6 +28,7 @@ class HttpCaller:
         self._host, _, port = address.rpartition(":")
         self._port = int(port)
         self._model = model
+        self._idle_since_s = 0.0
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def complete(self, prompt: list[int], output_tokens: int) -> Answered:
@@ -35,6 +37,8 @@ class HttpCaller:
         Raises:
             RuntimeError: the server refuses, or counts other tokens than were asked for.
         """
+        if time.monotonic() - self._idle_since_s > IDLE_S:
+            await self.close()
         if self._streams is None:
             self._streams = await asyncio.open_connection(self._host, self._port)
         reader, writer = self._streams
@@ -65,10 +69,11 @@ class HttpCaller:
         usage = json.loads(last.split(END)[0].strip().rsplit(b"data: ", 1)[1])["usage"]
         if usage["completion_tokens"] != output_tokens:
             raise RuntimeError(f"the server counts {usage['completion_tokens']} tokens instead of {output_tokens}")
+        self._idle_since_s = time.monotonic()
         return Answered(first_token_s, output_tokens)
 
     async def close(self) -> None:
         """Ends the connection to the server."""
         if self._streams is not None:
             self._streams[1].close()
-            await self._streams[1].wait_closed()
+            self._streams = None

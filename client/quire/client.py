@@ -194,6 +194,11 @@ class Client(_Connected):
         request = conversations.tokenize_request(prompt, tools, variables, with_generation_prompt)
         return tuple(self._link.call(self._stub.Tokenize, request, timeout_s).token_ids)
 
+    def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> tuple[bytes, ...]:
+        """Returns what each token is by itself: bytes that need not be whole characters."""
+        request = worker_pb.DetokenizeRequest(token_ids=token_ids)
+        return tuple(self._link.call(self._stub.Detokenize, request, timeout_s).texts)
+
     def status(self, *, timeout_s: float | None = None) -> types.WorkerStatus:
         """Returns what the worker is and does."""
         reply = self._link.call(self._stub.GetStatus, worker_pb.GetStatusRequest(), timeout_s)

@@ -115,6 +115,7 @@ class Usage:
     granted_block_count: int  # newly granted and used; copies and recomputation after a preemption included
     unshared_block_count: int  # what its samples would have taken in caches of their own
     preemption_count: int
+    sample_token_count_max: int = 0  # `max_tokens`, or what the prompt left of the longest sequence; 0: not said
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,6 @@ _SAME_NAME: Final[Mapping[str, tuple[Any, ...]]] = {
     "repetition_penalty": (1,),
     "min_p": (0,),
     "min_tokens": (0,),
-    "priority": (0,),
     "best_of": (1,),
     "echo": (False,),
     "allowed_token_ids": ([],),
@@ -35,7 +34,6 @@ _SAME_NAME: Final[Mapping[str, tuple[Any, ...]]] = {
 # What no worker does, and values of them that change nothing.
 _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "suffix": ("",),
-    "logprobs": (False,),
     "prompt_logprobs": (),
     "tool_choice": ("none", "auto"),
     "modalities": (["text"],),
@@ -77,6 +75,7 @@ class Ask(NamedTuple):
         with_usage: whether a stream ends with what it took.
         top_logprob_count: likeliest tokens to tell of each token; None where no logarithms are wanted.
         prompt_param: what the prompt is called there.
+        priority: as workers have it, larger is sooner; vLLM's, which callers give, is the other way round.
     """
 
     model: str | None
@@ -88,6 +87,7 @@ class Ask(NamedTuple):
     with_usage: bool
     top_logprob_count: int | None
     prompt_param: str
+    priority: int
 
 
 def of_completion(body: CompletionBody) -> Ask:
@@ -133,6 +133,8 @@ def _ask(
     _put(options, "stop", "stop", stop, ((),))
     _put(options, "logit_bias", "logit_bias", _biases(body.logit_bias), ({},))
     _put(options, "logprobs", "logprobs", top_logprob_count, ())
+    if options.get("echo"):  # then the prompt is part of the answer, its logprobs too
+        _put(options, "logprobs", "prompt_logprobs", top_logprob_count, ())
     for name, (option, value) in _structure(body).items():
         _put(options, name, option, value, ())
     if "seed" in options:
@@ -147,6 +149,7 @@ def _ask(
         body.stream_options is not None and body.stream_options.include_usage,
         top_logprob_count,
         prompt_param,
+        -(body.priority or 0),
     )
 
 

@@ -83,7 +83,7 @@ class Body(BaseModel):
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     allowed_token_ids: list[Token] | None = None
-    priority: int | None = None
+    priority: Annotated[int, Field(ge=-10, le=10)] | None = None  # lower is sooner
     prompt_logprobs: int | None = None
 
     response_format: dict[str, Any] | None = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
@@ -93,6 +94,9 @@ class Fleet:
     Args:
         workers: one client each.
         allocators: whose pools are watched.
+
+    Attributes:
+        spelled: what tokens of each model are, as far as it was asked; never more than the vocabulary.
     """
 
     def __init__(self, workers: Sequence[AsyncClient], allocators: Sequence[AsyncAllocatorClient]) -> None:
@@ -100,6 +104,7 @@ class Fleet:
         self._allocators = allocators
         self._tasks: list[asyncio.Task[None]] = []
         self._created_s: dict[str, int] = {}
+        self.spelled: defaultdict[str, dict[int, bytes]] = defaultdict(dict)
 
     async def open(self) -> None:
         """Asks each worker once, then goes on asking in the background."""

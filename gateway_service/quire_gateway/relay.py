@@ -7,11 +7,12 @@ has been handed on: the next worker is asked, and the caller is told what the la
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from typing import Final, NamedTuple, cast
+from typing import Final, NamedTuple, TypeVar, cast
 
 import grpc
+from quire.aio import AsyncClient
 from quire.errors import QuireError
 from quire.sampling import Chunk, SamplingOptions
 
@@ -21,6 +22,7 @@ from quire_gateway.fleet import Backend, Fleet, Model
 
 ELSEWHERE: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED}
 REQUEST_ID_MAX: Final = 64
+ResultT = TypeVar("ResultT")
 
 
 class Piece(NamedTuple):
@@ -127,7 +129,12 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
         try:
             with _counted(backend):
                 async with backend.client.stream(
-                    tokens, namespace=call.namespace, request_id=request_id, timeout_s=call.timeout_s, **options
+                    tokens,
+                    namespace=call.namespace,
+                    request_id=request_id,
+                    timeout_s=call.timeout_s,
+                    priority=ask.priority,
+                    **options,
                 ) as chunks:
                     async for chunk in chunks:
                         has_begun = True
@@ -150,27 +157,57 @@ def _counted(backend: Backend) -> Iterator[None]:
         backend.in_flight -= 1
 
 
+async def spelled(fleet: Fleet, model: Model, token_ids: Collection[int]) -> Mapping[int, bytes]:
+    """Returns what tokens are; any worker of the model is asked for those that are seen for the first time.
+
+    Raises:
+        ApiError: nobody answers.
+    """
+    known = fleet.spelled[model.name]
+    new = [token for token in token_ids if token not in known]
+    if new:
+        texts = await _asked(fleet, model, lambda client: client.detokenize(new), "")
+        known.update(zip(new, texts, strict=True))
+    return known
+
+
 async def _tokens(fleet: Fleet, model: Model, prompt: Prompt, prompt_param: str) -> tuple[int, ...]:
     """Returns a prompt's tokens, as any worker of the model says.
 
     Raises:
         ApiError: it is refused, or nobody answers.
     """
-    if isinstance(prompt, tuple) and not isinstance(prompt, Chat):
-        return prompt
+    if isinstance(prompt, str):
+        return await _asked(fleet, model, lambda client: client.tokenize(prompt), prompt_param)
+    if isinstance(prompt, Chat):
+        return await _asked(
+            fleet,
+            model,
+            lambda client: client.tokenize(
+                prompt.messages,
+                tools=prompt.tools,
+                variables=prompt.variables,
+                with_generation_prompt=prompt.with_generation_prompt,
+            ),
+            prompt_param,
+        )
+    return prompt
+
+
+async def _asked(
+    fleet: Fleet, model: Model, call: Callable[[AsyncClient], Awaitable[ResultT]], prompt_param: str
+) -> ResultT:
+    """Calls a worker of the model, another one where the first is full or away.
+
+    Raises:
+        ApiError: it is refused, or nobody answers.
+    """
     asked: list[Backend] = []
     refusal = ApiError(503, "no worker answers", kind="server_error", code="unavailable")
     while (backend := fleet.backend(model.name, without=asked)) is not None:
         asked.append(backend)
         try:
-            if isinstance(prompt, str):
-                return await backend.client.tokenize(prompt)
-            return await backend.client.tokenize(
-                prompt.messages,
-                tools=prompt.tools,
-                variables=prompt.variables,
-                with_generation_prompt=prompt.with_generation_prompt,
-            )
+            return await call(backend.client)
         except QuireError as error:
             refusal = of_quire(error, prompt_param)
             if error.code not in ELSEWHERE:

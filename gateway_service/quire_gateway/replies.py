@@ -8,6 +8,9 @@ from typing import Any, Final, NamedTuple, Protocol
 import orjson
 from quire.sampling import FinishReason, Usage
 
+from quire_gateway import probabilities
+from quire_gateway.probabilities import Told
+
 DONE: Final = b"data: [DONE]\n\n"
 _FINISH_REASONS: Final = {None: None, FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -59,6 +62,9 @@ class Form(Protocol):
     ) -> bytes:
         """Returns the event of a piece of one choice."""
 
+    def logprobs(self, tokens: Sequence[Told], spelled: Mapping[int, bytes], text_offset: int) -> Mapping[str, Any]:
+        """Returns what is told of tokens, before which there are `text_offset` characters."""
+
     def usage(self, taken: Taken) -> bytes:
         """Returns the last event of a stream that is to end with what it took."""
 
@@ -104,6 +110,9 @@ class CompletionForm(_Form, Form):
             with_usage=with_usage,
         )
 
+    def logprobs(self, tokens: Sequence[Told], spelled: Mapping[int, bytes], text_offset: int) -> Mapping[str, Any]:
+        return probabilities.of_completion(tokens, spelled, text_offset)
+
     def whole(self, answers: Sequence[Answer], taken: Taken) -> bytes:
         return self._whole((_completion_choice(index, *answer) for index, answer in enumerate(answers)), taken)
 
@@ -128,6 +137,9 @@ class ChatForm(_Form, Form):
             model=model,
             with_usage=with_usage,
         )
+
+    def logprobs(self, tokens: Sequence[Told], spelled: Mapping[int, bytes], text_offset: int) -> Mapping[str, Any]:
+        return probabilities.of_chat(tokens, spelled)
 
     def whole(self, answers: Sequence[Answer], taken: Taken) -> bytes:
         choices = (

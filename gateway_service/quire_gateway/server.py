@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import importlib.metadata
 import os
 import socket
@@ -126,6 +127,7 @@ async def serve(options: argparse.Namespace) -> None:
         )
         server = _Uvicorn(_configuration(options, gate))
         await fleet.open()
+        gc.freeze()  # a full collection, which stalls every stream, leaves out the many objects that imports have made
         serving = asyncio.create_task(server.serve([listener]))
         host, port = options.listen.rpartition(":")[0], listener.getsockname()[1]
         write_ready_file(options.ready_file, address=f"{host}:{port}")

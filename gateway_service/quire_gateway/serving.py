@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable, Mapping
 from contextlib import aclosing
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import orjson
 import structlog
@@ -18,6 +19,7 @@ from quire_gateway import relay
 from quire_gateway.failures import ApiError
 from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import Telemetry
+from quire_gateway.probabilities import Told, token_ids, told_of, told_of_prompt
 from quire_gateway.relay import Call
 from quire_gateway.replies import DONE, Answer, Form, Taken
 
@@ -32,6 +34,17 @@ _STREAM_HEADERS: Final = [
 
 class CallerGoneError(Exception):
     """Nobody reads the answer any more."""
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One choice of an answer, as far as it has come."""
+
+    texts: list[str] = field(default_factory=list)
+    told: list[Told] = field(default_factory=list)
+    told_characters: int = 0
+    finish_reason: FinishReason | None = None
+    is_opened: bool = False
 
 
 class Served(Response):
@@ -74,17 +87,19 @@ class Served(Response):
 
     async def _whole(self, send: Send) -> None:
         """Sends all choices in one answer."""
-        count = self._call.ask.choice_count
-        texts: list[list[str]] = [[] for _ in range(count * len(self._call.tokens))]
-        reasons: list[FinishReason | None] = [None] * len(texts)
+        choices = [_Choice() for _ in range(self._call.ask.choice_count * len(self._call.tokens))]
         async with aclosing(relay.pieces(self._fleet, self._call)) as pieces:
             async for number, chunk in pieces:
-                index = number * count + chunk.sample
-                texts[index].append(chunk.text)
-                reasons[index] = chunk.finish_reason or reasons[index]
+                choice = choices[self._index(number, chunk)]
+                choice.texts.append(chunk.text)
+                choice.told += self._told(number, chunk)
+                choice.finish_reason = chunk.finish_reason or choice.finish_reason
                 self._note(chunk)
-        self._check_whole(reasons)
-        answers = [Answer("".join(parts), reason, None) for parts, reason in zip(texts, reasons, strict=True)]
+        self._check_whole(choices)
+        answers = [
+            Answer("".join(choice.texts), choice.finish_reason, await self._logprobs(choice, choice.told))
+            for choice in choices
+        ]
         body = self._form.whole(answers, self._taken)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -92,32 +107,59 @@ class Served(Response):
 
     async def _stream(self, send: Send) -> None:
         """Sends each piece as it comes. What fails after the first one is told as the stream's last event."""
-        count, form = self._call.ask.choice_count, self._form
-        reasons: list[FinishReason | None] = [None] * (count * len(self._call.tokens))
-        opened = set[int]()
+        form = self._form
+        choices = [_Choice() for _ in range(self._call.ask.choice_count * len(self._call.tokens))]
+        has_begun = False
         try:
             async with aclosing(relay.pieces(self._fleet, self._call)) as pieces:
                 async for number, chunk in pieces:
-                    index = number * count + chunk.sample
-                    data = b""
-                    if not opened:
-                        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-                    if index not in opened:
-                        opened.add(index)
-                        data = form.opening(index)
-                    reasons[index] = chunk.finish_reason or reasons[index]
-                    if chunk.text or chunk.finish_reason is not None:
-                        data += form.piece(index, chunk.text, chunk.finish_reason, None)
+                    index = self._index(number, chunk)
+                    choice, told = choices[index], self._told(number, chunk)
+                    data = b"" if choice.is_opened else form.opening(index)
+                    choice.is_opened = True
+                    choice.finish_reason = chunk.finish_reason or choice.finish_reason
+                    if chunk.text or chunk.finish_reason is not None or told:
+                        logprobs = await self._logprobs(choice, told)
+                        data += form.piece(index, chunk.text, chunk.finish_reason, logprobs)
                     self._note(chunk)
+                    if not has_begun:
+                        has_begun = True
+                        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
                     if data:
                         await send({"type": "http.response.body", "body": data, "more_body": True})
-            self._check_whole(reasons)
+            self._check_whole(choices)
             last = form.usage(self._taken) + DONE if self._call.ask.with_usage else DONE
         except ApiError as error:
-            if not opened:
+            if not has_begun:
                 raise
             last = b"data: " + orjson.dumps(error.body) + b"\n\n" + DONE
         await send({"type": "http.response.body", "body": last})
+
+    def _index(self, number: int, chunk: Chunk) -> int:
+        """Returns the number of a chunk's choice: prompt by prompt, and in each sample by sample."""
+        return number * self._call.ask.choice_count + chunk.sample
+
+    def _told(self, number: int, chunk: Chunk) -> list[Told]:
+        """Returns the tokens of a chunk whose logprobs are wanted; of an echo, those of the prompt before them."""
+        if self._call.ask.top_logprob_count is None:
+            return []
+        told = told_of(chunk.logprobs)
+        if chunk.prompt_logprobs:
+            told = [*told_of_prompt(self._call.tokens[number][0], chunk.prompt_logprobs), *told]
+        return told
+
+    async def _logprobs(self, choice: _Choice, told: list[Told]) -> Mapping[str, Any] | None:
+        """Returns what the caller is told of these tokens, the next ones of a choice.
+
+        Raises:
+            ApiError: no worker says what they are.
+        """
+        if self._call.ask.top_logprob_count is None:
+            return None
+        spelled = await relay.spelled(self._fleet, self._call.model, token_ids(told))
+        found = self._form.logprobs(told, spelled, choice.told_characters)
+        choice.told_characters += sum(len(spelled[token.token_id].decode(errors="replace")) for token in told)
+        return found
 
     def _note(self, chunk: Chunk) -> None:
         if self._waits_for_first:
@@ -128,13 +170,13 @@ class Served(Response):
             self._telemetry.taken = self._telemetry.taken.plus(chunk.usage)
 
     @staticmethod
-    def _check_whole(reasons: list[FinishReason | None]) -> None:
+    def _check_whole(choices: Iterable[_Choice]) -> None:
         """Refuses to call an answer whole that a worker has broken off.
 
         Raises:
             ApiError: a choice has not ended.
         """
-        if None in reasons:
+        if any(choice.finish_reason is None for choice in choices):
             raise ApiError(502, "a worker ended its answer too early", kind="server_error", code="incomplete")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from quire.cli import app
+from quire.planning import weight_bytes
 
 from tests.client.servers import parsed, quire
 
@@ -108,6 +110,29 @@ def test_weights_are_divided_by_the_ranks_and_their_absence_is_told(plan: Any) -
     assert "weights are not subtracted from the memory: give --weights or --used" in without.out
 
 
+def test_weights_are_those_of_the_files_or_an_estimate(plan: Any, tmp_path: Path) -> None:
+    config = {**WORKED_EXAMPLE, "vocab_size": 32_000, "intermediate_size": 28_672}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    estimated = json.loads(plan(str(tmp_path), "--memory", "400GiB", "--json").out)
+    assert estimated["memory"]["used_bytes"] == estimated["memory"]["weight_bytes"] == weight_bytes(config)
+    assert "weights are estimated at" in estimated["notes"][0]
+    (tmp_path / "model.safetensors").write_bytes(bytes(1_000))
+    of_files = json.loads(plan(str(tmp_path), "--memory", "400GiB", "--tensor-parallel", "2", "--json").out)
+    assert (of_files["memory"]["used_bytes"], of_files["memory"]["weight_bytes"]) == (500, 1_000)
+    assert of_files["notes"] == []
+
+
+def test_a_length_of_ones_own_has_a_row_and_the_blocks_can_be_pasted(plan: Any) -> None:
+    out = plan(GEMMA, "--memory", "80GiB", "--weights", "55GB", "--length", "5000", "--max-len", "32k").out
+    lines = [line.strip() for line in out.splitlines()]
+    assert any(line.startswith("5,000 ") for line in lines)
+    assert "for a worker: --blocks 34041" in lines
+    other = plan(GEMMA, "--memory", "80GiB", "--weights", "55GB", "--block-size", "64").out
+    assert "--block-size 64" in other
+    names = re.split(r"\s{2,}", next(line for line in lines if line.startswith("tokens")))
+    assert len(set(names)) == len(names) == 8, "no two columns have one name"
+
+
 def test_lengths_beyond_what_the_model_was_made_for_are_told(plan: Any) -> None:
     out = plan(GEMMA, "--max-len", "1M", "--block-size", "64").out
     assert "1,048,576 tokens are more than the 131,072 that the model was made for" in out
@@ -167,6 +192,7 @@ def test_a_model_of_states_alone_holds_sequences_of_any_length(plan: Any, tmp_pa
         ([str(CONFIGS)], f"no config.json in {CONFIGS}"),
         ([__file__], f"{__file__}: Extra data"),
         ([GEMMA, "--memory", "80 gallons"], "'80 gallons' is not understood: write 80GiB, 80GB or a number of bytes"),
+        ([GEMMA, "--memory", "80"], "--memory 80 has no unit: write 80GiB, 80GB or 80B"),
         ([GEMMA, "--max-len", "long"], "'long' is not understood: write 32k (32,768), 1M or a number of tokens"),
         ([GEMMA, "--memory", "1MiB", "--used", "1MiB"], "no block fits: 1,048,576 bytes x 0.9 - 1,048,576 used leaves"),
         ([GEMMA, "--memory", "80GiB", "--utilization", "1.5"], "utilization 1.5 must be above 0 and at most 1"),
@@ -201,15 +227,30 @@ def test_a_config_that_is_not_understood_names_its_field(plan: Any, tmp_path: Pa
 
 
 def test_a_model_id_is_fetched_where_the_hub_package_is_installed(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {}
+    asked = []
 
-    def download(**arguments: str) -> str:
-        asked.update(arguments)
+    def download(**arguments: Any) -> str:
+        asked.append(arguments)
         return GEMMA
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=download))
     assert "gemma3_text" in plan("google/gemma-3-27b-it").out
-    assert asked == {"repo_id": "google/gemma-3-27b-it", "filename": "config.json"}
+    wanted = {"repo_id": "google/gemma-3-27b-it", "filename": "config.json"}
+    assert asked == [{**wanted, "local_files_only": True}], "what is here already is taken without asking"
+
+
+def test_a_model_id_that_is_not_here_is_asked_for_with_a_time_limit(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def download(**arguments: Any) -> str:
+        asked.append(arguments)
+        if arguments.get("local_files_only"):
+            raise OSError("not here")
+        return GEMMA
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=download))
+    assert "gemma3_text" in plan("google/gemma-3-27b-it").out
+    assert asked[1]["etag_timeout"] == 5
 
 
 def test_a_model_id_that_cannot_be_fetched_is_one_line(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "ExtendBranch": ("more",),
     "ScoreBranch": (["a"],),
     "Tokenize": ("prompt",),
+    "Detokenize": ([1],),
 }
 RPCS = [
     (service.name, method)

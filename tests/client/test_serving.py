@@ -95,6 +95,15 @@ async def test_beyond_its_limit_the_transport_refuses_without_a_reason() -> None
         assert [(await anext(stream)).text for stream in streams] == ["a", "a"]
 
 
+def test_a_drain_may_take_half_a_minute_unless_another_time_is_given() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, listen="127.0.0.1:0", metrics="127.0.0.1:0")
+    assert parser.parse_args([]).drain_timeout == 30.0
+    assert parser.parse_args(["--drain-timeout", "0.5"]).drain_timeout == 0.5
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--drain-timeout", "-1"])
+
+
 async def test_a_server_stops_as_soon_as_its_calls_have_ended() -> None:
     service = WaitingService()
     async with serving(service, drain_s=3_600.0) as address, AsyncClient(address) as client:

@@ -50,8 +50,13 @@ def server(module: str, *arguments: str, folder: Path) -> Iterator[ServerProcess
         process.stop()
 
 
-def started(*worker_arguments: str, allocator_arguments: Sequence[str] = ()) -> LocalStack:
+def started(
+    *worker_arguments: str, allocator_arguments: Sequence[str] = (), log_folder: Path | None = None
+) -> LocalStack:
     """A stack on the demo model; start it with `with`."""
     return LocalStack(
-        DEMO, worker_arguments=worker_arguments, allocator_arguments=["--check-invariants", *allocator_arguments]
+        DEMO,
+        worker_arguments=worker_arguments,
+        allocator_arguments=["--check-invariants", *allocator_arguments],
+        log_folder=log_folder,
     )

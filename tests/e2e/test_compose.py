@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-LASTING_SERVICES = ("allocator", "worker", "prometheus", "grafana")
+LASTING_SERVICES = ("allocator", "worker", "gateway", "prometheus", "grafana")
 # What Grafana puts in: everything for the variables that choose, four scrapes for the shortest range.
 DASHBOARD_VARIABLES = {"$pool": ".*", "$worker": ".*", "$__rate_interval": "20s"}
 CREDENTIALS = ("/run/quire/token", "/run/quire/tls/server.pem")
@@ -195,6 +196,29 @@ def test_text_is_generated_by_one_command(deployment: Deployment) -> None:
     assert len(generate(deployment, "The for statement")) > 20
 
 
+def ask(deployment: Deployment, **options: Any) -> Any:
+    """What OpenAI's own client gets from the gateway's published port, with the deployment's token as its key."""
+    key = deployment.execute("gateway", "cat", "/run/quire/token").strip()
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{deployment.ports['gateway']}/v1", api_key=key) as ai:
+        answer = ai.completions.create(
+            model="demo", prompt="The for statement", temperature=0, max_tokens=40, **options
+        )
+        return list(answer) if options.get("stream") else answer
+
+
+def test_text_through_the_gateway_is_the_workers(deployment: Deployment) -> None:
+    text = deployment.execute("worker", "quire", "generate", "The for statement", "--max-tokens", "40").rstrip("\n")
+    answer = ask(deployment)
+    assert answer.choices[0].text.rstrip("\n") == text
+    pieces = ask(deployment, stream=True)
+    assert "".join(piece.choices[0].text for piece in pieces) == answer.choices[0].text
+    assert len(pieces) > 1
+    url = f"http://127.0.0.1:{deployment.ports['gateway']}/v1/models"
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(url, timeout=10)
+    assert refused.value.code == 401
+
+
 def test_text_comes_out_of_the_container_as_it_is_made(deployment: Deployment) -> None:
     with deployment.start("worker", *long_text(300)) as process:
         assert process.stdout is not None
@@ -212,12 +236,12 @@ def test_up_again_builds_nothing_new_and_changes_nothing(deployment: Deployment)
     assert [deployment.execute("worker", "cat", path) for path in CREDENTIALS] == made
 
 
-def test_prometheus_scrapes_both_services_and_itself(deployment: Deployment) -> None:
+def test_prometheus_scrapes_all_services_and_itself(deployment: Deployment) -> None:
     def healths() -> dict[str, str]:
         targets = deployment.get_json("prometheus", "/api/v1/targets")["data"]["activeTargets"]
         return {target["labels"]["job"]: target["health"] for target in targets}
 
-    expected = {"quire-allocator": "up", "quire-worker": "up", "prometheus": "up"}
+    expected = {"quire-allocator": "up", "quire-worker": "up", "quire-gateway": "up", "prometheus": "up"}
     eventually(lambda: healths() == expected, "every target is up")
 
 
@@ -248,6 +272,7 @@ def test_grafana_is_provisioned_and_every_panel_of_its_dashboard_has_something_t
 
     def nothing_is_empty() -> bool:
         generate(deployment, "The import statement")  # rates and ratios are of the last seconds
+        ask(deployment)
         deployment.execute("allocator", "quire", "pools")  # the worker's session is a call that does not end
         empty[:] = empty_queries(deployment, board)
         return not empty
@@ -333,7 +358,7 @@ def test_a_worker_that_is_still_loading_stops_when_it_is_told(deployment: Deploy
     deployment.up()
 
 
-@pytest.mark.parametrize("service", ["worker", "allocator"])
+@pytest.mark.parametrize("service", ["gateway", "worker", "allocator"])
 def test_a_stopped_service_leaves_cleanly_and_comes_back(deployment: Deployment, service: str) -> None:
     deployment.compose("stop", service)
     assert deployment.inspect(service)["State"]["ExitCode"] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import urllib.request
 from pathlib import Path
@@ -13,6 +14,7 @@ from quire.local import ServerFailedError
 from quire_allocator.metrics.collector import METRIC_NAMES as ALLOCATOR_METRICS
 from quire_worker.telemetry import METRIC_NAMES as WORKER_METRICS
 
+from tests.client.servers import quire
 from tests.e2e.stack import DEMO, clients, eventually, held_block_count, server, started
 
 GREEDY = {"max_tokens": 300, "ignore_eos": True}
@@ -79,11 +81,16 @@ def test_text_goes_on_the_same_after_the_allocator_was_killed_and_started_again(
                 assert "".join(pieces) == undisturbed
                 with AllocatorClient(first.address) as allocator:
                     eventually(lambda: held_block_count(allocator) == 0, "every block is free")
+    log = (tmp_path / "worker" / "log").read_text()
+    assert log.index("the allocator is away") < log.index("the session with the allocator is back")
+    assert log.count("is back") == 1
 
 
 @pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_worker_whose_allocator_is_gone_tells_its_callers_and_stops_when_told(fate: signal.Signals) -> None:
-    with started() as stack, Client(stack.worker_address) as client:
+def test_a_worker_whose_allocator_is_gone_tells_its_callers_and_stops_when_told(
+    fate: signal.Signals, tmp_path: Path
+) -> None:
+    with started(log_folder=tmp_path) as stack, Client(stack.worker_address) as client:
         assert stack.allocator is not None
         assert stack.worker is not None
         stream = client.stream("The for", max_tokens=3000, ignore_eos=True)
@@ -96,6 +103,55 @@ def test_a_worker_whose_allocator_is_gone_tells_its_callers_and_stops_when_told(
         assert caught.value.reason is Reason.DRAINING
         assert stack.worker.process.wait(15) == 0
         stack.allocator.process.send_signal(signal.SIGCONT)
+    log = (tmp_path / "quire_worker.log").read_text()
+    assert not [word for word in ("Traceback", "never retrieved", "exception") if word in log], log
+
+
+def test_a_text_under_way_is_finished_when_its_worker_is_told_to_stop_within_the_time_for_it(tmp_path: Path) -> None:
+    with server("quire_allocator", "--listen", "127.0.0.1:0", folder=tmp_path / "allocator") as allocator:
+        for drain_s, is_finished in (("30", True), ("0.1", False)):
+            arguments = ["--model", str(DEMO), "--allocator", allocator.address, "--listen", "127.0.0.1:0"]
+            with (
+                server("quire_worker", *arguments, "--drain-timeout", drain_s, folder=tmp_path / drain_s) as worker,
+                Client(worker.address) as client,
+            ):
+                stream = client.stream("The for", max_tokens=2000, ignore_eos=True)
+                count = len(next(stream).token_ids)
+                worker.process.terminate()
+                if is_finished:
+                    assert count + sum(len(chunk.token_ids) for chunk in stream) == 2000
+                else:
+                    with pytest.raises(UnavailableError) as caught:
+                        list(stream)
+                    assert caught.value.reason is Reason.DRAINING
+                assert worker.process.wait(15) == 0
+
+
+def test_what_a_folder_lacks_is_said_in_one_line_before_its_weights_are_read(tmp_path: Path) -> None:
+    shutil.copy(DEMO / "config.json", tmp_path)  # neither weights nor a tokenizer
+    with (
+        pytest.raises(ServerFailedError) as raised,
+        server("quire_worker", "--model", str(tmp_path), folder=tmp_path / "w"),
+    ):
+        pass
+    said = str(raised.value).splitlines()
+    assert "exit code 2" in said[0]
+    assert said[-1].startswith(f"quire-worker: no usable tokenizer in {tmp_path}")
+    assert "Traceback" not in str(raised.value)
+
+
+def test_a_port_in_use_is_said_in_one_line(tmp_path: Path) -> None:
+    with server("quire_allocator", "--listen", "127.0.0.1:0", folder=tmp_path / "first") as first:
+        for option in ("--listen", "--metrics"):
+            with (
+                pytest.raises(ServerFailedError) as raised,
+                server("quire_allocator", "--listen", "127.0.0.1:0", option, first.address, folder=tmp_path / option),
+            ):
+                pass
+            assert f"quire-allocator: cannot {'listen' if option == '--listen' else 'serve metrics'} on" in str(
+                raised.value
+            )
+            assert "Traceback" not in str(raised.value)
 
 
 def test_without_an_allocator_health_says_so_and_new_requests_are_refused() -> None:
@@ -104,6 +160,12 @@ def test_without_an_allocator_health_says_so_and_new_requests_are_refused() -> N
         assert client.health()
         stack.allocator.process.kill()
         eventually(lambda: not client.health(), "the worker says that it does not serve")
+        assert quire("health", stack.worker_address).returncode == 1
+        live = quire("health", "--live", stack.worker_address)
+        assert (live.returncode, live.stdout) == (0, "server=SERVING\n"), "a probe for life must not kill what goes on"
+        assert stack.worker is not None
+        metrics = f"http://{stack.worker.metrics_address}"
+        assert [quire("health", *more, metrics).returncode for more in ([], ["--live"])] == [1, 0]
         with pytest.raises(UnavailableError) as caught:
             client.generate("The for", max_tokens=2)
         assert caught.value.reason is Reason.ALLOCATOR_LOST

@@ -6,6 +6,8 @@ import asyncio
 import os
 import re
 import runpy
+import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +42,55 @@ def test_the_python_example_runs_and_prints_what_it_says() -> None:
     counts = re.search(r"(\d+) blocks instead of (\d+)\n\d+ blocks stay cached", done.stdout)
     assert counts is not None, done.stdout
     assert 2 * int(counts[1]) < int(counts[2]), "it shows what sharing saves"
+
+
+def commands() -> list[str]:
+    """Each line of the README's shell blocks, without its comment."""
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    lines = (line.partition(" #")[0].strip() for block in blocks for line in block.splitlines())
+    return [line for line in lines if line]
+
+
+def test_every_line_of_the_shell_is_run_here_or_by_a_target_that_there_is(tmp_path: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    # Activation is what `sys.executable` stands for; the compose line is run by `make test-compose`.
+    elsewhere = {". .venv/bin/activate", 'docker compose exec worker quire generate "The for statement"'}
+    by_make = [line for line in commands() if line.startswith("make ")]
+    assert {line.split()[1] for line in by_make} <= targets
+    here = [line for line in commands() if line not in (*by_make, *elsewhere)]
+    up, *others = here
+    assert up == "quire up --model models/demo"
+    free = [f"--{name}=127.0.0.1:0" for name in ("allocator", "worker", "gateway", "allocator-metrics")]
+    arguments = [*up.split()[1:], *free, "--worker-metrics=127.0.0.1:0"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "quire.cli", *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as stack:
+        assert stack.stderr is not None
+        try:
+            said = "".join(iter(stack.stderr.readline, "Ctrl-C stops all.\n"))
+            allocator, worker = (
+                re.findall(rf"{name} serves on (\S+?);?[\s]", said)[0] for name in ("allocator", "worker")
+            )
+            gateway = re.findall(r"curl http://(\S+?)/v1", said)[0]
+            environment = {**os.environ, "QUIRE_ALLOCATOR": allocator, "QUIRE_WORKER": worker, "COLUMNS": "120"}
+            for line in others:
+                words = shlex.split(line.replace("127.0.0.1:8000", gateway))
+                if words[0] == "quire":
+                    words = [sys.executable, "-m", "quire.cli", *words[1:]]
+                where = tmp_path if "certs" in words else ROOT
+                with subprocess.Popen(words, cwd=where, env=environment, stdout=-1, stderr=-1, text=True) as process:
+                    assert process.stdout is not None
+                    first = ""
+                    if "watch" in words:  # which goes on for ever
+                        first = process.stdout.readline()
+                        process.send_signal(signal.SIGINT)
+                    out, error = process.communicate(timeout=60)
+                    out = first + out
+                assert out or "certs" in words, (line, error)
+                assert process.returncode in ((0, 130) if "watch" in words else (0,)), (line, error)
+        finally:
+            stack.send_signal(signal.SIGINT)
+            stack.wait(60)
 
 
 def test_the_demo_runs_and_prints_what_sharing_saved() -> None:

@@ -14,6 +14,7 @@ from quire import AllocatorClient, Client, DeadlineExceededError, InvalidArgumen
 from quire.local import LocalStack
 from quire_worker.model.tokenizer import Tokenizer
 
+from tests.client.servers import quire
 from tests.e2e.stack import DEMO, clients, eventually, held_block_count, started
 from tests.worker.engine_harness import reference_text
 
@@ -141,6 +142,16 @@ def test_a_prompt_longer_than_the_pool_fails_and_one_that_just_fits_does_not() -
         grown = client.generate([5] * 60, max_tokens=99, ignore_eos=True, n=2)
         assert [len(sample.token_ids) for sample in grown.samples] == [4, 4]
         eventually(lambda: held_block_count(allocator) == 0, "every block is free")
+
+
+def test_a_length_that_was_cut_is_said_in_the_answer(worker: Client) -> None:
+    most = worker.status().sequence_tokens_max
+    answer = worker.generate("The for statement", max_tokens=100_000, stop=["."])
+    assert answer.usage.sample_token_count_max == most - answer.usage.prompt_token_count
+    assert worker.generate("The for statement", max_tokens=3).usage.sample_token_count_max == 3
+    told = quire("generate", "The for", "--max-tokens", "100000", "--worker", worker.address)
+    prompt = len(worker.tokenize("The for"))
+    assert f"room for {most - prompt:,} tokens, not for the 100,000 asked for" in told.stderr
 
 
 def test_32_identical_prompts_at_once_cost_one_prefill(worker: Client) -> None:

@@ -59,6 +59,12 @@ RIGHT_OF_BRANCHES = {
     "ReleaseBranches": pb.ReleaseBranchesRequest(branch_ids=[bytes(16)]),
 }
 RIGHT_TEXT = pb.GenerateRequest(text="The for statement", sampling=pb.SamplingParams(max_tokens=2))
+RIGHT_CONVERSATION = pb.TokenizeRequest(
+    conversation=pb.Conversation(
+        messages_json='[{"role": "user", "content": "The for statement"}]', tools_json="[]", variables_json='{"a": 1}'
+    )
+)
+RIGHT_TOKENS = pb.DetokenizeRequest(token_ids=[0, 5, 2047, 2048])
 FUZZED = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
@@ -96,7 +102,10 @@ def scene() -> Iterator[Scene]:
 
 
 def test_every_rpc_is_fuzzed() -> None:
-    assert {method.name for method in SERVICE.methods} == {"Generate", "GetStatus", *RIGHT_OF_BRANCHES}
+    assert {method.name for method in SERVICE.methods} == {
+        *("Generate", "GetStatus", "Tokenize", "Detokenize"),
+        *RIGHT_OF_BRANCHES,
+    }
 
 
 @given(chance=st.randoms(use_true_random=False))
@@ -126,6 +135,18 @@ def test_a_malformed_call_on_a_branch_is_refused_with_a_reason_or_served(
     data = message.SerializeToString()
     if chance.random() < 0.4:
         data = malformer.scrambled(data)
+    ask(scene.channel, f"/{SERVICE.full_name}/{method}", data)
+
+
+@given(chance=st.randoms(use_true_random=False))
+@settings(FUZZED, max_examples=100)
+def test_a_malformed_conversation_is_refused_with_a_reason_or_tokenized(scene: Scene, chance: random.Random) -> None:
+    malformer, right = Malformer(chance), chance.choice((RIGHT_CONVERSATION, RIGHT_TOKENS))
+    message = malformer.anything(type(right)) if chance.random() < 0.3 else malformer.changed(right)
+    data = message.SerializeToString()
+    if chance.random() < 0.4:
+        data = malformer.scrambled(data)
+    method = "Tokenize" if right is RIGHT_CONVERSATION else "Detokenize"
     ask(scene.channel, f"/{SERVICE.full_name}/{method}", data)
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import shlex
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -168,6 +172,70 @@ def test_n_and_seed_give_the_samples_that_the_worker_gives(ai: openai.OpenAI, wo
     assert answer.usage.completion_tokens == expected.usage.output_token_count
 
 
+def test_logprobs_are_the_workers_and_their_tokens_make_the_text(ai: openai.OpenAI, worker: Client) -> None:
+    expected = worker.generate(PROMPT, max_tokens=16, ignore_eos=True, logprobs=3).samples[0]
+    asked = {**ASK, "max_tokens": 16, "logprobs": 3, "extra_body": {"ignore_eos": True}}
+    choice = ai.completions.create(**asked).choices[0]  # type: ignore[call-overload]
+    told = choice.logprobs
+    assert "".join(told.tokens) == choice.text == expected.text
+    assert told.token_logprobs == pytest.approx([token.logprob for token in expected.logprobs])
+    assert told.text_offset == [sum(map(len, told.tokens[:number])) for number in range(16)]
+    for token, logprob, top in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
+        assert len(top) == 3, "of a greedy text, each token is among the likeliest"
+        assert max(top.values()) == top[token] == logprob
+    pieces = [piece.choices[0] for piece in ai.completions.create(**asked, stream=True)]  # type: ignore[call-overload]
+    assert [token for piece in pieces for token in piece.logprobs.tokens] == told.tokens
+    assert [offset for piece in pieces for offset in piece.logprobs.text_offset] == told.text_offset
+
+
+def test_logprobs_of_a_chat_have_bytes_that_make_characters_of_several_tokens(
+    ai: openai.OpenAI, worker: Client
+) -> None:
+    text = "naïve ☃"
+    tokens = worker.tokenize(text)
+    assert b"".join(worker.detokenize(tokens)).decode() == text
+    biases = dict.fromkeys(map(str, tokens), 100)
+    answer = ai.chat.completions.create(
+        model="demo",
+        messages=CHAT,  # type: ignore[arg-type]
+        max_tokens=12,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+        logit_bias=biases,  # type: ignore[arg-type]
+    )
+    assert answer.choices[0].logprobs is not None
+    told = answer.choices[0].logprobs.content
+    assert told is not None
+    spelled = b"".join(bytes(token.bytes or []) for token in told)
+    assert spelled.decode(errors="replace") == answer.choices[0].message.content
+    assert all(len(token.top_logprobs) == 2 for token in told)
+    assert all(top.logprob <= 0 for token in told for top in token.top_logprobs)
+
+
+def test_an_echo_begins_with_the_prompt_and_its_logprobs(ai: openai.OpenAI) -> None:
+    answer = ai.completions.create(model="demo", prompt=PROMPT, max_tokens=4, temperature=0, echo=True, logprobs=1)
+    choice = answer.choices[0]
+    assert choice.text.startswith(PROMPT)
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens is not None
+    assert choice.logprobs.token_logprobs is not None
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert choice.logprobs.token_logprobs[0] is None
+    assert all(logprob <= 0 for logprob in choice.logprobs.token_logprobs[1:])
+
+
+def test_further_parameters_of_sampling_are_the_workers(ai: openai.OpenAI, worker: Client) -> None:
+    further: dict[str, Any] = {"stop": ["statement", "zzz"], "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    beyond: dict[str, Any] = {"min_p": 0.05, "repetition_penalty": 1.1, "top_k": 40, "min_tokens": 2}
+    drawn: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "seed": 5}
+    expected = worker.generate(PROMPT, logit_bias={7: -2.0}, n=1, best_of=3, **further, **beyond, **drawn)
+    answer = ai.completions.create(
+        model="demo", prompt=PROMPT, logit_bias={"7": -2}, best_of=3, extra_body=beyond, **further, **drawn
+    )
+    assert answer.choices[0].text == expected.text
+
+
 def test_models_are_listed_and_found_by_name(ai: openai.OpenAI) -> None:
     (model,) = ai.models.list().data
     assert (model.id, model.object, model.owned_by) == ("demo", "model", "quire")
@@ -256,6 +324,19 @@ def left_count(served: ServerProcess) -> float:
     return next(float(line.removeprefix(name)) for line in lines if line.startswith(name))
 
 
+def test_the_code_in_the_document_runs(served: ServerProcess) -> None:
+    text = (DEMO.parents[1] / "docs" / "gateway.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert "127.0.0.1:8000" in example
+    script = example.replace("127.0.0.1:8000", served.address)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, len(done.stdout) > 10) == (0, True), done.stderr
+    line = next(line for line in text.splitlines() if line.strip().startswith("curl "))
+    words = shlex.split(line.replace("127.0.0.1:8000", served.address))
+    answer = subprocess.run(words, capture_output=True, timeout=60, check=True).stdout
+    assert json.loads(answer)["choices"][0]["text"]
+
+
 def test_probes_and_metrics_answer(served: ServerProcess) -> None:
     assert curl(served, "/healthz").status == 200
     assert curl(served, "/readyz").status == 200
@@ -266,7 +347,7 @@ def test_probes_and_metrics_answer(served: ServerProcess) -> None:
 
 
 def test_a_gateway_that_is_told_to_stop_ends_its_streams_first(stack: LocalStack, tmp_path: Path) -> None:
-    with gateway(tmp_path, "--worker", stack.worker_address) as other:
+    with gateway(tmp_path, "--worker", stack.worker_address, "--drain-timeout", "60") as other:
         stream = client(other).completions.create(
             model="demo",
             prompt=PROMPT,

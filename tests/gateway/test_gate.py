@@ -10,6 +10,7 @@ import openai
 import pytest
 from quire.errors import Reason, UsageError
 from quire.local import ServerFailedError
+from quire.v1 import worker_pb2 as pb
 from quire_gateway.keys import ApiKeys
 
 from tests.client.servers import ScriptedServer, endless, refusing, scripted_server, secret_file, two_samples
@@ -61,6 +62,15 @@ def test_keys_come_from_the_environment_too_and_without_any_the_token_is_one(
     with gateway(tmp_path / "b", "--worker", worker.address, "--token-file", str(token)) as served:
         assert curl(served, "/v1/models").status == 401
         assert [model.id for model in client(served, TOKEN).models.list()] == ["scripted"]
+
+
+def test_a_priority_is_vllms_where_lower_is_sooner(worker: ScriptedServer, tmp_path: Path) -> None:
+    with gateway(tmp_path, "--worker", worker.address) as served:
+        for given, sent in ((-3, 3), (10, -10), (None, 0)):
+            assert curl(served, "/v1/completions", body={**ASK, "priority": given}).status == 200
+            asked = [request for request in worker.requests if isinstance(request, pb.GenerateRequest)]
+            assert asked[-1].priority == sent
+        assert curl(served, "/v1/completions", body={**ASK, "priority": 11}).error["param"] == "priority"
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,18 @@ def get_status(scene: Scene, who: str) -> Any:
     return stub.GetStatus(worker_pb.GetStatusRequest(), metadata=scene.callers[who].metadata, timeout=WAIT_S)
 
 
+def tokenize(scene: Scene, who: str) -> Any:
+    stub = worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker"))
+    request = worker_pb.TokenizeRequest(text="The for")
+    return stub.Tokenize(request, metadata=scene.callers[who].metadata, timeout=WAIT_S)
+
+
+def detokenize(scene: Scene, who: str) -> Any:
+    stub = worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker"))
+    request = worker_pb.DetokenizeRequest(token_ids=[1, 2])
+    return stub.Detokenize(request, metadata=scene.callers[who].metadata, timeout=WAIT_S)
+
+
 def health(server: str) -> Callable[[Scene, str], Any]:
     def call(scene: Scene, who: str) -> Any:
         check = health_pb2_grpc.HealthStub(scene.channel(who, server)).Check
@@ -270,6 +282,8 @@ CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None
     "RenewBranches": (of_branches("RenewBranches"), None, None),
     "ReleaseBranches": (of_branches("ReleaseBranches"), None, None),
     "GetStatus": (get_status, None, None),
+    "Tokenize": (tokenize, None, None),
+    "Detokenize": (detokenize, None, None),
     "health of the allocator": (health("allocator"), None, None),
     "health of the worker": (health("worker"), None, None),
 }

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 from quire.hashing import DIGEST_BYTES
-from quire.protocol.outcomes import StepOutcome, read_reply
+from quire.protocol.outcomes import Copy, StepOutcome, read_reply
 from quire.types import GroupKind, GroupSpec
 from quire.v1 import allocator_pb2 as pb
 from quire_allocator.core import spec
@@ -27,6 +27,7 @@ from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.plan import Batch, Plan, Work
 from quire_worker.scheduling.request import FinishReason, Request, Sample
 from quire_worker.scheduling.scheduler import Scheduler
+from quire_worker.scheduling.swap import pages_to_restore
 
 STOP = 7
 NOTHING_ASKED = StepOutcome([], [], [], [], [], [], 0)
@@ -55,11 +56,13 @@ class _Laid(NamedTuple):
     batch: Batch
     tables: list[list[array[int]]]
     states: list[list[int]]
+    restores: list[tuple[list[int], list[int]]]
 
     @classmethod
-    def of(cls, batch: Batch) -> _Laid:
+    def of(cls, batch: Batch, block_size: int) -> _Laid:
         tables = [[table[:] for table in item.sample.tables] for item in batch.work]
-        return cls(batch, tables, [list(item.sample.states) for item in batch.work])
+        restores = [pages_to_restore(*item[:2], item.end, block_size) for item in batch.work if item.is_restored]
+        return cls(batch, tables, [list(item.sample.states) for item in batch.work], restores)
 
 
 class PretendedWorker:
@@ -70,6 +73,7 @@ class PretendedWorker:
         sequence_tokens_max: as the scheduler's; by default what fits with every token in every group.
         chunk_tokens_max: what the pool is told of its owner's largest chunk.
         is_pipelined: as the engine, it plans the next batch while one is computed, where it can.
+        swap_slots: blocks that fit into host memory.
         ahead_tokens: as the scheduler's; None: every turn asks, and nothing is asked for while a batch is computed.
 
     Attributes:
@@ -94,6 +98,7 @@ class PretendedWorker:
         commit_blocks_max: int = 1_000,
         chunk_tokens_max: int = 0,
         is_pipelined: bool = False,
+        swap_slots: int = 0,
     ) -> None:
         self.groups = tuple(groups) or (GroupSpec(GroupKind.FULL_ATTENTION, block_size),)
         core = [spec.GroupSpec(spec.GroupKind[each.kind.name], each.block_size, each.window) for each in self.groups]
@@ -106,7 +111,9 @@ class PretendedWorker:
             running_max=running_max,
             ahead_tokens=ahead_tokens or 0,
             commit_blocks_max=commit_blocks_max,
+            swap_slot_count=swap_slots,
         )
+        self.host: dict[int, tuple[dict[int, int], list[int] | None]] = {}  # slot -> tokens by offset, and a state
         self.states: dict[int, list[int]] = {}  # block -> tokens that its state is of
         self.asks: list[list[tuple[Sample, int]]] = []
         self.commit_block_counts: list[int] = []  # of each step
@@ -161,7 +168,7 @@ class PretendedWorker:
             plan, outcome = self._plan()
             if cancel_meanwhile is not None:
                 self.scheduler.roster.cancel(cancel_meanwhile)
-            current = _Laid.of(self.scheduler.schedule(plan, outcome))
+            current = _Laid.of(self.scheduler.schedule(plan, outcome), self.scheduler.roster.block_size)
         else:
             current = self._under_way
             if cancel_meanwhile is not None:
@@ -191,7 +198,7 @@ class PretendedWorker:
             return None
         batch = self.scheduler.schedule(ready, NOTHING_ASKED, work)
         self.behind_count += bool(batch.work)
-        return _Laid.of(batch) if batch.work else None
+        return _Laid.of(batch, self.scheduler.roster.block_size) if batch.work else None
 
     def take_in(self) -> None:
         """Takes in the answer to what was asked."""
@@ -231,16 +238,19 @@ class PretendedWorker:
 
     def _compute(self, laid: _Laid) -> None:
         batch = laid.batch
-        for copy in batch.copies:
-            for offset in range(self.scheduler.roster.block_size):
-                if (copy.source, offset) in self.pages:
-                    self.pages[copy.destination, offset] = self.pages[copy.source, offset]
-            if copy.source in self.states:
-                self.states[copy.destination] = self.states[copy.source]
+        for move in batch.moves:
+            if isinstance(move, Copy):
+                self._fill(move.destination, *self._content(move.source))
+            else:
+                self.host |= {slot: self._content(block) for block, slot in zip(*move[1:], strict=True)}
+        for slots, blocks in laid.restores:
+            for slot, block in zip(slots, blocks, strict=True):
+                self._fill(block, *self.host[slot])
         # Who ended with the token before has none in this place; the model computes whatever it sampled there.
         tokens = [[*item.sample.tokens, STOP][: item.end] for item in batch.work]
         for item, tables, states, known in zip(batch.work, laid.tables, laid.states, tokens, strict=True):
-            self._write(item, tables, states, known)
+            if not item.is_restored:
+                self._write(item, tables, states, known)
         for item, tables, known in zip(batch.work, laid.tables, tokens, strict=True):
             self._read(item, tables, known)
         assert sum(item.token_count for item in batch.work) <= self.scheduler.batch_tokens_max
@@ -249,6 +259,19 @@ class PretendedWorker:
         for sample in complete:
             self._extend(sample)
         self.scheduler.roster.check_invariants()
+
+    def _content(self, block: int) -> tuple[dict[int, int], list[int] | None]:
+        """What a page holds."""
+        offsets = range(self.scheduler.roster.block_size)
+        return {each: self.pages[block, each] for each in offsets if (block, each) in self.pages}, self.states.get(
+            block
+        )
+
+    def _fill(self, block: int, tokens: dict[int, int], state: list[int] | None) -> None:
+        """Makes a page hold the same."""
+        self.pages |= {(block, offset): token for offset, token in tokens.items()}
+        if state is not None:
+            self.states[block] = state
 
     def _write(self, item: Work, tables: list[array[int]], states: list[int], known: list[int]) -> None:
         self.prefilled_token_count += item.token_count

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 from quire_cpu import ops
 from quire_cpu.library import Library
 from quire_cpu.ops import HeadNorms, PackedLinear
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from tests.worker.attention_batches import implementation
 from tests.worker.test_cpu_attention import INSTRUCTION_SETS
@@ -103,15 +104,41 @@ def test_layers_of_one_input_are_packed_together(dtype: torch.dtype, library: Li
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("outputs", [1, 32, 45, 96])
-def test_a_gated_layer_equals_silu_of_one_half_times_the_other(
-    outputs: int, dtype: torch.dtype, library: Library
+@pytest.mark.parametrize(
+    ("gate_name", "activation"), [("silu", silu), ("gelu_tanh", partial(gelu, approximate="tanh"))]
+)
+def test_a_gated_layer_equals_the_activation_of_one_half_times_the_other(
+    gate_name: str,
+    activation: Callable[[torch.Tensor], torch.Tensor],
+    outputs: int,
+    dtype: torch.dtype,
+    library: Library,
 ) -> None:
     x = drawn(9, 64, dtype=dtype)
     gate, up = (drawn(outputs, 64, dtype=dtype, seed=seed) / 8 for seed in (1, 2))
     biases = [drawn(outputs, dtype=dtype, seed=seed) for seed in (3, 4)]
     sums = [x.double() @ weight.double().t() + bias.double() for weight, bias in zip((gate, up), biases, strict=True)]
-    packed = PackedLinear(library, [gate, up], biases, is_gated=True)
-    assert_near(packed(x), silu(sums[0]) * sums[1])
+    packed = PackedLinear(library, [gate, up], biases, gate=gate_name)
+    assert_near(packed(x), activation(sums[0]) * sums[1])
+    assert packed.gated_by(gate_name).weight is packed.weight
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_of_a_packed_weight_is_looked_up_where_it_lies(dtype: torch.dtype, library: Library) -> None:
+    weight = drawn(150, 48, dtype=dtype)
+    packed = PackedLinear(library, [weight])
+    ids = torch.tensor([[0, 63, 64, 149, 3], [128, 127, 1, 0, 2]])
+    assert torch.equal(ops.embed(library, ids, packed), weight[ids])
+    with pytest.raises(ValueError, match="contiguous"):
+        ops.embed(library, ids.t(), packed)
+
+
+def test_activations_have_the_limits_of_their_formulas(library: Library) -> None:
+    x = torch.tensor([[-200.0, -20.0, -1e-6, 0.0, 1e-6, 20.0, 200.0, 1e13, -1e13, float("nan")]]).t().contiguous()
+    ones = torch.ones(1, 1)
+    for gate_name, activation in (("silu", silu), ("gelu_tanh", partial(gelu, approximate="tanh"))):
+        packed = PackedLinear(library, [ones, torch.zeros(1, 1)], [None, ones[0]], gate=gate_name)
+        torch.testing.assert_close(packed(x).double(), activation(x.double()), rtol=2e-6, atol=1e-6, equal_nan=True)
 
 
 def test_the_greedy_choice_is_the_first_largest_and_a_nan_before_all(library: Library) -> None:

@@ -112,12 +112,22 @@ def test_of_latent_attention_pages_hold_one_vector_per_token(folders: dict[str, 
 # -- what a family needs beyond keys and values: without it, logits are others -----------------------------------------
 
 
+NOTHING = {"window_left": -1, "soft_cap": 0.0}
+
+
 def without(option: str) -> Callable[[pytest.MonkeyPatch], None]:
     """Attention that drops one of its options."""
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
         for kind in (TorchAttentionPlan, CpuAttentionPlan):
             monkeypatch.setattr(kind, "attend", forgetful(kind.attend))
+        if option in NOTHING:  # layers that run in one call ask for their arguments alone
+            arguments_of = CpuAttentionPlan.arguments_of
+            monkeypatch.setattr(
+                CpuAttentionPlan,
+                "arguments_of",
+                lambda plan, kind: arguments_of(plan, kind._replace(**{option: NOTHING[option]})),
+            )
 
     def forgetful(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def attend_without(*arguments: Any, **options: Any) -> torch.Tensor:

@@ -20,11 +20,13 @@ from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.rewrites import rewriter
 from quire_worker.model.rewrites.decoder import Decoder
+from quire_worker.model.rewrites.decoder_layer import DecoderLayer
 from quire_worker.model.rewrites.gated_mlp import GatedMlp, GatedMlpRewrite
 from quire_worker.model.rewrites.linear import Linear, LinearRewrite
 from quire_worker.model.rewrites.norm import Norm, NormRewrite
 from quire_worker.model.rewrites.recording import Call
-from quire_worker.model.rewrites.rewriter import agrees
+from quire_worker.model.rewrites.rewriter import Rewritten, agrees
+from quire_worker.model.rewrites.rotary_tables import POSITIONS_MAX, RotaryTables
 from transformers import (
     GemmaConfig,
     GemmaForCausalLM,
@@ -60,7 +62,9 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 TIED: dict[str, Any] = {**SHAPE, "tie_word_embeddings": True}
-LAYERS = Counter(AttentionRewrite=2, GatedMlpRewrite=2, NormRewrite=5, DecoderLayerRewrite=2, DecoderRewrite=1)
+LAYERS = Counter(
+    AttentionRewrite=2, GatedMlpRewrite=2, NormRewrite=5, DecoderLayerRewrite=2, DecoderRewrite=1, TextModelRewrite=1
+)
 WITHOUT_ATTENTION = Counter(GatedMlpRewrite=2, NormRewrite=5, LinearRewrite=9)
 LATE: dict[str, Any] = {
     "rope_type": "default",
@@ -102,11 +106,13 @@ FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], Counter[str]]] = {
         lambda: OlmoForCausalLM(OlmoConfig(**SHAPE, clip_qkv=1000.0)),
         WITHOUT_ATTENTION - Counter(NormRewrite=5),
     ),
-    # Its activation is GELU, so that its layers stay, and the three products of each are packed by themselves; its
-    # norms count from 1; its embedding is scaled, so that it and the head that shares its weights stay as they are.
-    "gemma": (
-        lambda: GemmaForCausalLM(GemmaConfig(**TIED)),
-        Counter(AttentionRewrite=2, LinearRewrite=6, NormRewrite=5),
+    # Its activation is an approximated GELU; its norms count from 1; its embedding is scaled, so that it and the head
+    # that shares its weights stay as they are.
+    "gemma": (lambda: GemmaForCausalLM(GemmaConfig(**TIED)), LAYERS),
+    # Its activation is GELU itself, so that its layers stay, and the three products of each are packed by themselves.
+    "llama, exact gelu": (
+        lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="gelu")),
+        Counter(AttentionRewrite=2, LinearRewrite=7, NormRewrite=5),
     ),
     # Its layers are made of `Conv1D`, which nothing knows.
     "gpt2": (
@@ -139,9 +145,10 @@ def load_counted(folder: Path, **options: str) -> tuple[PagedModel, Counter[str]
     """A model, and what was rewritten in it."""
     found: list[Counter[str]] = []
 
-    def count(*arguments: Any) -> Counter[str]:
-        found.append(rewriter.rewrite(*arguments))
-        return found[-1]
+    def count(*arguments: Any) -> Rewritten:
+        done = rewriter.rewrite(*arguments)
+        found.append(done.counts)
+        return done
 
     with mock.patch.object(paged_model, "rewrite", count):
         model = load_model(folder, **options)
@@ -190,24 +197,40 @@ def test_in_bfloat16_logits_are_as_near_to_float32_as_the_models_own(family: str
     assert ours < 1.2 * own
 
 
-@pytest.mark.parametrize("family", ["llama, biases", "qwen3"])
+ALL_IN_ONE_CALL = ["llama, biases", "gemma", "qwen3", "mistral, window", "qwen2, one layer with a window"]
+
+
+@pytest.mark.parametrize("family", ALL_IN_ONE_CALL)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(dtype: str, family: str, tmp_path: Path) -> None:
     model = load_model(folder_of(family, tmp_path), dtype=dtype)
     (decoder,) = (part for part in model.module.modules() if isinstance(part, Decoder))
     at_once = logits_of(model)
-    with mock.patch.object(decoder, "_run_in_c", side_effect=AssertionError), pytest.raises(AssertionError):
-        logits_of(model)
+    with mock.patch.object(DecoderLayer, "forward", side_effect=AssertionError):
+        assert torch.equal(logits_of(model), at_once)
     with mock.patch.object(decoder, "_in_c", None):
         assert torch.equal(logits_of(model), at_once)
 
 
-@pytest.mark.parametrize("family", ["mistral, window", "qwen2, one layer with a window"])
-def test_layers_that_see_a_window_are_not_run_in_one_call(family: str, tmp_path: Path) -> None:
-    model = load_model(folder_of(family, tmp_path))
-    (decoder,) = (part for part in model.module.modules() if isinstance(part, Decoder))
-    with mock.patch.object(decoder, "_run_in_c", side_effect=AssertionError):
-        logits_of(model)
+def test_turns_are_looked_up_where_they_follow_the_position_alone(tmp_path: Path) -> None:
+    module = load_untouched(folder_of("llama", tmp_path)).module.model.rotary_emb
+    hidden = torch.zeros(1, 1, 64)
+
+    def asked_anew(positions: list[int]) -> bool:
+        position_ids = torch.tensor([positions])
+        turns = tables.turns(hidden, position_ids)
+        for found, wanted in zip(turns.of_tokens, module(hidden, position_ids=position_ids), strict=True):
+            assert torch.equal(found, wanted)
+        return turns.positions is None
+
+    tables = RotaryTables(module)
+    assert not asked_anew([0, 5, 1023])
+    assert not asked_anew([3000, 7])
+    assert asked_anew([POSITIONS_MAX, 7])
+    assert not asked_anew([POSITIONS_MAX - 1, 7])
+    module.rope_type = "dynamic"
+    tables = RotaryTables(module)
+    assert asked_anew([0, 5])
 
 
 def test_several_threads_give_the_bits_of_one(tmp_path: Path) -> None:
@@ -242,7 +265,7 @@ def test_no_weight_is_there_twice(family: str, tmp_path: Path) -> None:
     replaced: list[weakref.ref[torch.Tensor]] = []
     original = rewriter.rewrite
 
-    def watch(module: torch.nn.Module, *arguments: Any) -> Counter[str]:
+    def watch(module: torch.nn.Module, *arguments: Any) -> Rewritten:
         replaced.extend(weakref.ref(part.weight) for part in module.modules() if type(part) is torch.nn.Linear)
         return original(module, *arguments)
 
@@ -277,11 +300,16 @@ def test_a_replacement_that_computes_something_else_is_not_kept() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
-    for act_fn, is_equal in ((torch.nn.SiLU(), True), (torch.nn.GELU(), False)):
+    approximated = torch.nn.GELU(approximate="tanh")
+    for act_fn, are_equal in (
+        (torch.nn.SiLU(), [True, False]),
+        (approximated, [False, True]),
+        (torch.nn.GELU(), [False, False]),
+    ):
         module = Gated(act_fn)
-        (candidate,) = GatedMlpRewrite(library).candidates(module)
-        assert isinstance(candidate, GatedMlp)
-        assert agrees(candidate, call_of(module, x)) == is_equal
+        found = list(GatedMlpRewrite(library).candidates(module))
+        assert [type(candidate) for candidate in found] == [GatedMlp, GatedMlp]
+        assert [agrees(candidate, call_of(module, x)) for candidate in found] == are_equal
 
 
 def test_a_weight_that_something_else_shares_and_a_kind_of_linear_layer_are_left_alone() -> None:
@@ -298,10 +326,10 @@ def test_a_weight_that_something_else_shares_and_a_kind_of_linear_layer_are_left
 
 
 def test_a_model_whose_logits_change_is_refused(tmp_path: Path) -> None:
-    def spoil(module: Any, *_: Any) -> Counter[str]:
+    def spoil(module: Any, *_: Any) -> Rewritten:
         with torch.no_grad():
             module.model.norm.weight[:32] = 0
-        return Counter()
+        return Rewritten(module, Counter())
 
     with (
         mock.patch.object(paged_model, "rewrite", spoil),

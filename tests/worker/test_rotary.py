@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from quire_worker.execution import runner
+from quire_worker.execution import parts
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.paged_model import load_model
@@ -184,7 +184,7 @@ def only_positions(patch: pytest.MonkeyPatch) -> None:
     def forgetful(chunks: Sequence[Chunk], **options: Any) -> ForwardBatch:
         return batch([replace(chunk, begun_with=0) for chunk in chunks], **options)
 
-    patch.setattr(runner, "build_batch", forgetful)
+    patch.setattr(parts, "build_batch", forgetful)
 
 
 def one_root(patch: pytest.MonkeyPatch) -> None:

@@ -276,6 +276,7 @@ def test_random_requests_in_tiny_pools_read_back_their_own_tokens(seed: int, is_
         running_max=dice.randint(1, 8),
         ahead_tokens=dice.choice([None, 0, 1, 5, 64]),
         is_pipelined=is_pipelined,
+        swap_slots=(0, 10, 1000)[seed % 3],
     )
     longest = worker.scheduler.sequence_tokens_max - 1
     stems = [numbers(60, seed=seed * 7 + i) for i in range(3)]
@@ -314,3 +315,4 @@ def test_random_requests_in_tiny_pools_read_back_their_own_tokens(seed: int, is_
     for request in done + live:
         worker.check_text(request)
     assert worker.pool.blocks.free_count == worker.pool.spec.block_count, "a block leaked"
+    assert worker.scheduler.roster.swap.free_count == worker.scheduler.roster.swap.slot_count, "a slot leaked"

@@ -19,7 +19,7 @@ from tests.worker.engine_harness import reference_model, reference_text
 from tests.worker.tiny_models import write_tiny, write_tiny_llama, write_tiny_qwen3
 
 OUTPUT_TOKENS = 5
-DRAWN = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=3)
+DRAWN = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=3, min_p=0.01)
 
 
 def random_prompt(length: int) -> list[int]:
@@ -61,7 +61,7 @@ def test_text_through_the_kernels_is_that_of_transformers(
         again = client.generate(prompts[3], max_tokens=OUTPUT_TOKENS, n=2)
         drawn = client.generate(
             prompts[2], max_tokens=OUTPUT_TOKENS, temperature=DRAWN.temperature, top_k=DRAWN.top_k, top_p=DRAWN.top_p,
-            seed=DRAWN.seed,
+            seed=DRAWN.seed, min_p=DRAWN.min_p,
         )  # fmt: skip
     for prompt, output in zip(prompts, outputs, strict=True):
         assert tuple(output.samples[0].token_ids) == reference_text(folder, tuple(prompt), OUTPUT_TOKENS)

@@ -8,6 +8,7 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 import torch
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+GATES = {None: 0, "silu": 1, "gelu_tanh": 2}  # activations of gated layers
 PANEL = 64  # columns of a panel of a packed weight
 
 
@@ -51,7 +52,7 @@ class Rotate(ctypes.Structure):
         ("token_stride", c_int64),
         *[(name, c_void_p) for name in ("cosine", "sine")],
         ("table_stride", c_int64),
-        *[(name, c_void_p) for name in ("query_norm", "key_norm")],
+        *[(name, c_void_p) for name in ("positions", "query_norm", "key_norm")],
         ("tokens", c_int64),
         *[(name, c_int32) for name in ("query_heads", "kv_heads", "head_dim", "rotary_dim", "dtype")],
         ("epsilon", c_float),
@@ -78,7 +79,7 @@ class Linear(ctypes.Structure):
             (name, c_int64)
             for name in ("input_stride", "residual_stride", "output_stride", "rows", "inputs", "outputs")
         ],
-        *[(name, c_int32) for name in ("is_gated", "dtype")],
+        *[(name, c_int32) for name in ("gate", "dtype")],
     ]
 
 
@@ -92,13 +93,22 @@ class Pack(ctypes.Structure):
     ]
 
 
+class Embed(ctypes.Structure):
+    """Holds the arguments of `quire_embed`."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("ids", "packed", "output")],
+        *[(name, c_int64) for name in ("tokens", "words")],
+    ]
+
+
 class Packed(ctypes.Structure):
     """Describes a packed weight (`QuirePacked`)."""
 
     _fields_ = [
         *[(name, c_void_p) for name in ("weight", "bias")],
         *[(name, c_int64) for name in ("inputs", "outputs")],
-        ("is_gated", c_int32),
+        ("gate", c_int32),
     ]
 
 
@@ -109,7 +119,9 @@ class Layer(ctypes.Structure):
         *[(name, Packed) for name in ("qkv", "output", "gate_up", "down")],
         *[(name, c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm", "pages")],
         ("page_stride", c_int64),
-        *[(name, c_float) for name in ("attention_epsilon", "mlp_epsilon", "head_epsilon", "scale")],
+        ("attend", ctypes.POINTER(Attend)),
+        *[(name, c_void_p) for name in ("slots", "sinks")],
+        *[(name, c_float) for name in ("attention_epsilon", "mlp_epsilon", "head_epsilon")],
     ]
 
 
@@ -120,8 +132,7 @@ class Decoder(ctypes.Structure):
         ("layers", ctypes.POINTER(Layer)),
         ("layer_count", c_int64),
         *[(name, c_void_p) for name in ("hidden", "normed", "qkv", "attended", "gated")],
-        ("attend", ctypes.POINTER(Attend)),
-        *[(name, c_void_p) for name in ("slots", "cosine", "sine")],
+        *[(name, c_void_p) for name in ("cosine", "sine", "positions")],
         *[(name, c_int64) for name in ("table_stride", "tokens", "hidden_size")],
         *[(name, c_int32) for name in ("query_heads", "kv_heads", "head_dim", "rotary_dim", "dtype")],
     ]
@@ -134,6 +145,7 @@ CALLS = {
     "quire_norm": Norm,
     "quire_linear": Linear,
     "quire_pack": Pack,
+    "quire_embed": Embed,
     "quire_decoder": Decoder,
 }
 

@@ -7,12 +7,13 @@ checked on the other side.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from ctypes import byref
 from dataclasses import dataclass
 
 import torch
 
-from quire_cpu.interface import DTYPES, PANEL, Linear, Norm, Pack, Rotate
+from quire_cpu.interface import DTYPES, GATES, PANEL, Embed, Linear, Norm, Pack, Rotate
 from quire_cpu.library import Library
 
 
@@ -84,8 +85,8 @@ def rotate_(
         )
     )
     arguments = Rotate(
-        heads.data_ptr(), heads.stride(0), cosine.data_ptr(), sine.data_ptr(), cosine.stride(0), query_norm, key_norm,
-        tokens, query_heads, head_count - query_heads, head_dim, rotary_dim, _dtype(heads), epsilon,
+        heads.data_ptr(), heads.stride(0), cosine.data_ptr(), sine.data_ptr(), cosine.stride(0), 0, query_norm,
+        key_norm, tokens, query_heads, head_count - query_heads, head_dim, rotary_dim, _dtype(heads), epsilon,
     )  # fmt: skip
     library.functions.quire_rotate(byref(arguments))
 
@@ -114,7 +115,7 @@ class PackedLinear:
         weights: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor | None] | None = None,
         *,
-        is_gated: bool = False,
+        gate: str | None = None,
     ) -> None:
         """Packs weights.
 
@@ -122,7 +123,7 @@ class PackedLinear:
             library: the kernels.
             weights: each `[outputs, inputs]`; their outputs follow one another. If gated, two: of gate and of up.
             biases: as many, each `[outputs]` or None.
-            is_gated: the result is silu(gate) * up, `[outputs]` of one of both.
+            gate: of GATES; the result is this activation of the first, times the second, `[outputs]` of one of both.
 
         Raises:
             ValueError: they do not fit together, or in bfloat16 `inputs` is odd.
@@ -133,11 +134,12 @@ class PackedLinear:
             raise ValueError("weights that are packed together have one input and one dtype")
         if self.inputs * first.itemsize % 4:
             raise ValueError(f"{self.inputs} inputs of {first.dtype} are no whole number of 32-bit words")
+        is_gated = gate is not None
         if is_gated and (len(weights) != 2 or weights[0].shape != weights[1].shape):
             raise ValueError("a gated layer has two weights of one shape")
-        self._library = library
+        self.library = library
         self.dtype = first.dtype
-        self.is_gated = is_gated
+        self.gate = gate
         self.outputs = first.shape[0] if is_gated else sum(weight.shape[0] for weight in weights)
         columns = PANEL // 2 if is_gated else PANEL
         panels = -(-self.outputs // columns)
@@ -160,6 +162,12 @@ class PackedLinear:
             first_row += weight.shape[0]
         self.bias = bias if biases and any(each is not None for each in biases) else None
 
+    def gated_by(self, gate: str) -> PackedLinear:
+        """Returns a gated layer of the same weights, which are not copied, with another activation."""
+        other = copy(self)
+        other.gate = gate
+        return other
+
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Computes x @ weight^T + bias, plus `residual` if there is one.
 
@@ -181,10 +189,31 @@ class PackedLinear:
         arguments = Linear(
             rows.data_ptr(), self.weight.data_ptr(), 0 if self.bias is None else self.bias.data_ptr(),
             0 if residual is None else residual.data_ptr(), output.data_ptr(), rows.stride(0), self.outputs,
-            self.outputs, rows.shape[0], self.inputs, self.outputs, self.is_gated, _dtype(x),
+            self.outputs, rows.shape[0], self.inputs, self.outputs, GATES[self.gate], _dtype(x),
         )  # fmt: skip
-        self._library.functions.quire_linear(byref(arguments))
+        self.library.functions.quire_linear(byref(arguments))
         return output
+
+
+def embed(library: Library, ids: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    """Returns rows of a weight where it is packed.
+
+    Args:
+        library: the kernels.
+        ids: int64 `[...]`, contiguous, below the weight's `outputs`; as everywhere, this is not looked at here.
+        packed: a weight by itself, not gated.
+
+    Returns:
+        `[..., inputs]` of the weight's dtype.
+    """
+    if ids.dtype != torch.int64 or not ids.is_contiguous() or packed.gate is not None:
+        raise ValueError(f"ids must be contiguous int64, not {ids.dtype} with strides {ids.stride()}")
+    output = torch.empty((*ids.shape, packed.inputs), dtype=packed.dtype)
+    words = packed.weight.shape[1]
+    library.functions.quire_embed(
+        byref(Embed(ids.data_ptr(), packed.weight.data_ptr(), output.data_ptr(), ids.numel(), words))
+    )
+    return output
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

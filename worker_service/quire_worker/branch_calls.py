@@ -20,6 +20,7 @@ from quire_worker.branches import (
     Branches,
 )
 from quire_worker.checks import Checks, check_namespace, require
+from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request
 
@@ -99,7 +100,12 @@ class BranchCalls:
 
     @asynccontextmanager
     async def generating(
-        self, message: pb.GenerateRequest, sampling: SamplingParams, request_id: str, permissions: Permissions
+        self,
+        message: pb.GenerateRequest,
+        sampling: SamplingParams,
+        request_id: str,
+        permissions: Permissions,
+        matcher: Matcher | None,
     ) -> AsyncIterator[Request]:
         """Continues a branch, whose request is there to be read inside."""
         require(not message.namespace, "namespace is the branch's own: leave it out")
@@ -108,5 +114,5 @@ class BranchCalls:
         if sampling.echo or sampling.prompt_logprobs is not None:
             raise QuireError.of(Reason.BAD_PARAMETER, "echo and prompt_logprobs are for prompts, not for a branch")
         branch = self._branches.find(message.branch_id, permissions)
-        async with self._branches.generating(branch, sampling, request_id) as request:
+        async with self._branches.generating(branch, sampling, request_id, matcher) as request:
             yield request

@@ -35,6 +35,7 @@ from quire.errors import QuireError, Reason
 from quire.protocol.permissions import Permissions
 
 from quire_worker.engine import Engine
+from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request, Sample
 
@@ -179,7 +180,9 @@ class Branches:
             return len(branch.tokens)
 
     @asynccontextmanager
-    async def generating(self, branch: Branch, sampling: SamplingParams, request_id: str) -> AsyncIterator[Request]:
+    async def generating(
+        self, branch: Branch, sampling: SamplingParams, request_id: str, matcher: Matcher | None = None
+    ) -> AsyncIterator[Request]:
         """Continues a branch: inside, its request's deliveries are there to be read. The branch keeps the tokens if it
         was read to its end.
 
@@ -188,7 +191,7 @@ class Branches:
         """
         async with self._using(branch):
             self._check_length(len(branch.tokens))
-            request = self._begin(branch, branch.tokens, sampling, request_id)
+            request = self._begin(branch, branch.tokens, sampling, request_id, matcher=matcher)
             sample = request.samples[0]
             try:
                 yield request
@@ -209,9 +212,7 @@ class Branches:
         async with self._using(branch):
             self._check_length(len(branch.tokens) + max(map(len, candidates)) - 1)
             await self._compute(branch, branch.tokens, request_id)
-            request = self._engine.reception.new_request(
-                request_id=request_id, prompt=branch.tokens, sampling=COMPUTE_ALONE, namespace=branch.namespace
-            )
+            request = self._engine.reception.new_request(request_id, branch.tokens, COMPUTE_ALONE, branch.namespace)
             roster, is_held = self._engine.scheduler.roster, self._is_held(branch)
             for index, candidate in enumerate(candidates):
                 tokens = [*branch.tokens, *candidate[:-1]]
@@ -282,15 +283,20 @@ class Branches:
         return cached
 
     def _begin(
-        self, branch: Branch, tokens: list[int], sampling: SamplingParams, request_id: str, *, draws: bool = True
+        self,
+        branch: Branch,
+        tokens: list[int],
+        sampling: SamplingParams,
+        request_id: str,
+        *,
+        draws: bool = True,
+        matcher: Matcher | None = None,
     ) -> Request:
         """Opens a request on the branch's own sample, or on a new one where it holds no blocks. If it does not end
         well, the sample leaves, and the branch is dropped."""
         engine = self._engine
-        request = engine.reception.new_request(
-            request_id=request_id, prompt=list(tokens), sampling=sampling, namespace=branch.namespace
-        )
-        fresh = engine.reception.new_sample(request, 0, tokens)
+        request = engine.reception.new_request(request_id, list(tokens), sampling, branch.namespace)
+        fresh = engine.reception.new_sample(request, 0, tokens, matcher)
         if self._is_held(branch):
             assert branch.sample is not None
             sample = branch.sample

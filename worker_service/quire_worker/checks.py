@@ -17,12 +17,16 @@ from quire_worker.engine import Engine
 from quire_worker.execution.failures import TOKENIZER
 from quire_worker.model.conversation import ConversationError, read_conversation
 from quire_worker.model.tokenizer import TokenizerError
+from quire_worker.sampling.grammar import Grammars, Matcher
+from quire_worker.sampling.params import SamplingParams
+from quire_worker.structures import StructureCompiler
 
 log = structlog.get_logger()
 
 InputT = TypeVar("InputT")
 
 TEXT_BYTES_MAX = 1 << 20
+SPELLED_MAX = 1 << 16  # tokens of one call of Detokenize
 
 
 class Given(Protocol):
@@ -50,6 +54,8 @@ class Checks:
     def __init__(self, engine: Engine) -> None:
         self.draining = False
         self._engine = engine
+        model, spell = engine.model, engine.tokenizer.to_json
+        self._structures = StructureCompiler(Grammars(spell, model.vocab_size, model.eos_token_ids))
 
     def begin(self, request_id: str) -> str:
         """Returns the id of a call, a new one where its caller gave none.
@@ -142,6 +148,28 @@ class Checks:
             return await self._encode("", size, tokenizer.encode_conversation, conversation)
         except ConversationError as error:
             raise QuireError.of(Reason.BAD_PARAMETER, str(error)) from None
+
+    def spelled(self, request: pb.DetokenizeRequest) -> list[bytes]:
+        """Returns the bytes of each token.
+
+        Raises:
+            QuireError: there are too many, or the tokenizer failed.
+        """
+        if len(request.token_ids) > SPELLED_MAX:
+            raise QuireError.of(Reason.LIMIT, f"at most {SPELLED_MAX} tokens at a time")
+        try:
+            return self._engine.tokenizer.spell(request.token_ids)
+        except TokenizerError as error:
+            log.warning("decoding failed", error=str(error))
+            raise self._engine.failed("", TOKENIZER) from None
+
+    async def matcher(self, sampling: SamplingParams) -> Matcher | None:
+        """Returns what a text has to be, compiled; None if it may be anything.
+
+        Raises:
+            QuireError: it cannot be compiled.
+        """
+        return None if sampling.structure is None else await self._structures.compile(sampling.structure)
 
     async def _encode(
         self, request_id: str, byte_count: int, encode: Callable[[InputT], list[int]], given: InputT

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from quire.errors import QuireError, Reason
 
-from quire_worker.scheduling.pace import Pace
+from quire_worker.execution.parts import Computed
 from quire_worker.scheduling.plan import Plan
 from quire_worker.scheduling.request import Request
 from quire_worker.scheduling.roster import Roster
@@ -28,7 +28,7 @@ class Door:
     def __init__(
         self, roster: Roster, telemetry: WorkerTelemetry, *, waiting_max: int, clock: Callable[[], float]
     ) -> None:
-        self.pace = Pace()
+        self.pace = roster.pace
         self.waiting_max = waiting_max
         self._roster = roster
         self._telemetry = telemetry
@@ -63,6 +63,14 @@ class Door:
         for request in {sample.request for sample in self._roster.waiting.in_any_order()}:
             if not request.admitted and self.pace.is_hopeless(request, now_s):
                 fail(request, self._hopeless())
+
+    def observe(self, computed: Computed) -> None:
+        """Measures a pass, and what was swapped in it."""
+        token_count = sum(work.token_count for work in computed.work if not work.is_restored)
+        self.pace.observe(token_count, computed.seconds - computed.swap_s)
+        cost = self._roster.swap.cost
+        cost.block_count += computed.swapped_block_count
+        cost.seconds += computed.swap_s
 
     def note_admitted(self, plan: Plan) -> None:
         """Measures how long those waited whom the answer to a plan has let in for the first time."""

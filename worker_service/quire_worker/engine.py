@@ -30,12 +30,15 @@ from quire.session import PoolSession, SessionLostError
 from quire_worker.cache import KVCache
 from quire_worker.door import Door
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
-from quire_worker.execution.runner import Computed, Runner, Shortcut
+from quire_worker.execution.host_pages import HostPages
+from quire_worker.execution.parts import Computed
+from quire_worker.execution.runner import Runner, Shortcut
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
 from quire_worker.outbox import Outbox
 from quire_worker.reception import Reception
 from quire_worker.samples import TokenIntake, begin_samples
+from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.plan import Batch, Plan, Work
 from quire_worker.scheduling.request import STREAM_INTERVAL_S, Request, Sample
@@ -66,8 +69,7 @@ class Pass(NamedTuple):
 
 
 class Engine:
-    """Runs requests. `submit`, `cancel` and `step` are for the event loop that `run` is on. Whoever changes the roster
-    otherwise sets `wake`.
+    """Runs requests. `submit`, `cancel` and `step` are for the event loop that `run` is on.
 
     The model runs on `thread`, an executor with one thread that engines may share and that `close` shuts down.
     """
@@ -96,7 +98,7 @@ class Engine:
         self._clock = clock
         self._door = Door(scheduler.roster, telemetry, waiting_max=waiting_max, clock=clock)
         self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="model")
-        self.wake = asyncio.Event()
+        self.wake = asyncio.Event()  # set by whoever changes the roster
         self._open: set[Request] = set()
         self._changed = asyncio.Event()  # a request was ended
         self._turned = asyncio.Event()  # set for a moment after each turn
@@ -105,7 +107,9 @@ class Engine:
         )
         self._asked: Asked | None = None
         self._sent_s = 0.0
-        self._runner = Runner(model, cache, clock, shortcut)
+        slot_count = scheduler.roster.swap.slot_count
+        host_pages = HostPages(cache, slot_count) if slot_count else None
+        self._runner = Runner(model, cache, clock, shortcut, host_pages)
         self._passes = deque[Pass]()  # the one that is computed, and the one behind it
         self._outbox = Outbox(stream_interval_s, self._decoding_failed)
         self._intake = TokenIntake(
@@ -140,6 +144,8 @@ class Engine:
             self.fail_all(self.reception.draining())
             self._turned.set()
             await asyncio.gather(*(each.result for each in self._passes), return_exceptions=True)
+            if self._asked is not None:  # nobody takes this answer in, and its failure is no news
+                self._asked.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
 
     async def step(self) -> None:
         """Runs one turn: plan a pass and ask for what it needs, unless one is under way already; while it is computed,
@@ -155,7 +161,7 @@ class Engine:
         self._end_failed(computed)
         self.scheduler.advance(computed.work)
         self._intake.take(computed)
-        self._door.pace.observe(sum(work.token_count for work in computed.work), computed.seconds)
+        self._door.observe(computed)
         self.telemetry.forward_s += computed.seconds
         self.telemetry.step_seconds.observe(self._clock() - started)
 
@@ -169,6 +175,7 @@ class Engine:
         sampling: SamplingParams,
         namespace: str,
         echo: str = "",
+        matcher: Matcher | None = None,
         priority: int = 0,
         time_left_s: float | None = None,
     ) -> Request:
@@ -180,6 +187,7 @@ class Engine:
             sampling: how it is continued.
             namespace: inside which prefixes are shared.
             echo: what each sample's text begins with.
+            matcher: of what each text has to be, where `sampling` has a structure.
             priority: in its namespace.
             time_left_s: to its caller's deadline, if there is one.
 
@@ -187,13 +195,10 @@ class Engine:
             QuireError: QUEUE_FULL; DEADLINE, it cannot be done by then; ALLOCATOR_LOST, nobody grants blocks at
                 present; DRAINING, it was stopped.
         """
-        new = self.reception.new_request
-        request = new(request_id=request_id, prompt=prompt, sampling=sampling, namespace=namespace)
-        request.priority = priority
-        if time_left_s is not None:
-            request.deadline_s = request.arrived_s + time_left_s
-        self._door.check_deadline(request)
-        begin_samples(request, self.model, self.tokenizer, echo=echo)
+        request = self.reception.new_request(
+            request_id, prompt, sampling, namespace, priority=priority, time_left_s=time_left_s
+        )
+        begin_samples(request, self.model, self.tokenizer, echo=echo, matcher=matcher)
         self.scheduler.roster.add(request.samples[0])
         self.open(request)
         return request
@@ -204,11 +209,7 @@ class Engine:
         self.wake.set()
 
     async def settled(self, sample: Sample) -> None:
-        """Returns once no pass and no fork is under way that a sample is part of.
-
-        Raises:
-            QuireError: DRAINING: there are no more turns.
-        """
+        """Returns once no pass and no fork is under way that a sample is part of; raises DRAINING if none will end."""
         while sample.fork_of is not None or any(item.sample is sample for each in self._passes for item in each.work):
             if self.reception.is_closed:
                 raise self.reception.draining()

@@ -8,7 +8,7 @@ from quire.errors import QuireError, Reason
 from quire.v1 import worker_pb2 as pb
 
 from quire_worker.sampling.logprobs import TokenLogprobs
-from quire_worker.sampling.params import MAX_TOKENS_DEFAULT, SamplingParams, Structure
+from quire_worker.sampling.params import MAX_TOKENS_DEFAULT, SamplingParams, Structure, StructureKind
 from quire_worker.scheduling.request import Delivery, FinishReason, Request
 
 _FINISH_REASONS = {
@@ -71,11 +71,14 @@ def _structure_of(message: pb.SamplingParams) -> Structure | None:
     name = message.WhichOneof("structure")
     if name is None:
         return None
-    raise ValueError(f"{name} is not supported by this worker")
+    kind = StructureKind(name)
+    texts = tuple(message.choice.texts) if kind is StructureKind.CHOICE else (getattr(message, name),)
+    return Structure(kind, texts)
 
 
-def response_of(request: Request, delivery: Delivery) -> pb.GenerateResponse:
-    """Returns the message that tells a request's caller what there is for it."""
+def response_of(request: Request, delivery: Delivery, sequence_tokens_max: int) -> pb.GenerateResponse:
+    """Returns the message that tells a request's caller what there is for it; `sequence_tokens_max` is what bounds a
+    sequence of any request."""
     response = pb.GenerateResponse(
         sample=delivery.sample,
         token_ids=delivery.token_ids,
@@ -96,6 +99,7 @@ def response_of(request: Request, delivery: Delivery) -> pb.GenerateResponse:
                 granted_block_count=usage.granted_block_count,
                 unshared_block_count=usage.unshared_block_count,
                 preemption_count=usage.preemption_count,
+                sample_token_count_max=min(request.sampling.max_tokens, sequence_tokens_max - len(request.prompt)),
             )
         )
     return response

@@ -107,6 +107,8 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error(f"--max-batch-tokens must be at most {BLOCKS_PER_STEP_MAX} blocks")
     if not options.rank_timeout >= 1:
         parser.error("--rank-timeout must be at least 1")
+    if isinstance(options.swap_memory, Fraction):
+        parser.error("--swap-memory is a size, as 2GiB, and no share")
     if options.max_running > RUNNING_MAX:
         parser.error(f"--max-running must be at most {RUNNING_MAX}")
 
@@ -156,6 +158,13 @@ def _add_formats(parser: argparse.ArgumentParser) -> None:
         default="cpu",
         help="of weights, pages and attention: cuda runs the Triton kernels, cpu kernels in C++, or plain torch where"
         " there is no compiler for them (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--swap-memory",
+        type=memory_bytes,
+        default=0,
+        help="host memory, as 2GiB, for pages of preempted samples; who comes back is restored from it where that is"
+        " estimated cheaper than computing again (default: none)",
     )
 
 

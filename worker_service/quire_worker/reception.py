@@ -13,6 +13,7 @@ from quire_worker.door import Door
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.samples import begin_sample
+from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request, Sample
 
@@ -43,11 +44,21 @@ class Reception:
         self._clock = clock
         self._count = 0
 
-    def new_request(self, *, request_id: str, prompt: list[int], sampling: SamplingParams, namespace: str) -> Request:
-        """Returns a request that has no samples yet.
+    def new_request(
+        self,
+        request_id: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        namespace: str,
+        *,
+        priority: int = 0,
+        time_left_s: float | None = None,
+    ) -> Request:
+        """Returns a request that has no samples yet; arguments as of `Engine.submit`.
 
         Raises:
-            QuireError: QUEUE_FULL; ALLOCATOR_LOST, nobody grants blocks at present; DRAINING, the worker shuts down.
+            QuireError: QUEUE_FULL; DEADLINE; ALLOCATOR_LOST, nobody grants blocks at present; DRAINING, the worker
+                shuts down.
         """
         if self.is_closed:
             raise self.draining()
@@ -57,12 +68,15 @@ class Reception:
         self._count += 1
         root = root_digest(fingerprint=self._model.fingerprint, layout=self._cache.spec.layout, namespace=namespace)
         request = Request(self._count, request_id, prompt, sampling, namespace, root, self._clock())
-        request.rotation = self._model.rotation
+        request.rotation, request.priority = self._model.rotation, priority
+        if time_left_s is not None:
+            request.deadline_s = request.arrived_s + time_left_s
+        self._door.check_deadline(request)
         return request
 
-    def new_sample(self, request: Request, index: int, tokens: Sequence[int]) -> Sample:
+    def new_sample(self, request: Request, index: int, tokens: Sequence[int], matcher: Matcher | None = None) -> Sample:
         """Returns a sample of a request, with these tokens to be computed; the roster does not know it yet."""
-        return begin_sample(request, index, tokens, self._model, self._tokenizer)
+        return begin_sample(request, index, tokens, self._model, self._tokenizer, matcher=matcher)
 
     @staticmethod
     def draining() -> QuireError:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from quire_worker.execution.runner import Computed, Token
+from quire_worker.execution.parts import Computed, Token
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.sample_text import SampleText
 from quire_worker.model.tokenizer import StreamDecoder, Tokenizer, TokenizerError
 from quire_worker.outbox import Outbox
+from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.logprobs import TokenLogprobs
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.sampling.sampler import Sampler
@@ -17,7 +18,9 @@ from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
 
 
-def begin_samples(request: Request, model: PagedModel, tokenizer: Tokenizer, *, echo: str) -> None:
+def begin_samples(
+    request: Request, model: PagedModel, tokenizer: Tokenizer, *, echo: str, matcher: Matcher | None
+) -> None:
     """Gives a request its samples.
 
     Args:
@@ -25,19 +28,33 @@ def begin_samples(request: Request, model: PagedModel, tokenizer: Tokenizer, *, 
         model: that computes them.
         tokenizer: that decodes them.
         echo: what each one's text begins with.
+        matcher: of what each text has to be; None if it may be anything.
     """
     sampling: SamplingParams = request.sampling
     for index in range(sampling.sample_count):
-        request.samples.append(begin_sample(request, index, request.prompt, model, tokenizer, echo=echo))
+        sample = begin_sample(request, index, request.prompt, model, tokenizer, echo=echo, matcher=matcher)
+        request.samples.append(sample)
 
 
 def begin_sample(
-    request: Request, index: int, tokens: Sequence[int], model: PagedModel, tokenizer: Tokenizer, *, echo: str = ""
+    request: Request,
+    index: int,
+    tokens: Sequence[int],
+    model: PagedModel,
+    tokenizer: Tokenizer,
+    *,
+    echo: str = "",
+    matcher: Matcher | None = None,
 ) -> Sample:
     """Returns a sample of a request that has these tokens to be computed; the request does not know it yet."""
     sampling: SamplingParams = request.sampling
     sampler = Sampler.of(
-        sampling, index, prompt=request.prompt, eos_token_ids=model.eos_token_ids, vocabulary=model.vocab_size
+        sampling,
+        index,
+        prompt=request.prompt,
+        eos_token_ids=model.eos_token_ids,
+        vocabulary=model.vocab_size,
+        matcher=matcher,
     )
     text = _text_of(sampling, tokenizer, echo)
     return Sample(request, index, list(tokens), sampler, text, begun_with=len(tokens))
@@ -113,7 +130,8 @@ class TokenIntake:
             self._note(drawn, [token] if is_kept else [], logprobs)
 
     def _is_stop(self, sampling: SamplingParams, token: int) -> bool:
-        ends = token in self._eos_token_ids and not sampling.ignore_eos
+        goes_on = sampling.ignore_eos and sampling.structure is None  # a structure is whole where it ends
+        ends = token in self._eos_token_ids and not goes_on
         return ends or token in sampling.stop_token_ids
 
     def _take_text(self, sample: Sample, token: int) -> bool:

@@ -74,6 +74,7 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
         UsageError: there is no room for the pool, or no such device.
         RankLostError: another rank is gone.
     """
+    tokenizer = Tokenizer(options.model)  # first, as weights take minutes and this may be what is missing
     if ranks is None or ranks.place.size == 1:
         part, leader = load_part(options, options.device, None), None
     else:
@@ -82,7 +83,7 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
     if options.device == "cuda":
         shortcut = capture_decode(part, min(options.cuda_graph_batch_max, options.max_running))
     name = Path(options.model).resolve().name
-    return Loaded(name, part.model, part.cache, Tokenizer(options.model), part.memory, leader, shortcut)
+    return Loaded(name, part.model, part.cache, tokenizer, part.memory, leader, shortcut)
 
 
 def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Part:
@@ -163,12 +164,15 @@ def capture_decode(part: Part, size_max: int) -> Shortcut | None:
 def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSession) -> Engine:
     """Puts the parts together; nothing is connected yet."""
     model, cache, tokenizer = loaded.model, loaded.cache, loaded.tokenizer
+    if options.swap_memory and loaded.leader is not None:
+        raise UsageError("--swap-memory: pages of several ranks are not swapped")
     scheduler = Scheduler(
         groups=cache.spec.groups,
         sequence_tokens_max=min(model.max_position, cache.sequence_tokens_max(options.max_batch_tokens)),
         batch_tokens_max=options.max_batch_tokens,
         running_max=options.max_running,
         ahead_tokens=options.grant_ahead_tokens,
+        swap_slot_count=options.swap_memory // cache.spec.bytes_per_block,
     )
     return Engine(
         model=model,
@@ -273,6 +277,10 @@ async def _run(engine: Engine, server: Server) -> None:
     changes = set[asyncio.Task[None]]()
 
     def follow(connected: bool) -> None:
+        if connected:
+            log.warning("the session with the allocator is back")
+        else:
+            log.warning("the allocator is away; what has room goes on, and nobody new is let in")
         task = asyncio.create_task(server.set_serving(connected))
         changes.add(task)
         task.add_done_callback(changes.discard)

@@ -98,6 +98,13 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         except QuireError as error:
             return await abort(context, error)
 
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        """Answers with the bytes of each token."""
+        try:
+            return pb.DetokenizeResponse(texts=self._checks.spelled(request))
+        except QuireError as error:
+            return await abort(context, error)
+
     def drain(self) -> None:
         """Refuses calls from now on, because the worker shuts down."""
         self._checks.draining = True
@@ -187,19 +194,23 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             message = f"priority must be from {-PRIORITY_MAX} to {PRIORITY_MAX}, not {request.priority}"
             raise QuireError.of(Reason.BAD_PARAMETER, message)
         sampling = sampling_of(request.sampling, self._engine.model.vocab_size)
+        matcher = await self._checks.matcher(sampling)
         if request.WhichOneof("prompt") == "branch_id":
-            async with self._branch_calls.generating(request, sampling, request_id, permissions) as running:
+            branch_call = self._branch_calls.generating(request, sampling, request_id, permissions, matcher)
+            async with branch_call as running:
                 yield running
             return
         check_namespace(request.namespace, permissions)
         prompt = await self._checks.prompt(request, request_id)
         echo = await self._checks.echo(request, request_id, prompt) if sampling.echo else ""
+        self._checks.check_serving()
         running = self._engine.submit(
             request_id=request_id,
             prompt=prompt,
             sampling=sampling,
             namespace=request.namespace,
             echo=echo,
+            matcher=matcher,
             priority=request.priority,
             time_left_s=time_left_s,
         )
@@ -214,6 +225,6 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             if isinstance(delivery, QuireError):
                 raise delivery
             running.is_read = delivery.is_last
-            yield response_of(running, delivery)
+            yield response_of(running, delivery, self._engine.scheduler.sequence_tokens_max)
             if delivery.is_last:
                 return

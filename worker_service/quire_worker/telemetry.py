@@ -28,6 +28,7 @@ METRIC_NAMES = frozenset(
         "quire_worker_tokens_total",
         "quire_worker_preemptions_total",
         "quire_worker_backfilled_total",
+        "quire_worker_swapped_bytes_total",
         "quire_worker_queue_seconds",
         "quire_worker_failures_total",
         "quire_worker_retries_total",
@@ -130,8 +131,21 @@ class WorkerCollector(Collector):
         tokens.add_metric(["cached"], numbers.cached_token_count)
         tokens.add_metric(["output"], numbers.output_token_count)
         yield tokens
+        roster = self._engine.scheduler.roster
+        preemptions = CounterMetricFamily(
+            "quire_worker_preemptions", "Samples whose blocks were taken back, by how they come back.", labels=["kind"]
+        )
+        preemptions.add_metric(["recompute"], roster.preemption_count - roster.swap.swap_count)
+        preemptions.add_metric(["swap"], roster.swap.swap_count)
+        yield preemptions
+        swapped = CounterMetricFamily(
+            "quire_worker_swapped_bytes", "Bytes of pages moved to host memory and back.", labels=["direction"]
+        )
+        block_bytes = self._engine.cache.spec.bytes_per_block
+        swapped.add_metric(["out"], roster.swap.out_count * block_bytes)
+        swapped.add_metric(["in"], roster.swap.in_count * block_bytes)
+        yield swapped
         for name, text, value in (
-            ("preemptions", "Samples whose blocks were taken back.", self._engine.scheduler.roster.preemption_count),
             ("backfilled", "Samples that passed one that did not fit.", self._engine.scheduler.roster.backfilled_count),
             ("retries", "Passes that failed and were computed in parts.", numbers.retry_count),
             ("block_reports", "Reports that an allocator asked for.", self._engine.session.report_count),

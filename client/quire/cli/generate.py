@@ -16,7 +16,7 @@ from rich.text import Text
 
 from quire._transport import generating
 from quire._transport.channel import GENERATE_TIMEOUT_S
-from quire.cli import options, output
+from quire.cli import options, output, sampling_options
 from quire.client import Client
 from quire.errors import UsageError
 from quire.sampling import Chunk, Generation, SamplingParams
@@ -28,7 +28,9 @@ Examples:
     quire generate "The for statement"
     quire generate "The for statement" -n 4 --temperature 0.8 --seed 7
     quire generate - --max-tokens 200 < prompt.txt
-    quire generate "The for statement" --json
+    quire generate "The for statement" --stop ";" --repetition-penalty 1.1
+    quire generate "The answer: " --choice yes --choice no --logprobs 2 --json
+    quire generate "As JSON: " --json-schema @person.schema.json
 """
 
 
@@ -38,16 +40,11 @@ def register(app: typer.Typer) -> None:
 
 
 @options.connects
+@sampling_options.samples
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.", show_default=False)],
     *,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per sample at most.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Only the k likeliest tokens; 0 is all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Only the likeliest tokens that reach this probability.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(min=0, help="Makes the random choice repeatable.")] = None,
-    n: Annotated[int, typer.Option("-n", min=1, help="Samples; they share the prompt's blocks.")] = 1,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of text.")] = False,
+    params: SamplingParams,
     namespace: Annotated[str, typer.Option(help="Prefixes are shared inside it only.")] = "",
     priority: Annotated[int, typer.Option(min=-10, max=10, help="Among its namespace's; larger is sooner.")] = 0,
     worker: options.Worker = options.WORKER,
@@ -58,21 +55,20 @@ def generate(
     """Streams the text of one request."""
     if prompt == "-":
         prompt = _standard_input()
-    params = SamplingParams(max_tokens, temperature, top_k, top_p, seed, n, (), ignore_eos)
     start = time.monotonic()
     try:
         with (
             Client(worker, token=credentials.token, tls=credentials.tls) as client,
             client.stream(prompt, params, namespace=namespace, priority=priority, timeout_s=timeout) as chunks,
         ):
-            shown = chunks if as_json else _shown(chunks, n)
+            shown = chunks if as_json else _shown(chunks, params.n)
             generation = generating.gather(shown, chunks.request_id)
     except KeyboardInterrupt:  # the stream is closed by now, which cancels the request
         sys.exit(output.INTERRUPTED)
     if as_json:
         output.print_json(asdict(generation))
     else:
-        print(_summary(generation, time.monotonic() - start), file=sys.stderr)
+        print(_summary(generation, time.monotonic() - start, params.max_tokens), file=sys.stderr)
 
 
 def _standard_input() -> str:
@@ -145,12 +141,14 @@ def _tagged(chunks: Iterable[Chunk]) -> Iterable[Chunk]:
         yield chunk
 
 
-def _summary(generation: Generation, seconds: float) -> str:
+def _summary(generation: Generation, seconds: float, max_tokens: int) -> str:
     usage = generation.usage
+    most = usage.sample_token_count_max
+    cut = f"; room for {most:,} tokens, not for the {max_tokens:,} asked for" if 0 < most < max_tokens else ""
     shared = usage.unshared_block_count - usage.granted_block_count
     preempted = f", preempted {usage.preemption_count} times" if usage.preemption_count else ""
     return (
         f"{usage.prompt_token_count} prompt tokens ({usage.cached_token_count} cached), "
         f"{usage.output_token_count} generated in {seconds:.2f} s; "
-        f"{usage.granted_block_count} blocks taken, {max(shared, 0)} saved by sharing{preempted}"
+        f"{usage.granted_block_count} blocks taken, {max(shared, 0)} saved by sharing{preempted}{cut}"
     )

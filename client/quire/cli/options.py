@@ -57,17 +57,41 @@ def connects(command: Callable[..., None]) -> Callable[..., None]:
     Raises:
         UsageError: from the command: a file is unusable, or one comes without another that it needs.
     """
+
+    def made(values: dict[str, Any]) -> Credentials:
+        token_file, *tls = values.values()
+        return Credentials(read_token(token_file), tls_of(*tls))
+
+    return replaced(command, "credentials", {name: (kind, None) for name, kind in _FILES.items()}, made)
+
+
+def replaced(
+    command: Callable[..., None],
+    name: str,
+    options: dict[str, tuple[Any, Any]],
+    made: Callable[[dict[str, Any]], object],
+) -> Callable[..., None]:
+    """Returns a command that has options in the place of one of its parameters.
+
+    Args:
+        command: a function of typer's.
+        name: of that parameter, which is passed by keyword.
+        options: annotation and default of each option, by name.
+        made: makes the parameter's value of theirs, given in the order of `options`.
+    """
     signature = inspect.signature(command, eval_str=True)
-    own = [parameter for parameter in signature.parameters.values() if parameter.name != "credentials"]
+    own = [parameter for parameter in signature.parameters.values() if parameter.name != name]
     keyword = inspect.Parameter.KEYWORD_ONLY
-    files = [inspect.Parameter(name, keyword, default=None, annotation=kind) for name, kind in _FILES.items()]
+    new = [
+        inspect.Parameter(each, keyword, default=default, annotation=kind) for each, (kind, default) in options.items()
+    ]
 
     @functools.wraps(command)
     def call(*arguments: Any, **values: Any) -> None:
-        token_file, *tls = (values.pop(name) for name in _FILES)
-        command(*arguments, credentials=Credentials(read_token(token_file), tls_of(*tls)), **values)
+        given = {each: values.pop(each) for each in options}
+        command(*arguments, **{name: made(given)}, **values)
 
-    call.__signature__ = signature.replace(parameters=[*own, *files])  # type: ignore[attr-defined]
-    call.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *files)}
+    call.__signature__ = signature.replace(parameters=[*own, *new])  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *new)}
     del call.__wrapped__  # which typer would look at instead
     return call

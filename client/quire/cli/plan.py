@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
 
 from quire.cli import options
 from quire.errors import UsageError
+
+if TYPE_CHECKING:
+    from quire.cli.plan_report import Weights
 
 EXAMPLES = """Plan the KV cache of a model: groups, pages, blocks, and how many sequences and idle chats fit.
 
@@ -19,12 +23,25 @@ Needs the model's config.json and nothing else: no weights, no GPU, no torch.
 
 Examples:
 
-    quire plan models/demo
+    quire plan models/demo --memory 2GiB --length 1000
     quire plan config.json --memory 80GiB --utilization 0.9 --tensor-parallel 8 --weights 141GB
     quire plan config.json --memory 80GiB --chat-tokens 8k --chat-tokens 30k
     quire plan Qwen/Qwen3-0.6B --memory 24GiB --dtype fp8 --max-len 32k     (with huggingface_hub installed)
 """
+HUB_TIMEOUT_S: Final = 5.0
 LENGTH_MAX: Final = 32_768  # tokens, where neither the command line nor the model names a longest sequence
+
+
+Tokens: TypeAlias = Annotated[
+    str | None, typer.Option(metavar="TOKENS", help="Longest sequence; 32k is 32,768. Without it, the model's.")
+]
+Chats: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TOKENS", help="Length of idle chats to count; may be repeated. Without it, the lengths."),
+]
+Lengths: TypeAlias = Annotated[
+    list[str] | None, typer.Option(metavar="TOKENS", help="A length to show, too; may be repeated.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -47,15 +64,17 @@ def plan(
     ] = None,
     utilization: Annotated[float, typer.Option(metavar="SHARE", help="Of the memory, that may be used.")] = 0.9,
     weights: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Of the whole model; each rank holds its share.")
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Of the whole model; each rank holds its share. Without it: of the folder's files, or an estimate.",
+        ),
     ] = None,
     used: Annotated[str | None, typer.Option(metavar="SIZE", help="What else one device holds.")] = None,
     tensor_parallel: Annotated[int, typer.Option(min=1, metavar="RANKS", help="Devices that share the heads.")] = 1,
     dtype: Annotated[str, typer.Option(help="Of keys and values: auto, bf16, fp16, fp32, fp8.")] = "auto",
     state_dtype: Annotated[str, typer.Option(help="Of recurrent states: auto, bf16, fp32.")] = "auto",
-    max_len: Annotated[
-        str | None, typer.Option(metavar="TOKENS", help="Longest sequence; 32k is 32,768. Without it, the model's.")
-    ] = None,
+    max_len: Tokens = None,
     block_size: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Of the smallest blocks.")] = 16,
     group_cost: Annotated[
         float, typer.Option(metavar="SHARE", help="Of a sequence's bytes, that one group less is worth.")
@@ -64,15 +83,13 @@ def plan(
         int | None,
         typer.Option(min=1, metavar="TOKENS", help="States may be kept at multiples of it. Without it, 256 to 4,096."),
     ] = None,
-    chat_tokens: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TOKENS", help="Length of idle chats to count; may be repeated. Without it, the lengths."),
-    ] = None,
+    length: Lengths = None,
+    chat_tokens: Chats = None,
     as_json: options.Json = False,
 ) -> None:
     """Prints how a model's cache would be laid out."""
     from quire import planning
-    from quire.cli.plan_report import Budget, Plan
+    from quire.cli.plan_report import Budget, Plan, Weights
 
     config = _read(_config_path(model))
     try:
@@ -86,22 +103,61 @@ def plan(
             checkpoint_tokens=checkpoint_tokens,
         )
         cost = planning.Prices(cache.layers, token_count_max=token_count_max, group_cost=group_cost).layout(layout)
-        lengths = planning.lengths_up_to(token_count_max)
+        lengths = tuple(sorted({*planning.lengths_up_to(token_count_max), *map(planning.parse_tokens, length or ())}))
         chats = tuple(map(planning.parse_tokens, chat_tokens or ()))
         budget = None
         if memory is not None:
-            used_bytes = planning.parse_bytes(used) if used else 0
-            used_bytes += -(-planning.parse_bytes(weights) // tensor_parallel) if weights else 0
-            budget = Budget.of(layout, planning.parse_bytes(memory), utilization, used_bytes)
+            # What is used may hold weights, too: where it is said, they are not added to it by guess.
+            taken = _weights(weights, model, config) if weights or not used else Weights(0, "")
+            used_bytes = (_with_unit("--used", used) if used else 0) - (-taken.byte_count // tensor_parallel)
+            budget = Budget.of(layout, _with_unit("--memory", memory), utilization, used_bytes, taken)
         elif weights or used:
             raise UsageError("--weights and --used are taken off --memory, which is not given")
     except ValueError as error:
         raise UsageError(str(error)) from None
-    made = Plan(cache, layout, cost, tensor_parallel, lengths, chats or lengths, budget)
+    made = Plan(cache, layout, cost, tensor_parallel, lengths, chats or lengths, budget, block_size)
     if as_json:
         print(json.dumps(made.as_json()))
     else:
         made.show()
+
+
+def _with_unit(option: str, text: str) -> int:
+    """Returns the bytes of a size whose unit is said: 80 is neither bytes nor gigabytes to whoever reads it.
+
+    Raises:
+        ValueError: it is no size, or has no unit.
+    """
+    from quire import planning
+
+    byte_count = planning.parse_bytes(text)
+    if text.strip().replace(".", "").isdigit():
+        raise ValueError(f"{option} {text} has no unit: write {text}GiB, {text}GB or {text}B")
+    return byte_count
+
+
+def _weights(said: str | None, model: str, config: dict[str, Any]) -> Weights:
+    """Returns what the weights take: as said, or as the folder's files do, or as can be estimated.
+
+    Raises:
+        ValueError: what was said is no size.
+    """
+    from quire import planning
+    from quire.cli.plan_report import Weights
+
+    if said:
+        return Weights(_with_unit("--weights", said), "")
+    files = sorted(Path(model).glob("*.safetensors")) if Path(model).is_dir() else []
+    if files:
+        return Weights(sum(file.stat().st_size for file in files), "")
+    try:
+        estimate = planning.weight_bytes(config)
+    except planning.ConfigError:
+        estimate = None
+    if estimate is None:
+        return Weights(0, "weights are not subtracted from the memory: give --weights or --used")
+    size = f"{estimate / (1 << 30):,.1f} GiB"
+    return Weights(estimate, f"weights are estimated at {size} from the configuration: --weights says them exactly")
 
 
 def _config_path(model: str) -> Path:
@@ -124,8 +180,10 @@ def _config_path(model: str) -> Path:
     except ModuleNotFoundError:
         reason = "to take it as a model id of Hugging Face, pip install huggingface_hub"
         raise UsageError(f"no file or folder {model}; {reason}") from None
+    with contextlib.suppress(OSError, ValueError):  # first what is here already: without a network, asking takes long
+        return Path(hub.hf_hub_download(repo_id=model, filename="config.json", local_files_only=True))
     try:
-        return Path(hub.hf_hub_download(repo_id=model, filename="config.json"))
+        return Path(hub.hf_hub_download(repo_id=model, filename="config.json", etag_timeout=HUB_TIMEOUT_S))
     except (OSError, ValueError) as error:  # what all errors of that package derive from
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UsageError(f"no file or folder {model}, and no config.json of a model with that id: {reason}") from None

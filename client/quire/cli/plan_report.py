@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from rich.table import Table
 
@@ -23,14 +23,23 @@ from quire.planning import (
 )
 from quire.types import GroupKind
 
+BLOCK_SIZE: Final = 16  # a worker's own choice
 LEGEND = """blocks: the most that a sequence holds until it is this long
 padding: share of its bytes that nothing can use
 unused: padding, and slots past its end or before its window
-full only: the same if every attention layer kept every token"""
+sequences: so many fit
+full size, if full: the same if every attention layer kept every token"""
 CHATS_LEGEND = """idle chats: with nothing in common, that stay hittable; by the pool's retention:
 dense: all their blocks stay
 tail: of windows and states only what can end a hit
 auto: as many as tail, and more while nobody wants the blocks"""
+
+
+class Weights(NamedTuple):
+    """What a model's weights take, all ranks together, and what is to be said of that."""
+
+    byte_count: int
+    note: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +51,17 @@ class Budget:
     used_bytes: int
     block_count: int
     pool_bytes: int
+    weights: Weights
 
     @classmethod
-    def of(cls, layout: Layout, memory_bytes: int, utilization: float, used_bytes: int) -> Budget:
+    def of(cls, layout: Layout, memory_bytes: int, utilization: float, used_bytes: int, weights: Weights) -> Budget:
         """Takes as many blocks as fit.
 
         Raises:
             ValueError: not even one does, or the utilization is no share.
         """
         block_count = blocks_for(layout, memory_bytes, utilization=utilization, used_bytes=used_bytes)
-        return cls(memory_bytes, utilization, used_bytes, block_count, block_count * layout.page_bytes)
+        return cls(memory_bytes, utilization, used_bytes, block_count, block_count * layout.page_bytes, weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,7 @@ class Plan:
     lengths: tuple[int, ...]
     chat_lengths: tuple[int, ...]
     budget: Budget | None
+    block_size: int
 
     def as_json(self) -> dict[str, Any]:
         """Returns everything, in bytes, tokens and counts."""
@@ -84,9 +95,18 @@ class Plan:
             },
             "memory": None
             if self.budget is None
-            else {**asdict(self.budget), "longest_sequence": longest_sequence(layout, self.budget.block_count)},
+            else {
+                **self._budget_as_json(self.budget),
+                "longest_sequence": longest_sequence(layout, self.budget.block_count),
+            },
             "lengths": [self._length_as_json(length) for length in self.lengths],
             "chats": [self._chat_as_json(length) for length in self.chat_lengths],
+        }
+
+    @staticmethod
+    def _budget_as_json(budget: Budget) -> dict[str, Any]:
+        return {name: value for name, value in asdict(budget).items() if name != "weights"} | {
+            "weight_bytes": budget.weights.byte_count
         }
 
     def show(self) -> None:
@@ -126,8 +146,8 @@ class Plan:
 
     def _notes(self) -> list[str]:
         notes = list(self.cache.notes)
-        if self.budget is not None and self.budget.used_bytes == 0:
-            notes.append("weights are not subtracted from the memory: give --weights or --used")
+        if self.budget is not None and self.budget.weights.note:
+            notes.append(self.budget.weights.note)
         longest = self.cache.token_count_max
         if longest is not None and self.lengths[-1] > longest:
             notes.append(f"{self.lengths[-1]:,} tokens are more than the {longest:,} that the model was made for")
@@ -162,8 +182,12 @@ class Plan:
             rows += [
                 ("memory", f"{_size(self.budget.memory_bytes)} x {self.budget.utilization:g}{used}"),
                 ("blocks", f"{self.budget.block_count:,}, together {_size(self.budget.pool_bytes)}; {tokens_}"),
+                ("", f"for a worker: --blocks {self.budget.block_count}{self._block_size_option()}"),
             ]
         return rows
+
+    def _block_size_option(self) -> str:
+        return "" if self.block_size == BLOCK_SIZE else f" --block-size {self.block_size}"
 
     def _groups_table(self) -> Table:
         table = Table(box=None, pad_edge=False)
@@ -185,8 +209,8 @@ class Plan:
 
     def _lengths_table(self) -> Table:
         table = Table(box=None, pad_edge=False)
-        names = ["tokens", "blocks", "size", "padding", "unused", "full only"]
-        for name in names if self.budget is None else [*names, "sequences", "full only"]:
+        names = ["tokens", "blocks", "size", "padding", "unused", "full size"]
+        for name in names if self.budget is None else [*names, "sequences", "if full"]:
             table.add_column(name, justify="right", no_wrap=True)
         for length in self.lengths:
             found = self._length_as_json(length)

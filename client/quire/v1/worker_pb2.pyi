@@ -815,6 +815,7 @@ class Usage(_message.Message):
     GRANTED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     UNSHARED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     PREEMPTION_COUNT_FIELD_NUMBER: _builtins.int
+    SAMPLE_TOKEN_COUNT_MAX_FIELD_NUMBER: _builtins.int
     prompt_token_count: _builtins.int
     """Tokens of the prompt."""
     cached_token_count: _builtins.int
@@ -829,6 +830,10 @@ class Usage(_message.Message):
     """Blocks that its samples would have taken in caches of their own."""
     preemption_count: _builtins.int
     """Times that one of its samples was preempted and computed again."""
+    sample_token_count_max: _builtins.int
+    """Tokens that each sample could have at most: `max_tokens`, or what the prompt left of the longest sequence that model
+    and pool hold.
+    """
     def __init__(
         self,
         *,
@@ -838,10 +843,11 @@ class Usage(_message.Message):
         granted_block_count: _builtins.int = ...,
         unshared_block_count: _builtins.int = ...,
         preemption_count: _builtins.int = ...,
+        sample_token_count_max: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_token_count", b"cached_token_count", "granted_block_count", b"granted_block_count", "output_token_count", b"output_token_count", "preemption_count", b"preemption_count", "prompt_token_count", b"prompt_token_count", "unshared_block_count", b"unshared_block_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_token_count", b"cached_token_count", "granted_block_count", b"granted_block_count", "output_token_count", b"output_token_count", "preemption_count", b"preemption_count", "prompt_token_count", b"prompt_token_count", "sample_token_count_max", b"sample_token_count_max", "unshared_block_count", b"unshared_block_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -936,6 +942,54 @@ class TokenizeResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
+
+@_typing.final
+class DetokenizeRequest(_message.Message):
+    """DetokenizeRequest: tokens, none of which has to follow another."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ids, at most 65,536."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DetokenizeRequest: _TypeAlias = DetokenizeRequest  # noqa: Y015
+
+@_typing.final
+class DetokenizeResponse(_message.Message):
+    """DetokenizeResponse: what they are."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Of each token its bytes, which need not be whole characters; empty for an id that the tokenizer does not know."""
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DetokenizeResponse: _TypeAlias = DetokenizeResponse  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):

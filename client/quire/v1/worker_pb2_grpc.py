@@ -81,6 +81,11 @@ class WorkerServiceStub:
                 request_serializer=quire_dot_v1_dot_worker__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_worker__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/quire.v1.WorkerService/Detokenize',
+                request_serializer=quire_dot_v1_dot_worker__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_worker__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -159,6 +164,13 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Detokenize(self, request, context):
+        """Detokenize: says what each token is by itself, for who shows single ones, as beside their logprobs. Read-only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -206,6 +218,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Tokenize,
                     request_deserializer=quire_dot_v1_dot_worker__pb2.TokenizeRequest.FromString,
                     response_serializer=quire_dot_v1_dot_worker__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=quire_dot_v1_dot_worker__pb2.DetokenizeRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_worker__pb2.DetokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -453,6 +470,33 @@ class WorkerService:
             '/quire.v1.WorkerService/Tokenize',
             quire_dot_v1_dot_worker__pb2.TokenizeRequest.SerializeToString,
             quire_dot_v1_dot_worker__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.WorkerService/Detokenize',
+            quire_dot_v1_dot_worker__pb2.DetokenizeRequest.SerializeToString,
+            quire_dot_v1_dot_worker__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

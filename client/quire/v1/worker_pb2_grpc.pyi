@@ -65,6 +65,8 @@ class WorkerServiceStub:
     """Tokenize: says which tokens a text is, or a conversation once the checkpoint's chat template has written it down.
     Read-only. What it answers can be the prompt of a Generate, and of a router's look-up of prefixes before it.
     """
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DetokenizeRequest, _worker_pb2.DetokenizeResponse]
+    """Detokenize: says what each token is by itself, for who shows single ones, as beside their logprobs. Read-only."""
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -103,6 +105,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Tokenize: says which tokens a text is, or a conversation once the checkpoint's chat template has written it down.
     Read-only. What it answers can be the prompt of a Generate, and of a router's look-up of prefixes before it.
     """
+    Detokenize: _aio.UnaryUnaryMultiCallable[_worker_pb2.DetokenizeRequest, _worker_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """Detokenize: says what each token is by itself, for who shows single ones, as beside their logprobs. Read-only."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Serves one model on one pool. Every error carries a `Reason` (errors.proto) and concerns only the request that it
@@ -192,5 +196,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Tokenize: says which tokens a text is, or a conversation once the checkpoint's chat template has written it down.
         Read-only. What it answers can be the prompt of a Generate, and of a router's look-up of prefixes before it.
         """
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _worker_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.DetokenizeResponse, _abc.Awaitable[_worker_pb2.DetokenizeResponse]]:
+        """Detokenize: says what each token is by itself, for who shows single ones, as beside their logprobs. Read-only."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

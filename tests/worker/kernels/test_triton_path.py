@@ -62,6 +62,8 @@ SETTINGS = (
     SamplingParams(temperature=1.7, top_k=5),
     SamplingParams(temperature=0.9, top_k=40, top_p=0.5),
     SamplingParams(temperature=1e-3),
+    SamplingParams(temperature=1.3, min_p=0.05),
+    SamplingParams(temperature=1.3, top_k=50, top_p=0.95, min_p=0.02),
 )
 
 

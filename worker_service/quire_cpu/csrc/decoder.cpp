@@ -14,7 +14,7 @@ void norm(const QuireDecoder& d, const void* weight, float epsilon, void* output
 void linear(const QuireDecoder& d, const QuirePacked& layer, const void* input, bool is_added, void* output) {
     const QuireLinear arguments{
         input,         layer.weight,  layer.bias,   is_added ? output : nullptr, output, layer.inputs, layer.outputs,
-        layer.outputs, d.tokens,      layer.inputs, layer.outputs,               layer.is_gated, d.dtype};
+        layer.outputs, d.tokens,      layer.inputs, layer.outputs,               layer.gate, d.dtype};
     quire_linear(&arguments);
 }
 
@@ -25,26 +25,40 @@ char* behind(void* base, int64_t elements, int32_t dtype) {
 void attention(const QuireDecoder& d, const QuireLayer& layer) {
     const int32_t turned = d.query_heads + d.kv_heads;
     const int64_t row = layer.qkv.outputs;
-    const QuireRotate rotate{d.qkv,    row,           d.cosine,   d.sine,     d.table_stride, layer.query_norm, layer.key_norm,
+    const QuireRotate rotate{d.qkv,    row,           d.cosine,   d.sine,     d.table_stride, d.positions, layer.query_norm, layer.key_norm,
                              d.tokens, d.query_heads, d.kv_heads, d.head_dim, d.rotary_dim,   d.dtype,          layer.head_epsilon};
     quire_rotate(&rotate);
     const void* key = behind(d.qkv, d.query_heads * d.head_dim, d.dtype);
     const void* value = behind(d.qkv, turned * d.head_dim, d.dtype);
-    const QuireAppend append{key,        value,    row,        d.head_dim, row,         d.head_dim, d.slots,
-                             layer.pages, layer.page_stride, d.tokens, d.kv_heads, d.head_dim, d.attend->page_size, d.dtype};
-    quire_append(&append);
-    QuireAttend attend = *d.attend;
+    QuireAttend attend = *layer.attend;
+    if (layer.slots) {
+        const QuireAppend append{key,         value,   row,          d.head_dim,        row,      d.head_dim,
+                                 layer.slots, layer.pages, layer.page_stride, d.tokens, d.kv_heads, d.head_dim,
+                                 attend.page_size, d.dtype};
+        quire_append(&append);
+    }
     attend.query = d.qkv;
     attend.query_token_stride = row;
     attend.query_head_stride = d.head_dim;
     attend.pages = layer.pages;
     attend.page_stride = layer.page_stride;
     attend.output = d.attended;
-    attend.scale = layer.scale;
+    attend.sinks = layer.sinks;
     quire_attend(&attend);
 }
 
 }  // namespace
+
+// A word at a time: copying needs no set of instructions.
+void quire_embed(const QuireEmbed* arguments) {
+    const QuireEmbed& a = *arguments;
+    const uint32_t* packed = static_cast<const uint32_t*>(a.packed);
+    uint32_t* output = static_cast<uint32_t*>(a.output);
+    for (int64_t token = 0; token < a.tokens; token++, output += a.words) {
+        const uint32_t* column = packed + a.ids[token] / QUIRE_PANEL * a.words * QUIRE_PANEL + a.ids[token] % QUIRE_PANEL;
+        for (int64_t word = 0; word < a.words; word++) output[word] = column[word * QUIRE_PANEL];
+    }
+}
 
 void quire_decoder(const QuireDecoder* decoder) {
     const QuireDecoder& d = *decoder;

@@ -14,7 +14,7 @@ struct Epilogue {
 
     // Sums of a panel, with what comes after them, to their place.
     void write(const float* sums, long row, long panel) const {
-        const long width = a.is_gated ? QUIRE_PANEL / 2 : QUIRE_PANEL, first = panel * width;
+        const long width = a.gate ? QUIRE_PANEL / 2 : QUIRE_PANEL, first = panel * width;
         const long count = smaller(width, a.outputs - first);
         const float* bias = a.bias ? a.bias + panel * QUIRE_PANEL : nullptr;
         T* output = static_cast<T*>(a.output) + row * a.output_stride + first;
@@ -22,10 +22,10 @@ struct Epilogue {
         for (long i = 0; i < count; i += LANES) {
             Vec value = load(sums + i);
             if (bias) value += load(bias + i);
-            if (a.is_gated) {
+            if (a.gate) {
                 Vec up = load(sums + width + i);
                 if (bias) up += load(bias + width + i);
-                value = silu(value) * up;
+                value = (a.gate == QUIRE_SILU ? silu(value) : gelu_tanh(value)) * up;
             }
             const long cut = count - i;
             if (cut >= LANES) {
@@ -39,7 +39,7 @@ struct Epilogue {
 
 template <class T>
 void linear_of(const QuireLinear& a) {
-    const long words = a.inputs / PER_WORD<T>, columns = a.is_gated ? QUIRE_PANEL / 2 : QUIRE_PANEL;
+    const long words = a.inputs / PER_WORD<T>, columns = a.gate ? QUIRE_PANEL / 2 : QUIRE_PANEL;
     const long panels = (a.outputs + columns - 1) / columns;
     const Epilogue<T> epilogue{a};
     parallel(panels, [&](int64_t panel) {

@@ -8,6 +8,8 @@
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum QuireDtype { QUIRE_FLOAT32 = 0, QUIRE_BFLOAT16 = 1 };
+// What a linear layer ends in: nothing, or an activation of the first half of each panel times its second half.
+enum QuireGate { QUIRE_NO_GATE = 0, QUIRE_SILU = 1, QUIRE_GELU_TANH = 2 };
 
 // softmax(scale * Q K^T) V over pages, causal and right-aligned; see `AttentionPlan.attend`.
 struct QuireAttend {
@@ -47,9 +49,10 @@ struct QuireAppend {
 struct QuireRotate {
     void* heads;                   // [tokens, query_heads + kv_heads, head_dim]: queries, then keys
     int64_t token_stride;
-    const void* cosine;            // [tokens, rotary_dim], of `dtype`
+    const void* cosine;            // [positions, rotary_dim], of `dtype`
     const void* sine;
     int64_t table_stride;
+    const int64_t* positions;      // [tokens], rows of the tables; null where each token has a row of its own
     const void* query_norm;        // [head_dim] or null
     const void* key_norm;
     int64_t tokens;
@@ -67,7 +70,7 @@ struct QuireNorm {
     float epsilon;
 };
 
-// input @ weight^T + bias (+ residual); with `is_gated`, silu of the first half of each panel times its second half.
+// input @ weight^T + bias (+ residual), or what `gate` makes of it.
 struct QuireLinear {
     const void* input;             // [rows, inputs]
     const void* weight;            // packed by quire_pack: [panels, words, PANEL] words of 32 bits
@@ -76,7 +79,7 @@ struct QuireLinear {
     void* output;                  // [rows, outputs]
     int64_t input_stride, residual_stride, output_stride;
     int64_t rows, inputs, outputs;
-    int32_t is_gated, dtype;
+    int32_t gate, dtype;
 };
 
 // Rows of a weight into columns of panels: row i becomes column `offset + (first + i) % columns` of panel
@@ -88,12 +91,20 @@ struct QuirePack {
     int32_t dtype;
 };
 
+// Rows of a packed weight, which are the embeddings of a vocabulary that head and embedding share.
+struct QuireEmbed {
+    const int64_t* ids;            // [tokens]
+    const void* packed;            // [panels, words, PANEL] words of 32 bits
+    void* output;                  // [tokens, words]
+    int64_t tokens, words;
+};
+
 // A packed weight, as quire_linear takes it.
 struct QuirePacked {
     const void* weight;
     const float* bias;             // or null
     int64_t inputs, outputs;
-    int32_t is_gated;
+    int32_t gate;
 };
 
 // One layer of a decoder: x = x + attention(norm(x)); x = x + mlp(norm(x)).
@@ -105,7 +116,10 @@ struct QuireLayer {
     const void* key_norm;
     void* pages;
     int64_t page_stride;
-    float attention_epsilon, mlp_epsilon, head_epsilon, scale;
+    const struct QuireAttend* attend;  // the batch as this layer's kind has it; its tensors are filled in
+    const int64_t* slots;          // [tokens], or null where another layer writes these pages
+    const float* sinks;            // [query_heads] or null
+    float attention_epsilon, mlp_epsilon, head_epsilon;
 };
 
 // All layers of a decoder, on the hidden states where they are. The other buffers are for what lies between the kernels.
@@ -117,10 +131,9 @@ struct QuireDecoder {
     void* qkv;                     // [tokens, query_heads + 2 * kv_heads, head_dim]
     void* attended;                // [tokens, query_heads, head_dim]
     void* gated;                   // [tokens, outputs of gate_up]
-    const struct QuireAttend* attend;  // the batch; query, pages, output and scale are filled in
-    const int64_t* slots;          // [tokens]
-    const void* cosine;            // [tokens, rotary_dim]
+    const void* cosine;            // as for QuireRotate
     const void* sine;
+    const int64_t* positions;
     int64_t table_stride, tokens, hidden_size;
     int32_t query_heads, kv_heads, head_dim, rotary_dim, dtype;
 };
@@ -137,6 +150,7 @@ QUIRE_EXPORT void quire_rotate(const struct QuireRotate*);
 QUIRE_EXPORT void quire_norm(const struct QuireNorm*);
 QUIRE_EXPORT void quire_linear(const struct QuireLinear*);
 QUIRE_EXPORT void quire_pack(const struct QuirePack*);
+QUIRE_EXPORT void quire_embed(const struct QuireEmbed*);
 QUIRE_EXPORT void quire_decoder(const struct QuireDecoder*);
 // The first largest logit of each row; a NaN is larger than all numbers.
 QUIRE_EXPORT void quire_greedy(const float* logits, int64_t stride, int64_t rows, int64_t vocabulary, int64_t* tokens);

@@ -61,8 +61,9 @@ template <class T>
 void rotate_of(const QuireRotate& a) {
     for_each_row(a.tokens, [&](long token) {
         T* heads = static_cast<T*>(a.heads) + token * a.token_stride;
-        const T* cosine = static_cast<const T*>(a.cosine) + token * a.table_stride;
-        const T* sine = static_cast<const T*>(a.sine) + token * a.table_stride;
+        const long row = a.positions ? a.positions[token] : token;
+        const T* cosine = static_cast<const T*>(a.cosine) + row * a.table_stride;
+        const T* sine = static_cast<const T*>(a.sine) + row * a.table_stride;
         for (long h = 0; h < a.query_heads + a.kv_heads; h++) {
             T* head = heads + h * a.head_dim;
             const void* weight = h < a.query_heads ? a.query_norm : a.key_norm;

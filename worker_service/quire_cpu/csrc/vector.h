@@ -181,6 +181,9 @@ inline Vec hyperbolic_tangent(Vec x) {
 
 inline Vec silu(Vec x) { return x / (1.0f + exponential(-x)); }
 
+// x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))), as GELU is approximated: tanh(y) = 2 / (1 + e^-2y) - 1.
+inline Vec gelu_tanh(Vec x) { return x / (1.0f + exponential(-1.5957691216057308f * (x + 0.044715f * x * x * x))); }
+
 // sum + a * b of float32, or of two pairs of bfloat16, lane by lane.
 template <class T>
 inline Vec multiply_add(Words a, Words b, Vec sum);

@@ -17,6 +17,7 @@ class FailureKind(enum.Enum):
     OUT_OF_MEMORY = "out_of_memory"  # even by itself
     EXCEPTION = "exception"  # anything else that the forward pass raises
     NO_TOKEN_LEFT = "no_token_left"  # its own parameters rule out the whole vocabulary
+    GRAMMAR = "grammar"  # it became too complex
     TOKENIZER = "tokenizer"  # on the way in, or out
 
 
@@ -39,6 +40,9 @@ NO_TOKEN_LEFT = Failure(
     FailureKind.NO_TOKEN_LEFT,
     Reason.BAD_PARAMETER,
     "no token is left to choose from: allowed_token_ids, banned_token_ids, min_tokens and the structure exclude all",
+)
+GRAMMAR = Failure(
+    FailureKind.GRAMMAR, Reason.BAD_PARAMETER, "the structure that was asked for is too complex to be followed further"
 )
 TOKENIZER = Failure(FailureKind.TOKENIZER, Reason.TOKENIZER_FAILED, "the tokenizer failed on this request")
 

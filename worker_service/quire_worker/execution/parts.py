@@ -9,11 +9,29 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from quire_worker.cache import KVCache
+from quire_worker.execution.failures import Failure
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.sampling.logprobs import TokenLogprobs, rank
+from quire_worker.scheduling.plan import Draw, Work
 from quire_worker.scheduling.request import Request, Sample
 
 ItemT = TypeVar("ItemT")
+
+
+class Restore(NamedTuple):
+    """Slots of host memory, and the blocks that they are copied into."""
+
+    sample: Sample
+    slots: list[int]
+    blocks: list[int]
+
+
+class Before(NamedTuple):
+    """What the next batch has to know of this one: see `Computed`."""
+
+    tokens: dict[Sample, int]
+    failures: dict[Request, Failure]
+    lost_blocks: dict[int, Failure]
 
 
 class Part(NamedTuple):
@@ -37,6 +55,14 @@ class Part(NamedTuple):
         return len(self.tokens) if self.is_scored else 1
 
 
+class Token(NamedTuple):
+    """A token that was drawn."""
+
+    draw: Draw
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
 class PromptLogprobs(NamedTuple):
     """What is told of a prompt's tokens from a position on."""
 
@@ -51,6 +77,34 @@ class CandidateLogprobs(NamedTuple):
     sample: Sample
     position: int
     logprobs: list[float]
+
+
+class Computed(NamedTuple):
+    """What became of a batch.
+
+    Attributes:
+        work: what is in the pages now; nothing of a request that failed.
+        tokens: one for each draw of the requests that did not.
+        prompt_logprobs: of parts of prompts, where they were asked for.
+        candidate_logprobs: of parts of candidates.
+        failures: the others.
+        lost_blocks: blocks that should have been copied to, and hold nothing of use.
+        retry_count: passes that had to be computed in parts.
+        seconds: on the model's thread.
+        swapped_block_count: blocks that were moved to host memory or back.
+        swap_s: how long that took of it.
+    """
+
+    work: list[Work]
+    tokens: list[Token]
+    prompt_logprobs: list[PromptLogprobs]
+    candidate_logprobs: list[CandidateLogprobs]
+    failures: dict[Request, Failure]
+    lost_blocks: dict[int, Failure]
+    retry_count: int
+    seconds: float
+    swapped_block_count: int = 0
+    swap_s: float = 0.0
 
 
 def tables_of(sample: Sample) -> list[array[int]]:

@@ -27,11 +27,24 @@ import torch
 from quire.protocol.outcomes import Copy
 
 from quire_worker.cache import KVCache
-from quire_worker.execution.failures import NO_TOKEN_LEFT, NOT_FINITE, DeviceLostError, Failure, FailureKind, failure_of
+from quire_worker.execution.failures import (
+    GRAMMAR,
+    NO_TOKEN_LEFT,
+    NOT_FINITE,
+    DeviceLostError,
+    Failure,
+    FailureKind,
+    failure_of,
+)
+from quire_worker.execution.host_pages import HostPages
 from quire_worker.execution.parts import (
+    Before,
     CandidateLogprobs,
+    Computed,
     Part,
     PromptLogprobs,
+    Restore,
+    Token,
     candidate_logprobs,
     halves,
     layout_of,
@@ -43,60 +56,21 @@ from quire_worker.execution.parts import (
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.sampling.choice import finite_rows
-from quire_worker.sampling.logprobs import TokenLogprobs
 from quire_worker.sampling.sampler import draw
-from quire_worker.scheduling.plan import Batch, Draw, Work
+from quire_worker.scheduling.plan import Batch, Draw
 from quire_worker.scheduling.request import Request, Sample
+from quire_worker.scheduling.swap import SwapOut, pages_to_restore
 
 log = structlog.get_logger()
 # Computes a batch in a shorter way than a forward pass does, or returns None where it has none for that batch.
 Shortcut: TypeAlias = Callable[[ForwardBatch], torch.Tensor | None]
 
 
-class Token(NamedTuple):
-    """A token that was drawn."""
-
-    draw: Draw
-    token_id: int
-    logprobs: TokenLogprobs | None
-
-
-class Computed(NamedTuple):
-    """What became of a batch.
-
-    Attributes:
-        work: what is in the pages now; nothing of a request that failed.
-        tokens: one for each draw of the requests that did not.
-        prompt_logprobs: of parts of prompts, where they were asked for.
-        candidate_logprobs: of parts of candidates.
-        failures: the others.
-        lost_blocks: blocks that should have been copied to, and hold nothing of use.
-        retry_count: passes that had to be computed in parts.
-        seconds: on the model's thread.
-    """
-
-    work: list[Work]
-    tokens: list[Token]
-    prompt_logprobs: list[PromptLogprobs]
-    candidate_logprobs: list[CandidateLogprobs]
-    failures: dict[Request, Failure]
-    lost_blocks: dict[int, Failure]
-    retry_count: int
-    seconds: float
-
-
-class Before(NamedTuple):
-    """What the next batch has to know of this one: see `Computed`."""
-
-    tokens: dict[Sample, int]
-    failures: dict[Request, Failure]
-    lost_blocks: dict[int, Failure]
-
-
 class Prepared(NamedTuple):
     """A batch, ready for the model's thread.
 
     Attributes:
+        restores: pages to be copied from host memory.
         parts: of the forward pass. A token that the batch before samples is 0 as yet.
         awaiting: those whose one token it is.
         places: where these tokens belong in the flat batch, int64.
@@ -106,6 +80,7 @@ class Prepared(NamedTuple):
 
     batch: Batch
     draws: list[Draw]
+    restores: list[Restore]
     parts: list[Part]
     awaiting: list[Part]
     places: torch.Tensor
@@ -122,12 +97,15 @@ class Runner:
         cache: KVCache,
         clock: Callable[[], float] = time.perf_counter,
         shortcut: Shortcut | None = None,
+        host_pages: HostPages | None = None,
     ) -> None:
-        """Takes what computes; `shortcut` is tried first, on batches that are on the host."""
+        """Takes what computes; `shortcut` is tried first, on batches that are on the host. `host_pages` are for those
+        that are swapped."""
         self._model = model
         self._cache = cache
         self._clock = clock
         self._shortcut = shortcut
+        self._host_pages = host_pages
         self._before = Before({}, {}, {})
 
     def prepare(self, batch: Batch, *, is_behind: bool) -> Prepared:
@@ -138,7 +116,11 @@ class Runner:
             is_behind: whether it was planned while the batch before was under way.
         """
         parts, awaiting, places, place = [], [], [], 0
+        restores, size = [], self._cache.spec.block_size
         for item in batch.work:
+            if item.is_restored:
+                restores.append(Restore(item.sample, *pages_to_restore(item.sample, item.start, item.end, size)))
+                continue
             tokens = item.sample.tokens[item.start : item.end]
             part = Part(item.sample, item.start, tokens or [0], tables_of(item.sample))
             parts.append(part)
@@ -150,7 +132,7 @@ class Runner:
             layout = layout_of(parts, self._cache)
         except Exception:  # who is to blame is found where the batch is computed
             layout = None
-        return Prepared(batch, batch.draws(), parts, awaiting, torch.tensor(places), layout, is_behind)
+        return Prepared(batch, batch.draws(), restores, parts, awaiting, torch.tensor(places), layout, is_behind)
 
     def compute(self, prepared: Prepared) -> Computed:
         """Runs a batch. Blocks; for the model's thread.
@@ -159,10 +141,10 @@ class Runner:
             DeviceLostError: nothing can be computed any more.
         """
         started = self._clock()
-        run = _Run(self._model, self._cache, self._shortcut)
+        run = _Run(self._model, self._cache, self._shortcut, self._host_pages)
         if prepared.is_behind:
             run.follow(self._before, prepared)
-        run.copy(prepared.batch.copies)
+        run.move(prepared.batch.moves, prepared.restores)
         run.drop_holders_of_lost_blocks(prepared.parts)
         run.forward(prepared.parts, prepared.layout)
         run.draw([draw for draw in prepared.draws if run.is_unharmed(draw.sample)])
@@ -177,15 +159,22 @@ class Runner:
             run.lost_blocks,
             run.retry_count,
             self._clock() - started,
+            run.swapped_block_count,
+            run.swap_s,
         )
 
 
 class _Run:
     """A batch on its way. The methods are called once each, in order; `forward` and `draw` call themselves."""
 
-    def __init__(self, model: PagedModel, cache: KVCache, shortcut: Shortcut | None) -> None:
+    def __init__(
+        self, model: PagedModel, cache: KVCache, shortcut: Shortcut | None, host_pages: HostPages | None
+    ) -> None:
         self.failures: dict[Request, Failure] = {}
         self.lost_blocks: dict[int, Failure] = {}
+        self.swapped_block_count = 0
+        self.swap_s = 0.0
+        self._host_pages = host_pages
         self.tokens: list[Token] = []
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.candidate_logprobs: list[CandidateLogprobs] = []
@@ -214,8 +203,24 @@ class _Run:
             tokens = torch.tensor([part.tokens[0] for part in prepared.awaiting])
             prepared.layout.input_ids[0, prepared.places] = tokens
 
+    def move(self, moves: Sequence[Copy | SwapOut], restores: Sequence[Restore]) -> None:
+        """Copies pages and swaps them out, in order; then swaps in."""
+        copies = list[Copy]()
+        for each in moves:
+            if isinstance(each, Copy):
+                copies.append(each)
+                continue
+            self.copy(copies)
+            copies = []
+            self._swap(each.sample, HostPages.copy_out, each.blocks, each.slots)
+        self.copy(copies)
+        for restore in restores:
+            self._swap(restore.sample, HostPages.copy_in, restore.slots, restore.blocks)
+
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copies blocks. No source is a destination of the same batch, so that each copy may be repeated."""
+        if not copies:
+            return
         failure = self._try_copy(copies)
         if failure is None:
             return
@@ -268,6 +273,23 @@ class _Run:
     # What is tried again is tried after the `except` block has been left: inside, the traceback holds on to every
     # tensor of the failed pass.
 
+    def _swap(
+        self, sample: Sample, move: Callable[[HostPages, list[int], list[int]], None], source: list[int], to: list[int]
+    ) -> None:
+        """Moves pages of a sample between device and host; if that fails, so does its request."""
+        assert self._host_pages is not None, "nothing is swapped without host memory"
+        started = time.perf_counter()
+        try:
+            move(self._host_pages, source, to)
+        except Exception as error:
+            failure = self._judge(error, "swapping", 1)
+        else:
+            self.swapped_block_count += len(source)
+            self.swap_s += time.perf_counter() - started
+            return
+        self._free_memory_after(failure)
+        self._fail([sample], failure)
+
     def _try_copy(self, copies: Sequence[Copy]) -> Failure | None:
         try:
             sources, destinations = [copy.source for copy in copies], [copy.destination for copy in copies]
@@ -313,7 +335,9 @@ class _Run:
         else:
             for each, token, logprobs in zip(draws, drawn.tokens, drawn.logprobs, strict=True):
                 if token is None:
-                    self._fail([each.sample], NO_TOKEN_LEFT)
+                    matcher = each.sample.sampler.matcher
+                    has_failed = matcher is not None and matcher.has_failed
+                    self._fail([each.sample], GRAMMAR if has_failed else NO_TOKEN_LEFT)
                 else:
                     self.tokens.append(Token(each, token, logprobs))
             return None

@@ -187,7 +187,7 @@ def load_model(
     own_logits = own_logits.to(device)
     _check_through_pages(model, own_logits)
     if isinstance(attention, CpuPagedAttention) and cache_spec.dtype in TOLERANCE:
-        _rewrite_for_cpu(model, attention, own_logits)
+        model = _rewritten_for_cpu(model, attention, own_logits)
     stored_as = KV_CACHE_DTYPES[kv_cache_dtype]
     return model if stored_as is None else _quantised(model, folder, stored_as, own_logits)
 
@@ -327,8 +327,8 @@ def _check_through_pages(model: PagedModel, own: torch.Tensor) -> None:
         )
 
 
-def _rewrite_for_cpu(model: PagedModel, attention: CpuPagedAttention, own: torch.Tensor) -> None:
-    """Puts kernels where the model has modules that they compute as well, and looks at its logits again.
+def _rewritten_for_cpu(model: PagedModel, attention: CpuPagedAttention, own: torch.Tensor) -> PagedModel:
+    """Returns the model with kernels where it has modules that they compute as well, its logits looked at again.
 
     The modules are shown tokens near both ends of the longest sequence: Ministral's queries, for one, have a
     temperature that is 1 up to position 16,384.
@@ -337,13 +337,15 @@ def _rewrite_for_cpu(model: PagedModel, attention: CpuPagedAttention, own: torch
         UnsupportedModelError: they are not those that the model itself had.
     """
     shift = model.max_position - len(check_texts(model.vocab_size, model.max_position)[0])
-    counts = rewrite(
+    module, counts = rewrite(
         model.module,
         attention.library,
         lambda recording: _logits_through_pages(model, recording.step, shift=shift),
     )
     _log.info("model rewritten", **counts)
+    model = replace(model, module=module)
     _check_through_pages(model, own)
+    return model
 
 
 def _eos_token_ids(module: Any) -> frozenset[int]:

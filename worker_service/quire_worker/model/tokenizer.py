@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from quire_worker.model.checkpoint import CheckpointError
 from quire_worker.model.conversation import ChatTemplate, Conversation
+from quire_worker.model.spelling import Spelling
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character (yet) are decoded to
 
@@ -42,7 +43,8 @@ class Tokenizer:
         try:
             wrapped = AutoTokenizer.from_pretrained(Path(folder), local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises what its many formats happen to
-            raise CheckpointError(f"no usable tokenizer in {folder}: {error}") from error
+            why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise CheckpointError(f"no usable tokenizer in {folder}: {why}") from error
         backend = getattr(wrapped, "backend_tokenizer", None)
         if not isinstance(backend, tokenizers.Tokenizer):
             raise CheckpointError(f"the tokenizer in {folder} ({type(wrapped).__name__}) has no tokenizer.json")
@@ -50,6 +52,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._chat_template = ChatTemplate(wrapped)
+        self._spelling = Spelling(backend)
         self._special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -58,6 +61,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Returns the number of tokens, added ones included; the model's may be larger, for padding."""
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def to_json(self) -> str:
+        """Returns the whole tokenizer as its library writes it."""
+        with _named():
+            return self._backend.to_str()
 
     def encode(self, text: str) -> list[int]:
         """Returns token ids, with the special tokens that the checkpoint puts around a text (often one at the start).
@@ -96,6 +104,15 @@ class Tokenizer:
         """
         with _named():
             return self._backend.decode(list(tokens), skip_special_tokens=True)
+
+    def spell(self, tokens: Sequence[int]) -> list[bytes]:
+        """Returns the bytes of each token by itself.
+
+        Raises:
+            TokenizerError: the tokenizer cannot do it.
+        """
+        with _named():
+            return [self._spelling.spell(token) for token in tokens]
 
     def new_stream(self) -> StreamDecoder:
         """Returns a decoder for one sample's tokens."""

@@ -6,7 +6,7 @@ generator: preempted, a sample keeps both, and goes on with the same text. What 
 counts for nothing.
 
     logits of the model     logprobs are told by these
-    edits, then masks       `token_edits.py`, `masks.py`: single tokens, and what is allowed of the vocabulary
+    edits, then masks       `token_edits.py`, `masks.py`, `grammar.py`: single tokens, and what is allowed of all
     temperature and others  `choice.py`
 """
 
@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 from quire_worker.sampling.choice import Choose, sample
+from quire_worker.sampling.grammar import Matcher, masks_of
 from quire_worker.sampling.logprobs import Ranking, TokenLogprobs, rank
-from quire_worker.sampling.masks import apply_masks, pack
+from quire_worker.sampling.masks import apply_masks, pack, word_count
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.sampling.random_numbers import new_generator
 from quire_worker.sampling.token_edits import TokenEdits, apply_edits
@@ -36,6 +37,7 @@ class Sampler:
         generator: of its random numbers.
         edits: of single logits; None if there are none.
         allowed: int32 `[words]`, which tokens may be chosen; None if all.
+        matcher: of what the text has to be; None if it may be anything.
         logprob_count: likeliest tokens whose logprobs are told; None where none are, not even the chosen one's.
     """
 
@@ -43,6 +45,7 @@ class Sampler:
     generator: torch.Generator
     edits: TokenEdits | None = None
     allowed: np.ndarray | None = None
+    matcher: Matcher | None = None
     logprob_count: int | None = None
 
     @classmethod
@@ -54,6 +57,7 @@ class Sampler:
         prompt: Sequence[int],
         eos_token_ids: Iterable[int],
         vocabulary: int,
+        matcher: Matcher | None = None,
     ) -> Sampler:
         """Returns the sampler of a request's sample of that index.
 
@@ -63,8 +67,10 @@ class Sampler:
             prompt: tokens of the request.
             eos_token_ids: of the model.
             vocabulary: tokens of the model.
+            matcher: of a text that has not begun, of which the sampler takes a copy; None if it may be anything.
         """
         sampler = cls(params, new_generator(params.seed, index))
+        sampler.matcher = None if matcher is None else matcher.copy()
         if TokenEdits.are_needed(params):
             stops = [token for token in (*eos_token_ids, *params.stop_token_ids) if token < vocabulary]
             sampler.edits = TokenEdits(params, prompt, stops)
@@ -76,12 +82,25 @@ class Sampler:
     @property
     def is_plain(self) -> bool:
         """Tells whether the model's logits are what its tokens are chosen by."""
-        return self.edits is None and self.allowed is None
+        return self.edits is None and self.allowed is None and self.matcher is None
 
     def take(self, token: int) -> None:
         """Follows the sample by one token."""
         if self.edits is not None:
             self.edits.take(token)
+        if self.matcher is not None:
+            self.matcher.take(token)
+
+    def copy(self, index: int) -> Sampler:
+        """Returns the sampler of another sample that goes on from here, with the random numbers of that index."""
+        return Sampler(
+            self.params,
+            new_generator(self.params.seed, index),
+            None if self.edits is None else self.edits.copy(),
+            self.allowed,
+            None if self.matcher is None else self.matcher.copy(),
+            self.logprob_count,
+        )
 
 
 class Drawn(NamedTuple):
@@ -136,11 +155,23 @@ def _changed(logits: torch.Tensor, samplers: Sequence[Sampler]) -> tuple[torch.T
     edits = [(row, sampler.edits) for row, sampler in enumerate(samplers) if sampler.edits is not None]
     if edits:
         apply_edits(changed, edits)
-    masks = [(row, sampler.allowed) for row, sampler in enumerate(samplers) if sampler.allowed is not None]
-    if masks:
-        apply_masks(changed, [row for row, _ in masks], np.stack([words for _, words in masks]))
+    masked = [row for row, sampler in enumerate(samplers) if sampler.allowed is not None or sampler.matcher is not None]
+    if masked:
+        apply_masks(changed, masked, _masks_of([samplers[row] for row in masked], logits.shape[1]))
     is_left: list[bool] = (changed.amax(dim=-1) > float("-inf")).tolist()
     for row, left in enumerate(is_left):
         if not left:
             changed[row] = logits[row]
     return changed, is_left
+
+
+def _masks_of(samplers: Sequence[Sampler], vocabulary: int) -> np.ndarray:
+    """Returns which tokens each may choose from, int32 `[samplers, words]`."""
+    words = np.full((len(samplers), word_count(vocabulary)), -1, dtype=np.int32)
+    following = [(row, sampler.matcher) for row, sampler in enumerate(samplers) if sampler.matcher is not None]
+    if following:
+        words[[row for row, _ in following]] = masks_of([matcher for _, matcher in following], vocabulary)
+    for row, sampler in enumerate(samplers):
+        if sampler.allowed is not None:
+            words[row] &= sampler.allowed
+    return words

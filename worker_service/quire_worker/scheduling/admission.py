@@ -21,6 +21,7 @@ from quire_worker.scheduling.backfill import (
     DEPTH,
     Reservation,
     blocks_at_end,
+    held_count,
     own_block_count,
     places_of,
     reserve,
@@ -179,7 +180,7 @@ class Applicants:
 
     def _shared(self, digests: Sequence[bytes], running: Sequence[Sample]) -> int:
         """Counts the leading blocks that somebody holds."""
-        return _held_count(digests, (*running, *self._resting), self._block_size)
+        return held_count(digests, (*running, *self._resting), self._block_size)
 
     def _needed(self, sample: Sample, shared: int) -> int:
         return self._peaks.block_count(-(-len(sample.tokens) // self._block_size) - shared)
@@ -272,16 +273,3 @@ def _being_computed(running: Sequence[Sample], block_size: int) -> set[bytes]:
         if end > computed:
             digests.update(sample.digests(block_size, computed, end))
     return digests
-
-
-def _held_count(digests: Sequence[bytes], running: Sequence[Sample], block_size: int) -> int:
-    """Counts the leading blocks that some running sample holds; equal digests at one place mean equal ones before
-    it."""
-    count = 0
-    for sample in running:
-        end = min(len(digests), sample.computed // block_size)
-        for digest in sample.digests(block_size, count, end):
-            if digest != digests[count]:
-                break
-            count += 1
-    return count

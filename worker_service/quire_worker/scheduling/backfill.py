@@ -109,3 +109,16 @@ def own_block_count(samples: Collection[Sample], others: Iterable[Sample], block
         held = {block for sample in samples if sample.tables for block in sample.tables[group]} - {NULL_BLOCK}
         counts.append(len(held.difference(*(each[group] for each in tables if each))))
     return max(0, min(counts, default=0) - sum(block_count_of(sample, block_size) for sample in samples))
+
+
+def held_count(digests: Sequence[bytes], running: Sequence[Sample], block_size: int) -> int:
+    """Counts the leading blocks that some running sample holds; equal digests at one place mean equal ones before
+    it."""
+    count = 0
+    for sample in running:
+        end = min(len(digests), sample.computed // block_size)
+        for digest in sample.digests(block_size, count, end):
+            if digest != digests[count]:
+                break
+            count += 1
+    return count

@@ -40,6 +40,11 @@ def boundaries_of(sample: Sample, junction_token_count: int, block_size: int) ->
 def pass_token_count(sample: Sample, at: Standing, budget: int) -> int:
     """Tokens that its next pass computes, of at most `budget`."""
     end = at.length
+    if sample.swapped is not None and at.start < sample.swapped.end:
+        end = sample.swapped.end if at.start >= sample.swapped.first else min(end, sample.swapped.first)
+        if at.start >= sample.swapped.first:
+            count = min(end - at.start, budget)
+            return min(count, sample.pass_token_count_max) if sample.pass_token_count_max else count
     for boundary in sample.boundaries:
         if at.start < boundary < end:
             end = boundary

@@ -9,6 +9,7 @@ from quire.protocol.outcomes import Copy
 from quire.protocol.steps import StepBuilder
 
 from quire_worker.scheduling.request import Sample
+from quire_worker.scheduling.swap import SwapOut
 
 
 class Work(NamedTuple):
@@ -22,6 +23,7 @@ class Work(NamedTuple):
     start: int
     token_count: int
     is_complete: bool  # the next token can be sampled after it
+    is_restored: bool = False  # its pages are copied from host memory, and nothing is computed
 
     @property
     def end(self) -> int:
@@ -37,9 +39,9 @@ class Draw(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What to run: the copies first, then one forward pass."""
+    """What to run: the moves first, in order, then what is restored, then one forward pass."""
 
-    copies: list[Copy]
+    moves: list[Copy | SwapOut]
     work: list[Work]
 
     def draws(self) -> list[Draw]:

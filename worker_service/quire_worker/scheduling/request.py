@@ -79,6 +79,18 @@ class Delivery(NamedTuple):
     prompt_logprobs: tuple[Any, ...] = ()
 
 
+class Swapped(NamedTuple):
+    """Tokens `[first, end)` of a sample whose pages are in host memory; see `swap.py`.
+
+    Attributes:
+        slots: of the blocks of these tokens, group after group, then of the states.
+    """
+
+    first: int
+    end: int
+    slots: list[int]
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One prompt and its samples.
@@ -145,6 +157,7 @@ class Sample:
         pass_token_count_max: tokens of a pass beyond which the pool had no room for it at once; 0 while there was.
         begun_with: tokens that it began with, for whose number its keys are rotated at least; see `rotation.py`.
         passed: the head of the queue that it was let in before, until that one is; see `backfill.py`.
+        swapped: what of it is in host memory, from a preemption until it is restored.
         logprob_sum: of its tokens so far, where samples are compared.
         draws: whether a token is sampled after its last one; if not, it ends when all of them are computed.
         rests: whether it keeps its blocks when it has ended in good order, because it is a branch's.
@@ -169,6 +182,7 @@ class Sample:
     pass_token_count_max: int = 0
     begun_with: int = 0
     passed: Sample | None = None
+    swapped: Swapped | None = None
     has_ended: bool = False
     finish_reason: FinishReason | None = None
     logprob_sum: float = 0.0
@@ -209,6 +223,10 @@ class Sample:
         of a prompt, or of what is scored."""
         wants_prompt = self.output_token_count == 0 and self.request.sampling.prompt_logprobs is not None
         return bool(self.scored) or wants_prompt
+
+    def is_restored_at(self, position: int) -> bool:
+        """Tells whether the token at a position is to be restored, and not computed."""
+        return self.swapped is not None and self.swapped.first <= position < self.swapped.end
 
     @property
     def table_length(self) -> int:

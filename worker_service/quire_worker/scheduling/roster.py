@@ -5,17 +5,20 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Mapping, Sequence
 
+from quire.protocol.outcomes import Copy
 from quire.session.lookahead import Increment, give_back
 from quire.types import GroupKind, GroupSpec
 
 from quire_worker.scheduling import lookahead
-from quire_worker.scheduling.backfill import own_block_count
+from quire_worker.scheduling.backfill import held_count, own_block_count
 from quire_worker.scheduling.order import rank_of
-from quire_worker.scheduling.plan import Plan
+from quire_worker.scheduling.pace import Pace
+from quire_worker.scheduling.plan import Plan, Work
 from quire_worker.scheduling.queue import WaitingQueue
 from quire_worker.scheduling.request import FinishReason, Request, Sample
 from quire_worker.scheduling.resting import Resting
 from quire_worker.scheduling.shares import Shares
+from quire_worker.scheduling.swap import SwapOut, SwapSpace, can_swap
 
 
 class Roster:
@@ -23,6 +26,7 @@ class Roster:
 
     Args:
         groups: of the pool: of attention, with blocks of one size, then of states.
+        swap_slot_count: blocks of preempted samples that fit into host memory.
 
     Attributes:
         waiting: in the order of `queue.py`.
@@ -31,12 +35,15 @@ class Roster:
         resting: of branches that nothing is asked of.
         leaving: ended; committed once more and freed with the next step.
         to_free: sequences of samples that live on without them.
+        pace: of this worker's passes.
+        swap: host memory for pages of preempted samples.
+        moves: pages to be copied before the next batch, in order.
         preemption_count: how often a sample that ran had to wait again.
         backfilled_count: how often one passed a head.
         yield_count: how often such a one was preempted in the step in which others got its blocks.
     """
 
-    def __init__(self, groups: Sequence[GroupSpec]) -> None:
+    def __init__(self, groups: Sequence[GroupSpec], swap_slot_count: int = 0) -> None:
         """Begins with nobody.
 
         Raises:
@@ -55,6 +62,10 @@ class Roster:
         self.resting = Resting()
         self.leaving: list[Sample] = []
         self.to_free: list[int] = []
+        windows = [group for group in attention if group.kind is not GroupKind.FULL_ATTENTION]
+        self.pace = Pace()
+        self.swap = SwapSpace(swap_slot_count if can_swap(self.has_states, windows) else 0, self.pace)
+        self.moves: list[Copy | SwapOut] = []
         self.preemption_count = 0
         self.backfilled_count = 0
         self.yield_count = 0
@@ -115,6 +126,7 @@ class Roster:
         sample.finish_reason = reason
         sample.request.usage.unshared_block_count += self.group_count * -(-sample.computed // self.block_size)
         self._uncount_ahead(sample)
+        self.swap.release(sample)
         if sample in self.running:
             self.running.remove(sample)
             if sample.rests and reason is not None:
@@ -149,6 +161,9 @@ class Roster:
         """Makes everybody who ran wait, because the allocator's state is gone."""
         running, self.running = [*self.running, *self.resting.take_forks()], []
         self.resting.clear()
+        self.moves.clear()
+        for sample in (*running, *self.waiting.in_any_order()):
+            self.swap.release(sample)  # who knows what was moved
         for sample in running:
             self._uncount_ahead(sample)
             sample.forget_blocks()
@@ -178,6 +193,11 @@ class Roster:
         self.preemption_count += 1
         victim.request.usage.preemption_count += 1
         self._uncount_ahead(victim)
+        if victim.swapped is None and self.swap.slot_count:
+            digests = victim.digests(self.block_size, 0, victim.computed // self.block_size)
+            shared = held_count(digests, self.running, self.block_size) * self.block_size
+            swap_out = self.swap.swap_out(victim, shared, self.block_size)
+            self.moves += [swap_out] if swap_out is not None else []
         victim.forget_blocks()
         self.waiting.add(victim)
 
@@ -190,8 +210,18 @@ class Roster:
             self.running.remove(sample)
             plan.step.free(sample.sequence_id)
             self._uncount_ahead(sample)
+            self.swap.release(sample)
             sample.begin_again()
             self.add(sample)
+
+    def note_restored(self, work: Work) -> None:
+        """Counts what was restored, and frees its slots once that is all."""
+        sample = work.sample
+        if work.is_restored and sample.swapped is not None:
+            blocks = -(-work.end // self.block_size) - work.start // self.block_size
+            self.swap.in_count += blocks * self.group_count + len(sample.states)
+            if sample.computed >= sample.swapped.end:
+                self.swap.release(sample)
 
     def free_count_of(self, left: Sequence[Sample]) -> int:
         """Counts the blocks that are free once samples that left are freed: those that they hold ahead, and where

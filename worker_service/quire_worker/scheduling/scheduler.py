@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from quire.protocol.outcomes import Copy, Result, StepOutcome
+from quire.protocol.outcomes import Result, StepOutcome
 from quire.protocol.packing import unpack_uint64
 from quire.session.lookahead import Decoding, Increment, needs_of
 from quire.types import GroupKind, GroupSpec
@@ -53,6 +53,7 @@ class Scheduler:
         digest_bytes_max: of the digests that one step may carry for new sequences.
         commit_blocks_max: whose digests one step may carry. Without an allocator nobody computes beyond that. At least
             those of a forward pass.
+        swap_slot_count: blocks of preempted samples that fit into host memory.
     """
 
     def __init__(
@@ -65,8 +66,9 @@ class Scheduler:
         ahead_tokens: int = 0,
         digest_bytes_max: int = 512 << 10,
         commit_blocks_max: int = 10 << 10,
+        swap_slot_count: int = 0,
     ) -> None:
-        self.roster = Roster(groups)  # who waits, who runs, who leaves
+        self.roster = Roster(groups, swap_slot_count)  # who waits, who runs, who leaves
         self.sequence_tokens_max = sequence_tokens_max
         self.batch_tokens_max = batch_tokens_max
         self.running_max = running_max
@@ -78,7 +80,6 @@ class Scheduler:
         self._has_windows = any(group.kind is not GroupKind.FULL_ATTENTION for group in self.roster.groups)
         self._last_sequence_id = 0
         self._free_block_count: int | None = None
-        self._copies: list[Copy] = []  # to run before the next batch
 
     # -- one turn ------------------------------------------------------------------------------------------------------
 
@@ -180,14 +181,15 @@ class Scheduler:
             at = standing(sample, before.get(sample))
             if sample not in denied and not sample.has_ended and sample.granted > at.start:
                 count = pass_token_count(sample, at, min(token_count, sample.granted - at.start))
-                work.append(Work(sample, at.start, count, at.start + count == at.length))
-        if not work:  # the copies wait for a batch
+                is_restored = sample.is_restored_at(at.start)
+                work.append(Work(sample, at.start, count, at.start + count == at.length, is_restored))
+        if not work:  # the moves wait for a batch
             return Batch([], [])
-        copies, self._copies = self._copies, []
-        return Batch(copies, work)
+        moves, self.roster.moves = self.roster.moves, []
+        return Batch(moves, work)
 
     def take_in(self, plan: Plan, outcome: StepOutcome) -> set[Sample]:
-        """Takes in the answer to any plan; copies wait for the next batch. Returns who got no room: it asks again when
+        """Takes in the answer to any plan; moves wait for the next batch. Returns who got no room: it asks again when
         it needs it.
 
         Raises:
@@ -199,7 +201,7 @@ class Scheduler:
         for parent, child in plan.forks:
             child.take_blocks_of(parent, self.roster.block_size)
         self.roster.resting.take_shares(child for _, child in plan.forks)
-        self._copies += outcome.copies
+        self.roster.moves += outcome.copies
         return {
             sample
             for (sample, token_count), grown in zip(plan.grows, outcome.grows, strict=True)
@@ -218,6 +220,7 @@ class Scheduler:
         for item in work:
             if item.sample not in self.roster.resting:
                 item.sample.computed = min(item.end, len(item.sample.tokens))
+            self.roster.note_restored(item)
 
     def extend(self, sample: Sample, token: int, *, is_stop: bool) -> None:
         """Adds a token that was sampled. A stop token ends the sample and is not kept; so does the longest length."""
@@ -237,7 +240,6 @@ class Scheduler:
         """Makes everybody who ran wait, to be computed again."""
         self.roster.forget_blocks()
         self._free_block_count = None
-        self._copies.clear()
 
     def give_everything_back(self, plan: Plan) -> None:
         """Frees with the next step all that the allocator still holds for us, because it refused the step of this

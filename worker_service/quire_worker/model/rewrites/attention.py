@@ -41,6 +41,7 @@ class MergedAttention(torch.nn.Module):
         self.query_heads, self.kv_heads = head_counts
         self.norms = norms
         self.scoring = scoring
+        self.sinks = None if scoring.sinks is None else scoring.sinks.detach().float().contiguous()
 
     def forward(
         self,

@@ -1,8 +1,8 @@
 """The loop over the layers, without the masks, caches and hooks that transformers' models prepare around it.
 
-Where every layer goes straight to the kernels, and all have one plan and no option of attention but a scale, they run
-in one call of `quire_decoder`. That saves ten calls from Python a layer; more than that, while it runs the model's
-thread needs nothing of the interpreter, so that the event loop can hand out the last tokens meanwhile.
+Where every layer goes straight to the kernels, all run in one call of `quire_decoder`, each on the pages and the block
+tables of its group. That saves ten calls from Python a layer; more than that, while it runs the model's thread needs
+nothing of the interpreter, so that the event loop can hand out the last tokens meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from quire_worker.model.rewrites.attention import MergedAttention
 from quire_worker.model.rewrites.decoder_layer import DecoderLayer
 from quire_worker.model.rewrites.interface import Rewrite, child_names, own_parameter_names
 from quire_worker.model.rewrites.norm import Norm
-from quire_worker.model.transformers_seam import PagedStep, Scoring, Step
+from quire_worker.model.rewrites.recording import RecordingStep
+from quire_worker.model.rewrites.rotary_tables import RotaryTables, Turns
+from quire_worker.model.transformers_seam import PagedStep, Step
 
 PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
 
@@ -37,63 +39,86 @@ class Decoder(torch.nn.Module):
         self.layers = torch.nn.ModuleList(layers)
         self.norm = norm
         self.rotary_emb = rotary_emb
+        self._tables = RotaryTables(rotary_emb)
         self._in_order = layers
-        self._in_c = _layers_in_c(layers)
+        self._in_c = LayersInC.of(layers)
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, quire_step: Step, **_: Any
     ) -> BaseModelOutputWithPast:
         """Does what a transformers model of this kind does, for ids and positions `[1, tokens]`."""
-        hidden = self.embed_tokens(input_ids).contiguous()
-        tables = self.rotary_emb(hidden, position_ids=position_ids)
-        in_one_call = self._bound(quire_step)
-        if in_one_call is not None:
-            self._run_in_c(hidden, tables, *in_one_call)
-        else:
-            for layer in self._in_order:
-                hidden = layer.forward(hidden, position_embeddings=tables, quire_step=quire_step)
+        hidden = self.hidden_states(input_ids, position_ids, quire_step)
         return BaseModelOutputWithPast(last_hidden_state=self.norm.forward(hidden))
 
-    def _bound(self, step: Step) -> tuple[CpuAttentionPlan, list[torch.Tensor]] | None:
-        """Returns the plan and the pages of all layers. None where these have several plans, or one that is not the
-        kernels', or where one of them sees a window or reads what another wrote."""
-        if self._in_c is None or not isinstance(step, PagedStep):
-            return None
-        bound = [step.layers[layer.attention.layer_index] for layer in self._in_order]
-        plan = step.plans[bound[0].kind]
-        if not isinstance(plan, CpuAttentionPlan):
-            return None
-        if any(layer.kind != bound[0].kind or layer.window is not None or not layer.is_written for layer in bound):
-            return None
-        return plan, [layer.pages for layer in bound]
+    def hidden_states(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: Step) -> torch.Tensor:
+        """Returns what the last layer gives, `[1, tokens, hidden_size]`, before the last norm."""
+        hidden: torch.Tensor = self.embed_tokens.forward(input_ids).contiguous()
+        turns = self._tables.turns(hidden, position_ids)
+        if self._in_c is None or not self._in_c.run(step, hidden, turns):
+            tables = turns.of_tokens
+            for layer in self._in_order:
+                hidden = layer.forward(hidden, position_embeddings=tables, quire_step=step)
+        return hidden
 
-    def _run_in_c(
-        self,
-        hidden: torch.Tensor,
-        tables: tuple[torch.Tensor, torch.Tensor],
-        plan: CpuAttentionPlan,
-        pages: list[torch.Tensor],
-    ) -> None:
-        """Runs all layers, on `hidden` where it is: `[1, tokens, hidden_size]`, contiguous and this pass's own."""
-        first = self._in_order[0]
-        attention, mlp, tokens = first.attention, first.mlp, hidden.shape[1]
-        assert self._in_c is not None
-        for layer, own in zip(self._in_c, pages, strict=True):
-            layer.pages, layer.page_stride = own.data_ptr(), own.stride(0)
-        normed = torch.empty_like(hidden)
-        between = [
-            torch.empty(tokens, size, dtype=hidden.dtype)
-            for size in (attention.qkv.outputs, attention.output.inputs, mlp.gate_up.outputs)
-        ]
-        cosine, sine = tables
+
+class LayersInC:
+    """What `quire_decoder` reads of layers of one shape."""
+
+    def __init__(self, layers: list[DecoderLayer], described: ctypes.Array[interface.Layer]) -> None:
+        self._layers = layers
+        self._kinds = [_kind_of(layer.attention) for layer in layers]
+        self._described = described
+        self._memory = torch.empty(0)  # between the kernels, kept from pass to pass
+
+    @classmethod
+    def of(cls, layers: list[DecoderLayer]) -> LayersInC | None:
+        """Returns None where their shapes differ."""
+        shapes = {
+            (a.qkv.outputs, a.query_heads, a.kv_heads, a.head_dim, layer.mlp.gate_up.outputs)
+            for layer in layers
+            for a in [layer.attention]
+        }
+        return None if len(shapes) > 1 else cls(layers, _described(layers))
+
+    def run(self, step: Step, hidden: torch.Tensor, turns: Turns) -> bool:
+        """Runs all layers, on `hidden` where it is: `[1, tokens, hidden_size]`, contiguous and this pass's own. Returns
+        False, and has done nothing, where the plan of one of them is not the kernels'."""
+        step = step.inner if isinstance(step, RecordingStep) else step
+        if not isinstance(step, PagedStep) or not self._bind(step):
+            return False
+        first, tokens = self._layers[0], hidden.shape[1]
+        attention, sizes = first.attention, (hidden.shape[2], first.attention.qkv.outputs,
+                                             first.attention.output.inputs, first.mlp.gate_up.outputs)  # fmt: skip
+        if self._memory.numel() < tokens * sum(sizes):
+            self._memory = torch.empty(tokens * sum(sizes), dtype=hidden.dtype)
+        places, place = [], self._memory.data_ptr()
+        for size in sizes:
+            places.append(place)
+            place += tokens * size * hidden.itemsize
+        positions = 0 if turns.positions is None else turns.positions.data_ptr()
         arguments = interface.Decoder(
-            self._in_c, len(self._in_c), hidden.data_ptr(), normed.data_ptr(), *(each.data_ptr() for each in between),
-            ctypes.pointer(plan.arguments_of(Kind(attention.query_heads, 0.0, -1, 0.0))),
-            plan.batch.slot_mapping.data_ptr(), cosine.data_ptr(), sine.data_ptr(), cosine.stride(1), tokens,
-            hidden.shape[2], attention.query_heads, attention.kv_heads, attention.head_dim, cosine.shape[2],
-            interface.DTYPES[hidden.dtype],
+            self._described, len(self._layers), hidden.data_ptr(), *places, turns.cosine.data_ptr(),
+            turns.sine.data_ptr(), positions, turns.cosine.stride(0), tokens, hidden.shape[2], attention.query_heads,
+            attention.kv_heads, attention.head_dim, turns.cosine.shape[1], interface.DTYPES[hidden.dtype],
         )  # fmt: skip
         attention.library.functions.quire_decoder(ctypes.byref(arguments))
+        return True
+
+    def _bind(self, step: PagedStep) -> bool:
+        """Points every layer to its pages and to the batch as its group has it."""
+        batches: dict[tuple[int, Kind], Any] = {}
+        for described, layer, kind in zip(self._described, self._layers, self._kinds, strict=True):
+            attention = layer.attention
+            own = step.layers[attention.layer_index]
+            plan = step.plans[own.kind]
+            if not isinstance(plan, CpuAttentionPlan) or own.window != attention.scoring.sliding_window:
+                return False
+            if (own.kind, kind) not in batches:
+                batches[own.kind, kind] = ctypes.pointer(plan.arguments_of(kind))
+            described.pages, described.page_stride = own.pages.data_ptr(), own.pages.stride(0)
+            described.attend = batches[own.kind, kind]
+            described.slots = plan.batch.slot_mapping.data_ptr() if own.is_written else 0
+        return True
 
 
 class DecoderRewrite(Rewrite):
@@ -108,16 +133,7 @@ class DecoderRewrite(Rewrite):
             yield Decoder(embedding, known, norm, rotary)
 
 
-def _layers_in_c(layers: list[DecoderLayer]) -> ctypes.Array[interface.Layer] | None:
-    """Returns what `quire_decoder` reads of the layers; None where their shapes differ, or one asks for more than a
-    scale."""
-    shapes = {
-        (a.qkv.outputs, a.query_heads, a.kv_heads, a.head_dim, layer.mlp.gate_up.outputs)
-        for layer in layers
-        for a in [layer.attention]
-    }
-    if len(shapes) > 1 or any(_scale_of(each.attention) is None for each in layers):
-        return None
+def _described(layers: list[DecoderLayer]) -> ctypes.Array[interface.Layer]:
     found = (interface.Layer * len(layers))()
     for described, layer in zip(found, layers, strict=True):
         attention, norms = layer.attention, layer.attention.norms
@@ -126,20 +142,19 @@ def _layers_in_c(layers: list[DecoderLayer]) -> ctypes.Array[interface.Layer] | 
         described.attention_norm = layer.attention_norm.weight.data_ptr()
         described.mlp_norm = layer.mlp_norm.weight.data_ptr()
         described.attention_epsilon, described.mlp_epsilon = layer.attention_norm.epsilon, layer.mlp_norm.epsilon
-        described.scale = _scale_of(attention)
+        described.sinks = 0 if attention.sinks is None else attention.sinks.data_ptr()
         if norms is not None:
             described.query_norm, described.key_norm = norms.query.data_ptr(), norms.key.data_ptr()
             described.head_epsilon = norms.epsilon
     return found
 
 
-def _scale_of(attention: MergedAttention) -> float | None:
-    """Returns what a layer asks attention for, if that is a scale and nothing else."""
+def _kind_of(attention: MergedAttention) -> Kind:
     scoring = attention.scoring
-    is_scale_alone = scoring == Scoring(scoring.scale, sliding_window=None, soft_cap=0.0, sinks=None)
-    return scoring.scale if is_scale_alone else None
+    window_left = -1 if scoring.sliding_window is None else scoring.sliding_window - 1
+    return Kind(attention.query_heads, scoring.scale, window_left, scoring.soft_cap)
 
 
 def _packed(layer: PackedLinear) -> interface.Packed:
     bias = None if layer.bias is None else layer.bias.data_ptr()
-    return interface.Packed(layer.weight.data_ptr(), bias, layer.inputs, layer.outputs, layer.is_gated)
+    return interface.Packed(layer.weight.data_ptr(), bias, layer.inputs, layer.outputs, interface.GATES[layer.gate])

@@ -1,4 +1,4 @@
-"""The gated layer of Llama's kind (Shazeer, 2020): down(silu(gate(x)) * up(x))."""
+"""The gated layer of Llama's kind (Shazeer, 2020): down(activation(gate(x)) * up(x))."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class GatedMlp(torch.nn.Module):
-    """Two products; the first ends in silu(gate) * up, computed while its sums are in the cache."""
+    """Two products; the first ends in activation(gate) * up, computed while its sums are in the cache."""
 
     def __init__(self, gate_up: PackedLinear, down: PackedLinear) -> None:
         super().__init__()
@@ -27,8 +27,8 @@ class GatedMlp(torch.nn.Module):
 
 
 class GatedMlpRewrite(KernelRewrite):
-    """Knows a module of `gate_proj`, `up_proj`, `down_proj` and an activation; that this is SiLU shows when it is
-    tried."""
+    """Knows a module of `gate_proj`, `up_proj`, `down_proj` and an activation. Whether that is SiLU, or GELU as tanh
+    approximates it, shows when both are tried."""
 
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         if own_parameter_names(module) or child_names(module) - {"act_fn"} != set(PROJECTIONS):
@@ -36,4 +36,6 @@ class GatedMlpRewrite(KernelRewrite):
         layers = [layer for name in PROJECTIONS if is_plain_linear(layer := module.get_submodule(name))]
         if len(layers) == len(PROJECTIONS):
             gate, up, down = layers
-            yield GatedMlp(packed_of(self._library, gate, up, is_gated=True), packed_of(self._library, down))
+            gate_up, packed_down = packed_of(self._library, gate, up, gate="silu"), packed_of(self._library, down)
+            yield GatedMlp(gate_up, packed_down)
+            yield GatedMlp(gate_up.gated_by("gelu_tanh"), packed_down)

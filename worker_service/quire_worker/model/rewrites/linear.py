@@ -37,8 +37,8 @@ class LinearRewrite(KernelRewrite):
             yield Linear(packed_of(self._library, module))
 
 
-def packed_of(library: Library, *layers: torch.nn.Linear, is_gated: bool = False) -> PackedLinear:
+def packed_of(library: Library, *layers: torch.nn.Linear, gate: str | None = None) -> PackedLinear:
     """Returns the weights of linear layers with one input, packed together."""
     weights = [layer.weight.detach() for layer in layers]
     biases = [None if layer.bias is None else layer.bias.detach() for layer in layers]
-    return PackedLinear(library, weights, biases, is_gated=is_gated)
+    return PackedLinear(library, weights, biases, gate=gate)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from quire_cpu.library import Library
@@ -17,6 +17,7 @@ from quire_worker.model.rewrites.interface import Rewrite, is_plain_linear
 from quire_worker.model.rewrites.linear import Linear, LinearRewrite, packed_of
 from quire_worker.model.rewrites.norm import NormRewrite
 from quire_worker.model.rewrites.recording import Call, Recording
+from quire_worker.model.rewrites.text_model import TextModelRewrite
 from quire_worker.model.rewrites.tied_head import PackedEmbedding
 
 # How far a result may be from the original's: norm of the difference over norm of the original. Sums in another order,
@@ -26,23 +27,32 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 TIED_HEAD = "TiedHead"
 
 
+class Rewritten(NamedTuple):
+    """A model after the pass.
+
+    Attributes:
+        module: the same, or what takes its place.
+        counts: how often each rewrite was applied, by its class's name.
+    """
+
+    module: torch.nn.Module
+    counts: Counter[str]
+
+
 def rewrite(
     module: torch.nn.Module,
     library: Library,
     run: Callable[[Recording], object],
     *,
     is_wanted: Callable[[str], bool] = lambda name: True,
-) -> Counter[str]:
-    """Rewrites a model in place.
+) -> Rewritten:
+    """Rewrites a model in place, and at last as a whole.
 
     Args:
         module: a transformers model on a CPU, for inference.
         library: the kernels.
         run: makes the model compute one batch, with a step from `Recording.step`; of a few tokens.
         is_wanted: which rewrites to try, by name; for benchmarks.
-
-    Returns:
-        How often each rewrite was applied, by its class's name.
     """
     recording = Recording()
     with torch.inference_mode():
@@ -51,7 +61,8 @@ def rewrite(
         if is_wanted(TIED_HEAD):
             done.pack_tied_head(module)
         done.visit(module)
-    return done.counts
+        whole = done.whole(module)
+    return Rewritten(whole, done.counts)
 
 
 class _Pass:
@@ -75,28 +86,46 @@ class _Pass:
         )
         # Tried after: they are made of what its parts became.
         self._wholes = wanted(DecoderLayerRewrite(), DecoderRewrite())
+        self._models = wanted(TextModelRewrite())
 
     def visit(self, module: torch.nn.Module) -> None:
         """Rewrites all that is in a module."""
         for name in [name for name, _ in module.named_children()]:  # no list of children: replaced, they are to be gone
             child = module.get_submodule(name)
-            if not self._replace(module, name, child, self._parts):
+            if not self._replace(module, name, child, self._parts, self._recording.calls.get(child)):
                 self.visit(child)
-                self._replace(module, name, child, self._wholes)
+                self._replace(module, name, child, self._wholes, self._as_it_is(child))
             for part in child.modules():
                 self._recording.calls.pop(part, None)  # which would keep the weights of what was replaced
 
-    def _replace(self, parent: torch.nn.Module, name: str, child: torch.nn.Module, rewrites: Iterable[Rewrite]) -> bool:
-        call = self._recording.calls.get(child)
+    def whole(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Returns what takes the place of a model whose parts are rewritten, or the model."""
+        return self._found(model, self._models, self._as_it_is(model)) or model
+
+    def _as_it_is(self, module: torch.nn.Module) -> Call | None:
+        """Returns the module's call with the result that it has now that its parts are rewritten: in bfloat16 what many
+        of them round differently is more than the tolerance of one."""
+        call = self._recording.calls.get(module)
+        return call and Call(call.arguments, call.keywords, module(*call.arguments, **call.keywords))
+
+    def _replace(
+        self, parent: torch.nn.Module, name: str, child: torch.nn.Module, rewrites: Iterable[Rewrite], call: Call | None
+    ) -> bool:
+        found = self._found(child, rewrites, call)
+        if found is not None:
+            setattr(parent, name, found)
+        return found is not None
+
+    def _found(self, module: torch.nn.Module, rewrites: Iterable[Rewrite], call: Call | None) -> torch.nn.Module | None:
+        """Returns the first replacement that gives what the module gave in its call."""
         if call is None:  # it was not called by itself, so there is nothing to compare with
-            return False
+            return None
         for each in rewrites:
-            for candidate in each.candidates(child):
+            for candidate in each.candidates(module):
                 if agrees(candidate, call):
-                    setattr(parent, name, candidate)
                     self.counts[type(each).__name__] += 1
-                    return True
-        return False
+                    return candidate
+        return None
 
     def pack_tied_head(self, module: Any) -> None:
         """Packs the one weight of an embedding and a head (see `tied_head`), if the model has such and nothing else

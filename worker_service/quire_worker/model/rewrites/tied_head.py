@@ -7,7 +7,7 @@ for each of them: little beside the products that follow, and nothing beside a s
 from __future__ import annotations
 
 import torch
-from quire_cpu.interface import PANEL
+from quire_cpu import ops
 from quire_cpu.ops import PackedLinear
 
 
@@ -20,5 +20,4 @@ class PackedEmbedding(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Takes int64 `[...]` to `[..., inputs]` of the weights' dtype."""
-        words = self.packed.weight[input_ids // PANEL, :, input_ids % PANEL]
-        return words.view(self.packed.dtype)
+        return ops.embed(self.packed.library, input_ids, self.packed)

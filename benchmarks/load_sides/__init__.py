@@ -1,0 +1,1 @@
+"""The sides of `benchmarks/load.py`, and the requests that all of them get."""

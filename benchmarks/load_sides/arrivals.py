@@ -1,0 +1,52 @@
+"""Requests that come at random times, with the lengths of a trace. Nothing of Quire is imported here."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+PROMPT_SCALE, OUTPUT_SCALE = 64, 8  # a model of 3.5 M parameters has 4,096 positions, and the trace prompts of 126,000
+OUTPUT_TOKENS_MIN = 2  # there is a time per token
+
+
+class Arrival(NamedTuple):
+    """One request: when it comes, in seconds after the first, its prompt, and how many tokens it gets."""
+
+    at_s: float
+    prompt: list[int]
+    output_tokens: int
+
+
+class Outcome(NamedTuple):
+    """What became of a request, in seconds after it came; None: it was refused."""
+
+    first_token_s: float | None
+    last_token_s: float | None
+    token_count: int
+
+
+def lengths_of(trace: Path) -> list[tuple[int, int]]:
+    """The tokens of prompts and outputs in a trace, scaled down; at least 1 and 2."""
+    rows = map(json.loads, trace.read_text(encoding="utf-8").splitlines())
+    return [
+        (
+            max(1, row["input_length"] // PROMPT_SCALE),
+            max(OUTPUT_TOKENS_MIN, row["output_length"] // OUTPUT_SCALE),
+        )
+        for row in rows
+    ]
+
+
+def draw(lengths: Sequence[tuple[int, int]], *, rate: float, count: int, vocabulary: int, seed: str) -> list[Arrival]:
+    """Poisson arrivals: gaps are exponential, lengths are drawn from the trace, and no prompt repeats another."""
+    dice = random.Random(seed)
+    arrivals, at_s = [], 0.0
+    for _ in range(count):
+        prompt_tokens, output_tokens = dice.choice(lengths)
+        prompt = [dice.randrange(1, vocabulary) for _ in range(prompt_tokens)]
+        arrivals.append(Arrival(at_s, prompt, output_tokens))
+        at_s += dice.expovariate(rate) if rate else 0.0
+    return arrivals

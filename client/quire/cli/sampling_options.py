@@ -1,0 +1,84 @@
+"""The options of a command that generates: the fields of `SamplingParams`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from quire.cli.options import replaced
+from quire.errors import UsageError
+from quire.sampling import SamplingParams
+
+
+def _option(kind: Any, text: str, *names: str, **settings: Any) -> Any:
+    return Annotated[kind, typer.Option(*names, help=text, **settings)]
+
+
+_OPTIONS: Final[dict[str, tuple[Any, Any]]] = {
+    "max_tokens": (_option(int, "Tokens per sample at most.", min=1), 64),
+    "min_tokens": (_option(int, "Tokens before which nothing else ends a sample.", min=0), 0),
+    "temperature": (_option(float, "0 is greedy."), 0.0),
+    "top_k": (_option(int, "Only the k likeliest tokens; 0 is all.", min=0), 0),
+    "top_p": (_option(float, "Only the likeliest tokens that reach this probability."), 1.0),
+    "min_p": (_option(float, "Only tokens with this share of the likeliest one's probability."), 0.0),
+    "repetition_penalty": (_option(float, "Divides the logits of tokens that were there before; 1 is none."), 1.0),
+    "presence_penalty": (_option(float, "Taken from the logits of tokens in the text so far, -2 to 2."), 0.0),
+    "frequency_penalty": (_option(float, "The same, as often as they are there."), 0.0),
+    "logit_bias": (_option(list[str], "Added to a token's logit, -100 to 100; repeat it.", metavar="ID=BIAS"), []),
+    "allowed_token_id": (_option(list[int], "The only tokens to choose from; repeat it."), []),
+    "banned_token_id": (_option(list[int], "A token that is never chosen; repeat it."), []),
+    "seed": (_option(int | None, "Makes the random choice repeatable.", min=0), None),
+    "n": (_option(int, "Samples; they share the prompt's blocks.", "-n", min=1), 1),
+    "best_of": (_option(int | None, "Samples to take the n likeliest of.", min=1), None),
+    "stop": (_option(list[str], "A text that ends a sample; repeat it."), []),
+    "stop_token_id": (_option(list[int], "A token that ends a sample; repeat it."), []),
+    "ignore_eos": (_option(bool, "Go on after the end of text.", "--ignore-eos"), False),
+    "echo": (_option(bool, "Begin each text with the prompt.", "--echo"), False),
+    "logprobs": (_option(int | None, "With --json, logprobs of each token and of so many likeliest.", min=0), None),
+    "prompt_logprobs": (_option(int | None, "The same of the prompt's tokens.", min=0), None),
+    "json_schema": (_option(str | None, "The text is a value of this JSON schema; @FILE reads it."), None),
+    "regex": (_option(str | None, "The text is what this regular expression matches."), None),
+    "grammar": (_option(str | None, "The text is what this Lark grammar derives; @FILE reads it."), None),
+    "choice": (_option(list[str], "The text is one of these; repeat it."), []),
+}
+
+
+def samples(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of sampling; what they say comes to it as `params`.
+
+    Raises:
+        UsageError: from the command: a bias is none, or a file cannot be read.
+    """
+    return replaced(command, "params", _OPTIONS, _params_of)
+
+
+def _params_of(values: dict[str, Any]) -> SamplingParams:
+    for name in ("allowed_token_id", "banned_token_id", "stop_token_id"):
+        values[f"{name}s"] = tuple(values.pop(name))
+    values["logit_bias"] = dict(map(_bias, values["logit_bias"]))
+    values["stop"] = tuple(values["stop"])
+    values["choice"] = tuple(values["choice"]) or None
+    for name in ("json_schema", "grammar"):
+        values[name] = _content(name, values[name])
+    return SamplingParams(**values)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise UsageError(f"--logit-bias must be a token's id, = and a number, not {text!r}") from None
+
+
+def _content(name: str, text: str | None) -> str | None:
+    """Returns a text, or what is in the file that it names after an @."""
+    if text is None or not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--{name.replace('_', '-')}: {text[1:]} cannot be read: {error}") from None

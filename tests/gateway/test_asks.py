@@ -1,0 +1,113 @@
+"""From bodies to what workers are asked, and what is refused by its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from quire.errors import InvalidArgumentError, QuireError, Reason, code_of
+from quire_gateway import asks
+from quire_gateway.bodies import ChatBody, CompletionBody
+from quire_gateway.failures import ApiError, of_quire
+from quire_gateway.probabilities import Told, of_completion
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def completion(**fields: Any) -> asks.Ask:
+    return asks.of_completion(CompletionBody(prompt="p", **fields))
+
+
+def chat(**fields: Any) -> asks.Ask:
+    return asks.of_chat(ChatBody(messages=[{"role": "user", "content": "hi"}], **fields))  # type: ignore[list-item]
+
+
+def test_what_is_not_said_is_openais_default() -> None:
+    ask = completion()
+    assert (ask.options, ask.max_tokens, ask.choice_count) == ({"temperature": 1.0}, 16, 1)
+    assert (ask.is_streamed, ask.with_usage, ask.top_logprob_count) == (False, False, None)
+    assert chat().max_tokens is None
+
+
+def test_values_that_change_nothing_are_not_passed_on() -> None:
+    ask = completion(presence_penalty=0, top_k=-1, logit_bias={}, stop=[], n=1, best_of=1, suffix="", echo=False)
+    assert ask.options == {"temperature": 1.0, "n": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "option", "value"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_schema", {"type": "object"}),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, "json_schema", SCHEMA),
+        ({"guided_json": SCHEMA}, "json_schema", SCHEMA),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"guided_choice": ["a", "b"]}, "choice", ("a", "b")),
+        ({"structured_outputs": {"grammar": "start: 'a'"}}, "grammar", "start: 'a'"),
+        ({"stop": "x"}, "stop", ("x",)),
+        ({"seed": -1}, "seed", 2**64 - 1),
+        ({"logit_bias": {"7": -1.5}}, "logit_bias", {7: -1.5}),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_each_parameter_is_an_option_of_the_workers(fields: dict[str, Any], option: str, value: object) -> None:
+    for ask in (completion(**fields), chat(**fields)):
+        assert ask.options[option] == value  # type: ignore[literal-required]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"response_format": {"type": "text"}, "guided_json": {}, "guided_regex": "a"}, "guided_regex", None),
+        ({"response_format": {"type": "yaml"}}, "response_format", None),
+        ({"logit_bias": {"seven": 1}}, "logit_bias", None),
+        ({"top_logprobs": 3}, "top_logprobs", None),
+        ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+        ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
+        ({"store": True}, "store", "unsupported_parameter"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs", "unsupported_parameter"),
+        ({"continue_final_message": True}, "continue_final_message", "unsupported_parameter"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_be_done_is_refused_by_its_name(fields: dict[str, Any], param: str, code: str | None) -> None:
+    with pytest.raises(ApiError) as raised:
+        chat(**fields)
+    assert raised.value.status == 400
+    assert (raised.value.body["error"]["param"], raised.value.body["error"]["code"]) == (param, code)
+
+
+def test_logprobs_of_an_echo_are_of_the_prompt_too() -> None:
+    ask = completion(echo=True, logprobs=2)
+    assert (ask.options["logprobs"], ask.options["prompt_logprobs"], ask.top_logprob_count) == (2, 2, 2)
+    assert "prompt_logprobs" not in completion(logprobs=2).options
+    assert chat(logprobs=True).options["logprobs"] == 0
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], ["a", 1], [1, "a"], [True], [-1], [2**32], {"a": 1}, None, [[1], "a"]])
+def test_prompts_that_are_none_are_refused(prompt: object) -> None:
+    with pytest.raises(ValidationError, match="must be a text, an array of token ids, or an array of either"):
+        CompletionBody(prompt=prompt)
+
+
+@pytest.mark.parametrize("reason", list(Reason))
+def test_every_error_of_quire_has_a_status(reason: Reason) -> None:
+    error = of_quire(QuireError.of(reason, "why"), "prompt")
+    assert 400 <= error.status < 600
+    assert sorted(error.body["error"]) == ["code", "message", "param", "type"]
+    assert ("retry-after" in error.headers) == (error.status in (429, 503))
+    is_the_callers = code_of(reason) is InvalidArgumentError.code
+    assert not is_the_callers or error.status == 400
+
+
+def test_credentials_of_the_gateway_are_not_the_callers_to_mend() -> None:
+    error = of_quire(QuireError.of(Reason.TOKEN, "this server asks for a bearer token"), "prompt")
+    assert (error.status, error.body["error"]["message"]) == (500, "a worker refuses the gateway's credentials")
+
+
+def test_of_equal_texts_the_likelier_token_is_told() -> None:
+    told = [Told(1, -0.5, ((2, -0.1), (1, -0.5))), Told(3, None, ())]
+    found = of_completion(told, {1: b"\xe2", 2: b"\x98", 3: b"ab"}, 5)
+    assert found["tokens"] == ["\N{REPLACEMENT CHARACTER}", "ab"]
+    assert found["top_logprobs"] == [{"\N{REPLACEMENT CHARACTER}": -0.1}, None]
+    assert found["text_offset"] == [5, 6]

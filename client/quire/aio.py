@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Self, Unpack
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire import sampling, types, views
-from quire._branch_ids import BRANCH_TTL_S
-from quire._transport import branch_messages, conversations, generating, messages
+from quire._transport import conversations, generating, messages
 from quire._transport.channel import (
     DEFAULT_ALLOCATOR,
     DEFAULT_WORKER,
@@ -21,7 +20,7 @@ from quire._transport.channel import (
 )
 from quire._transport.streams import AsyncChunkStream, AsyncEventStream
 from quire._transport.watch import Watch
-from quire.branches import AsyncBranch, AsyncBranchKeeper
+from quire.branches import AsyncBranchKeeper, AsyncPrefills
 from quire.engine.carriers import CallCarrier, StreamCarrier
 from quire.engine.turns import AsyncEngine
 from quire.errors import NotFoundError, QuireError
@@ -76,7 +75,7 @@ class _Connected:
         await self.close()
 
 
-class AsyncClient(_Connected):
+class AsyncClient(AsyncPrefills, _Connected):
     """Text from a worker.
 
     Args:
@@ -110,6 +109,7 @@ class AsyncClient(_Connected):
         params: sampling.SamplingParams | None = None,
         *,
         namespace: str = "",
+        adapter: str = "",
         priority: int = 0,
         request_id: str | None = None,
         timeout_s: float | None = None,
@@ -124,6 +124,7 @@ class AsyncClient(_Connected):
             prompt,
             params,
             namespace=namespace,
+            adapter=adapter,
             priority=priority,
             request_id=request_id,
             timeout_s=timeout_s,
@@ -137,35 +138,19 @@ class AsyncClient(_Connected):
         params: sampling.SamplingParams | None = None,
         *,
         namespace: str = "",
+        adapter: str = "",
         priority: int = 0,
         request_id: str | None = None,
         timeout_s: float | None = None,
         **options: Unpack[sampling.SamplingOptions],
     ) -> AsyncChunkStream:
         """Does what `generate` does, but gives each piece as it comes; samples of one request come interleaved."""
-        request = generating.generate_request(prompt, params, options, namespace, request_id, priority=priority)
+        request = generating.generate_request(
+            prompt, params, options, namespace=namespace, adapter=adapter, request_id=request_id, priority=priority
+        )
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         attempts = Attempts(self._link, self._stub.Generate, request, generating.chunk, timeout_s)
         return AsyncChunkStream(self._link, attempts, request.request_id)
-
-    async def prefill(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        namespace: str = "",
-        ttl_s: float = BRANCH_TTL_S,
-        request_id: str | None = None,
-        timeout_s: float | None = None,
-    ) -> AsyncBranch:
-        """Computes a prompt (text, or token ids) once and returns a branch, which holds it and begins with it.
-
-        The worker holds a branch for `ttl_s` after it was last named; while its handle is open, the client names it
-        in the background. See `quire.branches`.
-        """
-        request = branch_messages.prefill_request(prompt, namespace, ttl_s, request_id)
-        timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
-        reply = await self._link.call(self._stub.Prefill, request, timeout_s)
-        return AsyncBranch(self._branches, reply.branch_id, reply.ttl_ms, reply.token_count, reply.cached_token_count)
 
     async def close(self) -> None:
         """Ends the connection and every stream on it. Branches end when their time runs out."""
@@ -203,6 +188,20 @@ class AsyncClient(_Connected):
         """Returns what the worker is and does."""
         reply = await self._link.call(self._stub.GetStatus, worker_pb.GetStatusRequest(), timeout_s)
         return messages.worker_status(reply)
+
+    async def load_adapter(self, name: str, folder: str, *, timeout_s: float | None = None) -> types.AdapterInfo:
+        """Loads a LoRA adapter from a folder below the worker's --adapter-folder; requests choose it by name."""
+        request = worker_pb.LoadAdapterRequest(name=name, folder=folder)
+        return messages.adapter_info((await self._link.call(self._stub.LoadAdapter, request, timeout_s)).adapter)
+
+    async def unload_adapter(self, name: str, *, timeout_s: float | None = None) -> None:
+        """Drops an adapter that no request has."""
+        await self._link.call(self._stub.UnloadAdapter, worker_pb.UnloadAdapterRequest(name=name), timeout_s)
+
+    async def list_adapters(self, *, timeout_s: float | None = None) -> tuple[types.AdapterInfo, ...]:
+        """Returns the adapters that are loaded, by name."""
+        reply = await self._link.call(self._stub.ListAdapters, worker_pb.ListAdaptersRequest(), timeout_s)
+        return tuple(map(messages.adapter_info, reply.adapters))
 
 
 class AsyncAllocatorClient(_Connected):

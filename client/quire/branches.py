@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Self, Unpack
 
 from quire import sampling, types
-from quire._branch_ids import OpenBranches
+from quire._branch_ids import BRANCH_TTL_S, OpenBranches
 from quire._keep_alive import KeptByTask, KeptByThread
 from quire._transport import branch_messages, generating
 from quire._transport.channel import GENERATE_TIMEOUT_S, AsyncLink, Attempts, SyncLink
@@ -254,3 +254,53 @@ class AsyncBranch:
 
     async def __aexit__(self, *_: object) -> None:
         await self.release()
+
+
+class Prefills:
+    """The part of a client that begins branches."""
+
+    _branches: BranchKeeper
+
+    def prefill(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        namespace: str = "",
+        ttl_s: float = BRANCH_TTL_S,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Branch:
+        """Computes a prompt (text, or token ids) once and returns a branch, which holds it and begins with it.
+
+        The worker holds a branch for `ttl_s` after it was last named; while its handle is open, the client names it
+        in the background. See `quire.branches`.
+        """
+        request = branch_messages.prefill_request(prompt, namespace, ttl_s, request_id)
+        timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
+        reply = self._branches.link.call(self._branches.stub.Prefill, request, timeout_s)
+        return Branch(self._branches, reply.branch_id, reply.ttl_ms, reply.token_count, reply.cached_token_count)
+
+
+class AsyncPrefills:
+    """The part of a client that begins branches."""
+
+    _branches: AsyncBranchKeeper
+
+    async def prefill(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        namespace: str = "",
+        ttl_s: float = BRANCH_TTL_S,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncBranch:
+        """Computes a prompt (text, or token ids) once and returns a branch, which holds it and begins with it.
+
+        The worker holds a branch for `ttl_s` after it was last named; while its handle is open, the client names it
+        in the background. See `quire.branches`.
+        """
+        request = branch_messages.prefill_request(prompt, namespace, ttl_s, request_id)
+        timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
+        reply = await self._branches.link.call(self._branches.stub.Prefill, request, timeout_s)
+        return AsyncBranch(self._branches, reply.branch_id, reply.ttl_ms, reply.token_count, reply.cached_token_count)

@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Self, Unpack
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire import sampling, types, views
-from quire._branch_ids import BRANCH_TTL_S
-from quire._transport import branch_messages, conversations, generating, messages
+from quire._transport import conversations, generating, messages
 from quire._transport.channel import (
     DEFAULT_ALLOCATOR,
     DEFAULT_WORKER,
@@ -22,7 +21,7 @@ from quire._transport.channel import (
 from quire._transport.streams import ChunkStream, EventStream
 from quire._transport.watch import Watch
 from quire.aio import AsyncAllocatorClient
-from quire.branches import Branch, BranchKeeper
+from quire.branches import BranchKeeper, Prefills
 from quire.engine.blocking import Engine
 from quire.engine.turns import AsyncEngine
 from quire.errors import NotFoundError, QuireError
@@ -76,7 +75,7 @@ class _Connected:
         self.close()
 
 
-class Client(_Connected):
+class Client(Prefills, _Connected):
     """Text from a worker.
 
     Args:
@@ -110,6 +109,7 @@ class Client(_Connected):
         params: sampling.SamplingParams | None = None,
         *,
         namespace: str = "",
+        adapter: str = "",
         priority: int = 0,
         request_id: str | None = None,
         timeout_s: float | None = None,
@@ -124,6 +124,7 @@ class Client(_Connected):
             prompt,
             params,
             namespace=namespace,
+            adapter=adapter,
             priority=priority,
             request_id=request_id,
             timeout_s=timeout_s,
@@ -137,35 +138,19 @@ class Client(_Connected):
         params: sampling.SamplingParams | None = None,
         *,
         namespace: str = "",
+        adapter: str = "",
         priority: int = 0,
         request_id: str | None = None,
         timeout_s: float | None = None,
         **options: Unpack[sampling.SamplingOptions],
     ) -> ChunkStream:
         """Does what `generate` does, but gives each piece as it comes; samples of one request come interleaved."""
-        request = generating.generate_request(prompt, params, options, namespace, request_id, priority=priority)
+        request = generating.generate_request(
+            prompt, params, options, namespace=namespace, adapter=adapter, request_id=request_id, priority=priority
+        )
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         attempts = Attempts(self._link, self._stub.Generate, request, generating.chunk, timeout_s)
         return ChunkStream(self._link, attempts, request.request_id)
-
-    def prefill(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        namespace: str = "",
-        ttl_s: float = BRANCH_TTL_S,
-        request_id: str | None = None,
-        timeout_s: float | None = None,
-    ) -> Branch:
-        """Computes a prompt (text, or token ids) once and returns a branch, which holds it and begins with it.
-
-        The worker holds a branch for `ttl_s` after it was last named; while its handle is open, the client names it
-        in the background. See `quire.branches`.
-        """
-        request = branch_messages.prefill_request(prompt, namespace, ttl_s, request_id)
-        timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
-        reply = self._link.call(self._stub.Prefill, request, timeout_s)
-        return Branch(self._branches, reply.branch_id, reply.ttl_ms, reply.token_count, reply.cached_token_count)
 
     def close(self) -> None:
         """Ends the connection and every stream on it. Branches end when their time runs out."""
@@ -203,6 +188,20 @@ class Client(_Connected):
         """Returns what the worker is and does."""
         reply = self._link.call(self._stub.GetStatus, worker_pb.GetStatusRequest(), timeout_s)
         return messages.worker_status(reply)
+
+    def load_adapter(self, name: str, folder: str, *, timeout_s: float | None = None) -> types.AdapterInfo:
+        """Loads a LoRA adapter from a folder below the worker's --adapter-folder; requests choose it by name."""
+        request = worker_pb.LoadAdapterRequest(name=name, folder=folder)
+        return messages.adapter_info(self._link.call(self._stub.LoadAdapter, request, timeout_s).adapter)
+
+    def unload_adapter(self, name: str, *, timeout_s: float | None = None) -> None:
+        """Drops an adapter that no request has."""
+        self._link.call(self._stub.UnloadAdapter, worker_pb.UnloadAdapterRequest(name=name), timeout_s)
+
+    def list_adapters(self, *, timeout_s: float | None = None) -> tuple[types.AdapterInfo, ...]:
+        """Returns the adapters that are loaded, by name."""
+        reply = self._link.call(self._stub.ListAdapters, worker_pb.ListAdaptersRequest(), timeout_s)
+        return tuple(map(messages.adapter_info, reply.adapters))
 
 
 class AllocatorClient(_Connected):

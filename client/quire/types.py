@@ -100,6 +100,18 @@ class WorkerStatus:
     memory: PoolMemory
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """A LoRA adapter that a worker has loaded."""
+
+    name: str
+    digest: bytes  # of its configuration and weights, in the root of all its requests' digests
+    rank: int
+    layer_count: int
+    byte_count: int
+    request_count: int  # that are computed or wait with it
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Pools
 

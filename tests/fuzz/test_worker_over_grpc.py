@@ -58,6 +58,7 @@ RIGHT_OF_BRANCHES = {
     "RenewBranches": pb.RenewBranchesRequest(branch_ids=[bytes(16)]),
     "ReleaseBranches": pb.ReleaseBranchesRequest(branch_ids=[bytes(16)]),
 }
+OTHERS = ("GetStatus", "Tokenize", "Detokenize", "LoadAdapter", "UnloadAdapter", "ListAdapters")
 RIGHT_TEXT = pb.GenerateRequest(text="The for statement", sampling=pb.SamplingParams(max_tokens=2))
 RIGHT_CONVERSATION = pb.TokenizeRequest(
     conversation=pb.Conversation(
@@ -102,10 +103,7 @@ def scene() -> Iterator[Scene]:
 
 
 def test_every_rpc_is_fuzzed() -> None:
-    assert {method.name for method in SERVICE.methods} == {
-        *("Generate", "GetStatus", "Tokenize", "Detokenize"),
-        *RIGHT_OF_BRANCHES,
-    }
+    assert {method.name for method in SERVICE.methods} == {"Generate", *OTHERS, *RIGHT_OF_BRANCHES}
 
 
 @given(chance=st.randoms(use_true_random=False))
@@ -150,10 +148,13 @@ def test_a_malformed_conversation_is_refused_with_a_reason_or_tokenized(scene: S
     ask(scene.channel, f"/{SERVICE.full_name}/{method}", data)
 
 
+@pytest.mark.parametrize("method", OTHERS)
 @given(data=st.binary(max_size=40))
 @settings(FUZZED, max_examples=40)
-def test_any_bytes_for_a_status_are_answered_or_malformed(scene: Scene, data: bytes) -> None:
-    ask(scene.channel, f"/{SERVICE.full_name}/GetStatus", data)
+def test_any_bytes_for_another_call_are_answered_or_refused_with_a_reason(
+    scene: Scene, method: str, data: bytes
+) -> None:
+    ask(scene.channel, f"/{SERVICE.full_name}/{method}", data)
 
 
 def test_after_all_that_the_worker_gives_the_right_text_and_holds_nothing(scene: Scene) -> None:

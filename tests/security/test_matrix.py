@@ -170,6 +170,22 @@ def get_status(scene: Scene, who: str) -> Any:
     return stub.GetStatus(worker_pb.GetStatusRequest(), metadata=scene.callers[who].metadata, timeout=WAIT_S)
 
 
+def of_adapters(method: str, answer: Reason | None = None, **fields: Any) -> Callable[[Scene, str], Any]:
+    """A call about the worker's adapters, of which it has none; whoever may call is answered that."""
+
+    def call(scene: Scene, who: str) -> Any:
+        request = getattr(worker_pb, f"{method}Request")(**fields)
+        stub = getattr(worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker")), method)
+        try:
+            return stub(request, metadata=scene.callers[who].metadata, timeout=WAIT_S)
+        except grpc.RpcError as error:
+            if answer is None or from_rpc_error(error).reason is not answer:
+                raise
+            return answer
+
+    return call
+
+
 def tokenize(scene: Scene, who: str) -> Any:
     stub = worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker"))
     request = worker_pb.TokenizeRequest(text="The for")
@@ -282,6 +298,9 @@ CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None
     "RenewBranches": (of_branches("RenewBranches"), None, None),
     "ReleaseBranches": (of_branches("ReleaseBranches"), None, None),
     "GetStatus": (get_status, None, None),
+    "LoadAdapter": (of_adapters("LoadAdapter", Reason.NOT_SUPPORTED, name="a", folder="a"), OWNING, None),
+    "UnloadAdapter": (of_adapters("UnloadAdapter", Reason.ADAPTER_UNKNOWN, name="a"), OWNING, None),
+    "ListAdapters": (of_adapters("ListAdapters"), None, None),
     "Tokenize": (tokenize, None, None),
     "Detokenize": (detokenize, None, None),
     "health of the allocator": (health("allocator"), None, None),

@@ -120,11 +120,8 @@ class Harness:
         self.allocator = allocator
         self._task = task
 
-    async def generate(
-        self, prompt: Sequence[int], *, namespace: str = "", echo_text: str = "", **sampling: Any
-    ) -> Output:
-        request = self.submit(prompt, namespace=namespace, echo_text=echo_text, **sampling)
-        return await self.collect(request)
+    async def generate(self, prompt: Sequence[int], **options: Any) -> Output:
+        return await self.collect(self.submit(prompt, **options))
 
     def submit(
         self,
@@ -132,6 +129,7 @@ class Harness:
         *,
         namespace: str = "",
         echo_text: str = "",
+        adapter: str = "",
         priority: int = 0,
         time_left_s: float | None = None,
         **sampling: Any,
@@ -144,6 +142,7 @@ class Harness:
             sampling=params,
             namespace=namespace,
             echo=echo_text,
+            adapter=self.engine.adapters.get(adapter),
             priority=priority,
             time_left_s=time_left_s,
         )

@@ -162,6 +162,15 @@ class PackedLinear:
             first_row += weight.shape[0]
         self.bias = bias if biases and any(each is not None for each in biases) else None
 
+    def ungated(self) -> PackedLinear:
+        """Returns a gated layer's weights, the same memory, as a layer that gives gates and values by themselves.
+
+        These are `[..., panels, 2, PANEL / 2]`, where 0 is the gates.
+        """
+        other = copy(self)
+        other.gate, other.outputs = None, self.weight.shape[0] * PANEL
+        return other
+
     def gated_by(self, gate: str) -> PackedLinear:
         """Returns a gated layer of the same weights, which are not copied, with another activation."""
         other = copy(self)

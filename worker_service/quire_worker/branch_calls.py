@@ -109,6 +109,7 @@ class BranchCalls:
     ) -> AsyncIterator[Request]:
         """Continues a branch, whose request is there to be read inside."""
         require(not message.namespace, "namespace is the branch's own: leave it out")
+        require(not message.adapter, "a branch is of the model as it is: leave adapter out")
         if sampling.sample_count != 1:
             raise QuireError.of(Reason.BAD_PARAMETER, "n and best_of must be 1 on a branch: fork it")
         if sampling.echo or sampling.prompt_logprobs is not None:

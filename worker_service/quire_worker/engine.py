@@ -27,12 +27,14 @@ from quire.errors import InternalError, QuireError, Reason
 from quire.protocol.outcomes import StepOutcome
 from quire.session import PoolSession, SessionLostError
 
+from quire_worker.adapters import Adapters
 from quire_worker.cache import KVCache
 from quire_worker.door import Door
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
 from quire_worker.execution.host_pages import HostPages
 from quire_worker.execution.parts import Computed
 from quire_worker.execution.runner import Runner, Shortcut
+from quire_worker.model.adapters.adapter import Adapter
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
 from quire_worker.outbox import Outbox
@@ -95,6 +97,7 @@ class Engine:
         self.session = session
         self.scheduler = scheduler
         self.telemetry = telemetry
+        self.adapters = Adapters(model)
         self._clock = clock
         self._door = Door(scheduler.roster, telemetry, waiting_max=waiting_max, clock=clock)
         self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="model")
@@ -102,9 +105,7 @@ class Engine:
         self._open: set[Request] = set()
         self._changed = asyncio.Event()  # a request was ended
         self._turned = asyncio.Event()  # set for a moment after each turn
-        self.reception = Reception(
-            model=model, cache=cache, tokenizer=tokenizer, session=session, door=self._door, clock=clock
-        )
+        self.reception = Reception(model, cache, tokenizer, session, self._door, clock=clock)
         self._asked: Asked | None = None
         self._sent_s = 0.0
         slot_count = scheduler.roster.swap.slot_count
@@ -113,13 +114,9 @@ class Engine:
         self._passes = deque[Pass]()  # the one that is computed, and the one behind it
         self._outbox = Outbox(stream_interval_s, self._decoding_failed)
         self._intake = TokenIntake(
-            scheduler,
-            self._outbox,
-            telemetry=telemetry,
-            clock=clock,
-            eos_token_ids=model.eos_token_ids,
+            scheduler, self._outbox, telemetry=telemetry, clock=clock, eos_token_ids=model.eos_token_ids,
             on_failure=self._decoding_failed,
-        )
+        )  # fmt: skip
 
     async def run(self) -> None:
         """Takes turns as long as there is work, and waits for some otherwise, until `stop`.
@@ -175,6 +172,7 @@ class Engine:
         sampling: SamplingParams,
         namespace: str,
         echo: str = "",
+        adapter: Adapter | None = None,
         matcher: Matcher | None = None,
         priority: int = 0,
         time_left_s: float | None = None,
@@ -187,6 +185,7 @@ class Engine:
             sampling: how it is continued.
             namespace: inside which prefixes are shared.
             echo: what each sample's text begins with.
+            adapter: that changes the model for it.
             matcher: of what each text has to be, where `sampling` has a structure.
             priority: in its namespace.
             time_left_s: to its caller's deadline, if there is one.
@@ -195,9 +194,8 @@ class Engine:
             QuireError: QUEUE_FULL; DEADLINE, it cannot be done by then; ALLOCATOR_LOST, nobody grants blocks at
                 present; DRAINING, it was stopped.
         """
-        request = self.reception.new_request(
-            request_id, prompt, sampling, namespace, priority=priority, time_left_s=time_left_s
-        )
+        about = (request_id, prompt, sampling, namespace, adapter)
+        request = self.reception.new_request(*about, priority=priority, time_left_s=time_left_s)
         begin_samples(request, self.model, self.tokenizer, echo=echo, matcher=matcher)
         self.scheduler.roster.add(request.samples[0])
         self.open(request)
@@ -222,6 +220,10 @@ class Engine:
         self._open.discard(request)
         self._changed.set()
         self.wake.set()
+
+    def request_count(self, adapter: Adapter) -> int:
+        """Counts the requests that have chosen an adapter and are not done."""
+        return sum(request.adapter is adapter and not request.is_done for request in self._open)
 
     def fail_all(self, error: QuireError) -> None:
         """Ends every open request with an error."""

@@ -19,7 +19,17 @@ STREAM_INTERVAL_MS_MAX = 1_000
 CUDA_GRAPH_BATCH_MAX = 256  # 35 graphs: see `execution.decode_graphs.ladder`
 RUNNING_MAX = 4_096  # samples; each may need a few operations of one step
 DTYPE_NICKNAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_COUNTS = ("block_size", "blocks", "max_batch_tokens", "max_running", "max_waiting", "threads", "tensor_parallel")
+_COUNTS = (
+    "block_size",
+    "blocks",
+    "max_batch_tokens",
+    "max_running",
+    "max_waiting",
+    "threads",
+    "tensor_parallel",
+    "max_adapters",
+    "max_adapter_rank",
+)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -83,6 +93,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--threads", type=int, default=1, help="threads of the model, of each rank (default: %(default)s)"
     )
+    _add_adapters(parser)
     _add_ranks(parser)
     options = parser.parse_args(arguments)
     _check(parser, options)
@@ -105,6 +116,8 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error("--gpu-memory-utilization must be above 0 and at most 1")
     if options.max_batch_tokens > BLOCKS_PER_STEP_MAX * options.block_size:
         parser.error(f"--max-batch-tokens must be at most {BLOCKS_PER_STEP_MAX} blocks")
+    if isinstance(options.adapter_memory, Fraction):
+        parser.error("--adapter-memory must be a size, not a share")
     if not options.rank_timeout >= 1:
         parser.error("--rank-timeout must be at least 1")
     if isinstance(options.swap_memory, Fraction):
@@ -166,6 +179,41 @@ def _add_formats(parser: argparse.ArgumentParser) -> None:
         help="host memory, as 2GiB, for pages of preempted samples; who comes back is restored from it where that is"
         " estimated cheaper than computing again (default: none)",
     )
+
+
+def _add_adapters(parser: argparse.ArgumentParser) -> None:
+    """Adds which LoRA adapters are served, and how many."""
+    adapters = parser.add_argument_group("LoRA adapters, as PEFT saves them, of which each request may choose one")
+    adapters.add_argument(
+        "--adapter",
+        action="append",
+        type=named_folder,
+        default=[],
+        metavar="NAME=FOLDER",
+        help="load this one at the start; may be given several times",
+    )
+    adapters.add_argument(
+        "--adapter-folder",
+        metavar="FOLDER",
+        help="folder below which `quire adapters load` may load others (default: none may be)",
+    )
+    adapters.add_argument("--max-adapters", type=int, default=16, help="loaded at a time (default: %(default)s)")
+    adapters.add_argument("--max-adapter-rank", type=int, default=64, help="of each (default: %(default)s)")
+    adapters.add_argument(
+        "--adapter-memory", type=memory_bytes, default=1 << 30, help="of all of them together (default: 1GiB)"
+    )
+
+
+def named_folder(text: str) -> tuple[str, str]:
+    """Returns the name and the folder of `name=folder`.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not of that form.
+    """
+    name, equals, folder = text.partition("=")
+    if not (name and equals and folder):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=FOLDER")
+    return name, folder
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:

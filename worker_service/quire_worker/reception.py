@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from quire.errors import QuireError, Reason
-from quire.hashing import root_digest
 from quire.session import PoolSession
 
 from quire_worker.cache import KVCache
 from quire_worker.door import Door
+from quire_worker.model.adapters.adapter import Adapter
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer
-from quire_worker.samples import begin_sample
+from quire_worker.samples import begin_sample, root_of
 from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Request, Sample
@@ -27,12 +27,12 @@ class Reception:
 
     def __init__(
         self,
-        *,
         model: PagedModel,
         cache: KVCache,
         tokenizer: Tokenizer,
         session: PoolSession,
         door: Door,
+        *,
         clock: Callable[[], float],
     ) -> None:
         self.is_closed = False
@@ -50,6 +50,7 @@ class Reception:
         prompt: list[int],
         sampling: SamplingParams,
         namespace: str,
+        adapter: Adapter | None = None,
         *,
         priority: int = 0,
         time_left_s: float | None = None,
@@ -66,9 +67,9 @@ class Reception:
             raise QuireError.of(Reason.ALLOCATOR_LOST, "the worker has no session with its allocator at present")
         self._door.check_room()
         self._count += 1
-        root = root_digest(fingerprint=self._model.fingerprint, layout=self._cache.spec.layout, namespace=namespace)
+        root = root_of(self._model, self._cache.spec.layout, namespace, adapter)
         request = Request(self._count, request_id, prompt, sampling, namespace, root, self._clock())
-        request.rotation, request.priority = self._model.rotation, priority
+        request.rotation, request.priority, request.adapter = self._model.rotation, priority, adapter
         if time_left_s is not None:
             request.deadline_s = request.arrived_s + time_left_s
         self._door.check_deadline(request)

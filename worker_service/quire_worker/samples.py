@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+from quire.hashing import root_digest
+
 from quire_worker.execution.parts import Computed, Token
+from quire_worker.model.adapters.adapter import Adapter
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.sample_text import SampleText
 from quire_worker.model.tokenizer import StreamDecoder, Tokenizer, TokenizerError
@@ -16,6 +19,12 @@ from quire_worker.sampling.sampler import Sampler
 from quire_worker.scheduling.request import Delivery, FinishReason, Request, Sample
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
+
+
+def root_of(model: PagedModel, layout: str, namespace: str, adapter: Adapter | None) -> bytes:
+    """Returns the digest that the prefixes of a request start from."""
+    digest = b"" if adapter is None else adapter.digest
+    return root_digest(fingerprint=model.fingerprint, layout=layout, adapter=digest, namespace=namespace)
 
 
 def begin_samples(

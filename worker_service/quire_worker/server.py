@@ -26,12 +26,14 @@ from quire.tls import tls_of
 from quire.types import PoolSpec
 from quire.v1 import worker_pb2_grpc as pb_grpc
 
+from quire_worker.adapters import Adapters
 from quire_worker.cache import KVCache
 from quire_worker.engine import Engine
 from quire_worker.execution.failures import DeviceLostError
 from quire_worker.execution.leader import Leader
 from quire_worker.execution.runner import Shortcut
 from quire_worker.execution.sizing import PoolMemory, size_pool, warn_of_short_sequences
+from quire_worker.model.adapters.peft_folder import AdapterLimits
 from quire_worker.model.checkpoint import ModelError
 from quire_worker.model.paged_model import PagedModel, check_rank_count, load_model
 from quire_worker.model.tokenizer import Tokenizer
@@ -174,7 +176,7 @@ def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSessi
         ahead_tokens=options.grant_ahead_tokens,
         swap_slot_count=options.swap_memory // cache.spec.bytes_per_block,
     )
-    return Engine(
+    engine = Engine(
         model=model,
         cache=cache,
         tokenizer=tokenizer,
@@ -185,6 +187,22 @@ def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSessi
         stream_interval_s=options.stream_interval_ms / 1e3,
         shortcut=loaded.shortcut,
     )
+    engine.adapters = load_adapters(options, model)
+    return engine
+
+
+def load_adapters(options: argparse.Namespace, model: PagedModel) -> Adapters:
+    """Loads the adapters that the command line names.
+
+    Raises:
+        ModelError: one cannot be served; the message says why.
+    """
+    limits = AdapterLimits(options.max_adapters, options.max_adapter_rank, options.adapter_memory)
+    root = None if options.adapter_folder is None else Path(options.adapter_folder)
+    adapters = Adapters(model, limits, root)
+    for name, folder in options.adapter:
+        adapters.read(name, Path(folder))
+    return adapters
 
 
 def log_waits() -> Callable[[QuireError], None]:

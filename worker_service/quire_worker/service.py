@@ -14,8 +14,8 @@ from quire._serving.rpc import Authorize, abort, permit_everything
 from quire.errors import InternalError, QuireError, Reason
 from quire.protocol.permissions import Permissions
 from quire.v1 import worker_pb2 as pb
-from quire.v1 import worker_pb2_grpc as pb_grpc
 
+from quire_worker.adapter_calls import AdapterCalls
 from quire_worker.branch_calls import BranchCalls
 from quire_worker.branches import Branches
 from quire_worker.checks import Checks, check_namespace
@@ -32,7 +32,7 @@ RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message)
 
 
-class WorkerService(pb_grpc.WorkerServiceServicer):
+class WorkerService(AdapterCalls):
     """Serves one engine; `authorize` says what the caller of a call may do."""
 
     def __init__(
@@ -73,21 +73,27 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             outcomes[outcome] += 1
 
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
+        """Computes a prompt and answers with a branch of it."""
         return await self._answer(context, "Prefill", request, self._branch_calls.prefill)
 
     async def ForkBranch(self, request: pb.ForkBranchRequest, context: Context) -> pb.ForkBranchResponse:
+        """Answers with branches of the same tokens."""
         return await self._answer(context, "ForkBranch", request, self._branch_calls.fork)
 
     async def ExtendBranch(self, request: pb.ExtendBranchRequest, context: Context) -> pb.ExtendBranchResponse:
+        """Puts tokens behind those of a branch."""
         return await self._answer(context, "ExtendBranch", request, self._branch_calls.extend)
 
     async def ScoreBranch(self, request: pb.ScoreBranchRequest, context: Context) -> pb.ScoreBranchResponse:
+        """Answers how likely continuations are."""
         return await self._answer(context, "ScoreBranch", request, self._branch_calls.score)
 
     async def RenewBranches(self, request: pb.RenewBranchesRequest, context: Context) -> pb.RenewBranchesResponse:
+        """Begins the time of branches anew."""
         return await self._answer(context, "RenewBranches", request, self._branch_calls.renew)
 
     async def ReleaseBranches(self, request: pb.ReleaseBranchesRequest, context: Context) -> pb.ReleaseBranchesResponse:
+        """Ends branches that nobody wants any more."""
         return await self._answer(context, "ReleaseBranches", request, self._branch_calls.release)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
@@ -210,6 +216,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
             sampling=sampling,
             namespace=request.namespace,
             echo=echo,
+            adapter=self._engine.adapters.get(request.adapter),
             matcher=matcher,
             priority=request.priority,
             time_left_s=time_left_s,

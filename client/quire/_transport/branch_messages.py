@@ -51,7 +51,7 @@ def continue_request(
     branch_id: bytes, params: sampling.SamplingParams | None, options: sampling.SamplingOptions, request_id: str | None
 ) -> pb.GenerateRequest:
     """Makes the message of a branch and how to continue it; raises as `generate_request`."""
-    request = generate_request((), params, options, "", request_id)
+    request = generate_request((), params, options, namespace="", adapter="", request_id=request_id)
     request.branch_id = branch_id
     return request
 

@@ -25,9 +25,10 @@ def generate_request(
     prompt: str | Sequence[int],
     params: sampling.SamplingParams | None,
     options: sampling.SamplingOptions,
-    namespace: str,
-    request_id: str | None,
     *,
+    namespace: str,
+    adapter: str,
+    request_id: str | None,
     priority: int = 0,
 ) -> worker_pb.GenerateRequest:
     """Makes the message of a prompt and how to continue it; `options` override `params`.
@@ -39,7 +40,7 @@ def generate_request(
     request_id = checked_id(request_id)
     params = replace(params or sampling.SamplingParams(), **options)
     request = worker_pb.GenerateRequest()
-    fill(request, request_id, namespace=namespace, request_id=request_id, priority=priority)
+    fill(request, request_id, namespace=namespace, adapter=adapter, request_id=request_id, priority=priority)
     _fill_sampling(request.sampling, params, request_id)
     fill_tokens(request, prompt, "prompt", request_id)
     return request

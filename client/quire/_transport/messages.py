@@ -23,6 +23,11 @@ MessageT = TypeVar("MessageT", bound=Message)
 # The worker
 
 
+def adapter_info(message: worker_pb.Adapter) -> types.AdapterInfo:
+    """Returns an adapter in a few numbers."""
+    return types.AdapterInfo(**values_of(message))
+
+
 def worker_status(message: worker_pb.GetStatusResponse) -> types.WorkerStatus:
     """Returns a worker in a few numbers."""
     device = types.DeviceMemory(**values_of(message.memory.device)) if message.memory.HasField("device") else None

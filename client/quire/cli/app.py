@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from quire import __version__
-from quire.cli import certs, generate, output, plan, pools, servers, status, watch
+from quire.cli import adapters, certs, generate, output, plan, pools, servers, status, watch
 from quire.errors import QuireError, UsageError
 from quire.local import ServerFailedError
 
@@ -41,6 +41,7 @@ generate.register(app)
 pools.register(app)
 watch.register(app)
 status.register(app)
+adapters.register(app)
 plan.register(app)
 certs.register(app)
 

@@ -46,6 +46,7 @@ def generate(
     *,
     params: SamplingParams,
     namespace: Annotated[str, typer.Option(help="Prefixes are shared inside it only.")] = "",
+    adapter: Annotated[str, typer.Option(metavar="NAME", help="A LoRA adapter that the worker has loaded.")] = "",
     priority: Annotated[int, typer.Option(min=-10, max=10, help="Among its namespace's; larger is sooner.")] = 0,
     worker: options.Worker = options.WORKER,
     timeout: options.Timeout = GENERATE_TIMEOUT_S,
@@ -59,7 +60,9 @@ def generate(
     try:
         with (
             Client(worker, token=credentials.token, tls=credentials.tls) as client,
-            client.stream(prompt, params, namespace=namespace, priority=priority, timeout_s=timeout) as chunks,
+            client.stream(
+                prompt, params, namespace=namespace, adapter=adapter, priority=priority, timeout_s=timeout
+            ) as chunks,
         ):
             shown = chunks if as_json else _shown(chunks, params.n)
             generation = generating.gather(shown, chunks.request_id)

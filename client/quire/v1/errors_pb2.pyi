@@ -43,12 +43,16 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """INVALID_ARGUMENT: the prompt has no token."""
     REASON_POOL_UNKNOWN: _Reason.ValueType  # 10
     """NOT_FOUND: no pool of that name is attached."""
-    REASON_BRANCH_UNKNOWN: _Reason.ValueType  # 13
+    REASON_BRANCH_UNKNOWN: _Reason.ValueType  # 15
     """NOT_FOUND: no branch of that id: it was released, its time has ended, or its worker was started anew."""
     REASON_POOL_OWNED: _Reason.ValueType  # 11
     """ALREADY_EXISTS: another live owner holds the pool; try again after its lease (the message says how long)."""
     REASON_FENCED: _Reason.ValueType  # 12
     """ABORTED: a newer stream or session of the same owner has taken over the pool; this one is over."""
+    REASON_ADAPTER_UNKNOWN: _Reason.ValueType  # 13
+    """NOT_FOUND: no adapter of that name is loaded."""
+    REASON_ADAPTER_EXISTS: _Reason.ValueType  # 14
+    """ALREADY_EXISTS: another adapter has that name."""
     REASON_SESSION_UNKNOWN: _Reason.ValueType  # 20
     """FAILED_PRECONDITION: the session expired, was closed or never existed; attach again."""
     REASON_STEP_MISMATCH: _Reason.ValueType  # 21
@@ -61,6 +65,10 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """FAILED_PRECONDITION: the pool's specification is not one that this server can manage."""
     REASON_NOT_SUPPORTED: _Reason.ValueType  # 25
     """UNIMPLEMENTED: a part of v1 that this server does not serve; the message names it."""
+    REASON_ADAPTER_UNUSABLE: _Reason.ValueType  # 26
+    """FAILED_PRECONDITION: an adapter cannot be served by this worker; the message says why."""
+    REASON_ADAPTER_IN_USE: _Reason.ValueType  # 27
+    """FAILED_PRECONDITION: requests are being computed with the adapter that was to be dropped."""
     REASON_LIMIT: _Reason.ValueType  # 30
     """RESOURCE_EXHAUSTED: the server has as many pools, blocks, streams, watchers or live sequences as it allows; the
     message names the limit. With a delay.
@@ -118,12 +126,16 @@ REASON_PROMPT_EMPTY: Reason.ValueType  # 5
 """INVALID_ARGUMENT: the prompt has no token."""
 REASON_POOL_UNKNOWN: Reason.ValueType  # 10
 """NOT_FOUND: no pool of that name is attached."""
-REASON_BRANCH_UNKNOWN: Reason.ValueType  # 13
+REASON_BRANCH_UNKNOWN: Reason.ValueType  # 15
 """NOT_FOUND: no branch of that id: it was released, its time has ended, or its worker was started anew."""
 REASON_POOL_OWNED: Reason.ValueType  # 11
 """ALREADY_EXISTS: another live owner holds the pool; try again after its lease (the message says how long)."""
 REASON_FENCED: Reason.ValueType  # 12
 """ABORTED: a newer stream or session of the same owner has taken over the pool; this one is over."""
+REASON_ADAPTER_UNKNOWN: Reason.ValueType  # 13
+"""NOT_FOUND: no adapter of that name is loaded."""
+REASON_ADAPTER_EXISTS: Reason.ValueType  # 14
+"""ALREADY_EXISTS: another adapter has that name."""
 REASON_SESSION_UNKNOWN: Reason.ValueType  # 20
 """FAILED_PRECONDITION: the session expired, was closed or never existed; attach again."""
 REASON_STEP_MISMATCH: Reason.ValueType  # 21
@@ -136,6 +148,10 @@ REASON_LAYOUT: Reason.ValueType  # 24
 """FAILED_PRECONDITION: the pool's specification is not one that this server can manage."""
 REASON_NOT_SUPPORTED: Reason.ValueType  # 25
 """UNIMPLEMENTED: a part of v1 that this server does not serve; the message names it."""
+REASON_ADAPTER_UNUSABLE: Reason.ValueType  # 26
+"""FAILED_PRECONDITION: an adapter cannot be served by this worker; the message says why."""
+REASON_ADAPTER_IN_USE: Reason.ValueType  # 27
+"""FAILED_PRECONDITION: requests are being computed with the adapter that was to be dropped."""
 REASON_LIMIT: Reason.ValueType  # 30
 """RESOURCE_EXHAUSTED: the server has as many pools, blocks, streams, watchers or live sequences as it allows; the
 message names the limit. With a delay.

@@ -76,6 +76,21 @@ class WorkerServiceStub:
                 request_serializer=quire_dot_v1_dot_worker__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_worker__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/quire.v1.WorkerService/LoadAdapter',
+                request_serializer=quire_dot_v1_dot_worker__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_worker__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/quire.v1.WorkerService/UnloadAdapter',
+                request_serializer=quire_dot_v1_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_worker__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/quire.v1.WorkerService/ListAdapters',
+                request_serializer=quire_dot_v1_dot_worker__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_worker__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/quire.v1.WorkerService/Tokenize',
                 request_serializer=quire_dot_v1_dot_worker__pb2.TokenizeRequest.SerializeToString,
@@ -156,6 +171,32 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """LoadAdapter: loads a LoRA adapter that requests can choose then, while others are computed. A caller with a
+        certificate needs permission to own the worker's pool. Loading the same one again changes nothing; another under
+        its name fails with ALREADY_EXISTS / ADAPTER_EXISTS, one that cannot be served with FAILED_PRECONDITION /
+        ADAPTER_UNUSABLE.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """UnloadAdapter: drops an adapter; the same permission. While requests are computed with it, this fails with
+        FAILED_PRECONDITION / ADAPTER_IN_USE.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """ListAdapters: says which adapters are loaded. Read-only; a caller with a certificate needs permission to observe
+        the worker's pool.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokenize(self, request, context):
         """Tokenize: says which tokens a text is, or a conversation once the checkpoint's chat template has written it down.
         Read-only. What it answers can be the prompt of a Generate, and of a router's look-up of prefixes before it.
@@ -213,6 +254,21 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=quire_dot_v1_dot_worker__pb2.GetStatusRequest.FromString,
                     response_serializer=quire_dot_v1_dot_worker__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=quire_dot_v1_dot_worker__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_worker__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=quire_dot_v1_dot_worker__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_worker__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=quire_dot_v1_dot_worker__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_worker__pb2.ListAdaptersResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -443,6 +499,87 @@ class WorkerService:
             '/quire.v1.WorkerService/GetStatus',
             quire_dot_v1_dot_worker__pb2.GetStatusRequest.SerializeToString,
             quire_dot_v1_dot_worker__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.WorkerService/LoadAdapter',
+            quire_dot_v1_dot_worker__pb2.LoadAdapterRequest.SerializeToString,
+            quire_dot_v1_dot_worker__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.WorkerService/UnloadAdapter',
+            quire_dot_v1_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
+            quire_dot_v1_dot_worker__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.WorkerService/ListAdapters',
+            quire_dot_v1_dot_worker__pb2.ListAdaptersRequest.SerializeToString,
+            quire_dot_v1_dot_worker__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

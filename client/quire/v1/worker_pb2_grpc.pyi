@@ -61,6 +61,20 @@ class WorkerServiceStub:
     """ReleaseBranches: ends branches, as soon as no call uses them; one that has ended already is no error."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]
     """GetStatus: says what the worker serves, and counts what it has done. Read-only."""
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _worker_pb2.LoadAdapterResponse]
+    """LoadAdapter: loads a LoRA adapter that requests can choose then, while others are computed. A caller with a
+    certificate needs permission to own the worker's pool. Loading the same one again changes nothing; another under
+    its name fails with ALREADY_EXISTS / ADAPTER_EXISTS, one that cannot be served with FAILED_PRECONDITION /
+    ADAPTER_UNUSABLE.
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterResponse]
+    """UnloadAdapter: drops an adapter; the same permission. While requests are computed with it, this fails with
+    FAILED_PRECONDITION / ADAPTER_IN_USE.
+    """
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ListAdaptersRequest, _worker_pb2.ListAdaptersResponse]
+    """ListAdapters: says which adapters are loaded. Read-only; a caller with a certificate needs permission to observe
+    the worker's pool.
+    """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_worker_pb2.TokenizeRequest, _worker_pb2.TokenizeResponse]
     """Tokenize: says which tokens a text is, or a conversation once the checkpoint's chat template has written it down.
     Read-only. What it answers can be the prompt of a Generate, and of a router's look-up of prefixes before it.
@@ -101,6 +115,20 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """ReleaseBranches: ends branches, as soon as no call uses them; one that has ended already is no error."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]  # type: ignore[assignment]
     """GetStatus: says what the worker serves, and counts what it has done. Read-only."""
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _worker_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """LoadAdapter: loads a LoRA adapter that requests can choose then, while others are computed. A caller with a
+    certificate needs permission to own the worker's pool. Loading the same one again changes nothing; another under
+    its name fails with ALREADY_EXISTS / ADAPTER_EXISTS, one that cannot be served with FAILED_PRECONDITION /
+    ADAPTER_UNUSABLE.
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """UnloadAdapter: drops an adapter; the same permission. While requests are computed with it, this fails with
+    FAILED_PRECONDITION / ADAPTER_IN_USE.
+    """
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListAdaptersRequest, _worker_pb2.ListAdaptersResponse]  # type: ignore[assignment]
+    """ListAdapters: says which adapters are loaded. Read-only; a caller with a certificate needs permission to observe
+    the worker's pool.
+    """
     Tokenize: _aio.UnaryUnaryMultiCallable[_worker_pb2.TokenizeRequest, _worker_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Tokenize: says which tokens a text is, or a conversation once the checkpoint's chat template has written it down.
     Read-only. What it answers can be the prompt of a Generate, and of a router's look-up of prefixes before it.
@@ -186,6 +214,38 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.GetStatusResponse, _abc.Awaitable[_worker_pb2.GetStatusResponse]]:
         """GetStatus: says what the worker serves, and counts what it has done. Read-only."""
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _worker_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.LoadAdapterResponse, _abc.Awaitable[_worker_pb2.LoadAdapterResponse]]:
+        """LoadAdapter: loads a LoRA adapter that requests can choose then, while others are computed. A caller with a
+        certificate needs permission to own the worker's pool. Loading the same one again changes nothing; another under
+        its name fails with ALREADY_EXISTS / ADAPTER_EXISTS, one that cannot be served with FAILED_PRECONDITION /
+        ADAPTER_UNUSABLE.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _worker_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.UnloadAdapterResponse, _abc.Awaitable[_worker_pb2.UnloadAdapterResponse]]:
+        """UnloadAdapter: drops an adapter; the same permission. While requests are computed with it, this fails with
+        FAILED_PRECONDITION / ADAPTER_IN_USE.
+        """
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _worker_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ListAdaptersResponse, _abc.Awaitable[_worker_pb2.ListAdaptersResponse]]:
+        """ListAdapters: says which adapters are loaded. Read-only; a caller with a certificate needs permission to observe
+        the worker's pool.
+        """
 
     @_abc_1.abstractmethod
     def Tokenize(

@@ -128,6 +128,7 @@ def layout_of(parts: Sequence[Part], cache: KVCache) -> ForwardBatch:
             needs_logits=True,
             begun_with=part.sample.begun_with,
             is_scored=part.is_scored,
+            adapter=part.sample.request.adapter,
         )
         for part in parts
     ]

@@ -304,7 +304,8 @@ class _Run:
     def _try_forward(self, parts: Sequence[Part], layout: ForwardBatch | None) -> Failure | None:
         try:
             forward = layout or layout_of(parts, self._cache)
-            logits = None if self._shortcut is None else self._shortcut(forward)  # [rows, vocabulary]
+            shortcut = None if forward.adapters else self._shortcut  # which knows of none
+            logits = None if shortcut is None else shortcut(forward)  # [rows, vocabulary]
             if logits is None:
                 logits = self._model.forward(forward.on(self._model.device), self._cache)
             are_finite = finite_rows(logits)

@@ -27,6 +27,7 @@ from quire.protocol.outcomes import NULL_BLOCK
 from quire.types import GroupKind, GroupSpec
 
 from quire_worker.attention import AttentionBatch
+from quire_worker.model.adapters.adapter import Adapter, Segment
 
 Table = Sequence[int] | np.ndarray
 
@@ -44,6 +45,7 @@ class Chunk:
         needs_logits: whether the logits after the last token are wanted.
         is_scored: whether those after each of its tokens are.
         begun_with: tokens that the request began with; see `scheduling.rotation`.
+        adapter: that the request has chosen.
     """
 
     tokens: Sequence[int]
@@ -52,6 +54,7 @@ class Chunk:
     needs_logits: bool
     begun_with: int = 0
     is_scored: bool = False
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +68,7 @@ class ForwardBatch:
     attention: tuple[AttentionBatch, ...]  # of each group but those of states
     spans: torch.Tensor  # int64 [2, chunks] on the host, the first position of each chunk and how many tokens it has
     state_blocks: torch.Tensor  # int64 [groups of states, chunks], the running blocks
+    adapters: tuple[Segment, ...] = ()  # nothing where no chunk has one
 
     def on(self, device: torch.device | str) -> ForwardBatch:
         """Returns the same with the model's inputs on a device."""
@@ -74,6 +78,7 @@ class ForwardBatch:
             position_ids=self.position_ids.to(device),
             logits_index=self.logits_index.to(device),
             state_blocks=self.state_blocks.to(device),
+            adapters=tuple(Segment(adapter, tokens.to(device)) for adapter, tokens in self.adapters),
         )
 
 
@@ -137,6 +142,7 @@ def build_batch(
         attention=tuple(attention),
         spans=torch.from_numpy(np.stack((starts, query_lengths))),
         state_blocks=on_device(_state_blocks(states, len(chunks))),
+        adapters=_segments(chunks, query_lengths, device),
     )
 
 
@@ -158,6 +164,21 @@ def _wanted(chunks: Sequence[Chunk], ends: np.ndarray) -> np.ndarray:
         return ends[np.array([chunk.needs_logits for chunk in chunks])] - 1
     counts = [len(chunk.tokens) if chunk.is_scored else int(chunk.needs_logits) for chunk in chunks]
     return np.concatenate([np.arange(end - count, end) for end, count in zip(ends.tolist(), counts, strict=True)])
+
+
+def _segments(chunks: Sequence[Chunk], query_lengths: np.ndarray, device: torch.device | str) -> tuple[Segment, ...]:
+    """Gathers the tokens of each adapter, wherever in the batch they are."""
+    chosen = [chunk.adapter for chunk in chunks]
+    adapters = [adapter for adapter in dict.fromkeys(chosen) if adapter is not None]
+    if not adapters:
+        return ()
+    numbers = {adapter: number for number, adapter in enumerate(adapters)}
+    of_chunk = np.array([-1 if adapter is None else numbers[adapter] for adapter in chosen])
+    of_token = np.repeat(of_chunk, query_lengths)
+    return tuple(
+        Segment(adapter, torch.from_numpy(np.flatnonzero(of_token == number)).to(device))
+        for adapter, number in numbers.items()
+    )
 
 
 def _check(number: int, chunk: Chunk, groups: Sequence[GroupSpec]) -> None:

@@ -36,6 +36,7 @@ from transformers import (
 
 from quire_worker.attention import CpuPagedAttention, PagedAttention, backend_for
 from quire_worker.cache import NAN_BYTE, CacheSpec, KVCache
+from quire_worker.model.adapters.sites import Sites
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError, fingerprint, weight_files
 from quire_worker.model.kv_scales import read_scales
@@ -79,6 +80,7 @@ class PagedModel:
     eos_token_ids: frozenset[int]  # tokens that end a text; may be empty
     rotation: Rotation | None = None  # how keys follow the lengths of requests
     lengths: TokenLengths | None = None  # of the tokens of a pass, where keys follow them
+    sites: Sites | None = None  # where adapters change it; None where it takes none
     rank_count: int = 1  # processes of which each has a part of the model
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
@@ -95,7 +97,9 @@ class PagedModel:
         Raises:
             UnsupportedModelError: the model uses an option of attention that its first batches did not.
         """
-        return run(self.module, batch, self.plan(batch, cache), self.lengths)
+        step = self.plan(batch, cache)
+        with nullcontext() if self.sites is None else self.sites.during(batch.adapters, batch.input_ids.shape[1]):
+            return run(self.module, batch, step, self.lengths)
 
     def plan(self, batch: ForwardBatch, cache: KVCache) -> PagedStep:
         """Prepares a forward pass, once for each group and shape of pages; arguments as of `forward`."""
@@ -155,7 +159,8 @@ def load_model(
     rank_count = 1 if crew is None else crew.size
     own_logits = None if crew is None else _split(module, max_position, crew)
     module.to(device)
-    with nullcontext() if crew is None else crew.learn(PROBE_TOKENS):
+    sites = Sites(module)
+    with sites.finding(PROBE_TOKENS) if crew is None else crew.learn(PROBE_TOKENS):
         probed, vocab_size = _probe(module, device)
     arrivals = probed.arrivals
     layers = layers_as_they_arrive(config.model_type, layers, arrivals)
@@ -181,6 +186,7 @@ def load_model(
         eos_token_ids=_eos_token_ids(module),
         rotation=rotation,
         lengths=None if rotation is None else rotate_by_length(module, rotation),
+        sites=sites if crew is None else None,
         rank_count=rank_count,
     )
     own_logits = own_logits_of(module, check_texts(vocab_size, max_position)) if own_logits is None else own_logits

@@ -101,6 +101,7 @@ class Request:
             `sample_count`, `max_tokens` and `prompt_logprobs`.
         root: digest that the prompt's chain starts from.
         rotation: how its keys follow its length; None where they do not.
+        adapter: that changes the model for it (opaque here); None for the model as it is.
         deliveries: what the caller reads; a `QuireError` ends the request.
         delivered_s: when the latest was put there, by the event loop's clock.
         priority: of its caller, within its namespace; see `order.py`.
@@ -122,6 +123,7 @@ class Request:
     deliveries: asyncio.Queue[Delivery | QuireError] = field(default_factory=asyncio.Queue)
     delivered_s: float = -math.inf
     rotation: Rotation | None = None
+    adapter: Any = None
     first_token_s: float | None = None
     admitted: bool = False
     admitted_s: float | None = None

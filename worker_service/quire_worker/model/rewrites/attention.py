@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from quire_cpu import ops
 from quire_cpu.library import Library
 from quire_cpu.ops import HeadNorms, PackedLinear
 
+from quire_worker.model.adapters.sites import Site, site_of
 from quire_worker.model.rewrites.interface import KernelRewrite, child_names, is_plain_linear, own_parameter_names
 from quire_worker.model.rewrites.linear import packed_of
 from quire_worker.model.rewrites.norm import weight_and_epsilon
@@ -32,6 +33,7 @@ class MergedAttention(torch.nn.Module):
         head_counts: tuple[int, int],  # query heads, KV heads
         norms: HeadNorms | None,
         scoring: Scoring,
+        sites: Sequence[Site | None] = (),  # of q, k, v and o
     ) -> None:
         super().__init__()
         self.library = library
@@ -41,6 +43,7 @@ class MergedAttention(torch.nn.Module):
         self.query_heads, self.kv_heads = head_counts
         self.norms = norms
         self.scoring = scoring
+        self.sites = sites
         self.sinks = None if scoring.sinks is None else scoring.sinks.detach().float().contiguous()
 
     def forward(
@@ -65,13 +68,28 @@ class MergedAttention(torch.nn.Module):
         Returns:
             `[1, tokens, hidden]`, and None for the attention weights.
         """
-        heads = self.qkv(hidden_states[0]).view(-1, self.query_heads + 2 * self.kv_heads, self.head_dim)
+        projected = self.qkv(hidden_states[0])
+        self._adapt(hidden_states, projected)
+        heads = projected.view(-1, self.query_heads + 2 * self.kv_heads, self.head_dim)
         turned = self.query_heads + self.kv_heads
         cosine, sine = position_embeddings
         ops.rotate_(self.library, heads[:, :turned], cosine[0], sine[0], query_heads=self.query_heads, norms=self.norms)
         query, key, value = heads[:, : self.query_heads], heads[:, self.query_heads : turned], heads[:, turned:]
         attended = quire_step.attend(self.layer_index, query, key, value, self.scoring)
-        return self.output(attended.view(1, heads.shape[0], -1), residual), None
+        attended = attended.view(1, heads.shape[0], -1)
+        output = self.output(attended, residual)
+        if self.sites and self.sites[3] is not None:
+            self.sites[3].add(attended, output)
+        return output, None
+
+    def _adapt(self, hidden_states: torch.Tensor, projected: torch.Tensor) -> None:
+        """Lets adapters add to queries, keys and values where they lie, `[tokens, heads * head_dim]` each."""
+        first = 0
+        for site, heads in zip(self.sites, (self.query_heads, self.kv_heads, self.kv_heads), strict=False):
+            end = first + heads * self.head_dim
+            if site is not None:
+                site.add(hidden_states, projected[:, first:end])
+            first = end
 
 
 class AttentionRewrite(KernelRewrite):
@@ -107,6 +125,7 @@ class AttentionRewrite(KernelRewrite):
                 head_counts=(sizes[0] // head_dim, sizes[1] // head_dim),
                 norms=norms,
                 scoring=scoring,
+                sites=[site_of(layer) for layer in layers],
             )
 
 

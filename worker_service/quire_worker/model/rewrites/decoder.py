@@ -17,6 +17,7 @@ from quire_cpu.ops import PackedLinear
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from quire_worker.attention.cpu_path import CpuAttentionPlan, Kind
+from quire_worker.model.adapters.sites import is_active
 from quire_worker.model.rewrites.attention import MergedAttention
 from quire_worker.model.rewrites.decoder_layer import DecoderLayer
 from quire_worker.model.rewrites.interface import Rewrite, child_names, own_parameter_names
@@ -54,7 +55,8 @@ class Decoder(torch.nn.Module):
         """Returns what the last layer gives, `[1, tokens, hidden_size]`, before the last norm."""
         hidden: torch.Tensor = self.embed_tokens.forward(input_ids).contiguous()
         turns = self._tables.turns(hidden, position_ids)
-        if self._in_c is None or not self._in_c.run(step, hidden, turns):
+        is_adapted = any(map(is_active, self._in_order[0].attention.sites))
+        if is_adapted or self._in_c is None or not self._in_c.run(step, hidden, turns):
             tables = turns.of_tokens
             for layer in self._in_order:
                 hidden = layer.forward(hidden, position_embeddings=tables, quire_step=step)

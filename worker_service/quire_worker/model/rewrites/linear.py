@@ -8,19 +8,24 @@ import torch
 from quire_cpu.library import Library
 from quire_cpu.ops import PackedLinear
 
+from quire_worker.model.adapters.sites import Site, site_of
 from quire_worker.model.rewrites.interface import KernelRewrite, is_plain_linear
 
 
 class Linear(torch.nn.Module):
     """x @ weight^T + bias on a packed weight."""
 
-    def __init__(self, packed: PackedLinear) -> None:
+    def __init__(self, packed: PackedLinear, site: Site | None = None) -> None:
         super().__init__()
         self.packed = packed
+        self.site = site
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Takes `[..., inputs]` to `[..., outputs]`."""
-        return self.packed(x)
+        result = self.packed(x)
+        if self.site is not None:
+            self.site.add(x, result)
+        return result
 
 
 class LinearRewrite(KernelRewrite):
@@ -34,7 +39,7 @@ class LinearRewrite(KernelRewrite):
 
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         if is_plain_linear(module) and module.weight.data_ptr() not in self._shared:
-            yield Linear(packed_of(self._library, module))
+            yield Linear(packed_of(self._library, module), site_of(module))
 
 
 def packed_of(library: Library, *layers: torch.nn.Linear, gate: str | None = None) -> PackedLinear:

@@ -1,0 +1,90 @@
+"""`quire adapters`: LoRA adapters of a worker."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from quire.cli import options, output
+from quire.client import Client
+from quire.types import AdapterInfo
+
+Name = Annotated[str, typer.Argument(help="Name that requests say.", show_default=False)]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands to the application."""
+    group = typer.Typer(no_args_is_help=True, help="LoRA adapters of a worker: load, drop, list.")
+    group.command()(load)
+    group.command()(drop)
+    group.command("list")(list_all)
+    app.add_typer(group, name="adapters")
+
+
+@options.connects
+def load(
+    name: Name,
+    folder: Annotated[
+        str, typer.Argument(help="Where PEFT saved it, below the worker's --adapter-folder.", show_default=False)
+    ],
+    *,
+    worker: options.Worker = options.WORKER,
+    timeout: options.Timeout = 120.0,
+    as_json: options.Json = False,
+    credentials: options.Credentials,
+) -> None:
+    """Load an adapter while the worker serves; requests choose it with quire generate --adapter NAME."""
+    with Client(worker, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
+        loaded = client.load_adapter(name, folder)
+    if as_json:
+        output.print_json(_values(loaded))
+    else:
+        print(f"{loaded.name}: rank {loaded.rank}, {loaded.layer_count:,} layers, {loaded.byte_count:,} bytes")
+
+
+@options.connects
+def drop(
+    name: Name,
+    *,
+    worker: options.Worker = options.WORKER,
+    timeout: options.Timeout = 10.0,
+    credentials: options.Credentials,
+) -> None:
+    """Drop an adapter; refused while requests are computed with it."""
+    with Client(worker, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
+        client.unload_adapter(name)
+
+
+@options.connects
+def list_all(
+    *,
+    worker: options.Worker = options.WORKER,
+    timeout: options.Timeout = 10.0,
+    as_json: options.Json = False,
+    credentials: options.Credentials,
+) -> None:
+    """List the adapters that are loaded."""
+    with Client(worker, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
+        found = client.list_adapters()
+    if as_json:
+        output.print_json([_values(each) for each in found])
+        return
+    if not found:
+        print(f"no adapter is loaded at {worker}")
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("adapter")
+    for name in ("rank", "layers", "bytes", "requests"):
+        table.add_column(name, justify="right")
+    for each in found:
+        counts = each.rank, each.layer_count, each.byte_count, each.request_count
+        table.add_row(Text(each.name, style="bold"), *(f"{count:,}" for count in counts))
+    output.console().print(table)
+
+
+def _values(found: AdapterInfo) -> dict[str, Any]:
+    return {**asdict(found), "digest": found.digest.hex()}

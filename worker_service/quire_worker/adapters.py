@@ -1,0 +1,146 @@
+"""The adapters of a worker, by name: loaded at its start or by a call, chosen by requests, dropped by a call.
+
+Lifecycle of a name:
+
+    1. loading   its folder is read and checked, on another thread; requests do not know it yet
+    2. loaded    requests choose it. Its digest is in the root of all their prefixes, so that no other's blocks are hit
+    3. dropped   unknown again; refused while a request has it. What its requests left in the cache is hit once more if
+                 the same weights are loaded again, under whatever name
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import structlog
+from quire.errors import QuireError, Reason
+
+from quire_worker.model.adapters.adapter import Adapter
+from quire_worker.model.adapters.peft_folder import AdapterError, AdapterLimits, read_adapter
+from quire_worker.model.paged_model import PagedModel
+
+LIMITS = AdapterLimits(count_max=16, rank_max=64, byte_count_max=1 << 30)  # if nothing is said
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+log = structlog.get_logger()
+
+
+class Adapters:
+    """All that are loaded. For the event loop; `read` for the start."""
+
+    def __init__(self, model: PagedModel, limits: AdapterLimits = LIMITS, root: Path | None = None) -> None:
+        """Begins without any.
+
+        Args:
+            model: that they change.
+            limits: of all of them.
+            root: folder from below which a call may load; None: no call may.
+        """
+        self.limits = limits
+        self._model = model
+        self._root = None if root is None else root.resolve()
+        self._by_name: dict[str, Adapter] = {}
+        self._loading = asyncio.Lock()
+
+    @property
+    def all(self) -> list[Adapter]:
+        """Returns what is loaded, by name."""
+        return [self._by_name[name] for name in sorted(self._by_name)]
+
+    def get(self, name: str) -> Adapter | None:
+        """Returns the adapter of a request; None where it names none.
+
+        Raises:
+            QuireError: ADAPTER_UNKNOWN.
+        """
+        return self.named(name) if name else None
+
+    def named(self, name: str) -> Adapter:
+        """Returns an adapter.
+
+        Raises:
+            QuireError: ADAPTER_UNKNOWN.
+        """
+        if name not in self._by_name:
+            raise QuireError.of(Reason.ADAPTER_UNKNOWN, f"no adapter {name[:64]!r} is loaded")
+        return self._by_name[name]
+
+    def read(self, name: str, folder: Path) -> Adapter:
+        """Loads an adapter now.
+
+        Raises:
+            AdapterError: it cannot be served, or a limit is passed.
+        """
+        adapter = self._read(name, folder)
+        self._keep(adapter)
+        return adapter
+
+    async def load(self, name: str, folder: str) -> Adapter:
+        """Loads an adapter while requests are computed. The same one under the same name is loaded already.
+
+        Args:
+            name: that requests will say.
+            folder: below the root, relative to it or not.
+
+        Raises:
+            QuireError: NOT_SUPPORTED, this worker takes none by a call; ADAPTER_EXISTS, another has the name;
+                ADAPTER_UNUSABLE, it cannot be served, or a limit is passed.
+        """
+        path = self._below_root(folder)
+        async with self._loading:
+            try:
+                adapter = await asyncio.to_thread(self._read, name, path)
+            except AdapterError as error:
+                raise QuireError.of(Reason.ADAPTER_UNUSABLE, str(error)) from None
+            held = self._by_name.get(name)
+            if held is not None and held.digest != adapter.digest:
+                raise QuireError.of(Reason.ADAPTER_EXISTS, f"another adapter is called {name!r}; drop it first")
+            if held is None:
+                self._keep(adapter)
+            return held or adapter
+
+    def drop(self, name: str, request_count: int) -> None:
+        """Lets an adapter go.
+
+        Args:
+            name: of one that is loaded.
+            request_count: open requests that have it.
+
+        Raises:
+            QuireError: ADAPTER_UNKNOWN; ADAPTER_IN_USE, requests have it.
+        """
+        self.named(name)
+        if request_count:
+            raise QuireError.of(Reason.ADAPTER_IN_USE, f"{request_count} requests are computed with adapter {name!r}")
+        del self._by_name[name]
+        log.info("adapter dropped", adapter=name)
+
+    def _keep(self, adapter: Adapter) -> None:
+        self._by_name[adapter.name] = adapter
+        log.info(
+            "adapter loaded",
+            adapter=adapter.name, rank=adapter.rank, layers=len(adapter.factors), bytes=adapter.byte_count,
+            digest=adapter.digest.hex(),
+        )  # fmt: skip
+
+    def _read(self, name: str, folder: Path) -> Adapter:
+        if not _NAME.fullmatch(name):
+            raise AdapterError("the name of an adapter is 1 to 64 letters, digits, '.', '_' and '-'")
+        if self._model.sites is None:
+            raise AdapterError(f"adapters are not served by {self._model.rank_count} ranks (--tensor-parallel)")
+        others = [adapter for adapter in self._by_name.values() if adapter.name != name]
+        if len(others) >= self.limits.count_max:
+            raise AdapterError(f"{len(others)} adapters are loaded, and this worker takes no more")
+        left = self.limits.byte_count_max - sum(adapter.byte_count for adapter in others)
+        limits = AdapterLimits(self.limits.count_max, self.limits.rank_max, left)
+        return read_adapter(name, folder, self._model.sites.by_name, limits, self._model.device)
+
+    def _below_root(self, folder: str) -> Path:
+        if self._root is None:
+            raise QuireError.of(Reason.NOT_SUPPORTED, "this worker loads no adapters by a call: see --adapter-folder")
+        path = (self._root / folder).resolve()
+        if not path.is_relative_to(self._root) or not path.is_dir():
+            raise QuireError.of(Reason.ADAPTER_UNUSABLE, "there is no such folder below this worker's --adapter-folder")
+        return path

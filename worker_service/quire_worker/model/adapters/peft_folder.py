@@ -1,0 +1,179 @@
+"""Reading an adapter that PEFT has saved: `adapter_config.json` and `adapter_model.safetensors`.
+
+Whatever of a configuration is not known to mean plain LoRA of linear layers is refused by its name: an option that is
+dropped would give wrong text without an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from quire_worker.model.adapters.adapter import Adapter, Factors
+from quire_worker.model.adapters.sites import Site
+from quire_worker.model.checkpoint import CheckpointError, ModelError
+from quire_worker.model.headers import TensorEntry, read_header
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_CONFIG_BYTES_MAX = 1 << 20
+_PIECE_BYTES = 1 << 20
+_NAME = re.compile(r"^(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight$")
+_FLOATS = frozenset({"F32", "F16", "BF16"})
+# What says nothing of how a loaded adapter is computed: where it comes from, how it was begun and trained, and which
+# layers it was to have, which the tensors tell.
+_MEANINGLESS = frozenset(
+    {
+        "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
+        "lora_dropout", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+        "layers_to_transform", "layers_pattern", "exclude_modules", "megatron_core", "runtime_config",
+        "qalora_group_size", "ensure_weight_tying",
+    }
+)  # fmt: skip
+_KNOWN = frozenset({"peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "bias"})
+
+
+class AdapterError(ModelError):
+    """An adapter cannot be served. The message is one sentence for the person who chose it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLimits:
+    """What a worker takes.
+
+    Attributes:
+        count_max: adapters at a time.
+        rank_max: of each.
+        byte_count_max: of all together, as they are in memory.
+    """
+
+    count_max: int
+    rank_max: int
+    byte_count_max: int
+
+
+def read_adapter(
+    name: str, folder: Path, sites: Mapping[str, Site], limits: AdapterLimits, device: torch.device
+) -> Adapter:
+    """Reads an adapter and compares it with the model that is to have it.
+
+    Args:
+        name: that requests will say.
+        folder: where PEFT has saved it.
+        sites: of the model.
+        limits: rank and bytes are looked at before any tensor is read.
+        device: of the model.
+
+    Raises:
+        AdapterError: a file is missing or damaged, the configuration asks for something that is not served, a layer is
+            not in the model or has another shape, or a limit is passed.
+    """
+    try:
+        entries = read_header(folder / _WEIGHTS)
+        config, written = _read_config(folder / _CONFIG)
+    except OSError as error:
+        raise AdapterError(f"{folder} has no {Path(str(error.filename)).name} that can be read") from error
+    except CheckpointError as error:
+        raise AdapterError(str(error)) from error
+    scale = _scale_of(config, limits)
+    pairs = _pairs_of(entries, sites, int(config["r"]))
+    _check_targets(config["target_modules"], pairs)
+    byte_count = 4 * sum(math.prod(entry.shape) for entry in entries.values())
+    if byte_count > limits.byte_count_max:
+        raise AdapterError(
+            f"{folder.name} takes {byte_count:,} bytes, and {limits.byte_count_max:,} are left for adapters"
+        )
+    try:
+        with safe_open(folder / _WEIGHTS, framework="pt", backend="pread") as file:
+            factors = {}
+            for layer, (down, up) in pairs.items():
+                a, b = file.get_tensor(down).float(), file.get_tensor(up).float()
+                if not (a.isfinite().all() and b.isfinite().all()):
+                    raise AdapterError(f"{_WEIGHTS} holds NaN or infinity for layer {layer}")
+                factors[layer] = Factors(a.to(device), (b * scale).to(device))
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"{_WEIGHTS} in {folder} cannot be read: {error}") from error
+    return Adapter(name, _digest(written, folder / _WEIGHTS), int(config["r"]), factors)
+
+
+def _read_config(path: Path) -> tuple[dict[str, Any], bytes]:
+    written = path.read_bytes() if path.stat().st_size <= _CONFIG_BYTES_MAX else b""
+    try:
+        config = json.loads(written)
+        return dict(config.items()), written
+    except (ValueError, AttributeError, RecursionError):
+        raise AdapterError(f"{path} is no JSON object of at most {_CONFIG_BYTES_MAX:,} bytes") from None
+
+
+def _scale_of(config: Mapping[str, Any], limits: AdapterLimits) -> float:
+    """Returns what B A is multiplied by, after everything that the configuration asks for has been looked at."""
+    if config.get("peft_type") != "LORA":
+        raise AdapterError(f"{_CONFIG} has peft_type {config.get('peft_type')!r}; only LORA is served")
+    for option, value in sorted(config.items()):
+        if option in _KNOWN or option in _MEANINGLESS or not value:
+            continue
+        raise AdapterError(f"{_CONFIG} asks for {option} ({value!r:.40}), which is not served")
+    if config.get("bias", "none") != "none":
+        raise AdapterError(f"{_CONFIG} asks for bias ({config['bias']!r}), which is not served")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise AdapterError(f"{_CONFIG} has rank r = {rank!r}, which is no number above 0")
+    if rank > limits.rank_max:
+        raise AdapterError(f"{_CONFIG} has rank r = {rank}; this worker takes {limits.rank_max} at most")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
+        raise AdapterError(f"{_CONFIG} has lora_alpha = {alpha!r}, which is no number")
+    if not isinstance(config.get("target_modules"), str | list):
+        raise AdapterError(f"{_CONFIG} does not say target_modules")
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _pairs_of(entries: Mapping[str, TensorEntry], sites: Mapping[str, Site], rank: int) -> dict[str, tuple[str, str]]:
+    """Returns the names of both tensors of each layer, after comparing their shapes with the model's."""
+    found: dict[str, dict[str, str]] = {}
+    for tensor, entry in entries.items():
+        match = _NAME.match(tensor)
+        if match is None:
+            raise AdapterError(f"{_WEIGHTS} holds {tensor}, which is no part of plain LoRA")
+        layer, part = match[1], match[2]
+        site = sites.get(layer)
+        if site is None:
+            raise AdapterError(
+                f"{_WEIGHTS} changes {layer}, which is no layer of this model that an adapter can change"
+            )
+        expected = (rank, site.inputs) if part == "A" else (site.outputs, rank)
+        if entry.shape != expected or entry.dtype not in _FLOATS:
+            raise AdapterError(
+                f"{_WEIGHTS}: tensor {tensor} is {entry.dtype} {list(entry.shape)}, and the model asks for floats of"
+                f" {list(expected)}"
+            )
+        found.setdefault(layer, {})[part] = tensor
+    for layer, parts in found.items():
+        if len(parts) < 2:
+            raise AdapterError(f"{_WEIGHTS} has only one of lora_A and lora_B for {layer}")
+    if not found:
+        raise AdapterError(f"{_WEIGHTS} has no tensor")
+    return {layer: (parts["A"], parts["B"]) for layer, parts in found.items()}
+
+
+def _check_targets(targets: str | list[object], pairs: Mapping[str, object]) -> None:
+    """Refuses targets of which there is no tensor: the model lacks them, or the file was not written whole."""
+    for target in [] if isinstance(targets, str) else targets:
+        if not any(layer == target or layer.endswith(f".{target}") for layer in pairs):
+            raise AdapterError(f"{_CONFIG} targets {target!r}, of which {_WEIGHTS} has no layer")
+
+
+def _digest(config: bytes, weights: Path) -> bytes:
+    """Returns SHA256("quire/adapter/1" | uint64 length of the configuration | configuration | weights)."""
+    state = hashlib.sha256(b"quire/adapter/1" + len(config).to_bytes(8, "little") + config)
+    with weights.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            state.update(piece)
+    return state.digest()

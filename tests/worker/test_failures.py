@@ -261,7 +261,7 @@ async def test_sampling_without_memory_is_done_in_halves_and_draws_the_same_numb
         undisturbed = await harness.generate(prompt(40), **sampling)
         topmost = sampler.sample
 
-        def two_rows_at_most(logits: torch.Tensor, *rest: Any) -> list[int]:
+        def two_rows_at_most(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
             if len(logits) > 2:
                 raise torch.OutOfMemoryError
             return topmost(logits, *rest)

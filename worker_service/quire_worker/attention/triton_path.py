@@ -59,10 +59,10 @@ class TritonPagedAttention(PagedAttention):
 
     def choose(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
-    ) -> list[int]:
+    ) -> torch.Tensor:
         """See `PagedAttention.choose`; one launch, and the vocabulary is not sorted."""
         if all(row.is_greedy for row in params):
-            return greedy(logits).tolist()
+            return greedy(logits)
         device = logits.device
         uniform = torch.empty(len(params), dtype=torch.float32, device=device)
         settings = SamplingSettings(
@@ -76,7 +76,7 @@ class TritonPagedAttention(PagedAttention):
         numbers = torch.zeros(len(params), dtype=torch.float32)
         numbers[is_drawn] = draw().float().clamp_(max=BELOW_ONE)  # rounding may reach 1
         uniform.copy_(numbers)
-        return sample(logits, uniform, *settings, check=False, out=tokens).tolist()
+        return sample(logits, uniform, *settings, check=False, out=tokens)
 
 
 class SamplingSettings(NamedTuple):

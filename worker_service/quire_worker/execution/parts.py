@@ -12,7 +12,7 @@ from quire_worker.cache import KVCache
 from quire_worker.execution.failures import Failure
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.sampling.logprobs import TokenLogprobs, rank
-from quire_worker.scheduling.plan import Draw, Work
+from quire_worker.scheduling.plan import Batch, Draw, Work
 from quire_worker.scheduling.request import Request, Sample
 
 ItemT = TypeVar("ItemT")
@@ -110,6 +110,28 @@ class Computed(NamedTuple):
 def tables_of(sample: Sample) -> list[array[int]]:
     """Returns a sample's tables as they are now, of each group; those of states have one entry, the running block."""
     return [*(table[:] for table in sample.tables), *(array("I", [block]) for block in sample.states)]
+
+
+class Prepared(NamedTuple):
+    """A batch, ready for the model's thread.
+
+    Attributes:
+        restores: pages to be copied from host memory.
+        parts: of the forward pass. A token that the batch before samples is 0 as yet.
+        awaiting: those whose one token it is.
+        places: where these tokens belong in the flat batch, int64.
+        layout: on the host, of all parts; None if making it failed: it is made again, in halves if it must be.
+        is_behind: it was planned while the batch before was under way.
+    """
+
+    batch: Batch
+    draws: list[Draw]
+    restores: list[Restore]
+    parts: list[Part]
+    awaiting: list[Part]
+    places: torch.Tensor
+    layout: ForwardBatch | None
+    is_behind: bool
 
 
 def halves(items: Sequence[ItemT]) -> tuple[Sequence[ItemT], Sequence[ItemT]] | None:

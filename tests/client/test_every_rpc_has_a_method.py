@@ -59,6 +59,8 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "ScoreBranch": (["a"],),
     "Tokenize": ("prompt",),
     "Detokenize": ([1],),
+    "LoadAdapter": ("name", "folder"),
+    "UnloadAdapter": ("name",),
 }
 RPCS = [
     (service.name, method)

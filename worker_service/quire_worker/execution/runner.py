@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import structlog
 import torch
@@ -40,11 +40,14 @@ from quire_worker.execution.finiteness import Finiteness
 from quire_worker.execution.host_pages import HostPages
 from quire_worker.execution.parts import (
     Before,
+    CandidateLogprobs,
+    Computed,
     Part,
     Prepared,
     PromptLogprobs,
     Restore,
     Token,
+    candidate_logprobs,
     halves,
     layout_of,
     rows_of,
@@ -56,39 +59,13 @@ from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.sampling.choice import are_finite
 from quire_worker.sampling.sampler import draw
-from quire_worker.scheduling.plan import Batch, Draw, Work
+from quire_worker.scheduling.plan import Batch, Draw
 from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.swap import SwapOut, pages_to_restore
 
 log = structlog.get_logger()
 # Computes a batch in a shorter way than a forward pass does, or returns None where it has none for that batch.
 Shortcut: TypeAlias = Callable[[ForwardBatch], torch.Tensor | None]
-
-
-class Computed(NamedTuple):
-    """What became of a batch.
-
-    Attributes:
-        work: what is in the pages now; nothing of a request that failed.
-        tokens: one for each draw of the requests that did not.
-        prompt_logprobs: of parts of prompts, where they were asked for.
-        failures: the others.
-        lost_blocks: blocks that should have been copied to, and hold nothing of use.
-        retry_count: passes that had to be computed in parts.
-        seconds: on the model's thread.
-        swapped_block_count: blocks that were moved to host memory or back.
-        swap_s: how long that took of it.
-    """
-
-    work: list[Work]
-    tokens: list[Token]
-    prompt_logprobs: list[PromptLogprobs]
-    failures: dict[Request, Failure]
-    lost_blocks: dict[int, Failure]
-    retry_count: int
-    seconds: float
-    swapped_block_count: int = 0
-    swap_s: float = 0.0
 
 
 class Runner:
@@ -158,6 +135,7 @@ class Runner:
             [work for work in prepared.batch.work if run.is_unharmed(work.sample)],
             [each for each in run.tokens if run.is_unharmed(each.draw.sample)],
             [each for each in run.prompt_logprobs if each.request not in run.failures],
+            [each for each in run.candidate_logprobs if run.is_unharmed(each.sample)],
             run.failures,
             run.lost_blocks,
             run.retry_count,
@@ -180,6 +158,7 @@ class _Run:
         self._host_pages = host_pages
         self.tokens: list[Token] = []
         self.prompt_logprobs: list[PromptLogprobs] = []
+        self.candidate_logprobs: list[CandidateLogprobs] = []
         self.retry_count = 0
         self._model = model
         self._cache = cache
@@ -319,6 +298,7 @@ class _Run:
             may_wait = all(part.sample.sampler.is_simple and not part.is_scored for part in parts)
             flags = None if may_wait else is_finite.tolist()
             logprobs = [] if flags is None else scored(parts, logits, flags)
+            candidates = [] if flags is None else candidate_logprobs(parts, logits)
         except Exception as error:
             failure = self._judge(error, "forward pass", len(parts))
         else:
@@ -331,6 +311,7 @@ class _Run:
             else:
                 self._finiteness.judge(parts, flags)
             self.prompt_logprobs += logprobs
+            self.candidate_logprobs += candidates
             return None
         self._free_memory_after(failure)
         return failure

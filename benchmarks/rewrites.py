@@ -29,6 +29,7 @@ from quire_worker.cache import KVCache
 from quire_worker.model import paged_model
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.paged_model import PagedModel, load_model
+from quire_worker.model.rewrites import devices
 from quire_worker.model.rewrites.rewriter import rewrite
 from quire_worker.model.transformers_seam import PagedStep
 from report import add_output_arguments, publish
@@ -59,7 +60,7 @@ class Side:
         wanted = set(REWRITES[: REWRITES.index(name) + 1]) if name in REWRITES else set[str]()
         with ExitStack() as patches:
             patches.enter_context(
-                mock.patch.object(paged_model, "rewrite", partial(rewrite, is_wanted=wanted.__contains__))
+                mock.patch.object(devices, "rewrite", partial(rewrite, is_wanted=wanted.__contains__))
             )
             if name == TORCH:
                 attention = TorchPagedAttention()

@@ -57,7 +57,7 @@ def arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = ", ".join(["demo", *MADE])
-    parser.add_argument("--models", nargs="+", help=f"of {known}, or folders (default: demo, llama-32m, mistral-32m)")
+    parser.add_argument("--models", nargs="+", help=f"of {known}, or folders (default: all but llama-8b)")
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], help="default: both; on a GPU bfloat16")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="what varies (default: all)")
     parser.add_argument("--requests", nargs="+", type=int, help="at once (default: 32 and 1; on a GPU 1, 32 and 128)")
@@ -71,7 +71,9 @@ def arguments() -> argparse.Namespace:
     add_output_arguments(parser)
     options = parser.parse_args()
     on_gpu = options.device == "cuda"
-    options.models = options.models or (["llama-8b"] if on_gpu else ["demo", "llama-32m", "mistral-32m"])
+    options.models = options.models or (
+        ["llama-8b"] if on_gpu else ["demo", *(name for name in MADE if name != "llama-8b")]
+    )
     options.dtypes = options.dtypes or (["bfloat16"] if on_gpu else ["float32", "bfloat16"])
     options.requests = options.requests or ([1, 32, 128] if on_gpu else [32, 1])
     if min(*options.requests, options.prompt_tokens, options.output_tokens, options.repeat) < 1:

@@ -3,6 +3,7 @@
 llama-32m     large enough that matrices weigh more than Python: with 512 hidden dimensions and 8 layers a decode
               step of 32 requests spends most of its time in matrix products; the 3.5 M demo model between them
 mistral-32m   the same shape, whose layers see windows of 64 tokens
+bamba-35m     recurrent states of Mamba 2 in six layers of eight
 llama-8b      the shape of Llama 3.1 8B, for a GPU
 """
 
@@ -23,6 +24,16 @@ _32M: dict[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 4096,
 }
+_MAMBA2: dict[str, Any] = {
+    "attn_layer_indices": [2, 6],
+    "mamba_n_heads": 16,
+    "mamba_d_head": 64,
+    "mamba_d_state": 64,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 64,
+}
 _8B: dict[str, Any] = {
     "vocab_size": 128_256,
     "hidden_size": 4096,
@@ -36,6 +47,7 @@ _8B: dict[str, Any] = {
 MADE: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama-32m": ("Llama", _32M, "float32"),
     "mistral-32m": ("Mistral", {**_32M, "sliding_window": 64}, "float32"),
+    "bamba-35m": ("Bamba", _32M | _MAMBA2, "float32"),
     "llama-8b": ("Llama", _8B, "bfloat16"),
 }
 

@@ -1,4 +1,4 @@
-"""vLLM's engine in process: `python -m serving_sides.vllm_side FOLDER DTYPE DEVICE`, with the Python that has it.
+"""vLLM's engine in process: `python -m serving_sides.vllm_side FOLDER DTYPE DEVICE [TOKENS]`, with its own Python.
 
 Its engine is stepped here, with neither a network nor a detokenizer, which is less than what Quire does. Its cache has
 room for as many tokens as the other sides' have.
@@ -28,12 +28,13 @@ def load() -> Generate:
     os.environ.update(ENVIRONMENT)
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found,unused-ignore]
 
-    folder, dtype, device = sys.argv[1:]
+    folder, dtype, device, *rest = sys.argv[1:]
+    cache_tokens = int(rest[0]) if rest else CACHE_TOKENS
     sizes: dict[str, Any] = {"gpu_memory_utilization": 0.8}
     if device == "cpu":  # compiled, it gains 2 % here after half a minute
-        sizes = {"enforce_eager": True, "num_gpu_blocks_override": CACHE_TOKENS // BLOCK_TOKENS}
+        sizes = {"enforce_eager": True, "num_gpu_blocks_override": cache_tokens // BLOCK_TOKENS}
     engine = LLM(
-        folder, dtype=dtype, max_model_len=2048, max_num_seqs=128, skip_tokenizer_init=True, **sizes
+        folder, dtype=dtype, max_model_len=4096 if rest else 2048, max_num_seqs=128, skip_tokenizer_init=True, **sizes
     ).llm_engine
     numbers = itertools.count()
 

@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 import quire._transport.grpc_io  # noqa: F401  # before anything else imports grpc
 from quire._transport.streams import AsyncChunkStream, AsyncEventStream, ChunkStream, EventStream
 from quire.aio import AsyncAllocatorClient, AsyncClient
+from quire.branches import AsyncBranch, Branch
 from quire.client import AllocatorClient, Client
 from quire.errors import (
     AbortedError,
@@ -65,6 +66,7 @@ from quire.types import (
     PoolMemory,
     PoolSpec,
     Quota,
+    Score,
     WorkerStatus,
 )
 from quire.unary import AsyncUnarySession, UnarySession
@@ -91,6 +93,7 @@ __all__ = [
     "AllocatorClient",
     "AlreadyExistsError",
     "AsyncAllocatorClient",
+    "AsyncBranch",
     "AsyncChunkStream",
     "AsyncClient",
     "AsyncEventStream",
@@ -98,6 +101,7 @@ __all__ = [
     "BlockTable",
     "BlocksRemoved",
     "BlocksStored",
+    "Branch",
     "CacheEvent",
     "Chunk",
     "ChunkStream",
@@ -140,6 +144,7 @@ __all__ = [
     "Sample",
     "SamplingOptions",
     "SamplingParams",
+    "Score",
     "SequenceInfo",
     "SessionKind",
     "SessionLostError",

@@ -20,6 +20,7 @@ from quire._transport.channel import (
 )
 from quire._transport.streams import AsyncChunkStream, AsyncEventStream
 from quire._transport.watch import Watch
+from quire.branches import AsyncBranchKeeper, AsyncPrefills
 from quire.engine.carriers import CallCarrier, StreamCarrier
 from quire.engine.turns import AsyncEngine
 from quire.errors import NotFoundError, QuireError
@@ -74,7 +75,7 @@ class _Connected:
         await self.close()
 
 
-class AsyncClient(_Connected):
+class AsyncClient(AsyncPrefills, _Connected):
     """Text from a worker.
 
     Args:
@@ -100,6 +101,7 @@ class AsyncClient(_Connected):
     ) -> None:
         super().__init__(resolve_address(worker, "QUIRE_WORKER", DEFAULT_WORKER), token, tls, timeout_s)
         self._stub = worker_pb_grpc.WorkerServiceStub(self._link.channel)
+        self._branches = AsyncBranchKeeper(self._link, self._stub)
 
     async def generate(
         self,
@@ -149,6 +151,11 @@ class AsyncClient(_Connected):
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         attempts = Attempts(self._link, self._stub.Generate, request, generating.chunk, timeout_s)
         return AsyncChunkStream(self._link, attempts, request.request_id)
+
+    async def close(self) -> None:
+        """Ends the connection and every stream on it. Branches end when their time runs out."""
+        self._branches.stop()
+        await super().close()
 
     async def tokenize(
         self,

@@ -21,6 +21,7 @@ from quire._transport.channel import (
 from quire._transport.streams import ChunkStream, EventStream
 from quire._transport.watch import Watch
 from quire.aio import AsyncAllocatorClient
+from quire.branches import BranchKeeper, Prefills
 from quire.engine.blocking import Engine
 from quire.engine.turns import AsyncEngine
 from quire.errors import NotFoundError, QuireError
@@ -74,7 +75,7 @@ class _Connected:
         self.close()
 
 
-class Client(_Connected):
+class Client(Prefills, _Connected):
     """Text from a worker.
 
     Args:
@@ -100,6 +101,7 @@ class Client(_Connected):
     ) -> None:
         super().__init__(resolve_address(worker, "QUIRE_WORKER", DEFAULT_WORKER), token, tls, timeout_s)
         self._stub = worker_pb_grpc.WorkerServiceStub(self._link.channel)
+        self._branches = BranchKeeper(self._link, self._stub)
 
     def generate(
         self,
@@ -149,6 +151,11 @@ class Client(_Connected):
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         attempts = Attempts(self._link, self._stub.Generate, request, generating.chunk, timeout_s)
         return ChunkStream(self._link, attempts, request.request_id)
+
+    def close(self) -> None:
+        """Ends the connection and every stream on it. Branches end when their time runs out."""
+        self._branches.stop()
+        super().close()
 
     def tokenize(
         self,

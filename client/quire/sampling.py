@@ -110,7 +110,7 @@ class Usage:
     """What a request took."""
 
     prompt_token_count: int
-    cached_token_count: int  # of the prompt's, found in the cache when the request was first admitted
+    cached_token_count: int  # of the prompt's, found in the cache at its first admission, or held by its branch
     output_token_count: int  # all samples together
     granted_block_count: int  # newly granted and used; copies and recomputation after a preemption included
     unshared_block_count: int  # what its samples would have taken in caches of their own

@@ -25,6 +25,24 @@ NO_VARIABLES: Final[Mapping[str, Any]] = MappingProxyType({})  # of a chat templ
 
 
 @dataclass(frozen=True, slots=True)
+class Score:
+    """How likely one continuation of a branch is: the natural logarithm of each token's probability."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+    @property
+    def logprob(self) -> float:
+        """Returns the logarithm of the probability of all of them in a row."""
+        return sum(self.logprobs)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Returns the same per token, by which candidates of different lengths can be compared."""
+        return self.logprob / len(self.logprobs)
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """What a profiling pass found on a GPU; pages may take `total * utilization - used - peak + current`."""
 
@@ -77,6 +95,8 @@ class WorkerStatus:
     report_count: int  # block reports, the first and empty one included
     disagreement_count: int  # times that the allocator's state was another
     rank_count: int  # processes that compute the model together
+    branch_count: int
+    held_branch_count: int  # of these, those that hold blocks at present
     memory: PoolMemory
 
 

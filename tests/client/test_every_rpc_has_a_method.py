@@ -29,9 +29,18 @@ from quire.v1 import worker_pb2 as worker_pb
 
 from tests.client.servers import ScriptedServer, refusing, scripted_server, two_samples
 
-NAMES = {"GetStatus": "status", "CloseSession": "close"}
+NAMES = {
+    "GetStatus": "status",
+    "CloseSession": "close",
+    "ForkBranch": "fork",
+    "ExtendBranch": "extend",
+    "ScoreBranch": "score",
+    "ReleaseBranches": "release",
+    "RenewBranches": "keep_alive",
+}
 ASYNC_ONLY = {"Session"}
 OF_A_SESSION = {"KeepAlive", "Allocate", "Grow", "Fork", "Commit", "Free", "CloseSession"}
+OF_A_BRANCH = {"ForkBranch", "ExtendBranch", "ScoreBranch", "ReleaseBranches"}
 SPEC = PoolSpec.full_attention(block_count=8, block_size=4)
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "Session": ("pool", SPEC),
@@ -45,8 +54,13 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "GetPool": ("pool",),
     "WatchEvents": ("pool",),
     "Generate": ("prompt",),
+    "Prefill": ("prompt",),
+    "ExtendBranch": ("more",),
+    "ScoreBranch": (["a"],),
     "Tokenize": ("prompt",),
     "Detokenize": ([1],),
+    "LoadAdapter": ("name", "folder"),
+    "UnloadAdapter": ("name",),
 }
 RPCS = [
     (service.name, method)
@@ -74,6 +88,7 @@ def server() -> Iterator[ScriptedServer]:
         running.answers["GetPool"] = lambda *_: pb.GetPoolResponse(summary=summary)
         running.answers["Generate"] = two_samples
         running.answers["WatchEvents"] = lambda *_: iter([pb.CacheEvent(cleared=pb.IndexCleared())])
+        running.answers["Prefill"] = lambda *_: worker_pb.PrefillResponse(branch_id=bytes(16), ttl_ms=60_000)
         running.answers["Session"] = refusing(Reason.LAYOUT)
         yield running
 
@@ -92,6 +107,11 @@ def test_the_synchronous_client_calls_it(server: ScriptedServer, service: str, m
         target: Any = client
         if method.name in OF_A_SESSION:
             target = client.open_session("pool", SPEC, keep_alive=False)  # type: ignore[union-attr]
+        if method.name in OF_A_BRANCH:
+            target = client.prefill("prompt")  # type: ignore[union-attr]
+        if method.name == "RenewBranches":
+            branch = client.prefill("prompt")  # type: ignore[union-attr]
+            target = branch._opened
         outcome = getattr(target, method_name(method.name))(*ARGUMENTS.get(method.name, ()))
         if method.name == "WatchEvents":
             assert len(list(outcome)) == 1
@@ -105,6 +125,11 @@ async def test_the_asyncio_client_calls_it(server: ScriptedServer, service: str,
         target: Any = client
         if method.name in OF_A_SESSION:
             target = await client.open_session("pool", SPEC, keep_alive=False)  # type: ignore[union-attr]
+        if method.name in OF_A_BRANCH:
+            target = await client.prefill("prompt")  # type: ignore[union-attr]
+        if method.name == "RenewBranches":
+            branch = await client.prefill("prompt")  # type: ignore[union-attr]
+            target = branch._opened
         outcome = getattr(target, method_name(method.name))(*ARGUMENTS.get(method.name, ()))
         if method.name == "Session":
             with pytest.raises(FailedPreconditionError, match="as the script says"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,7 +13,7 @@ from quire import Client, InternalError, InvalidArgumentError, Reason, SamplingP
 from quire.sampling import SamplingOptions
 from quire.v1 import worker_pb2 as worker_pb
 
-from tests.client.servers import USAGE, ScriptedServer, scripted_server, two_samples
+from tests.client.servers import USAGE, ScriptedServer, quire, scripted_server, two_samples
 
 
 @pytest.fixture
@@ -106,3 +107,36 @@ def test_columns_that_do_not_fit_together_are_an_internal_error(server: Scripted
     server.answers["Generate"] = answer_with(columns(**wrong))
     with Client(server.address) as client, pytest.raises(InternalError, match="columns"):
         client.generate("p", logprobs=1)
+
+
+def test_the_command_line_has_every_option(server: ScriptedServer, tmp_path: Path) -> None:
+    server.answers["Generate"] = two_samples
+    schema = tmp_path / "person.json"
+    schema.write_text('{"type": "object"}')
+    arguments = (
+        "--max-tokens 7 --min-tokens 2 --temperature 0.5 --top-k 3 --top-p 0.5 --min-p 0.25 --repetition-penalty 1.5"
+        " --presence-penalty 0.5 --frequency-penalty -0.5 --logit-bias 3=1.5 --logit-bias 4=-2 --allowed-token-id 3"
+        " --allowed-token-id 4 --banned-token-id 9 --seed 4 -n 2 --best-of 4 --stop a --stop b --stop-token-id 5"
+        f" --ignore-eos --echo --logprobs 0 --prompt-logprobs 3 --json --json-schema @{schema}"
+    )
+    done = quire("generate", "p", "--worker", server.address, *arguments.split())
+    assert done.returncode == 0, done.stderr
+    assert server.requests[0].sampling == worker_pb.SamplingParams(
+        max_tokens=7, min_tokens=2, temperature=0.5, top_k=3, top_p=0.5, min_p=0.25, repetition_penalty=1.5,
+        presence_penalty=0.5, frequency_penalty=-0.5, logit_bias_token_ids=[3, 4], logit_bias=[1.5, -2.0],
+        allowed_token_ids=[3, 4], banned_token_ids=[9], seed=4, n=2, best_of=4, stop=["a", "b"], stop_token_ids=[5],
+        ignore_eos=True, echo=True, logprobs=0, prompt_logprobs=3, json_schema='{"type": "object"}',
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--logit-bias", "3"], "--logit-bias must be a token's id, = and a number"),
+        (["--grammar", "@/nowhere/at/all"], "--grammar: /nowhere/at/all cannot be read"),
+    ],
+)
+def test_the_command_line_says_what_is_wrong_with_an_option(arguments: list[str], message: str) -> None:
+    done = quire("generate", "p", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr

@@ -50,6 +50,14 @@ RIGHT_CHOICES = pb.GenerateRequest(
         echo=True,
     ),
 )
+RIGHT_OF_BRANCHES = {
+    "Prefill": pb.PrefillRequest(request_id="r", tokens=pb.TokenIds(ids=[5, 6, 7]), ttl_ms=100),
+    "ForkBranch": pb.ForkBranchRequest(branch_id=bytes(16), count=2),
+    "ExtendBranch": pb.ExtendBranchRequest(branch_id=bytes(16), tokens=pb.TokenIds(ids=[8])),
+    "ScoreBranch": pb.ScoreBranchRequest(branch_id=bytes(16), candidates=[pb.Continuation(text="a")]),
+    "RenewBranches": pb.RenewBranchesRequest(branch_ids=[bytes(16)]),
+    "ReleaseBranches": pb.ReleaseBranchesRequest(branch_ids=[bytes(16)]),
+}
 OTHERS = ("GetStatus", "Tokenize", "Detokenize", "LoadAdapter", "UnloadAdapter", "ListAdapters")
 RIGHT_TEXT = pb.GenerateRequest(text="The for statement", sampling=pb.SamplingParams(max_tokens=2))
 RIGHT_CONVERSATION = pb.TokenizeRequest(
@@ -68,26 +76,34 @@ class Scene:
     harness: Harness
     address: str
     channel: grpc.Channel
+    service: WorkerService
+
+    def end_branches(self) -> None:
+        """Ends all branches, as if their time had come: some were malformed to last for an hour."""
+        branches, loop = self.service._branches, self.harness._task.get_loop()
+        for branch in list(branches._branches.values()):
+            branch.expires_s = 0.0
+        loop.call_soon_threadsafe(branches._sweep)
 
 
 @contextlib.asynccontextmanager
-async def worker() -> AsyncIterator[tuple[Harness, str]]:
+async def worker() -> AsyncIterator[tuple[Harness, str, WorkerService]]:
     async with running(DEMO, blocks=64, waiting_max=8) as harness:
         server = grpc.aio.server(interceptors=[ReadingInterceptor()])
         service = WorkerService(harness.engine, pool="test", model_name="demo", memory=PoolMemory(512, 1 << 20, None))
         pb_grpc.add_WorkerServiceServicer_to_server(service, server)
         async with serving(server) as address:
-            yield harness, address
+            yield harness, address, service
 
 
 @pytest.fixture(scope="module")
 def scene() -> Iterator[Scene]:
-    with in_a_thread(worker) as (harness, address), grpc.insecure_channel(address) as channel:
-        yield Scene(harness, address, channel)
+    with in_a_thread(worker) as (harness, address, service), grpc.insecure_channel(address) as channel:
+        yield Scene(harness, address, channel, service)
 
 
 def test_every_rpc_is_fuzzed() -> None:
-    assert {method.name for method in SERVICE.methods} == {"Generate", *OTHERS}
+    assert {method.name for method in SERVICE.methods} == {"Generate", *OTHERS, *RIGHT_OF_BRANCHES}
 
 
 @given(chance=st.randoms(use_true_random=False))
@@ -99,6 +115,25 @@ def test_a_malformed_request_is_refused_with_a_reason_or_served(scene: Scene, ch
     if chance.random() < 0.4:
         data = malformer.scrambled(data)
     listen(scene.channel, f"/{SERVICE.full_name}/Generate", data)
+
+
+@pytest.mark.parametrize("method", RIGHT_OF_BRANCHES)
+@given(chance=st.randoms(use_true_random=False))
+@settings(FUZZED, max_examples=40)
+def test_a_malformed_call_on_a_branch_is_refused_with_a_reason_or_served(
+    scene: Scene, method: str, chance: random.Random
+) -> None:
+    malformer, right = Malformer(chance), type(RIGHT_OF_BRANCHES[method])()
+    right.CopyFrom(RIGHT_OF_BRANCHES[method])
+    if hasattr(right, "branch_id"):  # of a branch that there is
+        prefill = scene.channel.unary_unary(f"/{SERVICE.full_name}/Prefill")
+        found = pb.PrefillResponse.FromString(prefill(RIGHT_OF_BRANCHES["Prefill"].SerializeToString()))
+        right.branch_id = found.branch_id
+    message = malformer.anything(type(right)) if chance.random() < 0.3 else malformer.changed(right)
+    data = message.SerializeToString()
+    if chance.random() < 0.4:
+        data = malformer.scrambled(data)
+    ask(scene.channel, f"/{SERVICE.full_name}/{method}", data)
 
 
 @given(chance=st.randoms(use_true_random=False))
@@ -129,6 +164,7 @@ def test_after_all_that_the_worker_gives_the_right_text_and_holds_nothing(scene:
             malformer = Malformer(random.Random(seed))
             listen(scene.channel, f"/{SERVICE.full_name}/Generate", malformer.changed(RIGHT).SerializeToString())
         assert client.generate("The for statement", max_tokens=8).text == first
+        scene.end_branches()
         while client.status().running_count or client.status().waiting_count:
             pass  # those that were left are on their way out
         client.generate("The", max_tokens=1)  # the step after which nothing is held

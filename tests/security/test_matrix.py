@@ -239,8 +239,42 @@ def close_another(scene: Scene, who: str) -> Any:
         raise
 
 
+def prefill(scene: Scene, who: str) -> Any:
+    stub = worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker"))
+    request = worker_pb.PrefillRequest(text="The for", namespace="red", ttl_ms=100)
+    return stub.Prefill(request, metadata=scene.callers[who].metadata, timeout=WAIT_S)
+
+
+def of_branch(method: str, **fields: Any) -> Callable[[Scene, str], Any]:
+    """A call on a branch in `red`, made by somebody who may."""
+
+    def call(scene: Scene, who: str) -> Any:
+        stub = worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker"))
+        request = getattr(worker_pb, f"{method}Request")(branch_id=prefill(scene, "everything").branch_id, **fields)
+        return getattr(stub, method)(request, metadata=scene.callers[who].metadata, timeout=WAIT_S)
+
+    return call
+
+
+def of_branches(method: str) -> Callable[[Scene, str], Any]:
+    """A call that names branches, of which it leaves alone those that the caller may not use."""
+
+    def call(scene: Scene, who: str) -> Any:
+        stub = worker_pb_grpc.WorkerServiceStub(scene.channel(who, "worker"))
+        branch_id = prefill(scene, "everything").branch_id
+        request = getattr(worker_pb, f"{method}Request")(branch_ids=[branch_id])
+        reply = getattr(stub, method)(request, metadata=scene.callers[who].metadata, timeout=WAIT_S)
+        if method == "RenewBranches":
+            is_permitted = expected(who, "ForkBranch") is None
+            assert list(reply.unknown_branch_ids) == ([] if is_permitted else [branch_id])
+        return reply
+
+    return call
+
+
 OWNING = Reason.POOL_FORBIDDEN
 USING = Reason.NAMESPACE_FORBIDDEN
+UNKNOWN = Reason.BRANCH_UNKNOWN  # also of those that there are, for who may not use their namespace
 # Of each RPC: how it is called; then what an observer of all pools, and who may use another namespace, is answered.
 CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None]] = {
     "Session": (session, OWNING, None),
@@ -257,6 +291,12 @@ CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None
     "GetPool": (unary("GetPool", pool="a", view=pb.POOL_VIEW_BLOCKS), None, None),
     "WatchEvents": (watch, None, None),
     "Generate": (generate, None, USING),
+    "Prefill": (prefill, None, USING),
+    "ForkBranch": (of_branch("ForkBranch", count=1), None, UNKNOWN),
+    "ExtendBranch": (of_branch("ExtendBranch", text="x"), None, UNKNOWN),
+    "ScoreBranch": (of_branch("ScoreBranch", candidates=[worker_pb.Continuation(text="x")]), None, UNKNOWN),
+    "RenewBranches": (of_branches("RenewBranches"), None, None),
+    "ReleaseBranches": (of_branches("ReleaseBranches"), None, None),
     "GetStatus": (get_status, None, None),
     "LoadAdapter": (of_adapters("LoadAdapter", Reason.NOT_SUPPORTED, name="a", folder="a"), OWNING, None),
     "UnloadAdapter": (of_adapters("UnloadAdapter", Reason.ADAPTER_UNKNOWN, name="a"), OWNING, None),
@@ -268,10 +308,13 @@ CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None
 }
 # What needs no pool that the caller names, and so is answered whatever pools it may touch.
 WITHOUT_POOL = {
-    *("MatchPrefix", "ListPools", "Generate", "GetStatus", "Tokenize", "Detokenize"),
-    *("health of the allocator", "health of the worker"),
+    "MatchPrefix",
+    "ListPools",
+    *(method.name for method in worker_pb.DESCRIPTOR.services_by_name["WorkerService"].methods),
+    "health of the allocator",
+    "health of the worker",
 }
-NAMING_RED = {rpc for rpc, (_, _, reason) in CALLS.items() if reason is USING}
+NAMING_RED = {rpc for rpc, (_, _, reason) in CALLS.items() if reason in (USING, UNKNOWN)}
 
 
 def expected(who: str, rpc: str) -> tuple[grpc.StatusCode, Reason | None] | None:
@@ -289,7 +332,7 @@ def expected(who: str, rpc: str) -> tuple[grpc.StatusCode, Reason | None] | None
     elif who == "another pool" or (who == "nothing" and rpc not in WITHOUT_POOL):
         reason = None if rpc in WITHOUT_POOL else OWNING
     elif who == "nothing" and rpc in NAMING_RED:
-        reason = USING
+        reason = namespaced
     return None if reason is None else (code_of(reason), reason)
 
 

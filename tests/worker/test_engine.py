@@ -303,13 +303,15 @@ async def test_a_worker_that_shuts_down_takes_no_request_whose_prompt_was_still_
     async with running(folders["llama"]) as harness:
         service = WorkerService(harness.engine, pool="test", model_name="llama", memory=PoolMemory(512, 1 << 20, None))
 
-        async def tokens(_request: pb.GenerateRequest, _request_id: str) -> list[int]:
-            service.draining = True
+        def encode(_text: str) -> list[int]:
+            service.drain()
             return prompt(5)
 
-        monkeypatch.setattr(service, "_tokens", tokens)
+        monkeypatch.setattr(harness.engine.tokenizer, "encode", encode)
+        request = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(max_tokens=2))
         with pytest.raises(QuireError) as caught:
-            await service._submit(pb.GenerateRequest(text="x", sampling=pb.SamplingParams(max_tokens=2)), EVERYTHING)
+            async with service._submitted(request, EVERYTHING):
+                pass
         assert caught.value.reason is Reason.DRAINING
         harness.engine.stop()
         with pytest.raises(QuireError) as caught:

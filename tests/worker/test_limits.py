@@ -12,6 +12,7 @@ import pytest
 from quire.errors import Reason
 from quire.protocol.limits import NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
 from quire.v1 import worker_pb2 as pb
+from quire_worker.checks import TEXT_BYTES_MAX
 from quire_worker.sampling import params
 from quire_worker.sampling.params import (
     BIAS_COUNT_MAX,
@@ -31,7 +32,6 @@ from quire_worker.sampling.params import (
     TEMPERATURE_MIN,
     TOKEN_LIST_COUNT_MAX,
 )
-from quire_worker.service import TEXT_BYTES_MAX
 
 from tests.fuzz.test_worker_over_grpc import worker
 from tests.fuzz.wire import in_a_thread, listen
@@ -43,7 +43,7 @@ GENERATE = "/quire.v1.WorkerService/Generate"
 
 @pytest.fixture(scope="module")
 def channel() -> Iterator[grpc.Channel]:
-    with in_a_thread(worker) as (_, address), grpc.insecure_channel(address) as opened:
+    with in_a_thread(worker) as (_, address, _), grpc.insecure_channel(address) as opened:
         yield opened
 
 

@@ -6,6 +6,7 @@ import random
 
 import pytest
 from quire.types import GroupKind, GroupSpec
+from quire_worker.scheduling.request import FinishReason
 
 from tests.worker.pretended_worker import PretendedWorker, numbers
 
@@ -94,3 +95,18 @@ def test_a_pass_that_is_too_long_for_the_pool_is_made_smaller_and_nobody_is_pree
     worker.check_text(request)
     assert 0 < request.samples[0].pass_token_count_max < 12
     assert worker.scheduler.roster.preemption_count == 0
+
+
+def test_who_has_ended_keeps_room_behind_what_it_commits_so_that_no_checkpoint_is_made_of_a_state_further_on() -> None:
+    groups = (full(16), GroupSpec(GroupKind.STATE, 16))
+    worker = PretendedWorker(block_count=12, block_size=16, batch_tokens=256, groups=groups, ahead_tokens=64)
+    sample = worker.submit(numbers(30, seed=1), max_tokens=100).samples[0]
+    while len(sample.tokens) < 32:
+        worker.turn()
+    assert sample.granted > 32
+    sample.computed = 32  # the pass behind it has computed the token that ended it, too
+    worker.scheduler.roster.finish(sample, FinishReason.STOP)
+    worker.submit(numbers(150, seed=2), max_tokens=1)  # for which others give back what they hold ahead
+    plan = worker.scheduler.plan()
+    assert sample in plan.commits
+    assert sample.granted > 32

@@ -18,7 +18,7 @@ from quire_worker.model import paged_model
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.paged_model import PagedModel, load_model
-from quire_worker.model.rewrites import rewriter
+from quire_worker.model.rewrites import devices, rewriter
 from quire_worker.model.rewrites.decoder import Decoder
 from quire_worker.model.rewrites.decoder_layer import DecoderLayer
 from quire_worker.model.rewrites.gated_mlp import GatedMlp, GatedMlpRewrite
@@ -150,7 +150,7 @@ def load_counted(folder: Path, **options: str) -> tuple[PagedModel, Counter[str]
         found.append(done.counts)
         return done
 
-    with mock.patch.object(paged_model, "rewrite", count):
+    with mock.patch.object(devices, "rewrite", count):
         model = load_model(folder, **options)
     (counts,) = found
     return model, counts
@@ -269,7 +269,7 @@ def test_no_weight_is_there_twice(family: str, tmp_path: Path) -> None:
         replaced.extend(weakref.ref(part.weight) for part in module.modules() if type(part) is torch.nn.Linear)
         return original(module, *arguments)
 
-    with mock.patch.object(paged_model, "rewrite", watch):
+    with mock.patch.object(devices, "rewrite", watch):
         model = load_model(folder)
     gc.collect()
     assert replaced
@@ -332,7 +332,7 @@ def test_a_model_whose_logits_change_is_refused(tmp_path: Path) -> None:
         return Rewritten(module, Counter())
 
     with (
-        mock.patch.object(paged_model, "rewrite", spoil),
+        mock.patch.object(devices, "rewrite", spoil),
         pytest.raises(UnsupportedModelError, match="logits differ"),
     ):
         load_model(folder_of("llama", tmp_path))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from quire_worker.attention import PagedAttention
-from quire_worker.sampling.choice import finite_rows, probabilities_of, sample
+from quire_worker.sampling.choice import are_finite, probabilities_of, sample
 from quire_worker.sampling.params import SAMPLE_COUNT_MAX, SamplingParams
 from quire_worker.sampling.random_numbers import new_generator
 from transformers import (
@@ -77,7 +77,7 @@ def test_drawn_frequencies_follow_the_probabilities() -> None:
     expected = probabilities_of(logits, [params])[0].double()
     draw_count = 4000
     generators = [new_generator(5, index) for index in range(draw_count)]
-    drawn = sample(logits.expand(draw_count, -1), [params] * draw_count, generators)
+    drawn = sample(logits.expand(draw_count, -1), [params] * draw_count, generators).tolist()
     observed = torch.bincount(torch.tensor(drawn), minlength=VOCABULARY)
     assert not observed[expected == 0].any()
     wanted = expected[expected > 0] * draw_count
@@ -89,25 +89,25 @@ def test_greedy_takes_the_largest_and_leaves_the_generator_alone() -> None:
     logits = random_logits(3)
     generators = [new_generator(1, row) for row in range(3)]
     before = [generator.get_state() for generator in generators]
-    assert sample(logits, [SamplingParams()] * 3, generators) == logits.argmax(dim=-1).tolist()
+    assert sample(logits, [SamplingParams()] * 3, generators).tolist() == logits.argmax(dim=-1).tolist()
     assert all(torch.equal(generator.get_state(), old) for generator, old in zip(generators, before, strict=True))
 
 
 def test_top_k_of_one_is_greedy() -> None:
     logits = random_logits(20)
     params = [SamplingParams(temperature=1.5, top_k=1)] * 20
-    assert sample(logits, params, [new_generator(None, 0)] * 20) == logits.argmax(dim=-1).tolist()
+    assert sample(logits, params, [new_generator(None, 0)] * 20).tolist() == logits.argmax(dim=-1).tolist()
 
 
 def test_a_sample_draws_the_same_tokens_in_any_company() -> None:
     params = SamplingParams(temperature=1.0, top_p=0.95, seed=3)
     steps = [random_logits(1, seed=step) for step in range(20)]
     generator = new_generator(3, 0)
-    alone = [sample(logits, [params], [generator])[0] for logits in steps]
+    alone = [sample(logits, [params], [generator]).tolist()[0] for logits in steps]
     mine, other = new_generator(3, 0), new_generator(4, 0)
     company = [SamplingParams(), replace(params, top_k=3, seed=4), params]
     together = [
-        sample(torch.cat([random_logits(2, seed=99), logits]), company, [new_generator(9, 9), other, mine])[2]
+        sample(torch.cat([random_logits(2, seed=99), logits]), company, [new_generator(9, 9), other, mine]).tolist()[2]
         for logits in steps
     ]
     assert alone == together
@@ -129,7 +129,7 @@ def test_rows_whose_largest_logit_is_no_number_at_every_temperature_are_told_apa
     logits[1, 17] = bad
     logits[2, :-1] = -math.inf
     logits[3] = -math.inf
-    assert finite_rows(logits) == [True, False, True, False]
+    assert are_finite(logits).tolist() == [True, False, True, False]
 
 
 def test_sampling_that_runs_out_of_memory_leaves_the_generators_where_they_were(
@@ -139,47 +139,47 @@ def test_sampling_that_runs_out_of_memory_leaves_the_generators_where_they_were(
         raise torch.OutOfMemoryError
 
     logits, params = random_logits(3), [SamplingParams(temperature=1.0)] * 3
-    expected = sample(logits, params, [new_generator(5, row) for row in range(3)])
+    expected = sample(logits, params, [new_generator(5, row) for row in range(3)]).tolist()
     generators = [new_generator(5, row) for row in range(3)]
     for step in ("cumsum", "softmax"):
         with monkeypatch.context() as patched:
             patched.setattr(torch.Tensor, step, without_memory)
             with pytest.raises(torch.OutOfMemoryError):
-                sample(logits, params, generators)
-    assert sample(logits, params, generators) == expected
+                sample(logits, params, generators).tolist()
+    assert sample(logits, params, generators).tolist() == expected
 
 
 def test_tokens_ruled_out_by_minus_infinity_are_never_drawn() -> None:
     logits = torch.full((50, VOCABULARY), -math.inf)
     logits[:, 42] = 0.0
     generators = [new_generator(0, row) for row in range(50)]
-    assert sample(logits, [SamplingParams(temperature=1.0)] * 50, generators) == [42] * 50
+    assert sample(logits, [SamplingParams(temperature=1.0)] * 50, generators).tolist() == [42] * 50
 
 
 def test_a_draw_of_exactly_zero_skips_tokens_of_no_probability(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.zeros(1, VOCABULARY)
     logits[:, :3] = -math.inf
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.zeros(1, dtype=torch.float64))
-    assert sample(logits, [SamplingParams(temperature=1.0)], [new_generator(0, 0)]) == [3]
+    assert sample(logits, [SamplingParams(temperature=1.0)], [new_generator(0, 0)]).tolist() == [3]
 
 
 def test_a_greedy_batch_draws_nothing(attention: PagedAttention) -> None:
     logits = random_logits(4).to(device_of(attention))
     chosen = attention.choose(logits, [SamplingParams()] * 4, lambda: pytest.fail("nobody asked for a number"))
-    assert chosen == logits.argmax(1).tolist()
+    assert chosen.tolist() == logits.argmax(1).tolist()
 
 
 def test_a_number_that_rounds_to_one_still_chooses_a_token_that_is_kept(attention: PagedAttention) -> None:
     logits = torch.full((1, VOCABULARY), -math.inf, device=device_of(attention))
     logits[0, 7:9] = 0.0
     almost_one = torch.tensor([1 - 1e-12], dtype=torch.float64)
-    assert attention.choose(logits, [SamplingParams(temperature=1.0)], lambda: almost_one) == [8]
+    assert attention.choose(logits, [SamplingParams(temperature=1.0)], lambda: almost_one).tolist() == [8]
 
 
 def test_no_rows_give_no_tokens_and_lists_of_other_length_are_refused() -> None:
-    assert sample(random_logits(0), [], []) == []
+    assert sample(random_logits(0), [], []).tolist() == []
     with pytest.raises(ValueError, match="2 rows of logits, 1 params"):
-        sample(random_logits(2), [SamplingParams()], [new_generator(0, 0)])
+        sample(random_logits(2), [SamplingParams()], [new_generator(0, 0)]).tolist()
 
 
 @pytest.mark.parametrize(

@@ -162,12 +162,12 @@ def test_logprobs_are_those_of_the_models_own_logits_in_double_precision() -> No
         assert found.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
-def test_a_plain_row_takes_no_further_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plain_row_takes_no_further_work() -> None:
     logits, seen = logits_of(2, seed=1), []
 
-    def choose(rows: torch.Tensor, *_: Any) -> list[int]:
+    def choose(rows: torch.Tensor, *_: Any) -> torch.Tensor:
         seen.append(rows)
-        return [1, 2]
+        return torch.tensor([1, 2])
 
     draw(logits, [sampler_of(SamplingParams(), [1])] * 2, choose)
     assert seen[0] is logits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +184,35 @@ async def test_a_request_without_a_token_to_choose_fails_alone(folder: Path) -> 
         alone: Output = await harness.generate(prompt(20), max_tokens=20, ignore_eos=True)
         assert (await company).tokens == alone.tokens
         assert await harness.free_block_count() == 512
+
+
+async def test_a_pass_of_simple_requests_is_waited_for_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each read waits for the device; the pages' dtype and place do not matter to how many there are."""
+    reads: list[str] = []
+    to_list = torch.Tensor.tolist
+
+    def counted(tensor: torch.Tensor) -> Any:
+        name = sys._getframe(1).f_globals["__name__"]
+        if name.startswith(("quire_worker.sampling", "quire_worker.execution", "quire_worker.attention.torch_path")):
+            reads.append(name)
+        return to_list(tensor)
+
+    async with running(folder, ahead_tokens=64) as harness:
+        await harness.generate(prompt(9), max_tokens=2)
+        passes = 0
+        compute = harness.engine._runner.compute
+
+        def count_passes(prepared: Any) -> Any:
+            nonlocal passes
+            passes += 1
+            return compute(prepared)
+
+        monkeypatch.setattr(harness.engine._runner, "compute", count_passes)
+        monkeypatch.setattr(torch.Tensor, "tolist", counted)
+        await asyncio.gather(
+            harness.generate(prompt(150, seed=1), max_tokens=20, ignore_eos=True),  # three chunks of its prompt
+            harness.generate(prompt(5, seed=2), max_tokens=20, ignore_eos=True, temperature=0.8, top_k=9, n=2),
+        )
+        monkeypatch.undo()
+    assert passes >= 20
+    assert len(reads) == passes

@@ -147,7 +147,7 @@ def difference(folder: Path) -> float:
     for start, stop in ((0, 41), (41, 69), (69, 70)):
         chunks = [  # the other one is gone through at the same time
             Chunk(tokens[start:stop][::-1], start, tables[1], needs_logits=False),
-            Chunk(tokens[start:stop], start, tables[0], needs_logits=True),
+            Chunk(tokens[start:stop], start, tables[0], needs_logits=True, begun_with=len(tokens)),
         ]
         logits = model.forward(build_batch(chunks, groups=groups), cache)[0]
     return float((logits - expected).norm() / expected.norm())
@@ -158,6 +158,18 @@ def test_without_a_scan_of_its_own_jamba_is_refused(folders: dict[str, Path], mo
     monkeypatch.setattr(mixers, "CONTINUATIONS", {})
     with pytest.raises(UnsupportedModelError, match="through pages its logits differ"):
         load_model(folders["Jamba"])
+
+
+@pytest.mark.parametrize(
+    ("family", "limits"), [("NemotronH", {"time_step_min": 0.5}), ("Bamba", {"time_step_limit": [0.8, 1.2]})]
+)
+def test_a_prompts_last_token_by_itself_has_its_time_step_within_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, limits: dict[str, Any]
+) -> None:
+    folder = write_with_states(family, tmp_path, **limits)
+    assert difference(folder) < 1e-4
+    monkeypatch.setattr(mixers, "has_limits", lambda _: False)
+    assert difference(folder) > 1e-2
 
 
 @pytest.mark.parametrize("name", FURTHER)

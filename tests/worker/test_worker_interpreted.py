@@ -33,7 +33,7 @@ def drawn_reference(folder: Path, prompt: list[int]) -> tuple[int, ...]:
     for _ in range(OUTPUT_TOKENS):
         with torch.inference_mode():
             logits = model(torch.tensor([tokens])).logits[:, -1].float()
-        tokens += sample(logits, [DRAWN], [generator])
+        tokens += sample(logits, [DRAWN], [generator]).tolist()
     return tuple(tokens[len(prompt) :])
 
 

@@ -91,16 +91,16 @@ def rotate_(
     library.functions.quire_rotate(byref(arguments))
 
 
-def greedy(library: Library, logits: torch.Tensor) -> list[int]:
-    """Returns the first largest of each row of float32 `[rows, vocabulary]`; a NaN is larger than all numbers."""
+def greedy(library: Library, logits: torch.Tensor) -> torch.Tensor:
+    """Returns the first largest of each row of float32 `[rows, vocabulary]`, int64 `[rows]`; a NaN is larger than all
+    numbers."""
     if logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
         raise ValueError(f"logits must be dense rows of float32, not {logits.dtype} {list(logits.shape)}")
     tokens = torch.empty(logits.shape[0], dtype=torch.int64)
     library.functions.quire_greedy(
         logits.data_ptr(), logits.stride(0), logits.shape[0], logits.shape[1], tokens.data_ptr()
     )
-    chosen: list[int] = tokens.tolist()
-    return chosen
+    return tokens
 
 
 class PackedLinear:

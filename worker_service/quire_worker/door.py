@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from quire.errors import QuireError, Reason
 
-from quire_worker.execution.runner import Computed
+from quire_worker.execution.parts import Computed
 from quire_worker.scheduling.plan import Plan
 from quire_worker.scheduling.request import Request
 from quire_worker.scheduling.roster import Roster

@@ -32,16 +32,18 @@ from quire_worker.cache import KVCache
 from quire_worker.door import Door
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
 from quire_worker.execution.host_pages import HostPages
-from quire_worker.execution.runner import Computed, Runner, Shortcut
+from quire_worker.execution.parts import Computed
+from quire_worker.execution.runner import Runner, Shortcut
 from quire_worker.model.adapters.adapter import Adapter
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
 from quire_worker.outbox import Outbox
-from quire_worker.samples import TokenIntake, begin_samples, root_of
+from quire_worker.reception import Reception
+from quire_worker.samples import TokenIntake, begin_samples
 from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.plan import Batch, Plan, Work
-from quire_worker.scheduling.request import STREAM_INTERVAL_S, Request
+from quire_worker.scheduling.request import STREAM_INTERVAL_S, Request, Sample
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
 
@@ -99,11 +101,11 @@ class Engine:
         self._clock = clock
         self._door = Door(scheduler.roster, telemetry, waiting_max=waiting_max, clock=clock)
         self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="model")
-        self._wake = asyncio.Event()
+        self.wake = asyncio.Event()  # set by whoever changes the roster
         self._open: set[Request] = set()
         self._changed = asyncio.Event()  # a request was ended
-        self._request_count = 0
-        self._stopping = False
+        self._turned = asyncio.Event()  # set for a moment after each turn
+        self.reception = Reception(model, cache, tokenizer, session, self._door, clock=clock)
         self._asked: Asked | None = None
         self._sent_s = 0.0
         slot_count = scheduler.roster.swap.slot_count
@@ -124,17 +126,20 @@ class Engine:
             DeviceLostError: neither can anything be computed.
         """
         try:
-            while not self._stopping:
-                self._wake.clear()
+            while not self.reception.is_closed:
+                self.wake.clear()
                 if not self.scheduler.roster.has_work and not self._passes:
-                    await self._wake.wait()
+                    await self.wake.wait()
                 await self.step()
+                self._turned.set()
+                self._turned.clear()
         except DeviceLostError:
             self.fail_all(QuireError.of(Reason.MODEL_FAILED, "the worker lost its device"))
             raise
         finally:
-            self._stopping = True
-            self.fail_all(self._draining())
+            self.reception.is_closed = True
+            self.fail_all(self.reception.draining())
+            self._turned.set()
             await asyncio.gather(*(each.result for each in self._passes), return_exceptions=True)
             if self._asked is not None:  # nobody takes this answer in, and its failure is no news
                 self._asked.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
@@ -148,12 +153,11 @@ class Engine:
             return
         self._ask_ahead(self._passes[0].work)
         await self._start_next()
-        computed = await self._passes.popleft().result
+        computed = await self._passes[0].result
+        self._passes.popleft()
         self._end_failed(computed)
         self.scheduler.advance(computed.work)
-        for request, position, logprobs in computed.prompt_logprobs:
-            request.prompt_logprobs[position - 1 : position - 1 + len(logprobs)] = logprobs
-        self._intake.take(computed.tokens)
+        self._intake.take(computed)
         self._door.observe(computed)
         self.telemetry.forward_s += computed.seconds
         self.telemetry.step_seconds.observe(self._clock() - started)
@@ -190,23 +194,24 @@ class Engine:
             QuireError: QUEUE_FULL; DEADLINE, it cannot be done by then; ALLOCATOR_LOST, nobody grants blocks at
                 present; DRAINING, it was stopped.
         """
-        if self._stopping:
-            raise self._draining()
-        if not self.session.connected:
-            raise QuireError.of(Reason.ALLOCATOR_LOST, "the worker has no session with its allocator at present")
-        self._door.check_room()
-        self._request_count += 1
-        root = root_of(self.model, self.cache.spec.layout, namespace, adapter)
-        request = Request(self._request_count, request_id, prompt, sampling, namespace, root, self._clock())
-        request.rotation, request.priority, request.adapter = self.model.rotation, priority, adapter
-        if time_left_s is not None:
-            request.deadline_s = request.arrived_s + time_left_s
-        self._door.check_deadline(request)
+        about = (request_id, prompt, sampling, namespace, adapter)
+        request = self.reception.new_request(*about, priority=priority, time_left_s=time_left_s)
         begin_samples(request, self.model, self.tokenizer, echo=echo, matcher=matcher)
         self.scheduler.roster.add(request.samples[0])
-        self._open.add(request)
-        self._wake.set()
+        self.open(request)
         return request
+
+    def open(self, request: Request) -> None:
+        """Begins to work on a request whose samples are in the roster."""
+        self._open.add(request)
+        self.wake.set()
+
+    async def settled(self, sample: Sample) -> None:
+        """Returns once no pass and no fork is under way that a sample is part of; raises DRAINING if none will end."""
+        while sample.fork_of is not None or any(item.sample is sample for each in self._passes for item in each.work):
+            if self.reception.is_closed:
+                raise self.reception.draining()
+            await self._turned.wait()
 
     def cancel(self, request: Request) -> None:
         """Ends a request, done or not; what it still holds is freed with the next step, within 0.1 s."""
@@ -214,7 +219,7 @@ class Engine:
         self._outbox.discard(request)
         self._open.discard(request)
         self._changed.set()
-        self._wake.set()
+        self.wake.set()
 
     def request_count(self, adapter: Adapter) -> int:
         """Counts the requests that have chosen an adapter and are not done."""
@@ -225,10 +230,6 @@ class Engine:
         for request in self._open:
             self._fail(request, error)
 
-    @staticmethod
-    def _draining() -> QuireError:
-        return QuireError.of(Reason.DRAINING, "the worker is shutting down")
-
     async def drained(self) -> None:
         """Returns once no request is open."""
         while self._open:
@@ -237,8 +238,8 @@ class Engine:
 
     def stop(self) -> None:
         """Lets `run` return after the turn that it is in."""
-        self._stopping = True
-        self._wake.set()
+        self.reception.is_closed = True
+        self.wake.set()
 
     def close(self) -> None:
         """Waits for the model's thread; `run` has ended before."""
@@ -263,7 +264,7 @@ class Engine:
         """Puts the next pass behind the one that is computed, as soon as all that it needs is granted. If that does not
         come about before this one ends, or something has gone wrong, the next turn begins by planning."""
         (current,) = self._passes
-        while not self._stopping:
+        while not self.reception.is_closed:
             if self._asked is not None and self._asked.answer.done():
                 if self._asked.answer.exception() is not None:
                     return

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from quire.hashing import root_digest
 
-from quire_worker.execution.parts import Token
+from quire_worker.execution.parts import Computed, Token
 from quire_worker.model.adapters.adapter import Adapter
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.sample_text import SampleText
@@ -16,7 +16,7 @@ from quire_worker.sampling.grammar import Matcher
 from quire_worker.sampling.logprobs import TokenLogprobs
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.sampling.sampler import Sampler
-from quire_worker.scheduling.request import FinishReason, Request, Sample
+from quire_worker.scheduling.request import Delivery, FinishReason, Request, Sample
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
 
@@ -41,17 +41,32 @@ def begin_samples(
     """
     sampling: SamplingParams = request.sampling
     for index in range(sampling.sample_count):
-        sampler = Sampler.of(
-            sampling,
-            index,
-            prompt=request.prompt,
-            eos_token_ids=model.eos_token_ids,
-            vocabulary=model.vocab_size,
-            matcher=matcher,
-        )
-        text = _text_of(sampling, tokenizer, echo)
-        sample = Sample(request, index, list(request.prompt), sampler, text, begun_with=len(request.prompt))
+        sample = begin_sample(request, index, request.prompt, model, tokenizer, echo=echo, matcher=matcher)
         request.samples.append(sample)
+
+
+def begin_sample(
+    request: Request,
+    index: int,
+    tokens: Sequence[int],
+    model: PagedModel,
+    tokenizer: Tokenizer,
+    *,
+    echo: str = "",
+    matcher: Matcher | None = None,
+) -> Sample:
+    """Returns a sample of a request that has these tokens to be computed; the request does not know it yet."""
+    sampling: SamplingParams = request.sampling
+    sampler = Sampler.of(
+        sampling,
+        index,
+        prompt=request.prompt,
+        eos_token_ids=model.eos_token_ids,
+        vocabulary=model.vocab_size,
+        matcher=matcher,
+    )
+    text = _text_of(sampling, tokenizer, echo)
+    return Sample(request, index, list(tokens), sampler, text, begun_with=len(tokens))
 
 
 def _text_of(sampling: SamplingParams, tokenizer: Tokenizer, echo: str) -> StreamDecoder | SampleText:
@@ -90,8 +105,25 @@ class TokenIntake:
         self._eos_token_ids = eos_token_ids
         self._on_failure = on_failure
 
-    def take(self, tokens: Sequence[Token]) -> None:
-        """Extends every sample by its token."""
+    def take(self, computed: Computed) -> None:
+        """Notes what was told of prompts and candidates, extends every sample by its token, and ends those of which
+        nothing but to be computed was asked."""
+        for request, position, told in computed.prompt_logprobs:
+            request.prompt_logprobs[position - 1 : position - 1 + len(told)] = told
+        for sample, position, logprobs in computed.candidate_logprobs:
+            sample.note_logprobs(position, logprobs)
+        self._extend(computed.tokens)
+        for item in computed.work:
+            if item.is_complete and not item.sample.draws and not item.sample.has_ended:
+                self._end(item.sample)
+
+    def _end(self, sample: Sample) -> None:
+        request = sample.request
+        self._scheduler.roster.finish(sample, FinishReason.LENGTH)
+        if request.is_done:
+            request.deliveries.put_nowait(Delivery(0, (), "", FinishReason.LENGTH, is_last=True))
+
+    def _extend(self, tokens: Sequence[Token]) -> None:
         for (drawn, parent), token, logprobs in tokens:
             if drawn.has_ended:  # cancelled while the model ran, or with the token before
                 continue

@@ -262,7 +262,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
 
     await asyncio.wait((running, stopping, lost), return_when=asyncio.FIRST_COMPLETED)
     log.info("draining", running=len(engine.scheduler.roster.running), waiting=len(engine.scheduler.roster.waiting))
-    service.draining = True
+    service.drain()
     await server.withdraw()
     if session.connected and not running.done() and not lost.done():
         drained = asyncio.create_task(engine.drained())

@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
-import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, TypeAlias, TypeVar
 
 import structlog
+from google.protobuf.message import Message
 from grpc import aio
 from quire._serving.rpc import Authorize, abort, permit_everything
 from quire.errors import InternalError, QuireError, Reason
-from quire.protocol.limits import NAMESPACE_BYTES_MAX, REQUEST_ID_CHARACTERS_MAX
 from quire.protocol.permissions import Permissions
 from quire.v1 import worker_pb2 as pb
 
 from quire_worker.adapter_calls import AdapterCalls
+from quire_worker.branch_calls import BranchCalls
+from quire_worker.branches import Branches
+from quire_worker.checks import Checks, check_namespace
 from quire_worker.engine import Engine
-from quire_worker.execution.failures import TOKENIZER
 from quire_worker.execution.sizing import PoolMemory, largest_shape
 from quire_worker.messages import response_of, sampling_of
-from quire_worker.model.conversation import ConversationError, read_conversation
-from quire_worker.model.tokenizer import TokenizerError
-from quire_worker.sampling.grammar import Grammars
 from quire_worker.scheduling.order import PRIORITY_MAX
 from quire_worker.scheduling.request import Request
-from quire_worker.structures import StructureCompiler
 
 log = structlog.get_logger()
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 
-InputT = TypeVar("InputT")
-
-TEXT_BYTES_MAX = 1 << 20
-SPELLED_MAX = 1 << 16  # tokens of one call of Detokenize
+RequestT = TypeVar("RequestT", bound=Message)
+ResponseT = TypeVar("ResponseT", bound=Message)
 
 
 class WorkerService(AdapterCalls):
@@ -55,50 +50,70 @@ class WorkerService(AdapterCalls):
         self._model_name = model_name
         self._authorize = authorize
         self._version = importlib.metadata.version("quire-kv")
-        model = engine.model
-        self._structures = StructureCompiler(Grammars(engine.tokenizer.to_json, model.vocab_size, model.eos_token_ids))
-        self.draining = False
+        self._checks = Checks(engine)
+        self._branches = Branches(engine)
+        self._branch_calls = BranchCalls(self._branches, self._checks)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Streams until the request is done; leaving for any other reason cancels it."""
         outcomes = self._engine.telemetry.outcomes
         outcome = "rejected"
-        running: Request | None = None
         try:
-            running = await self._submit(request, self._authorize(context), context.time_remaining())
-            outcome = "cancelled"
-            async for response in self._responses(running):
-                yield response
+            async with self._submitted(request, self._authorize(context), context.time_remaining()) as running:
+                outcome = "cancelled"
+                async for response in self._responses(running):
+                    yield response
             outcome = "finished"
         except QuireError as error:
             outcome = "failed" if outcome == "cancelled" or isinstance(error, InternalError) else outcome
             if error.reason is Reason.NAMESPACE_FORBIDDEN:
                 log.warning("call refused", method="Generate", reason=error.reason, peer=context.peer())
             await abort(context, error)
-        finally:  # also on cancellation, deadline, and a connection that is gone
-            if running is not None:
-                self._engine.cancel(running)
+        finally:
             outcomes[outcome] += 1
+
+    async def Prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
+        """Computes a prompt and answers with a branch of it."""
+        return await self._answer(context, "Prefill", request, self._branch_calls.prefill)
+
+    async def ForkBranch(self, request: pb.ForkBranchRequest, context: Context) -> pb.ForkBranchResponse:
+        """Answers with branches of the same tokens."""
+        return await self._answer(context, "ForkBranch", request, self._branch_calls.fork)
+
+    async def ExtendBranch(self, request: pb.ExtendBranchRequest, context: Context) -> pb.ExtendBranchResponse:
+        """Puts tokens behind those of a branch."""
+        return await self._answer(context, "ExtendBranch", request, self._branch_calls.extend)
+
+    async def ScoreBranch(self, request: pb.ScoreBranchRequest, context: Context) -> pb.ScoreBranchResponse:
+        """Answers how likely continuations are."""
+        return await self._answer(context, "ScoreBranch", request, self._branch_calls.score)
+
+    async def RenewBranches(self, request: pb.RenewBranchesRequest, context: Context) -> pb.RenewBranchesResponse:
+        """Begins the time of branches anew."""
+        return await self._answer(context, "RenewBranches", request, self._branch_calls.renew)
+
+    async def ReleaseBranches(self, request: pb.ReleaseBranchesRequest, context: Context) -> pb.ReleaseBranchesResponse:
+        """Ends branches that nobody wants any more."""
+        return await self._answer(context, "ReleaseBranches", request, self._branch_calls.release)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Answers with the tokens of a text or a conversation."""
         try:
-            self._check_serving()
-            return pb.TokenizeResponse(token_ids=await self._tokenized(request))
+            self._checks.check_serving()
+            return pb.TokenizeResponse(token_ids=await self._checks.tokenized(request))
         except QuireError as error:
             return await abort(context, error)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Answers with the bytes of each token."""
         try:
-            if len(request.token_ids) > SPELLED_MAX:
-                raise QuireError.of(Reason.LIMIT, f"at most {SPELLED_MAX} tokens at a time")
-            return pb.DetokenizeResponse(texts=self._engine.tokenizer.spell(request.token_ids))
+            return pb.DetokenizeResponse(texts=self._checks.spelled(request))
         except QuireError as error:
             return await abort(context, error)
-        except TokenizerError as error:
-            log.warning("decoding failed", error=str(error))
-            return await abort(context, self._engine.failed("", TOKENIZER))
+
+    def drain(self) -> None:
+        """Refuses calls from now on, because the worker shuts down."""
+        self._checks.draining = True
 
     def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         """Answers with a snapshot of the worker."""
@@ -131,6 +146,8 @@ class WorkerService(AdapterCalls):
             report_count=engine.session.report_count,
             disagreement_count=engine.session.disagreement_count,
             rank_count=engine.model.rank_count,
+            branch_count=self._branches.count,
+            held_branch_count=self._branches.held_count,
             memory=self._pool_memory(),
         )
 
@@ -156,27 +173,44 @@ class WorkerService(AdapterCalls):
             )
         return message
 
+    async def _answer(
+        self,
+        context: Context,
+        method: str,
+        request: RequestT,
+        answer: Callable[[RequestT, Permissions], Awaitable[ResponseT]],
+    ) -> ResponseT:
+        """Answers a call, or ends it with the error that says why not."""
+        try:
+            return await answer(request, self._authorize(context))
+        except QuireError as error:
+            if error.reason is Reason.NAMESPACE_FORBIDDEN:
+                log.warning("call refused", method=method, reason=error.reason, peer=context.peer())
+            await abort(context, error)
+
     # -- parts of Generate ---------------------------------------------------------------------------------------------
 
-    async def _submit(
+    @asynccontextmanager
+    async def _submitted(
         self, request: pb.GenerateRequest, permissions: Permissions, time_left_s: float | None = None
-    ) -> Request:
-        self._check_serving()
-        _require(len(request.request_id) <= REQUEST_ID_CHARACTERS_MAX, "request_id must be at most 64 characters")
-        _require(len(request.namespace.encode()) <= NAMESPACE_BYTES_MAX, "namespace must be at most 128 bytes")
+    ) -> AsyncIterator[Request]:
+        """Hands a request to the engine, and takes it back when it was read or its caller has gone."""
+        request_id = self._checks.begin(request.request_id)
         if abs(request.priority) > PRIORITY_MAX:
             message = f"priority must be from {-PRIORITY_MAX} to {PRIORITY_MAX}, not {request.priority}"
             raise QuireError.of(Reason.BAD_PARAMETER, message)
-        if not permissions.may_use(request.namespace):
-            raise QuireError.of(Reason.NAMESPACE_FORBIDDEN, "the certificate does not permit this namespace")
         sampling = sampling_of(request.sampling, self._engine.model.vocab_size)
-        request_id = request.request_id or uuid.uuid4().hex
-        prompt = await self._tokens(request, request_id)
-        self._check_prompt(prompt)
-        echo = await self._echo(request, request_id, prompt) if sampling.echo else ""
-        matcher = None if sampling.structure is None else await self._structures.compile(sampling.structure)
-        self._check_serving()  # also after the tokenizer's time
-        return self._engine.submit(
+        matcher = await self._checks.matcher(sampling)
+        if request.WhichOneof("prompt") == "branch_id":
+            branch_call = self._branch_calls.generating(request, sampling, request_id, permissions, matcher)
+            async with branch_call as running:
+                yield running
+            return
+        check_namespace(request.namespace, permissions)
+        prompt = await self._checks.prompt(request, request_id)
+        echo = await self._checks.echo(request, request_id, prompt) if sampling.echo else ""
+        self._checks.check_serving()
+        running = self._engine.submit(
             request_id=request_id,
             prompt=prompt,
             sampling=sampling,
@@ -187,81 +221,17 @@ class WorkerService(AdapterCalls):
             priority=request.priority,
             time_left_s=time_left_s,
         )
-
-    def _check_serving(self) -> None:
-        if self.draining:
-            raise QuireError.of(Reason.DRAINING, "the worker is shutting down")
-
-    async def _echo(self, request: pb.GenerateRequest, request_id: str, prompt: list[int]) -> str:
-        """Returns the prompt's text, which is what came where text came."""
-        if request.WhichOneof("prompt") == "text":
-            return request.text
         try:
-            return await asyncio.to_thread(self._engine.tokenizer.decode, prompt)
-        except TokenizerError as error:
-            log.warning("decoding failed", error=str(error))
-            raise self._engine.failed(request_id, TOKENIZER) from None
-
-    async def _tokens(self, request: pb.GenerateRequest, request_id: str) -> list[int]:
-        kind = request.WhichOneof("prompt")
-        _require(kind is not None, "prompt is missing: give text or tokens")
-        if kind == "tokens":
-            return list(request.tokens.ids)
-        return await self._encode(request_id, len(request.text.encode()), self._engine.tokenizer.encode, request.text)
-
-    async def _tokenized(self, request: pb.TokenizeRequest) -> list[int]:
-        kind = request.WhichOneof("input")
-        _require(kind is not None, "input is missing: give text or a conversation")
-        tokenizer, size = self._engine.tokenizer, request.ByteSize()
-        if kind == "text":
-            return await self._encode("", size, tokenizer.encode, request.text)
-        given = request.conversation
-        try:
-            conversation = read_conversation(
-                given.messages_json,
-                given.tools_json,
-                given.variables_json,
-                with_generation_prompt=not given.without_generation_prompt,
-            )
-            return await self._encode("", size, tokenizer.encode_conversation, conversation)
-        except ConversationError as error:
-            raise QuireError.of(Reason.BAD_PARAMETER, str(error)) from None
-
-    async def _encode(
-        self, request_id: str, byte_count: int, encode: Callable[[InputT], list[int]], given: InputT
-    ) -> list[int]:
-        """Encodes on another thread: a long text takes a while, and others are streaming."""
-        if byte_count > TEXT_BYTES_MAX:
-            raise QuireError.of(Reason.TOO_LARGE, f"text must be at most {TEXT_BYTES_MAX} bytes")
-        try:
-            return await asyncio.to_thread(encode, given)
-        except TokenizerError as error:
-            log.warning("encoding failed", error=str(error))
-            raise self._engine.failed(request_id, TOKENIZER) from None
-
-    def _check_prompt(self, prompt: list[int]) -> None:
-        longest = self._engine.scheduler.sequence_tokens_max - 1  # one token has to follow
-        if not prompt:
-            raise QuireError.of(Reason.PROMPT_EMPTY, "the prompt has no token")
-        if len(prompt) > longest:
-            raise QuireError.of(
-                Reason.PROMPT_TOO_LONG, f"the prompt has {len(prompt)} tokens; model and pool hold {longest}"
-            )
-        vocabulary = self._engine.model.vocab_size
-        unknown = next((token for token in prompt if token >= vocabulary), None)
-        if unknown is not None:
-            raise QuireError.of(Reason.UNKNOWN_TOKEN, f"token id {unknown} is not below the vocabulary's {vocabulary}")
+            yield running
+        finally:  # also on cancellation, deadline, and a connection that is gone
+            self._engine.cancel(running)
 
     async def _responses(self, running: Request) -> AsyncIterator[pb.GenerateResponse]:
         while True:
             delivery = await running.deliveries.get()
             if isinstance(delivery, QuireError):
                 raise delivery
+            running.is_read = delivery.is_last
             yield response_of(running, delivery, self._engine.scheduler.sequence_tokens_max)
             if delivery.is_last:
                 return
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise QuireError.of(Reason.MALFORMED, message)

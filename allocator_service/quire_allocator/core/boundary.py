@@ -30,13 +30,26 @@ class Boundary:
         aside: published positions that a hit which ends one edge earlier takes beyond those, as far as they are there.
         runs: of each tree of full attention the run that it stands in: at its end, or inside.
         parent: the boundary before it on its path, when it was made; it may have gone since.
+        next_token_count: tokens before the boundary that was made right behind it last; 0 where there was none.
         way_count: boundaries that were made right behind it and are not gone.
         is_parting: two boundaries were right behind it at once, or another path branches off there.
         is_aside: it is continued, and what it needs leaves before what the policy ranks.
         is_gone: it has ended; only sequences and boundaries that came by still refer to it.
     """
 
-    __slots__ = ("aside", "index", "is_aside", "is_gone", "is_parting", "key", "needed", "parent", "runs", "way_count")
+    __slots__ = (
+        "aside",
+        "index",
+        "is_aside",
+        "is_gone",
+        "is_parting",
+        "key",
+        "needed",
+        "next_token_count",
+        "parent",
+        "runs",
+        "way_count",
+    )
 
     def __init__(
         self,
@@ -54,6 +67,7 @@ class Boundary:
         self.aside = list(aside)
         self.runs = list(runs)
         self.parent = parent
+        self.next_token_count = 0
         self.way_count = 0
         self.is_parting = False
         self.is_aside = False

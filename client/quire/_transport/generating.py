@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire import sampling
-from quire._transport.messages import checked_id, extend, fill, values_of
+from quire._transport.messages import checked_id, extend, fill, fill_tokens, values_of
 from quire.errors import InternalError, InvalidArgumentError, Reason, UnavailableError
 from quire.v1 import worker_pb2 as worker_pb
 
@@ -42,13 +42,7 @@ def generate_request(
     request = worker_pb.GenerateRequest()
     fill(request, request_id, namespace=namespace, adapter=adapter, request_id=request_id, priority=priority)
     _fill_sampling(request.sampling, params, request_id)
-    if isinstance(prompt, str):
-        fill(request, request_id, text=prompt)
-    elif isinstance(prompt, (bytes, bytearray)):
-        raise TypeError("prompt must be text or token ids, not bytes")
-    else:
-        request.tokens.SetInParent()
-        extend(request.tokens.ids, "prompt", prompt, request_id)
+    fill_tokens(request, prompt, "prompt", request_id)
     return request
 
 

@@ -173,7 +173,7 @@ def _tables(tables: Iterable[pb.BlockTable]) -> tuple[types.BlockTable, ...]:
 
 def open_request(pool: str, spec: types.PoolSpec, request_id: str | None) -> pb.OpenSessionRequest:
     """Asks for a pool."""
-    request = _operation(pb.OpenSessionRequest(spec=pool_spec_message(spec)), request_id)
+    request = operation(pb.OpenSessionRequest(spec=pool_spec_message(spec)), request_id)
     return fill(request, request.request_id, reason=Reason.MALFORMED, pool=pool)
 
 
@@ -188,7 +188,7 @@ def allocate_request(
 ) -> pb.AllocateRequest:
     """Asks for a new sequence."""
     request = pb.AllocateRequest(session_id=session_id, digests=concatenated(digests), namespace=namespace)
-    request = _operation(request, request_id, **counts)
+    request = operation(request, request_id, **counts)
     extend(request.turn_ends, "turn_ends", turn_ends, request.request_id, Reason.MALFORMED)
     return request
 
@@ -196,7 +196,7 @@ def allocate_request(
 def grow_request(session_id: bytes, request_id: str | None, sequence_id: int, token_count: int) -> pb.GrowRequest:
     """Asks for a longer sequence."""
     request = pb.GrowRequest(session_id=session_id)
-    return _operation(request, request_id, sequence_id=sequence_id, token_count=token_count)
+    return operation(request, request_id, sequence_id=sequence_id, token_count=token_count)
 
 
 def fork_request(
@@ -204,19 +204,19 @@ def fork_request(
 ) -> pb.ForkRequest:
     """Asks for a copy of a sequence."""
     request = pb.ForkRequest(session_id=session_id)
-    return _operation(request, request_id, parent_id=parent_id, child_id=child_id, hold_ms=hold_ms)
+    return operation(request, request_id, parent_id=parent_id, child_id=child_id, hold_ms=hold_ms)
 
 
 def commit_request(
     session_id: bytes, request_id: str | None, *, digests: bytes | Iterable[bytes], **counts: int
 ) -> pb.CommitRequest:
     """Makes the request that reports computed tokens."""
-    return _operation(pb.CommitRequest(session_id=session_id, digests=concatenated(digests)), request_id, **counts)
+    return operation(pb.CommitRequest(session_id=session_id, digests=concatenated(digests)), request_id, **counts)
 
 
 def free_request(session_id: bytes, request_id: str | None, sequence_id: int) -> pb.FreeRequest:
     """Makes the request that drops a sequence."""
-    return _operation(pb.FreeRequest(session_id=session_id), request_id, sequence_id=sequence_id)
+    return operation(pb.FreeRequest(session_id=session_id), request_id, sequence_id=sequence_id)
 
 
 def allocation(message: pb.AllocateResponse, group_count: int) -> types.Allocation:
@@ -284,7 +284,23 @@ def checked_id(request_id: str | None) -> str:
     return request_id
 
 
-def _operation(message: MessageT, request_id: str | None, **values: int) -> MessageT:
+def fill_tokens(message: Any, given: str | Sequence[int], name: str, request_id: str) -> None:
+    """Puts text or tokens into a message that takes either.
+
+    Raises:
+        TypeError: it is neither.
+        InvalidArgumentError: BAD_PARAMETER, a number that the message cannot carry.
+    """
+    if isinstance(given, str):
+        fill(message, request_id, text=given)
+    elif isinstance(given, (bytes, bytearray)):
+        raise TypeError(f"{name} must be text or token ids, not bytes")
+    else:
+        message.tokens.SetInParent()
+        extend(message.tokens.ids, name, given, request_id)
+
+
+def operation(message: MessageT, request_id: str | None, **values: int) -> MessageT:
     """Fills in what every operation has: a request id, a new one where the caller gave none, and numbers."""
     request_id = checked_id(request_id)
     return fill(message, request_id, reason=Reason.MALFORMED, request_id=request_id, **values)

@@ -142,6 +142,7 @@ def _rows(address: str, found: WorkerStatus) -> list[tuple[str, str]]:
         ("memory", _memory(found.memory)),
         ("sequence", f"at most {found.sequence_tokens_max:,} tokens; vocabulary of {found.vocabulary_size:,}"),
         ("samples", f"{found.running_count} running, {found.waiting_count} waiting"),
+        ("branches", f"{found.branch_count:,}, of which {found.held_branch_count:,} hold blocks"),
         (
             "tokens",
             f"{found.prompt_token_count:,} of prompts ({cached:.0%} cached), {found.output_token_count:,} generated; "

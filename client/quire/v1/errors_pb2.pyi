@@ -43,6 +43,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """INVALID_ARGUMENT: the prompt has no token."""
     REASON_POOL_UNKNOWN: _Reason.ValueType  # 10
     """NOT_FOUND: no pool of that name is attached."""
+    REASON_BRANCH_UNKNOWN: _Reason.ValueType  # 15
+    """NOT_FOUND: no branch of that id: it was released, its time has ended, or its worker was started anew."""
     REASON_POOL_OWNED: _Reason.ValueType  # 11
     """ALREADY_EXISTS: another live owner holds the pool; try again after its lease (the message says how long)."""
     REASON_FENCED: _Reason.ValueType  # 12
@@ -124,6 +126,8 @@ REASON_PROMPT_EMPTY: Reason.ValueType  # 5
 """INVALID_ARGUMENT: the prompt has no token."""
 REASON_POOL_UNKNOWN: Reason.ValueType  # 10
 """NOT_FOUND: no pool of that name is attached."""
+REASON_BRANCH_UNKNOWN: Reason.ValueType  # 15
+"""NOT_FOUND: no branch of that id: it was released, its time has ended, or its worker was started anew."""
 REASON_POOL_OWNED: Reason.ValueType  # 11
 """ALREADY_EXISTS: another live owner holds the pool; try again after its lease (the message says how long)."""
 REASON_FENCED: Reason.ValueType  # 12

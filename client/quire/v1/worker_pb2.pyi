@@ -261,6 +261,7 @@ class GenerateRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    BRANCH_ID_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
@@ -269,6 +270,10 @@ class GenerateRequest(_message.Message):
     """Id that the caller chose for logs, at most 64 characters; if it is empty, the worker makes one up."""
     text: _builtins.str
     """Text, tokenized by the worker. At most 1 MiB."""
+    branch_id: _builtins.bytes
+    """Id of a branch, which becomes longer by the tokens of the answer; `n` must be 1, and `namespace` is the branch's
+    own and not given. A call that is cancelled or fails leaves the branch as it was.
+    """
     namespace: _builtins.str
     """Namespace, inside which alone prefixes are shared; at most 128 bytes."""
     adapter: _builtins.str
@@ -294,20 +299,419 @@ class GenerateRequest(_message.Message):
         request_id: _builtins.str = ...,
         text: _builtins.str = ...,
         tokens: Global___TokenIds | None = ...,
+        branch_id: _builtins.bytes = ...,
         sampling: Global___SamplingParams | None = ...,
         namespace: _builtins.str = ...,
         adapter: _builtins.str = ...,
         priority: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["branch_id", b"branch_id", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "namespace", b"namespace", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "branch_id", b"branch_id", "namespace", b"namespace", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens", "branch_id"]  # noqa: Y015
+    _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
+
+Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class PrefillRequest(_message.Message):
+    """PrefillRequest: the tokens of a new branch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    TTL_MS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As in GenerateRequest."""
+    text: _builtins.str
+    """Text, tokenized by the worker. At most 1 MiB."""
+    namespace: _builtins.str
+    """As in GenerateRequest; of all forks, too."""
+    ttl_ms: _builtins.int
+    """Milliseconds that it is held after a call that names it, 100 to 3,600,000; 0 means 60,000. Of all forks, too."""
+    @_builtins.property
+    def tokens(self) -> Global___TokenIds:
+        """Tokens."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        text: _builtins.str = ...,
+        tokens: Global___TokenIds | None = ...,
+        namespace: _builtins.str = ...,
+        ttl_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "prompt", b"prompt", "request_id", b"request_id", "text", b"text", "tokens", b"tokens", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
-Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
+
+@_typing.final
+class PrefillResponse(_message.Message):
+    """PrefillResponse: a branch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BRANCH_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    CACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    TTL_MS_FIELD_NUMBER: _builtins.int
+    branch_id: _builtins.bytes
+    """16 random bytes."""
+    token_count: _builtins.int
+    """Its tokens, and those of them that were found in the cache."""
+    cached_token_count: _builtins.int
+    ttl_ms: _builtins.int
+    """Milliseconds that it is held after a call that names it."""
+    def __init__(
+        self,
+        *,
+        branch_id: _builtins.bytes = ...,
+        token_count: _builtins.int = ...,
+        cached_token_count: _builtins.int = ...,
+        ttl_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch_id", b"branch_id", "cached_token_count", b"cached_token_count", "token_count", b"token_count", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillResponse: _TypeAlias = PrefillResponse  # noqa: Y015
+
+@_typing.final
+class ForkBranchRequest(_message.Message):
+    """ForkBranchRequest: forks of one branch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    BRANCH_ID_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As in GenerateRequest. Repeated as the next call on the same branch, it gets the same answer once more."""
+    branch_id: _builtins.bytes
+    """The branch."""
+    count: _builtins.int
+    """Forks to make, 1 to 64."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        branch_id: _builtins.bytes = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch_id", b"branch_id", "count", b"count", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForkBranchRequest: _TypeAlias = ForkBranchRequest  # noqa: Y015
+
+@_typing.final
+class ForkBranchResponse(_message.Message):
+    """ForkBranchResponse: the forks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BRANCH_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def branch_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """An id of each."""
+
+    def __init__(
+        self,
+        *,
+        branch_ids: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch_ids", b"branch_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForkBranchResponse: _TypeAlias = ForkBranchResponse  # noqa: Y015
+
+@_typing.final
+class ExtendBranchRequest(_message.Message):
+    """ExtendBranchRequest: what comes after the tokens of a branch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    BRANCH_ID_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As in GenerateRequest. Repeated as the next call on the same branch, it gets the same answer once more."""
+    branch_id: _builtins.bytes
+    """The branch."""
+    text: _builtins.str
+    """Text, tokenized by the worker without what a checkpoint puts at the start of a text. At most 1 MiB."""
+    @_builtins.property
+    def tokens(self) -> Global___TokenIds:
+        """Tokens."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        branch_id: _builtins.bytes = ...,
+        text: _builtins.str = ...,
+        tokens: Global___TokenIds | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["continuation", b"continuation", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch_id", b"branch_id", "continuation", b"continuation", "request_id", b"request_id", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_continuation: _TypeAlias = _typing.Literal["text", "tokens"]  # noqa: Y015
+    _WhichOneofArgType_continuation: _TypeAlias = _typing.Literal["continuation", b"continuation"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_continuation) -> _WhichOneofReturnType_continuation | None: ...
+
+Global___ExtendBranchRequest: _TypeAlias = ExtendBranchRequest  # noqa: Y015
+
+@_typing.final
+class ExtendBranchResponse(_message.Message):
+    """ExtendBranchResponse: the branch as it is now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    token_count: _builtins.int
+    """Its tokens."""
+    def __init__(
+        self,
+        *,
+        token_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExtendBranchResponse: _TypeAlias = ExtendBranchResponse  # noqa: Y015
+
+@_typing.final
+class ScoreBranchRequest(_message.Message):
+    """ScoreBranchRequest: continuations of one branch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    BRANCH_ID_FIELD_NUMBER: _builtins.int
+    CANDIDATES_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As in GenerateRequest."""
+    branch_id: _builtins.bytes
+    """The branch."""
+    @_builtins.property
+    def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Continuation]:
+        """The continuations, 1 to 256, of at least one token each, and of at most 65,536 tokens together."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        branch_id: _builtins.bytes = ...,
+        candidates: _abc.Iterable[Global___Continuation] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch_id", b"branch_id", "candidates", b"candidates", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreBranchRequest: _TypeAlias = ScoreBranchRequest  # noqa: Y015
+
+@_typing.final
+class Continuation(_message.Message):
+    """Continuation: what may come after the tokens of a branch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Text."""
+    @_builtins.property
+    def tokens(self) -> Global___TokenIds:
+        """Tokens."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        tokens: Global___TokenIds | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["continuation", b"continuation", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continuation", b"continuation", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_continuation: _TypeAlias = _typing.Literal["text", "tokens"]  # noqa: Y015
+    _WhichOneofArgType_continuation: _TypeAlias = _typing.Literal["continuation", b"continuation"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_continuation) -> _WhichOneofReturnType_continuation | None: ...
+
+Global___Continuation: _TypeAlias = Continuation  # noqa: Y015
+
+@_typing.final
+class ScoreBranchResponse(_message.Message):
+    """ScoreBranchResponse: how likely each candidate is, in the order of the request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCORES_FIELD_NUMBER: _builtins.int
+    GRANTED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    granted_block_count: _builtins.int
+    """Blocks granted to all forks together, copies included."""
+    @_builtins.property
+    def scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___Score]:
+        """One for each candidate."""
+
+    def __init__(
+        self,
+        *,
+        scores: _abc.Iterable[Global___Score] | None = ...,
+        granted_block_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["granted_block_count", b"granted_block_count", "scores", b"scores"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreBranchResponse: _TypeAlias = ScoreBranchResponse  # noqa: Y015
+
+@_typing.final
+class Score(_message.Message):
+    """Score: how likely one candidate is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Its tokens."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Natural logarithm of the probability of each of them after all tokens before it; -inf where it is 0."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Score: _TypeAlias = Score  # noqa: Y015
+
+@_typing.final
+class RenewBranchesRequest(_message.Message):
+    """RenewBranchesRequest: branches that are still wanted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BRANCH_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def branch_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Their ids, at most 4,096."""
+
+    def __init__(
+        self,
+        *,
+        branch_ids: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch_ids", b"branch_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewBranchesRequest: _TypeAlias = RenewBranchesRequest  # noqa: Y015
+
+@_typing.final
+class RenewBranchesResponse(_message.Message):
+    """RenewBranchesResponse: what was renewed is not named."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNKNOWN_BRANCH_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def unknown_branch_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Ids of the request that name no branch, or none that the caller may use."""
+
+    def __init__(
+        self,
+        *,
+        unknown_branch_ids: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["unknown_branch_ids", b"unknown_branch_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewBranchesResponse: _TypeAlias = RenewBranchesResponse  # noqa: Y015
+
+@_typing.final
+class ReleaseBranchesRequest(_message.Message):
+    """ReleaseBranchesRequest: branches that nobody wants any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BRANCH_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def branch_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Their ids, at most 4,096."""
+
+    def __init__(
+        self,
+        *,
+        branch_ids: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch_ids", b"branch_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseBranchesRequest: _TypeAlias = ReleaseBranchesRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseBranchesResponse(_message.Message):
+    """ReleaseBranchesResponse: says that none of them is there any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseBranchesResponse: _TypeAlias = ReleaseBranchesResponse  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
@@ -421,7 +825,7 @@ class Usage(_message.Message):
     prompt_token_count: _builtins.int
     """Tokens of the prompt."""
     cached_token_count: _builtins.int
-    """Of these, tokens found in the cache when the request was first admitted."""
+    """Of these, tokens found in the cache when the request was first admitted, or held by the branch that it continues."""
     output_token_count: _builtins.int
     """Tokens generated, all samples together."""
     granted_block_count: _builtins.int
@@ -642,6 +1046,8 @@ class GetStatusResponse(_message.Message):
     REPORT_COUNT_FIELD_NUMBER: _builtins.int
     DISAGREEMENT_COUNT_FIELD_NUMBER: _builtins.int
     RANK_COUNT_FIELD_NUMBER: _builtins.int
+    BRANCH_COUNT_FIELD_NUMBER: _builtins.int
+    HELD_BRANCH_COUNT_FIELD_NUMBER: _builtins.int
     MEMORY_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Quire's version."""
@@ -692,6 +1098,9 @@ class GetStatusResponse(_message.Message):
     """Processes that compute the model together, each its attention heads; 1 where one computes all. Bytes per block are
     of each.
     """
+    branch_count: _builtins.int
+    """Branches, and those of them that hold blocks at present."""
+    held_branch_count: _builtins.int
     @_builtins.property
     def memory(self) -> Global___PoolMemory:
         """What its pool was sized from."""
@@ -725,11 +1134,13 @@ class GetStatusResponse(_message.Message):
         report_count: _builtins.int = ...,
         disagreement_count: _builtins.int = ...,
         rank_count: _builtins.int = ...,
+        branch_count: _builtins.int = ...,
+        held_branch_count: _builtins.int = ...,
         memory: Global___PoolMemory | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocator_connected", b"allocator_connected", "architecture", b"architecture", "block_bytes", b"block_bytes", "block_count", b"block_count", "block_size", b"block_size", "cache_layout", b"cache_layout", "cached_token_count", b"cached_token_count", "device", b"device", "disagreement_count", b"disagreement_count", "dtype", b"dtype", "held_block_count_max", b"held_block_count_max", "memory", b"memory", "model", b"model", "model_fingerprint", b"model_fingerprint", "output_token_count", b"output_token_count", "pool", b"pool", "preemption_count", b"preemption_count", "prompt_token_count", b"prompt_token_count", "rank_count", b"rank_count", "report_count", b"report_count", "running_count", b"running_count", "sequence_tokens_max", b"sequence_tokens_max", "state_digest", b"state_digest", "table_entry_count_max", b"table_entry_count_max", "version", b"version", "vocabulary_size", b"vocabulary_size", "waiting_count", b"waiting_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocator_connected", b"allocator_connected", "architecture", b"architecture", "block_bytes", b"block_bytes", "block_count", b"block_count", "block_size", b"block_size", "branch_count", b"branch_count", "cache_layout", b"cache_layout", "cached_token_count", b"cached_token_count", "device", b"device", "disagreement_count", b"disagreement_count", "dtype", b"dtype", "held_block_count_max", b"held_block_count_max", "held_branch_count", b"held_branch_count", "memory", b"memory", "model", b"model", "model_fingerprint", b"model_fingerprint", "output_token_count", b"output_token_count", "pool", b"pool", "preemption_count", b"preemption_count", "prompt_token_count", b"prompt_token_count", "rank_count", b"rank_count", "report_count", b"report_count", "running_count", b"running_count", "sequence_tokens_max", b"sequence_tokens_max", "state_digest", b"state_digest", "table_entry_count_max", b"table_entry_count_max", "version", b"version", "vocabulary_size", b"vocabulary_size", "waiting_count", b"waiting_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -41,6 +41,36 @@ class WorkerServiceStub:
                 request_serializer=quire_dot_v1_dot_worker__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_worker__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Prefill = channel.unary_unary(
+                '/quire.v1.WorkerService/Prefill',
+                request_serializer=quire_dot_v1_dot_worker__pb2.PrefillRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_worker__pb2.PrefillResponse.FromString,
+                _registered_method=True)
+        self.ForkBranch = channel.unary_unary(
+                '/quire.v1.WorkerService/ForkBranch',
+                request_serializer=quire_dot_v1_dot_worker__pb2.ForkBranchRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_worker__pb2.ForkBranchResponse.FromString,
+                _registered_method=True)
+        self.ExtendBranch = channel.unary_unary(
+                '/quire.v1.WorkerService/ExtendBranch',
+                request_serializer=quire_dot_v1_dot_worker__pb2.ExtendBranchRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_worker__pb2.ExtendBranchResponse.FromString,
+                _registered_method=True)
+        self.ScoreBranch = channel.unary_unary(
+                '/quire.v1.WorkerService/ScoreBranch',
+                request_serializer=quire_dot_v1_dot_worker__pb2.ScoreBranchRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_worker__pb2.ScoreBranchResponse.FromString,
+                _registered_method=True)
+        self.RenewBranches = channel.unary_unary(
+                '/quire.v1.WorkerService/RenewBranches',
+                request_serializer=quire_dot_v1_dot_worker__pb2.RenewBranchesRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_worker__pb2.RenewBranchesResponse.FromString,
+                _registered_method=True)
+        self.ReleaseBranches = channel.unary_unary(
+                '/quire.v1.WorkerService/ReleaseBranches',
+                request_serializer=quire_dot_v1_dot_worker__pb2.ReleaseBranchesRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_worker__pb2.ReleaseBranchesResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/quire.v1.WorkerService/GetStatus',
                 request_serializer=quire_dot_v1_dot_worker__pb2.GetStatusRequest.SerializeToString,
@@ -83,6 +113,52 @@ class WorkerServiceServicer:
         forks of one prefill and arrive interleaved. A cancelled call, a passed deadline and a lost connection free the
         request's blocks at once. The call is not idempotent but safe to repeat: greedy and seeded requests give the same
         text again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Prefill(self, request, context):
+        """Prefill: computes a prompt and keeps it as a branch: a sequence that the worker holds for its caller, until it is
+        released or nobody has named it for the length of its `ttl_ms`. Whoever knows its id, and may use its namespace, may
+        use it. The calls that follow fail with NOT_FOUND / BRANCH_UNKNOWN where a branch has ended, or its worker was
+        started anew; each but ReleaseBranches begins its time anew, and none runs while another is using the branch.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForkBranch(self, request, context):
+        """ForkBranch: makes branches that share all that one holds. They live on when it is released.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExtendBranch(self, request, context):
+        """ExtendBranch: puts tokens behind those of a branch, and computes them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ScoreBranch(self, request, context):
+        """ScoreBranch: says how likely each of several continuations of a branch is, which stays as it is. They are computed
+        together, each on a fork that is freed afterwards.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenewBranches(self, request, context):
+        """RenewBranches: begins the time of branches anew.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseBranches(self, request, context):
+        """ReleaseBranches: ends branches, as soon as no call uses them; one that has ended already is no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -144,6 +220,36 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     request_deserializer=quire_dot_v1_dot_worker__pb2.GenerateRequest.FromString,
                     response_serializer=quire_dot_v1_dot_worker__pb2.GenerateResponse.SerializeToString,
             ),
+            'Prefill': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefill,
+                    request_deserializer=quire_dot_v1_dot_worker__pb2.PrefillRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_worker__pb2.PrefillResponse.SerializeToString,
+            ),
+            'ForkBranch': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForkBranch,
+                    request_deserializer=quire_dot_v1_dot_worker__pb2.ForkBranchRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_worker__pb2.ForkBranchResponse.SerializeToString,
+            ),
+            'ExtendBranch': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExtendBranch,
+                    request_deserializer=quire_dot_v1_dot_worker__pb2.ExtendBranchRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_worker__pb2.ExtendBranchResponse.SerializeToString,
+            ),
+            'ScoreBranch': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScoreBranch,
+                    request_deserializer=quire_dot_v1_dot_worker__pb2.ScoreBranchRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_worker__pb2.ScoreBranchResponse.SerializeToString,
+            ),
+            'RenewBranches': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewBranches,
+                    request_deserializer=quire_dot_v1_dot_worker__pb2.RenewBranchesRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_worker__pb2.RenewBranchesResponse.SerializeToString,
+            ),
+            'ReleaseBranches': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseBranches,
+                    request_deserializer=quire_dot_v1_dot_worker__pb2.ReleaseBranchesRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_worker__pb2.ReleaseBranchesResponse.SerializeToString,
+            ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
                     request_deserializer=quire_dot_v1_dot_worker__pb2.GetStatusRequest.FromString,
@@ -204,6 +310,168 @@ class WorkerService:
             '/quire.v1.WorkerService/Generate',
             quire_dot_v1_dot_worker__pb2.GenerateRequest.SerializeToString,
             quire_dot_v1_dot_worker__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefill(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.WorkerService/Prefill',
+            quire_dot_v1_dot_worker__pb2.PrefillRequest.SerializeToString,
+            quire_dot_v1_dot_worker__pb2.PrefillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForkBranch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.WorkerService/ForkBranch',
+            quire_dot_v1_dot_worker__pb2.ForkBranchRequest.SerializeToString,
+            quire_dot_v1_dot_worker__pb2.ForkBranchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExtendBranch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.WorkerService/ExtendBranch',
+            quire_dot_v1_dot_worker__pb2.ExtendBranchRequest.SerializeToString,
+            quire_dot_v1_dot_worker__pb2.ExtendBranchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScoreBranch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.WorkerService/ScoreBranch',
+            quire_dot_v1_dot_worker__pb2.ScoreBranchRequest.SerializeToString,
+            quire_dot_v1_dot_worker__pb2.ScoreBranchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewBranches(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.WorkerService/RenewBranches',
+            quire_dot_v1_dot_worker__pb2.RenewBranchesRequest.SerializeToString,
+            quire_dot_v1_dot_worker__pb2.RenewBranchesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseBranches(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.WorkerService/ReleaseBranches',
+            quire_dot_v1_dot_worker__pb2.ReleaseBranchesRequest.SerializeToString,
+            quire_dot_v1_dot_worker__pb2.ReleaseBranchesResponse.FromString,
             options,
             channel_credentials,
             insecure,

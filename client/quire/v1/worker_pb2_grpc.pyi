@@ -41,6 +41,24 @@ class WorkerServiceStub:
     request's blocks at once. The call is not idempotent but safe to repeat: greedy and seeded requests give the same
     text again.
     """
+    Prefill: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PrefillRequest, _worker_pb2.PrefillResponse]
+    """Prefill: computes a prompt and keeps it as a branch: a sequence that the worker holds for its caller, until it is
+    released or nobody has named it for the length of its `ttl_ms`. Whoever knows its id, and may use its namespace, may
+    use it. The calls that follow fail with NOT_FOUND / BRANCH_UNKNOWN where a branch has ended, or its worker was
+    started anew; each but ReleaseBranches begins its time anew, and none runs while another is using the branch.
+    """
+    ForkBranch: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ForkBranchRequest, _worker_pb2.ForkBranchResponse]
+    """ForkBranch: makes branches that share all that one holds. They live on when it is released."""
+    ExtendBranch: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ExtendBranchRequest, _worker_pb2.ExtendBranchResponse]
+    """ExtendBranch: puts tokens behind those of a branch, and computes them."""
+    ScoreBranch: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ScoreBranchRequest, _worker_pb2.ScoreBranchResponse]
+    """ScoreBranch: says how likely each of several continuations of a branch is, which stays as it is. They are computed
+    together, each on a fork that is freed afterwards.
+    """
+    RenewBranches: _grpc.UnaryUnaryMultiCallable[_worker_pb2.RenewBranchesRequest, _worker_pb2.RenewBranchesResponse]
+    """RenewBranches: begins the time of branches anew."""
+    ReleaseBranches: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReleaseBranchesRequest, _worker_pb2.ReleaseBranchesResponse]
+    """ReleaseBranches: ends branches, as soon as no call uses them; one that has ended already is no error."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]
     """GetStatus: says what the worker serves, and counts what it has done. Read-only."""
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _worker_pb2.LoadAdapterResponse]
@@ -77,6 +95,24 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     request's blocks at once. The call is not idempotent but safe to repeat: greedy and seeded requests give the same
     text again.
     """
+    Prefill: _aio.UnaryUnaryMultiCallable[_worker_pb2.PrefillRequest, _worker_pb2.PrefillResponse]  # type: ignore[assignment]
+    """Prefill: computes a prompt and keeps it as a branch: a sequence that the worker holds for its caller, until it is
+    released or nobody has named it for the length of its `ttl_ms`. Whoever knows its id, and may use its namespace, may
+    use it. The calls that follow fail with NOT_FOUND / BRANCH_UNKNOWN where a branch has ended, or its worker was
+    started anew; each but ReleaseBranches begins its time anew, and none runs while another is using the branch.
+    """
+    ForkBranch: _aio.UnaryUnaryMultiCallable[_worker_pb2.ForkBranchRequest, _worker_pb2.ForkBranchResponse]  # type: ignore[assignment]
+    """ForkBranch: makes branches that share all that one holds. They live on when it is released."""
+    ExtendBranch: _aio.UnaryUnaryMultiCallable[_worker_pb2.ExtendBranchRequest, _worker_pb2.ExtendBranchResponse]  # type: ignore[assignment]
+    """ExtendBranch: puts tokens behind those of a branch, and computes them."""
+    ScoreBranch: _aio.UnaryUnaryMultiCallable[_worker_pb2.ScoreBranchRequest, _worker_pb2.ScoreBranchResponse]  # type: ignore[assignment]
+    """ScoreBranch: says how likely each of several continuations of a branch is, which stays as it is. They are computed
+    together, each on a fork that is freed afterwards.
+    """
+    RenewBranches: _aio.UnaryUnaryMultiCallable[_worker_pb2.RenewBranchesRequest, _worker_pb2.RenewBranchesResponse]  # type: ignore[assignment]
+    """RenewBranches: begins the time of branches anew."""
+    ReleaseBranches: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReleaseBranchesRequest, _worker_pb2.ReleaseBranchesResponse]  # type: ignore[assignment]
+    """ReleaseBranches: ends branches, as soon as no call uses them; one that has ended already is no error."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]  # type: ignore[assignment]
     """GetStatus: says what the worker serves, and counts what it has done. Read-only."""
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _worker_pb2.LoadAdapterResponse]  # type: ignore[assignment]
@@ -116,6 +152,60 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request's blocks at once. The call is not idempotent but safe to repeat: greedy and seeded requests give the same
         text again.
         """
+
+    @_abc_1.abstractmethod
+    def Prefill(
+        self,
+        request: _worker_pb2.PrefillRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.PrefillResponse, _abc.Awaitable[_worker_pb2.PrefillResponse]]:
+        """Prefill: computes a prompt and keeps it as a branch: a sequence that the worker holds for its caller, until it is
+        released or nobody has named it for the length of its `ttl_ms`. Whoever knows its id, and may use its namespace, may
+        use it. The calls that follow fail with NOT_FOUND / BRANCH_UNKNOWN where a branch has ended, or its worker was
+        started anew; each but ReleaseBranches begins its time anew, and none runs while another is using the branch.
+        """
+
+    @_abc_1.abstractmethod
+    def ForkBranch(
+        self,
+        request: _worker_pb2.ForkBranchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ForkBranchResponse, _abc.Awaitable[_worker_pb2.ForkBranchResponse]]:
+        """ForkBranch: makes branches that share all that one holds. They live on when it is released."""
+
+    @_abc_1.abstractmethod
+    def ExtendBranch(
+        self,
+        request: _worker_pb2.ExtendBranchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ExtendBranchResponse, _abc.Awaitable[_worker_pb2.ExtendBranchResponse]]:
+        """ExtendBranch: puts tokens behind those of a branch, and computes them."""
+
+    @_abc_1.abstractmethod
+    def ScoreBranch(
+        self,
+        request: _worker_pb2.ScoreBranchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ScoreBranchResponse, _abc.Awaitable[_worker_pb2.ScoreBranchResponse]]:
+        """ScoreBranch: says how likely each of several continuations of a branch is, which stays as it is. They are computed
+        together, each on a fork that is freed afterwards.
+        """
+
+    @_abc_1.abstractmethod
+    def RenewBranches(
+        self,
+        request: _worker_pb2.RenewBranchesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.RenewBranchesResponse, _abc.Awaitable[_worker_pb2.RenewBranchesResponse]]:
+        """RenewBranches: begins the time of branches anew."""
+
+    @_abc_1.abstractmethod
+    def ReleaseBranches(
+        self,
+        request: _worker_pb2.ReleaseBranchesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ReleaseBranchesResponse, _abc.Awaitable[_worker_pb2.ReleaseBranchesResponse]]:
+        """ReleaseBranches: ends branches, as soon as no call uses them; one that has ended already is no error."""
 
     @_abc_1.abstractmethod
     def GetStatus(

@@ -6,23 +6,23 @@ import pytest
 from quire_allocator.core.groups.partings import LATE_BELIEVED, Partings
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
-from quire_allocator.core.spec import PoolSpec
+from quire_allocator.core.spec import GroupSpec, PoolSpec
 
-from tests.allocator.core.pools import chunked, full, make_pool, sliding, state
+from tests.allocator.core.pools import full, make_pool, sliding, state
 from tests.allocator.core.test_retention import serve, text
 
 
 def partings_of(pool: Pool) -> Partings:
     retention = pool.coordinator.retention
     assert retention is not None
-    assert retention.partings is not None
     return retention.partings
 
 
 def seen(pool: Pool) -> tuple[float, float]:
-    """Prompts that parted late and early."""
+    """Prompts that parted late and inside of others."""
     partings = partings_of(pool)
-    return partings.late - LATE_BELIEVED, partings.early
+    assert partings.again == 0
+    return partings.late - LATE_BELIEVED, partings.inside
 
 
 def parted(number: int, block_count: int, kept: int) -> bytes:
@@ -51,18 +51,44 @@ def test_a_prompt_parts_late_if_less_than_an_edge_follows() -> None:
     assert seen(pool) == (1, 1)
 
 
-def test_older_prompts_count_half_beyond_the_last_64() -> None:
-    pool = make_pool(4_000, full(4), sliding(4, 4))
-    for number in range(61):
+def test_prompts_that_are_asked_again_make_no_steps() -> None:
+    pool = make_pool(200, full(4), sliding(4, 4))
+    for chat in range(4):
+        for _ in range(2):
+            serve(pool, text(chat, 10), 40)  # hits end at 36, and a block follows
+    partings = partings_of(pool)
+    assert (partings.again, partings.inside) == (4, 0)
+    assert partings.are_early
+    assert not partings.are_inside
+
+
+def test_a_boundary_that_is_continued_by_one_edge_leaves_with_its_run() -> None:
+    pool = make_pool(200, full(4), sliding(4, 4))
+    serve(pool, text(0, 10), 40)  # a later prompt of 40 tokens hits 36, a longer one 40
+    serve(pool, text(1, 10), 37)  # hits end at 36 alone
+    pool.allocate(9, 37, text(2, 11))
+    pool.commit(9, 37, text(2, 9))
+    pool.grow(9, 44)
+    pool.commit(9, 44, text(2, 11)[32 * 9 :])  # an answer, two edges behind
+    pool.free(9)
+    invariants.check(pool)
+    boundaries = pool.blocks.namespaces[""].boundaries
+    asides = sorted((count, boundary.is_aside) for (count, _), boundary in boundaries.items())
+    assert asides == [(36, False), (36, False), (36, True), (40, False), (44, False)]
+
+
+def test_older_prompts_count_half_beyond_the_last_256() -> None:
+    pool = make_pool(8_000, full(4), sliding(4, 4))
+    for number in range(253):
         serve(pool, text(number, 2), 8)
         serve(pool, text(number, 3), 13)
     partings = partings_of(pool)
-    assert (partings.early, partings.late) == (0, (60 + LATE_BELIEVED + 1) / 2)
+    assert (partings.inside, partings.late) == (0, (253 + LATE_BELIEVED) / 2)
 
 
 def test_steps_double_their_distance_and_stand_at_edges() -> None:
     partings = Partings(16)
-    assert partings.steps_before(1_000) == [968, 936, 872, 744, 488]
+    assert partings.steps_before(1_000) == [960, 928, 864, 736, 480]
     assert partings.steps_before(32) == []
     assert len(partings.steps_before(1_000_000)) == 7
 
@@ -72,7 +98,7 @@ def test_where_many_prompts_part_early_hits_can_end_before_the_ends_of_prompts()
     for number in range(1, 4):  # three edited prompts and four believed to go on: 3 of 7 are 0.4 and more
         serve(pool, text(10 * number, 8), 32)
         serve(pool, text(10 * number, 8)[: 32 * 4] + text(10 * number + 1, 4), 32)
-    assert partings_of(pool).are_early
+    assert partings_of(pool).are_inside
     serve(pool, text(0, 20), 81)
     invariants.check(pool)
     own = text(0, 20)
@@ -129,13 +155,38 @@ def test_what_no_prompt_is_known_to_begin_with_has_nothing_behind() -> None:
     assert history.behind("elsewhere", text(0, 1), 1) == (0, False)
 
 
-@pytest.mark.parametrize("groups", [(full(4), state(4)), (state(4),), (chunked(4, 8), state(4))])
-def test_pools_of_states_learn_nothing_of_it(groups: tuple[object, ...]) -> None:
-    pool = make_pool(40, *groups)  # type: ignore[arg-type]
-    retention = pool.coordinator.retention
-    assert retention is not None
-    assert retention.partings is None
-    assert retention.with_steps((512, 1_000)) == (512, 1_000)
+def test_steps_of_states_stand_where_checkpoints_are_and_wait_for_more_prompts_that_part_early() -> None:
+    partings = Partings(16, 512)
+    assert partings.steps_before(4_000) == [
+        3_584,
+        3_072,
+        2_560,
+        1_536,
+    ]  # 3,968, 3,936 and so on, moved back to checkpoints
+    assert partings.steps_before(500) == []
+    partings.inside, partings.late = 2.0, 1.0
+    assert not partings.are_inside
+    partings.inside = 3.0
+    assert partings.are_inside
+
+
+@pytest.mark.parametrize("groups", [(full(4), state(16)), (state(16),)])
+def test_checkpoints_before_the_end_of_a_prompt_stay_while_prompts_part_early(groups: tuple[GroupSpec, ...]) -> None:
+    pool = make_pool(400, *groups)
+    partings_of(pool).inside = 100.0
+    size = pool.digest_tokens
+    pool.allocate(1, 16, text(0, 200 // size), prompt_token_count=200)
+    for end in (*range(16, 200, 16), 196, 200):
+        done = pool.sequences[1].committed_token_count
+        pool.grow(1, end)
+        pool.commit(1, end, text(0, 200 // size)[32 * (done // size) : 32 * (end // size)], end)
+    pool.free(1)
+    invariants.check(pool)
+    boundaries = pool.blocks.namespaces[""].boundaries
+    # Two, four, ... edges before 196, or before the last edge of 16 where there is no other.
+    steps = {64, 128, 160, 176} if len(groups) > 1 else {64, 128, 160}
+    assert {count for count, _ in boundaries} >= steps
+    assert not any(boundary.is_aside for boundary in boundaries.values())
 
 
 def test_hits_end_near_the_parting_although_nobody_parted_there_before() -> None:

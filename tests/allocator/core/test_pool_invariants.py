@@ -176,6 +176,11 @@ def lose_a_queue_entry_of_a_namespace(pool: Pool) -> None:
         lane.heap.clear()
 
 
+def last_boundary(pool: Pool) -> Any:
+    """One behind which there is none."""
+    return next(b for b in pool.blocks.namespaces[""].boundaries.values() if not b.way_count)
+
+
 def a_boundary(pool: Pool) -> Any:
     return next(b for b in pool.blocks.namespaces[""].boundaries.values() if b.needed)
 
@@ -263,6 +268,7 @@ DEFECTS: list[tuple[str, Callable[[Pool], None]]] = [
     ("does not know a boundary that stands in it", forget_where_a_boundary_stands),
     ("counts others", need_one_unit_less),
     ("counts other ways", add(a_boundary, "way_count", 1)),
+    ("is aside where paths end", lambda pool: setattr(last_boundary(pool), "is_aside", True)),
     ("worth more or less", add(lambda pool: cached_unit(pool, 1), "worth", 1)),
     ("count as spare", add(lambda pool: scope(pool, 1), "spare", 2)),
     ("hold without an end", lambda pool: pool.holds.clear()),

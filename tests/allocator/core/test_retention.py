@@ -88,9 +88,9 @@ def test_spare_blocks_can_be_hit_until_they_leave() -> None:
     computed(pool, 1, "abcd")
     pool.free(1)
     assert [pool.match("", d("abcd")[: 32 * count]) for count in range(5)] == [0, 4, 8, 12, 16]
-    pool.allocate(2, 12)  # takes 4 empty blocks, the spare one, and the deeper one of two that only edited prompts hit
+    pool.allocate(2, 12)  # takes 4 empty blocks, the spare one, and the one that only a prompt of 8 tokens hits
     pool.free(2)
-    assert [pool.match("", d("abcd")[: 32 * count]) for count in range(5)] == [0, 0, 8, 8, 16]
+    assert [pool.match("", d("abcd")[: 32 * count]) for count in range(5)] == [0, 0, 0, 12, 16]
 
 
 def test_where_only_tails_are_cached_the_others_are_empty_at_once() -> None:

@@ -197,9 +197,11 @@ class Comparison:
         theirs = {(b.namespace, b.token_count, b.digest, b.is_parting, b.is_aside) for b in self.twin.boundaries}
         assert ours == theirs
         retention = self.pool.coordinator.retention
-        if retention is not None and retention.partings is not None:
-            assert (retention.partings.early, retention.partings.late) == (self.twin.early, self.twin.late)
-            self.seen["prompts part early"] += retention.partings.are_early
+        if retention is not None:
+            ours, twin = retention.partings, self.twin
+            assert (ours.late, ours.again, ours.inside) == (twin.late, twin.again, twin.inside)
+            self.seen["prompts part early"] += ours.are_early
+            self.seen["prompts part inside"] += ours.are_inside
         others = [number for number, kind in enumerate(self.twin.kinds) if not kind.keeps_prefixes]
         cached = [slot for slot in self.twin.cached() if slot.kind in others]
         for slot in cached:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tests.allocator.twin.state import TwinBoundary, TwinState
 
@@ -12,11 +13,23 @@ STEP_COUNT = 7
 class TwinPartings(TwinState):
     """Counts prompts that part from cached ones late and early."""
 
-    early, late = 0.0, 4.0
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.again, self.inside = 0.0, 0.0
+        self.late = 32.0 if any(kind.name == "state" for kind in self.kinds) else 4.0
+
+    def share(self, count: float) -> bool:
+        """Whether that is a large share of all prompts."""
+        tenths = 7 if any(kind.name == "state" for kind in self.kinds) else 4
+        return count >= tenths / 10 * (self.late + self.again + self.inside)
 
     @property
     def are_early(self) -> bool:
-        return 10 * self.early >= 4 * (self.early + self.late)
+        return self.share(self.again + self.inside)
+
+    @property
+    def are_inside(self) -> bool:
+        return self.share(self.inside)
 
     def edge_tokens(self) -> int:
         """How many tokens are between two edges."""
@@ -24,15 +37,24 @@ class TwinPartings(TwinState):
 
     def steps_before(self, end: int) -> set[int]:
         """Ends of hits before the end of a prompt, two edges, four and so on."""
-        steps = {end - self.edge_tokens() * 2**step for step in range(1, STEP_COUNT + 1)}
-        return {step for step in steps if step > 0} if self.are_early else set()
+        sizes = [kind.block_size for kind in self.kinds if kind.name == "state"]
+        steps = set()
+        for wanted in [end - self.edge_tokens() * 2**step for step in range(1, STEP_COUNT + 1)]:
+            stops = [s for s in range(1, wanted + 1) if self.is_edge(s) and all(s % size == 0 for size in sizes)]
+            steps |= set(stops[-1:])
+        return steps if self.are_inside else set()
 
     def note_parting(
-        self, namespace: str, digests: Sequence[bytes], length: int, boundaries: Sequence[TwinBoundary]
+        self,
+        namespace: str,
+        digests: Sequence[bytes],
+        length: int,
+        boundaries: Sequence[TwinBoundary],
+        *,
+        is_whole: bool,
     ) -> None:
-        """A prompt is let in of which full attention has so many tokens."""
-        kinds = {kind.name for kind in self.kinds}
-        if self.retention == "dense" or "state" in kinds or kinds == {"full_attention"} or not length:
+        """A prompt is let in of which full attention has so many tokens, or all but the last edge."""
+        if self.retention == "dense" or not length:
             return
         full = [(number, kind) for number, kind in enumerate(self.kinds) if kind.name == "full_attention"]
         if full:
@@ -52,8 +74,9 @@ class TwinPartings(TwinState):
         if len(ways) > 1 or (here and here[0].is_parting):
             return
         if any(len(rest) * size >= self.edge_tokens() for rest in behind):
-            self.early += 1
+            self.again += is_whole
+            self.inside += not is_whole
         else:
             self.late += 1
-        if self.early + self.late > 64:
-            self.early, self.late = self.early / 2, self.late / 2
+        if self.late + self.again + self.inside > 256:
+            self.late, self.again, self.inside = self.late / 2, self.again / 2, self.inside / 2

@@ -87,7 +87,8 @@ class TwinRetention(TwinPartings):
 
     def set_ends(self, sequence: TwinSequence, digests: Sequence[bytes], length: int, ends: Sequence[int]) -> None:
         """Where hits can end in a new sequence, of which so many tokens are published; it parts behind them."""
-        self.note_parting(sequence.namespace, digests, length, self.boundaries)
+        is_whole = length == self.edge_before(ends[0])
+        self.note_parting(sequence.namespace, digests, length, self.boundaries, is_whole=is_whole)
         sequence.boundaries = {self.edge_before(end) for end in ends} - {0}
         sequence.steps = self.steps_before(max(sequence.boundaries, default=0))
 
@@ -251,10 +252,13 @@ class TwinRetention(TwinPartings):
 
     def _part(self, boundary: TwinBoundary) -> None:
         boundary.is_parting |= len(self.ways(boundary)) > 1
-        boundary.is_aside = self.is_continued(boundary) and (boundary.is_aside or not self.are_early)
+        ways, states = self.ways(boundary), any(kind.name == "state" for kind in self.kinds)
+        is_near = not states and bool(ways) and ways[-1].token_count <= boundary.token_count + self.edge_tokens()
+        is_worth_it = is_near or self.are_early
+        boundary.is_aside = self.is_continued(boundary) and (boundary.is_aside or not is_worth_it)
 
     def _end_old(self, boundary: TwinBoundary | None) -> None:
-        count, most = 0, CONTINUED_MAX + STEP_COUNT * self.are_early
+        count, most = 0, CONTINUED_MAX + STEP_COUNT * self.are_inside
         while boundary is not None:
             before = self.before(boundary.parent)
             count += not boundary.is_parting

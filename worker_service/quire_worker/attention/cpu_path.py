@@ -46,7 +46,7 @@ class CpuPagedAttention(PagedAttention):
 
     def choose(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
-    ) -> list[int]:
+    ) -> torch.Tensor:
         if all(row.is_greedy for row in params):
             return greedy(self.library, logits)
         return self._torch.choose(logits, params, draw)

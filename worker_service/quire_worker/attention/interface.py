@@ -131,11 +131,14 @@ class PagedAttention(Protocol):
 
     def choose(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
-    ) -> list[int]:
+    ) -> torch.Tensor:
         """Returns one token per row, as `sampling.choice` describes it: greedy, or temperature, the limits and a draw.
 
+        They are int32 or int64 `[rows]`, on the device of the logits.
+
         Args:
-            logits: float32 `[rows, vocabulary]`, at least one row, all of them `sampling.choice.finite_rows`.
+            logits: float32 `[rows, vocabulary]`, at least one row; the token of one that is not
+                `sampling.choice.are_finite` may be any number.
             params: per row, valid.
             draw: called once if a row is not greedy, when nothing can fail for want of memory any more: for those rows
                 numbers in [0, 1), float64 on the CPU, in the order of the rows.

@@ -71,7 +71,7 @@ class TorchPagedAttention(PagedAttention):
 
     def choose(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
-    ) -> list[int]:
+    ) -> torch.Tensor:
         return choose_by_sorting(logits, params, draw)
 
 

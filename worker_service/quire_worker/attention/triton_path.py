@@ -20,6 +20,7 @@ from quire_kernels.flashinfer import (
 )
 from quire_kernels.ops.append_slots import append_slots, check_slots
 from quire_kernels.ops.copy_blocks import copy_blocks
+from quire_kernels.ops.rotate_append import HeadNorms, rotate_append
 from quire_kernels.ops.sampling import greedy, sample
 
 from quire_worker.attention.interface import AttentionBatch, AttentionPlan, PagedAttention
@@ -59,10 +60,10 @@ class TritonPagedAttention(PagedAttention):
 
     def choose(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
-    ) -> list[int]:
+    ) -> torch.Tensor:
         """See `PagedAttention.choose`; one launch, and the vocabulary is not sorted."""
         if all(row.is_greedy for row in params):
-            return greedy(logits).tolist()
+            return greedy(logits)
         device = logits.device
         uniform = torch.empty(len(params), dtype=torch.float32, device=device)
         settings = SamplingSettings(
@@ -76,7 +77,7 @@ class TritonPagedAttention(PagedAttention):
         numbers = torch.zeros(len(params), dtype=torch.float32)
         numbers[is_drawn] = draw().float().clamp_(max=BELOW_ONE)  # rounding may reach 1
         uniform.copy_(numbers)
-        return sample(logits, uniform, *settings, check=False, out=tokens).tolist()
+        return sample(logits, uniform, *settings, check=False, out=tokens)
 
 
 class SamplingSettings(NamedTuple):
@@ -116,16 +117,43 @@ class TritonAttentionPlan(AttentionPlan):
         Raises:
             ValueError: a slot is outside the pages; found on the host, once per forward pass.
         """
-        slot_count = pages.shape[0] * pages.shape[2]
-        if slot_count not in self.checked_slot_counts:
-            check_slots(self.batch.slot_mapping, slot_count=slot_count)
-            self.checked_slot_counts.add(slot_count)
+        self._check_slots(pages)
         if self.spec.latent_dim is None:
             append_slots(key, value, self.slots, pages, "NHD", *self._scales(scales), check=False)
         else:
             latent, rotated = key.tensor_split([self.spec.latent_dim], dim=-1)
             places = pages[:, 0].tensor_split([self.spec.latent_dim], dim=-1)
             append_slots(latent, rotated, self.slots, places, check=False)
+
+    def turn_and_append(
+        self,
+        heads: torch.Tensor,
+        cosine: torch.Tensor,
+        sine: torch.Tensor,
+        pages: torch.Tensor,
+        norms: HeadNorms | None,
+    ) -> torch.Tensor:
+        """Turns queries and keys and writes keys and values to their slots in one launch; returns the queries.
+
+        Args:
+            heads: see `rotate_append`, whose arguments these are.
+            cosine: `[tokens, rotary_dim]`.
+            sine: the same.
+            pages: one layer, as for `append`, of the dtype of `heads`.
+            norms: of the heads, before.
+
+        Raises:
+            ValueError: a slot is outside the pages; found on the host, once per forward pass.
+        """
+        self._check_slots(pages)
+        return rotate_append(heads, cosine, sine, self.slots, pages, "NHD", norms=norms)
+
+    def _check_slots(self, pages: torch.Tensor) -> None:
+        """Looks once per forward pass whether pages of this number have all slots of the batch."""
+        slot_count = pages.shape[0] * pages.shape[2]
+        if slot_count not in self.checked_slot_counts:
+            check_slots(self.batch.slot_mapping, slot_count=slot_count)
+            self.checked_slot_counts.add(slot_count)
 
     def attend(
         self,

@@ -84,7 +84,7 @@ class _Graph:
 
         self._inputs = ForwardBatch(
             zeros(1, size), zeros(1, size), torch.arange(size, device=model.device), zeros(size) + 1, (),
-            spans=torch.ones(2, size, dtype=torch.int64), state_blocks=zeros(0, size),
+            spans=torch.ones(3, size, dtype=torch.int64), state_blocks=zeros(0, size),
         )  # fmt: skip
         self._groups = [group for group, _ in cache.kinds]
         self._plans = [

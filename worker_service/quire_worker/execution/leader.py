@@ -124,7 +124,7 @@ class LeadingAttention(PagedAttention):
 
     def choose(
         self, logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
-    ) -> list[int]:
+    ) -> torch.Tensor:
         return self._inner.choose(logits, params, draw)
 
 

@@ -12,7 +12,7 @@ from quire_worker.cache import KVCache
 from quire_worker.execution.failures import Failure
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.sampling.logprobs import TokenLogprobs, rank
-from quire_worker.scheduling.plan import Draw
+from quire_worker.scheduling.plan import Batch, Draw, Work
 from quire_worker.scheduling.request import Request, Sample
 
 ItemT = TypeVar("ItemT")
@@ -45,6 +45,8 @@ class Part(NamedTuple):
     @property
     def is_scored(self) -> bool:
         """Tells whether the logits after each of its tokens are wanted."""
+        if self.sample.scored:
+            return self.start + len(self.tokens) >= self.sample.scored_from
         return self.sample.is_scored and self.start + 1 < len(self.sample.request.prompt)
 
     @property
@@ -69,9 +71,67 @@ class PromptLogprobs(NamedTuple):
     logprobs: list[TokenLogprobs]
 
 
+class CandidateLogprobs(NamedTuple):
+    """How likely the tokens of a candidate are, from a position on."""
+
+    sample: Sample
+    position: int
+    logprobs: list[float]
+
+
+class Computed(NamedTuple):
+    """What became of a batch.
+
+    Attributes:
+        work: what is in the pages now; nothing of a request that failed.
+        tokens: one for each draw of the requests that did not.
+        prompt_logprobs: of parts of prompts, where they were asked for.
+        candidate_logprobs: of parts of candidates.
+        failures: the others.
+        lost_blocks: blocks that should have been copied to, and hold nothing of use.
+        retry_count: passes that had to be computed in parts.
+        seconds: on the model's thread.
+        swapped_block_count: blocks that were moved to host memory or back.
+        swap_s: how long that took of it.
+    """
+
+    work: list[Work]
+    tokens: list[Token]
+    prompt_logprobs: list[PromptLogprobs]
+    candidate_logprobs: list[CandidateLogprobs]
+    failures: dict[Request, Failure]
+    lost_blocks: dict[int, Failure]
+    retry_count: int
+    seconds: float
+    swapped_block_count: int = 0
+    swap_s: float = 0.0
+
+
 def tables_of(sample: Sample) -> list[array[int]]:
     """Returns a sample's tables as they are now, of each group; those of states have one entry, the running block."""
     return [*(table[:] for table in sample.tables), *(array("I", [block]) for block in sample.states)]
+
+
+class Prepared(NamedTuple):
+    """A batch, ready for the model's thread.
+
+    Attributes:
+        restores: pages to be copied from host memory.
+        parts: of the forward pass. A token that the batch before samples is 0 as yet.
+        awaiting: those whose one token it is.
+        places: where these tokens belong in the flat batch, int64.
+        layout: on the host, of all parts; None if making it failed: it is made again, in halves if it must be.
+        is_behind: it was planned while the batch before was under way.
+    """
+
+    batch: Batch
+    draws: list[Draw]
+    restores: list[Restore]
+    parts: list[Part]
+    awaiting: list[Part]
+    places: torch.Tensor
+    layout: ForwardBatch | None
+    is_behind: bool
 
 
 def halves(items: Sequence[ItemT]) -> tuple[Sequence[ItemT], Sequence[ItemT]] | None:
@@ -101,12 +161,29 @@ def scored(parts: Sequence[Part], logits: torch.Tensor, are_finite: Sequence[boo
     """Returns what is told of each prompt's tokens that follow those of its part."""
     found, row = [], 0
     for part in parts:
-        if part.is_scored and all(are_finite[row : row + part.row_count]):
+        is_prompt = part.is_scored and not part.sample.scored
+        if is_prompt and all(are_finite[row : row + part.row_count]):
             request, position = part.sample.request, part.start + 1
             targets = request.prompt[position : position + len(part.tokens)]
             counts = [request.sampling.prompt_logprobs] * len(targets)
             found.append(PromptLogprobs(request, position, rank(logits[row : row + len(targets)], counts).of(targets)))
         row += part.row_count
+    return found
+
+
+def candidate_logprobs(parts: Sequence[Part], logits: torch.Tensor) -> list[CandidateLogprobs]:
+    """Returns how likely the tokens of candidates are that follow those of their parts."""
+    found, end = [], 0
+    for part in parts:
+        first, end = end, end + part.row_count
+        sample = part.sample
+        if sample.scored and part.is_scored:
+            skipped = max(0, sample.scored_from - 1 - part.start)  # rows before the first candidate token
+            position = part.start + skipped + 1
+            wanted = sample.scored[position - sample.scored_from :][: end - first - skipped]
+            rows = logits[first + skipped : end].log_softmax(dim=-1)
+            index = torch.tensor(wanted, device=rows.device).unsqueeze(1)
+            found.append(CandidateLogprobs(sample, position, rows.gather(1, index).flatten().tolist()))
     return found
 
 

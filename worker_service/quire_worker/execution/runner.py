@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import structlog
 import torch
@@ -36,13 +36,18 @@ from quire_worker.execution.failures import (
     FailureKind,
     failure_of,
 )
+from quire_worker.execution.finiteness import Finiteness
 from quire_worker.execution.host_pages import HostPages
 from quire_worker.execution.parts import (
     Before,
+    CandidateLogprobs,
+    Computed,
     Part,
+    Prepared,
     PromptLogprobs,
     Restore,
     Token,
+    candidate_logprobs,
     halves,
     layout_of,
     rows_of,
@@ -52,63 +57,15 @@ from quire_worker.execution.parts import (
 )
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
-from quire_worker.sampling.choice import finite_rows
+from quire_worker.sampling.choice import are_finite
 from quire_worker.sampling.sampler import draw
-from quire_worker.scheduling.plan import Batch, Draw, Work
+from quire_worker.scheduling.plan import Batch, Draw
 from quire_worker.scheduling.request import Request, Sample
 from quire_worker.scheduling.swap import SwapOut, pages_to_restore
 
 log = structlog.get_logger()
 # Computes a batch in a shorter way than a forward pass does, or returns None where it has none for that batch.
 Shortcut: TypeAlias = Callable[[ForwardBatch], torch.Tensor | None]
-
-
-class Computed(NamedTuple):
-    """What became of a batch.
-
-    Attributes:
-        work: what is in the pages now; nothing of a request that failed.
-        tokens: one for each draw of the requests that did not.
-        prompt_logprobs: of parts of prompts, where they were asked for.
-        failures: the others.
-        lost_blocks: blocks that should have been copied to, and hold nothing of use.
-        retry_count: passes that had to be computed in parts.
-        seconds: on the model's thread.
-        swapped_block_count: blocks that were moved to host memory or back.
-        swap_s: how long that took of it.
-    """
-
-    work: list[Work]
-    tokens: list[Token]
-    prompt_logprobs: list[PromptLogprobs]
-    failures: dict[Request, Failure]
-    lost_blocks: dict[int, Failure]
-    retry_count: int
-    seconds: float
-    swapped_block_count: int = 0
-    swap_s: float = 0.0
-
-
-class Prepared(NamedTuple):
-    """A batch, ready for the model's thread.
-
-    Attributes:
-        restores: pages to be copied from host memory.
-        parts: of the forward pass. A token that the batch before samples is 0 as yet.
-        awaiting: those whose one token it is.
-        places: where these tokens belong in the flat batch, int64.
-        layout: on the host, of all parts; None if making it failed: it is made again, in halves if it must be.
-        is_behind: it was planned while the batch before was under way.
-    """
-
-    batch: Batch
-    draws: list[Draw]
-    restores: list[Restore]
-    parts: list[Part]
-    awaiting: list[Part]
-    places: torch.Tensor
-    layout: ForwardBatch | None
-    is_behind: bool
 
 
 class Runner:
@@ -171,12 +128,14 @@ class Runner:
         run.drop_holders_of_lost_blocks(prepared.parts)
         run.forward(prepared.parts, prepared.layout)
         run.draw([draw for draw in prepared.draws if run.is_unharmed(draw.sample)])
+        run.read_rest()
         tokens = {each.draw.sample: each.token_id for each in run.tokens}
         self._before = Before(tokens, run.failures, run.lost_blocks)
         return Computed(
             [work for work in prepared.batch.work if run.is_unharmed(work.sample)],
             [each for each in run.tokens if run.is_unharmed(each.draw.sample)],
             [each for each in run.prompt_logprobs if each.request not in run.failures],
+            [each for each in run.candidate_logprobs if run.is_unharmed(each.sample)],
             run.failures,
             run.lost_blocks,
             run.retry_count,
@@ -199,11 +158,13 @@ class _Run:
         self._host_pages = host_pages
         self.tokens: list[Token] = []
         self.prompt_logprobs: list[PromptLogprobs] = []
+        self.candidate_logprobs: list[CandidateLogprobs] = []
         self.retry_count = 0
         self._model = model
         self._cache = cache
         self._shortcut = shortcut
         self._left_out: set[Request] = set()  # they failed in the batch before, and the engine knows from there
+        self._finiteness = Finiteness(lambda part: self._fail([part.sample], NOT_FINITE))
         self._logits: dict[Sample, tuple[torch.Tensor, int]] = {}  # whose row is of the last token of each
 
     def is_unharmed(self, sample: Sample) -> bool:
@@ -289,6 +250,10 @@ class _Run:
         for half in smaller:
             self.draw(half)
 
+    def read_rest(self) -> None:
+        """Finds out who is not finite of those that no draw has told of."""
+        self._finiteness.read()
+
     # -- one attempt at each: None, or why not -------------------------------------------------------------------------
 
     # What is tried again is tried after the `except` block has been left: inside, the traceback holds on to every
@@ -329,18 +294,24 @@ class _Run:
             logits = None if shortcut is None else shortcut(forward)  # [rows, vocabulary]
             if logits is None:
                 logits = self._model.forward(forward.on(self._model.device), self._cache)
-            are_finite = finite_rows(logits)
-            logprobs = scored(parts, logits, are_finite)
+            is_finite = are_finite(logits)
+            may_wait = all(part.sample.sampler.is_simple and not part.is_scored for part in parts)
+            flags = None if may_wait else is_finite.tolist()
+            logprobs = [] if flags is None else scored(parts, logits, flags)
+            candidates = [] if flags is None else candidate_logprobs(parts, logits)
         except Exception as error:
             failure = self._judge(error, "forward pass", len(parts))
         else:
             end = 0
             for part in parts:
-                start, end = end, end + part.row_count
+                end += part.row_count
                 self._logits[part.sample] = logits, end - 1
-                if not all(are_finite[start:end]):
-                    self._fail([part.sample], NOT_FINITE)
+            if flags is None:
+                self._finiteness.add(parts, is_finite)
+            else:
+                self._finiteness.judge(parts, flags)
             self.prompt_logprobs += logprobs
+            self.candidate_logprobs += candidates
             return None
         self._free_memory_after(failure)
         return failure
@@ -349,10 +320,11 @@ class _Run:
         try:
             logits = rows_of([self._logits[draw.parent] for draw in draws])
             samplers = [each.sample.sampler for each in draws]
-            drawn = draw(logits, samplers, self._model.attention.choose)
+            drawn = draw(logits, samplers, self._model.attention.choose, self._finiteness.unread())
         except Exception as error:
             failure = self._judge(error, "sampling", len(draws))
         else:
+            self._finiteness.take(drawn.flags)
             for each, token, logprobs in zip(draws, drawn.tokens, drawn.logprobs, strict=True):
                 if token is None:
                     matcher = each.sample.sampler.matcher

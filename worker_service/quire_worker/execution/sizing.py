@@ -21,7 +21,7 @@ import torch
 from quire.errors import UsageError
 
 from quire_worker.cache import CacheSpec, KVCache
-from quire_worker.model.batch import Chunk, build_batch
+from quire_worker.model.batch import Chunk, build_batch, scratch_tables
 from quire_worker.model.paged_model import PagedModel
 
 BUDGET_BYTES = 256 << 20  # of a pool on a CPU, if nothing is said
@@ -143,17 +143,9 @@ def profiled(model: PagedModel, options: argparse.Namespace, cuda: Any = torch.c
 def _run_largest(model: PagedModel, token_count: int, sequence_count: int) -> int:
     """Computes as many tokens and logits as a pass may have, in pages of their own; returns the bytes of these."""
     spec, lengths = model.cache_spec, _lengths(token_count, sequence_count, model.max_position)
-    counts = [-(-length // spec.block_size) for length in lengths]
-    position_count = sum(counts)
-    pages = KVCache(spec, len(spec.groups) * position_count, device=model.device)
-    chunks, first = [], 0
-    for length, count in zip(lengths, counts, strict=True):
-        tables = [
-            range(group * position_count + first, group * position_count + first + count)
-            for group in range(len(spec.groups))
-        ]
-        chunks.append(Chunk([0] * length, 0, tables, needs_logits=True))
-        first += count
+    tables, block_count = scratch_tables(spec.groups, lengths)
+    pages = KVCache(spec, block_count, device=model.device)
+    chunks = [Chunk([0] * length, 0, own, needs_logits=True) for length, own in zip(lengths, tables, strict=True)]
     logits = model.forward(build_batch(chunks, groups=spec.groups, device=model.device), pages)
     torch.stack(list(logits)).softmax(1)  # as the sampler does
     return pages.pool_bytes

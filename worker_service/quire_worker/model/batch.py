@@ -66,7 +66,7 @@ class ForwardBatch:
     logits_index: torch.Tensor  # int64 [rows], tokens of the flat batch
     lengths: torch.Tensor  # int64 [tokens] on the host, what each token is rotated for where keys follow lengths
     attention: tuple[AttentionBatch, ...]  # of each group but those of states
-    spans: torch.Tensor  # int64 [2, chunks] on the host, the first position of each chunk and how many tokens it has
+    spans: torch.Tensor  # int64 [3, chunks] on the host: first position, number of tokens, tokens that it began with
     state_blocks: torch.Tensor  # int64 [groups of states, chunks], the running blocks
     adapters: tuple[Segment, ...] = ()  # nothing where no chunk has one
 
@@ -140,7 +140,7 @@ def build_batch(
         logits_index=on_device(_wanted(chunks, ends)),
         lengths=torch.from_numpy(np.maximum(positions + 1, np.repeat(begun_with, query_lengths))),
         attention=tuple(attention),
-        spans=torch.from_numpy(np.stack((starts, query_lengths))),
+        spans=torch.from_numpy(np.stack((starts, query_lengths, begun_with))),
         state_blocks=on_device(_state_blocks(states, len(chunks))),
         adapters=_segments(chunks, query_lengths, device),
     )
@@ -164,6 +164,23 @@ def _wanted(chunks: Sequence[Chunk], ends: np.ndarray) -> np.ndarray:
         return ends[np.array([chunk.needs_logits for chunk in chunks])] - 1
     counts = [len(chunk.tokens) if chunk.is_scored else int(chunk.needs_logits) for chunk in chunks]
     return np.concatenate([np.arange(end - count, end) for end, count in zip(ends.tolist(), counts, strict=True)])
+
+
+def scratch_tables(groups: Sequence[GroupSpec], lengths: Sequence[int]) -> tuple[list[list[range]], int]:
+    """Deals the blocks of a pool that nobody else has to sequences of these lengths.
+
+    Returns:
+        The block tables of each sequence, of each group, and how many blocks were dealt.
+    """
+    tables: list[list[range]] = []
+    dealt = 0
+    for length in lengths:
+        tables.append([])
+        for group in groups:
+            count = 1 if group.kind is GroupKind.STATE else -(-length // group.block_size)
+            tables[-1].append(range(dealt, dealt + count))
+            dealt += count
+    return tables, dealt
 
 
 def _segments(chunks: Sequence[Chunk], query_lengths: np.ndarray, device: torch.device | str) -> tuple[Segment, ...]:

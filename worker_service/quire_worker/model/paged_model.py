@@ -11,7 +11,7 @@ gives wrong text without an error.
 With several ranks, rank 0 notes the logits of the whole model before 3, and then each keeps its part alone
 (`splitting`). What is compared is the sum of all parts with the whole.
 
-Then, on a CPU that has its kernels, 5. they take the place of modules that they compute as well (`rewrites`), and the
+Then, where there are kernels, 5. they take the place of modules that they compute as well (`rewrites`), and the
 logits are compared once more with those that the model gave by itself.
 """
 
@@ -34,7 +34,7 @@ from transformers import (
     AutoModelForImageTextToText,
 )
 
-from quire_worker.attention import CpuPagedAttention, PagedAttention, backend_for
+from quire_worker.attention import PagedAttention, backend_for
 from quire_worker.cache import NAN_BYTE, CacheSpec, KVCache
 from quire_worker.model.adapters.sites import Sites
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
@@ -42,7 +42,7 @@ from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError
 from quire_worker.model.kv_scales import read_scales
 from quire_worker.model.latent import keep_latents
 from quire_worker.model.own_logits import check_texts, own_logits_of
-from quire_worker.model.rewrites.rewriter import TOLERANCE, rewrite
+from quire_worker.model.rewrites.devices import RewriteModel, rewrite_for
 from quire_worker.model.rotary import TokenLengths, longest_of, rotate_by_length, rotation_of
 from quire_worker.model.splitting.splitter import split_over_ranks
 from quire_worker.model.states.mixers import wrap_mixers
@@ -192,8 +192,9 @@ def load_model(
     own_logits = own_logits_of(module, check_texts(vocab_size, max_position)) if own_logits is None else own_logits
     own_logits = own_logits.to(device)
     _check_through_pages(model, own_logits)
-    if isinstance(attention, CpuPagedAttention) and cache_spec.dtype in TOLERANCE:
-        model = _rewritten_for_cpu(model, attention, own_logits)
+    rewrite = rewrite_for(attention, cache_spec.dtype)
+    if rewrite is not None:
+        model = _rewritten(model, rewrite, own_logits)
     stored_as = KV_CACHE_DTYPES[kv_cache_dtype]
     return model if stored_as is None else _quantised(model, folder, stored_as, own_logits)
 
@@ -336,7 +337,7 @@ def _check_through_pages(model: PagedModel, own: torch.Tensor) -> None:
         )
 
 
-def _rewritten_for_cpu(model: PagedModel, attention: CpuPagedAttention, own: torch.Tensor) -> PagedModel:
+def _rewritten(model: PagedModel, rewrite: RewriteModel, own: torch.Tensor) -> PagedModel:
     """Returns the model with kernels where it has modules that they compute as well, its logits looked at again.
 
     The modules are shown tokens near both ends of the longest sequence: Ministral's queries, for one, have a
@@ -346,11 +347,7 @@ def _rewritten_for_cpu(model: PagedModel, attention: CpuPagedAttention, own: tor
         UnsupportedModelError: they are not those that the model itself had.
     """
     shift = model.max_position - len(check_texts(model.vocab_size, model.max_position)[0])
-    module, counts = rewrite(
-        model.module,
-        attention.library,
-        lambda recording: _logits_through_pages(model, recording.step, shift=shift),
-    )
+    module, counts = rewrite(model.module, lambda recording: _logits_through_pages(model, recording.step, shift=shift))
     _log.info("model rewritten", **counts)
     model = replace(model, module=module)
     _check_through_pages(model, own)

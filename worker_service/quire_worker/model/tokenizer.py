@@ -76,6 +76,15 @@ class Tokenizer:
         with _named():
             return self._backend.encode(text).ids
 
+    def encode_continuation(self, text: str) -> list[int]:
+        """Returns token ids of text that comes after other text: without those special tokens.
+
+        Raises:
+            TokenizerError: the tokenizer cannot do it.
+        """
+        with _named():
+            return self._backend.encode(text, add_special_tokens=False).ids
+
     def encode_conversation(self, conversation: Conversation) -> list[int]:
         """Returns token ids of a conversation, whose special tokens are those that the chat template writes.
 

@@ -18,19 +18,20 @@ import torch
 
 from quire_worker.sampling.params import TEMPERATURE_MIN, SamplingParams
 
-# Takes logits, parameters and a source of numbers in [0, 1) for the rows that are not greedy; returns a token for each.
-Choose: TypeAlias = Callable[[torch.Tensor, Sequence[SamplingParams], Callable[[], torch.Tensor]], list[int]]
+# Takes logits, parameters and a source of numbers in [0, 1) for the rows that are not greedy; returns a token for each,
+# int32 or int64 `[rows]` on the device of the logits.
+Choose: TypeAlias = Callable[[torch.Tensor, Sequence[SamplingParams], Callable[[], torch.Tensor]], torch.Tensor]
 
 
-def finite_rows(logits: torch.Tensor) -> list[bool]:
-    """Returns which rows can be sampled from: their largest logit is a number, and stays one at any temperature.
+def are_finite(logits: torch.Tensor) -> torch.Tensor:
+    """Returns which rows can be sampled from, bool `[rows]`: their largest logit is a number, and stays one at any
+    temperature.
 
     Args:
         logits: float32 `[rows, vocabulary]`; -inf rules out a token, and does no harm unless it rules out all.
     """
     bound = torch.finfo(torch.float32).max * TEMPERATURE_MIN
-    rows: list[bool] = (logits.amax(dim=-1).abs() <= bound).tolist()  # NaN is the largest, and below nothing
-    return rows
+    return logits.amax(dim=-1).abs() <= bound  # NaN is the largest, and below nothing
 
 
 def sample(
@@ -38,11 +39,12 @@ def sample(
     params: Sequence[SamplingParams],
     generators: Sequence[torch.Generator],
     choose: Choose | None = None,
-) -> list[int]:
-    """Returns one token per row. Random numbers are drawn last: if memory runs out, the generators have not moved.
+) -> torch.Tensor:
+    """Returns one token per row, int32 or int64 `[rows]`, on the device of the logits: nobody waits for it yet. Random
+    numbers are drawn last: if memory runs out, the generators have not moved.
 
     Args:
-        logits: float32 `[rows, vocabulary]`, all of them `finite_rows`.
+        logits: float32 `[rows, vocabulary]`; of rows that are not `are_finite` the token is of no use.
         params: per row, valid.
         generators: per row, from `new_generator`; greedy rows leave theirs untouched.
         choose: the device's way (`PagedAttention.choose`); `choose_by_sorting` if not given.
@@ -53,7 +55,7 @@ def sample(
     if not logits.shape[0] == len(params) == len(generators):
         raise ValueError(f"{logits.shape[0]} rows of logits, {len(params)} params and {len(generators)} generators")
     if logits.shape[0] == 0:
-        return []
+        return torch.empty(0, dtype=torch.int64)
 
     def draw() -> torch.Tensor:
         drawn = [generator for generator, row in zip(generators, params, strict=True) if not row.is_greedy]
@@ -64,17 +66,16 @@ def sample(
 
 def choose_by_sorting(
     logits: torch.Tensor, params: Sequence[SamplingParams], draw: Callable[[], torch.Tensor]
-) -> list[int]:
+) -> torch.Tensor:
     """Returns one token per row, in plain torch; see `PagedAttention.choose`."""
-    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    tokens = logits.argmax(dim=-1)
     rows = [row for row, row_params in enumerate(params) if not row_params.is_greedy]
     if rows:
         probabilities = probabilities_of(logits[rows], [params[row] for row in rows])
         cumulative = probabilities.to(torch.float64).cumsum(dim=-1)
         threshold = draw().to(logits.device).unsqueeze(1) * cumulative[:, -1:]  # [rows, 1]
         drawn = torch.searchsorted(cumulative, threshold, right=True)  # never a token of probability 0
-        for row, token in zip(rows, drawn.flatten().tolist(), strict=True):
-            tokens[row] = token
+        tokens[rows] = drawn.flatten()
     return tokens
 
 

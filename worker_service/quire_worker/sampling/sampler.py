@@ -84,6 +84,11 @@ class Sampler:
         """Tells whether the model's logits are what its tokens are chosen by."""
         return self.edits is None and self.allowed is None and self.matcher is None
 
+    @property
+    def is_simple(self) -> bool:
+        """Tells whether its token is all that has to be read for it."""
+        return self.is_plain and self.logprob_count is None
+
     def take(self, token: int) -> None:
         """Follows the sample by one token."""
         if self.edits is not None:
@@ -109,19 +114,28 @@ class Drawn(NamedTuple):
     Attributes:
         tokens: None for whom none was left to choose from.
         logprobs: None for who did not ask.
+        flags: what was read along with them.
     """
 
     tokens: list[int | None]
     logprobs: list[TokenLogprobs | None]
+    flags: list[bool]
 
 
-def draw(logits: torch.Tensor, samplers: Sequence[Sampler], choose: Choose | None = None) -> Drawn:
+def draw(
+    logits: torch.Tensor,
+    samplers: Sequence[Sampler],
+    choose: Choose | None = None,
+    flags: torch.Tensor | None = None,
+) -> Drawn:
     """Draws a token for each sampler, which takes it. If memory runs out, no sampler and no generator has moved.
 
     Args:
-        logits: float32 `[rows, vocabulary]`, all of them `choice.finite_rows`; not changed.
+        logits: float32 `[rows, vocabulary]`; not changed. Where a sampler is not `is_plain` or tells logprobs, all of
+            them are `choice.are_finite`; else the token of a row that is not is of no use.
         samplers: per row.
         choose: the device's way (`PagedAttention.choose`).
+        flags: bool `[any]`, on the same device, to be read together with the tokens: to read is to wait.
     """
     asking = [row for row, sampler in enumerate(samplers) if sampler.logprob_count is not None]
     ranking = _ranking(logits, asking, samplers)
@@ -129,7 +143,7 @@ def draw(logits: torch.Tensor, samplers: Sequence[Sampler], choose: Choose | Non
     if not all(sampler.is_plain for sampler in samplers):
         changed, is_left = _changed(logits, samplers)
     params, generators = [sampler.params for sampler in samplers], [sampler.generator for sampler in samplers]
-    chosen = sample(changed, params, generators, choose)
+    chosen, read = _read(sample(changed, params, generators, choose), flags)
     tokens: list[int | None] = [*chosen]
     for row, sampler in enumerate(samplers):
         if is_left is None or is_left[row]:
@@ -140,7 +154,15 @@ def draw(logits: torch.Tensor, samplers: Sequence[Sampler], choose: Choose | Non
     if ranking is not None:
         for row, found in zip(asking, ranking.of([chosen[row] for row in asking]), strict=True):
             logprobs[row] = found
-    return Drawn(tokens, logprobs)
+    return Drawn(tokens, logprobs, read)
+
+
+def _read(tokens: torch.Tensor, flags: torch.Tensor | None) -> tuple[list[int], list[bool]]:
+    """Returns tokens, and flags if there are any, on the host: one read, for which the host waits for the device."""
+    if flags is None:
+        return tokens.tolist(), []
+    numbers: list[int] = torch.cat((tokens, flags.to(tokens.dtype))).tolist()
+    return numbers[: len(tokens)], [bool(number) for number in numbers[len(tokens) :]]
 
 
 def _ranking(logits: torch.Tensor, rows: Sequence[int], samplers: Sequence[Sampler]) -> Ranking | None:

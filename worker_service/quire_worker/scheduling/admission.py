@@ -114,13 +114,22 @@ class Applicants:
         block_size: tokens per block.
         peaks: blocks that a sequence holds at a time.
         sequence_tokens_max: the longest sequence, with whose last token a sample ends.
+        resting: of branches, whose blocks may be shared.
     """
 
     def __init__(
-        self, running: Sequence[Sample], limits: TurnLimits, *, block_size: int, peaks: Peaks, sequence_tokens_max: int
+        self,
+        running: Sequence[Sample],
+        limits: TurnLimits,
+        *,
+        block_size: int,
+        peaks: Peaks,
+        sequence_tokens_max: int,
+        resting: Iterable[Sample] = (),
     ) -> None:
         self.chosen = Round()
         self._running = running
+        self._resting = tuple(resting)
         self._left = limits
         self._block_size = block_size
         self._peaks = peaks
@@ -143,8 +152,7 @@ class Applicants:
                 break
             if self._head is not None and looked_at >= DEPTH:
                 break
-            end = 0 if sample.is_scored else (len(sample.tokens) - 1) // self._block_size  # a hit would not be computed
-            digests = sample.digests(self._block_size, 0, end)
+            digests = sample.digests(self._block_size, 0, sample.matchable_token_count // self._block_size)
             if not self._being_computed.isdisjoint(digests):
                 continue
             if self._head is not None:
@@ -162,13 +170,17 @@ class Applicants:
 
     def _let_in(self, sample: Sample, digests: list[bytes], running: Sequence[Sample]) -> bool:
         """Lets a sample in if it fits beside those who run."""
-        shared = held_count(digests, running, self._block_size)
+        shared = self._shared(digests, running)
         needed = self._needed(sample, shared)
         is_alone = not running and not self.chosen.admissions
         if not is_alone and not self._fits(sample, needed, len(running)):
             return False
         self._add(sample, needed, digests, shared)
         return True
+
+    def _shared(self, digests: Sequence[bytes], running: Sequence[Sample]) -> int:
+        """Counts the leading blocks that somebody holds."""
+        return held_count(digests, (*running, *self._resting), self._block_size)
 
     def _needed(self, sample: Sample, shared: int) -> int:
         return self._peaks.block_count(-(-len(sample.tokens) // self._block_size) - shared)
@@ -197,13 +209,13 @@ class Applicants:
     def _without(self, passed: Sequence[Sample]) -> tuple[list[Sample], TurnLimits, int]:
         """Returns who else runs, what could be let in without those who passed, and how many blocks they alone hold."""
         others = [each for each in self._running if each not in passed]
-        own = own_block_count(passed, others, self._block_size)
+        own = own_block_count(passed, (*others, *self._resting), self._block_size)
         blocks = None if self._left.blocks is None else self._left.blocks + own
         return others, self._left._replace(samples=self._left.samples + len(passed), blocks=blocks), own
 
     def _fits_without(self, head: Sample, digests: list[bytes], passed: Sequence[Sample]) -> bool:
         others, limits, _ = self._without(passed)
-        shared = held_count(digests, others, self._block_size)
+        shared = self._shared(digests, others)
         if not others and not self.chosen.admissions:
             return True
         before, self._left = self._left, limits
@@ -229,7 +241,7 @@ class Applicants:
             self._running,
             blocks=blocks,
             places=self._left.samples,
-            needed=self._needed(head, held_count(digests, self._running, self._block_size)),
+            needed=self._needed(head, self._shared(digests, self._running)),
             needed_places=places_of(head),
             block_size=self._block_size,
             sequence_tokens_max=self._sequence_tokens_max,

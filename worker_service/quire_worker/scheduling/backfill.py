@@ -97,7 +97,7 @@ def blocks_at_end(sample: Sample, block_size: int, sequence_tokens_max: int) -> 
 
 def places_of(sample: Sample) -> int:
     """Counts the samples that will run because of this one: the first brings all forks of its request."""
-    is_first = sample.index == 0 and sample.output_token_count == 0
+    is_first = sample.index == 0 and sample.output_token_count == 0 and sample.draws
     return len(sample.request.samples) if is_first else 1
 
 

@@ -20,7 +20,7 @@ def take_commits(roster: Roster, plan: Plan, outcome: StepOutcome) -> None:
     """
     assert all((*outcome.commits, *outcome.forks)), "the allocator lost a sequence"
     if outcome.swaps:
-        by_id = {sample.sequence_id: sample for sample in (*roster.running, *roster.leaving)}
+        by_id = {sample.sequence_id: sample for sample in roster.holders()}
         for swap in outcome.swaps:  # of a sample that was freed with this step nobody asks any more
             if swap.sequence_id in by_id:
                 by_id[swap.sequence_id].swap(swap)

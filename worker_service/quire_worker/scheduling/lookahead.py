@@ -55,5 +55,8 @@ def block_count_of(sample: Sample, block_size: int) -> int:
 
 
 def last_of(sample: Sample, sequence_tokens_max: int) -> int:
-    """Counts the tokens of a sample that are ever computed: the last one has no successor, so it is not."""
+    """Counts the tokens of a sample that are ever computed: the last one has no successor, so it is not. Where none is
+    drawn, those that it has are all."""
+    if not sample.draws:
+        return len(sample.tokens)
     return min(len(sample.request.prompt) + sample.request.sampling.max_tokens, sequence_tokens_max) - 1

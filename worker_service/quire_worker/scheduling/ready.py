@@ -26,8 +26,8 @@ def ready_after(under_way: Sequence[Work], roster: Roster, *, budget: int, seque
         budget: tokens of the turn's pass.
         sequence_tokens_max: the longest sequence, with whose last token a sample ends.
     """
-    plan, work_of = Plan(is_whole=bool(roster.running)), {item.sample: item for item in under_way}
-    parents = {sample.fork_of for sample in roster.running}
+    plan, work_of = Plan(is_whole=roster.may_go_on), {item.sample: item for item in under_way}
+    parents = roster.parents()
     before_backfilled: int | None = None
     for sample in roster.running:
         if sample.passed is not None and before_backfilled is None:

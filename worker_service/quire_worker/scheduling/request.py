@@ -7,6 +7,9 @@ Lifecycle of a sample:
     3. leaving    finished or cancelled; its sequence is freed with the next step
     4. gone
 
+A branch's sample goes from 2 to `resting` instead, whenever it has done what it was asked for: it keeps its blocks,
+and goes back to 2 when it is asked for more (`resting.py`).
+
 A preempted sample goes from 2 back to 1 and keeps its tokens and its sampler, so that it goes on with the same text.
 Samples beyond the first are in no state until the prefill of the first has finished; then they start in 2, as forks of
 it.
@@ -105,6 +108,7 @@ class Request:
         deadline_s: after which nobody wants it any more, by the clock of `arrived_s`.
         admitted_s: when it was first let in.
         prompt_logprobs: of its tokens from the second on, as far as they were computed (opaque here).
+        is_read: whether the caller has taken the last delivery.
     """
 
     number: int
@@ -126,6 +130,7 @@ class Request:
     priority: int = 0
     deadline_s: float = math.inf
     prompt_logprobs: list[Any] = field(default_factory=list)
+    is_read: bool = False
 
     @property
     def urgency(self) -> float:
@@ -156,6 +161,10 @@ class Sample:
         passed: the head of the queue that it was let in before, until that one is; see `backfill.py`.
         swapped: what of it is in host memory, from a preemption until it is restored.
         logprob_sum: of its tokens so far, where samples are compared.
+        draws: whether a token is sampled after its last one; if not, it ends when all of them are computed.
+        rests: whether it keeps its blocks when it has ended in good order, because it is a branch's.
+        scored: tokens whose probability is wanted, each after all before it; the first stands at `scored_from`.
+        logprobs: of `scored`, as far as they are computed; NaN where they are not.
     """
 
     request: Request
@@ -179,6 +188,11 @@ class Sample:
     has_ended: bool = False
     finish_reason: FinishReason | None = None
     logprob_sum: float = 0.0
+    draws: bool = True
+    rests: bool = False
+    scored: Sequence[int] = ()
+    scored_from: int = 0
+    logprobs: list[float] = field(default_factory=list)
     _digests: list[bytes] = field(default_factory=list)
     _chain: DigestChain | None = None
 
@@ -195,12 +209,22 @@ class Sample:
     @property
     def has_forks_to_come(self) -> bool:
         """Tells whether other samples of the request begin when this one's first token is known."""
-        return self.index == 0 and self.output_token_count == 0 and len(self.request.samples) > 1
+        is_first = self.index == 0 and self.output_token_count == 0
+        return is_first and self.draws and len(self.request.samples) > 1
+
+    @property
+    def matchable_token_count(self) -> int:
+        """Counts the leading tokens that may be found in the cache: all but those after which logits are wanted."""
+        if self.is_scored:
+            return self.scored_from - 1 if self.scored else 0
+        return len(self.tokens) - 1
 
     @property
     def is_scored(self) -> bool:
-        """Tells whether logits after each token of its prompt are wanted, so that all of it has to be computed."""
-        return self.output_token_count == 0 and self.request.sampling.prompt_logprobs is not None
+        """Tells whether logits after more than the last of its tokens are wanted, so that these have to be computed:
+        of a prompt, or of what is scored."""
+        wants_prompt = self.output_token_count == 0 and self.request.sampling.prompt_logprobs is not None
+        return bool(self.scored) or wants_prompt
 
     def is_restored_at(self, position: int) -> bool:
         """Tells whether the token at a position is to be restored, and not computed."""
@@ -257,8 +281,15 @@ class Sample:
         self.begun_with = len(self.tokens)
         self._digests, self._chain = [], None
 
+    def note_logprobs(self, position: int, logprobs: Sequence[float]) -> None:
+        """Notes how likely the tokens of a candidate are, from a position on."""
+        first = position - self.scored_from
+        self.logprobs[first : first + len(logprobs)] = logprobs
+
     def fork_from(self, parent: Sample) -> None:
-        """Makes this sample share the blocks of `parent`, whose prefill has finished, from the next step on."""
+        """Makes this sample share the blocks of `parent`, which has computed all that they have in common, from the
+        next step on."""
+        self.begun_with = parent.begun_with
         self.computed = self.committed = self.granted = parent.computed
         self.fork_of, self.passed = parent, parent.passed
         self._digests = list(parent._digests)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from quire.protocol.outcomes import Copy
+from quire.session.lookahead import Increment, give_back
 from quire.types import GroupKind, GroupSpec
 
 from quire_worker.scheduling import lookahead
@@ -15,6 +16,7 @@ from quire_worker.scheduling.pace import Pace
 from quire_worker.scheduling.plan import Plan, Work
 from quire_worker.scheduling.queue import WaitingQueue
 from quire_worker.scheduling.request import FinishReason, Request, Sample
+from quire_worker.scheduling.resting import Resting
 from quire_worker.scheduling.shares import Shares
 from quire_worker.scheduling.swap import SwapOut, SwapSpace, can_swap
 
@@ -30,6 +32,7 @@ class Roster:
         waiting: in the order of `queue.py`.
         running: in the order of `order.py`; backfilled samples are the last.
         shares: what each namespace has been served.
+        resting: of branches that nothing is asked of.
         leaving: ended; committed once more and freed with the next step.
         to_free: sequences of samples that live on without them.
         pace: of this worker's passes.
@@ -56,6 +59,7 @@ class Roster:
         self.shares = Shares()
         self.waiting = WaitingQueue(self.shares)
         self.running: list[Sample] = []
+        self.resting = Resting()
         self.leaving: list[Sample] = []
         self.to_free: list[int] = []
         windows = [group for group in attention if group.kind is not GroupKind.FULL_ATTENTION]
@@ -74,7 +78,21 @@ class Roster:
     @property
     def has_work(self) -> bool:
         """Tells whether another turn has anything to do."""
-        return bool(self.waiting or self.running or self.leaving or self.to_free)
+        has_to_say = self.leaving or self.to_free or self.resting.settling or self.resting.forking
+        return bool(self.waiting or self.running or has_to_say)
+
+    @property
+    def may_go_on(self) -> bool:
+        """Tells whether somebody runs, and nobody has to be forked first."""
+        return bool(self.running) and not self.resting.forking
+
+    def parents(self) -> set[Sample | None]:
+        """Returns those whose forks have no share of their blocks yet."""
+        return {sample.fork_of for sample in (*self.running, *self.resting.forking)}
+
+    def holders(self) -> tuple[Sample, ...]:
+        """Returns everybody who has a sequence, or gets one with the step under way."""
+        return (*self.running, *self.leaving, *self.resting, *self.resting.forking)
 
     def add(self, sample: Sample) -> None:
         """Adds a sample to those that wait. Its prompt is hashed here, while a forward pass may be running, and not
@@ -111,11 +129,15 @@ class Roster:
         self.swap.release(sample)
         if sample in self.running:
             self.running.remove(sample)
-            if sample.sequence_id:
+            if sample.rests and reason is not None:
+                self.resting.add(sample)
+            elif sample.sequence_id:
                 self.leaving.append(sample)
         elif sample in self.waiting:
             self.waiting.remove(sample)
             self._let_down(sample)
+        else:
+            self.resting.remove(sample)
 
     def _let_down(self, head: Sample) -> None:
         """Notes that a sample waits no more, so that nobody has passed it."""
@@ -137,7 +159,8 @@ class Roster:
 
     def forget_blocks(self) -> None:
         """Makes everybody who ran wait, because the allocator's state is gone."""
-        running, self.running = self.running, []
+        running, self.running = [*self.running, *self.resting.take_forks()], []
+        self.resting.clear()
         self.moves.clear()
         for sample in (*running, *self.waiting.in_any_order()):
             self.swap.release(sample)  # who knows what was moved
@@ -204,34 +227,88 @@ class Roster:
         """Counts the blocks that are free once samples that left are freed: those that they hold ahead, and where
         somebody waits for them all that nobody else holds."""
         ahead = sum(lookahead.block_count_of(sample, self.block_size) for sample in left)
-        own = own_block_count(left, self.running, self.block_size) if left and self.waiting else 0
+        others = (*self.running, *self.resting)
+        own = own_block_count(left, others, self.block_size) if left and self.waiting else 0
         return ahead + own
 
     def spare_block_count(self) -> int:
-        """Counts the blocks that a step can give to others: held ahead, or by who left."""
-        parents = {sample.fork_of for sample in self.running}
+        """Counts the blocks that a step can give to others: held ahead, by who left, or by branches alone."""
+        parents = self.parents()
         stay = [*self.running, *(each for each in self.leaving if each in parents)]
         ahead = sum(lookahead.block_count_of(sample, self.block_size) for sample in stay)
-        return ahead + self.free_count_of([sample for sample in self.leaving if sample not in parents])
+        free_count = self.free_count_of([sample for sample in self.leaving if sample not in parents])
+        return ahead + free_count + self.resting.alone_held_count((*self.running, *self.leaving), self.group_count)
 
     def uncommitted_block_count(self) -> int:
         """Counts the blocks that the next commit publishes."""
         return sum(
             sample.computed // self.block_size - sample.committed // self.block_size
-            for sample in (*self.running, *self.leaving)
+            for sample in (*self.running, *self.leaving, *self.resting.settling)
         )
 
     def take_filled(self) -> dict[Sample, list[bytes]]:
         """Returns who filled blocks since the last commit, and their digests; among them parents of forks, which share
         only what is committed. From now on it all counts as committed."""
-        parents = {sample.fork_of for sample in self.running}
+        parents = self.parents()
         filled = {}
-        for sample in self.running + self.leaving:
+        for sample in (*self.running, *self.leaving, *self.resting.to_commit()):
             first, end = sample.committed // self.block_size, sample.computed // self.block_size
             if sample.sequence_id and (end > first or (sample in parents and sample.computed > sample.committed)):
                 filled[sample] = sample.digests(self.block_size, first, end)
                 sample.committed = sample.computed
         return filled
+
+    def given_back(self, block_count: int, increment: Increment) -> dict[Sample, int]:
+        """Returns who gives back so many blocks that it holds ahead, and for how many tokens each keeps room. The state
+        of who has ended may be a token further than what it commits: with room behind, it is no checkpoint."""
+        if block_count <= 0:
+            return {}
+        samples = self.running + ([] if self.has_states else self.leaving)
+        holders = [(sample, sample.granted, len(sample.tokens)) for sample in samples]
+        return give_back(holders, block_count, increment)
+
+    # -- branches ------------------------------------------------------------------------------------------------------
+
+    def wake(self, sample: Sample, request: Request, tokens: list[int], *, draws: bool) -> None:
+        """Makes a resting sample run on, for a request: `tokens` begin with all that it has computed."""
+        self.resting.wake(sample, request, tokens, draws=draws)
+        self.shares.charge(request.namespace, prompt_tokens=len(tokens) - sample.computed)
+        insort(self.running, sample, key=rank_of)
+
+    def forks_due(self, running_max: int) -> list[tuple[Sample, Sample]]:
+        """Makes children of resting samples run as far as there are places, and returns all children to be forked now,
+        with their parents."""
+        for child in self.resting.take_forks(running_max - len(self.running)):
+            self.shares.charge(child.request.namespace, prompt_tokens=len(child.tokens) - child.computed)
+            self.add_fork(child)
+        resting = [child for child in self.resting.forking if child.rests]
+        return [(child, child.fork_of) for child in (*self.running, *resting) if child.fork_of is not None]
+
+    def take_back_resting(self, plan: Plan, block_count: int) -> None:
+        """Frees resting samples with the step of this plan, as many as hold so many blocks alone."""
+        if block_count > 0:
+            for sample in self.resting.chosen(block_count, (*self.running, *self.leaving), self.parents()):
+                self.resting.remove(sample)
+                plan.step.free(sample.sequence_id)
+
+    def drop(self, sample: Sample) -> None:
+        """Takes the blocks of a resting sample back with the next step; one that rests no more is no error."""
+        if sample in self.resting:
+            self.resting.remove(sample)
+            self.leaving.append(sample)
+
+    def drop_resting(self, block_count: int) -> bool:
+        """Drops resting samples that hold so many blocks alone; tells whether there were any."""
+        chosen = self.resting.chosen(block_count, (*self.running, *self.leaving), self.parents())
+        for sample in chosen:
+            self.drop(sample)
+        return bool(chosen)
+
+    def block_count_beyond(self, kept: Mapping[Sample, int]) -> int:
+        """Counts the blocks of each group beyond the room that samples keep."""
+        return sum(sample.table_length + -count // self.block_size for sample, count in kept.items())
+
+    # -- counting ------------------------------------------------------------------------------------------------------
 
     def _uncount_ahead(self, sample: Sample) -> None:
         """Takes blocks that a sample held ahead and never used out of its request's usage."""
@@ -248,8 +325,10 @@ class Roster:
         for sample in self.running:
             assert sample.passed is None or sample.passed in self.waiting, f"{sample.age} has passed nobody who waits"
         assert not set(self.waiting) & set(self.running), "a sample waits and runs"
-        for sample in self.running:
+        for sample in (*self.running, *self.resting):
             sample.check_invariants(self.block_size)
+        assert not set(self.resting) & {*self.waiting, *self.running, *self.leaving}, "a sample rests and does not"
+        assert set(self.resting.settling) <= set(self.resting), "a sample settles that does not rest"
         for sample in self.waiting:
             assert not sample.sequence_id, f"{sample.age} waits with blocks"
             assert not sample.tables, f"{sample.age} waits with blocks"

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 
 from quire.protocol.outcomes import Result, StepOutcome
 from quire.protocol.packing import unpack_uint64
-from quire.session.lookahead import Decoding, Increment, give_back, needs_of
+from quire.session.lookahead import Decoding, Increment, needs_of
 from quire.types import GroupKind, GroupSpec
 
 from quire_worker.scheduling import lookahead
@@ -103,7 +103,9 @@ class Scheduler:
             plan, left, budget - sum(each.token_count for each in chosen.admissions), room=(spare or 0) - admitted
         )
         missing = taken + taken_last + admitted - (self._free_block_count or 0) - freed
-        self._commit(plan, filled, {**cut, **self._given_back(missing)})
+        given_back = self.roster.given_back(missing, self._increment)
+        self.roster.take_back_resting(plan, missing - self.roster.block_count_beyond(given_back))
+        self._commit(plan, filled, {**cut, **given_back})
         self.roster.make_room(plan)
         self.roster.begin_outgrown_again(plan)
         return plan
@@ -170,7 +172,9 @@ class Scheduler:
         denied = self.take_in(plan, outcome)
         rows = zip(plan.grows, outcome.grows, strict=True)
         squeezed = {sample for (sample, _), grown in rows if grown.result is Result.PASS_TOO_LONG}
-        if any(sample not in plan.admitted and not sample.has_ended for sample in denied - squeezed):
+        lacking = {sample for sample in denied - squeezed if not sample.has_ended}
+        is_helped = bool(lacking) and self.roster.drop_resting(1)
+        if not is_helped and lacking - plan.admitted:
             denied.add(self.roster.preempt_last())
         before, work = {item.sample: item for item in under_way}, []
         for sample, token_count in plan.wanted:
@@ -196,6 +200,7 @@ class Scheduler:
         take_commits(self.roster, plan, outcome)
         for parent, child in plan.forks:
             child.take_blocks_of(parent, self.roster.block_size)
+        self.roster.resting.take_shares(child for _, child in plan.forks)
         self.roster.moves += outcome.copies
         return {
             sample
@@ -211,9 +216,10 @@ class Scheduler:
 
     def advance(self, work: Iterable[Work]) -> None:
         """Counts what the batch has computed; what was not computed must never be committed. Nor must the place of a
-        token that was never taken, because the sample had ended with the one before."""
+        token that was never taken, because the sample had ended with the one before. Who rests keeps its count."""
         for item in work:
-            item.sample.computed = min(item.end, len(item.sample.tokens))
+            if item.sample not in self.roster.resting:
+                item.sample.computed = min(item.end, len(item.sample.tokens))
             self.roster.note_restored(item)
 
     def extend(self, sample: Sample, token: int, *, is_stop: bool) -> None:
@@ -238,7 +244,7 @@ class Scheduler:
     def give_everything_back(self, plan: Plan) -> None:
         """Frees with the next step all that the allocator still holds for us, because it refused the step of this
         plan."""
-        held = [sample.sequence_id for sample in (*self.roster.running, *self.roster.leaving) if sample.sequence_id]
+        held = [sample.sequence_id for sample in self.roster.holders() if sample.sequence_id]
         unfreed = unpack_uint64(plan.step.message.frees.sequences)
         self.forget_blocks()
         self.roster.to_free = sorted({*held, *unfreed})
@@ -263,28 +269,29 @@ class Scheduler:
         sample.granted = token_count
 
     def _cut(self, filled: dict[Sample, list[bytes]]) -> dict[Sample, int]:
-        """Says who gives back all room beyond what it has computed, so that its state becomes a checkpoint or is
-        shared."""
-        if not self.roster.has_states:
-            return {}
-        parents = {sample.fork_of for sample in self.roster.running}
-        cut = to_cut((*self.roster.running, *self.roster.leaving), filled, parents)
+        """Says who gives back all room beyond what it has computed: who rests from now on, and whose state becomes
+        a checkpoint or is shared."""
+        cut = self.roster.resting.settled(self.roster.block_size)
+        if self.roster.has_states:
+            cut += to_cut((*self.roster.running, *self.roster.leaving), filled, self.roster.parents())
         for sample in cut:
             self._keep(sample, sample.computed)
         return {sample: sample.computed for sample in cut}
 
     def _fork(self, plan: Plan) -> None:
-        for sample in self.roster.running:
-            if sample.fork_of is not None:
-                sample.sequence_id = self._new_sequence_id()
-                plan.step.fork(sample.fork_of.sequence_id, sample.sequence_id)
-                plan.forks.append((sample.fork_of, sample))
+        for child, parent in self.roster.forks_due(self.running_max):
+            child.sequence_id = self._new_sequence_id()
+            plan.step.fork(parent.sequence_id, child.sequence_id)
+            plan.forks.append((parent, child))
 
     def _free(self, plan: Plan) -> int:
-        """Frees who left; a parent of this step's forks stays one step longer, since frees come before forks. Returns
-        how many blocks are free at once by that."""
-        left, self.roster.leaving = self.roster.leaving, [each for each, _ in plan.forks if each.has_ended]
-        left = [sample for sample in left if sample not in self.roster.leaving]
+        """Frees who left; a parent of forks to come stays until the step after theirs, since frees come before forks.
+        Returns how many blocks are free at once by that."""
+        parents, leaving = self.roster.parents(), self.roster.leaving
+        left, self.roster.leaving = (
+            [sample for sample in leaving if sample not in parents],
+            [sample for sample in leaving if sample in parents],
+        )
         for sample in left:
             plan.step.free(sample.sequence_id)
         for sequence_id in self.roster.to_free:
@@ -324,7 +331,7 @@ class Scheduler:
             if own >= block_count:
                 break
             plan.victims.append(sample)
-            others = [each for each in self.roster.running if each not in plan.victims]
+            others = [*(each for each in self.roster.running if each not in plan.victims), *self.roster.resting]
             own = own_block_count(plan.victims, others, self.roster.block_size)
         return own
 
@@ -333,21 +340,12 @@ class Scheduler:
         return bool(self.roster.waiting) and budget > 0 and len(first) < self.running_max
 
     def _room(self) -> int | None:
-        """Counts the blocks that are free, or held ahead or by who left, which is as good; None where the allocator has
-        not said."""
+        """Counts the blocks that are free, or held ahead, by who left or by branches alone, which is as good; None
+        where the allocator has not said."""
         return None if self._free_block_count is None else self._free_block_count + self.roster.spare_block_count()
 
     def _needs_of(self, samples: Sequence[Decoding[Sample]], free_block_count: int) -> list[tuple[Sample, int]]:
         return needs_of(samples, free_block_count, ahead_tokens=self.ahead_tokens, increment=self._increment)
-
-    def _given_back(self, block_count: int) -> dict[Sample, int]:
-        """Returns who gives back so many blocks that it holds ahead, and for how many tokens each keeps room. The state
-        of who has ended may be a token further than what it commits: with room behind, it is no checkpoint."""
-        if block_count <= 0:
-            return {}
-        samples = self.roster.running + ([] if self.roster.has_states else self.roster.leaving)
-        holders = [(sample, sample.granted, len(sample.tokens)) for sample in samples]
-        return give_back(holders, block_count, self._increment)
 
     def _choose(
         self, budget: int, free_block_count: int | None, *, may_preempt: bool = True, without: Sequence[Sample] = ()
@@ -365,6 +363,7 @@ class Scheduler:
             block_size=self.roster.block_size,
             peaks=self._peaks,
             sequence_tokens_max=self.sequence_tokens_max,
+            resting=self.roster.resting,
         )
         return applicants.consider(self.roster.waiting.in_turn(), may_preempt=may_preempt)
 

@@ -120,7 +120,7 @@ class Coordinator:
         """Notes the prompt of a sequence that is let in, before it takes its hits: where it parts from those before it,
         and what the next one may part from."""
         if self.retention is not None:
-            self.retention.note_parting(space, hits, digests, junction)
+            self.retention.note_parting(space, hits, digests, prompt_token_count, junction)
         if self.history is not None:
             self.history.note(space.name, digests[: prompt_token_count // self.digest_tokens * DIGEST_BYTES])
 

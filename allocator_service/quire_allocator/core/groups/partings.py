@@ -6,8 +6,9 @@ middle, more ends are worth their blocks. Which of both is the case, a pool lear
 attention has of them or, where there is none, by the latest prompts (`history.py`):
 
     late     nothing follows where the prompt parts
-    early    one text follows, by an edge at least
-    neither  several texts follow, or did: paths part there, whoever comes (`Boundary.is_parting`)
+    again    one text follows by an edge at least, and all of the prompt is known: an answer is asked for once more
+    inside   one text follows, and the prompt goes another way
+    nothing  several texts follow, or did: paths part there, whoever comes (`Boundary.is_parting`)
 
 Sources: a prompt whose last message was edited hits nothing in vLLM with sparse retention (issue 57610); Marconi (MLSys
 2025) tunes what it keeps by replaying the last requests, this counts them.
@@ -15,14 +16,17 @@ Sources: a prompt whose last message was edited hits nothing in vLLM with sparse
 
 from __future__ import annotations
 
+import math
 from typing import Final, NamedTuple
 
 from quire_allocator.core.groups.runs import Run, RunHit
 from quire_allocator.core.spec import DIGEST_BYTES
 
 LATE_BELIEVED: Final = 4.0  # prompts that are taken to have parted late before any was seen
-REMEMBERED: Final = 64.0  # prompts, beyond which all before them count half
-EARLY_SHARE: Final = 0.4
+LATE_BELIEVED_OF_STATES: Final = 32.0
+REMEMBERED: Final = 256.0  # prompts, beyond which all before them count half
+EARLY_SHARE: Final = 0.4  # of the prompts, from which on early ends are worth the blocks of windows
+EARLY_SHARE_OF_STATES: Final = 0.7  # the same of states, which take a page each
 STEP_COUNT: Final = 7
 
 
@@ -43,39 +47,58 @@ class Partings:
 
     Attributes:
         edge_tokens: hits end at multiples of this.
-        late, early: prompts that parted so, the older ones counted less.
+        stop_tokens: steps do; where groups keep states, checkpoints are at multiples of it, whoever needs them.
+        late, again, inside: prompts that parted so, the older ones counted less.
     """
 
-    __slots__ = ("early", "edge_tokens", "late")
+    __slots__ = ("_share", "again", "edge_tokens", "inside", "late", "stop_tokens")
 
-    def __init__(self, edge_tokens: int) -> None:
+    def __init__(self, edge_tokens: int, checkpoint_tokens: int = 0) -> None:
+        """`checkpoint_tokens` is how far checkpoints of states are apart; 0 without states."""
         self.edge_tokens = edge_tokens
-        self.late = LATE_BELIEVED
-        self.early = 0.0
+        self.stop_tokens = math.lcm(edge_tokens, checkpoint_tokens or 1)
+        self._share = EARLY_SHARE_OF_STATES if checkpoint_tokens else EARLY_SHARE
+        self.late = LATE_BELIEVED_OF_STATES if checkpoint_tokens else LATE_BELIEVED
+        self.again = self.inside = 0.0
 
     @property
     def are_early(self) -> bool:
-        """Tells whether so many prompts part early that ends for them are worth their blocks."""
-        return self.early >= EARLY_SHARE * (self.early + self.late)
+        """Tells whether so many prompts part before an end that continued boundaries are worth their blocks."""
+        return self.again + self.inside >= self._share * (self.late + self.again + self.inside)
 
-    def note(self, behind: Behind, *, is_parting: bool) -> None:
-        """A new prompt parts at an edge, where that is behind it; `is_parting` tells whether paths are known to part
-        there."""
+    @property
+    def are_inside(self) -> bool:
+        """Tells whether so many do where no boundary stands that steps are worth theirs."""
+        return self.inside >= self._share * (self.late + self.again + self.inside)
+
+    def note(self, behind: Behind, *, is_parting: bool, is_whole: bool) -> None:
+        """A new prompt parts at an edge.
+
+        Args:
+            behind: what is known to follow there.
+            is_parting: paths are known to part there.
+            is_whole: it is the last edge of the prompt that leaves a token to compute.
+        """
         if behind.way_count > 1 or is_parting:
             return
-        if behind.goes_on:
-            self.early += 1
-        else:
+        if not behind.goes_on:
             self.late += 1
-        if self.early + self.late > REMEMBERED:
-            self.early /= 2
+        elif is_whole:
+            self.again += 1
+        else:
+            self.inside += 1
+        if self.late + self.again + self.inside > REMEMBERED:
             self.late /= 2
+            self.again /= 2
+            self.inside /= 2
 
     def steps_before(self, end: int) -> list[int]:
-        """Returns token counts before the end of a prompt, two edges, four and so on: whoever parts between two of them
-        computes at most as much again as the prompt has behind its parting."""
+        """Returns token counts before the end of a prompt, two edges, four and so on, the deepest first: whoever parts
+        between two of them computes at most as much again as the prompt has behind its parting. Of states, as far as
+        there are checkpoints."""
         distances = [self.edge_tokens << (step + 1) for step in range(STEP_COUNT)]
-        return [end - distance for distance in distances if distance < end]
+        stops = {(end - distance) // self.stop_tokens * self.stop_tokens for distance in distances if distance < end}
+        return sorted(stops - {0}, reverse=True)
 
 
 def behind_hit(hit: RunHit, positions: int) -> Behind:

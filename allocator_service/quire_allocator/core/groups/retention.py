@@ -24,10 +24,9 @@ boundary.
     (a prompt that is edited inside its last block ends one block earlier), and 5 x 447 SPARE
 
 Of one path the boundaries where paths part stay, and of the others the last three (what a chat's last two turns leave:
-the end of the turn before, that of the last prompt and of its answer). Where windows are all that a hit needs beside
-full attention, and many prompts part from cached ones before their end, further boundaries stand before the ends of
-prompts, and as many more stay (`partings.py`). Places at which only full attention needs a
-block, as between two chunks of chunked attention, need no boundary.
+the end of the turn before, that of the last prompt and of its answer). While many prompts part from cached ones before
+their end, further boundaries stand before the ends of prompts, and as many more stay (`partings.py`). Places at which
+only full attention needs a block, as between two chunks of chunked attention, need no boundary.
 
 Sources: Marconi (MLSys 2025) keeps what the next prompts are likely to end at; SGLang's hybrid tree lets windows leave
 before the prefix they belong to; `docs/decisions/0017-retention.md` has what was measured.
@@ -102,8 +101,8 @@ class Retention(Keeper):
             state.keeper = self
             state.is_led = bool(self.full)
         blocks.policy.trims = not self.full
-        learns = bool(self.windows) and not self.states
-        self.partings = Partings(self.edge_tokens) if learns else None
+        checkpoints = [manager.spec.block_size for _, manager in self.states]
+        self.partings = Partings(self.edge_tokens, math.lcm(*checkpoints) if checkpoints else 0)
 
     # -- when boundaries are made --------------------------------------------------------------------------------------
 
@@ -122,10 +121,12 @@ class Retention(Keeper):
         if edge > (0 if last is None else last.token_count):
             self.make(sequence, edge)
 
-    def note_parting(self, space: Namespace, hits: Sequence[Hit], digests: bytes, junction: int) -> None:
+    def note_parting(
+        self, space: Namespace, hits: Sequence[Hit], digests: bytes, prompt_token_count: int, junction: int
+    ) -> None:
         """A new prompt parts behind its junction or, where there is none, behind its hits."""
         end = junction or hits[0].token_count
-        if self.partings is None or not end:
+        if not end:
             return
         if self.full:
             full = self.full[0]
@@ -139,11 +140,15 @@ class Retention(Keeper):
             )
         last = end // self._digest_tokens * DIGEST_BYTES
         boundary = space.boundaries.get((end, digests[last - DIGEST_BYTES : last]))
-        self.partings.note(behind, is_parting=boundary is not None and boundary.is_parting)
+        self.partings.note(
+            behind,
+            is_parting=boundary is not None and boundary.is_parting,
+            is_whole=end + self.edge_tokens >= prompt_token_count,
+        )
 
     def with_steps(self, boundaries: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns boundaries of a new sequence and, while prompts part early, steps before the last of them."""
-        if self.partings is None or not self.partings.are_early:
+        """Returns boundaries of a new sequence and, while prompts part inside of others, steps before the last."""
+        if not self.partings.are_inside:
             return boundaries
         return tuple(sorted({*boundaries, *self.partings.steps_before(boundaries[-1])}))
 
@@ -202,6 +207,7 @@ class Retention(Keeper):
             counts = [other.token_count for other in run.boundaries]
             run.boundaries.insert(bisect_right(counts, boundary.token_count), boundary)
         if parent is not None:
+            parent.next_token_count = boundary.token_count
             self._goes_on(parent, 1)
         return boundary
 
@@ -241,8 +247,7 @@ class Retention(Keeper):
         was_aside = boundary.is_aside
         boundary.way_count += way_count
         boundary.is_parting |= boundary.way_count > 1
-        are_early = self.partings is not None and self.partings.are_early
-        boundary.is_aside = boundary.is_continued and (was_aside or not are_early)
+        boundary.is_aside = boundary.is_continued and (was_aside or not self._is_worth_its_blocks(boundary))
         if boundary.is_aside == was_aside:
             return
         step = 1 if was_aside else -1
@@ -252,10 +257,15 @@ class Retention(Keeper):
             unit.aside_count -= step
             _manager(unit).revalue(unit)
 
+    def _is_worth_its_blocks(self, boundary: Boundary) -> bool:
+        """Tells whether a boundary that is continued stays beside its run: many prompts part early, or it takes no more
+        than one edge that the next one does not. So a prompt that ends at an edge hits when it is asked again."""
+        is_near = not self.states and boundary.next_token_count - boundary.token_count <= self.edge_tokens
+        return is_near or self.partings.are_early
+
     def end_old(self, boundary: Boundary | None) -> None:
         """Ends the boundaries of a path where no paths part, but for the last few."""
-        count, are_early = 0, self.partings is not None and self.partings.are_early
-        count_max = CONTINUED_MAX + (STEP_COUNT if are_early else 0)
+        count, count_max = 0, CONTINUED_MAX + (STEP_COUNT if self.partings.are_inside else 0)
         while boundary is not None:
             before = boundary.parent = living(boundary.parent)
             if not boundary.is_parting:

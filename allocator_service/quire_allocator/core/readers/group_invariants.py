@@ -203,7 +203,7 @@ def _check_state(manager: StateManager, scope: UnitScope, sequence: SequenceStat
     assert part.unit is not None, "a sequence has no state"
     most = manager._checkpoints_max + (part.unit in part.checkpoints)  # what it holds is dropped when it is let go of
     assert len(part.checkpoints) <= most, "a sequence keeps too many checkpoints"
-    assert part.boundaries == sequence.boundaries, "a state makes checkpoints elsewhere than at the boundaries"
+    assert part.boundaries == sequence.ends, "a state makes checkpoints elsewhere than at the boundaries"
     if part.unit.key is not None:
         tokens = part.unit.key[0] * manager._digest_tokens
         assert tokens == sequence.committed_token_count, f"a state after {tokens} tokens stands for another count"

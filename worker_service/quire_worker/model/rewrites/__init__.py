@@ -14,6 +14,9 @@ and one rewrite a file, from the smallest:
     decoder_layer  the residual sums: added where the product before them writes its result
     decoder        the loop over the layers, without transformers' masks and hooks between them
 
+    on_gpu         the same patterns on Triton's kernels and cuBLAS
+    devices        which of all these there are for a device
+
 Names of classes count for nothing: a module is replaced if its parts fit the pattern and its replacement gives what the
 module itself gave, for what it was given. Everything else stays as it is. Weights are packed module by module and the
 originals are let go of, so that there is no second copy of the model.

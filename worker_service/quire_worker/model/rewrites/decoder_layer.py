@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from quire_worker.model.rewrites.interface import Rewrite, child_names, own_para
 from quire_worker.model.rewrites.norm import Norm
 from quire_worker.model.transformers_seam import Step
 
-PARTS = {
+# Names of the parts, and what the kernels for CPUs have made of them.
+PARTS: dict[str, type[torch.nn.Module]] = {
     "input_layernorm": Norm,
     "self_attn": MergedAttention,
     "post_attention_layernorm": Norm,
@@ -24,7 +25,8 @@ PARTS = {
 class DecoderLayer(torch.nn.Module):
     """x = x + attention(norm(x)); x = x + mlp(norm(x))."""
 
-    def __init__(self, attention_norm: Norm, attention: MergedAttention, mlp_norm: Norm, mlp: GatedMlp) -> None:
+    def __init__(self, attention_norm: Any, attention: Any, mlp_norm: Any, mlp: Any) -> None:
+        """Takes the parts, whose halves take the sum of a residual along."""
         super().__init__()
         self.attention_norm = attention_norm
         self.attention = attention
@@ -49,9 +51,13 @@ class DecoderLayer(torch.nn.Module):
 class DecoderLayerRewrite(Rewrite):
     """Knows a layer of just these parts, all of them rewritten already."""
 
+    def __init__(self, parts: Mapping[str, type[torch.nn.Module]] = PARTS) -> None:
+        """Takes what they became, by their names."""
+        self._parts = parts
+
     def candidates(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-        if own_parameter_names(module) or child_names(module) != set(PARTS):
+        if own_parameter_names(module) or child_names(module) != set(self._parts):
             return
-        parts: list[Any] = [module.get_submodule(name) for name in PARTS]
-        if all(type(part) is kind for part, kind in zip(parts, PARTS.values(), strict=True)):
+        parts: list[Any] = [module.get_submodule(name) for name in self._parts]
+        if all(type(part) is kind for part, kind in zip(parts, self._parts.values(), strict=True)):
             yield DecoderLayer(*parts)

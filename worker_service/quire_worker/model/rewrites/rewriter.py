@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from quire_cpu.library import Library
@@ -22,9 +22,11 @@ from quire_worker.model.rewrites.tied_head import PackedEmbedding
 
 # How far a result may be from the original's: norm of the difference over norm of the original. Sums in another order,
 # and in bfloat16 rounding at other places, stay below it; another activation or no bias makes tens of percents.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 TIED_HEAD = "TiedHead"
+
+CallOf: TypeAlias = Callable[[torch.nn.Module], Call | None]
 
 
 class Rewritten(NamedTuple):
@@ -54,53 +56,65 @@ def rewrite(
         run: makes the model compute one batch, with a step from `Recording.step`; of a few tokens.
         is_wanted: which rewrites to try, by name; for benchmarks.
     """
+
+    def wanted(*rewrites: Rewrite) -> tuple[Rewrite, ...]:
+        return tuple(each for each in rewrites if is_wanted(type(each).__name__))
+
     recording = Recording()
     with torch.inference_mode():
         recording.record(module, run)
-        done = _Pass(library, recording, _shared_weights(module), is_wanted)
+        parts = wanted(
+            AttentionRewrite(library, recording),
+            GatedMlpRewrite(library),
+            NormRewrite(library),
+            LinearRewrite(library, _shared_weights(module)),
+        )
+        wholes = wanted(DecoderLayerRewrite(), DecoderRewrite())
+        done = Pass(recording, parts, wholes, wanted(TextModelRewrite()))
         if is_wanted(TIED_HEAD):
-            done.pack_tied_head(module)
+            done.pack_tied_head(module, library)
         done.visit(module)
         whole = done.whole(module)
     return Rewritten(whole, done.counts)
 
 
-class _Pass:
+class Pass:
     """Rewrites one model, and is done with it then."""
 
     def __init__(
-        self, library: Library, recording: Recording, shared: set[int], is_wanted: Callable[[str], bool]
+        self,
+        recording: Recording,
+        parts: Sequence[Rewrite],
+        wholes: Sequence[Rewrite],
+        models: Sequence[Rewrite] = (),
     ) -> None:
-        def wanted(*rewrites: Rewrite) -> tuple[Rewrite, ...]:
-            return tuple(each for each in rewrites if is_wanted(type(each).__name__))
+        """Takes what to try.
 
+        Args:
+            recording: of the model.
+            parts: tried on a module before its own parts are, the largest pattern first.
+            wholes: tried after, since they are made of what its parts became.
+            models: tried on the model itself, at last.
+        """
         self.counts: Counter[str] = Counter()
-        self._library = library
         self._recording = recording
-        # Tried on a module before its parts are: the largest pattern first.
-        self._parts = wanted(
-            AttentionRewrite(library, recording),
-            GatedMlpRewrite(library),
-            NormRewrite(library),
-            LinearRewrite(library, shared),
-        )
-        # Tried after: they are made of what its parts became.
-        self._wholes = wanted(DecoderLayerRewrite(), DecoderRewrite())
-        self._models = wanted(TextModelRewrite())
+        self._parts = parts
+        self._wholes = wholes
+        self._models = models
 
     def visit(self, module: torch.nn.Module) -> None:
         """Rewrites all that is in a module."""
         for name in [name for name, _ in module.named_children()]:  # no list of children: replaced, they are to be gone
             child = module.get_submodule(name)
-            if not self._replace(module, name, child, self._parts, self._recording.calls.get(child)):
+            if not self._replace(module, name, child, self._parts, self._recording.calls.get):
                 self.visit(child)
-                self._replace(module, name, child, self._wholes, self._as_it_is(child))
+                self._replace(module, name, child, self._wholes, self._as_it_is)
             for part in child.modules():
                 self._recording.calls.pop(part, None)  # which would keep the weights of what was replaced
 
     def whole(self, model: torch.nn.Module) -> torch.nn.Module:
         """Returns what takes the place of a model whose parts are rewritten, or the model."""
-        return self._found(model, self._models, self._as_it_is(model)) or model
+        return self._found(model, self._models, self._as_it_is) or model
 
     def _as_it_is(self, module: torch.nn.Module) -> Call | None:
         """Returns the module's call with the result that it has now that its parts are rewritten: in bfloat16 what many
@@ -109,25 +123,28 @@ class _Pass:
         return call and Call(call.arguments, call.keywords, module(*call.arguments, **call.keywords))
 
     def _replace(
-        self, parent: torch.nn.Module, name: str, child: torch.nn.Module, rewrites: Iterable[Rewrite], call: Call | None
+        self, parent: torch.nn.Module, name: str, child: torch.nn.Module, rewrites: Iterable[Rewrite], call_of: CallOf
     ) -> bool:
-        found = self._found(child, rewrites, call)
+        found = self._found(child, rewrites, call_of)
         if found is not None:
             setattr(parent, name, found)
         return found is not None
 
-    def _found(self, module: torch.nn.Module, rewrites: Iterable[Rewrite], call: Call | None) -> torch.nn.Module | None:
-        """Returns the first replacement that gives what the module gave in its call."""
-        if call is None:  # it was not called by itself, so there is nothing to compare with
+    def _found(self, module: torch.nn.Module, rewrites: Iterable[Rewrite], call_of: CallOf) -> torch.nn.Module | None:
+        """Returns the first replacement that gives what the module gave in its call, which is asked for where there is
+        something to compare with it."""
+        if module not in self._recording.calls:  # it was not called by itself
             return None
+        call = None
         for each in rewrites:
             for candidate in each.candidates(module):
-                if agrees(candidate, call):
+                call = call or call_of(module)
+                if call is not None and agrees(candidate, call):
                     self.counts[type(each).__name__] += 1
                     return candidate
         return None
 
-    def pack_tied_head(self, module: Any) -> None:
+    def pack_tied_head(self, module: Any, library: Library) -> None:
         """Packs the one weight of an embedding and a head (see `tied_head`), if the model has such and nothing else
         shares it."""
         embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
@@ -139,7 +156,7 @@ class _Pass:
         holders = [part for part in module.modules() if getattr(part, "weight", None) is head.weight]
         if None in calls or len(holders) != 2:
             return
-        packed = packed_of(self._library, head)
+        packed = packed_of(library, head)
         replacements = PackedEmbedding(packed), Linear(packed)
         if all(agrees(part, call) for part, call in zip(replacements, calls, strict=True) if call is not None):
             for part in (embedding, head):

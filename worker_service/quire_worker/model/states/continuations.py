@@ -1,11 +1,16 @@
-"""Mixers that transformers cannot let go on from a state over several tokens, and what does it in their place.
+"""Mixers that do not go on from a state as they would have in one call for the whole prompt, and what mends that.
 
 The scan of Jamba's mixer begins with zeros, whatever its cache holds, as its kernels do. In one call for a whole prompt
 that is right; of a prompt in chunks it loses all that came before the last one.
+
+Mixers of Mamba 2 keep time steps within limits (Nemotron-H: at least `time_step_min`), but not those of a single token
+with a state before it: they take it for one that was generated. The last token of a prompt, computed by itself because
+the rest was found in the cache, is none.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -49,6 +54,43 @@ def jamba(mixer: Any, hidden_states: torch.Tensor, cache_params: SegmentView, **
     cache_params.update_recurrent_state(state, layer)
     scanned = (torch.stack(outputs, dim=-1) + inner * mixer.D.float()[:, None]) * functional.silu(gate)
     return mixer.out_proj(scanned.transpose(1, 2).to(dtype))
+
+
+def has_limits(mixer: Any) -> bool:
+    """Tells whether a mixer keeps its time steps within limits."""
+    least, most = getattr(mixer, "time_step_limit", None) or (0.0, math.inf)
+    return least > 0 or most < math.inf
+
+
+def within_limits(mixer: Any, inner: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Calls a mixer of Mamba 2 for single tokens of prompts, with their time steps within its limits.
+
+        step = softplus(projected + bias)        step >= least where projected >= softplus^-1(least) - bias
+
+    Args:
+        mixer: whose `in_proj` ends with one element for each head, of which time steps are made.
+        inner: its own forward.
+        arguments: of that.
+        keywords: likewise.
+    """
+    bounds = [
+        math.copysign(math.inf, bound - 1) if bound in (0.0, math.inf) else bound + math.log(-math.expm1(-bound))
+        for bound in map(float, mixer.time_step_limit)
+    ]
+
+    factors = getattr(mixer, "mup_vector", None)  # of Falcon-H1, by which what was projected is multiplied
+    scale = 1.0 if factors is None else factors.flatten()[-mixer.num_heads :]
+
+    def limit(_module: Any, _given: Any, projected: torch.Tensor) -> torch.Tensor:
+        rest, steps = projected.split([projected.shape[-1] - mixer.num_heads, mixer.num_heads], dim=-1)
+        low, high = ((bound - mixer.dt_bias) / scale for bound in bounds)
+        return torch.cat([rest, torch.clamp(steps, low, high).to(rest.dtype)], dim=-1)
+
+    hook = mixer.in_proj.register_forward_hook(limit)
+    try:
+        return inner(*arguments, **keywords)
+    finally:
+        hook.remove()
 
 
 # By the name of the mixer's class.

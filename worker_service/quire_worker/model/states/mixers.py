@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from quire_worker.model.checkpoint import UnsupportedModelError
-from quire_worker.model.states.continuations import CONTINUATIONS
+from quire_worker.model.states.continuations import CONTINUATIONS, has_limits, within_limits
 from quire_worker.model.states.passes import Segment, States
 from quire_worker.model.states.view import SegmentView
 
@@ -88,6 +88,7 @@ def _mixers_of(module: torch.nn.Module, layer: int) -> list[torch.nn.Module]:
 def _wrap(mixer: torch.nn.Module) -> None:
     inner = mixer.forward
     go_on = CONTINUATIONS.get(type(mixer).__name__)
+    is_limited = has_limits(mixer)
 
     def forward(*arguments: Any, **keywords: Any) -> Any:
         states = _states_in([*arguments, *keywords.values()])
@@ -97,8 +98,12 @@ def _wrap(mixer: torch.nn.Module) -> None:
         results = []
         for segment in states.segments:
             view = SegmentView(states, segment)
-            is_continued = segment.is_begun and isinstance(segment.tokens, slice)
-            compute = partial(go_on, mixer) if go_on is not None and is_continued else inner
+            compute = inner
+            if isinstance(segment.tokens, slice):
+                if go_on is not None and segment.is_begun:
+                    compute = partial(go_on, mixer)
+            elif is_limited and segment.is_prompt:
+                compute = partial(within_limits, mixer, inner)
             taken = [_take(argument, segment, view) for argument in arguments]
             named = {name: _take(value, segment, view) for name, value in keywords.items()}
             results.append(compute(*taken, **named))

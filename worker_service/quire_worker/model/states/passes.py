@@ -6,6 +6,8 @@ segments, each of which goes through a mixer as a batch of its own:
     chunks      A: 3 tokens from position 0     B: 1 token at 40     C: 1 token at 16     D: 2 tokens from 8
     segments    B and C as [2, 1, hidden]; A as [1, 3, hidden], which has no state before it; D as [1, 2, hidden]
 
+Single tokens of prompts go apart from those that were generated, which some mixers compute in another way.
+
 What mixers leave behind is written to the pages when the pass has ended. So a pass that fails midway leaves every state
 as it was, and can be computed again, in parts.
 """
@@ -28,11 +30,13 @@ class Segment(NamedTuple):
         tokens: of the flat batch: those of one chunk, or one of each chunk, int64 `[sequences]`.
         chunks: int64 `[sequences]`.
         is_begun: whether there are tokens before these.
+        is_prompt: whether requests began with them, and did not generate them.
     """
 
     tokens: slice | torch.Tensor
     chunks: torch.Tensor
     is_begun: bool
+    is_prompt: bool = True
 
 
 class States(Protocol):
@@ -99,15 +103,15 @@ class StateProbe:
 def segments_of(batch: ForwardBatch) -> list[Segment]:
     """Cuts a batch into what goes through a mixer together."""
     device = batch.input_ids.device
-    starts, lengths = batch.spans.tolist()
-    segments, single, place = [], [], 0
-    for chunk, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+    segments, place = [], 0
+    single: dict[bool, list[tuple[int, int]]] = {}
+    for chunk, (start, length, begun_with) in enumerate(batch.spans.T.tolist()):
         if start > 0 and length == 1:
-            single.append((place, chunk))
+            single.setdefault(start < begun_with, []).append((place, chunk))
         else:
             segments.append(Segment(slice(place, place + length), torch.tensor([chunk], device=device), start > 0))
         place += length
-    if single:
-        tokens, chunks = torch.tensor(single, device=device).T
-        segments.append(Segment(tokens, chunks, is_begun=True))
+    for is_prompt, places in single.items():
+        tokens, chunks = torch.tensor(places, device=device).T
+        segments.append(Segment(tokens, chunks, is_begun=True, is_prompt=is_prompt))
     return segments

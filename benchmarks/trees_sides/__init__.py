@@ -1,0 +1,1 @@
+"""The workloads of `trees.py`, and Quire's side of it; its peers are those of `serving.py`."""

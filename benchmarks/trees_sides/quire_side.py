@@ -1,0 +1,106 @@
+"""Quire: branches, and the same texts as requests of their own, over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from quire import AllocatorClient, AsyncBranch, AsyncClient
+from quire.local import LocalStack
+
+from trees_sides.workload import Workload
+
+BLOCK_TOKENS = 16
+
+
+class Found(NamedTuple):
+    """What a round took."""
+
+    seconds: float
+    tokens_computed: int
+    blocks_held: int
+    table_entries: int
+
+
+class QuireTrees:
+    """A stack of its own, and a client on an event loop that is kept."""
+
+    block_tokens = BLOCK_TOKENS
+
+    def __init__(self, folder: Path, cache_tokens: int) -> None:
+        sizes = ["--blocks", str(cache_tokens // BLOCK_TOKENS)]
+        self._stack = LocalStack(folder, worker_arguments=["--dtype", "float32", *sizes], start_timeout_s=300.0)
+        self._runner = asyncio.Runner()
+
+    def __enter__(self) -> Self:
+        self._stack.start()
+        self._client = self._runner.run(self._connect())
+        return self
+
+    async def _connect(self) -> AsyncClient:
+        return await AsyncClient(self._stack.worker_address).__aenter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._runner.run(self._client.__aexit__(None, None, None))
+        self._runner.close()
+        self._stack.stop()
+
+    def run(self, side: str, workload: Workload, number: int) -> Found:
+        """Runs one round of a workload."""
+        before = self._runner.run(self._computed())
+        run = self._branches if side == "branches" else self._requests
+        seconds, held = self._runner.run(run(workload, number, side))
+        computed = self._runner.run(self._computed()) - before
+        return Found(seconds, computed, held, held)
+
+    async def _computed(self) -> int:
+        status = await self._client.status()
+        return status.prompt_token_count - status.cached_token_count + status.output_token_count
+
+    def _held(self) -> int:
+        with AllocatorClient(self._stack.allocator_address) as allocator:
+            return allocator.get_pool("default").held_block_count
+
+    async def _branches(self, workload: Workload, number: int, side: str) -> tuple[float, int]:
+        started = time.perf_counter()
+        root = await self._client.prefill(workload.prompt(number), namespace=f"{side} {number}", ttl_s=600.0)
+        every: list[AsyncBranch] = [root]
+        if workload.is_scored:
+            scores = await root.score(workload.candidates(number))
+            assert len(scores) == workload.width
+        level = [root]
+        for _ in range(0 if workload.is_scored else workload.depth):
+            level = [fork for parent in level for fork in await parent.fork(workload.width)]
+            seeds = range(len(every), len(every) + len(level))
+            await asyncio.gather(*(self._step(fork, workload, seed) for fork, seed in zip(level, seeds, strict=True)))
+            every += level
+        seconds = time.perf_counter() - started
+        await asyncio.sleep(0.3)  # room ahead is given back with the next step, within 0.1 s
+        held = await asyncio.to_thread(self._held)
+        await asyncio.gather(*(branch.release() for branch in every))
+        return seconds, held
+
+    @staticmethod
+    async def _step(branch: AsyncBranch, workload: Workload, seed: int) -> None:
+        await branch.generate(max_tokens=workload.step_tokens, ignore_eos=True, temperature=1.0, seed=seed)
+
+    async def _requests(self, workload: Workload, number: int, side: str) -> tuple[float, int]:
+        granted, started = 0, time.perf_counter()
+        for level_number, level in enumerate(workload.levels(number)):
+            usages = await asyncio.gather(
+                *(
+                    self._client.generate(
+                        request["prompt"],
+                        max_tokens=request["output_tokens"],
+                        ignore_eos=True,
+                        temperature=1.0,
+                        seed=place,
+                        namespace=f"{side} {number}" if side == "cached" else f"{side} {number} {level_number} {place}",
+                    )
+                    for place, request in enumerate(level)
+                )
+            )
+            granted += sum(each.usage.granted_block_count for each in usages)
+        return time.perf_counter() - started, granted

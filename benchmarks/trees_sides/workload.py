@@ -1,0 +1,101 @@
+"""What is computed: a prompt, and texts behind it level by level."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+VOCABULARY = 2_000  # of any model here, less some
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A tree of texts behind one prompt.
+
+    Attributes:
+        name: of the workload.
+        prompt_tokens: of the prompt.
+        width: texts behind each of the level above.
+        depth: levels.
+        step_tokens: of each text.
+        is_scored: whether the texts are given and scored, instead of generated.
+    """
+
+    name: str
+    prompt_tokens: int
+    width: int
+    depth: int
+    step_tokens: int
+    is_scored: bool = False
+
+    @property
+    def text_count(self) -> int:
+        """Counts the texts of all levels."""
+        return sum(self.width ** (level + 1) for level in range(self.depth))
+
+    @property
+    def token_count(self) -> int:
+        """Counts the tokens of all texts."""
+        return self.text_count * self.step_tokens
+
+    def prompt(self, round_number: int) -> list[int]:
+        """Returns the prompt of a round, which no other round has."""
+        return _tokens(f"prompt {self.name} {round_number}", self.prompt_tokens)
+
+    def candidates(self, round_number: int) -> list[list[int]]:
+        """Returns the texts of a round that are scored."""
+        return [_tokens(f"{self.name} {round_number} {number}", self.step_tokens) for number in range(self.width)]
+
+    def levels(self, round_number: int) -> Iterator[list[dict[str, Any]]]:
+        """Goes through the levels as requests that know nothing of each other: `prompt` and `output_tokens`."""
+        prompt = self.prompt(round_number)
+        if self.is_scored:
+            yield [{"prompt": prompt + text, "output_tokens": 1} for text in self.candidates(round_number)]
+            return
+        paths: list[list[int]] = [[]]
+        for level in range(self.depth):
+            paths = [path for path in paths for _ in range(self.width)]
+            yield [{"prompt": prompt + path, "output_tokens": self.step_tokens} for path in paths]
+            paths = [
+                path + _tokens(f"{self.name} {round_number} {level} {number}", self.step_tokens)
+                for number, path in enumerate(paths)
+            ]
+
+
+def minimum_blocks(workload: Workload, block_tokens: int) -> int:
+    """Counts the least blocks that hold the prompt and all texts, when all branches are there.
+
+    Of a branch all tokens but its last are in pages. A block is shared by all whose tokens are the same up to its end,
+    and a half-filled one by nobody once both have written to it.
+    """
+    held = -(-(workload.prompt_tokens - 1) // block_tokens)
+    if workload.is_scored:  # the forks are freed with the answer
+        return held
+    length = workload.prompt_tokens
+    for level in range(workload.depth):
+        full = (length - 1) // block_tokens  # blocks of the parent that are shared as they are
+        length += workload.step_tokens
+        held += workload.width ** (level + 1) * (-(-(length - 1) // block_tokens) - full)
+    return held
+
+
+def _tokens(seed: str, count: int) -> list[int]:
+    dice = random.Random(seed)
+    return [dice.randrange(1, VOCABULARY) for _ in range(count)]
+
+
+def _named(name: str, prompt_tokens: int, **shape: Any) -> Workload:
+    return Workload(name, prompt_tokens, **shape)
+
+
+WORKLOADS: dict[str, Callable[[int], Workload]] = {
+    name: partial(_named, name, **shape)
+    for name, shape in {
+        "best of 16": {"width": 16, "depth": 1, "step_tokens": 64},
+        "tree of 4 x 4 x 4": {"width": 4, "depth": 3, "step_tokens": 16},
+        "64 candidates": {"width": 64, "depth": 1, "step_tokens": 8, "is_scored": True},
+    }.items()
+}

@@ -1,0 +1,27 @@
+"""Which branches are still wanted: their handles are alive and not released."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Final
+
+BRANCH_TTL_S: Final = 60.0  # that a branch is held after it was last named, unless its caller says otherwise
+
+
+class OpenBranches:
+    """Handles of branches with one length of time, looked at but not kept alive."""
+
+    def __init__(self) -> None:
+        self._handles: weakref.WeakValueDictionary[bytes, Any] = weakref.WeakValueDictionary()
+
+    def add(self, handle: Any) -> None:
+        """Takes a handle whose branch is to be renewed."""
+        self._handles[handle.id] = handle
+
+    def discard(self, branch_id: bytes) -> None:
+        """Forgets a branch that is released, or unknown to the worker."""
+        self._handles.pop(branch_id, None)
+
+    def ids(self) -> list[bytes]:
+        """Returns the ids of all branches that are wanted."""
+        return list(self._handles)

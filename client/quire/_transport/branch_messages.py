@@ -1,0 +1,61 @@
+"""Between the messages of WorkerService that concern branches and the values of `quire.types`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from quire import sampling, types
+from quire._transport.generating import generate_request
+from quire._transport.messages import fill, fill_tokens, operation
+from quire.v1 import worker_pb2 as pb
+
+
+def prefill_request(
+    prompt: str | Sequence[int], namespace: str, ttl_s: float, request_id: str | None
+) -> pb.PrefillRequest:
+    """Makes the message that asks for a branch.
+
+    Raises:
+        TypeError: a value of the wrong type.
+        InvalidArgumentError: BAD_PARAMETER, a number that the message cannot carry.
+    """
+    ttl_ms = max(1, round(ttl_s * 1e3))  # 0 means "unset" on the wire, so that it would not be refused there
+    request = operation(pb.PrefillRequest(), request_id)
+    fill(request, request.request_id, namespace=namespace, ttl_ms=ttl_ms)
+    fill_tokens(request, prompt, "prompt", request.request_id)
+    return request
+
+
+def fork_request(branch_id: bytes, count: int) -> pb.ForkBranchRequest:
+    """Asks for forks of a branch."""
+    request = operation(pb.ForkBranchRequest(branch_id=branch_id), None)
+    return fill(request, request.request_id, count=count)
+
+
+def extend_request(branch_id: bytes, continuation: str | Sequence[int]) -> pb.ExtendBranchRequest:
+    """Asks for more tokens in a branch."""
+    request = operation(pb.ExtendBranchRequest(branch_id=branch_id), None)
+    fill_tokens(request, continuation, "continuation", request.request_id)
+    return request
+
+
+def score_request(branch_id: bytes, candidates: Iterable[str | Sequence[int]]) -> pb.ScoreBranchRequest:
+    """Asks how likely candidates are."""
+    request = operation(pb.ScoreBranchRequest(branch_id=branch_id), None)
+    for candidate in candidates:
+        fill_tokens(request.candidates.add(), candidate, "candidate", request.request_id)
+    return request
+
+
+def continue_request(
+    branch_id: bytes, params: sampling.SamplingParams | None, options: sampling.SamplingOptions, request_id: str | None
+) -> pb.GenerateRequest:
+    """Makes the message of a branch and how to continue it; raises as `generate_request`."""
+    request = generate_request((), params, options, namespace="", adapter="", request_id=request_id)
+    request.branch_id = branch_id
+    return request
+
+
+def scores(message: pb.ScoreBranchResponse) -> tuple[types.Score, ...]:
+    """Returns what each candidate scored."""
+    return tuple(types.Score(tuple(each.token_ids), tuple(each.logprobs)) for each in message.scores)

@@ -1,0 +1,309 @@
+"""Branches on a real model and a real allocator: their text and scores against transformers, and who holds what."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quire.errors import QuireError, Reason
+from quire.protocol.permissions import EVERYTHING
+from quire_worker.branches import Branch, Branches
+from quire_worker.sampling.params import SamplingParams
+from quire_worker.scheduling.request import Delivery
+
+from tests.worker.engine_harness import BLOCK_SIZE, Harness, prompt, reference_model, reference_text, running
+from tests.worker.tiny_models import write_tiny_llama
+
+DEMO = Path("models/demo").resolve()
+TTL_S = 600.0
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("models") / "llama")
+
+
+async def root_of(branches: Branches, tokens: Sequence[int], *, ttl_s: float = TTL_S, namespace: str = "") -> Branch:
+    branch, _ = await branches.prefill(request_id="", tokens=list(tokens), namespace=namespace, ttl_s=ttl_s)
+    return branch
+
+
+async def generate(branches: Branches, branch: Branch, max_tokens: int, **sampling: Any) -> tuple[int, ...]:
+    """Continues a branch to the end, as the service does."""
+    tokens: tuple[int, ...] = ()
+    async with branches.generating(branch, SamplingParams(max_tokens, **sampling), "") as request:
+        while not request.is_read:
+            delivery = await asyncio.wait_for(request.deliveries.get(), 30)
+            if isinstance(delivery, QuireError):
+                raise delivery
+            tokens += delivery.token_ids
+            request.is_read = delivery.is_last
+    return tokens
+
+
+def reference_logprobs(folder: Path, tokens: Sequence[int], candidate: Sequence[int]) -> list[float]:
+    """Of each token of the candidate, by transformers' own forward pass over everything."""
+    with torch.no_grad():
+        logits = reference_model(folder)(torch.tensor([[*tokens, *candidate]])).logits[0].double()
+    rows = logits[len(tokens) - 1 : -1].log_softmax(dim=-1)
+    return rows.gather(1, torch.tensor(candidate).unsqueeze(1)).flatten().tolist()
+
+
+async def held_block_count(harness: Harness) -> int:
+    return harness.engine.cache.block_count - await harness.free_block_count()
+
+
+async def release_all(branches: Branches) -> None:
+    await branches.release(list(branches._branches), EVERYTHING)
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 32, 33, 100])
+async def test_branches_extended_and_forked_give_the_text_of_transformers(llama: Path, length: int) -> None:
+    tokens, question, other = prompt(length, seed=length), prompt(7, seed=900), prompt(16, seed=901)
+    async with running(llama) as harness:
+        branches = Branches(harness.engine)
+        root = await root_of(branches, tokens)
+        left, right = await branches.fork(root, 2, "fork")
+        assert await branches.extend(left, question, "left") == length + 7
+        texts = await asyncio.gather(
+            generate(branches, left, 12, ignore_eos=True),
+            generate(branches, right, 9, ignore_eos=True),
+            generate(branches, root, 20, ignore_eos=True),
+        )
+        assert left.tokens == [*tokens, *question, *texts[0]]
+        await branches.extend(left, other, "more")
+        again = await generate(branches, left, 5, ignore_eos=True)
+        await release_all(branches)
+        assert await harness.free_block_count() == 512
+    for text, given, count in ((texts[0], [*tokens, *question], 12), (texts[1], tokens, 9), (texts[2], tokens, 20)):
+        expected = reference_text(llama, tuple(given), count)
+        assert text[: len(expected)] == expected
+    expected = reference_text(llama, (*tokens, *question, *texts[0], *other), 5)
+    assert again[: len(expected)] == expected
+
+
+async def test_a_prompt_is_computed_once_for_all_its_branches(llama: Path) -> None:
+    tokens = prompt(200, seed=1)
+    async with running(llama) as harness:
+        branches = Branches(harness.engine)
+        root = await root_of(branches, tokens)
+        assert await held_block_count(harness) == -(-199 // BLOCK_SIZE)
+        children = await branches.fork(root, 8, "fork")
+        assert await held_block_count(harness) == -(-199 // BLOCK_SIZE), "forks take no block"
+        work = count_tokens(harness)
+        texts = await asyncio.gather(*(generate(branches, child, 4, ignore_eos=True) for child in children))
+        assert sum(work) == 8 * 4, "the last token of the prompt, and all but the last that were generated"
+        assert len(set(texts)) == 1
+        held = await held_block_count(harness)
+        assert held == 12 + 1 + 8, "what they share, and each the block of its tail; the room ahead is given back"
+        await branches.release([root.id], EVERYTHING)
+        assert await held_block_count(harness) == held - 1, "a branch survives its root"
+        assert await generate(branches, children[0], 3, ignore_eos=True)
+        await release_all(branches)
+        assert await harness.free_block_count() == 512
+
+
+def count_tokens(harness: Harness) -> list[int]:
+    """Tokens of each pass from now on."""
+    counts: list[int] = []
+    advance = harness.engine.scheduler.advance
+
+    def counted(work: Any) -> None:
+        counts.append(sum(item.token_count for item in work))
+        advance(work)
+
+    harness.engine.scheduler.advance = counted  # type: ignore[method-assign]
+    return counts
+
+
+@pytest.mark.parametrize("length", [1, 16, 17, 90])
+async def test_scores_are_the_logprobs_of_transformers(llama: Path, length: int) -> None:
+    tokens = prompt(length, seed=length)
+    candidates = [prompt(count, seed=count) for count in (1, 2, 15, 16, 17, 40, 100)]
+    candidates += [[*candidates[5], 7], candidates[0]]
+    async with running(llama, running_max=4) as harness:
+        branches = Branches(harness.engine)
+        root = await root_of(branches, tokens)
+        work = count_tokens(harness)
+        found = await branches.score(root, candidates, "score")
+        assert sum(work) == sum(map(len, candidates))
+        again = await branches.score(root, candidates, "again")
+        await release_all(branches)
+        assert await harness.free_block_count() == 512
+    for candidate, logprobs, repeated in zip(candidates, found.logprobs, again.logprobs, strict=True):
+        expected = reference_logprobs(llama, tokens, candidate)
+        assert logprobs == pytest.approx(expected, abs=2e-4)
+        assert repeated == pytest.approx(expected, abs=2e-4)
+
+
+async def test_candidates_that_wait_for_each_other_have_the_same_scores(llama: Path) -> None:
+    tokens, candidates = prompt(50, seed=2), [[*prompt(60, seed=3), *prompt(n, seed=n)] for n in range(1, 9)]
+    async with running(llama, blocks=12, batch_tokens=12) as harness:
+        branches = Branches(harness.engine)
+        root = await root_of(branches, tokens)
+        older = harness.submit(prompt(70, seed=5), max_tokens=100, ignore_eos=True)
+        found, output = await asyncio.gather(branches.score(root, candidates, ""), harness.collect(older))
+        assert len(output.tokens[0]) == 100
+    for candidate, logprobs in zip(candidates, found.logprobs, strict=True):
+        assert logprobs == pytest.approx(reference_logprobs(llama, tokens, candidate), abs=2e-4)
+
+
+async def test_a_stop_token_is_no_part_of_a_branch_and_what_follows_is_as_if_it_had_not_been_drawn(llama: Path) -> None:
+    tokens, more = prompt(30, seed=4), prompt(3, seed=5)
+    greedy = reference_text(llama, tuple(tokens), 12)
+    stop = next(token for token in greedy if greedy.index(token) >= 2)
+    kept = greedy[: greedy.index(stop)]
+    async with running(llama) as harness:
+        branches = Branches(harness.engine)
+        root = await root_of(branches, tokens)
+        company = asyncio.create_task(harness.generate(prompt(9), max_tokens=60, ignore_eos=True))
+        assert await generate(branches, root, 12, stop_token_ids=(stop,)) == kept
+        assert root.tokens == [*tokens, *kept]
+        await branches.extend(root, more, "more")
+        text = await generate(branches, root, 8, ignore_eos=True)
+        await company
+    expected = reference_text(llama, (*tokens, *kept, *more), 8)
+    assert text[: len(expected)] == expected
+
+
+async def test_idle_branches_keep_nobody_waiting_and_are_computed_again_when_they_are_used(llama: Path) -> None:
+    stems = [prompt(60, seed=i) for i in range(6)]  # of 4 blocks each, which the pool has 16 of
+    async with running(llama, blocks=16) as harness:
+        branches = Branches(harness.engine)
+        roots = [await root_of(branches, stem) for stem in stems]
+        assert branches.count == 6
+        assert branches.held_count < 6, "the pool has no room for all of them"
+        big = await harness.generate(prompt(150, seed=9), max_tokens=60, ignore_eos=True)
+        assert len(big.tokens[0]) == 60
+        texts = await asyncio.gather(*(generate(branches, root, 20, ignore_eos=True) for root in roots))
+        await release_all(branches)
+        assert await harness.free_block_count() == 16
+    for stem, text in zip(stems, texts, strict=True):
+        expected = reference_text(llama, tuple(stem), 20)
+        assert text[: len(expected)] == expected
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_any_mix_of_calls_ends_in_any_pool_with_the_text_of_transformers(llama: Path, seed: int) -> None:
+    dice = random.Random(seed)
+    async with running(llama, blocks=dice.choice((10, 14, 24, 60)), batch_tokens=32, running_max=3) as harness:
+        branches = Branches(harness.engine)
+        alive = [await root_of(branches, prompt(dice.randrange(1, 70), seed=i)) for i in range(3)]
+
+        async def use(branch: Branch) -> None:
+            kind = dice.random()
+            before = list(branch.tokens)
+            if kind < 0.35 and len(branch.tokens) < 110:
+                count = dice.randrange(1, 14)
+                text = await generate(branches, branch, count, ignore_eos=True)
+                expected = reference_text(llama, tuple(branch.tokens[: -len(text)]), count)
+                assert text[: len(expected)] == expected
+            elif kind < 0.5 and len(branch.tokens) < 110:
+                await branches.extend(branch, prompt(dice.randrange(1, 20)), str(dice.random()))
+            elif kind < 0.7 and len(alive) < 12:
+                alive.extend(await branches.fork(branch, dice.randrange(1, 4), str(dice.random())))
+            elif kind < 0.85:
+                candidates = [prompt(dice.randrange(1, 9), seed=i) for i in range(dice.randrange(1, 6))]
+                found = await branches.score(branch, candidates, "")
+                before = list(branch.tokens)  # it may have had to wait for another call
+                for candidate, logprobs in zip(candidates, found.logprobs, strict=True):
+                    assert logprobs == pytest.approx(reference_logprobs(llama, before, candidate), abs=2e-4)
+            elif len(alive) > 2:
+                alive.remove(branch)
+                await branches.release([branch.id], EVERYTHING)
+
+        async def ask() -> None:
+            length = dice.randrange(1, 60)
+            output = await harness.generate(prompt(length, seed=length), max_tokens=dice.randrange(1, 30))
+            assert output.reasons[0] is not None
+
+        for _ in range(12):
+            chosen = dice.sample(alive, min(3, len(alive)))
+            await asyncio.wait_for(asyncio.gather(*(use(each) for each in chosen), ask()), 60)
+        await release_all(branches)
+        assert await harness.free_block_count() == harness.engine.cache.block_count
+
+
+async def test_branches_outlive_an_allocator_that_comes_back_empty(llama: Path) -> None:
+    tokens = prompt(70, seed=6)
+    async with running(llama) as harness:
+        branches = Branches(harness.engine)
+        root = await root_of(branches, tokens)
+        (child,) = await branches.fork(root, 1, "fork")
+        await harness.allocator.stop()
+        await harness.allocator.start()
+        while not harness.engine.session.connected:
+            await asyncio.sleep(0)
+        texts = [await generate(branches, each, 10, ignore_eos=True) for each in (root, child)]
+    expected = reference_text(llama, tuple(tokens), 10)
+    assert [text[: len(expected)] for text in texts] == [expected, expected]
+
+
+async def test_a_call_that_is_cancelled_leaves_the_branch_as_it_was(llama: Path) -> None:
+    tokens = prompt(40, seed=7)
+    async with running(llama) as harness:
+        branches = Branches(harness.engine)
+        root = await root_of(branches, tokens)
+        async with branches.generating(root, SamplingParams(max_tokens=50, ignore_eos=True), "") as request:
+            first = await request.deliveries.get()
+            assert isinstance(first, Delivery)
+        assert root.tokens == tokens
+        scoring = asyncio.create_task(branches.score(root, [prompt(30, seed=i) for i in range(9)], ""))
+        await asyncio.sleep(0)
+        scoring.cancel()
+        await asyncio.gather(scoring, return_exceptions=True)
+        assert await generate(branches, root, 6) == reference_text(llama, tuple(tokens), 6)
+        await release_all(branches)
+        assert await harness.free_block_count() == 512
+
+
+async def test_a_branch_that_nobody_names_ends_with_its_time_and_one_that_is_renewed_does_not(llama: Path) -> None:
+    now_s = 0.0
+    async with running(llama) as harness:
+        branches = Branches(harness.engine, clock=lambda: now_s)
+        short = await root_of(branches, prompt(20, seed=1), ttl_s=60.0)
+        kept = await root_of(branches, prompt(20, seed=2), ttl_s=60.0)
+        now_s = 59.0
+        assert branches.renew([kept.id, b"?" * 16], EVERYTHING) == [b"?" * 16]
+        now_s = 60.0
+        branches._sweep()
+        with pytest.raises(QuireError, match="its time has ended") as caught:
+            branches.find(short.id, EVERYTHING)
+        assert caught.value.reason is Reason.BRANCH_UNKNOWN
+        assert await held_block_count(harness) == 2
+        async with branches.generating(kept, SamplingParams(max_tokens=2), ""):
+            now_s = 1_000.0
+            branches._sweep()
+            assert branches.count == 1, "it is used"
+        now_s = 1_060.0
+        branches._sweep()
+        assert branches.count == 0
+        assert await harness.free_block_count() == 512
+
+
+async def test_there_are_only_so_many_branches_and_a_refused_fork_makes_none(llama: Path) -> None:
+    async with running(llama) as harness:
+        branches = Branches(harness.engine, count_max=4)
+        root = await root_of(branches, prompt(20))
+        await branches.fork(root, 2, "two")
+        with pytest.raises(QuireError, match="at most 4 branches") as caught:
+            await branches.fork(root, 2, "two more")
+        assert caught.value.reason is Reason.LIMIT
+        assert branches.count == 3
+        with pytest.raises(QuireError) as caught:
+            await branches.extend(root, prompt(5000), "long")
+        assert caught.value.reason is Reason.PROMPT_TOO_LONG
+
+
+async def test_a_repeated_call_is_applied_once(llama: Path) -> None:
+    async with running(llama) as harness:
+        branches = Branches(harness.engine)
+        root = await root_of(branches, prompt(20))
+        assert await branches.extend(root, prompt(5), "one") == await branches.extend(root, prompt(5), "one") == 25
+        assert await branches.fork(root, 2, "two") == await branches.fork(root, 2, "two")
+        assert branches.count == 3

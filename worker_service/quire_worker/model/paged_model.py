@@ -230,10 +230,13 @@ def check_rank_count(folder: Path | str, count: int) -> None:
 
     Raises:
         CheckpointError: the folder lacks something.
-        UnsupportedModelError: the model's heads do not divide by them.
+        UnsupportedModelError: the model's heads do not divide by them, or its weights are quantised.
     """
     weight_files(Path(folder))
-    check_ranks(_read_config(Path(folder)), count)
+    config = _read_config(Path(folder))
+    check_ranks(config, count)
+    if count > 1 and getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModelError(f"quantised weights cannot be split over {count} ranks (--tensor-parallel)")
 
 
 def _read_config(folder: Path) -> Any:

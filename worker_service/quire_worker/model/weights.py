@@ -12,6 +12,7 @@ CPU take packed copies of all the others.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import threading
 import time
@@ -54,8 +55,8 @@ def read_weights(folder: Path, loader: Any, dtype: torch.dtype | str) -> Any:
     Raises:
         CheckpointError: a file is damaged, or a tensor is missing, or of another shape or kind than the configuration
             asks for; the message names both.
-        UnsupportedModelError: the weights are quantised by a package that is not installed, or the model is not made
-            for transformers' attention interface.
+        UnsupportedModelError: the weights are quantised, and transformers cannot load them, for want of a package
+            mostly; or the model is not made for transformers' attention interface.
     """
     entries = read_headers(folder)
     try:
@@ -73,12 +74,24 @@ def read_weights(folder: Path, loader: Any, dtype: torch.dtype | str) -> Any:
     except Exception as error:  # transformers raises whatever its many kinds of models happen to raise
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # the model has a table of its own
             raise UnsupportedModelError("the model does not use transformers' attention interface") from error
-        if isinstance(error, ImportError):
-            raise UnsupportedModelError(f"weights in {folder} need a package: {_one_line(error)}") from error
+        quantised_by = _quantised_by(folder)
+        if quantised_by is not None:
+            raise UnsupportedModelError(
+                f"weights in {folder} are quantised by {quantised_by}, and cannot be loaded here: {_one_line(error)}"
+            ) from error
         raise CheckpointError(f"weights in {folder} cannot be loaded: {_one_line(error)}") from error
     module, report = loaded  # a pair, because of `output_loading_info`
     _compare(folder, module, report, entries)
     return module.eval()
+
+
+def _quantised_by(folder: Path) -> str | None:
+    """Names what a checkpoint is quantised by, as its configuration says; None where it is not."""
+    try:
+        found = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
+    except (ValueError, AttributeError, OSError):
+        return None
+    return str(found.get("quant_method", "an unknown method")) if isinstance(found, dict) else None
 
 
 def _compare(folder: Path, module: Any, report: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> None:

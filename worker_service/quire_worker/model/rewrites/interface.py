@@ -32,8 +32,9 @@ def own_parameter_names(module: torch.nn.Module) -> set[str]:
 
 
 def is_plain_linear(module: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
-    """Tells whether it is a linear layer as torch has it, whose weight the kernels can pack."""
-    if type(module) is not torch.nn.Linear:
+    """Tells whether it is a linear layer as torch has it, whose weight the kernels can pack: no layer of another class,
+    and no weight that is a quantised tensor inside of torch's own layer."""
+    if type(module) is not torch.nn.Linear or type(module.weight) is not torch.nn.Parameter:
         return False
     weight = module.weight
     return weight.is_contiguous() and weight.shape[1] * weight.itemsize % 4 == 0

@@ -40,6 +40,8 @@ def weight_and_epsilon(module: torch.nn.Module) -> tuple[torch.Tensor, float] | 
     """Returns the vector and the epsilon of a module that may be an RMSNorm; None if it cannot be one."""
     if child_names(module) or own_parameter_names(module) != {"weight"}:
         return None
-    weight = module.get_parameter("weight").detach()
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    return (weight, epsilon) if weight.dim() == 1 and isinstance(epsilon, float) else None
+    if not isinstance(epsilon, float):  # perhaps a linear layer, of whatever kind of weight
+        return None
+    weight = module.get_parameter("weight").detach()
+    return (weight, epsilon) if weight.dim() == 1 else None

@@ -310,7 +310,11 @@ CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None
 WITHOUT_POOL = {
     "MatchPrefix",
     "ListPools",
-    *(method.name for method in worker_pb.DESCRIPTOR.services_by_name["WorkerService"].methods),
+    *(
+        method.name
+        for method in worker_pb.DESCRIPTOR.services_by_name["WorkerService"].methods
+        if not method.name.endswith(("Adapter", "Adapters"))  # which concern the worker's own pool
+    ),
     "health of the allocator",
     "health of the worker",
 }

@@ -236,31 +236,6 @@ def test_further_parameters_of_sampling_are_the_workers(ai: openai.OpenAI, worke
     assert answer.choices[0].text == expected.text
 
 
-def test_a_response_format_is_kept_to_and_a_choice_is_one_of_those_given(ai: openai.OpenAI) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 8}, "ready": {"type": "boolean"}},
-        "required": ["name", "ready"],
-        "additionalProperties": False,
-    }
-    answer = ai.chat.completions.create(
-        model="demo",
-        messages=CHAT,  # type: ignore[arg-type]
-        max_tokens=80,
-        temperature=0.7,
-        seed=3,
-        response_format={"type": "json_schema", "json_schema": {"name": "state", "schema": schema}},
-    )
-    found = json.loads(answer.choices[0].message.content or "")
-    assert answer.choices[0].finish_reason == "stop"
-    assert sorted(found) == ["name", "ready"]
-    assert isinstance(found["ready"], bool)
-    chosen = ai.completions.create(
-        model="demo", prompt=PROMPT, max_tokens=20, extra_body={"guided_choice": ["red", "green"]}
-    )
-    assert chosen.choices[0].text in ("red", "green")
-
-
 def test_models_are_listed_and_found_by_name(ai: openai.OpenAI) -> None:
     (model,) = ai.models.list().data
     assert (model.id, model.object, model.owned_by) == ("demo", "model", "quire")

@@ -11,6 +11,7 @@ from quire_kernels.shared.fp8 import FP8_NAMES, is_fp8
 from quire_kernels.shared.launch import QUERY_DTYPES, check_runnable
 from quire_kernels.shared.options import AttentionOptions, Scale, scale_per_head
 from quire_kernels.shared.paged_cache import check_page_table
+from quire_kernels.shared.upload import upload_tensor
 from quire_kernels.shared.work_units import divide_work_kernel
 
 POSITION_ENCODINGS = ("NONE", "ALIBI")  # a rotation is not among them: keys are stored rotated
@@ -114,11 +115,11 @@ class FixedTensors:
         for name, tensor in tensors.items():
             place = self._places.get(name) if self.fixed else None
             if place is None:
-                place = tensor.to(self.device).contiguous().clone()
+                place = upload_tensor(tensor, self.device).contiguous().clone()
                 if self.fixed:
                     self._places[name] = place
             else:
-                place[: tensor.shape[0]].copy_(tensor)
+                upload_tensor(tensor, self.device, into=place[: tensor.shape[0]])
             placed[name] = place
         return placed
 

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from quire_kernels.shared.launch import device_of
+from quire_kernels.shared.upload import upload_tensor
 
 CHUNK_WORDS = 1024  # one program moves so many words of one block of one buffer: 8 KiB of 8-byte words
 NUM_WARPS = 4
@@ -124,7 +125,4 @@ def check_blocks(name: str, blocks: Sequence[int], block_count: int, *, unique: 
 
 def upload(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
     """Copies numbers to the device, int64, from pinned memory, so that the host does not wait for the copy."""
-    table = torch.tensor(numbers, dtype=torch.int64)
-    if device.type == "cpu":
-        return table
-    return table.pin_memory().to(device, non_blocking=True)
+    return upload_tensor(torch.tensor(numbers, dtype=torch.int64), device)

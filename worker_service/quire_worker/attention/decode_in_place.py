@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from quire_kernels.flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchMLAPagedAttentionWrapper
 from quire_kernels.ops.append_slots import check_slots
+from quire_kernels.shared.upload import upload_tensor
 from torch.nn.functional import pad
 
 from quire_worker.attention.interface import AttentionBatch
@@ -69,7 +70,7 @@ class DecodeInPlace(TritonAttentionPlan):
         for slot_count in self.checked_slot_counts:
             check_slots(batch.slot_mapping, slot_count=slot_count)
         self.table = page_table(self.batch, self.spec.block_size)
-        self.slots.copy_(self.batch.slot_mapping, non_blocking=True)
+        upload_tensor(self.batch.slot_mapping, self.slots.device, into=self.slots)
         for kind, wrapper in self.wrappers.items():
             assert isinstance(wrapper, BatchDecodeWithPagedKVCacheWrapper)
             self._plan_decode(wrapper, kind)

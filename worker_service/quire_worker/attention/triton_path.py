@@ -22,6 +22,7 @@ from quire_kernels.ops.append_slots import append_slots, check_slots
 from quire_kernels.ops.copy_blocks import copy_blocks
 from quire_kernels.ops.rotate_append import HeadNorms, rotate_append
 from quire_kernels.ops.sampling import greedy, sample
+from quire_kernels.shared.upload import upload_tensor
 
 from quire_worker.attention.interface import AttentionBatch, AttentionPlan, PagedAttention
 from quire_worker.cache import PageSpec
@@ -51,7 +52,7 @@ class TritonPagedAttention(PagedAttention):
         self.workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
 
     def plan(self, batch: AttentionBatch, spec: PageSpec) -> TritonAttentionPlan:
-        slots = batch.slot_mapping.to(self.workspace.device, non_blocking=True)
+        slots = upload_tensor(batch.slot_mapping, self.workspace.device)
         return TritonAttentionPlan(batch, spec, page_table(batch, spec.block_size), slots, self.workspace)
 
     def copy_blocks(self, buffers: Sequence[torch.Tensor], sources: Sequence[int], destinations: Sequence[int]) -> None:
@@ -67,16 +68,16 @@ class TritonPagedAttention(PagedAttention):
         device = logits.device
         uniform = torch.empty(len(params), dtype=torch.float32, device=device)
         settings = SamplingSettings(
-            torch.tensor([row.temperature for row in params], dtype=torch.float32).to(device),
-            torch.tensor([row.top_k for row in params], dtype=torch.int32).to(device),
-            torch.tensor([row.top_p for row in params], dtype=torch.float32).to(device),
-            torch.tensor([row.min_p for row in params], dtype=torch.float32).to(device),
+            upload_tensor(torch.tensor([row.temperature for row in params], dtype=torch.float32), device),
+            upload_tensor(torch.tensor([row.top_k for row in params], dtype=torch.int32), device),
+            upload_tensor(torch.tensor([row.top_p for row in params], dtype=torch.float32), device),
+            upload_tensor(torch.tensor([row.min_p for row in params], dtype=torch.float32), device),
         )
         tokens = torch.empty(len(params), dtype=torch.int32, device=device)
         is_drawn = torch.tensor([not row.is_greedy for row in params])
         numbers = torch.zeros(len(params), dtype=torch.float32)
         numbers[is_drawn] = draw().float().clamp_(max=BELOW_ONE)  # rounding may reach 1
-        uniform.copy_(numbers)
+        upload_tensor(numbers, device, into=uniform)
         return sample(logits, uniform, *settings, check=False, out=tokens)
 
 

@@ -23,6 +23,7 @@ import structlog
 import torch
 from quire.types import GroupKind
 from quire_kernels.compilation.warmup import Progress
+from quire_kernels.shared.upload import upload_tensor
 
 from quire_worker.attention.decode_in_place import DecodeInPlace
 from quire_worker.attention.triton_path import TritonPagedAttention
@@ -108,7 +109,7 @@ class _Graph:
             (self._inputs.position_ids[0], batch.position_ids[0]),
             (self._inputs.lengths, batch.lengths),
         ):
-            place[:count].copy_(given, non_blocking=True)
+            upload_tensor(given, place.device, into=place[:count])
         for group, plan in zip(self._groups, self._plans, strict=True):
             plan.follow(batch.attention[group])
         self._replay.run()

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from quire.protocol.outcomes import NULL_BLOCK
 from quire.types import GroupKind, GroupSpec
+from quire_kernels.shared.upload import upload_tensor
 
 from quire_worker.attention import AttentionBatch
 from quire_worker.model.adapters.adapter import Adapter, Segment
@@ -71,14 +72,14 @@ class ForwardBatch:
     adapters: tuple[Segment, ...] = ()  # nothing where no chunk has one
 
     def on(self, device: torch.device | str) -> ForwardBatch:
-        """Returns the same with the model's inputs on a device."""
+        """Returns the same with the model's inputs on a device; the host does not wait for the copies."""
         return replace(
             self,
-            input_ids=self.input_ids.to(device),
-            position_ids=self.position_ids.to(device),
-            logits_index=self.logits_index.to(device),
-            state_blocks=self.state_blocks.to(device),
-            adapters=tuple(Segment(adapter, tokens.to(device)) for adapter, tokens in self.adapters),
+            input_ids=upload_tensor(self.input_ids, device),
+            position_ids=upload_tensor(self.position_ids, device),
+            logits_index=upload_tensor(self.logits_index, device),
+            state_blocks=upload_tensor(self.state_blocks, device),
+            adapters=tuple(Segment(adapter, upload_tensor(tokens, device)) for adapter, tokens in self.adapters),
         )
 
 

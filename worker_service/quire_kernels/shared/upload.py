@@ -1,0 +1,25 @@
+"""How tensors of the host come to a device: from pinned memory, so that the host does not wait for the copy.
+
+Torch keeps a pinned block until the copy from it has been made, also where nobody else holds it any more.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def upload_tensor(
+    tensor: torch.Tensor, device: torch.device | str, *, into: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns a tensor on a device.
+
+    Args:
+        tensor: anywhere; where it is there already, it is returned as it is.
+        device: of the result.
+        into: on the device, of its shape; written instead of a new tensor, and returned.
+    """
+    if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    if into is not None:
+        return into.copy_(tensor, non_blocking=True)
+    return tensor.to(device, non_blocking=True)

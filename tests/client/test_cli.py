@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
 import re
 import signal
 import socket
@@ -261,6 +264,22 @@ def test_generate_shows_samples_whole_where_it_is_no_terminal(worker: ScriptedSe
     result = quire("generate", "p", "-n", "2", "--worker", worker.address)
     assert sorted(result.stdout.splitlines()) == ["0\tab", "1\txy"]
     assert "5 blocks taken, 4 saved by sharing, preempted 1 times" in result.stderr
+
+
+def test_generate_shows_samples_side_by_side_on_a_terminal(worker: ScriptedServer) -> None:
+    terminal, end = pty.openpty()
+    command = [sys.executable, "-m", "quire.cli", "generate", "p", "-n", "2", "--worker", worker.address]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "60", "LINES": "20", "NO_COLOR": "1"}
+    with subprocess.Popen(command, stdout=end, stderr=subprocess.DEVNULL, env=environment) as process:
+        os.close(end)
+        seen = b""
+        with contextlib.suppress(OSError):  # which is how a terminal ends whose other side is gone
+            while piece := os.read(terminal, 4096):
+                seen += piece
+    os.close(terminal)
+    assert process.returncode == 0
+    for words in (b"sample 0", b"sample 1", b"ab", b"xy"):
+        assert words in seen
 
 
 def test_generate_as_json_is_one_object(worker: ScriptedServer) -> None:

@@ -207,6 +207,19 @@ async def test_a_refused_step_is_the_callers_error_and_the_session_goes_on() -> 
             await scene.session.step(wrong)
         assert caught.value.reason is Reason.MALFORMED
         assert (await scene.session.step(allocate(2))).grows[0].result is Result.OK
+        assert scene.session.report_count == 1, "the one that began the session: the pool was there all the time"
+
+
+async def test_a_session_that_is_closed_right_after_a_refused_step_gives_the_pool_back() -> None:
+    async with setting() as scene:
+        await scene.session.step(allocate(1))
+        wrong = StepBuilder()
+        wrong.commit(1, 6, [])
+        with pytest.raises(InvalidArgumentError):
+            await scene.session.step(wrong)
+        await scene.session.close()
+        async with scene.client.session("test", SPEC) as other:
+            assert (await other.step(allocate(1))).grows[0].result is Result.OK
 
 
 async def test_a_specification_that_cannot_be_managed_is_refused_at_once() -> None:

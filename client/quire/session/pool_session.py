@@ -48,6 +48,7 @@ TICKS_PER_HEARTBEAT: Final = 4  # how often silence is looked at
 HEARTBEATS_PER_LEASE: Final = 3  # at least: one may be late, and one more
 # Pauses between streams, in seconds before they are spread: they grow while no stream has come to serve.
 BACKOFF_S: Final = (0.01, 0.16)
+BACK_S: Final = 0.5  # that closing waits for a stream to be there again
 WINDOW: Final = 4
 
 __all__ = ["AnswersMissedError", "PoolSession", "SessionLostError"]
@@ -218,7 +219,10 @@ class PoolSession:
         return self._answers.missed()
 
     async def close(self) -> None:
-        """Detaches if the stream is up, so that the pool is dropped at once; else its lease ends by itself."""
+        """Detaches, so that the pool is dropped at once; where no allocator answers, its lease ends by itself."""
+        if self._tasks and not self._connected and self._refusal is None:  # a stream that broke just now is soon back
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wait_for_change(), BACK_S)
         self._closing = True
         try:
             if self._connected and self._tasks:
@@ -234,8 +238,6 @@ class PoolSession:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-    # -- the stream ----------------------------------------------------------------------------------------------------
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs a background task. Its failure ends the session, and everybody who waits is told."""
@@ -350,8 +352,6 @@ class PoolSession:
         if call is not None:
             call.cancel()
         self._set_connected(False)
-
-    # -- waiting -------------------------------------------------------------------------------------------------------
 
     async def _beat(self) -> None:
         """Keeps the lease while no step does, and leaves a stream that has fallen silent.

@@ -14,6 +14,7 @@ from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.paged_model import check_rank_count, load_model
 from quire_worker.model.states import mixers
+from transformers import AutoModelForCausalLM
 
 from tests.worker.engine_harness import paged_model, prompt, reference_model, reference_text, running
 from tests.worker.state_models import FURTHER, STATE_FAMILIES, write_with_states
@@ -170,6 +171,15 @@ def test_a_prompts_last_token_by_itself_has_its_time_step_within_limits(
     assert difference(folder) < 1e-4
     monkeypatch.setattr(mixers, "has_limits", lambda _: False)
     assert difference(folder) > 1e-2
+
+
+async def test_decays_that_a_checkpoint_holds_rounded_are_computed_anew(tmp_path: Path) -> None:
+    folder = write_with_states("MiniMax", tmp_path / "model")
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    tokens = prompt(40, seed=40)
+    async with running(folder, blocks=pool_of(folder, 16)) as harness:  # computed in float32
+        output = await harness.generate(tokens, max_tokens=20)
+    assert output.tokens[0] == reference_text(folder, tuple(tokens), 20)
 
 
 @pytest.mark.parametrize("name", FURTHER)

@@ -6,6 +6,9 @@ that is right; of a prompt in chunks it loses all that came before the last one.
 Mixers of Mamba 2 keep time steps within limits (Nemotron-H: at least `time_step_min`), but not those of a single token
 with a state before it: they take it for one that was generated. The last token of a prompt, computed by itself because
 the rest was found in the cache, is none.
+
+MiniMax keeps its rates of decay as buffers, which a checkpoint holds in the dtype that it was saved in. Rounded, those
+of one call and those of one token after another are not the same.
 """
 
 from __future__ import annotations
@@ -91,6 +94,15 @@ def within_limits(mixer: Any, inner: Callable[..., Any], *arguments: Any, **keyw
         return inner(*arguments, **keywords)
     finally:
         hook.remove()
+
+
+def renew_decays(mixer: Any) -> None:
+    """Computes the rates of decay of a mixer of MiniMax anew, from which all its other buffers follow."""
+    slopes = mixer.get_slope_rate()
+    found = (slopes, *mixer.decay_factors(slopes))
+    for name, value in zip(("slope_rate", "query_decay", "key_decay", "diagonal_decay"), found, strict=True):
+        buffer = getattr(mixer, name)
+        buffer.copy_(value.to(buffer.dtype))
 
 
 # By the name of the mixer's class.

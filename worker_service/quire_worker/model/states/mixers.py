@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from quire_worker.model.checkpoint import UnsupportedModelError
-from quire_worker.model.states.continuations import CONTINUATIONS, has_limits, within_limits
+from quire_worker.model.states.continuations import CONTINUATIONS, has_limits, renew_decays, within_limits
 from quire_worker.model.states.passes import Segment, States
 from quire_worker.model.states.view import SegmentView
 
@@ -86,6 +86,8 @@ def _mixers_of(module: torch.nn.Module, layer: int) -> list[torch.nn.Module]:
 
 
 def _wrap(mixer: torch.nn.Module) -> None:
+    if hasattr(mixer, "decay_factors"):
+        renew_decays(mixer)
     inner = mixer.forward
     go_on = CONTINUATIONS.get(type(mixer).__name__)
     is_limited = has_limits(mixer)

@@ -193,6 +193,7 @@ def test_metrics_of_both_count_what_happened() -> None:
         worker, blocks = scraped(stack.worker.metrics_address), scraped(stack.allocator.metrics_address)
     histograms = {
         "quire_worker_step_seconds",
+        "quire_worker_queue_seconds",
         "quire_worker_time_to_first_token_seconds",
         "quire_allocator_step_seconds",
     }

@@ -131,6 +131,9 @@ def test_a_row_of_a_packed_weight_is_looked_up_where_it_lies(dtype: torch.dtype,
     assert torch.equal(ops.embed(library, ids, packed), weight[ids])
     with pytest.raises(ValueError, match="contiguous"):
         ops.embed(library, ids.t(), packed)
+    for astray in (-1, weight.shape[0]):
+        with pytest.raises(IndexError, match=f"found {astray}"):
+            ops.embed(library, torch.tensor([0, astray]), packed)
 
 
 def test_activations_have_the_limits_of_their_formulas(library: Library) -> None:

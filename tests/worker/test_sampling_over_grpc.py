@@ -15,7 +15,7 @@ TEXT = "The for statement"
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    with in_a_thread(worker) as (_, address), Client(address) as opened:
+    with in_a_thread(worker) as (_, address, _), Client(address) as opened:
         yield opened
 
 

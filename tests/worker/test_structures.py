@@ -186,7 +186,7 @@ async def test_a_grammar_that_becomes_too_complex_fails_its_request_alone(tokeni
 
 @pytest.fixture(scope="module")
 def channel() -> Iterator[grpc.Channel]:
-    with in_a_thread(worker) as (_, address), grpc.insecure_channel(address) as opened:
+    with in_a_thread(worker) as (_, address, _), grpc.insecure_channel(address) as opened:
         yield opened
 
 

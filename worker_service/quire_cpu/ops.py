@@ -209,14 +209,21 @@ def embed(library: Library, ids: torch.Tensor, packed: PackedLinear) -> torch.Te
 
     Args:
         library: the kernels.
-        ids: int64 `[...]`, contiguous, below the weight's `outputs`; as everywhere, this is not looked at here.
+        ids: int64 `[...]`, contiguous.
         packed: a weight by itself, not gated.
 
     Returns:
         `[..., inputs]` of the weight's dtype.
+
+    Raises:
+        IndexError: an id is negative, or not below the weight's `outputs`, as torch says it.
     """
     if ids.dtype != torch.int64 or not ids.is_contiguous() or packed.gate is not None:
         raise ValueError(f"ids must be contiguous int64, not {ids.dtype} with strides {ids.stride()}")
+    if ids.numel():
+        low, high = torch.aminmax(ids)
+        if int(low) < 0 or int(high) >= packed.outputs:
+            raise IndexError(f"ids must be in 0..{packed.outputs - 1}, found {int(low) if int(low) < 0 else int(high)}")
     output = torch.empty((*ids.shape, packed.inputs), dtype=packed.dtype)
     words = packed.weight.shape[1]
     library.functions.quire_embed(

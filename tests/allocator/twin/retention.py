@@ -113,6 +113,7 @@ class TwinRetention(TwinPartings):
             known = [boundary]
             boundary.is_parting = any(self._parts(sequence, slot, token_count) for slot in end if slot is not None)
             if parent is not None:
+                parent.next_token_count = token_count
                 self._part(parent)
         sequence.boundary = known[0]
         self._end_old(known[0])
@@ -253,7 +254,7 @@ class TwinRetention(TwinPartings):
     def _part(self, boundary: TwinBoundary) -> None:
         boundary.is_parting |= len(self.ways(boundary)) > 1
         ways, states = self.ways(boundary), any(kind.name == "state" for kind in self.kinds)
-        is_near = not states and bool(ways) and ways[-1].token_count <= boundary.token_count + self.edge_tokens()
+        is_near = not states and bool(ways) and boundary.next_token_count <= boundary.token_count + self.edge_tokens()
         is_worth_it = is_near or self.are_early
         boundary.is_aside = self.is_continued(boundary) and (boundary.is_aside or not is_worth_it)
 

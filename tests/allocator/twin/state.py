@@ -39,6 +39,7 @@ class TwinBoundary:
         needed, aside: what a hit there takes of windows and states; what one that ends an edge earlier takes besides.
         parent: the boundary before it, when it was made.
         is_parting: more than one way was seen to go on from it.
+        next_token_count: tokens before the boundary that was made right behind it last.
         is_aside: it was continued while few prompts parted early, and is still.
     """
 
@@ -50,6 +51,7 @@ class TwinBoundary:
     aside: list[Slot]
     parent: TwinBoundary | None
     is_parting: bool = False
+    next_token_count: int = 0
     is_aside: bool = False
 
 

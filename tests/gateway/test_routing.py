@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from quire import AllocatorClient, Client
+from quire import AllocatorClient, BlocksStored, Client
 from quire.local import LocalStack, ServerProcess
 from quire_gateway.routing import SLACK, SLACK_SHARE, Standing, best
 
@@ -55,6 +55,11 @@ def test_a_prompt_goes_where_its_prefix_is(tmp_path: Path) -> None:
                 direct.generate(PREFIX * 4, max_tokens=1)
             with AllocatorClient(stack.allocator_address) as pools:
                 eventually(lambda: pools.get_pool("second").cached_block_count >= 5, "the prefix is published")
+                told = 0  # to watchers, which is when the worker's next heartbeat has said that it heard of it
+                for event in pools.watch_events("second"):
+                    told += len(event.digests) if isinstance(event, BlocksStored) else 0
+                    if told >= 5:
+                        break
             with gateway(tmp_path / "gateway", *workers, *allocator) as served:
                 ai = client(served)
                 watched = "quire_gateway_worker_watched"

@@ -17,7 +17,7 @@ from quire_kernels.shared.tile import attend_keys
 
 from tests.worker.test_warm_up import launches
 
-# The worker's own way to append, and what it runs between products, which its own warming up launches; and what `warmup`
+# The worker's own way to append and what it runs between products, which its own warming up launches; and what `warmup`
 # says that it leaves out.
 NOT_COVERED = {
     "append_slots_kernel",

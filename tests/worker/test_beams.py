@@ -16,7 +16,9 @@ from quire_worker.sampling.params import EarlyStopping, SamplingParams
 from quire_worker.scheduling.request import FinishReason, Sample
 
 from tests.worker.engine_harness import BLOCK_SIZE, Output, prompt, reference_model, running
-from tests.worker.tiny_models import write_tiny_llama
+from tests.worker.state_models import STATE_FAMILIES, write_with_states
+from tests.worker.test_families import pool_of
+from tests.worker.tiny_models import write_tiny, write_tiny_llama
 
 STOPPINGS = {EarlyStopping.HEURISTIC: False, EarlyStopping.ALWAYS: True, EarlyStopping.NEVER: "never"}
 
@@ -221,3 +223,18 @@ async def test_a_cancelled_search_frees_its_beams(folder: Path) -> None:
 def test_what_does_not_go_with_beams_is_refused_by_its_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**{"num_beams": 4, **options}).validate()
+
+
+@pytest.mark.parametrize("family", ["gemma3", "Bamba", "Qwen3Next"])
+async def test_windows_and_states_are_forked_with_their_beams(family: str, tmp_path: Path) -> None:
+    has_states = family in STATE_FAMILIES
+    folder = write_with_states(family, tmp_path) if has_states else write_tiny(family, tmp_path)
+    tokens, rule = prompt(37, seed=4), Rule(4, 1.0, EarlyStopping.HEURISTIC, 24)
+    blocks = pool_of(folder, 128)
+    async with running(folder, blocks=blocks) as harness:
+        output = await harness.generate(tokens, **sampling_of(rule, 3))
+        again = await harness.generate(tokens, **sampling_of(rule, 3))
+        assert await harness.free_block_count() == blocks
+    assert again.request.usage.cached_token_count == 32
+    for found in (output, again):
+        assert_is_that_of_transformers(folder, tokens, rule, found)

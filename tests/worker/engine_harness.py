@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,7 @@ class Output:
     request: Request
     logprobs: list[tuple[TokenLogprobs, ...]]
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    scores: list[float | None] = field(default_factory=list)  # of texts that a beam search has found
 
 
 class CheckedEngine(Engine):
@@ -161,6 +162,7 @@ class Harness:
             output.logprobs[delivery.sample] += delivery.logprobs
             output.prompt_logprobs += delivery.prompt_logprobs
             output.reasons[delivery.sample] = delivery.finish_reason or output.reasons[delivery.sample]
+            output.scores += [delivery.score] if delivery.finish_reason is not None else []
             if delivery.is_last:
                 return output
 

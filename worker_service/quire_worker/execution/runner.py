@@ -42,12 +42,14 @@ from quire_worker.execution.parts import (
     Before,
     CandidateLogprobs,
     Computed,
+    Continuations,
     Part,
     Prepared,
     PromptLogprobs,
     Restore,
     Token,
     candidate_logprobs,
+    continuations,
     halves,
     layout_of,
     rows_of,
@@ -136,6 +138,7 @@ class Runner:
             [each for each in run.tokens if run.is_unharmed(each.draw.sample)],
             [each for each in run.prompt_logprobs if each.request not in run.failures],
             [each for each in run.candidate_logprobs if run.is_unharmed(each.sample)],
+            [each for each in run.continuations if run.is_unharmed(each.sample)],
             run.failures,
             run.lost_blocks,
             run.retry_count,
@@ -159,6 +162,7 @@ class _Run:
         self.tokens: list[Token] = []
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.candidate_logprobs: list[CandidateLogprobs] = []
+        self.continuations: list[Continuations] = []
         self.retry_count = 0
         self._model = model
         self._cache = cache
@@ -295,10 +299,11 @@ class _Run:
             if logits is None:
                 logits = self._model.forward(forward.on(self._model.device), self._cache)
             is_finite = are_finite(logits)
-            may_wait = all(part.sample.sampler.is_simple and not part.is_scored for part in parts)
+            may_wait = all(part.may_wait for part in parts)
             flags = None if may_wait else is_finite.tolist()
             logprobs = [] if flags is None else scored(parts, logits, flags)
             candidates = [] if flags is None else candidate_logprobs(parts, logits)
+            following = [] if flags is None else continuations(parts, logits)
         except Exception as error:
             failure = self._judge(error, "forward pass", len(parts))
         else:
@@ -312,6 +317,7 @@ class _Run:
                 self._finiteness.judge(parts, flags)
             self.prompt_logprobs += logprobs
             self.candidate_logprobs += candidates
+            self.continuations += following
             return None
         self._free_memory_after(failure)
         return failure

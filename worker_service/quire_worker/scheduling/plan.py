@@ -48,7 +48,7 @@ class Batch(NamedTuple):
         """Returns the tokens to sample after it; when a prompt's prefill ends, the first of all its samples."""
         draws = []
         for item in self.work:
-            if item.is_complete and item.sample.draws:
+            if item.is_complete and item.sample.draws and not item.sample.is_beam:
                 first = item.sample
                 draws.append(Draw(first, first))
                 if first.has_forks_to_come:

@@ -184,6 +184,7 @@ class Scheduler:
                 is_restored = sample.is_restored_at(at.start)
                 work.append(Work(sample, at.start, count, at.start + count == at.length, is_restored))
         if not work:  # the moves wait for a batch
+            self.roster.make_way()
             return Batch([], [])
         moves, self.roster.moves = self.roster.moves, []
         return Batch(moves, work)
@@ -308,7 +309,7 @@ class Scheduler:
         what is left of the budget, and how many blocks were asked for."""
         taken = 0
         for sample in samples:
-            if sample.is_outgrown:
+            if sample.is_outgrown or sample.awaits_choice:
                 continue
             token_count = pass_token_count(sample, standing(sample, None), budget)
             if token_count == 0:

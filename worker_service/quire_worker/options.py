@@ -100,6 +100,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     _add_ranks(parser)
     options = parser.parse_args(arguments)
     _check(parser, options)
+    _check_speculation(parser, options)
     return options
 
 
@@ -125,12 +126,16 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error("--rank-timeout must be at least 1")
     if isinstance(options.swap_memory, Fraction):
         parser.error("--swap-memory is a size, as 2GiB, and no share")
+    if options.max_running > RUNNING_MAX:
+        parser.error(f"--max-running must be at most {RUNNING_MAX}")
+
+
+def _check_speculation(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuses drafts that cannot be made."""
     if not 0 <= options.speculative_tokens <= SPECULATIVE_TOKENS_MAX:
         parser.error(f"--speculative-tokens must be from 0 to {SPECULATIVE_TOKENS_MAX}")
     if not 1 <= options.prompt_lookup_min <= options.prompt_lookup_max <= PROMPT_LOOKUP_MAX:
         parser.error(f"--prompt-lookup-min and --prompt-lookup-max must rise, from 1 to {PROMPT_LOOKUP_MAX}")
-    if options.max_running > RUNNING_MAX:
-        parser.error(f"--max-running must be at most {RUNNING_MAX}")
 
 
 def _add_tls(parser: argparse.ArgumentParser) -> None:
@@ -198,8 +203,8 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="COUNT",
-        help="tokens drafted behind each sample's last one in a pass, from what followed its last tokens before; 0: none"
-        " (default: %(default)s)",
+        help="tokens drafted behind each sample's last one in a pass, from what followed its last tokens before;"
+        " 0: none (default: %(default)s)",
     )
     for name, text in (("min", "fewest"), ("max", "most")):
         speculation.add_argument(

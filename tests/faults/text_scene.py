@@ -54,6 +54,7 @@ class Streams:
     def __init__(self, client: AsyncClient, namespace: str = "") -> None:
         self._namespace = namespace
         self._chunk_count = 0
+        self._waiting_count = len(REQUESTS)  # for their first chunk
         self._news = asyncio.Event()
         self._tasks = [asyncio.create_task(self._stream(client, *request)) for request in REQUESTS]
 
@@ -61,6 +62,12 @@ class Streams:
     def are_done(self) -> bool:
         """Whether nothing more will come."""
         return all(task.done() for task in self._tasks)
+
+    async def begun(self) -> None:
+        """Returns when each has its first chunk: one that comes while there is no session may be refused."""
+        while self._waiting_count and not self.are_done:
+            self._news.clear()
+            await self._news.wait()
 
     async def more(self, chunk_count: int) -> None:
         """Returns after so many more chunks, or when there are no more."""
@@ -74,12 +81,14 @@ class Streams:
         return await asyncio.gather(*self._tasks)
 
     async def _stream(self, client: AsyncClient, prompt: str, sampling: dict[str, Any]) -> list[str]:
-        texts = [""] * sampling.get("n", 1)
+        texts, is_first = [""] * sampling.get("n", 1), True
         try:
             async with client.stream(
                 prompt, namespace=self._namespace, ignore_eos=True, timeout_s=300, **sampling
             ) as chunks:
                 async for chunk in chunks:
+                    self._waiting_count -= is_first
+                    is_first = False
                     texts[chunk.sample] += chunk.text
                     self._chunk_count += 1
                     self._news.set()
@@ -101,7 +110,7 @@ class Worker:
     async def streaming(self, namespace: str = "") -> AsyncIterator[Streams]:
         """All requests at once; in the end each has its text, and every block is free."""
         streams = Streams(self.client, namespace)
-        await streams.more(5)
+        await streams.begun()
         yield streams
         assert await streams.texts() == self.undisturbed
         await self.idle()
@@ -127,7 +136,8 @@ class Worker:
 
         They are asked one after the other, again and again, while tokens are computed. Returns how many sequences.
         """
-        while True:
+        deadline = time.monotonic() + 2 * SOON_S
+        while time.monotonic() < deadline:
             try:
                 seen = await pool_of(self._name.place, "default")
             except grpc.aio.AioRpcError:  # not attached yet
@@ -137,6 +147,7 @@ class Worker:
                 held = {block for *_, tables in rows_of(seen) for table in tables for block in table}
                 assert held == {block for block, state in enumerate(seen.block_states) if state >= 2}, "a block leaked"
                 return len(seen.sequences)
+        raise AssertionError("worker and allocator have not come to agree")
 
 
 @asynccontextmanager

@@ -73,9 +73,9 @@ class Seen:
                 self._ends.setdefault(tuple(tokens[end - size : end]), end)
         self._read_count = max(self._read_count, length - 1)
         for size in range(min(self.ngram_max, length - 1), self.ngram_min - 1, -1):
-            end = self._ends.get(tuple(tokens[length - size :]))
-            if end is not None:
-                return tokens[end : end + count]
+            found = self._ends.get(tuple(tokens[length - size :]))
+            if found is not None:
+                return tokens[found : found + count]
         return ()
 
 

@@ -19,9 +19,10 @@ from tests.faults.scene import Name, pool_of, rows_of
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 BLOCKS = 400
 SOON_S = 30.0
-# A long greedy text, samples that are forked from a half-filled block and append to it side by side, a long prompt.
+# A greedy text that is under way still when a busy client has seen its first tokens, samples that are forked from a
+# half-filled block and append to it side by side, a long prompt.
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
-    ("The import statement", {"max_tokens": 200}),
+    ("The import statement", {"max_tokens": 400}),
     ("def join(self, iterable):", {"max_tokens": 80, "n": 3, "temperature": 0.8, "seed": 7}),
     ("A class is " * 40, {"max_tokens": 120}),
 ]
@@ -109,12 +110,19 @@ class Worker:
     @asynccontextmanager
     async def streaming(self, namespace: str = "") -> AsyncIterator[Streams]:
         """All requests at once; in the end each has its text, and every block is free."""
+        await self.attached()
         streams = Streams(self.client, namespace)
         await streams.begun()
         yield streams
         assert await streams.texts() == self.undisturbed
         await self.idle()
         assert (await self.client.status()).disagreement_count == 0
+
+    async def attached(self) -> None:
+        """Returns when it knows that it has a session; the allocator, which `agree` asks, may know that sooner."""
+        deadline = time.monotonic() + SOON_S
+        while not (await self.client.status()).allocator_connected:
+            assert time.monotonic() < deadline, "the worker has no session"
 
     async def idle(self) -> None:
         """Both say that nothing is held, at once or soon: what ended is freed with the worker's next step, which a

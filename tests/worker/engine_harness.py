@@ -26,6 +26,7 @@ from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.sampling.logprobs import TokenLogprobs
 from quire_worker.sampling.params import SamplingParams
+from quire_worker.scheduling.drafts import PromptLookup
 from quire_worker.scheduling.request import STREAM_INTERVAL_S, FinishReason, Request
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
@@ -183,6 +184,7 @@ async def running(
     waiting_max: int = 1024,
     ahead_tokens: int = 64,
     swap_slots: int = 0,
+    lookup: PromptLookup | None = None,
     stream_interval_s: float = STREAM_INTERVAL_S,
     permissions: Permissions = EVERYTHING,
     model: PagedModel | None = None,
@@ -210,6 +212,7 @@ async def running(
                 running_max=running_max,
                 ahead_tokens=ahead_tokens,
                 swap_slot_count=swap_slots,
+                lookup=lookup,
             ),
             telemetry=WorkerTelemetry(),
             waiting_max=waiting_max,

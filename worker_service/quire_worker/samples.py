@@ -122,6 +122,7 @@ class TokenIntake:
             request.prompt_logprobs[position - 1 : position - 1 + len(told)] = told
         for sample, position, logprobs in computed.candidate_logprobs:
             sample.note_logprobs(position, logprobs)
+        self._telemetry.drafted_token_count += sum(len(item.draft) for item in computed.work)
         self._beams.take(computed.continuations)
         self._extend(computed.tokens)
         for item in computed.work:
@@ -135,9 +136,12 @@ class TokenIntake:
             request.deliveries.put_nowait(Delivery(0, (), "", FinishReason.LENGTH, is_last=True))
 
     def _extend(self, tokens: Sequence[Token]) -> None:
-        for (drawn, parent), token, logprobs in tokens:
+        for (drawn, parent, drafted_count), token, logprobs in tokens:
             if drawn.has_ended:  # cancelled while the model ran, or with the token before
                 continue
+            if drafted_count:  # the token before was drafted, and is in the pages
+                drawn.computed = len(drawn.tokens)
+                self._telemetry.accepted_token_count += 1
             if drawn is not parent:
                 drawn.fork_from(parent)
             self._scheduler.extend(drawn, token, is_stop=self._is_stop(drawn.request.sampling, token))

@@ -35,12 +35,16 @@ class Before(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Tokens of one sample from position `start` on, in one pass, and its tables as they were when it was planned."""
+    """Tokens of one sample from position `start` on, in one pass, and its tables as they were when it was planned.
+
+    The last of `tokens` are a `draft`.
+    """
 
     sample: Sample
     start: int
     tokens: list[int]
     tables: list[array[int]]
+    draft: tuple[int, ...] = ()
 
     @property
     def is_scored(self) -> bool:
@@ -62,7 +66,11 @@ class Part(NamedTuple):
     @property
     def row_count(self) -> int:
         """Counts its rows of logits."""
-        return len(self.tokens) if self.is_scored else 1
+        return len(self.tokens) if self.is_scored or self.draft else 1
+
+    def without_draft(self) -> Part:
+        """Returns the part without what is drafted."""
+        return self._replace(tokens=self.tokens[: len(self.tokens) - len(self.draft)], draft=())
 
 
 class Token(NamedTuple):
@@ -168,7 +176,7 @@ def layout_of(parts: Sequence[Part], cache: KVCache) -> ForwardBatch:
             part.tables,
             needs_logits=True,
             begun_with=part.sample.begun_with,
-            is_scored=part.is_scored,
+            is_scored=part.row_count > 1,
             adapter=part.sample.request.adapter,
         )
         for part in parts

@@ -171,6 +171,7 @@ class Sample:
         logprobs: of `scored`, as far as they are computed; NaN where they are not.
         continuation_count: likeliest next tokens that are told of a beam, where none is drawn; 0 if it is no beam.
         continuations: what was told, until beams are chosen by it (opaque here).
+        seen: n-grams of its tokens, where drafts are made of them; see `drafts.py`.
     """
 
     request: Request
@@ -201,6 +202,7 @@ class Sample:
     logprobs: list[float] = field(default_factory=list)
     continuation_count: int = 0
     continuations: Any = None
+    seen: Any = None
     _digests: list[bytes] = field(default_factory=list)
     _chain: DigestChain | None = None
 

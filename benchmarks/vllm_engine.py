@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from quire.local import ServerProcess
-
 from report import Goal, add_output_arguments, publish
 
 ROOT = Path(__file__).resolve().parent.parent

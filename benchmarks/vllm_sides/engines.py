@@ -138,12 +138,12 @@ def chats(job: dict[str, Any]) -> dict[str, Any]:
             for start in range(0, job["chats"], 4):
                 batch = histories[name][start : start + 4]
                 for history in batch:
-                    history += some_prompts(rng, 1, 40)[0]
+                    history.extend(some_prompts(rng, 1, 40)[0])
                     asked += len(history) * (name == "stock")
                 told = side.run([list(history) for history in batch], 8)
                 hits[name] += told["hits"]
                 for history, text in zip(batch, told["texts"], strict=True):
-                    history += text
+                    history.extend(text)
     assert histories["stock"] == histories["embedded"] == histories["remote"], "the sides wrote different texts"
     for side in engines.values():
         side.scheduler.shutdown()

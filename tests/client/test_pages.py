@@ -148,5 +148,7 @@ def test_groups_of_one_specification_are_let_go_of_position_by_position() -> Non
     for group, table in enumerate(tables):
         pages.release(1, 0, group, table[::-1], position=7, stride=2)
     (let_go,) = pages.releases()
-    assert list(let_go.blocks) == [block for pair in zip(tables[0][::-1], tables[1][::-1], strict=True) for block in pair]
+    assert list(let_go.blocks) == [
+        block for pair in zip(tables[0][::-1], tables[1][::-1], strict=True) for block in pair
+    ]
     assert list(let_go.ranks) == list(range(16))

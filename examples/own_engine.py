@@ -1,22 +1,19 @@
 """An engine of your own on Quire's pages: no torch, no worker. Pages are lists, the model is a hash of what they hold.
 
-Four prompts share a prefix, and one is forked. In the middle of it the allocator is killed: the engine decodes on in
-the room that it was granted ahead, a new allocator is told what the pages hold, and every text is what it is without.
+    quire allocator                  # in one shell; kill -9 it while texts are decoded, and start it again
+    python examples/own_engine.py    # in another one; it looks for $QUIRE_ALLOCATOR, or port 7070
+
+Four prompts share a prefix, and one is forked. While there is no allocator the engine decodes on in the room that it
+was granted ahead; the next allocator is told what the pages hold, and every text is what it is without.
 """
 
 import asyncio
 import hashlib
-import tempfile
-import time
-from pathlib import Path
 
 from quire import AsyncAllocatorClient, PoolSpec
 from quire.engine import AsyncEngine, Sequence
-from quire.local import ServerProcess
 
-BLOCK_SIZE, BLOCK_COUNT, PREFIX, OUTPUT_TOKENS = 16, 128, list(range(40)), 200
-LENGTH = len(PREFIX) + 1 + OUTPUT_TOKENS
-ROOM = 40  # tokens, of the 64 that are asked for ahead once fewer are left
+BLOCK_SIZE, BLOCK_COUNT, PREFIX, LENGTH, PASS_S = 16, 128, list(range(40)), 241, 0.02
 SPEC = PoolSpec.full_attention(block_count=BLOCK_COUNT, block_size=BLOCK_SIZE, model_fingerprint=b"a hash")
 pages = [[-1] * BLOCK_SIZE for _ in range(BLOCK_COUNT)]
 
@@ -37,71 +34,36 @@ def forward(sequence: Sequence) -> None:
         sequence.free()
 
 
-async def copy(engine: AsyncEngine) -> None:
-    """Tells the allocator what there is to tell, and runs the copies that its answers ask for."""
+async def turn(engine: AsyncEngine) -> int:
+    """Runs the copies, then a pass of whoever has room; returns how many tokens it made."""
     for source, destination in await engine.turn():
         pages[destination] = list(pages[source])
-
-
-async def turn(engine: AsyncEngine) -> None:
-    """Runs the copies, then a pass of whoever has room."""
-    await copy(engine)
-    for sequence in engine.ready():
+    ready = engine.ready()
+    for sequence in ready:
         forward(sequence)
-
-
-def start_allocator(folder: str) -> ServerProcess:
-    """Starts a process of its own."""
-    arguments = ["--listen", f"unix://{folder}/socket", "--metrics", "127.0.0.1:0"]
-    allocator = ServerProcess("quire_allocator", arguments, folder=Path(folder), log=Path(folder) / "log")
-    allocator.wait_ready(deadline=time.monotonic() + 30)
-    return allocator
-
-
-async def decode(engine: AsyncEngine, allocator: ServerProcess, folder: str) -> list[Sequence]:
-    """Decodes from the first prompt to the last token, on two allocators."""
-    texts = []
-    for number in range(4):
-        text = await engine.admit([*PREFIX, number], token_count_max=LENGTH)
-        print(f"sequence {text.id}: {text.matched} of {len(text.tokens)} tokens were in the pages already")
-        texts.append(text)
-        await turn(engine)
-    child = text.fork()
-    child.append(next_token(child.tokens, child.id))
-    texts.append(child)
-    while len(texts[0].tokens) < LENGTH - OUTPUT_TOKENS // 2:
-        await turn(engine)
-    # This model computes faster than any allocator answers: the room ahead is waited for, so that the outage shows it.
-    while any(text.room < len(text.tokens) + ROOM for text in engine.live):
-        await copy(engine)
-    allocator.process.kill()
-    alone = 0
-    while ready := engine.ready():
-        for sequence in ready:
-            forward(sequence)
-        alone += len(ready)
-    print(f"{alone} tokens of {len(engine.live)} sequences were computed while there was no allocator")
-    allocator.stop()
-    successor = start_allocator(folder)
-    while engine.live:
-        await turn(engine)
-    successor.stop()
-    return texts
+    await asyncio.sleep(PASS_S)
+    return len(ready)
 
 
 async def main() -> None:
     """Decodes all prompts and compares them with what the model would have said alone."""
-    with tempfile.TemporaryDirectory(prefix="quire-") as folder:
-        allocator = start_allocator(folder)
-        async with AsyncAllocatorClient(f"unix://{folder}/socket") as client, client.engine("mine", SPEC) as engine:
-            texts = await decode(engine, allocator, folder)
-            reports = engine.carrier.session.report_count
+    async with AsyncAllocatorClient() as client, client.engine("mine", SPEC) as engine:
+        texts, session, alone = list[Sequence](), engine.carrier.session, 0
+        for number in range(4):
+            texts.append(text := await engine.admit([*PREFIX, number], token_count_max=LENGTH))
+            print(f"sequence {text.id}: {text.matched} of {len(text.tokens)} tokens were in the pages", flush=True)
+            await turn(engine)
+        texts.append(child := text.fork())
+        child.append(next_token(child.tokens, child.id))
+        while engine.live:
+            alone += await turn(engine) * (not session.connected)
+        print(f"{alone} tokens were computed without an allocator; {session.report_count} allocators were told of them")
     for text in texts:
         expected = text.tokens[: len(PREFIX) + 1]
         while len(expected) < LENGTH:
             expected.append(next_token(expected, text.id))
         assert text.tokens == expected, f"sequence {text.id} is not what it is without pages"
-    print(f"all {len(texts)} texts are those that are computed without pages; {reports} allocators were told of them")
+    print(f"all {len(texts)} texts are those that are computed without pages")
 
 
 if __name__ == "__main__":

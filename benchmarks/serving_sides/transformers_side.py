@@ -1,7 +1,7 @@
 """transformers: `python -m serving_sides.transformers_side FOLDER DTYPE DEVICE generate|generate_batch`.
 
 `generate` is asked for the longest output of a batch, since it knows one length for all; what is beyond a request's own
-counts neither as time saved nor as a token.
+counts neither as time saved nor as a token. Requests with `num_beams` are beam searches, answered with the best text.
 """
 
 from __future__ import annotations
@@ -42,13 +42,16 @@ def padded(model: Any) -> Generate:
         mask = torch.tensor(
             [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device
         )
+        beam_count = requests[0].get("num_beams", 1)
+        may_stream = len(requests) == beam_count == 1  # transformers streams one text alone
         output = model.generate(
             ids,
             attention_mask=mask,
             max_new_tokens=wanted,
             do_sample=False,
+            num_beams=beam_count,
             pad_token_id=0,
-            streamer=First(on_first) if len(requests) == 1 else None,  # transformers streams one request alone
+            streamer=First(on_first) if may_stream else None,
         )
         rows: list[list[int]] = output[:, longest:].tolist()
         return [row[: request["output_tokens"]] for row, request in zip(rows, requests, strict=True)]

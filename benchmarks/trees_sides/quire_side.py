@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -10,18 +11,20 @@ from typing import NamedTuple, Self
 from quire import AllocatorClient, AsyncBranch, AsyncClient
 from quire.local import LocalStack
 
-from trees_sides.workload import Workload
+from trees_sides.workload import Workload, distinct_blocks
 
 BLOCK_TOKENS = 16
+WATCH_S = 0.01
 
 
 class Found(NamedTuple):
-    """What a round took."""
+    """What a round took; `blocks_least` is what its texts need at least, where only these tell."""
 
     seconds: float
     tokens_computed: int
     blocks_held: int
     table_entries: int
+    blocks_least: int | None = None
 
 
 class QuireTrees:
@@ -50,6 +53,9 @@ class QuireTrees:
     def run(self, side: str, workload: Workload, number: int) -> Found:
         """Runs one round of a workload."""
         before = self._runner.run(self._computed())
+        if workload.is_searched:
+            seconds, held, least = self._runner.run(self._beams(workload, number))
+            return Found(seconds, self._runner.run(self._computed()) - before, held, held, least)
         run = self._branches if side == "branches" else self._requests
         seconds, held = self._runner.run(run(workload, number, side))
         computed = self._runner.run(self._computed()) - before
@@ -85,6 +91,32 @@ class QuireTrees:
     @staticmethod
     async def _step(branch: AsyncBranch, workload: Workload, seed: int) -> None:
         await branch.generate(max_tokens=workload.step_tokens, ignore_eos=True, temperature=1.0, seed=seed)
+
+    async def _beams(self, workload: Workload, number: int) -> tuple[float, int, int]:
+        """Runs one search. Its blocks are those that the allocator said were held last before its end."""
+        prompt, done, held = workload.prompt(number), threading.Event(), [0]
+        search = self._client.generate(
+            prompt,
+            max_tokens=workload.step_tokens,
+            ignore_eos=True,
+            num_beams=workload.width,
+            n=workload.width,
+            namespace=f"beams {number}",
+        )
+
+        def watch() -> None:
+            with AllocatorClient(self._stack.allocator_address) as allocator:
+                while not done.wait(WATCH_S):
+                    held[0] = allocator.get_pool("default").held_block_count or held[0]
+
+        watching = asyncio.create_task(asyncio.to_thread(watch))
+        started = time.perf_counter()
+        found = await search
+        seconds = time.perf_counter() - started
+        done.set()
+        await watching
+        texts = [[*prompt, *sample.token_ids] for sample in found.samples]
+        return seconds, held[0], distinct_blocks(texts, BLOCK_TOKENS)
 
     async def _requests(self, workload: Workload, number: int, side: str) -> tuple[float, int]:
         granted, started = 0, time.perf_counter()

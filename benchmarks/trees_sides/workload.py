@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ class Workload:
         depth: levels.
         step_tokens: of each text.
         is_scored: whether the texts are given and scored, instead of generated.
+        is_searched: whether the texts are the beams of one search.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Workload:
     depth: int
     step_tokens: int
     is_scored: bool = False
+    is_searched: bool = False
 
     @property
     def text_count(self) -> int:
@@ -55,6 +57,9 @@ class Workload:
         if self.is_scored:
             yield [{"prompt": prompt + text, "output_tokens": 1} for text in self.candidates(round_number)]
             return
+        if self.is_searched:
+            yield [{"prompt": prompt, "output_tokens": self.step_tokens, "num_beams": self.width}]
+            return
         paths: list[list[int]] = [[]]
         for level in range(self.depth):
             paths = [path for path in paths for _ in range(self.width)]
@@ -68,18 +73,32 @@ class Workload:
 def minimum_blocks(workload: Workload, block_tokens: int) -> int:
     """Counts the least blocks that hold the prompt and all texts, when all branches are there.
 
-    Of a branch all tokens but its last are in pages. A block is shared by all whose tokens are the same up to its end,
-    and a half-filled one by nobody once both have written to it.
+    Of a branch all tokens but its last are in pages; those that go on from it have that one, too. A block is shared by
+    all whose tokens are the same up to its end, and a half-filled one by nobody once both have written to it: where a
+    branch ends with a block, its own is a token short of the one that its forks share.
     """
     held = -(-(workload.prompt_tokens - 1) // block_tokens)
     if workload.is_scored:  # the forks are freed with the answer
         return held
     length = workload.prompt_tokens
     for level in range(workload.depth):
-        full = (length - 1) // block_tokens  # blocks of the parent that are shared as they are
+        full = length // block_tokens  # blocks of the parent's tokens that its forks share
+        held += workload.width**level * (full - (length - 1) // block_tokens)
         length += workload.step_tokens
         held += workload.width ** (level + 1) * (-(-(length - 1) // block_tokens) - full)
     return held
+
+
+def distinct_blocks(texts: Sequence[Sequence[int]], block_tokens: int) -> int:
+    """Counts the least blocks that hold texts, of each all tokens but its last: one for all that are the same up to its
+    end."""
+    return len(
+        {
+            (first, *text[: min(first + block_tokens, len(text) - 1)])
+            for text in texts
+            for first in range(0, len(text) - 1, block_tokens)
+        }
+    )
 
 
 def _tokens(seed: str, count: int) -> list[int]:
@@ -96,6 +115,7 @@ WORKLOADS: dict[str, Callable[[int], Workload]] = {
     for name, shape in {
         "best of 16": {"width": 16, "depth": 1, "step_tokens": 64},
         "tree of 4 x 4 x 4": {"width": 4, "depth": 3, "step_tokens": 16},
+        "beam 8": {"width": 8, "depth": 1, "step_tokens": 64, "is_searched": True},
         "64 candidates": {"width": 64, "depth": 1, "step_tokens": 8, "is_scored": True},
     }.items()
 }

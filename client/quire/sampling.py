@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 
 class FinishReason(enum.IntEnum):
@@ -43,6 +43,9 @@ class SamplingOptions(TypedDict, total=False):
     regex: str | None
     grammar: str | None
     choice: Sequence[str] | None
+    num_beams: int
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,10 @@ class SamplingParams:
         regex: the text is what it matches as a whole.
         grammar: the text is what it derives; in llguidance's Lark syntax.
         choice: the text is one of these. Of these four, one at most.
+        num_beams: beams of a beam search, up to 64, of whose texts the `n` best are returned; 1 is none.
+        length_penalty: power of the length that the sum of a text's logprobs is divided by, -5 to 5.
+        early_stopping: when the search ends that has as many finished texts as beams: with True at once, with False
+            when the best beam is no better at its length, with "never" when none can become better.
     """
 
     max_tokens: int = 16
@@ -103,6 +110,9 @@ class SamplingParams:
     regex: str | None = None
     grammar: str | None = None
     choice: Sequence[str] | None = None
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +153,7 @@ class Chunk:
     usage: Usage | None
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, where they were asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's tokens from the second on
+    score: float | None = None  # of a text that a beam search has found
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +164,7 @@ class Sample:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, where they were asked for
+    score: float | None = None  # of a text that a beam search has found
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ _SAME_NAME: Final[Mapping[str, tuple[Any, ...]]] = {
     "best_of": (1,),
     "echo": (False,),
     "allowed_token_ids": ([],),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
 }
 # What no worker does, and values of them that change nothing.
 _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -129,6 +131,10 @@ def _ask(
     options: dict[str, Any] = {"temperature": 1.0}  # OpenAI's default
     for name, neutral in _SAME_NAME.items():
         _put(options, name, name, getattr(body, name, None), neutral)
+    beam_count = body.num_beams or (body.n or 1 if body.use_beam_search else 1)
+    _put(options, "use_beam_search" if body.use_beam_search else "num_beams", "num_beams", beam_count, (1,))
+    if beam_count > 1 and body.temperature is None:
+        options["temperature"] = 0.0  # beams are not drawn
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     _put(options, "stop", "stop", stop, ((),))
     _put(options, "logit_bias", "logit_bias", _biases(body.logit_bias), ({},))

@@ -85,6 +85,12 @@ class Body(BaseModel):
     allowed_token_ids: list[Token] | None = None
     priority: Annotated[int, Field(ge=-10, le=10)] | None = None  # lower is sooner
     prompt_logprobs: int | None = None
+    use_beam_search: bool | None = None  # its beams are `n`
+    length_penalty: float | None = None
+
+    # transformers'
+    num_beams: Annotated[int, Field(ge=1, le=CHOICES_MAX)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
 
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None

@@ -31,6 +31,7 @@ from quire.errors import UsageError
 from quire.tls import tls_of
 
 from quire_gateway.app import make_app
+from quire_gateway.bounded_http import BoundedHttp
 from quire_gateway.fleet import Fleet
 from quire_gateway.gate import Gate
 from quire_gateway.keys import ApiKeys, read_keys
@@ -148,7 +149,7 @@ async def serve(options: argparse.Namespace) -> None:
 def _configuration(options: argparse.Namespace, gate: Gate) -> uvicorn.Config:
     return uvicorn.Config(
         gate,
-        http="httptools",
+        http=BoundedHttp,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from quire import Copy, GroupKind, PoolSpec, Result
 from quire.engine import NotAdmittedError, Sequence
 
@@ -108,6 +109,11 @@ class PretendedEngine:
                 await self.admit(prompt, token_count_max=length + 64)
             elif live and chance < 0.45:
                 parent = self.random.choice(live)
+                has_states = any(group.kind is GroupKind.STATE for group in self.spec.groups)
+                if has_states and not parent.computed:
+                    with pytest.raises(ValueError, match="admit its tokens again"):
+                        parent.fork()
+                    continue
                 child = parent.fork()
                 assert child.tokens == parent.tokens[: parent.computed]
                 child.append(self.random.randrange(100))

@@ -81,8 +81,6 @@ async def assert_same_tables(engine: Any, client: AsyncAllocatorClient) -> None:
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("kind", SPECS)
 async def test_every_pass_reads_what_was_computed(flavour: str, kind: str) -> None:
-    if (flavour, kind) == ("stream, for threads", "states"):
-        pytest.skip("open: beside a step under way, a fork of a state is answered UNCOMMITTED now and then")
     spec = SPECS[kind]
     async with running_allocator() as allocator, AsyncAllocatorClient(allocator.address) as reader:
         refused = hits = copies = 0
@@ -230,6 +228,18 @@ async def test_a_fork_shares_what_is_computed_and_copies_the_block_that_it_write
     assert child.table[0][1] != grandchild.table[0][1]
     assert {source for source, _ in copies} == {parent.table[0][1]}
     assert {child, grandchild} == set(engine.ready())
+
+
+async def test_what_has_no_state_yet_has_none_to_share() -> None:
+    async with running_allocator() as allocator, opened(allocator, "stream", STATES) as engine:
+        one = await engine.admit(range(6))
+        with pytest.raises(ValueError, match="admit its tokens again"):
+            one.fork()
+        one.advance(one.due.stop)
+        child = one.fork()
+        child.append(7)
+        assert await engine.turn(), "each writes a state of its own from now on"
+        assert one.table[1] != child.table[1]
 
 
 async def test_over_unary_calls_a_lost_allocator_loses_the_pool_and_the_engine_goes_on() -> None:

@@ -34,9 +34,10 @@ def test_branches_share_a_document_and_answer_as_if_each_had_been_asked_alone(st
             assert answer.usage.cached_token_count == answer.usage.prompt_token_count - 1
             assert left.token_count == answer.usage.prompt_token_count + 12
             scores = root.score(["The while statement", " is", [5, 6, 7]])
+            # Forks that were scored are freed with the worker's next step, which their caller may be ahead of.
+            eventually(lambda: allocator.get_pool("default").sequence_count == 3, "nothing is left of what was scored")
             seen = allocator.get_pool_blocks("default")
             assert {info.namespace for info in seen.sequences} == {"tenant"}
-            assert len(seen.sequences) == 3
             assert held_block_count(allocator) <= alone + 3
             assert client.status().branch_count == client.status().held_branch_count == 3
             left.release()

@@ -79,7 +79,8 @@ def test_text_goes_on_the_same_after_the_allocator_was_killed_and_started_again(
             with server("quire_allocator", "--listen", first.address, folder=tmp_path / "second"):
                 pieces += [chunk.text for chunk in stream]
                 assert "".join(pieces) == undisturbed
-                with AllocatorClient(first.address) as allocator:
+                with AllocatorClient(first.address) as allocator:  # the text may have ended before the session is back
+                    eventually(lambda: len(allocator.list_pools()) == 1, "the worker has attached again")
                     eventually(lambda: held_block_count(allocator) == 0, "every block is free")
     log = (tmp_path / "worker" / "log").read_text()
     assert log.index("the allocator is away") < log.index("the session with the allocator is back")

@@ -19,9 +19,10 @@ from tests.faults.scene import Name, pool_of, rows_of
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 BLOCKS = 400
 SOON_S = 30.0
-# A long greedy text, samples that are forked from a half-filled block and append to it side by side, a long prompt.
+# A greedy text that is under way still when a busy client has seen its first tokens, samples that are forked from a
+# half-filled block and append to it side by side, a long prompt.
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
-    ("The import statement", {"max_tokens": 200}),
+    ("The import statement", {"max_tokens": 400}),
     ("def join(self, iterable):", {"max_tokens": 80, "n": 3, "temperature": 0.8, "seed": 7}),
     ("A class is " * 40, {"max_tokens": 120}),
 ]
@@ -54,6 +55,7 @@ class Streams:
     def __init__(self, client: AsyncClient, namespace: str = "") -> None:
         self._namespace = namespace
         self._chunk_count = 0
+        self._waiting_count = len(REQUESTS)  # for their first chunk
         self._news = asyncio.Event()
         self._tasks = [asyncio.create_task(self._stream(client, *request)) for request in REQUESTS]
 
@@ -61,6 +63,12 @@ class Streams:
     def are_done(self) -> bool:
         """Whether nothing more will come."""
         return all(task.done() for task in self._tasks)
+
+    async def begun(self) -> None:
+        """Returns when each has its first chunk: one that comes while there is no session may be refused."""
+        while self._waiting_count and not self.are_done:
+            self._news.clear()
+            await self._news.wait()
 
     async def more(self, chunk_count: int) -> None:
         """Returns after so many more chunks, or when there are no more."""
@@ -74,12 +82,14 @@ class Streams:
         return await asyncio.gather(*self._tasks)
 
     async def _stream(self, client: AsyncClient, prompt: str, sampling: dict[str, Any]) -> list[str]:
-        texts = [""] * sampling.get("n", 1)
+        texts, is_first = [""] * sampling.get("n", 1), True
         try:
             async with client.stream(
                 prompt, namespace=self._namespace, ignore_eos=True, timeout_s=300, **sampling
             ) as chunks:
                 async for chunk in chunks:
+                    self._waiting_count -= is_first
+                    is_first = False
                     texts[chunk.sample] += chunk.text
                     self._chunk_count += 1
                     self._news.set()
@@ -100,12 +110,19 @@ class Worker:
     @asynccontextmanager
     async def streaming(self, namespace: str = "") -> AsyncIterator[Streams]:
         """All requests at once; in the end each has its text, and every block is free."""
+        await self.attached()
         streams = Streams(self.client, namespace)
-        await streams.more(5)
+        await streams.begun()
         yield streams
         assert await streams.texts() == self.undisturbed
         await self.idle()
         assert (await self.client.status()).disagreement_count == 0
+
+    async def attached(self) -> None:
+        """Returns when it knows that it has a session; the allocator, which `agree` asks, may know that sooner."""
+        deadline = time.monotonic() + SOON_S
+        while not (await self.client.status()).allocator_connected:
+            assert time.monotonic() < deadline, "the worker has no session"
 
     async def idle(self) -> None:
         """Both say that nothing is held, at once or soon: what ended is freed with the worker's next step, which a
@@ -127,7 +144,8 @@ class Worker:
 
         They are asked one after the other, again and again, while tokens are computed. Returns how many sequences.
         """
-        while True:
+        deadline = time.monotonic() + 2 * SOON_S
+        while time.monotonic() < deadline:
             try:
                 seen = await pool_of(self._name.place, "default")
             except grpc.aio.AioRpcError:  # not attached yet
@@ -137,6 +155,7 @@ class Worker:
                 held = {block for *_, tables in rows_of(seen) for table in tables for block in table}
                 assert held == {block for block, state in enumerate(seen.block_states) if state >= 2}, "a block leaked"
                 return len(seen.sequences)
+        raise AssertionError("worker and allocator have not come to agree")
 
 
 @asynccontextmanager

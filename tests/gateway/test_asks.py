@@ -77,6 +77,15 @@ def test_what_cannot_be_done_is_refused_by_its_name(fields: dict[str, Any], para
     assert (raised.value.body["error"]["param"], raised.value.body["error"]["code"]) == (param, code)
 
 
+@pytest.mark.parametrize("fields", [{"num_beams": 4}, {"use_beam_search": True, "n": 4}])
+def test_beams_are_asked_for_in_vllms_words_or_in_those_of_transformers(fields: dict[str, Any]) -> None:
+    options = completion(early_stopping="never", length_penalty=0.5, **fields).options
+    assert (options["num_beams"], options["temperature"]) == (4, 0.0)
+    assert (options["early_stopping"], options["length_penalty"]) == ("never", 0.5)
+    assert completion(temperature=0.7, **fields).options["temperature"] == 0.7  # the worker says what is wrong with it
+    assert "num_beams" not in completion(use_beam_search=False, n=4, num_beams=1, length_penalty=1.0).options
+
+
 def test_logprobs_of_an_echo_are_of_the_prompt_too() -> None:
     ask = completion(echo=True, logprobs=2)
     assert (ask.options["logprobs"], ask.options["prompt_logprobs"], ask.top_logprob_count) == (2, 2, 2)

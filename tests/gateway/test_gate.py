@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -188,6 +190,27 @@ def test_bodies_have_a_limit_whether_or_not_they_say_their_length(worker: Script
             answer = curl(served, "/v1/completions", *arguments, body=large)
             assert (answer.status, answer.error["code"]) == (413, "request_too_large")
         assert curl(served, "/v1/completions", body=ASK).status == 200
+
+
+def test_headers_have_a_limit_too(worker: ScriptedServer, tmp_path: Path) -> None:
+    """However small the pieces are in which they come; those of a body count as none."""
+    body = json.dumps({**ASK, "prompt": "p" * 100_000}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: quire\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    with gateway(tmp_path, "--worker", worker.address) as served:
+        host, port = served.address.rsplit(":", 1)
+        for name, answer in (
+            (b"X-Padding: ", b"HTTP/1.1 400"),
+            (b"Content-Length: %d\r\n" % len(body), b"HTTP/1.1 200"),
+        ):
+            with socket.create_connection((host, int(port)), timeout=30) as connection:
+                connection.sendall(head + name)
+                with contextlib.suppress(ConnectionError):  # it is closed before all is sent
+                    if name.endswith(b"\n"):
+                        connection.sendall(b"\r\n" + body)
+                    else:
+                        for _ in range(1_000):
+                            connection.sendall(b"p" * 1_000)
+                assert connection.recv(12) == answer
 
 
 def test_pages_of_other_origins_are_let_in_only_where_they_are_named(worker: ScriptedServer, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Structured output through the gateway: OpenAI's response format, and vLLM's word for a choice."""
+"""What is beyond OpenAI's own parameters, through the gateway: structured output, and beams."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ai() -> Iterator[openai.OpenAI]:
         yield client(running.gateway)
 
 
-def test_a_response_format_is_kept_to_and_a_choice_is_one_of_those_given(ai: openai.OpenAI) -> None:
+def test_response_formats_choices_and_beams_come_through_the_gateway(ai: openai.OpenAI) -> None:
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string", "maxLength": 8}, "ready": {"type": "boolean"}},
@@ -45,3 +45,9 @@ def test_a_response_format_is_kept_to_and_a_choice_is_one_of_those_given(ai: ope
         model="demo", prompt=PROMPT, max_tokens=20, extra_body={"guided_choice": ["red", "green"]}
     )
     assert chosen.choices[0].text in ("red", "green")
+    beams = {"num_beams": 3, "length_penalty": 0.5}
+    found = ai.completions.create(model="demo", prompt=PROMPT, n=2, max_tokens=8, extra_body=beams)
+    as_vllm = {"use_beam_search": True, "length_penalty": 0.5}
+    same = ai.completions.create(model="demo", prompt=PROMPT, n=3, max_tokens=8, temperature=0, extra_body=as_vllm)
+    assert [choice.text for choice in found.choices] == [choice.text for choice in same.choices][:2]
+    assert len({choice.text for choice in same.choices}) == 3

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.sampling.logprobs import TokenLogprobs
 from quire_worker.sampling.params import SamplingParams
+from quire_worker.scheduling.drafts import PromptLookup
 from quire_worker.scheduling.request import STREAM_INTERVAL_S, FinishReason, Request
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
@@ -76,6 +77,7 @@ class Output:
     request: Request
     logprobs: list[tuple[TokenLogprobs, ...]]
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    scores: list[float | None] = field(default_factory=list)  # of texts that a beam search has found
 
 
 class CheckedEngine(Engine):
@@ -161,6 +163,7 @@ class Harness:
             output.logprobs[delivery.sample] += delivery.logprobs
             output.prompt_logprobs += delivery.prompt_logprobs
             output.reasons[delivery.sample] = delivery.finish_reason or output.reasons[delivery.sample]
+            output.scores += [delivery.score] if delivery.finish_reason is not None else []
             if delivery.is_last:
                 return output
 
@@ -181,6 +184,7 @@ async def running(
     waiting_max: int = 1024,
     ahead_tokens: int = 64,
     swap_slots: int = 0,
+    lookup: PromptLookup | None = None,
     stream_interval_s: float = STREAM_INTERVAL_S,
     permissions: Permissions = EVERYTHING,
     model: PagedModel | None = None,
@@ -208,6 +212,7 @@ async def running(
                 running_max=running_max,
                 ahead_tokens=ahead_tokens,
                 swap_slot_count=swap_slots,
+                lookup=lookup,
             ),
             telemetry=WorkerTelemetry(),
             waiting_max=waiting_max,

@@ -244,7 +244,7 @@ async def test_a_lost_block_is_looked_for_among_all_that_run(healthy: Path) -> N
         await company.decoding()
         victim = company.requests[0].samples[0]
         failure = runner.failure_of(torch.OutOfMemoryError())
-        computed = runner.Computed([], [], [], [], {}, {victim.tables[0][-1]: failure}, 0, 0.0)
+        computed = runner.Computed([], [], [], [], [], {}, {victim.tables[0][-1]: failure}, 0, 0.0)
         harness.engine._end_failed(computed)
         assert [request.is_done for request in company.requests] == [True, False, False]
         with pytest.raises(QuireError):

@@ -52,3 +52,28 @@ def test_what_is_wrong_is_said_by_name(client: Client) -> None:
         client.generate(TEXT, min_p=2.0)
     with pytest.raises(InvalidArgumentError, match="regex cannot be used"):
         client.generate(TEXT, regex="(")
+
+
+def test_beams_come_best_first_with_their_scores(client: Client) -> None:
+    options = {"max_tokens": 8, "num_beams": 4, "n": 3, "ignore_eos": True}
+    found = client.generate(TEXT, length_penalty=0.5, early_stopping="never", **options)  # type: ignore[arg-type]
+    scores = [sample.score for sample in found.samples]
+    assert len(scores) == 3
+    assert all(score is not None and score < 0 for score in scores)
+    assert scores == sorted(scores, reverse=True)  # type: ignore[type-var]
+    assert len({sample.token_ids for sample in found.samples}) == 3
+    assert client.generate(TEXT, max_tokens=8).samples[0].score is None
+    # A sum of logprobs without a penalty is what the tokens are likely by, one after the other.
+    plain = client.generate(TEXT, length_penalty=0.0, **options).samples[0]  # type: ignore[arg-type]
+    with client.prefill(TEXT) as root:
+        (told,) = root.score([plain.token_ids])
+        with pytest.raises(InvalidArgumentError, match="must be 1 on a branch"):
+            root.generate(num_beams=2)
+    assert plain.score == pytest.approx(sum(told.logprobs), rel=1e-4)
+
+
+def test_what_does_not_go_with_beams_is_said_by_name(client: Client) -> None:
+    with pytest.raises(InvalidArgumentError, match="temperature cannot be used with num_beams"):
+        client.generate(TEXT, num_beams=2, temperature=1.0)
+    with pytest.raises(InvalidArgumentError, match="early_stopping must be True, False or 'never'"):
+        client.generate(TEXT, num_beams=2, early_stopping="always")  # type: ignore[arg-type]

@@ -18,6 +18,8 @@ from quire_worker.sampling.random_numbers import new_generator
 from tests.worker.engine_harness import reference_model, reference_text
 from tests.worker.tiny_models import write_tiny, write_tiny_llama, write_tiny_qwen3
 
+pytestmark = pytest.mark.interpreted
+
 OUTPUT_TOKENS = 5
 DRAWN = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=3, min_p=0.01)
 

@@ -8,13 +8,18 @@ from quire.errors import QuireError, Reason
 from quire.v1 import worker_pb2 as pb
 
 from quire_worker.sampling.logprobs import TokenLogprobs
-from quire_worker.sampling.params import MAX_TOKENS_DEFAULT, SamplingParams, Structure, StructureKind
+from quire_worker.sampling.params import MAX_TOKENS_DEFAULT, EarlyStopping, SamplingParams, Structure, StructureKind
 from quire_worker.scheduling.request import Delivery, FinishReason, Request
 
 _FINISH_REASONS = {
     None: pb.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+_EARLY_STOPPINGS = {
+    pb.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.HEURISTIC,
+    pb.EARLY_STOPPING_ALWAYS: EarlyStopping.ALWAYS,
+    pb.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
 }
 
 
@@ -64,7 +69,17 @@ def _unchecked(message: pb.SamplingParams) -> SamplingParams:
         best_of=message.best_of,
         echo=message.echo,
         structure=_structure_of(message),
+        num_beams=message.num_beams or 1,
+        length_penalty=message.length_penalty if message.HasField("length_penalty") else 1.0,
+        early_stopping=_early_stopping_of(message),
     )
+
+
+def _early_stopping_of(message: pb.SamplingParams) -> EarlyStopping:
+    found = _EARLY_STOPPINGS.get(message.early_stopping)
+    if found is None:
+        raise ValueError(f"early_stopping must be one of this version's, not {message.early_stopping}")
+    return found
 
 
 def _structure_of(message: pb.SamplingParams) -> Structure | None:
@@ -89,6 +104,8 @@ def response_of(request: Request, delivery: Delivery, sequence_tokens_max: int) 
         response.logprobs.CopyFrom(_logprobs(delivery.logprobs))
     if delivery.prompt_logprobs:
         response.prompt_logprobs.CopyFrom(_logprobs(delivery.prompt_logprobs))
+    if delivery.score is not None:
+        response.score = delivery.score
     if delivery.is_last:
         usage = request.usage
         response.usage.CopyFrom(

@@ -12,6 +12,8 @@ from quire._serving.server import add_arguments
 from quire.session.lookahead import AHEAD_TOKENS
 
 from quire_worker.choices import KV_CACHE_DTYPES, KV_LAYOUTS, UTILIZATION
+from quire_worker.scheduling.drafts import NGRAM_MAX as PROMPT_LOOKUP_MAX
+from quire_worker.scheduling.drafts import TOKEN_COUNT_MAX as SPECULATIVE_TOKENS_MAX
 from quire_worker.scheduling.request import STREAM_INTERVAL_S
 
 BLOCKS_PER_STEP_MAX = 8_192  # blocks that one forward pass may fill, so that their digests fit a step
@@ -93,10 +95,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--threads", type=int, default=1, help="threads of the model, of each rank (default: %(default)s)"
     )
+    _add_speculation(parser)
     _add_adapters(parser)
     _add_ranks(parser)
     options = parser.parse_args(arguments)
     _check(parser, options)
+    _check_speculation(parser, options)
     return options
 
 
@@ -124,6 +128,14 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error("--swap-memory is a size, as 2GiB, and no share")
     if options.max_running > RUNNING_MAX:
         parser.error(f"--max-running must be at most {RUNNING_MAX}")
+
+
+def _check_speculation(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuses drafts that cannot be made."""
+    if not 0 <= options.speculative_tokens <= SPECULATIVE_TOKENS_MAX:
+        parser.error(f"--speculative-tokens must be from 0 to {SPECULATIVE_TOKENS_MAX}")
+    if not 1 <= options.prompt_lookup_min <= options.prompt_lookup_max <= PROMPT_LOOKUP_MAX:
+        parser.error(f"--prompt-lookup-min and --prompt-lookup-max must rise, from 1 to {PROMPT_LOOKUP_MAX}")
 
 
 def _add_tls(parser: argparse.ArgumentParser) -> None:
@@ -179,6 +191,29 @@ def _add_formats(parser: argparse.ArgumentParser) -> None:
         help="host memory, as 2GiB, for pages of preempted samples; who comes back is restored from it where that is"
         " estimated cheaper than computing again (default: none)",
     )
+
+
+def _add_speculation(parser: argparse.ArgumentParser) -> None:
+    """Adds how tokens are drafted."""
+    speculation = parser.add_argument_group(
+        "speculative decoding by prompt lookup, for texts that repeat themselves or their prompt; it changes no text"
+    )
+    speculation.add_argument(
+        "--speculative-tokens",
+        type=int,
+        default=0,
+        metavar="COUNT",
+        help="tokens drafted behind each sample's last one in a pass, from what followed its last tokens before;"
+        " 0: none (default: %(default)s)",
+    )
+    for name, text in (("min", "fewest"), ("max", "most")):
+        speculation.add_argument(
+            f"--prompt-lookup-{name}",
+            type=int,
+            default=5,
+            metavar="COUNT",
+            help=f"{text} last tokens that are looked for before (default: %(default)s)",
+        )
 
 
 def _add_adapters(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from quire.hashing import root_digest
 
+from quire_worker.beams.turns import BeamTurns, RequestBeams
 from quire_worker.execution.parts import Computed, Token
 from quire_worker.model.adapters.adapter import Adapter
 from quire_worker.model.paged_model import PagedModel
@@ -40,6 +41,14 @@ def begin_samples(
         matcher: of what each text has to be; None if it may be anything.
     """
     sampling: SamplingParams = request.sampling
+    if sampling.has_beams:
+        ends = (() if sampling.ignore_eos else model.eos_token_ids, sampling.stop_token_ids)
+        texts = [_text_of(sampling, tokenizer, echo) for _ in range(sampling.n)]
+        request.beams = RequestBeams.of(sampling, frozenset().union(*ends), texts)
+        sample = begin_sample(request, 0, request.prompt, model, tokenizer)
+        sample.continuation_count = request.beams.continuation_count
+        request.samples.append(sample)
+        return
     for index in range(sampling.sample_count):
         sample = begin_sample(request, index, request.prompt, model, tokenizer, echo=echo, matcher=matcher)
         request.samples.append(sample)
@@ -104,6 +113,7 @@ class TokenIntake:
         self._clock = clock
         self._eos_token_ids = eos_token_ids
         self._on_failure = on_failure
+        self._beams = BeamTurns(scheduler, self._observe, on_failure)
 
     def take(self, computed: Computed) -> None:
         """Notes what was told of prompts and candidates, extends every sample by its token, and ends those of which
@@ -112,6 +122,8 @@ class TokenIntake:
             request.prompt_logprobs[position - 1 : position - 1 + len(told)] = told
         for sample, position, logprobs in computed.candidate_logprobs:
             sample.note_logprobs(position, logprobs)
+        self._telemetry.drafted_token_count += sum(len(item.draft) for item in computed.work)
+        self._beams.take(computed.continuations)
         self._extend(computed.tokens)
         for item in computed.work:
             if item.is_complete and not item.sample.draws and not item.sample.has_ended:
@@ -124,9 +136,12 @@ class TokenIntake:
             request.deliveries.put_nowait(Delivery(0, (), "", FinishReason.LENGTH, is_last=True))
 
     def _extend(self, tokens: Sequence[Token]) -> None:
-        for (drawn, parent), token, logprobs in tokens:
+        for (drawn, parent, drafted_count), token, logprobs in tokens:
             if drawn.has_ended:  # cancelled while the model ran, or with the token before
                 continue
+            if drafted_count:  # the token before was drafted, and is in the pages
+                drawn.computed = len(drawn.tokens)
+                self._telemetry.accepted_token_count += 1
             if drawn is not parent:
                 drawn.fork_from(parent)
             self._scheduler.extend(drawn, token, is_stop=self._is_stop(drawn.request.sampling, token))
@@ -153,11 +168,11 @@ class TokenIntake:
             return False
         return True
 
-    def _observe(self, request: Request, is_kept: bool) -> None:
+    def _observe(self, request: Request, token_count: int) -> None:
         if request.first_token_s is None:
             request.first_token_s = self._clock()
             self._telemetry.observe_first_token(request, request.first_token_s - request.arrived_s)
-        self._telemetry.output_token_count += is_kept
+        self._telemetry.output_token_count += token_count
 
     def _note(self, sample: Sample, kept: list[int], logprobs: TokenLogprobs | None) -> None:
         if not kept or logprobs is None:

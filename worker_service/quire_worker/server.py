@@ -23,7 +23,7 @@ from quire.aio import AsyncAllocatorClient
 from quire.errors import QuireError, Reason, UsageError
 from quire.session import PoolSession
 from quire.tls import tls_of
-from quire.types import PoolSpec
+from quire.types import GroupKind, PoolSpec
 from quire.v1 import worker_pb2_grpc as pb_grpc
 
 from quire_worker.adapters import Adapters
@@ -41,6 +41,7 @@ from quire_worker.options import parse_arguments
 from quire_worker.ranks.crew import Crew, RankLostError
 from quire_worker.ranks.place import place_of
 from quire_worker.ranks.processes import Ranks, starting
+from quire_worker.scheduling.drafts import PromptLookup
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.service import WorkerService
 from quire_worker.telemetry import WorkerCollector, WorkerTelemetry
@@ -175,6 +176,7 @@ def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSessi
         running_max=options.max_running,
         ahead_tokens=options.grant_ahead_tokens,
         swap_slot_count=options.swap_memory // cache.spec.bytes_per_block,
+        lookup=lookup_of(options, cache),
     )
     engine = Engine(
         model=model,
@@ -189,6 +191,19 @@ def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSessi
     )
     engine.adapters = load_adapters(options, model)
     return engine
+
+
+def lookup_of(options: argparse.Namespace, cache: KVCache) -> PromptLookup | None:
+    """Returns how tokens are drafted, if they are.
+
+    Raises:
+        UsageError: they cannot be.
+    """
+    if not options.speculative_tokens:
+        return None
+    if any(group.kind is GroupKind.STATE for group in cache.spec.groups):
+        raise UsageError("--speculative-tokens: a model with recurrent states cannot step back by a token")
+    return PromptLookup(options.speculative_tokens, options.prompt_lookup_min, options.prompt_lookup_max)
 
 
 def load_adapters(options: argparse.Namespace, model: PagedModel) -> Adapters:

@@ -26,6 +26,7 @@ METRIC_NAMES = frozenset(
         "quire_worker_samples",
         "quire_worker_requests_total",
         "quire_worker_tokens_total",
+        "quire_worker_speculation_tokens_total",
         "quire_worker_preemptions_total",
         "quire_worker_backfilled_total",
         "quire_worker_swapped_bytes_total",
@@ -55,6 +56,8 @@ class WorkerTelemetry:
         self.prompt_token_count = 0
         self.cached_token_count = 0
         self.output_token_count = 0
+        self.drafted_token_count = 0  # computed behind the last token of a sample
+        self.accepted_token_count = 0  # of these, those that were what was sampled
         self.held_block_count_max = 0
         self.table_entry_count_max = 0
         self.allocator_wait_s = 0.0
@@ -131,6 +134,14 @@ class WorkerCollector(Collector):
         tokens.add_metric(["cached"], numbers.cached_token_count)
         tokens.add_metric(["output"], numbers.output_token_count)
         yield tokens
+        speculation = CounterMetricFamily(
+            "quire_worker_speculation_tokens",
+            "Tokens that were drafted behind others, and of these the accepted ones.",
+            labels=["kind"],
+        )
+        speculation.add_metric(["drafted"], numbers.drafted_token_count)
+        speculation.add_metric(["accepted"], numbers.accepted_token_count)
+        yield speculation
         roster = self._engine.scheduler.roster
         preemptions = CounterMetricFamily(
             "quire_worker_preemptions", "Samples whose blocks were taken back, by how they come back.", labels=["kind"]

@@ -63,6 +63,7 @@ class Admission:
         self._managers = managers
         self._sequences = sequences
         self._cheapest: list[tuple[int, int, int]] | None = None  # None once the pool has changed
+        self._has_taken_over = not spec.append_only  # since the pool has changed; there is nothing to take in others
 
     @property
     def reserved_block_count(self) -> int:
@@ -71,6 +72,12 @@ class Admission:
 
     def refuse_new(self, applicant: Applicant, needed: int, revived: int) -> GrowResult | None:
         """Says why a new sequence is not let in that needs so many blocks beside cached ones of its hits; or None."""
+        refused = self._refuse_new(applicant, needed, revived)
+        if refused is not None and self._take_over(refused.result):
+            return self._refuse_new(applicant, needed, revived)
+        return refused
+
+    def _refuse_new(self, applicant: Applicant, needed: int, revived: int) -> GrowResult | None:
         taken = sum([hit.block_count for hit in applicant.hits])
         whole = needed
         if applicant.prompt_token_count > applicant.token_count:
@@ -103,6 +110,14 @@ class Admission:
         self, sequence_id: int, sequence: SequenceState, token_count: int, needed: int
     ) -> GrowResult | None:
         """Says why a live sequence does not get the blocks that it needs to hold `token_count` tokens, or None."""
+        refused = self._refuse_grow(sequence_id, sequence, token_count, needed)
+        if refused is not None and self._take_over(refused.result):
+            return self._refuse_grow(sequence_id, sequence, token_count, needed)
+        return refused
+
+    def _refuse_grow(
+        self, sequence_id: int, sequence: SequenceState, token_count: int, needed: int
+    ) -> GrowResult | None:
         footprint = sum([m.footprint(part, token_count) for m, part in zip(self._managers, sequence.parts)])
         if footprint > self._spec.block_count:
             return self._too_long(token_count, 1, footprint - self._spec.block_count)
@@ -114,6 +129,18 @@ class Admission:
             victim = self.cheapest_victim(sequence.priority, except_id=sequence_id)
             return GrowResult(Result.NO_SPACE, shortfall=missing, victim=victim)
         return None
+
+    def _take_over(self, result: Result) -> bool:
+        """Gives back, where blocks are short, twins that only those hold who keep blocks beside them. Returns whether
+        there were any. So a sequence that is alone in the pool has all of it, however much it kept."""
+        if self._has_taken_over or result not in (Result.NO_SPACE, Result.QUOTA):
+            return False
+        self._has_taken_over = True
+        found = False
+        for sequence in self._sequences.values():
+            for manager, part in zip(self._managers, sequence.parts):
+                found |= manager.take_over(part)
+        return found
 
     def promise(self, sequence: SequenceState) -> None:
         """Keeps free from later admissions what the rest of a prompt in chunks will take beyond what it has now."""
@@ -156,6 +183,7 @@ class Admission:
         Refusals change nothing, so a step with many of them looks only once.
         """
         self._cheapest = None
+        self._has_taken_over = not self._spec.append_only
 
     def _two_cheapest(self) -> list[tuple[int, int, int]]:
         """Returns priority, tokens lost and negative id of the first two in order: one of them may be who asks."""

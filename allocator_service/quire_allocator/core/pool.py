@@ -270,8 +270,8 @@ class Pool:
         """Counts tokens up to `token_count` as computed and publishes what became full.
 
         A digest that another block carries already keeps that block: the sequence's entry is swapped to it and its own
-        is released, so that no child is ever published under a private parent. Answers OK, NOT_FOUND, or TOO_LONG for
-        tokens that were never granted.
+        is released, so that no child is ever published under a private parent; in an append-only pool it stays. Answers
+        OK, NOT_FOUND, or TOO_LONG for tokens that were never granted.
 
         Args:
             sequence_id: a live sequence.
@@ -317,8 +317,13 @@ class Pool:
 
         Blocks that the parent was granted beyond that stay the parent's alone; in the half-filled block the parent may
         go on writing behind the child's last token, which the child never reads. A recurrent state has no such place:
+<<<<<<< HEAD
         where a group keeps one, a parent with granted tokens that are not committed answers UNCOMMITTED. So does one
         that committed blocks without their digests, which no other sequence can have.
+=======
+        where a group keeps one, a parent with granted tokens that are not committed answers UNCOMMITTED. So does, in an
+        append-only pool, one whose last block is half full: a copy of it would replace an entry of a table.
+>>>>>>> main
 
         Args:
             parent_id: a live sequence.
@@ -332,6 +337,8 @@ class Pool:
             return Result.EXISTS
         length = parent.committed_token_count
         if (self.coordinator.in_place and parent.token_count > length) or not parent.is_named:
+            return Result.UNCOMMITTED
+        if self.spec.append_only and length % self._edge_tokens:
             return Result.UNCOMMITTED
         self.admission.note_change()
         if self.coordinator.retention is not None:

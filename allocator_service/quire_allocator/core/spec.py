@@ -88,6 +88,8 @@ class PoolSpec:
         retention: which windows and states stay cached: `dense`, `tail` or `auto`; empty for the default, auto.
         chunk_token_count_max: the largest chunk of a prompt that the owner computes in one pass; 0 where it does not
             say.
+        append_only: tables change at their end alone, for engines that cannot replace an entry: a sequence keeps its
+            own block where a commit finds the digest published already. All groups are of full attention.
     """
 
     block_count: int
@@ -99,6 +101,7 @@ class PoolSpec:
     eviction_policy: str = ""
     retention: str = ""
     chunk_token_count_max: int = 0
+    append_only: bool = False
 
     @property
     def block_size(self) -> int:
@@ -133,7 +136,8 @@ class Copy(NamedTuple):
 
 
 class Swap(NamedTuple):
-    """A table entry that now names the block which was published first."""
+    """A table entry that now names the block which was published first. In an append-only pool the entry stays as it
+    is, and that block is held beside it: its *twin*."""
 
     group: int
     position: int

@@ -12,12 +12,17 @@ from quire._transport.messages import checked_id, extend, fill, fill_tokens, val
 from quire.errors import InternalError, InvalidArgumentError, Reason, UnavailableError
 from quire.v1 import worker_pb2 as worker_pb
 
-_ABOVE_ZERO = ("max_tokens", "n", "top_p", "repetition_penalty", "best_of")
+_ABOVE_ZERO = ("max_tokens", "n", "top_p", "repetition_penalty", "best_of", "num_beams")
 # Fields that are the same on both sides, None where a caller leaves one out.
 _NUMBERS = (
     *("max_tokens", "temperature", "top_k", "top_p", "seed", "n", "ignore_eos", "min_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "min_tokens", "logprobs", "prompt_logprobs", "best_of", "echo"),
 )
+_EARLY_STOPPINGS = {
+    False: worker_pb.EARLY_STOPPING_UNSPECIFIED,
+    True: worker_pb.EARLY_STOPPING_ALWAYS,
+    "never": worker_pb.EARLY_STOPPING_NEVER,
+}
 _STRUCTURES = ("json_schema", "regex", "grammar", "choice")
 
 
@@ -59,6 +64,18 @@ def _fill_sampling(message: worker_pb.SamplingParams, params: sampling.SamplingP
     extend(message.logit_bias_token_ids, "logit_bias", params.logit_bias.keys(), request_id)
     extend(message.logit_bias, "logit_bias", params.logit_bias.values(), request_id)
     _fill_structure(message, params, request_id)
+    _fill_beams(message, params, request_id)
+
+
+def _fill_beams(message: worker_pb.SamplingParams, params: sampling.SamplingParams, request_id: str) -> None:
+    if params.early_stopping not in _EARLY_STOPPINGS:
+        text = f"early_stopping must be True, False or 'never', not {params.early_stopping!r}"
+        raise InvalidArgumentError(text, Reason.BAD_PARAMETER, request_id)
+    if params.num_beams != 1:
+        fill(message, request_id, num_beams=params.num_beams)
+    if params.length_penalty != 1:
+        fill(message, request_id, length_penalty=params.length_penalty)
+    message.early_stopping = _EARLY_STOPPINGS[params.early_stopping]
 
 
 def _fill_structure(message: worker_pb.SamplingParams, params: sampling.SamplingParams, request_id: str) -> None:
@@ -93,6 +110,7 @@ def chunk(message: worker_pb.GenerateResponse) -> sampling.Chunk:
         usage=sampling.Usage(**values_of(message.usage)) if message.HasField("usage") else None,
         logprobs=_logprobs(message.logprobs),
         prompt_logprobs=_logprobs(message.prompt_logprobs),
+        score=message.score if message.HasField("score") else None,
     )
 
 
@@ -124,6 +142,7 @@ def gather(chunks: Iterable[sampling.Chunk], request_id: str) -> sampling.Genera
     logprobs: dict[int, list[sampling.TokenLogprobs]] = {}
     prompt_logprobs: tuple[sampling.TokenLogprobs, ...] = ()
     finished: dict[int, sampling.FinishReason] = {}
+    scores: dict[int, float | None] = {}
     usage = None
     for part in chunks:
         token_ids.setdefault(part.sample, []).extend(part.token_ids)
@@ -132,11 +151,12 @@ def gather(chunks: Iterable[sampling.Chunk], request_id: str) -> sampling.Genera
         prompt_logprobs = part.prompt_logprobs or prompt_logprobs
         if part.finish_reason is not None:
             finished[part.sample] = part.finish_reason
+            scores[part.sample] = part.score
         usage = part.usage or usage
     if usage is None or len(finished) < len(pieces):
         raise UnavailableError("the stream ended before the request was finished", None, request_id)
     samples = tuple(
-        sampling.Sample("".join(pieces[i]), tuple(token_ids[i]), finished[i], tuple(logprobs[i]))
+        sampling.Sample("".join(pieces[i]), tuple(token_ids[i]), finished[i], tuple(logprobs[i]), scores[i])
         for i in sorted(pieces)
     )
     return sampling.Generation(samples, usage, request_id, prompt_logprobs)

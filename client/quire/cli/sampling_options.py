@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -15,6 +16,12 @@ from quire.sampling import SamplingParams
 
 def _option(kind: Any, text: str, *names: str, **settings: Any) -> Any:
     return Annotated[kind, typer.Option(*names, help=text, **settings)]
+
+
+class _EarlyStopping(enum.StrEnum):
+    FALSE = "false"
+    TRUE = "true"
+    NEVER = "never"
 
 
 _OPTIONS: Final[dict[str, tuple[Any, Any]]] = {
@@ -33,6 +40,9 @@ _OPTIONS: Final[dict[str, tuple[Any, Any]]] = {
     "seed": (_option(int | None, "Makes the random choice repeatable.", min=0), None),
     "n": (_option(int, "Samples; they share the prompt's blocks.", "-n", min=1), 1),
     "best_of": (_option(int | None, "Samples to take the n likeliest of.", min=1), None),
+    "num_beams": (_option(int, "Beams of a beam search, of whose texts the n best are shown; 1 is none.", min=1), 1),
+    "length_penalty": (_option(float, "Power of the length that a beam's logprobs are divided by."), 1.0),
+    "early_stopping": (_option(_EarlyStopping, "When a beam search ends that has as many texts as beams."), "false"),
     "stop": (_option(list[str], "A text that ends a sample; repeat it."), []),
     "stop_token_id": (_option(list[int], "A token that ends a sample; repeat it."), []),
     "ignore_eos": (_option(bool, "Go on after the end of text.", "--ignore-eos"), False),
@@ -60,6 +70,7 @@ def _params_of(values: dict[str, Any]) -> SamplingParams:
         values[f"{name}s"] = tuple(values.pop(name))
     values["logit_bias"] = dict(map(_bias, values["logit_bias"]))
     values["stop"] = tuple(values["stop"])
+    values["early_stopping"] = {"false": False, "true": True}.get(values["early_stopping"], "never")
     values["choice"] = tuple(values["choice"]) or None
     for name in ("json_schema", "grammar"):
         values[name] = _content(name, values[name])

@@ -109,7 +109,13 @@ class Agenda:
             self._admissions.remove(admission)
 
     def fork(self, parent: Sequence) -> Sequence:
-        """Returns a child, which the allocator is told of in the next step that can tell."""
+        """Returns a child, which the allocator is told of in the next step that can tell.
+
+        Raises:
+            ValueError: nothing of the parent is computed, and the pool keeps states: there is none to share.
+        """
+        if self._has_states and not parent.computed:
+            raise ValueError(f"sequence {parent.id} has no state to share, nothing is computed: admit its tokens again")
         child = Sequence(
             self, self._new_id(), parent.tokens[: parent.computed], parent.namespace, parent.token_count_max
         )

@@ -183,6 +183,7 @@ class Sequence:
 
         Raises:
             RuntimeError: it was freed.
+            ValueError: nothing of it is computed, in a pool that keeps states.
         """
         if not self.is_live:
             raise RuntimeError(f"sequence {self.id} was freed")

@@ -179,10 +179,12 @@ class AsyncEngine(Generic[CarrierT]):
         if task.cancelled():
             raise UnavailableError("the engine was closed")
         try:
-            self._agenda.take(task.result())
+            outcome = task.result()
         except SessionLostError:
             self._agenda.lose()
             raise
         except (QuireError, ValueError) as error:
             if not self._agenda.fail(error):
                 raise
+        else:
+            self._agenda.take(outcome)

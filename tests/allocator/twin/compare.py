@@ -40,6 +40,7 @@ class Shape:
     tokens_max: int
     groups: Groups
     is_honest: bool = True
+    append_only: bool = False
 
 
 class Comparison:
@@ -63,10 +64,17 @@ class Comparison:
             eviction_policy=policy,
             chunk_token_count_max=chunk_max,
             retention=retention,
+            append_only=shape.append_only,
         )
         self.pool = Pool(spec)
         self.twin = TwinPool(
-            shape.block_count, shape.groups, watermark, quotas, chunk_max=chunk_max, retention=retention
+            shape.block_count,
+            shape.groups,
+            watermark,
+            quotas,
+            chunk_max=chunk_max,
+            retention=retention,
+            append_only=shape.append_only,
         )
         self.memory = Memory(shape.block_count, self.twin)
         self.has_state = any(kind.name == "state" for kind in self.twin.kinds)
@@ -96,6 +104,7 @@ class Comparison:
         assert not self.twin.leaving, f"the pool evicted what need not leave: {self.twin.leaving}"
         result = theirs if isinstance(theirs, str) else theirs[0] if isinstance(theirs, tuple) else "OK"
         self.seen[f"{event} {result}"] += 1
+        self.seen["taken over"] = self.twin.taken_over
         if event in ("allocate", "grow"):
             self.seen["copy"] += len(theirs[4])
             self.seen["hit"] += theirs[1] > 0
@@ -154,7 +163,8 @@ class Comparison:
             assert ours.ends == tuple(sorted(theirs.boundaries | theirs.steps))
             assert ours.promised == twin.promised(theirs) * bool(theirs.prompt), f"promised to {sequence_id}"
             assert [list(table) for table in pool.tables(ours)] == twin.tables(sequence_id)
-        assert pool.table_entry_count() == sum(len(slot.blocks) for _, slot in twin.all_slots())
+        tables = [table for sequence in twin.sequences.values() for table in sequence.tables]
+        assert pool.table_entry_count() == sum(len(slot.blocks) for table in tables for slot in table if slot)
         assert pool.last_sequence_id == twin.highest_id
         counters = (pool.granted_block_count, pool.copy_count, pool.queried_token_count, pool.matched_token_count)
         assert counters == (twin.granted, twin.copied, twin.queried, twin.hit)

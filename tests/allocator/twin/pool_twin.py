@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tests.allocator.twin.answers import Committed, Grown, refused
 from tests.allocator.twin.checkpoints import TwinCheckpoints
+from tests.allocator.twin.kept import exchange, take_over
 from tests.allocator.twin.state import Slot, TwinSequence
-
-# Result, matched and pending tokens, blocks, copies, shortfall, victim, junction.
-Grown = tuple[str, int, int, list[list[int]], list[tuple[int, int]], int, tuple[int, int] | None, int]
-Committed = tuple[str, list[tuple[int, int, int]]]  # result, swaps as (group, position, block)
 
 
 class TwinPool(TwinCheckpoints):
@@ -46,6 +44,8 @@ class TwinPool(TwinCheckpoints):
         answer = self._admit(namespace, (matched, tables), token_count, prompt_token_count, priority)
         if "TOO_LONG" not in answer[0] and 0 < defer_token_count <= pending:
             return ("PENDING", matched, pending, [], [], 0, None, junction)
+        if answer[0] in ("QUOTA", "NO_SPACE") and take_over(self):
+            answer = self._admit(namespace, (matched, tables), token_count, prompt_token_count, priority)
         if answer[0] == "NO_SPACE" and matched and not self.sequences:  # nobody to wait for: do without the hit
             prompt = prompt_token_count
             return self.allocate(
@@ -96,12 +96,14 @@ class TwinPool(TwinCheckpoints):
         for kind, table in zip(self.kinds, sequence.tables, strict=True):
             after += kind.width * (kind.entries(token_count) - table.count(None))
         if after > self.block_count:
-            result, over = self._too_long(after, token_count, 1)
+            result, over = self.too_long(after, token_count, 1)
             return (result, 0, 0, [], [], over, None, 0)
         needed = sum(self._needs(sequence, token_count))
         copied = [slot for slot in self._foreign(sequence) if slot is not None]
         let_go = sum(len(slot.blocks) for slot in copied if self.holders(slot) == 1)
-        over = self._over_quota(sequence.namespace, needed - let_go)
+        over = self.over_quota(sequence.namespace, needed - let_go)
+        if (over > 0 or needed > self.free_count()) and take_over(self):
+            over = self.over_quota(sequence.namespace, needed - let_go)
         if over > 0:
             return ("QUOTA", 0, 0, [], [], over, None, 0)
         missing = needed - self.free_count()
@@ -163,9 +165,12 @@ class TwinPool(TwinCheckpoints):
             return "EXISTS"
         if parent.token_count > parent.committed and any(kind.name == "state" for kind in self.kinds):
             return "UNCOMMITTED"
+        if self.append_only and not self.is_edge(parent.committed):
+            return "UNCOMMITTED"
         self.turn_ended(parent)
         shared = [
-            table[: kind.entries(parent.committed)] for kind, table in zip(self.kinds, parent.tables, strict=True)
+            [slot and (slot.twin or slot) for slot in table[: kind.entries(parent.committed)]]
+            for kind, table in zip(self.kinds, parent.tables, strict=True)
         ]
         child = TwinSequence(parent.namespace, parent.committed, parent.committed, shared, parent.priority)
         child.hold_until, child.boundary = hold_until, parent.boundary
@@ -186,6 +191,8 @@ class TwinPool(TwinCheckpoints):
                 last = table.pop()
                 if last is not None:
                     self._released(last)
+                    if last.twin is not None:
+                        self._released(last.twin)
                     self._left(sequence, last)
             self.forget(sequence, number)
         del self.sequences[sequence_id]
@@ -220,13 +227,13 @@ class TwinPool(TwinCheckpoints):
         )
         whole = taken + needed
         if prompt_token_count > token_count:
-            whole = self._peak(prompt_token_count, max(token_count, self.chunk_max))
+            whole = self.peak(prompt_token_count, max(token_count, self.chunk_max))
         if whole > self.block_count:
             longest = max(token_count, prompt_token_count)
-            return (*self._too_long(whole, longest, max(1, self.chunk_max)), None)
+            return (*self.too_long(whole, longest, max(1, self.chunk_max)), None)
         revived = sum(len(slot.blocks) for slot in hits if not self.is_held(slot))
         newly_held = sum(len(slot.blocks) for slot in kept if not self.is_held(slot))
-        over = self._over_quota(namespace, newly_held + needed)
+        over = self.over_quota(namespace, newly_held + needed)
         if over > 0:
             return "QUOTA", over, None
         missing = whole - taken - (self.free_count() - revived)
@@ -235,16 +242,6 @@ class TwinPool(TwinCheckpoints):
         if missing > 0:
             return "NO_SPACE", missing, self.victim(priority)
         return "OK", 0, None
-
-    def _peak(self, token_count: int, chunk: int) -> int:
-        """Blocks that a sequence has at most, if it computes so many tokens at a time."""
-        return sum(kind.width * kind.peak(token_count, chunk) for kind in self.kinds)
-
-    def _too_long(self, blocks: int, token_count: int, chunk: int) -> tuple[str, int]:
-        """Why so many blocks are too many: no pass is short enough, or this one is not."""
-        if self._peak(token_count, chunk) > self.block_count:
-            return "TOO_LONG", 0
-        return "PASS_TOO_LONG", blocks - self.block_count
 
     def _foreign(self, sequence: TwinSequence) -> list[Slot | None]:
         """Per kind the slot that the next token goes into, if it is not this sequence's alone to write."""
@@ -340,6 +337,7 @@ class TwinPool(TwinCheckpoints):
         if kind.name == "full_attention" and position:
             before = table[position - 1]
             assert before is not None
+            before = before.twin or before
             assert before.key is not None, "a child under a private parent"
             path = (*before.key[3], digest)
         key = (number, sequence.namespace, position, path)
@@ -349,6 +347,12 @@ class TwinPool(TwinCheckpoints):
             self.published.append(own)
             if kind.name == "state":
                 sequence.checkpoints.append(own)
+        elif self.append_only:
+            if self.is_held(other):
+                own.twin = other
+                swaps += [(group, index, block) for group, block in zip(kind.groups, other.blocks, strict=True)]
+            else:
+                exchange(table, index, other)
         else:
             self._used(other)
             table[index] = other
@@ -383,17 +387,8 @@ class TwinPool(TwinCheckpoints):
         for number in range(len(self.kinds)):
             self._trim(sequence, number)
 
-    def _over_quota(self, namespace: str, added: int) -> int:
-        limit = self.quotas.get(namespace, self.quotas.get("*", (None, None)))[0]
-        return 0 if limit is None or added <= 0 else self.held_count(namespace) + added - limit
-
     def _enforce_quota(self, namespace: str) -> None:
         """A namespace that leaves more behind than it may loses its own first."""
         limit = self.quotas.get(namespace, self.quotas.get("*", (None, None)))[1]
         while limit is not None and self.cached_count(namespace) > limit:
             self._evict(self.cached(namespace))
-
-
-def refused(result: str) -> Grown:
-    """An answer that says no more."""
-    return (result, 0, 0, [], [], 0, None, 0)

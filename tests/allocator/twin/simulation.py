@@ -46,6 +46,8 @@ SHAPES = {
     "state": Shape(8, 24, state(4, 3)),
     "states of 2 kinds": Shape(22, 24, state(2, 1) + state(6, 3) + sliding(2, 5)),
     "everything": Shape(110, 20, EVERYTHING),
+    "append-only": Shape(14, 28, full(4), append_only=True),
+    "append-only of 2 block sizes": Shape(26, 20, full(4) + full(2) * 2, append_only=True),
     "dishonest full": Shape(14, 20, full(2) * 2, is_honest=False),
     "dishonest everything": Shape(90, 16, EVERYTHING, is_honest=False),
 }
@@ -103,7 +105,7 @@ class Simulation(Comparison):
         if self.has_state and rng.random() < 0.5:  # an owner that wants checkpoints ends its passes there
             first = (length - 1) // self.pool.spec.edge_tokens * self.pool.spec.edge_tokens or length
         digests = self._digests(self.memory.numbers(plan), 0, length)
-        if rng.random() < 0.1:
+        if rng.random() < (0.7 if self.shape.append_only else 0.1):  # what is not hit is computed twice
             digests = digests[: rng.randint(0, len(digests))]
         namespace, priority = rng.choice(NAMESPACES), rng.choice((0, 0, 1, 2))
         prompt = length if first < length or rng.random() < 0.1 else 0

@@ -20,7 +20,11 @@ Removed = tuple[int, str, int, bytes]  # kind, namespace, position, digest
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """One position of all groups of one kind: a block for each of them."""
+    """One position of all groups of one kind: a block for each of them.
+
+    Attributes:
+        twin: in an append-only pool, the slot that is published in the place of this one, and held beside it.
+    """
 
     kind: int
     namespace: str
@@ -28,6 +32,7 @@ class Slot:
     key: Key | None = None
     hits: int = 0
     released: int = 0
+    twin: Slot | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -93,7 +98,9 @@ class TwinState:
         *,
         chunk_max: int = 0,
         retention: str = "auto",
+        append_only: bool = False,
     ) -> None:
+        self.append_only = append_only
         self.block_count = block_count
         self.group_count = len(groups)
         self.kinds = kinds_of(groups)
@@ -110,6 +117,7 @@ class TwinState:
         self.clock = 0
         self.evicted = self.granted = self.copied = self.queried = self.hit = 0
         self.returned = self.returned_hit = 0
+        self.taken_over = 0  # twins that gave their blocks up
         self.leaving: deque[Removed] | None = None
         keeps_all = all(kind.keeps_prefixes for kind in self.kinds)
         self.retention = "dense" if keeps_all else retention
@@ -118,18 +126,19 @@ class TwinState:
     # -- what can be observed ------------------------------------------------------------------------------------------
 
     def all_slots(self) -> Iterator[tuple[TwinSequence, Slot]]:
-        """Every table entry with a block."""
+        """Every table entry with a block, and the twins of those that have one."""
         for sequence in self.sequences.values():
             for table in sequence.tables:
                 yield from ((sequence, slot) for slot in table if slot is not None)
+                yield from ((sequence, slot.twin) for slot in table if slot is not None and slot.twin is not None)
 
     def holders(self, slot: Slot) -> int:
-        """How many tables name it."""
-        return sum(table.count(slot) for sequence in self.sequences.values() for table in sequence.tables)
+        """How many tables name it, or a slot whose twin it is."""
+        return sum(held is slot for _, held in self.all_slots())
 
     def is_held(self, slot: Slot) -> bool:
-        """Whether any table names it."""
-        return any(slot in table for sequence in self.sequences.values() for table in sequence.tables)
+        """Whether any does."""
+        return any(held is slot for _, held in self.all_slots())
 
     def cached(self, namespace: str | None = None) -> list[Slot]:
         """Published slots in no table."""
@@ -244,7 +253,7 @@ class TwinState:
             if sequence.priority <= priority and sequence.hold_until is None and sequence_id != except_id:
                 others = {id(s) for other, s in self.all_slots() if other is not sequence}
                 kept = min(
-                    kind.kept([slot is None or id(slot) in others for slot in table], sequence.committed)
+                    kind.kept([slot is None or id(slot.twin or slot) in others for slot in table], sequence.committed)
                     for kind, table in zip(self.kinds, sequence.tables, strict=True)
                 )
                 costs.append((sequence.priority, max(0, sequence.committed - kept), -sequence_id))
@@ -258,6 +267,20 @@ class TwinState:
     def is_edge(self, token_count: int) -> bool:
         """Whether a prefix of so many tokens can be served: blocks of all attention groups end there."""
         return all(token_count % kind.block_size == 0 for kind in self.kinds if kind.name != "state")
+
+    def peak(self, token_count: int, chunk: int) -> int:
+        """Blocks that a sequence has at most, if it computes so many tokens at a time."""
+        return sum(kind.width * kind.peak(token_count, chunk) for kind in self.kinds)
+
+    def too_long(self, blocks: int, token_count: int, chunk: int) -> tuple[str, int]:
+        """Why so many blocks are too many: no pass is short enough, or this one is not."""
+        if self.peak(token_count, chunk) > self.block_count:
+            return "TOO_LONG", 0
+        return "PASS_TOO_LONG", blocks - self.block_count
+
+    def over_quota(self, namespace: str, added: int) -> int:
+        limit = self.quotas.get(namespace, self.quotas.get("*", (None, None)))[0]
+        return 0 if limit is None or added <= 0 else self.held_count(namespace) + added - limit
 
     def by_group(self, tables: list[list[Slot | None]]) -> list[list[int]]:
         """Tables of kinds as tables of groups."""

@@ -15,6 +15,8 @@ from quire_worker.model.paged_model import PagedModel, load_model
 
 from tests.worker.tiny_models import write_tiny, write_tiny_llama
 
+pytestmark = pytest.mark.interpreted
+
 BLOCKS = 24  # of each group
 
 

@@ -28,6 +28,8 @@ from transformers import (
 from tests.worker.engine_harness import reference_model
 from tests.worker.tiny_models import write_model
 
+pytestmark = pytest.mark.interpreted
+
 SHAPE: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 32,

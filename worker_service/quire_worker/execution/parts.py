@@ -11,7 +11,7 @@ import torch
 from quire_worker.cache import KVCache
 from quire_worker.execution.failures import Failure
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
-from quire_worker.sampling.logprobs import TokenLogprobs, rank
+from quire_worker.sampling.logprobs import Likeliest, TokenLogprobs, likeliest, rank
 from quire_worker.scheduling.plan import Batch, Draw, Work
 from quire_worker.scheduling.request import Request, Sample
 
@@ -35,12 +35,16 @@ class Before(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Tokens of one sample from position `start` on, in one pass, and its tables as they were when it was planned."""
+    """Tokens of one sample from position `start` on, in one pass, and its tables as they were when it was planned.
+
+    The last of `tokens` are a `draft`.
+    """
 
     sample: Sample
     start: int
     tokens: list[int]
     tables: list[array[int]]
+    draft: tuple[int, ...] = ()
 
     @property
     def is_scored(self) -> bool:
@@ -50,9 +54,23 @@ class Part(NamedTuple):
         return self.sample.is_scored and self.start + 1 < len(self.sample.request.prompt)
 
     @property
+    def is_continued(self) -> bool:
+        """Tells whether it is a beam's, to its last token, after which the likeliest ones are told."""
+        return self.sample.is_beam and self.start + len(self.tokens) == len(self.sample.tokens)
+
+    @property
+    def may_wait(self) -> bool:
+        """Tells whether its token is all that has to be read of its logits."""
+        return self.sample.sampler.is_simple and not self.is_scored and not self.is_continued
+
+    @property
     def row_count(self) -> int:
         """Counts its rows of logits."""
-        return len(self.tokens) if self.is_scored else 1
+        return len(self.tokens) if self.is_scored or self.draft else 1
+
+    def without_draft(self) -> Part:
+        """Returns the part without what is drafted."""
+        return self._replace(tokens=self.tokens[: len(self.tokens) - len(self.draft)], draft=())
 
 
 class Token(NamedTuple):
@@ -79,6 +97,13 @@ class CandidateLogprobs(NamedTuple):
     logprobs: list[float]
 
 
+class Continuations(NamedTuple):
+    """The likeliest next tokens of a beam."""
+
+    sample: Sample
+    told: Likeliest
+
+
 class Computed(NamedTuple):
     """What became of a batch.
 
@@ -87,6 +112,7 @@ class Computed(NamedTuple):
         tokens: one for each draw of the requests that did not.
         prompt_logprobs: of parts of prompts, where they were asked for.
         candidate_logprobs: of parts of candidates.
+        continuations: of beams that are computed to their last token.
         failures: the others.
         lost_blocks: blocks that should have been copied to, and hold nothing of use.
         retry_count: passes that had to be computed in parts.
@@ -99,6 +125,7 @@ class Computed(NamedTuple):
     tokens: list[Token]
     prompt_logprobs: list[PromptLogprobs]
     candidate_logprobs: list[CandidateLogprobs]
+    continuations: list[Continuations]
     failures: dict[Request, Failure]
     lost_blocks: dict[int, Failure]
     retry_count: int
@@ -149,7 +176,7 @@ def layout_of(parts: Sequence[Part], cache: KVCache) -> ForwardBatch:
             part.tables,
             needs_logits=True,
             begun_with=part.sample.begun_with,
-            is_scored=part.is_scored,
+            is_scored=part.row_count > 1,
             adapter=part.sample.request.adapter,
         )
         for part in parts
@@ -184,6 +211,17 @@ def candidate_logprobs(parts: Sequence[Part], logits: torch.Tensor) -> list[Cand
             rows = logits[first + skipped : end].log_softmax(dim=-1)
             index = torch.tensor(wanted, device=rows.device).unsqueeze(1)
             found.append(CandidateLogprobs(sample, position, rows.gather(1, index).flatten().tolist()))
+    return found
+
+
+def continuations(parts: Sequence[Part], logits: torch.Tensor) -> list[Continuations]:
+    """Returns the likeliest next tokens of beams."""
+    found, end = [], 0
+    for part in parts:
+        end += part.row_count
+        if part.is_continued:
+            told = likeliest(logits[end - 1], part.sample.continuation_count)
+            found.append(Continuations(part.sample, told))
     return found
 
 

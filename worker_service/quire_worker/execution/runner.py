@@ -42,12 +42,14 @@ from quire_worker.execution.parts import (
     Before,
     CandidateLogprobs,
     Computed,
+    Continuations,
     Part,
     Prepared,
     PromptLogprobs,
     Restore,
     Token,
     candidate_logprobs,
+    continuations,
     halves,
     layout_of,
     rows_of,
@@ -101,13 +103,13 @@ class Runner:
             if item.is_restored:
                 restores.append(Restore(item.sample, *pages_to_restore(item.sample, item.start, item.end, size)))
                 continue
-            tokens = item.sample.tokens[item.start : item.end]
-            part = Part(item.sample, item.start, tokens or [0], tables_of(item.sample))
+            tokens = [*item.sample.tokens[item.start : item.end], *item.draft]
+            part = Part(item.sample, item.start, tokens or [0], tables_of(item.sample), item.draft)
             parts.append(part)
             if not tokens:
                 awaiting.append(part)
                 places.append(place)
-            place += item.token_count
+            place += item.token_count + len(item.draft)
         try:
             layout = layout_of(parts, self._cache)
         except Exception:  # who is to blame is found where the batch is computed
@@ -128,6 +130,7 @@ class Runner:
         run.drop_holders_of_lost_blocks(prepared.parts)
         run.forward(prepared.parts, prepared.layout)
         run.draw([draw for draw in prepared.draws if run.is_unharmed(draw.sample)])
+        run.draw_after_drafts()
         run.read_rest()
         tokens = {each.draw.sample: each.token_id for each in run.tokens}
         self._before = Before(tokens, run.failures, run.lost_blocks)
@@ -136,6 +139,7 @@ class Runner:
             [each for each in run.tokens if run.is_unharmed(each.draw.sample)],
             [each for each in run.prompt_logprobs if each.request not in run.failures],
             [each for each in run.candidate_logprobs if run.is_unharmed(each.sample)],
+            [each for each in run.continuations if run.is_unharmed(each.sample)],
             run.failures,
             run.lost_blocks,
             run.retry_count,
@@ -159,10 +163,12 @@ class _Run:
         self.tokens: list[Token] = []
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.candidate_logprobs: list[CandidateLogprobs] = []
+        self.continuations: list[Continuations] = []
         self.retry_count = 0
         self._model = model
         self._cache = cache
         self._shortcut = shortcut
+        self._drafts: dict[Sample, tuple[int, ...]] = {}
         self._left_out: set[Request] = set()  # they failed in the batch before, and the engine knows from there
         self._finiteness = Finiteness(lambda part: self._fail([part.sample], NOT_FINITE))
         self._logits: dict[Sample, tuple[torch.Tensor, int]] = {}  # whose row is of the last token of each
@@ -227,6 +233,10 @@ class _Run:
         failure = self._try_forward(parts, layout if len(parts) == count else None)
         if failure is None:
             return
+        if any(part.draft for part in parts):
+            self.retry_count += 1
+            self.forward([part.without_draft() for part in parts])
+            return
         smaller = token_halves(parts) if failure.kind is FailureKind.OUT_OF_MEMORY else halves(parts)
         if smaller is None:
             self._fail([part.sample for part in parts], failure)
@@ -249,6 +259,21 @@ class _Run:
         self.retry_count += 1
         for half in smaller:
             self.draw(half)
+
+    def draw_after_drafts(self) -> None:
+        """Samples on after drafted tokens, as long as each is the one that was sampled in its place."""
+        right, count = self.tokens, 0
+        while self._drafts and right:
+            draws = []
+            for drawn, token, _ in right:
+                draft = self._drafts.get(drawn.sample, ())
+                if count < len(draft) and draft[count] == token:
+                    logits, row = self._logits[drawn.sample]
+                    self._logits[drawn.sample] = logits, row + 1
+                    draws.append(Draw(drawn.sample, drawn.sample, count + 1))
+            known = len(self.tokens)
+            self.draw(draws)
+            right, count = self.tokens[known:], count + 1
 
     def read_rest(self) -> None:
         """Finds out who is not finite of those that no draw has told of."""
@@ -295,23 +320,27 @@ class _Run:
             if logits is None:
                 logits = self._model.forward(forward.on(self._model.device), self._cache)
             is_finite = are_finite(logits)
-            may_wait = all(part.sample.sampler.is_simple and not part.is_scored for part in parts)
+            may_wait = all(part.may_wait for part in parts)
             flags = None if may_wait else is_finite.tolist()
             logprobs = [] if flags is None else scored(parts, logits, flags)
             candidates = [] if flags is None else candidate_logprobs(parts, logits)
+            following = [] if flags is None else continuations(parts, logits)
         except Exception as error:
             failure = self._judge(error, "forward pass", len(parts))
         else:
             end = 0
             for part in parts:
                 end += part.row_count
-                self._logits[part.sample] = logits, end - 1
+                self._logits[part.sample] = logits, end - 1 - len(part.draft)
+                if part.draft:
+                    self._drafts[part.sample] = part.draft
             if flags is None:
                 self._finiteness.add(parts, is_finite)
             else:
                 self._finiteness.judge(parts, flags)
             self.prompt_logprobs += logprobs
             self.candidate_logprobs += candidates
+            self.continuations += following
             return None
         self._free_memory_after(failure)
         return failure

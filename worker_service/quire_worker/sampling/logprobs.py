@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 
@@ -22,6 +23,18 @@ class TokenLogprobs(NamedTuple):
     logprob: float
     top_token_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
+
+
+class Likeliest(NamedTuple):
+    """The likeliest tokens after a text.
+
+    Attributes:
+        token_ids: int64 `[tokens]`, the likeliest first.
+        logprobs: float32 `[tokens]`.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
 
 
 class Ranking(NamedTuple):
@@ -50,6 +63,17 @@ class Ranking(NamedTuple):
             TokenLogprobs(token, own[row], tuple(ids[row][:count]), tuple(logprobs[row][:count]))
             for row, (token, count) in enumerate(zip(tokens, self.counts, strict=True))
         ]
+
+
+def likeliest(row: torch.Tensor, count: int) -> Likeliest:
+    """Returns the likeliest tokens, or all if there are fewer.
+
+    Args:
+        row: float32 `[vocabulary]`, logits.
+        count: of tokens.
+    """
+    logprobs, ids = row.log_softmax(dim=-1).topk(min(count, len(row)))
+    return Likeliest(ids.cpu().numpy(), logprobs.cpu().numpy())
 
 
 def rank(logits: torch.Tensor, counts: Sequence[int]) -> Ranking:

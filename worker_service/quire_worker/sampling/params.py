@@ -21,6 +21,7 @@ BIAS_MAX = 100.0  # up and down
 BIAS_COUNT_MAX = 1024
 TOKEN_LIST_COUNT_MAX = 1 << 16  # of allowed tokens, and of banned ones
 LOGPROB_COUNT_MAX = 20
+LENGTH_PENALTY_MAX = 5.0  # up and down: powers of any length stay within float32
 STRUCTURE_BYTES_MAX = 64 << 10
 CHOICE_COUNT_MAX = 1024
 INT32_MAX = 2**31 - 1
@@ -49,6 +50,14 @@ class Structure:
     texts: tuple[str, ...]
 
 
+class EarlyStopping(enum.Enum):
+    """When a beam search with as many finished texts as beams ends; in transformers' words."""
+
+    HEURISTIC = "false"  # when the best beam is no better at its present length
+    ALWAYS = "true"
+    NEVER = "never"  # when no beam can become better
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the tokens of a request are chosen, and when they end."""
@@ -75,6 +84,9 @@ class SamplingParams:
     best_of: int = 0  # samples to choose the n likeliest of; 0 is n
     echo: bool = False
     structure: Structure | None = None
+    num_beams: int = 1  # of a beam search; 1: none
+    length_penalty: float = 1.0  # power of the length that a beam's sum of logprobs is divided by
+    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
 
     @property
     def is_greedy(self) -> bool:
@@ -84,7 +96,12 @@ class SamplingParams:
     @property
     def sample_count(self) -> int:
         """Counts the samples that are computed."""
-        return self.best_of or self.n
+        return self.num_beams if self.has_beams else self.best_of or self.n
+
+    @property
+    def has_beams(self) -> bool:
+        """Tells whether its texts are found by beam search."""
+        return self.num_beams > 1
 
     @property
     def is_best_of(self) -> bool:
@@ -128,6 +145,7 @@ class SamplingParams:
                 _check_integer(name, getattr(self, name), 0, LOGPROB_COUNT_MAX)
         if self.structure is not None:
             _check_structure(self.structure)
+        self._check_beams()
 
     def check_vocabulary(self, size: int) -> None:
         """Checks that tokens which are named exist.
@@ -139,6 +157,8 @@ class SamplingParams:
             largest = max(getattr(self, name), default=0)
             if largest >= size:
                 raise ValueError(f"{name}: token id {largest} is not below the vocabulary's {size}")
+        if self.has_beams and self.num_beams * (2 + len(self.stop_token_ids)) > size:
+            raise ValueError(f"num_beams: {self.num_beams} beams need more tokens than the vocabulary's {size}")
 
     def _check_tokens(self) -> None:
         _check_count("stop_token_ids", self.stop_token_ids, STOP_TOKEN_COUNT_MAX)
@@ -157,6 +177,28 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= STOP_CHARACTER_COUNT_MAX:
                 raise ValueError(f"stop must be texts of 1 to {STOP_CHARACTER_COUNT_MAX} characters")
+
+    def _check_beams(self) -> None:
+        _check_integer("num_beams", self.num_beams, 1, SAMPLE_COUNT_MAX)
+        _check_number("length_penalty", self.length_penalty, -LENGTH_PENALTY_MAX, LENGTH_PENALTY_MAX)
+        if not self.has_beams:
+            for name in ("length_penalty", "early_stopping"):
+                if getattr(self, name) != getattr(_DEFAULTS, name):
+                    raise ValueError(f"{name} is for beams: it needs num_beams above 1")
+            return
+        if self.n > self.num_beams:
+            raise ValueError(f"n must be at most num_beams, {self.num_beams}, not {self.n}")
+        for name in _NOT_WITH_BEAMS:
+            if getattr(self, name) != getattr(_DEFAULTS, name):
+                raise ValueError(f"{name} cannot be used with num_beams: beams are chosen by the model's own logprobs")
+
+
+_DEFAULTS = SamplingParams()
+# What changes logits, or would have to be told of a text before it is known; what greedy choice ignores is ignored.
+_NOT_WITH_BEAMS = (
+    *("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids"),
+    *("banned_token_ids", "stop", "logprobs", "prompt_logprobs", "best_of", "structure"),
+)
 
 
 def _check_structure(structure: Structure) -> None:

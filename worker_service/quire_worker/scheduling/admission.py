@@ -256,6 +256,7 @@ class Applicants:
         at_end = self._peaks.block_count(blocks_at_end(sample, self._block_size, self._sequence_tokens_max))
         if (
             places_of(sample) == 1
+            and not sample.is_beam
             and sample.passed is not self._head  # it was preempted for this head before
             and self._fits(sample, needed, len(self._running))
             and self._reservation.admits(turn_count, at_end)

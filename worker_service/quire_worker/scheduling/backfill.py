@@ -13,7 +13,7 @@ Samples also end sooner than they might, by a stop token, and then the head coul
 exact nevertheless, in turns, because a backfilled sample lives on what is left over while the head that it passed is
 waiting: it gets tokens of a pass after all others, and is preempted in the very step in which others need its blocks,
 be it for the head or for the next token of somebody who runs. Who was preempted for a head does not pass it again. A
-prompt of several samples passes nobody: a step that frees a sequence cannot fork it.
+prompt of several samples passes nobody, and neither does a beam: a step that frees a sequence cannot fork it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ def blocks_at_end(sample: Sample, block_size: int, sequence_tokens_max: int) -> 
 def places_of(sample: Sample) -> int:
     """Counts the samples that will run because of this one: the first brings all forks of its request."""
     is_first = sample.index == 0 and sample.output_token_count == 0 and sample.draws
-    return len(sample.request.samples) if is_first else 1
+    if not is_first:
+        return 1
+    return sample.request.sampling.sample_count if sample.is_beam else len(sample.request.samples)
 
 
 def own_block_count(samples: Collection[Sample], others: Iterable[Sample], block_size: int) -> int:

@@ -1,13 +1,14 @@
-"""What the allocator's answer to a step changes in the samples that it is about."""
+"""What the allocator's answer to a step changes in the samples that it is about, and what can be computed by it."""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection, Sequence
 
 from quire.protocol.outcomes import GrowOutcome, Result, StepOutcome
 
-from quire_worker.scheduling.passes import boundaries_of
-from quire_worker.scheduling.plan import Plan
+from quire_worker.scheduling.passes import boundaries_of, pass_token_count, standing
+from quire_worker.scheduling.plan import Plan, Work
 from quire_worker.scheduling.request import Sample
 from quire_worker.scheduling.roster import Roster
 
@@ -72,3 +73,15 @@ def take_grow(roster: Roster, plan: Plan, sample: Sample, token_count: int, grow
         sample.add_blocks(tables, states, token_count // roster.block_size)
     sample.granted = max(token_count, grown.matched_token_count)
     return True
+
+
+def work_of(plan: Plan, denied: Collection[Sample], under_way: Sequence[Work]) -> list[Work]:
+    """Returns what a plan wants of those who have room, after what is under way."""
+    before, work = {item.sample: item for item in under_way}, []
+    for sample, token_count in plan.wanted:
+        at = standing(sample, before.get(sample))
+        if sample not in denied and not sample.has_ended and sample.granted > at.start:
+            count = pass_token_count(sample, at, min(token_count, sample.granted - at.start))
+            is_restored = sample.is_restored_at(at.start)
+            work.append(Work(sample, at.start, count, at.start + count == at.length, is_restored))
+    return work

@@ -12,11 +12,12 @@ from quire_worker.scheduling.request import Sample
 
 
 def going_on(work: Iterable[Work], sequence_tokens_max: int) -> list[Decoding[Sample]]:
-    """Returns the samples that decode on after this pass, if none of them stops."""
+    """Returns the samples that decode on after this pass, if none of them stops. Beams take no room ahead: which of
+    them go on is not known."""
     return [
         Decoding(sample, sample.granted, len(sample.tokens) + 1, last_of(sample, sequence_tokens_max))
         for sample in (item.sample for item in work if item.is_complete)
-        if not sample.has_ended and len(sample.tokens) < last_of(sample, sequence_tokens_max)
+        if not sample.has_ended and not sample.is_beam and len(sample.tokens) < last_of(sample, sequence_tokens_max)
     ]
 
 

@@ -17,25 +17,33 @@ class Work(NamedTuple):
 
     A pass is planned while the one before it is computed. The token that this one samples has a place already, behind
     the last of `sample.tokens`, and work that begins there gets it when it is known.
+
+    Attributes:
+        is_complete: the next token can be sampled after it.
+        is_restored: its pages are copied from host memory, and nothing is computed.
+        draft: tokens that are computed behind them, and may turn out not to follow; see `drafts.py`.
     """
 
     sample: Sample
     start: int
     token_count: int
-    is_complete: bool  # the next token can be sampled after it
-    is_restored: bool = False  # its pages are copied from host memory, and nothing is computed
+    is_complete: bool
+    is_restored: bool = False
+    draft: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
-        """Returns how many tokens of the sample are computed when it is done."""
+        """Returns how many tokens of the sample are computed when it is done, without those that are drafted."""
         return self.start + self.token_count
 
 
 class Draw(NamedTuple):
-    """One token to sample: for `sample`, from the logits after `parent`'s last token (itself, unless it is a fork)."""
+    """One token to sample: for `sample`, from the logits after `parent`'s last token (itself, unless it is a fork), or
+    after so many drafted ones."""
 
     sample: Sample
     parent: Sample
+    drafted_count: int = 0
 
 
 class Batch(NamedTuple):
@@ -48,7 +56,7 @@ class Batch(NamedTuple):
         """Returns the tokens to sample after it; when a prompt's prefill ends, the first of all its samples."""
         draws = []
         for item in self.work:
-            if item.is_complete and item.sample.draws:
+            if item.is_complete and item.sample.draws and not item.sample.is_beam:
                 first = item.sample
                 draws.append(Draw(first, first))
                 if first.has_forks_to_come:

@@ -9,22 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quire_worker.scheduling.drafts import PromptLookup
 from quire_worker.scheduling.lookahead import last_of
 from quire_worker.scheduling.passes import is_at_boundary, pass_token_count, standing
 from quire_worker.scheduling.plan import Plan, Work
 from quire_worker.scheduling.roster import Roster
 
 
-def ready_after(under_way: Sequence[Work], roster: Roster, *, budget: int, sequence_tokens_max: int) -> Plan:
+def ready_after(
+    under_way: Sequence[Work],
+    roster: Roster,
+    lookup: PromptLookup | None = None,
+    *,
+    budget: int,
+    longest: int,
+) -> Plan:
     """Plans a turn after what is under way. It is not whole if the allocator has to be asked for others that run, or
-    nobody runs. Parents wait for their forks, which share all that they have committed; and forks for their parent's
-    first token.
+    nobody runs. Parents wait for their forks, which share all that they have committed; forks for their parent's first
+    token, and whoever has drafts for the tokens that these begin behind.
 
     Args:
         under_way: of the pass that is computed; empty if none is.
         roster: who runs.
+        lookup: makes drafts, if there are any.
         budget: tokens of the turn's pass.
-        sequence_tokens_max: the longest sequence, with whose last token a sample ends.
+        longest: sequence, with whose last token a sample ends.
     """
     plan, work_of = Plan(is_whole=roster.may_go_on), {item.sample: item for item in under_way}
     parents = roster.parents()
@@ -34,10 +43,10 @@ def ready_after(under_way: Sequence[Work], roster: Roster, *, budget: int, seque
             before_backfilled = budget
         work = work_of.get(sample)
         if work is not None and work.is_complete:
-            if sample.has_forks_to_come:
+            if sample.has_forks_to_come or (lookup is not None and lookup.speculates(sample)):
                 plan.is_whole = False
                 continue
-            if len(sample.tokens) >= last_of(sample, sequence_tokens_max):
+            if len(sample.tokens) >= last_of(sample, longest):
                 continue  # it ends with the token that is being computed
         at = standing(sample, work)
         token_count = pass_token_count(sample, at, budget)

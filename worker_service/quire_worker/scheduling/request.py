@@ -68,6 +68,7 @@ class Delivery(NamedTuple):
         is_last: nothing of the request follows.
         logprobs: of the tokens, where they were asked for (opaque here).
         prompt_logprobs: of the prompt's, with the first one of the request.
+        score: of a text that a beam search has found.
     """
 
     sample: int
@@ -77,6 +78,7 @@ class Delivery(NamedTuple):
     is_last: bool
     logprobs: tuple[Any, ...] = ()
     prompt_logprobs: tuple[Any, ...] = ()
+    score: float | None = None
 
 
 class Swapped(NamedTuple):
@@ -109,6 +111,7 @@ class Request:
         admitted_s: when it was first let in.
         prompt_logprobs: of its tokens from the second on, as far as they were computed (opaque here).
         is_read: whether the caller has taken the last delivery.
+        beams: what it keeps of its beam search, whose beams are its samples (opaque here); None without one.
     """
 
     number: int
@@ -131,6 +134,7 @@ class Request:
     deadline_s: float = math.inf
     prompt_logprobs: list[Any] = field(default_factory=list)
     is_read: bool = False
+    beams: Any = None
 
     @property
     def urgency(self) -> float:
@@ -165,6 +169,9 @@ class Sample:
         rests: whether it keeps its blocks when it has ended in good order, because it is a branch's.
         scored: tokens whose probability is wanted, each after all before it; the first stands at `scored_from`.
         logprobs: of `scored`, as far as they are computed; NaN where they are not.
+        continuation_count: likeliest next tokens that are told of a beam, where none is drawn; 0 if it is no beam.
+        continuations: what was told, until beams are chosen by it (opaque here).
+        seen: n-grams of its tokens, where drafts are made of them; see `drafts.py`.
     """
 
     request: Request
@@ -193,6 +200,9 @@ class Sample:
     scored: Sequence[int] = ()
     scored_from: int = 0
     logprobs: list[float] = field(default_factory=list)
+    continuation_count: int = 0
+    continuations: Any = None
+    seen: Any = None
     _digests: list[bytes] = field(default_factory=list)
     _chain: DigestChain | None = None
 
@@ -207,8 +217,20 @@ class Sample:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
+    def is_beam(self) -> bool:
+        """Tells whether it is one of the beams of its request."""
+        return self.continuation_count > 0
+
+    @property
+    def awaits_choice(self) -> bool:
+        """Tells whether all of it was computed, and other beams were not yet: who goes on is not known before."""
+        return self.continuations is not None
+
+    @property
     def has_forks_to_come(self) -> bool:
-        """Tells whether other samples of the request begin when this one's first token is known."""
+        """Tells whether other samples of the request may begin when this one's next token is known."""
+        if self.is_beam:
+            return True
         is_first = self.index == 0 and self.output_token_count == 0
         return is_first and self.draws and len(self.request.samples) > 1
 

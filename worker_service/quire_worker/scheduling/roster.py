@@ -83,8 +83,8 @@ class Roster:
 
     @property
     def may_go_on(self) -> bool:
-        """Tells whether somebody runs, and nobody has to be forked first."""
-        return bool(self.running) and not self.resting.forking
+        """Tells whether somebody runs and has something to compute, and nobody has to be forked first."""
+        return not self.resting.forking and not all(sample.awaits_choice for sample in self.running)
 
     def parents(self) -> set[Sample | None]:
         """Returns those whose forks have no share of their blocks yet."""
@@ -122,9 +122,16 @@ class Roster:
         """Ends a sample; its blocks are freed with the next step."""
         if sample.has_ended:
             return
+        sample.request.usage.unshared_block_count += self.group_count * -(-sample.computed // self.block_size)
+        self._end(sample, reason)
+
+    def prune(self, sample: Sample) -> None:
+        """Ends a beam that was not chosen; its blocks are freed with the next step, and its request goes on."""
+        self._end(sample, None)
+
+    def _end(self, sample: Sample, reason: FinishReason | None) -> None:
         sample.has_ended = True
         sample.finish_reason = reason
-        sample.request.usage.unshared_block_count += self.group_count * -(-sample.computed // self.block_size)
         self._uncount_ahead(sample)
         self.swap.release(sample)
         if sample in self.running:
@@ -133,10 +140,8 @@ class Roster:
                 self.resting.add(sample)
             elif sample.sequence_id:
                 self.leaving.append(sample)
-        elif sample in self.waiting:
-            self.waiting.remove(sample)
-            self._let_down(sample)
         else:
+            self.leave_queue(sample)
             self.resting.remove(sample)
 
     def _let_down(self, head: Sample) -> None:
@@ -146,6 +151,12 @@ class Roster:
             sample.passed = None
         if passed:
             self.running.sort(key=rank_of)
+
+    def leave_queue(self, sample: Sample) -> None:
+        """Takes out a beam that waits to be computed again and need not be; one that does not wait is no error."""
+        if sample in self.waiting:
+            self.waiting.remove(sample)
+            self._let_down(sample)
 
     def stop(self, sample: Sample) -> None:
         """Ends a sample because its text has come to its end, be it with the last token that it may have."""
@@ -168,7 +179,7 @@ class Roster:
             self._uncount_ahead(sample)
             sample.forget_blocks()
             sample.passed = None
-            self.waiting.add(sample)
+            self._wait(sample)
         self.leaving.clear()
         self.to_free.clear()
 
@@ -179,6 +190,13 @@ class Roster:
         self.to_free.append(victim.sequence_id)
         self._preempt(victim)
         return victim
+
+    def make_way(self) -> None:
+        """Preempts the last beam where all who run only await the choice of beams and others wait, so that these can be
+        let in. Called when nobody computes anything."""
+        are_idle = bool(self.running) and all(sample.awaits_choice for sample in self.running)
+        if are_idle and self.waiting and not self.to_free:
+            self.preempt_last()
 
     def make_room(self, plan: Plan) -> None:
         """Makes the victims of a plan wait, whose blocks others get in its step. Called when no answer is on its way;
@@ -193,13 +211,18 @@ class Roster:
         self.preemption_count += 1
         victim.request.usage.preemption_count += 1
         self._uncount_ahead(victim)
-        if victim.swapped is None and self.swap.slot_count:
+        if victim.swapped is None and self.swap.slot_count and not victim.awaits_choice:
             digests = victim.digests(self.block_size, 0, victim.computed // self.block_size)
             shared = held_count(digests, self.running, self.block_size) * self.block_size
             swap_out = self.swap.swap_out(victim, shared, self.block_size)
             self.moves += [swap_out] if swap_out is not None else []
         victim.forget_blocks()
-        self.waiting.add(victim)
+        self._wait(victim)
+
+    def _wait(self, sample: Sample) -> None:
+        """Puts a sample that holds no blocks any more among those that wait, unless it has nothing to compute."""
+        if not sample.awaits_choice:
+            self.waiting.add(sample)
 
     def begin_outgrown_again(self, plan: Plan) -> None:
         """Makes samples wait that grew beyond the length that their keys are rotated for: they are computed again from

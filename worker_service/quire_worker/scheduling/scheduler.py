@@ -33,7 +33,8 @@ from quire.types import GroupKind, GroupSpec
 from quire_worker.scheduling import lookahead
 from quire_worker.scheduling.admission import Applicants, Peaks, Round, TurnLimits
 from quire_worker.scheduling.backfill import own_block_count
-from quire_worker.scheduling.granted import take_commits, take_grow
+from quire_worker.scheduling.drafts import PromptLookup, with_drafts
+from quire_worker.scheduling.granted import take_commits, take_grow, work_of
 from quire_worker.scheduling.passes import pass_token_count, standing, to_cut
 from quire_worker.scheduling.plan import Batch, Plan, Work
 from quire_worker.scheduling.ready import ready_after
@@ -54,6 +55,7 @@ class Scheduler:
         commit_blocks_max: whose digests one step may carry. Without an allocator nobody computes beyond that. At least
             those of a forward pass.
         swap_slot_count: blocks of preempted samples that fit into host memory.
+        lookup: makes drafts, if there are any; not for models with states, which cannot step back by a token.
     """
 
     def __init__(
@@ -67,12 +69,14 @@ class Scheduler:
         digest_bytes_max: int = 512 << 10,
         commit_blocks_max: int = 10 << 10,
         swap_slot_count: int = 0,
+        lookup: PromptLookup | None = None,
     ) -> None:
         self.roster = Roster(groups, swap_slot_count)  # who waits, who runs, who leaves
         self.sequence_tokens_max = sequence_tokens_max
         self.batch_tokens_max = batch_tokens_max
         self.running_max = running_max
         self.ahead_tokens = ahead_tokens
+        self.lookup = lookup
         self.digest_bytes_max = digest_bytes_max
         self.commit_blocks_max = commit_blocks_max
         self._increment = Increment.of(self.roster.block_size)
@@ -121,7 +125,7 @@ class Scheduler:
         if self.roster.uncommitted_block_count() + pass_count * filled_max > self.commit_blocks_max:
             return Plan(is_whole=False)
         return ready_after(
-            under_way, self.roster, budget=self.batch_tokens_max, sequence_tokens_max=self.sequence_tokens_max
+            under_way, self.roster, self.lookup, budget=self.batch_tokens_max, longest=self.sequence_tokens_max
         )
 
     def has_to_ask(self, ready: Plan) -> bool:
@@ -176,14 +180,11 @@ class Scheduler:
         is_helped = bool(lacking) and self.roster.drop_resting(1)
         if not is_helped and lacking - plan.admitted:
             denied.add(self.roster.preempt_last())
-        before, work = {item.sample: item for item in under_way}, []
-        for sample, token_count in plan.wanted:
-            at = standing(sample, before.get(sample))
-            if sample not in denied and not sample.has_ended and sample.granted > at.start:
-                count = pass_token_count(sample, at, min(token_count, sample.granted - at.start))
-                is_restored = sample.is_restored_at(at.start)
-                work.append(Work(sample, at.start, count, at.start + count == at.length, is_restored))
+        work = work_of(plan, denied, under_way)
+        if self.lookup is not None and not under_way:
+            work = with_drafts(work, self.lookup, budget=self.batch_tokens_max, longest=self.sequence_tokens_max)
         if not work:  # the moves wait for a batch
+            self.roster.make_way()
             return Batch([], [])
         moves, self.roster.moves = self.roster.moves, []
         return Batch(moves, work)
@@ -308,7 +309,7 @@ class Scheduler:
         what is left of the budget, and how many blocks were asked for."""
         taken = 0
         for sample in samples:
-            if sample.is_outgrown:
+            if sample.is_outgrown or sample.awaits_choice:
                 continue
             token_count = pass_token_count(sample, standing(sample, None), budget)
             if token_count == 0:

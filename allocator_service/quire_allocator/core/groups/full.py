@@ -7,6 +7,8 @@ Who owns which part of a sequence's table, in positions:
 
 A half-filled block that a fork shares is in the tails of all its *sharers*. When one of them fills and publishes it, it
 becomes a run of its own, which the other sharers *borrow* until they copy it or leave.
+
+In an append-only pool (`kept.py`) some published positions stand in the table with blocks of the sequence's own.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from quire_allocator.core.block_states import BlockStates
 from quire_allocator.core.blocks import Blocks, Namespace, Scoped
 from quire_allocator.core.events import EventLog
+from quire_allocator.core.groups.kept import KeptBlocks
 from quire_allocator.core.groups.manager import IndexedStretch, Manager
 from quire_allocator.core.groups.run_tree import RunTree, holders_of_runs
 from quire_allocator.core.groups.runs import Run, RunHit, RunScope
@@ -33,9 +36,10 @@ class RunPart(Part):
         published: positions from the root to the end of that run.
         tail: blocks behind them, `width` for each position.
         borrowed: the run that its half-filled first position of the tail was published as, by another sharer; or None.
+        kept: blocks of its own that stand in its table in the place of published ones; None while there were none.
     """
 
-    __slots__ = ("borrowed", "published", "run", "scope", "tail")
+    __slots__ = ("borrowed", "kept", "published", "run", "scope", "tail")
 
     def __init__(self, scope: RunScope, run: Run, published: int, tail: array[int]) -> None:
         self.scope = scope
@@ -43,6 +47,7 @@ class RunPart(Part):
         self.published = published
         self.tail = tail
         self.borrowed: Run | None = None
+        self.kept: KeptBlocks | None = None
 
 
 class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
@@ -56,6 +61,7 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         self._stride = spec.block_size // pool.block_size  # digests per block
         self._blocks = blocks
         self.tree = RunTree(self.width, spec.block_size, blocks, log)
+        self._append_only = pool.append_only
         self._sharers: dict[int, list[RunPart]] = {}  # first block of a shared unpublished position -> two or more
 
     def new_scope(self, namespace: Namespace) -> RunScope:
@@ -182,6 +188,9 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
                 self._leave_shared(part)
             else:
                 self._give_back(part, tail)
+        if part.kept is not None:
+            for own in part.kept.take_all():
+                self._give_back(part, own)
         self.tree.release(part.run)
 
     def run_at(self, part: RunPart, token_count: int) -> Run:
@@ -204,6 +213,8 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
 
     def tables(self, part: RunPart) -> list[array[int]]:
         blocks = self.tree.path_blocks(part.run, part.tail)
+        if part.kept is not None:
+            part.kept.lay_over(blocks, self.width)
         return [blocks] if self.width == 1 else self.added(part, blocks)
 
     def added(self, part: RunPart, blocks: array[int]) -> list[array[int]]:
@@ -232,9 +243,10 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
     def _adopt(self, part: RunPart, digests: bytes, swaps: list[Swap]) -> int:
         """Moves the sequence down the tree along blocks that are published already; returns how many positions.
 
-        It gives its own copies of them back, so that no child is ever published under a private parent.
+        It gives its own copies of them back, so that no child is ever published under a private parent. In an
+        append-only pool its copies stay in its table: in the place of those that nobody holds, beside those of others.
         """
-        width, taken = self.width, 0
+        width, taken, returned = self.width, 0, NO_BLOCKS[:]
         count = len(digests) // DIGEST_BYTES
         while taken < count:
             start = taken * DIGEST_BYTES
@@ -244,18 +256,35 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
             same = common_positions(child.digests, digests, start, len(digests))
             if same * DIGEST_BYTES < child.size:
                 child = self.tree.split(child, same)
-            for position in range(same):
-                for column, group in enumerate(self.groups):
-                    swaps.append(Swap(group, part.published + position, child.blocks[position * width + column]))
+            own = part.tail[taken * width : (taken + same) * width]
+            if self._append_only and not child.live:
+                returned.extend(child.blocks)
+                child.blocks = own
+            else:
+                for position in range(same):
+                    for column, group in enumerate(self.groups):
+                        swaps.append(Swap(group, part.published + position, child.blocks[position * width + column]))
+                if self._append_only:
+                    part.kept = part.kept or KeptBlocks()
+                    part.kept.add(part.published, own, width)
+                else:
+                    returned.extend(own)
             self.tree.hold(child)
             self.tree.release(part.run)
             part.run = child
             part.published += same
             taken += same
-        own = part.tail[: taken * width]
         del part.tail[: taken * width]
-        self._give_back(part, own)
+        self._give_back(part, returned)
         return taken
+
+    def take_over(self, part: RunPart) -> bool:
+        if part.kept is None:
+            return False
+        taken = part.kept.take_from(self.shared_token_count(part) // self.block_size, self.width)
+        for position, own in taken:
+            self._give_back(part, self.tree.exchange(part.run, position, own))
+        return bool(taken)
 
     def _commit_shared(self, part: RunPart, digests: bytes, swaps: list[Swap]) -> int:
         """Publishes what became full where the first position of the tail is shared with forks.
@@ -324,6 +353,8 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
             states.mark(run.blocks, holders[run], published=True)
         for part in parts:
             states.mark(part.tail, 1, published=False)
+            for _, own in part.kept or ():
+                states.mark(own, 1, published=False)
 
     def evict(self, entry: Scoped, wanted: int) -> int:
         return self.tree.evict(entry, wanted)

@@ -132,6 +132,11 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
     def commit(self, part: PartT, committed: int, until: int, digests: bytes, swaps: list[Swap]) -> None:
         """Publishes what became full; `digests` are those of the digest blocks in [committed, until)."""
 
+    def take_over(self, part: PartT) -> bool:
+        """Publishes blocks that the sequence keeps in the place of their twins, and gives those back, as far as nobody
+        else holds them. Returns whether there were any; only append-only pools have some."""
+        return False
+
     @abstractmethod
     def settle(self, part: PartT, committed: int) -> int:
         """The skip rule: gives back what no token from `committed` on reads. Returns `settled_until`."""

@@ -122,6 +122,21 @@ class RunTree:
             self._blocks.push(run)
         return upper
 
+    def exchange(self, run: Run, position: int, blocks: array[int]) -> array[int]:
+        """Puts blocks with the same content in the place of published ones, from a position on, in a run and those
+        above it; returns what stood there."""
+        width, returned = self.width, blocks[:]
+        first, end = position * width, position * width + len(blocks)
+        while True:
+            begin = run.first_position * width
+            low, high = max(begin, first), min(begin + len(run.blocks), end)
+            if low < high:
+                returned[low - first : high - first] = run.blocks[low - begin : high - begin]
+                run.blocks[low - begin : high - begin] = blocks[low - first : high - first]
+            if begin <= first or run.parent is None:
+                return returned
+            run = run.parent
+
     def evict(self, entry: Scoped, wanted: int) -> int:
         """Puts positions from the deep end of a cached run without children on the empty stack: at least `wanted`
         blocks, or all it has, but never more than its spare end where it has one, and no further than to the next place

@@ -83,6 +83,9 @@ def _check_tree(
     for sequence, part in parts:
         _check_run_part(manager, sequence, part, known)
         found.held.extend(part.tail if part.borrowed is None else part.tail[width:])
+        for position, own in part.kept or ():
+            assert position * width + len(own) <= part.published * width, "a kept block stands behind what is published"
+            found.held.extend(own)
     _count_shared_once(found.held, [part.tail[:width] for _, part in parts if part.borrowed is None], width)
     return found
 

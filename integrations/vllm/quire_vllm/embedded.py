@@ -1,0 +1,85 @@
+"""Quire's core in the engine's own process: the default, for which no server has to run.
+
+It is the allocator's pure core, called directly: the same tables, prefix index and eviction, without a wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from quire_allocator.core.pool import Pool
+from quire_allocator.core.readers import invariants
+from quire_allocator.core.spec import PoolSpec, Result
+
+
+class Admitted(NamedTuple):
+    """A new sequence: how many leading tokens it shares, and its whole table."""
+
+    matched_token_count: int
+    table: Sequence[int]
+
+
+class Waiting(NamedTuple):
+    """A new sequence was not let in. `is_computed_elsewhere`: another one computes its prefix right now, so that it
+    comes cheaper a little later; else there are too few blocks."""
+
+    is_computed_elsewhere: bool
+
+
+class EmbeddedPool:
+    """One pool in this process; the scheduler's thread is its only caller."""
+
+    def __init__(self, spec: PoolSpec) -> None:
+        self._spec = spec
+        self.pool = Pool(spec)
+        self._last_id = 0
+
+    def turn(self) -> None:
+        """Begins a turn of the scheduler: what watchers would be told of the last one is dropped."""
+        self.pool.log.discard()
+
+    def admit(self, token_count: int, digests: bytes, *, is_return: bool) -> tuple[int, Admitted | Waiting]:
+        """Asks for a new sequence that can hold so many tokens. Returns its id, and whether it was let in."""
+        sequence_id = self._last_id + 1
+        defer = self._spec.block_size
+        grown = self.pool.allocate(sequence_id, token_count, digests, defer_token_count=defer, is_return=is_return)
+        if grown.result is not Result.OK:
+            return 0, Waiting(grown.result is Result.PENDING)
+        self._last_id = sequence_id
+        return sequence_id, Admitted(grown.matched_token_count, grown.blocks[0])
+
+    def grow(self, sequence_id: int, token_count: int) -> Sequence[int] | None:
+        """Returns the blocks that a sequence gets to hold so many tokens, or None if there are too few."""
+        grown = self.pool.grow(sequence_id, token_count)
+        if grown.result is not Result.OK:
+            return None
+        return grown.blocks[0] if grown.blocks else ()
+
+    def commit(self, sequence_id: int, token_count: int, digests: bytes) -> None:
+        """Publishes the blocks that became full; the table stays as it is."""
+        result = self.pool.commit(sequence_id, token_count, digests).result
+        assert result is Result.OK, f"a commit of {token_count} tokens answers {result.name}"
+
+    def free(self, sequence_id: int) -> None:
+        """Drops a sequence and its references."""
+        self.pool.free(sequence_id)
+
+    def reset(self) -> bool:
+        """Forgets everything cached; returns whether it could, which it can while there is no sequence."""
+        if self.pool.sequences:
+            return False
+        self.pool = Pool(self._spec)
+        self._last_id = 0
+        return True
+
+    def usage(self) -> float:
+        """Returns the share of blocks in tables."""
+        return 1.0 - self.pool.blocks.free_count / self._spec.block_count
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the core's books are wrong."""
+        invariants.check(self.pool)
+
+    def close(self) -> None:
+        """Nothing is left outside of this process."""

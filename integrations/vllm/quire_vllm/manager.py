@@ -1,0 +1,240 @@
+"""A `KVCacheManager` for vLLM's scheduler that has its blocks from Quire.
+
+Lifecycle of a request here:
+
+    1. asked      `get_computed_blocks`: its whole prompt is allocated, which also holds what it hits. Refused, it asks
+                  again in a later turn; where another request computes its prefix right now, it is passed over so long
+    2. let in     `allocate_slots` of a request that has not run: the scheduler lets it run
+    3. running    `allocate_slots` of one that has: room as it goes; `new_step_starts` publishes what was computed
+    4. freed      `free`: it ended or was preempted
+
+A block is published when the pass that wrote it is over (vLLM's own manager does it when the pass is scheduled). Tables
+are append-only: vLLM's model runners add blocks to a running request's table and cannot replace any.
+
+vLLM pads with block 0 and never grants it, so the pool has one block fewer, and block n here is block n + 1 there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.request import Request
+
+from quire_vllm.embedded import Admitted, EmbeddedPool
+
+DIGEST_BYTES: Final = 32
+NULL_BLOCKS: Final = 1  # vLLM's block 0
+
+
+class Held:
+    """What one request has.
+
+    Attributes:
+        block_ids: its table, in vLLM's numbers.
+        token_count: tokens that it may hold; whole blocks, once it runs.
+        committed_block_count: blocks that are published.
+        has_run: the scheduler has let it run.
+    """
+
+    __slots__ = (
+        "block_ids",
+        "committed_block_count",
+        "has_run",
+        "matched_token_count",
+        "request",
+        "sequence_id",
+        "token_count",
+    )
+
+    def __init__(self, request: Request, sequence_id: int, matched_token_count: int, block_ids: list[int]) -> None:
+        self.request = request
+        self.sequence_id = sequence_id
+        self.matched_token_count = matched_token_count
+        self.block_ids = block_ids
+        self.token_count = request.num_tokens
+        self.committed_block_count = 0
+        self.has_run = False
+
+
+class QuireCacheManager(KVCacheManager):
+    """vLLM's interface to Quire; docstrings say what differs from the class above.
+
+    That one is initialised, too: scheduler and engine read block sizes of its coordinator, which never grants a block.
+    """
+
+    def __init__(self, pool: EmbeddedPool, block_size: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.pool = pool
+        self._block_size = block_size
+        self._held: dict[str, Held] = {}
+        self._passed_over: set[str] = set()  # requests whose prefix another one computes in this turn
+
+    # -- a turn --------------------------------------------------------------------------------------------------------
+
+    def new_step_starts(self) -> None:
+        """Publishes what earlier passes have computed."""
+        self._passed_over.clear()
+        self.pool.turn()
+        for held in self._held.values():
+            if held.has_run:
+                self._commit(held)
+
+    def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
+        """Lets the request's whole prompt in; the count of hit tokens is all that the scheduler needs of the answer."""
+        held = self._held.get(request.request_id)
+        if held is None:
+            held = self._admit(request)
+        return self.empty_kv_cache_blocks, held.matched_token_count if held is not None else 0, 0
+
+    def is_passed_over(self, request: Request) -> bool:
+        """Tells whether a request is better asked again in the next turn than computed now."""
+        return request.request_id in self._passed_over
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+        has_scheduled_reqs: bool = True,
+        skip_zeroing_group_ids: tuple[int, ...] = (),
+    ) -> KVCacheBlocks | None:
+        """Makes room for tokens of a request that was let in; publishes nothing."""
+        elsewhere = (num_external_computed_tokens, delay_cache_blocks, num_encoder_tokens, reserved_blocks)
+        assert not any(elsewhere), "connectors and encoders are refused at the start"
+        held = self._held.get(request.request_id)
+        if held is None:
+            return None
+        until = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens + num_lookahead_tokens
+        added = self._make_room(held, min(until, self.max_model_len))
+        if added is None:
+            return None
+        held.has_run = True
+        return self._as_blocks(added)
+
+    def _make_room(self, held: Held, until: int) -> Sequence[int] | None:
+        """Returns the blocks added so that a request can hold so many tokens; None if there are too few."""
+        if until <= held.token_count:
+            return ()
+        until = -(-until // self._block_size) * self._block_size
+        blocks = self.pool.grow(held.sequence_id, until)
+        while blocks is None and self._drop_newest_unrun(held):
+            blocks = self.pool.grow(held.sequence_id, until)
+        if blocks is None:
+            return None
+        added = [block + NULL_BLOCKS for block in blocks]
+        held.block_ids += added
+        held.token_count = until
+        return added
+
+    def _drop_newest_unrun(self, asking: Held) -> bool:
+        """Takes back the blocks of the newest request that was let in and has not run: vLLM would not have given it any
+        yet. Returns whether there was one."""
+        for held in reversed(self._held.values()):
+            if not held.has_run and held is not asking:
+                self._drop(held)
+                return True
+        return False
+
+    def _admit(self, request: Request) -> Held | None:
+        digests = self._digests(request, 0, len(request.block_hashes))
+        if not self.prefix_cache_lookup_enabled(request):
+            digests = b""
+        sequence_id, answer = self.pool.admit(request.num_tokens, digests, is_return=request.num_preemptions > 0)
+        if not isinstance(answer, Admitted):
+            if answer.is_computed_elsewhere:
+                self._passed_over.add(request.request_id)
+            return None
+        table = [block + NULL_BLOCKS for block in answer.table]
+        held = Held(request, sequence_id, answer.matched_token_count, table)
+        held.committed_block_count = answer.matched_token_count // self._block_size
+        self._held[request.request_id] = held
+        return held
+
+    # -- what was computed ---------------------------------------------------------------------------------------------
+
+    def _commit(self, held: Held) -> None:
+        """Publishes full blocks whose passes are over; tokens that may still be rejected are not counted by vLLM."""
+        request = held.request
+        computed = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
+        count = min(computed // self._block_size, len(request.block_hashes))
+        if count > held.committed_block_count:
+            digests = self._digests(request, held.committed_block_count, count)
+            self.pool.commit(held.sequence_id, count * self._block_size, digests)
+            held.committed_block_count = count
+
+    def _digests(self, request: Request, first: int, end: int) -> bytes:
+        """Returns vLLM's hashes of blocks as digests: those of 16 bytes are filled up with zeros."""
+        hashes = request.block_hashes[first:end]
+        if hashes and len(hashes[0]) != DIGEST_BYTES:
+            hashes = [digest.ljust(DIGEST_BYTES, b"\0") for digest in hashes]
+        return b"".join(hashes)
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Does nothing: `new_step_starts` publishes."""
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def free(self, request: Request) -> None:
+        """Publishes the last full blocks, and drops the request; freeing twice is no error."""
+        held = self._held.get(request.request_id)
+        if held is not None:
+            if held.has_run:
+                self._commit(held)
+            self._drop(held)
+
+    def _drop(self, held: Held) -> None:
+        del self._held[held.request.request_id]
+        self.pool.free(held.sequence_id)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets everything cached, unless some request holds blocks."""
+        for held in [held for held in self._held.values() if not held.has_run]:
+            self._drop(held)
+        if not self.pool.reset():
+            return False
+        if self.prefix_cache_stats is not None:
+            self.prefix_cache_stats.reset = True
+        return True
+
+    # -- what is read --------------------------------------------------------------------------------------------------
+
+    @property
+    def usage(self) -> float:
+        """Returns the share of blocks in tables."""
+        return self.pool.usage()
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """Returns the whole table."""
+        held = self._held.get(request_id)
+        return self._as_blocks(held.block_ids if held is not None else ())
+
+    def estimate_cached_tokens(self, request: Request) -> int:
+        """Counts the tokens of a request that later ones can hit, once its pass is over."""
+        if not self.enable_caching or request.request_id not in self._held:
+            return 0
+        return min(request.num_computed_tokens, request.num_tokens) // self._block_size * self._block_size
+
+    def _as_blocks(self, block_ids: Sequence[int]) -> KVCacheBlocks:
+        if not block_ids:
+            return self.empty_kv_cache_blocks
+        known = self.block_pool.blocks
+        return KVCacheBlocks(([known[block] for block in block_ids],))
+
+    # -- what needs vLLM's own blocks ----------------------------------------------------------------------------------
+
+    def take_events(self) -> list[Any]:
+        """Returns none: KV cache events are refused at the start."""
+        return []
+
+    def take_new_block_ids(self) -> list[int]:
+        """Returns none: no full-attention block has to be zeroed."""
+        return []

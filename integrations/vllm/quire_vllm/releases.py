@@ -1,0 +1,91 @@
+"""Which releases of vLLM this package was tested with, and the names of theirs that it needs.
+
+vLLM calls its scheduler's interface not public, and so it is: names move from release to release. They are looked at
+when the engine starts, so that a release that moved one is refused by name then, and not in the middle of a request.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Final
+
+TESTED: Final = ("0.32.0",)
+ANY_RELEASE: Final = (
+    "QUIRE_VLLM_ANY_RELEASE"  # set it to 1 to try another release; the names are looked at all the same
+)
+
+# What the scheduler calls of its manager, and the parameters that this package's own methods take over.
+MANAGER_METHODS: Final = {
+    "new_step_starts": (),
+    "get_computed_blocks": ("request",),
+    "allocate_slots": (
+        "request",
+        "num_new_tokens",
+        "num_new_computed_tokens",
+        "new_computed_blocks",
+        "num_lookahead_tokens",
+        "num_external_computed_tokens",
+        "delay_cache_blocks",
+        "num_encoder_tokens",
+        "full_sequence_must_fit",
+        "reserved_blocks",
+        "has_scheduled_reqs",
+        "skip_zeroing_group_ids",
+    ),
+    "get_blocks": ("request_id",),
+    "free": ("request",),
+    "cache_blocks": ("request", "num_computed_tokens"),
+    "estimate_cached_tokens": ("request",),
+    "reset_prefix_cache": (),
+    "take_events": (),
+    "take_new_block_ids": (),
+    "take_kv_cache_block_copies": (),
+    "take_boundary_state_offloads": (),
+    "prefix_cache_lookup_enabled": ("request",),
+}
+SCHEDULER_METHODS: Final = {
+    "_ec_transfer_pending": ("request", "num_computed_tokens"),
+    "shutdown": (),
+}
+REQUEST_FIELDS: Final = (
+    "block_hashes",
+    "num_computed_tokens",
+    "num_in_flight_tokens",
+    "num_preemptions",
+    "num_tokens",
+    "request_id",
+)
+
+
+class UnsupportedError(RuntimeError):
+    """This engine cannot run on Quire; the message says which part of it, and what to do."""
+
+
+def check_release() -> None:
+    """Raises UnsupportedError if this vLLM was not tested, or lacks a name that is needed."""
+    from vllm import __version__
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+    release = __version__.partition("+")[0]
+    if release not in TESTED and os.environ.get(ANY_RELEASE) != "1":
+        raise UnsupportedError(
+            f"quire_vllm was tested with vLLM {', '.join(TESTED)}, this is {release}; {ANY_RELEASE}=1 tries it anyway"
+        )
+    moved = [*_moved(KVCacheManager, MANAGER_METHODS), *_moved(Scheduler, SCHEDULER_METHODS)]
+    given = inspect.getsource(Request.__init__) + inspect.getsource(Request)
+    moved += [f"Request.{name}" for name in REQUEST_FIELDS if name not in given]
+    if moved:
+        raise UnsupportedError(f"vLLM {release} lacks what quire_vllm needs: {', '.join(moved)}")
+
+
+def _moved(owner: type, methods: dict[str, tuple[str, ...]]) -> list[str]:
+    """Returns the methods that are gone, or that take other parameters."""
+    moved = []
+    for name, parameters in methods.items():
+        method = getattr(owner, name, None)
+        if method is None or tuple(inspect.signature(method).parameters)[1:] != parameters:
+            moved.append(f"{owner.__name__}.{name}")
+    return moved

@@ -1,0 +1,63 @@
+"""vLLM's schedulers with Quire's manager in the place of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from quire_vllm.embedded import EmbeddedPool
+from quire_vllm.manager import NULL_BLOCKS, QuireCacheManager
+from quire_vllm.pool import pool_spec
+from quire_vllm.releases import check_release
+from quire_vllm.support import check_engine
+
+
+class _OnQuire(Scheduler):
+    """What both schedulers change of vLLM's."""
+
+    kv_cache_manager: QuireCacheManager
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        check_release()
+        super().__init__(*arguments, **options)
+        check_engine(
+            self.vllm_config,
+            self.kv_cache_config,
+            block_size=self.block_size,
+            hash_block_size=self.hash_block_size,
+        )
+        spec = pool_spec(self.vllm_config, self.kv_cache_config, first_block=NULL_BLOCKS)
+        self.kv_cache_manager = QuireCacheManager(
+            EmbeddedPool(spec),
+            self.block_size,
+            kv_cache_config=self.kv_cache_config,
+            max_model_len=self.max_model_len,
+            max_in_flight_tokens=self.vllm_config.max_in_flight_tokens,
+            enable_caching=self.cache_config.enable_prefix_caching,
+            log_stats=self.log_stats,
+            scheduler_block_size=self.block_size,
+            hash_block_size=self.hash_block_size,
+        )
+
+    def _ec_transfer_pending(self, request: Request, num_computed_tokens: int) -> bool:
+        """Passes over, for this turn, a request whose prefix another one computes right now. vLLM asks this right after
+        each look-up, and nothing else at that place."""
+        if self.kv_cache_manager.is_passed_over(request):
+            return True
+        return bool(super()._ec_transfer_pending(request, num_computed_tokens))
+
+    def shutdown(self) -> None:
+        """Gives the pool back, too."""
+        super().shutdown()
+        self.kv_cache_manager.pool.close()
+
+
+class QuireScheduler(_OnQuire):
+    """Runs one pass after the other; for `--scheduler-cls quire_vllm.QuireScheduler`."""
+
+
+class QuireAsyncScheduler(_OnQuire, AsyncScheduler):
+    """Schedules the next pass while one is computed; for `--scheduler-cls quire_vllm.QuireAsyncScheduler`."""

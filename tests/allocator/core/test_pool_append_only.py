@@ -1,0 +1,105 @@
+"""Append-only pools: tables change at their end alone. The naive twin compares the same under random events."""
+
+from __future__ import annotations
+
+import pytest
+from quire_allocator.core.readers import invariants
+from quire_allocator.core.spec import GrowResult, Result, Swap
+
+from tests.allocator.core.pools import blocks_of, commit, computed, counts, d, make_pool, sliding
+
+
+def test_who_computed_a_block_beside_another_one_keeps_its_own() -> None:
+    pool = make_pool(append_only=True)
+    for sequence_id in (1, 2):
+        pool.allocate(sequence_id, 9, d("ab"))
+    own = blocks_of(pool, 2)
+    commit(pool, 1, "ab", 8)
+    twins = blocks_of(pool, 1)[:2]
+    assert commit(pool, 2, "ab", 8).swaps == [Swap(0, 0, twins[0]), Swap(0, 1, twins[1])]
+    assert blocks_of(pool, 2) == own
+
+
+def test_what_follows_a_kept_block_can_be_hit() -> None:
+    pool = make_pool(append_only=True)
+    for sequence_id in (1, 2):
+        pool.allocate(sequence_id, 5, d("a"))
+    commit(pool, 1, "a", 4)
+    pool.grow(2, 8)
+    commit(pool, 2, "ab", 8)
+    assert pool.match("", d("ab")) == 8
+    pool.free(2)
+    assert pool.match("", d("ab")) == 8
+    assert pool.allocate(3, 9, d("ab")).blocks[0][0] == blocks_of(pool, 1)[0], "the published one is shared"
+
+
+def test_a_block_that_nobody_holds_gives_its_place_up_at_once() -> None:
+    pool = make_pool(append_only=True)
+    computed(pool, 1, "ab")
+    pool.free(1)
+    pool.allocate(2, 8)  # as a prompt that may not read the cache
+    own = blocks_of(pool, 2)
+    assert commit(pool, 2, "ab", 8).swaps == ()
+    assert blocks_of(pool, 2) == own
+    assert counts(pool) == (6, 0, 2)
+    assert list(pool.allocate(3, 9, d("ab")).blocks[0])[:2] == own
+
+
+def test_a_sequence_alone_in_the_pool_can_have_all_of_it() -> None:
+    pool = make_pool(8, append_only=True)
+    for sequence_id in (1, 2):
+        pool.allocate(sequence_id, 16, d("abcd"))
+    commit(pool, 1, "abcd", 16)
+    commit(pool, 2, "abcd", 16)
+    own = blocks_of(pool, 2)
+    pool.free(1)
+    assert counts(pool) == (0, 0, 8), "twins are held"
+    grown = pool.grow(2, 32)
+    invariants.check(pool)
+    assert grown.result is Result.OK
+    assert blocks_of(pool, 2)[:4] == own
+    assert counts(pool) == (0, 0, 8)
+
+
+def test_a_twin_that_another_sequence_needs_stays() -> None:
+    pool = make_pool(9, append_only=True)
+    for sequence_id in (1, 2):
+        pool.allocate(sequence_id, 16, d("abcd"))
+    commit(pool, 1, "abcd", 16)
+    commit(pool, 2, "abcd", 16)
+    assert pool.grow(2, 24).result is Result.NO_SPACE
+    pool.free(1)
+    assert pool.allocate(3, 13, d("abc")).matched_token_count == 12
+    assert pool.grow(2, 20).result is Result.OK, "of the twins only the last one is not shared"
+    assert pool.grow(2, 24) == GrowResult(
+        Result.NO_SPACE, shortfall=1, victim=pool.admission.cheapest_victim(0, except_id=2)
+    )
+    invariants.check(pool)
+
+
+def test_forks_part_at_the_edges_of_blocks() -> None:
+    pool = make_pool(append_only=True)
+    computed(pool, 1, "a", tokens=2)
+    assert pool.fork(1, 2) is Result.UNCOMMITTED
+    commit(pool, 1, "a", 6)
+    pool.grow(1, 8)
+    commit(pool, 1, "ab", 8)
+    assert pool.fork(1, 2) is Result.OK
+    assert pool.grow(2, 9).copies == ()
+
+
+def test_a_fork_has_the_published_block_where_its_parent_keeps_one() -> None:
+    pool = make_pool(append_only=True)
+    for sequence_id in (1, 2):
+        pool.allocate(sequence_id, 4, d("a"))
+    commit(pool, 1, "a", 4)
+    commit(pool, 2, "a", 4)
+    assert pool.fork(2, 3) is Result.OK
+    assert blocks_of(pool, 3) == blocks_of(pool, 1) != blocks_of(pool, 2)
+    pool.free(2)
+    invariants.check(pool)
+
+
+def test_other_groups_than_full_attention_are_none_of_an_append_only_pool() -> None:
+    with pytest.raises(AssertionError, match="full attention"):
+        make_pool(8, sliding(4, 8), append_only=True)

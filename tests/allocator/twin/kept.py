@@ -1,0 +1,32 @@
+"""Slots that stay in a table beside the one that is published in their place, their twin: of append-only pools."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.allocator.twin.state import Slot
+
+if TYPE_CHECKING:
+    from tests.allocator.twin.pool_twin import TwinPool
+
+
+def exchange(table: list[Slot | None], index: int, other: Slot) -> None:
+    """The published slot stands in the table from now on, with the blocks that stood there; its own go."""
+    own = table[index]
+    assert own is not None
+    table[index], own.twin = other, None
+    own.blocks, other.blocks = other.blocks, own.blocks
+
+
+def take_over(pool: TwinPool) -> bool:
+    """Where blocks are short, twins that nobody else holds give theirs up; tells whether there were any."""
+    found = False
+    for sequence in pool.sequences.values():
+        for table in sequence.tables:
+            for index, own in reversed(list(enumerate(table))):
+                if own is not None and own.twin is not None and pool.holders(own.twin) == 1:
+                    exchange(table, index, own.twin)
+                    pool._released(own)
+                    pool.taken_over += 1
+                    found = True
+    return found

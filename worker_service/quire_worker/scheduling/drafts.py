@@ -1,0 +1,110 @@
+"""Drafts: tokens that may follow a sample's last one, computed behind it in the same pass.
+
+Where a text repeats itself, or its prompt, its next tokens are known beforehand. Prompt lookup (Saxena, 2023; vLLM's
+`ngram`) takes the last n tokens, looks for their first occurrence, and drafts what followed there. The pass computes
+the drafted tokens behind the last one, so that there are logits after each:
+
+    tokens      ... a b | c d e ...  a b        the last two stood there before
+    pass        b  c  d  e                      one token, and three that are drafted
+    logits say  c  d  x                         c and d are what would have been sampled, e is not: x follows
+
+A token is sampled after each as long as the one that was drafted for its place is the one that was sampled. So a text
+is the same with drafts and without, drawn or not, and has one to `token_count` + 1 more tokens with each pass.
+
+Interval map of a sample's room in such a pass, with `length` its tokens and `count` drafted ones:
+
+    [0, length)                  its own: in the pages after the pass
+    [length, length + count)     room ahead that it was granted; what of it turns out to be right is the sample's, the
+                                 rest is written over by the next pass. A draft never asks for a block
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quire_worker.scheduling.lookahead import last_of
+from quire_worker.scheduling.plan import Work
+from quire_worker.scheduling.request import Sample
+
+TOKEN_COUNT_MAX = 64  # of a draft
+NGRAM_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLookup:
+    """How drafts are made.
+
+    Attributes:
+        token_count: of a draft, at most.
+        ngram_min, ngram_max: last tokens that have to occur before; the longest n-gram that does counts.
+    """
+
+    token_count: int
+    ngram_min: int
+    ngram_max: int
+
+    def speculates(self, sample: Sample) -> bool:
+        """Tells whether drafts are made for a sample."""
+        return sample.draws and not sample.is_beam
+
+    def draft(self, sample: Sample, count_max: int) -> tuple[int, ...]:
+        """Returns what is drafted behind a sample's tokens; may be nothing."""
+        if sample.seen is None:
+            sample.seen = Seen(self.ngram_min, self.ngram_max)
+        return tuple(sample.seen.following(sample.tokens, min(count_max, self.token_count)))
+
+
+@dataclass(slots=True)
+class Seen:
+    """Where each n-gram of a text ended first. A text only grows, and is read once."""
+
+    ngram_min: int
+    ngram_max: int
+    _ends: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _read_count: int = 0
+
+    def following(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+        """Returns up to `count` tokens that followed the longest n-gram at the end of a text where it occurred first,
+        be it that it overlaps with the end; nothing if none did."""
+        length = len(tokens)
+        for end in range(self._read_count + 1, length):
+            for size in range(self.ngram_min, min(self.ngram_max, end) + 1):
+                self._ends.setdefault(tuple(tokens[end - size : end]), end)
+        self._read_count = max(self._read_count, length - 1)
+        for size in range(min(self.ngram_max, length - 1), self.ngram_min - 1, -1):
+            found = self._ends.get(tuple(tokens[length - size :]))
+            if found is not None:
+                return tokens[found : found + count]
+        return ()
+
+
+def with_drafts(work: Sequence[Work], lookup: PromptLookup, *, budget: int, longest: int) -> list[Work]:
+    """Returns the work of a pass with drafts behind it: of samples that decode, on room that they have.
+
+    Args:
+        work: of the pass; no other one is under way.
+        lookup: makes them.
+        budget: tokens of the pass, with drafts.
+        longest: sequence, with whose last token a sample ends.
+    """
+    drafted, spare = [], budget - sum(item.token_count for item in work)
+    for item in work:
+        if spare and _decodes(item) and lookup.speculates(item.sample):
+            sample, length = item.sample, len(item.sample.tokens)
+            room = min(sample.granted, last_of(sample, longest)) - length
+            count = 0 if sample.is_outgrown_by(length + lookup.token_count + 1) else min(room, spare)
+            if count > 0:
+                draft = lookup.draft(sample, count)
+                spare -= len(draft)
+                drafted.append(item._replace(draft=draft))
+                continue
+        drafted.append(item)
+    return drafted
+
+
+def _decodes(item: Work) -> bool:
+    """Tells whether nothing is computed of a sample but its last token, after which it alone goes on."""
+    sample = item.sample
+    is_last = item.start == len(sample.tokens) - 1 and item.is_complete and not item.is_restored
+    return is_last and not sample.is_scored and not sample.has_forks_to_come

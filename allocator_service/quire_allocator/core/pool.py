@@ -277,8 +277,7 @@ class Pool:
             sequence_id: a live sequence.
             token_count: not below what was committed before.
             digests: of the blocks of `digest_tokens` tokens that end in (committed, token_count], concatenated. Where
-                the last ones lack, their blocks are not published, nor are later ones of full attention, and the
-                sequence cannot be forked.
+                the last ones lack, these blocks are not published, nor later ones of full attention.
             keep_token_count: if not 0, blocks that are not needed to hold so many tokens, nor `token_count`, are given
                 back: draft tokens that were not accepted.
         """
@@ -317,13 +316,9 @@ class Pool:
 
         Blocks that the parent was granted beyond that stay the parent's alone; in the half-filled block the parent may
         go on writing behind the child's last token, which the child never reads. A recurrent state has no such place:
-<<<<<<< HEAD
         where a group keeps one, a parent with granted tokens that are not committed answers UNCOMMITTED. So does one
-        that committed blocks without their digests, which no other sequence can have.
-=======
-        where a group keeps one, a parent with granted tokens that are not committed answers UNCOMMITTED. So does, in an
-        append-only pool, one whose last block is half full: a copy of it would replace an entry of a table.
->>>>>>> main
+        that committed blocks without their digests, and in an append-only pool one whose last block is half full: a
+        copy of it would replace an entry of a table.
 
         Args:
             parent_id: a live sequence.
@@ -336,9 +331,8 @@ class Pool:
         if child_id <= self.last_sequence_id:
             return Result.EXISTS
         length = parent.committed_token_count
-        if (self.coordinator.in_place and parent.token_count > length) or not parent.is_named:
-            return Result.UNCOMMITTED
-        if self.spec.append_only and length % self._edge_tokens:
+        is_half_full = self.spec.append_only and length % self._edge_tokens > 0
+        if (self.coordinator.in_place and parent.token_count > length) or not parent.is_named or is_half_full:
             return Result.UNCOMMITTED
         self.admission.note_change()
         if self.coordinator.retention is not None:

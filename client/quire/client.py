@@ -21,10 +21,12 @@ from quire._transport.channel import (
 from quire._transport.streams import ChunkStream, EventStream
 from quire._transport.watch import Watch
 from quire.aio import AsyncAllocatorClient
+from quire.blocking import BlockingSession
 from quire.branches import BranchKeeper, Prefills
 from quire.engine.blocking import Engine
 from quire.engine.turns import AsyncEngine
 from quire.errors import NotFoundError, QuireError
+from quire.session import WINDOW, PoolSession
 from quire.session.lookahead import AHEAD_TOKENS
 from quire.tls import Tls
 from quire.unary import UnarySession
@@ -314,6 +316,17 @@ class AllocatorClient(_Connected):
         request = messages.open_request(pool, spec, request_id)
         reply = self._link.call(self._stub.OpenSession, request, timeout_s)
         return UnarySession(self._link, self._stub, pool, len(spec.groups), reply, keep_alive=keep_alive)
+
+    def blocking_session(self, pool: str, spec: types.PoolSpec, *, window: int = WINDOW) -> BlockingSession:
+        """Takes ownership of a pool over a stream, for engines with threads of their own; its `open`, or `with`,
+        attaches: see `quire.blocking`. At most `window` steps (1 to 8) are unanswered at a time."""
+        token, tls = self._credentials
+
+        def connected() -> tuple[PoolSession, Callable[[], Awaitable[None]]]:
+            client = AsyncAllocatorClient(self.address, token=token, tls=tls)
+            return client.session(pool, spec, window=window), client.close
+
+        return BlockingSession(connected)
 
     def engine(self, pool: str, spec: types.PoolSpec, *, ahead_tokens: int = AHEAD_TOKENS) -> Engine:
         """Returns an engine on a session stream of its own, in a thread of its own; `with` takes the pool: see

@@ -181,6 +181,8 @@ class PoolSpec:
         eviction_policy: which cached blocks leave first, by name; empty for the default.
         retention: which windows and states stay cached: `dense`, `tail` or `auto`; empty for the default, auto.
         chunk_token_count_max: the largest chunk of a prompt that is computed in one pass; 0 where nobody says.
+        append_only: tables change at their end alone: a commit swaps nothing, and a sequence keeps its own blocks. All
+            groups are of full attention.
     """
 
     block_count: int
@@ -192,6 +194,7 @@ class PoolSpec:
     eviction_policy: str = ""
     retention: str = ""
     chunk_token_count_max: int = 0
+    append_only: bool = False
 
     @classmethod
     def full_attention(

@@ -170,6 +170,12 @@ def _swaps_are_not_told(original: Any, pool: Any, columns: Any, reply: Any) -> N
     del reply.swap_operations[:], reply.swap_groups[:], reply.swap_indices[:], reply.swap_blocks[:]
 
 
+@plant(step_apply, "apply_step")
+def _takeovers_are_not_told(original: Any, pool: Any, columns: Any, now: float, reply: Any) -> None:
+    original(pool, columns, now, reply)
+    del reply.takeover_sequences[:], reply.takeover_groups[:], reply.takeover_indices[:]
+
+
 @plant(Pool, "expire_holds")
 def _holds_end_untold(original: Any, self: Any, now: float) -> list[int]:
     original(self, now)

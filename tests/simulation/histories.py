@@ -38,9 +38,15 @@ GROUPS: dict[str, list[pb.GroupSpec]] = {
 }
 
 
+APPEND_ONLY = "append-only"  # a pool of these groups whose tables change at their end alone
+APPEND_ONLY_GROUPS = [group(FULL), group(FULL, 8), group(FULL)]
+
+
 def pool_spec(kinds: str, block_count: int, policy: str = "lru", **fields: object) -> pb.PoolSpec:
     """A pool of these groups."""
-    return pb.PoolSpec(block_count=block_count, groups=GROUPS[kinds], eviction_policy=policy, **fields)  # type: ignore[arg-type]
+    groups = APPEND_ONLY_GROUPS if kinds == APPEND_ONLY else GROUPS[kinds]
+    fields["append_only"] = kinds == APPEND_ONLY
+    return pb.PoolSpec(block_count=block_count, groups=groups, eviction_policy=policy, **fields)  # type: ignore[arg-type]
 
 
 @dataclass

@@ -74,7 +74,7 @@ class Simulation:
         self.clock = Clock()
         self.outcome = Outcome(seed)
         kinds = kinds or rng.choice(list(GROUPS))
-        blocks = rng.choice([12, 20, 32]) * (1 if len(GROUPS[kinds]) == 1 else 3)
+        blocks = rng.choice([12, 20, 32]) * (1 if len(GROUPS.get(kinds, ())) == 1 else 3)
         quotas = [pb.Quota(namespace="tenant", cached_blocks_max=2)] if rng.random() < 0.4 else []
         self.spec = pool_spec(kinds, blocks, quotas=quotas)
         self.window = rng.choice([1, 1, 2, 3])

@@ -6,7 +6,7 @@ import pytest
 
 from tests.simulation.__main__ import simulate
 from tests.simulation.bugs import BUGS
-from tests.simulation.histories import GROUPS
+from tests.simulation.histories import APPEND_ONLY, GROUPS
 from tests.simulation.simulation import FAULTS, Simulation
 
 STEPS_MAX = 100_000  # within which every planted bug must be caught
@@ -32,6 +32,14 @@ def test_nothing_is_violated_where_half_of_what_happens_are_faults(seed: int) ->
     assert outcome.answers > 10
 
 
+@pytest.mark.parametrize("seed", range(1, 3))
+def test_nothing_is_violated_where_tables_are_append_only(seed: int) -> None:
+    outcome = Simulation(seed, kinds=APPEND_ONLY).run(3_000)
+    assert not outcome.violation, f"seed {seed}: {outcome.violation}"
+    assert outcome.comparisons > 20
+    assert outcome.reports > 0
+
+
 def test_every_fault_happens() -> None:
     counts = sum((simulate(seed, 1_500).counts for seed in (3, 5, 8)), Simulation(1).outcome.counts)
     assert set(FAULTS) | {"device failures", "refused as a rival"} <= set(counts)
@@ -49,7 +57,7 @@ def test_there_are_enough_bugs() -> None:
 
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_caught(name: str) -> None:
-    steps, seed, kinds = 0, 0, list(GROUPS)
+    steps, seed, kinds = 0, 0, [APPEND_ONLY] if "takeovers" in name else list(GROUPS)
     with BUGS[name]():
         while steps < STEPS_MAX:
             outcome = Simulation(seed, kinds=kinds[-1 - seed % len(kinds)]).run(STEPS_EACH)

@@ -28,8 +28,9 @@ from typing import Final, NamedTuple
 from quire_allocator.core.blocks import Blocks, Namespace
 from quire_allocator.core.groups.manager import AnyManager, Hit
 from quire_allocator.core.sequence import SequenceState
-from quire_allocator.core.spec import GrowResult, PoolSpec, Result, Victim
+from quire_allocator.core.spec import GrowResult, PoolSpec, Result, Takeover, Victim
 
+TAKEOVERS_EXAMINED_MAX: Final = 1024  # oldest sequences: a step's reply names what it found
 VICTIMS_EXAMINED_MAX: Final = 1024  # newest sequences: looking at all of a large pool would hold up everybody's steps
 
 
@@ -52,12 +53,15 @@ class Admission:
 
     Attributes:
         promised_block_count: sum over all sequences of what the rest of their prompts will take.
+        takeovers: what was taken over last, in an append-only pool. The grows of one step take over once: they are only
+            ever refused, or hold more.
     """
 
     def __init__(
         self, spec: PoolSpec, blocks: Blocks, managers: Sequence[AnyManager], sequences: dict[int, SequenceState]
     ) -> None:
         self.promised_block_count = 0
+        self.takeovers: list[Takeover] = []
         self._spec = spec
         self._blocks = blocks
         self._managers = managers
@@ -132,15 +136,20 @@ class Admission:
 
     def _take_over(self, result: Result) -> bool:
         """Gives back, where blocks are short, twins that only those hold who keep blocks beside them. Returns whether
-        there were any. So a sequence that is alone in the pool has all of it, however much it kept."""
+        there were any. So a sequence that is alone in the pool has all of it, however much it kept. Looks at the oldest
+        thousand."""
         if self._has_taken_over or result not in (Result.NO_SPACE, Result.QUOTA):
             return False
         self._has_taken_over = True
-        found = False
-        for sequence in self._sequences.values():
+        found: list[Takeover] = []
+        for sequence_id, sequence in islice(self._sequences.items(), TAKEOVERS_EXAMINED_MAX):
             for manager, part in zip(self._managers, sequence.parts):
-                found |= manager.take_over(part)
-        return found
+                position = manager.take_over(part)
+                if position is not None:
+                    found += [Takeover(sequence_id, group, position) for group in manager.groups]
+        if found:
+            self.takeovers = found
+        return bool(found)
 
     def promise(self, sequence: SequenceState) -> None:
         """Keeps free from later admissions what the rest of a prompt in chunks will take beyond what it has now."""

@@ -144,6 +144,14 @@ class Swap(NamedTuple):
     block: int
 
 
+class Takeover(NamedTuple):
+    """From a position on, the blocks that a sequence keeps in one group are published in the place of their twins."""
+
+    sequence_id: int
+    group: int
+    position: int
+
+
 class Victim(NamedTuple):
     """The live sequence that is cheapest to preempt, and the tokens that would have to be computed again."""
 

@@ -40,12 +40,17 @@ _SUPERSEDED = (
 def report_bytes_max(spec: PoolSpec) -> int:
     """Returns the most bytes that the report of such a pool may take: those of all its blocks, of as many sequences as
     a pool may have, and of table entries that share blocks."""
-    sequence_bytes = limits.REPORT_SEQUENCE_BYTES_MAX + limits.REPORT_TABLE_BYTES_MAX * len(spec.groups)
+    sequence_bytes = limits.REPORT_SEQUENCE_BYTES_MAX + limits.REPORT_TABLE_BYTES_MAX * _tables_max(spec)
     return (
         limits.REPORT_BLOCK_BYTES_MAX * spec.block_count
         + sequence_bytes * limits.SEQUENCES_MAX
         + 4 * limits.REPORT_SHARED_ENTRIES_MAX
     )
+
+
+def _tables_max(spec: PoolSpec) -> int:
+    """Counts the tables of one sequence: one for each group, and one more of what it keeps."""
+    return len(spec.groups) * (2 if spec.append_only else 1)
 
 
 class StagedReport:
@@ -132,7 +137,10 @@ class StagedReport:
     def _add_sequence(self, message: pb.ReportedSequence, names: list[str], now: float) -> None:
         groups = len(self._spec.groups)
         require(message.hold_remaining_ms <= limits.HOLD_MS_MAX, f"a hold lasts at most {limits.HOLD_MS_MAX} ms")
-        require(len(message.tables) == groups, f"a sequence has one table for each of the {groups} groups")
+        require(
+            len(message.tables) in (groups, _tables_max(self._spec)),
+            f"a sequence has one table for each of the {groups} groups",
+        )
         require(len(message.boundaries) <= BOUNDARIES_MAX, f"a sequence has at most {BOUNDARIES_MAX} boundaries")
         tables = [unpack_uint32(_words(table.blocks, "blocks")) for table in message.tables]
         self._table_entries_left -= sum(map(len, tables))
@@ -146,18 +154,19 @@ class StagedReport:
             _name(names, message.namespace),
             message.token_count,
             message.committed_token_count,
-            tables,
+            tables[:groups],
             message.priority,
             message.prompt_token_count,
             message.chunk_token_count,
             now + message.hold_remaining_ms / 1000 if message.HasField("hold_remaining_ms") else None,
             tuple(message.boundaries),
+            tables[groups:],
         )
         last = self._sequences[-1] if self._sequences else None
         if last is not None and last.sequence_id == sequence.sequence_id:
-            same = last._replace(tables=(), hold_until=None) == sequence._replace(tables=(), hold_until=None)
+            same = _counts(last) == _counts(sequence) and len(last.kept) == len(sequence.kept)
             require(same, f"sequence {sequence.sequence_id} goes on with other counts than it began with")
-            for table, more in zip(last.tables, tables, strict=True):
+            for table, more in zip([*last.tables, *last.kept], tables, strict=True):
                 table.extend(more)
             return
         require(
@@ -166,6 +175,10 @@ class StagedReport:
             "TOO_LARGE",
         )
         self._sequences.append(sequence)
+
+
+def _counts(sequence: ReportedSequence) -> ReportedSequence:
+    return sequence._replace(tables=(), kept=(), hold_until=None)
 
 
 class _Freed:

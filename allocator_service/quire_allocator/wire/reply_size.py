@@ -8,6 +8,7 @@ from __future__ import annotations
 from itertools import repeat
 
 from quire_allocator import limits
+from quire_allocator.core.admission import TAKEOVERS_EXAMINED_MAX
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.wire.step_columns import StepColumns
@@ -15,6 +16,7 @@ from quire_allocator.wire.step_columns import StepColumns
 NUMBER_BYTES = 4  # a block id, or an entry of a packed array
 COPY_BYTES = 3 * NUMBER_BYTES  # source, destination, and the destination once more among the blocks
 SWAP_BYTES = 4 * NUMBER_BYTES  # operation, group, index, block
+TAKEOVER_BYTES = 4 * NUMBER_BYTES  # sequence, group, index
 TABLE_BYTES = 16  # what protobuf wraps around one table
 GROW_BYTES = 9 * NUMBER_BYTES  # result, matched, pending, junction, shortfall, index, and 12 bytes for a victim
 
@@ -51,6 +53,8 @@ def step_reply_bytes_max(pool: Pool, columns: StepColumns, *, exact: bool = Fals
     fixed = columns.operation_count + 2 * NUMBER_BYTES * len(pool.holds)  # 1 byte for each result
     if columns.digest_count:
         fixed += commit_answer_bytes_max(pool, columns.digest_count)
+    if pool.spec.append_only and grows:
+        fixed += min(len(pool.sequences), TAKEOVERS_EXAMINED_MAX) * groups * TAKEOVER_BYTES
     fixed += grows * (GROW_BYTES + groups * (NUMBER_BYTES + COPY_BYTES))
     # Most steps are so small that they would fit even if every sequence were new.
     coarse = fixed + groups * NUMBER_BYTES * (columns.tokens // pool.coordinator.digest_tokens + grows)

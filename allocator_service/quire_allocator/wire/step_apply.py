@@ -33,6 +33,11 @@ def apply_step(pool: Pool, columns: StepColumns, now: float, reply: pb.StepReply
         _fork(pool, columns, reply, now)
     if columns.grow_sequences:
         _grow(pool, columns, reply)
+        for takeover in pool.admission.takeovers:
+            reply.takeover_sequences.append(takeover.sequence_id)
+            reply.takeover_groups.append(takeover.group)
+            reply.takeover_indices.append(takeover.position)
+        pool.admission.takeovers = []
     reply.free_block_count = pool.blocks.free_count
 
 

@@ -114,6 +114,11 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
         f"every block_size must be a multiple of the smallest, {smallest}",
         "LAYOUT",
     )
+    require(
+        not spec.append_only or all(group.kind is GroupKind.FULL_ATTENTION for group in groups),
+        "all groups of an append-only pool are of full attention",
+        "LAYOUT",
+    )
     return PoolSpec(
         spec.block_count,
         groups,
@@ -124,6 +129,7 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
         spec.eviction_policy,
         spec.retention,
         spec.chunk_token_count_max,
+        spec.append_only,
     )
 
 
@@ -182,6 +188,7 @@ def pool_spec_message(spec: PoolSpec) -> pb.PoolSpec:
         eviction_policy=spec.eviction_policy,
         retention=spec.retention,
         chunk_token_count_max=spec.chunk_token_count_max,
+        append_only=spec.append_only,
     )
 
 

@@ -46,6 +46,7 @@ def pool_spec_message(spec: types.PoolSpec) -> pb.PoolSpec:
         model_fingerprint=spec.model_fingerprint,
         eviction_policy=spec.eviction_policy,
         retention=spec.retention,
+        append_only=spec.append_only,
     )
     for group in spec.groups:
         added = message.groups.add(kind=cast("pb.GroupKind.ValueType", int(group.kind)))

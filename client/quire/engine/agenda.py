@@ -51,6 +51,7 @@ class Agenda:
     def __init__(self, spec: PoolSpec, ahead_tokens: int) -> None:
         self.groups = spec.groups
         self.chunk_token_count = spec.chunk_token_count_max
+        self._append_only = spec.append_only
         self.live: dict[int, Sequence] = {}
         self.free_block_count = spec.block_count
         self._spec = spec
@@ -235,7 +236,7 @@ class Agenda:
         self._missing, self._is_frugal = 0, False
         self.free_block_count = outcome.free_block_count
         self._copies += outcome.copies
-        for swap in outcome.swaps:
+        for swap in () if self._append_only else outcome.swaps:
             row = self._known[swap.sequence_id].table[swap.group]
             row[0 if self.groups[swap.group].kind is GroupKind.STATE else swap.position] = swap.block
         for commit, result in zip(sent.commits, outcome.commits, strict=True):

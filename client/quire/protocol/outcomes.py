@@ -35,12 +35,21 @@ class Result(enum.IntEnum):
 
 
 class Swap(NamedTuple):
-    """The table entry of a sequence that now names the block which was published first."""
+    """The table entry of a sequence that now names the block which was published first; in an append-only pool it does
+    not, and that block is held beside it, as its twin."""
 
     sequence_id: int
     group: int
     position: int
     block: int
+
+
+class Takeover(NamedTuple):
+    """From a position on, what a sequence keeps in a group is published in the place of its twins, which are empty."""
+
+    sequence_id: int
+    group: int
+    position: int
 
 
 class Copy(NamedTuple):
@@ -93,6 +102,7 @@ class StepOutcome(NamedTuple):
     Attributes:
         free_block_count: blocks that can be granted after it, empty and cached.
         expired_holds: sequences that were held for a time which had passed; they were freed before the first phase.
+        takeovers: what was taken over before the grows (append-only pools only).
     """
 
     commits: list[Result]
@@ -103,6 +113,7 @@ class StepOutcome(NamedTuple):
     copies: list[Copy]
     free_block_count: int
     expired_holds: Sequence[int] = ()
+    takeovers: Sequence[Takeover] = ()
 
 
 def read_reply(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutcome:
@@ -124,6 +135,10 @@ def read_reply(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutc
         copies=[Copy(*pair) for pair in zip(reply.copy_sources, reply.copy_destinations, strict=True)],
         free_block_count=reply.free_block_count,
         expired_holds=list(reply.expired_holds),
+        takeovers=[
+            Takeover(*row)
+            for row in zip(reply.takeover_sequences, reply.takeover_groups, reply.takeover_indices, strict=True)
+        ],
     )
 
 

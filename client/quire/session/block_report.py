@@ -16,6 +16,7 @@ from typing import Final
 
 from quire.hashing import DIGEST_BYTES
 from quire.protocol.limits import REPORT_CHUNK_BYTES_MAX, REPORT_CHUNK_ENTRIES_MAX
+from quire.protocol.outcomes import NULL_BLOCK
 from quire.protocol.packing import pack_uint32
 from quire.session.ledger import Ledger, LedgerSequence
 from quire.session.pages import DigestSpace, Pages, PublishedStretch
@@ -111,8 +112,9 @@ def report_end(chunks: Sequence[pb.ReportChunk], *, last_step: int, last_sequenc
 
 def _add_sequence(chunker: _Chunker, sequence_id: int, sequence: LedgerSequence, now: float) -> None:
     """Adds a sequence to as many chunks as its tables need."""
-    done = [0] * len(sequence.tables)
-    size = SEQUENCE_BYTES + BOUNDARY_BYTES * len(sequence.boundaries) + TABLE_BYTES * len(sequence.tables)
+    tables = _reported_tables(sequence)
+    done = [0] * len(tables)
+    size = SEQUENCE_BYTES + BOUNDARY_BYTES * len(sequence.boundaries) + TABLE_BYTES * len(tables)
     while True:
         namespace = chunker.add_head(sequence.namespace, size, TABLE_ENTRY_BYTES)
         message = chunker.chunk.sequences.add(
@@ -128,13 +130,23 @@ def _add_sequence(chunker: _Chunker, sequence_id: int, sequence: LedgerSequence,
         if sequence.hold_until is not None:
             message.hold_remaining_ms = max(0, int((sequence.hold_until - now) * _MILLISECONDS))
         chunker.entries_left -= 1
-        for group, table in enumerate(sequence.tables):
+        for group, table in enumerate(tables):
             part = table[done[group] : done[group] + chunker.bytes_left // TABLE_ENTRY_BYTES]
             message.tables.add(blocks=pack_uint32(part))
             done[group] += len(part)
             chunker.bytes_left -= TABLE_ENTRY_BYTES * len(part)
-        if all(count == len(table) for count, table in zip(done, sequence.tables, strict=True)):
+        if all(count == len(table) for count, table in zip(done, tables, strict=True)):
             return
+
+
+def _reported_tables(sequence: LedgerSequence) -> list[array[int]]:
+    """Returns one table for each group; where it keeps blocks, those with the twins, and behind them what it keeps."""
+    if not sequence.twins:
+        return sequence.tables
+    kept = [array("I", [NULL_BLOCK]) * len(table) for table in sequence.tables]
+    for group, position in sequence.twins:
+        kept[group][position] = sequence.tables[group][position]
+    return [*map(sequence.path, range(len(kept))), *kept]
 
 
 def _may_repeat(parts: Sequence[PublishedStretch]) -> bool:

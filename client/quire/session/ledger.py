@@ -21,7 +21,7 @@ from itertools import repeat
 from typing import Final
 
 from quire.hashing import DIGEST_BYTES
-from quire.protocol.outcomes import NULL_BLOCK, Copy, GrowOutcome, Result, StepOutcome, Swap
+from quire.protocol.outcomes import NULL_BLOCK, Copy, GrowOutcome, Result, StepOutcome, Swap, Takeover
 from quire.protocol.packing import entry_uint32, unpack_uint32, unpack_uint64
 from quire.protocol.state_digest import STATE_DIGEST_ENTRIES_MAX, SequenceRow, in_turn, state_digest
 from quire.protocol.turn_ends import deal
@@ -40,6 +40,7 @@ class LedgerSequence:
         prompt_token_count, chunk_token_count: of its first grow; 0 for a fork.
         hold_until: when a hold ends, in seconds; None for an ordinary sequence.
         boundaries: token counts, rising, at which states make checkpoints and windows keep what is before them.
+        twins: in an append-only pool, by group and position, the published blocks that it holds beside its own.
     """
 
     __slots__ = (
@@ -52,6 +53,7 @@ class LedgerSequence:
         "prompt_token_count",
         "tables",
         "token_count",
+        "twins",
     )
 
     def __init__(self, namespace: str, token_count: int, committed_token_count: int, priority: int) -> None:
@@ -63,6 +65,17 @@ class LedgerSequence:
         self.hold_until: float | None = None
         self.boundaries: tuple[int, ...] = ()
         self.tables: list[array[int]] = []
+        self.twins: dict[tuple[int, int], int] = {}
+
+    def path(self, group: int) -> array[int]:
+        """Returns a table with the published blocks in the place of those that it keeps beside them."""
+        table = self.tables[group]
+        if self.twins:
+            table = table[:]
+            for (of, position), twin in self.twins.items():
+                if of == group:
+                    table[position] = twin
+        return table
 
 
 class Ledger:
@@ -87,6 +100,7 @@ class Ledger:
         self._keeps_prefixes = all(group.kind == _FULL for group in spec.groups)
         self._states = [number for number, group in enumerate(spec.groups) if group.kind == _STATE]
         self._managed = _groups_alike(self.groups)
+        self._append_only = spec.append_only
         self._step = self._operation = self._rank = 0
 
     def apply(self, step: pb.Step, outcome: StepOutcome, now: float) -> None:
@@ -103,6 +117,8 @@ class Ledger:
                 self._free(self.sequences.pop(sequence_id))
         if outcome.forks:
             self._apply_forks(step.forks, outcome, now)
+        if outcome.takeovers:
+            self._apply_takeovers(outcome.takeovers)
         if outcome.grows:
             self._apply_grows(step.grows, outcome)
 
@@ -130,6 +146,8 @@ class Ledger:
         """Returns the blocks that are in at least one table."""
         held = {block for sequence in self.sequences.values() for table in sequence.tables for block in table}
         held.discard(NULL_BLOCK)
+        if self._append_only:
+            held.update(twin for sequence in self.sequences.values() for twin in sequence.twins.values())
         return held
 
     def _apply_forks(self, forks: pb.ForkPhase, outcome: StepOutcome, now: float) -> None:
@@ -158,6 +176,9 @@ class Ledger:
             if result is Result.OK:
                 sequence = self.sequences[sequence_id]
                 for swap in swaps.get(sequence_id, ()):
+                    if self._append_only:
+                        sequence.twins[swap.group, swap.position] = swap.block
+                        continue
                     sequence.tables[swap.group][0 if self._is_state(swap.group) else swap.position] = swap.block
                 self._commit(sequence, token_count, digests[first:end], keep)
             first = end
@@ -183,7 +204,7 @@ class Ledger:
                 self._settle(sequence, alike, first_needed(spec, token_count) // spec.block_size)
 
     def _publish(self, sequence: LedgerSequence, group: int, size: int, token_count: int, digests: bytes) -> None:
-        table, before = sequence.tables[group], sequence.committed_token_count
+        table, before = sequence.path(group), sequence.committed_token_count
         first, end = before // size, token_count // size
         if first == end:
             return
@@ -224,6 +245,18 @@ class Ledger:
             sequence.tables[group][begin:end] = nulls
         self._release(fallen, end)
 
+    def _apply_takeovers(self, takeovers: Sequence[Takeover]) -> None:
+        """Notes that own blocks carry what their twins did, which are empty now."""
+        for sequence_id, group, first in takeovers:
+            sequence = self.sequences[sequence_id]
+            for position in sorted(at for of, at in sequence.twins if of == group and at >= first):
+                twin = sequence.twins.pop((group, position))
+                digest = self.pages.digest_of(twin)
+                before = sequence.path(group)[position - 1] if position else None
+                self.pages.grant([twin])
+                own = sequence.tables[group][position : position + 1]
+                self.pages.publish(DigestSpace(sequence.namespace, group), position, before, digest, own)
+
     # -- frees and forks -----------------------------------------------------------------------------------------------
 
     def _free(self, sequence: LedgerSequence) -> None:
@@ -231,7 +264,7 @@ class Ledger:
         if not self.pages.published:
             return
         for alike in self._managed:
-            tables = [sequence.tables[group] for group in alike]
+            tables = [sequence.path(group) for group in alike]
             begin = bisect_left(tables[0], True, key=_is_there)  # what fell out of a window comes first
             self._release([table[begin:] for table in tables], len(tables[0]))
 
@@ -239,7 +272,8 @@ class Ledger:
         length = parent.committed_token_count
         child = LedgerSequence(parent.namespace, length, length, parent.priority)
         child.hold_until, child.boundaries = hold_until, parent.boundaries
-        for spec, table in zip(self.groups, parent.tables, strict=True):
+        for group, spec in enumerate(self.groups):
+            table = parent.path(group)
             child.tables.append(table[:] if spec.kind == _STATE else table[: -(-length // spec.block_size)])
         self.sequences[child_id] = child
         self.last_sequence_id = child_id

@@ -239,6 +239,10 @@ class Pages:
                     parent = digest
         return {block: found[block] for block in self.published}
 
+    def digest_of(self, block: int) -> bytes:
+        """Returns the digest that a published block carries."""
+        return self._digest(self.published[block], block)
+
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _together(self, stretch: PublishedStretch, index: int, blocks: Sequence[int] | array[int]) -> int:

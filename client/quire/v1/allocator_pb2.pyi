@@ -300,6 +300,7 @@ class PoolSpec(_message.Message):
     EVICTION_POLICY_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
     CHUNK_TOKEN_COUNT_MAX_FIELD_NUMBER: _builtins.int
+    APPEND_ONLY_FIELD_NUMBER: _builtins.int
     block_count: _builtins.int
     """Physical blocks, shared by all groups, 1 to 16,777,216. The blocks of all pools together are limited too:
     RESOURCE_EXHAUSTED / LIMIT.
@@ -320,6 +321,11 @@ class PoolSpec(_message.Message):
     """The largest chunk of a prompt that the owner computes in one pass, in tokens, at most 16,777,216; 0 where it does
     not say. Windowed groups hold a pass and the window before it, so a prompt in chunks is let in only if it fits with
     passes as large as this.
+    """
+    append_only: _builtins.bool
+    """Tables change at their end alone, for engines that cannot replace an entry: a sequence keeps its own block where a
+    commit finds the digest published already, and a fork whose parent ends inside a block is UNCOMMITTED. All groups
+    are of full attention; LAYOUT otherwise.
     """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupSpec]:
@@ -343,10 +349,11 @@ class PoolSpec(_message.Message):
         eviction_policy: _builtins.str = ...,
         retention: _builtins.str = ...,
         chunk_token_count_max: _builtins.int = ...,
+        append_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "cache_layout", b"cache_layout", "chunk_token_count_max", b"chunk_token_count_max", "eviction_policy", b"eviction_policy", "groups", b"groups", "model_fingerprint", b"model_fingerprint", "quotas", b"quotas", "retention", b"retention", "watermark_block_count", b"watermark_block_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_only", b"append_only", "block_count", b"block_count", "cache_layout", b"cache_layout", "chunk_token_count_max", b"chunk_token_count_max", "eviction_policy", b"eviction_policy", "groups", b"groups", "model_fingerprint", b"model_fingerprint", "quotas", b"quotas", "retention", b"retention", "watermark_block_count", b"watermark_block_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -797,7 +804,10 @@ class ReportedSequence(_message.Message):
     """Of a hold: milliseconds until it ends."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
-        """One table per group, or the part of each that follows what earlier chunks carried."""
+        """One table per group, or the part of each that follows what earlier chunks carried. Of a sequence that keeps blocks
+        in an append-only pool these name the twins, and as many tables more follow: of each group the kept blocks where
+        they stand, and 0xFFFFFFFF everywhere else.
+        """
 
     @_builtins.property
     def boundaries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -1243,6 +1253,9 @@ class StepReply(_message.Message):
     VICTIM_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     JUNCTION_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     EXPIRED_HOLDS_FIELD_NUMBER: _builtins.int
+    TAKEOVER_SEQUENCES_FIELD_NUMBER: _builtins.int
+    TAKEOVER_GROUPS_FIELD_NUMBER: _builtins.int
+    TAKEOVER_INDICES_FIELD_NUMBER: _builtins.int
     FREE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     STATE_DIGEST_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
@@ -1278,7 +1291,8 @@ class StepReply(_message.Message):
     def swap_operations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Swaps: a commit met a digest that another block already carries, so the sequence's table entry now names that
         block, and the sequence's own block was dropped. Per swap, index of the commit, group, index in the table, and
-        block to use from now on.
+        block to use from now on. In an append-only pool the table stays as it is: the sequence keeps its own block, and
+        holds the one named here beside it, its twin.
         """
 
     @_builtins.property
@@ -1329,6 +1343,16 @@ class StepReply(_message.Message):
     def expired_holds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Holds whose time was over: the server freed them before the first phase."""
 
+    @_builtins.property
+    def takeover_sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Takeovers, in an append-only pool: before the grows, blocks were short, and nobody else held the twins of what a
+        sequence keeps in a group from an index in its table on. Its own blocks are published in their place.
+        """
+
+    @_builtins.property
+    def takeover_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def takeover_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -1354,12 +1378,15 @@ class StepReply(_message.Message):
         victim_token_counts: _abc.Iterable[_builtins.int] | None = ...,
         junction_token_counts: _abc.Iterable[_builtins.int] | None = ...,
         expired_holds: _abc.Iterable[_builtins.int] | None = ...,
+        takeover_sequences: _abc.Iterable[_builtins.int] | None = ...,
+        takeover_groups: _abc.Iterable[_builtins.int] | None = ...,
+        takeover_indices: _abc.Iterable[_builtins.int] | None = ...,
         free_block_count: _builtins.int = ...,
         state_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "blocks", b"blocks", "commit_results", b"commit_results", "copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "expired_holds", b"expired_holds", "fork_results", b"fork_results", "free_block_count", b"free_block_count", "free_results", b"free_results", "granted_grows", b"granted_grows", "grow_results", b"grow_results", "grow_shortfalls", b"grow_shortfalls", "junction_token_counts", b"junction_token_counts", "matched_token_counts", b"matched_token_counts", "number", b"number", "pending_token_counts", b"pending_token_counts", "session_id", b"session_id", "state_digest", b"state_digest", "swap_blocks", b"swap_blocks", "swap_groups", b"swap_groups", "swap_indices", b"swap_indices", "swap_operations", b"swap_operations", "victim_sequences", b"victim_sequences", "victim_token_counts", b"victim_token_counts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "blocks", b"blocks", "commit_results", b"commit_results", "copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "expired_holds", b"expired_holds", "fork_results", b"fork_results", "free_block_count", b"free_block_count", "free_results", b"free_results", "granted_grows", b"granted_grows", "grow_results", b"grow_results", "grow_shortfalls", b"grow_shortfalls", "junction_token_counts", b"junction_token_counts", "matched_token_counts", b"matched_token_counts", "number", b"number", "pending_token_counts", b"pending_token_counts", "session_id", b"session_id", "state_digest", b"state_digest", "swap_blocks", b"swap_blocks", "swap_groups", b"swap_groups", "swap_indices", b"swap_indices", "swap_operations", b"swap_operations", "takeover_groups", b"takeover_groups", "takeover_indices", b"takeover_indices", "takeover_sequences", b"takeover_sequences", "victim_sequences", b"victim_sequences", "victim_token_counts", b"victim_token_counts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -28,7 +28,7 @@ from quire_allocator.session.staged_report import StagedReport
 from quire_allocator.wire import step_apply, step_checks, translate
 
 from tests.allocator.twin.rebuild import NodeBuilder
-from tests.simulation.histories import GROUPS, History, pool_spec
+from tests.simulation.histories import APPEND_ONLY, GROUPS, History, pool_spec
 
 FULL = PoolSpec(8, (GroupSpec(GroupKind.FULL_ATTENTION, 4),))
 
@@ -74,7 +74,7 @@ class Played:
     """One history against one pool, with the owner's ledger beside it."""
 
     def __init__(self, kinds: str, seed: int, **fields: Any) -> None:
-        self.message = pool_spec(kinds, 24 if len(GROUPS[kinds]) == 1 else 64, **fields)
+        self.message = pool_spec(kinds, 24 if len(GROUPS.get(kinds, ())) == 1 else 64, **fields)
         self.spec = translate.pool_spec(self.message)
         self.pool = Pool(self.spec)
         self.ledger = Ledger(self.message)
@@ -93,7 +93,7 @@ class Played:
         self.history.check(self.ledger)
 
 
-@pytest.mark.parametrize("kinds", GROUPS)
+@pytest.mark.parametrize("kinds", [*GROUPS, APPEND_ONLY])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_rebuilt_pool_is_the_one_that_was_lost(kinds: str, seed: int) -> None:
     played = Played(kinds, seed)
@@ -109,7 +109,7 @@ def test_the_rebuilt_pool_is_the_one_that_was_lost(kinds: str, seed: int) -> Non
         assert again.blocks.free_count == played.pool.blocks.free_count
 
 
-@pytest.mark.parametrize("kinds", GROUPS)
+@pytest.mark.parametrize("kinds", [*GROUPS, APPEND_ONLY])
 def test_a_history_goes_on_upon_the_rebuilt_pool_as_if_nothing_had_happened(kinds: str) -> None:
     played = Played(kinds, 5)
     for number in range(150):
@@ -184,7 +184,7 @@ def cut_up(chunks: list[pb.ReportChunk], dice: random.Random) -> list[pb.ReportC
     return whole_report
 
 
-@pytest.mark.parametrize("kinds", GROUPS)
+@pytest.mark.parametrize("kinds", [*GROUPS, APPEND_ONLY])
 @pytest.mark.parametrize("seed", range(3))
 def test_runs_are_rebuilt_as_position_by_position(kinds: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     played, dice = Played(kinds, seed), random.Random(seed)
@@ -198,6 +198,36 @@ def test_runs_are_rebuilt_as_position_by_position(kinds: str, seed: int, monkeyp
         assert shape(plain) == shape(slow)
         assert (plain.blocks.cached_count, plain.blocks.empty) == (slow.blocks.cached_count, slow.blocks.empty)
         assert pool_digest(plain) == pool_digest(slow) == played.ledger.digest()
+
+
+def test_what_a_sequence_keeps_is_kept_again() -> None:
+    played = Played(APPEND_ONLY, 1)
+    while not any(sequence.twins for sequence in played.ledger.sequences.values()):
+        played.step()
+    chunks = report_chunks(played.ledger, float(played.number))
+    again = taken_in(chunks, played.ledger, played.spec, float(played.number))
+    kept, before = (
+        {
+            (number, part): list(own.kept or ())
+            for number, s in pool.sequences.items()
+            for part, own in enumerate(s.parts)
+        }  # type: ignore[attr-defined]
+        for pool in (again, played.pool)
+    )
+    assert kept == before
+    assert any(kept.values())
+
+
+def test_a_report_that_keeps_what_nobody_has_published_is_refused() -> None:
+    played = Played(APPEND_ONLY, 1)
+    while not any(sequence.twins for sequence in played.ledger.sequences.values()):
+        played.step()
+    sequence = next(sequence for sequence in played.ledger.sequences.values() if sequence.twins)
+    (group, position), twin = next(iter(sequence.twins.items()))
+    sequence.twins[group, len(sequence.tables[group]) - 1] = twin
+    sequence.tables[group][position] = twin
+    with pytest.raises(Refusal, match="report: "):
+        rebuilt(played.ledger, played.spec, float(played.number))
 
 
 # -- wrong reports -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from quire_allocator.core.blocks import Namespace, Scoped
 from quire_allocator.core.groups.full import FullAttentionManager, RunPart
+from quire_allocator.core.groups.kept import KeptBlocks
 from quire_allocator.core.groups.runs import Run, RunScope
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.rebuild.report import BlockUse, ReportedSequence, ReportedStretch, refuse
@@ -60,6 +61,7 @@ class Place(NamedTuple):
     borrowed: Node | None
     shares: bool
     owns: int
+    kept: KeptBlocks | None
 
 
 class NodeBuilder:
@@ -135,7 +137,15 @@ class NodeBuilder:
                 self._sharers[tail[0]] = (space.name, end)
             borrowed, owned = None, tail
         self._use.claim(owned)
-        return Place(scope, end, published, tail, borrowed, shares, len(owned))
+        kept, count = None, len(owned)
+        for position in range(length if sequence.kept else 0):
+            own = array("I", [sequence.kept[group][position] for group in manager.groups])
+            if own[0] != NULL_BLOCK:
+                kept = kept or KeptBlocks()
+                kept.add(position, own, manager.width)
+                self._use.claim(own)
+                count += manager.width
+        return Place(scope, end, published, tail, borrowed, shares, count, kept)
 
     def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
         """Files all nodes with a way to the root as runs."""
@@ -163,6 +173,7 @@ class NodeBuilder:
         assert run is not None, "a located node was filed"
         tree.hold(run)
         part = RunPart(place.scope, run, place.published, place.tail)
+        part.kept = place.kept
         place.scope.held += place.owns
         if place.borrowed is not None:
             assert place.borrowed.run is not None, "a located node was filed"

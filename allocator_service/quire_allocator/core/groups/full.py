@@ -278,13 +278,13 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         self._give_back(part, returned)
         return taken
 
-    def take_over(self, part: RunPart) -> bool:
+    def take_over(self, part: RunPart) -> int | None:
         if part.kept is None:
-            return False
+            return None
         taken = part.kept.take_from(self.shared_token_count(part) // self.block_size, self.width)
         for position, own in taken:
             self._give_back(part, self.tree.exchange(part.run, position, own))
-        return bool(taken)
+        return taken[-1][0] if taken else None
 
     def _commit_shared(self, part: RunPart, digests: bytes, swaps: list[Swap]) -> int:
         """Publishes what became full where the first position of the tail is shared with forks.

@@ -132,10 +132,11 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
     def commit(self, part: PartT, committed: int, until: int, digests: bytes, swaps: list[Swap]) -> None:
         """Publishes what became full; `digests` are those of the digest blocks in [committed, until)."""
 
-    def take_over(self, part: PartT) -> bool:
+    def take_over(self, part: PartT) -> int | None:
         """Publishes blocks that the sequence keeps in the place of their twins, and gives those back, as far as nobody
-        else holds them. Returns whether there were any; only append-only pools have some."""
-        return False
+        else holds them. Returns the first position of those; None where there are none, as in all but append-only
+        pools."""
+        return None
 
     @abstractmethod
     def settle(self, part: PartT, committed: int) -> int:

@@ -17,7 +17,7 @@ earlier prompts part, no checkpoint counts as one that its sequence made, counte
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from quire_allocator.core.blocks import Namespace, Scoped
@@ -30,7 +30,7 @@ from quire_allocator.core.rebuild.report import BlockUse, Report, ReportedSequen
 from quire_allocator.core.rebuild.runs import RunBuilder
 from quire_allocator.core.rebuild.units import StateBuilder, UnitBuilder, WindowBuilder, boundaries
 from quire_allocator.core.sequence import Part, SequenceState
-from quire_allocator.core.spec import DIGEST_BYTES, GroupKind, PoolSpec
+from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK, GroupKind, PoolSpec
 
 
 class Builder(Protocol):
@@ -158,7 +158,7 @@ def _open(pool: Pool, space: Namespace, reported: ReportedSequence, parts: list[
     sequence.committed_token_count = reported.committed_token_count
     sequence.boundaries = sequence.ends = boundaries(pool, reported)
     pool.sequences[reported.sequence_id] = sequence
-    tables = zip(pool.tables(sequence), reported.tables, strict=True)
+    tables = zip(pool.tables(sequence), _own_tables(reported), strict=True)
     if any(table.tobytes() != given.tobytes() for table, given in tables):
         refuse(f"the tables of sequence {reported.sequence_id} are not those of its digests")
     if 0 < reported.chunk_token_count < reported.prompt_token_count:
@@ -168,6 +168,16 @@ def _open(pool: Pool, space: Namespace, reported: ReportedSequence, parts: list[
     if reported.hold_until is not None:
         sequence.is_hold = True
         pool.holds[reported.sequence_id] = reported.hold_until
+
+
+def _own_tables(reported: ReportedSequence) -> Sequence[array[int]]:
+    """Returns the tables as the owner has them: with what it keeps."""
+    if not reported.kept:
+        return reported.tables
+    return [
+        array("I", [block if own == NULL_BLOCK else own for block, own in zip(table, kept)])
+        for table, kept in zip(reported.tables, reported.kept)
+    ]
 
 
 def _queue(pool: Pool, cached: list[tuple[int, int, Scoped]]) -> None:

@@ -23,6 +23,8 @@ class ReportedSequence(NamedTuple):
         prompt_token_count, chunk_token_count: of its first grow; 0 for a fork.
         hold_until: when a hold ends, in seconds of the caller's clock; None for an ordinary sequence.
         boundaries: as in `SequenceState`.
+        kept: one per group, of its own blocks where they stand in the place of published ones (which are in `tables`),
+            and `NULL_BLOCK` elsewhere; nothing where it keeps none.
     """
 
     sequence_id: int
@@ -35,6 +37,7 @@ class ReportedSequence(NamedTuple):
     chunk_token_count: int = 0
     hold_until: float | None = None
     boundaries: tuple[int, ...] = ()
+    kept: Sequence[array[int]] = ()
 
 
 class ReportedStretch(NamedTuple):

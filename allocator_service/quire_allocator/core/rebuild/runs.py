@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 from quire_allocator.core.blocks import Namespace, Scoped
 from quire_allocator.core.groups.full import FullAttentionManager, RunPart
+from quire_allocator.core.groups.kept import KeptBlocks
 from quire_allocator.core.groups.manager import AnyManager
 from quire_allocator.core.groups.runs import RunScope
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.rebuild.report import BlockUse, ReportedSequence, ReportedStretch, refuse
 from quire_allocator.core.rebuild.tree import Forest, JoinedStretch, Spot
-from quire_allocator.core.spec import DIGEST_BYTES
+from quire_allocator.core.spec import DIGEST_BYTES, NULL_BLOCK
 
 
 class Place(NamedTuple):
@@ -26,7 +27,8 @@ class Place(NamedTuple):
     Attributes:
         borrowed: the position that the first of those blocks is published as.
         shares: that first block is half filled, and may be another sequence's too.
-        owns: blocks of the tail that are counted with this sequence.
+        owns: blocks of the tail, and kept ones, that are counted with this sequence.
+        kept: what it keeps in the place of published blocks; None where nothing.
     """
 
     scope: RunScope
@@ -36,6 +38,7 @@ class Place(NamedTuple):
     borrowed: Spot | None
     shares: bool
     owns: int
+    kept: KeptBlocks | None
 
 
 class RunBuilder:
@@ -96,7 +99,24 @@ class RunBuilder:
                 self._sharers[tail[0]] = (space.name, end, half_filled)
             borrowed, owned = None, tail
         self._use.claim(owned)
-        return Place(scope, end, published, tail, borrowed, shares, len(owned))
+        kept, kept_count = self._kept(sequence, published, length) if sequence.kept else (None, 0)
+        return Place(scope, end, published, tail, borrowed, shares, len(owned) + kept_count, kept)
+
+    def _kept(self, sequence: ReportedSequence, published: int, length: int) -> tuple[KeptBlocks, int]:
+        """Claims what a sequence keeps; returns it, and how many blocks that are."""
+        tables, kept, count = [sequence.kept[group] for group in self._manager.groups], KeptBlocks(), 0
+        if any(len(table) != length for table in tables):
+            refuse(f"sequence {sequence.sequence_id} has other tables of what it keeps than of what it holds")
+        for position, own in enumerate(zip(*tables)):
+            gaps = own.count(NULL_BLOCK)
+            if gaps == len(own):
+                continue
+            if gaps or position >= published:
+                refuse(f"sequence {sequence.sequence_id} keeps a block at position {position}, where none is published")
+            self._use.claim(own)
+            kept.add(position, array("I", own), self._manager.width)
+            count += len(own)
+        return kept, count
 
     def build(self, spaces: dict[str, Namespace], ranks: array[int]) -> list[tuple[int, int, Scoped]]:
         """Files everything with a way to the root as runs."""
@@ -120,6 +140,7 @@ class RunBuilder:
         run = place.end.stretch.run_at(place.end.offset) if place.end is not None else place.scope.root
         tree.hold(run)
         part = RunPart(place.scope, run, place.published, place.tail)
+        part.kept = place.kept
         place.scope.held += place.owns
         if place.borrowed is not None:
             part.borrowed = place.borrowed.stretch.run_at(place.borrowed.offset)

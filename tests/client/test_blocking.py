@@ -1,0 +1,124 @@
+"""A session for threads, against the real allocator as a process, which is killed; also in an append-only pool."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from quire import AllocatorClient, PoolSpec, UnavailableError
+from quire.blocking import BlockingSession
+from quire.hashing import block_digests
+from quire.local import ServerProcess
+from quire.protocol.outcomes import Result, StepOutcome, Takeover
+from quire.protocol.steps import StepBuilder
+
+from tests.client.servers import allocator_process
+
+SPEC = PoolSpec.full_attention(block_count=8, block_size=4)
+APPEND_ONLY = replace(SPEC, append_only=True)
+TOKENS = list(range(40))
+ANSWER_S = 20.0  # more than any answer takes, on any machine
+
+
+@pytest.fixture
+def allocator(tmp_path: Path) -> Iterator[ServerProcess]:
+    with allocator_process(tmp_path, "--check-invariants", "--lease", "30") as process:
+        yield process
+
+
+def digests(first: int, end: int) -> list[bytes]:
+    return block_digests(b"r" * 32, TOKENS[: end * 4], 4)[first:end]
+
+
+def allocate(sequence_id: int, token_count: int, shared: int = 0) -> StepBuilder:
+    step = StepBuilder()
+    step.allocate(sequence_id, token_count, digests(0, shared))
+    return step
+
+
+def commit(sequence_id: int, first: int, end: int) -> StepBuilder:
+    step = StepBuilder()
+    step.commit(sequence_id, end * 4, digests(first, end))
+    return step
+
+
+def answered(session: BlockingSession, step: StepBuilder) -> StepOutcome:
+    return session.submit(step).result(ANSWER_S)
+
+
+def test_steps_are_submitted_and_their_answers_waited_for(allocator: ServerProcess) -> None:
+    with AllocatorClient(allocator.address) as client, client.blocking_session("mine", SPEC) as session:
+        answers = [session.submit(allocate(number, 4)) for number in (1, 2, 3)]
+        outcomes = [answer.result(ANSWER_S) for answer in answers]
+        assert [outcome.grows[0].sequence_id for outcome in outcomes] == [1, 2, 3]
+        assert all(answer.done() for answer in answers)
+        assert outcomes[-1].free_block_count == 5
+        assert session.connected
+    assert not session.connected
+
+
+def test_a_wait_ends_though_the_allocator_is_dead_and_the_step_is_applied_once(
+    allocator: ServerProcess, tmp_path: Path
+) -> None:
+    port = allocator.address.rpartition(":")[2]
+    with AllocatorClient(allocator.address) as client, client.blocking_session("mine", SPEC) as session:
+        answered(session, allocate(1, 4))
+        allocator.process.kill()
+        allocator.process.wait()
+        began = time.monotonic()
+        answer = session.submit(allocate(2, 4))
+        with pytest.raises(TimeoutError):
+            answer.result(0.05)
+        assert time.monotonic() - began < 5
+        (tmp_path / "next").mkdir()
+        with allocator_process(tmp_path / "next", "--listen", f"127.0.0.1:{port}", "--check-invariants"):
+            assert answer.result(ANSWER_S).free_block_count == 6
+            assert answered(session, commit(1, 0, 1)).commits == [Result.OK]
+
+
+def test_an_open_that_waits_too_long_ends(tmp_path: Path) -> None:
+    with AllocatorClient("127.0.0.1:1") as client:
+        session = client.blocking_session("mine", SPEC)
+        with pytest.raises(TimeoutError):
+            session.open(0.1)
+        session.close()
+
+
+def test_a_closed_session_says_so(allocator: ServerProcess) -> None:
+    with AllocatorClient(allocator.address) as client:
+        session = client.blocking_session("mine", SPEC)
+        session.open(ANSWER_S)
+        session.close()
+        session.close()
+        with pytest.raises(UnavailableError):
+            session.submit(allocate(1, 4)).result(ANSWER_S)
+
+
+def test_kept_blocks_outlive_the_allocator(allocator: ServerProcess, tmp_path: Path) -> None:
+    """Two compute the same side by side; the next allocator knows of both, and what is taken over is told."""
+    port = allocator.address.rpartition(":")[2]
+    with AllocatorClient(allocator.address) as client, client.blocking_session("mine", APPEND_ONLY) as session:
+        first = answered(session, allocate(1, 13)).grows[0].blocks[0]
+        second = answered(session, allocate(2, 13)).grows[0].blocks[0]
+        answered(session, commit(1, 0, 3))
+        swaps = answered(session, commit(2, 0, 3)).swaps
+        assert [swap.block for swap in swaps] == list(first[:3])
+        allocator.process.kill()
+        allocator.process.wait()
+        (tmp_path / "next").mkdir()
+        with allocator_process(tmp_path / "next", "--listen", f"127.0.0.1:{port}", "--check-invariants"):
+            step = StepBuilder()
+            step.free(1)
+            assert answered(session, step).free_block_count == 1, "the twins are held"
+            (info,) = client.get_pool_blocks("mine").sequences
+            assert [list(table) for table in info.tables] == [list(second)]
+            step = StepBuilder()
+            step.grow(2, 29)
+            outcome = answered(session, step)
+            assert outcome.grows[0].result is Result.OK
+            assert outcome.takeovers == [Takeover(2, 0, 0)]
+            (info,) = client.get_pool_blocks("mine").sequences
+            assert list(info.tables[0])[:4] == list(second)

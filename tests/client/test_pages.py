@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 
 import pytest
-from quire.session.pages import DigestSpace, Pages, Published
+from quire.session.pages import DigestSpace, Pages, Published, PublishedStretch
 
 BLOCKS = 96
 
@@ -47,8 +47,7 @@ class NaivePages:
 
 
 def order(pages: Pages) -> list[int]:
-    releases = pages.releases()
-    return [block for each in releases for block in each.blocks if pages.released.get(block) is each]
+    return [block for each in pages.releases() for block in each.blocks]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -74,6 +73,13 @@ def test_a_random_history_is_known_as_block_by_block(seed: int) -> None:
             let_go = dice.sample(range(BLOCKS), dice.randrange(12))
             counts = {target.release(step, operation, 0, let_go) for target in (pages, naive)}
             assert len(counts) == 1
+        for operation, stretch in enumerate(dice.sample(pages.stretches(), min(2, len(pages.stretches()))), 2):
+            count = dice.randint(1, len(stretch.blocks))
+            table = list(range(1_000, 1_000 + stretch.first_position)) + list(stretch.blocks[:count])
+            table += dice.sample(range(BLOCKS), dice.randrange(3))
+            let_go = list(dict.fromkeys(reversed(table)))  # a sampled block may stand further ahead, too
+            naive.release(step, operation, 0, let_go)
+            pages.release(step, operation, 0, array("I", let_go), position=len(table) - 1)
         assert pages.carried() == naive.carried, f"seed {seed}, step {step}"
         assert order(pages) == naive.order(), f"seed {seed}, step {step}"
         check_bounds(pages)
@@ -114,3 +120,35 @@ def test_outdated_releases_do_not_pile_up() -> None:
     for step in range(1, 2_000):
         pages.release(step, 0, 0, blocks[: 64 - step % 64])
     assert sum(len(release.blocks) for release in pages.releases()) <= 5 * 4_096
+    (stretch,) = pages.stretches()
+    assert len(stretch.released) <= 64
+
+
+def test_a_free_of_a_long_table_looks_at_no_block_by_itself() -> None:
+    pages, table = Pages(), array("I", range(70_000, 4_096, -1))
+    pages.publish(DigestSpace("", 0), 0, None, bytes(32 * len(table)), table[:])
+    looked: list[int] = []
+
+    class Counting(dict[int, PublishedStretch]):
+        def get(self, key: int, default: object = None) -> PublishedStretch | None:  # type: ignore[override]
+            looked.append(key)
+            return super().get(key)
+
+    pages.published = Counting(pages.published)
+    pages.release(1, 0, 0, table[:50_000][::-1], position=49_999)
+    pages.release(2, 0, 0, table[::-1], position=len(table) - 1)
+    assert len(looked) == 2
+    assert order(pages) == list(table[::-1])
+
+
+def test_groups_of_one_specification_are_let_go_of_position_by_position() -> None:
+    pages, tables = Pages(), [array("I", range(8)), array("I", range(8, 16))]
+    for group, table in enumerate(tables):
+        pages.publish(DigestSpace("", group), 0, None, bytes(32 * 8), table[:])
+    for group, table in enumerate(tables):
+        pages.release(1, 0, group, table[::-1], position=7, stride=2)
+    (let_go,) = pages.releases()
+    assert list(let_go.blocks) == [
+        block for pair in zip(tables[0][::-1], tables[1][::-1], strict=True) for block in pair
+    ]
+    assert list(let_go.ranks) == list(range(16))

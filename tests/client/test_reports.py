@@ -110,7 +110,8 @@ def check_whole(chunks: list[pb.ReportChunk], ledger: Ledger) -> None:
     assert list(tables) == list(ledger.sequences), "by rising id"
     pages = ledger.pages
     assert carried == {b: (p.digest, p.group, p.position, p.namespace) for b, p in pages.carried().items()}
-    assert {row[-1] for row in freed} == pages.released.keys() - ledger.held_blocks()
+    released = {block for each in pages.releases() for block in each.blocks}
+    assert {row[-1] for row in freed} == released - ledger.held_blocks()
     assert all(earlier < later for earlier, later in pairwise(freed))
 
 

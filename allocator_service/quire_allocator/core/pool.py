@@ -42,7 +42,6 @@ from quire_allocator.core.spec import (
     Match,
     PoolSpec,
     Result,
-    Swap,
 )
 
 _OK: Final = Result.OK
@@ -195,7 +194,8 @@ class Pool:
         if self._takes_next_blocks(sequence, token_count):
             self.admission.note_change()
             self.granted_block_count += self.coordinator.group_count
-            return GrowResult(_OK, 0, 0, self.coordinator.append(sequence, token_count), ())
+            blocks = self.coordinator.append(sequence, token_count)
+            return GrowResult(_OK, 0, 0, tuple([blocks[i : i + 1] for i in range(len(blocks))]), ())
         before = sequence.token_count
         needs = [m.needed(part, before, token_count) for m, part in zip(self.managers, sequence.parts)]
         needed = sum(needs)
@@ -243,15 +243,18 @@ class Pool:
             What was granted; number and result of those that need more than room there is or the next block.
         """
         batch = self._batch.look_up(sequence_ids, self.sequences)
-        grants, others, takes_one = Grants(), [], self.coordinator.group_count == 1
+        grants, others, group_count = Grants(), [], self.coordinator.group_count
         for number, (sequence, token_count) in enumerate(zip(batch, token_counts)):
             if sequence is None:
                 others.append((number, GrowResult(Result.NOT_FOUND)))
             elif token_count > sequence.limit:
-                if takes_one and self._takes_next_blocks(sequence, token_count):
+                if self._takes_next_blocks(sequence, token_count):
                     self.admission.note_change()
-                    self.granted_block_count += 1
-                    grants.add_one(number, self.coordinator.append_one(sequence, token_count))
+                    self.granted_block_count += group_count
+                    if group_count == 1:
+                        grants.add_one(number, self.coordinator.append_one(sequence, token_count))
+                    else:
+                        grants.add_row(number, self.coordinator.append(sequence, token_count))
                 else:
                     grown = self._extend(sequence_ids[number], sequence, token_count)
                     if grown.blocks:
@@ -273,7 +276,8 @@ class Pool:
         Args:
             sequence_id: a live sequence.
             token_count: not below what was committed before.
-            digests: of the blocks of `digest_tokens` tokens that end in (committed, token_count], concatenated.
+            digests: of the blocks of `digest_tokens` tokens that end in (committed, token_count], concatenated. Where
+                the last ones lack, these blocks are not published, nor later ones of full attention.
             keep_token_count: if not 0, blocks that are not needed to hold so many tokens, nor `token_count`, are given
                 back: draft tokens that were not accepted.
         """
@@ -288,20 +292,15 @@ class Pool:
             return _COMMITTED
         committed = sequence.committed_token_count
         granted = min(sequence.token_count, max(keep_token_count or sequence.token_count, token_count))
-        swaps: list[Swap] = []
-        if digests:
-            for manager, part in zip(self.managers, sequence.parts):
-                # With room left, the next pass would overwrite a published state without a grow that copies it.
-                if granted == token_count or not manager.in_place:
-                    manager.commit(part, committed, token_count, digests, swaps)
-        sequence.committed_token_count = token_count
+        swaps = self.coordinator.publish(sequence, token_count, digests, has_room=granted > token_count)
         if granted < sequence.token_count:
             self.coordinator.shrink(sequence, granted)
         if sequence.announcement is not None and not self.pending.advance(
             sequence.announcement, token_count // self.digest_tokens
         ):
             sequence.announcement = None
-        if sequence.boundaries and self.coordinator.retention is not None:
+        ends = sequence.ends
+        if ends and ends[-1] > committed and self.coordinator.retention is not None:
             self.coordinator.retention.reached(sequence, committed)
         self.coordinator.settle(sequence)
         if self.coordinator.settles:
@@ -317,8 +316,9 @@ class Pool:
 
         Blocks that the parent was granted beyond that stay the parent's alone; in the half-filled block the parent may
         go on writing behind the child's last token, which the child never reads. A recurrent state has no such place:
-        where a group keeps one, a parent with granted tokens that are not committed answers UNCOMMITTED. So does, in an
-        append-only pool, one whose last block is half full: a copy of it would replace an entry of a table.
+        where a group keeps one, a parent with granted tokens that are not committed answers UNCOMMITTED. So does one
+        that committed blocks without their digests, and in an append-only pool one whose last block is half full: a
+        copy of it would replace an entry of a table.
 
         Args:
             parent_id: a live sequence.
@@ -331,9 +331,8 @@ class Pool:
         if child_id <= self.last_sequence_id:
             return Result.EXISTS
         length = parent.committed_token_count
-        if self.coordinator.in_place and parent.token_count > length:
-            return Result.UNCOMMITTED
-        if self.spec.append_only and length % self._edge_tokens:
+        is_half_full = self.spec.append_only and length % self._edge_tokens > 0
+        if (self.coordinator.in_place and parent.token_count > length) or not parent.is_named or is_half_full:
             return Result.UNCOMMITTED
         self.admission.note_change()
         if self.coordinator.retention is not None:

@@ -25,6 +25,7 @@ class SequenceState:
         promised: blocks that the rest of that prompt will take; admission leaves them free.
         announcement: the part of its prompt that it announced and has still to compute, or None.
         is_hold: nobody writes to it, and it ends by itself.
+        is_named: each full block of what it committed came with its digest, and is published.
         boundaries: token counts, rising, at which a later prompt may part from this sequence: the last edge of the
             prompt that leaves a token to compute, the junction, and ends of turns that the owner named.
         ends: its boundaries and, where a pool has learned that prompts part early, steps before the last of them: all
@@ -40,6 +41,7 @@ class SequenceState:
         "committed_token_count",
         "ends",
         "is_hold",
+        "is_named",
         "last_boundary",
         "limit",
         "namespace",
@@ -67,4 +69,5 @@ class SequenceState:
         self.last_boundary: Boundary | None = None
         self.announcement: Announcement | None = None
         self.is_hold = False
+        self.is_named = True
         self.parts = parts

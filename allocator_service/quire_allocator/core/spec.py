@@ -174,7 +174,8 @@ class Grants:
         self.rows: list[int] = []
         self.counts: list[int] = []
         self.blocks: list[array[int]] = []
-        self._singles: array[int] | None = None  # the last array of `blocks`, while only `add_one` writes to it
+        # The last array of `blocks`, while only `add_one` and `add_row` write to it.
+        self._singles: array[int] | None = None
 
     def add(self, row: int, tables: tuple[array[int], ...]) -> None:
         """Adds what one grow was granted, one array for each group."""
@@ -192,6 +193,15 @@ class Grants:
             self._singles = NO_BLOCKS[:]
             self.blocks.append(self._singles)
         self._singles.append(block)
+
+    def add_row(self, row: int, blocks: array[int]) -> None:
+        """Adds one block of each group for one grow, as most grows of a decoding batch take."""
+        self.rows.append(row)
+        self.counts += [1] * len(blocks)
+        if self._singles is None:
+            self._singles = NO_BLOCKS[:]
+            self.blocks.append(self._singles)
+        self._singles.extend(blocks)
 
 
 class GrowResult:  # noqa: PLW1641 - nobody files answers by their values

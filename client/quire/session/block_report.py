@@ -178,14 +178,16 @@ def _outdated(pages: Pages, held: Set[int]) -> set[int]:
 
 def _add_freed(chunker: _Chunker, pages: Pages, others: Set[int]) -> None:
     """Adds the blocks that were let go of, in that order, but for those among `others`."""
-    released, blocks = pages.released, array("I")
-    steps, operations, ranks = list[int](), list[int](), list[int]()
-    for release in pages.releases():
-        own = [block for block in release.blocks if released.get(block) is release and block not in others]
+    blocks, steps, operations, ranks = array("I"), list[int](), list[int](), list[int]()
+    for each in pages.releases():
+        own, own_ranks = each.blocks, each.ranks
+        if not others.isdisjoint(own):
+            rows = [row for row in zip(own, own_ranks, strict=True) if row[0] not in others]
+            own, own_ranks = [row[0] for row in rows], [row[1] for row in rows]
         blocks.extend(own)
-        steps += [release.step] * len(own)
-        operations += [release.operation] * len(own)
-        ranks += range(release.rank, release.rank + len(own))
+        steps += [each.step] * len(own)
+        operations += [each.operation] * len(own)
+        ranks += own_ranks
     done = 0
     while done < len(blocks):
         chunker.make_room(FREED_BYTES + FREED_ENTRY_BYTES)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Final
@@ -232,14 +233,17 @@ class Ledger:
 
     def _settle(self, sequence: LedgerSequence, alike: Sequence[int], first: int) -> None:
         """Releases blocks that fell out of a window, deepest first."""
-        table, fallen = sequence.tables[alike[0]], list[int]()
-        for position in reversed(range(min(first, len(table)))):
-            if table[position] == NULL_BLOCK:
-                break
-            for group in alike:
-                fallen.append(sequence.tables[group][position])
-                sequence.tables[group][position] = NULL_BLOCK
-        self._release(fallen)
+        table = sequence.tables[alike[0]]
+        end = begin = min(first, len(table))
+        while begin and table[begin - 1] != NULL_BLOCK:
+            begin -= 1
+        if begin == end:
+            return
+        nulls = array("I", [NULL_BLOCK]) * (end - begin)
+        fallen = [sequence.tables[group][begin:end] for group in alike]
+        for group in alike:
+            sequence.tables[group][begin:end] = nulls
+        self._release(fallen, end)
 
     def _apply_takeovers(self, takeovers: Sequence[Takeover]) -> None:
         """Notes that own blocks carry what their twins did, which are empty now."""
@@ -260,11 +264,9 @@ class Ledger:
         if not self.pages.published:
             return
         for alike in self._managed:
-            if len(alike) == 1:
-                self._release(sequence.path(alike[0])[::-1])
-            else:
-                columns = [reversed(sequence.path(group)) for group in alike]
-                self._release([block for row in zip(*columns, strict=True) for block in row])
+            tables = [sequence.path(group) for group in alike]
+            begin = bisect_left(tables[0], True, key=_is_there)  # what fell out of a window comes first
+            self._release([table[begin:] for table in tables], len(tables[0]))
 
     def _fork(self, parent: LedgerSequence, child_id: int, hold_until: float | None) -> None:
         length = parent.committed_token_count
@@ -337,7 +339,7 @@ class Ledger:
         """Releases the sources of one grow's copies, which are taken from the end of `copies`."""
         own = {block for table in grown.blocks for block in table}
         while copies and copies[-1].destination in own:
-            self._release([copies.pop().source])
+            self._release([array("I", [copies.pop().source])], 0)
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -345,15 +347,25 @@ class Ledger:
         self._operation += 1
         self._rank = 0
 
-    def _release(self, blocks: Sequence[int]) -> None:
-        if blocks:
-            self._rank += self.pages.release(self._step, self._operation, self._rank, blocks)
+    def _release(self, columns: Sequence[array[int]], end: int) -> None:
+        """Releases the blocks before position `end` of the tables of groups of one specification, the deepest first and
+        at each position group by group."""
+        width, count = len(columns), len(columns[0])
+        for number, column in enumerate(columns):
+            self.pages.release(
+                self._step, self._operation, self._rank + number, column[::-1], position=end - 1, stride=width
+            )
+        self._rank += width * count
 
     def _is_state(self, group: int) -> bool:
         return bool(self.groups[group].kind == _STATE)
 
     def _holder_count(self, group: int, block: int) -> int:
         return sum(sequence.tables[group][0] == block for sequence in self.sequences.values())
+
+
+def _is_there(block: int) -> bool:
+    return block != NULL_BLOCK
 
 
 def first_needed(spec: pb.GroupSpec, token_count: int) -> int:

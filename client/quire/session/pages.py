@@ -1,7 +1,8 @@
 """What the pages of a pool carry: published blocks and their digests, and when each was let go of last.
 
-Blocks are published in stretches, and let go of in stretches: one object serves thousands of them, and a block costs an
-entry in a table. A stretch shrinks by blocks that are granted anew; when half of it is gone, it is made anew, too.
+Blocks are published in stretches, and let go of in ranges of them (`releases.py`): one object serves thousands of
+blocks, and a block costs an entry in a table. A free looks at no block where a sequence has a whole stretch, or its
+beginning. A stretch shrinks by blocks that are granted anew; when half of it is gone, it is made anew, too.
 
 Pure: no call, clock or lock.
 """
@@ -10,12 +11,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence, Set
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 from quire.hashing import DIGEST_BYTES
+from quire.session import releases
+from quire.session.releases import Release
 
 _NOTHING: Final[frozenset[int]] = frozenset()
-_SWEEP_MIN: Final = 4096  # releases are swept when four times (this + the released blocks) are listed
 
 
 class Published(NamedTuple):
@@ -48,9 +51,10 @@ class PublishedStretch:
         digests: concatenated.
         live: blocks that still carry their digest.
         sparse_at: half of them, when they were all there.
+        released: which of them were let go of, and when last.
     """
 
-    __slots__ = ("blocks", "digests", "first_position", "live", "parent", "scope", "sparse_at")
+    __slots__ = ("blocks", "digests", "first_position", "live", "parent", "released", "scope", "sparse_at")
 
     def __init__(
         self, scope: DigestSpace, first_position: int, parent: bytes, digests: bytes, blocks: array[int]
@@ -62,6 +66,14 @@ class PublishedStretch:
         self.blocks = blocks
         self.live = len(blocks)
         self.sparse_at = self.live // 2
+        self.released: list[Release] = []
+
+    def index_of(self, block: int, position: int) -> int:
+        """Returns where a block of it stands, most likely at that position of its prefix."""
+        index = position - self.first_position
+        if 0 <= index < len(self.blocks) and self.blocks[index] == block:
+            return index
+        return self.blocks.index(block)
 
     def digest_at(self, index: int) -> bytes:
         """Returns the digest of one block."""
@@ -71,7 +83,9 @@ class PublishedStretch:
         """Returns the blocks of [start, end) as a stretch of their own."""
         parent = self.digest_at(start - 1) if start else self.parent
         digests = bytes(self.digests[start * DIGEST_BYTES : end * DIGEST_BYTES])
-        return PublishedStretch(self.scope, self.first_position + start, parent, digests, self.blocks[start:end])
+        part = PublishedStretch(self.scope, self.first_position + start, parent, digests, self.blocks[start:end])
+        part.released = releases.part(self.released, start, end)
+        return part
 
     def extend(self, digests: bytes, blocks: array[int]) -> None:
         """Adds blocks at the end of a stretch that is whole."""
@@ -81,16 +95,13 @@ class PublishedStretch:
         self.sparse_at = self.live // 2
 
 
-class Release:
-    """Blocks that one operation let go of, in that order: `rank` is the first one's within the operation."""
+class LetGo(NamedTuple):
+    """Published blocks that one operation let go of, in this order; `ranks` says so within the operation."""
 
-    __slots__ = ("blocks", "operation", "rank", "step")
-
-    def __init__(self, step: int, operation: int, rank: int, blocks: list[int]) -> None:
-        self.step = step
-        self.operation = operation
-        self.rank = rank
-        self.blocks = array("I", blocks)
+    step: int
+    operation: int
+    ranks: Sequence[int]
+    blocks: Sequence[int]
 
 
 class Pages:
@@ -98,13 +109,10 @@ class Pages:
 
     Attributes:
         published: of every block that carries a digest the stretch that it is in.
-        released: of published blocks the last release that named them; also of some that are held again.
     """
 
     def __init__(self) -> None:
         self.published: dict[int, PublishedStretch] = {}
-        self.released: dict[int, Release] = {}
-        self._release_entries = 0  # blocks listed in all releases, also where a later one replaced the entry
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
@@ -144,16 +152,39 @@ class Pages:
             for block in blocks:
                 self._forget(block)
 
-    def release(self, step: int, operation: int, rank: int, blocks: Sequence[int]) -> int:
-        """Notes that an operation let go of these blocks in this order; returns how many are published."""
-        published = self.published
-        own = [block for block in blocks if block in published]
-        if own:
-            self.released.update(dict.fromkeys(own, Release(step, operation, rank, own)))
-            self._release_entries += len(own)
-            if self._release_entries > 4 * (len(self.released) + _SWEEP_MIN):
-                self._sweep()
-        return len(own)
+    def release(
+        self,
+        step: int,
+        operation: int,
+        rank: int,
+        blocks: Sequence[int] | array[int],
+        *,
+        position: int = 0,
+        stride: int = 1,
+    ) -> int:
+        """Notes that an operation let go of these blocks in this order; returns how many are published.
+
+        Args:
+            step: its number.
+            operation: index of the operation in it.
+            rank: of the first block within the operation; that of each further one is higher by `stride`.
+            blocks: most often those of a table, from its end.
+            position: of the first block in its table, where it has one: it is found there sooner.
+            stride: how many groups the operation goes through at each position.
+        """
+        published, at, end, count = self.published, 0, len(blocks), 0
+        while at < end:
+            stretch = published.get(blocks[at])
+            if stretch is None:
+                at += 1
+                continue
+            index = stretch.index_of(blocks[at], position - at)
+            same = self._together(stretch, index, blocks[at : at + index + 1]) if at + 1 < end else 1
+            new = Release(index + 1 - same, index + 1, step, operation, rank + at * stride, stride)
+            releases.note(stretch.released, new)
+            at += same
+            count += same
+        return count
 
     # -- what is there -------------------------------------------------------------------------------------------------
 
@@ -176,9 +207,24 @@ class Pages:
         if start is not None:
             yield stretch.part(start, len(stretch.blocks))
 
-    def releases(self) -> list[Release]:
-        """Returns every release that still is some block's last, the first one first."""
-        return sorted(dict.fromkeys(self.released.values()), key=lambda r: (r.step, r.operation, r.rank))
+    def releases(self) -> list[LetGo]:
+        """Returns the last release of every published block that was let go of, also of those that are held again; the
+        first one first."""
+        entries: dict[tuple[int, int], list[tuple[Sequence[int], list[int]]]] = {}
+        for stretch in self.stretches():
+            for release in stretch.released:
+                ranks, blocks = self._let_go(stretch, release)
+                if blocks:
+                    entries.setdefault((release.step, release.operation), []).append((ranks, blocks))
+        found = []
+        for (step, operation), parts in sorted(entries.items(), key=lambda entry: entry[0]):
+            parts.sort(key=lambda entry: entry[0][0])
+            if all(before[0][-1] < after[0][0] for before, after in pairwise(parts)):
+                found += [LetGo(step, operation, *entry) for entry in parts]
+            else:  # groups of one specification are let go of together, position by position
+                rows = sorted(row for ranks, blocks in parts for row in zip(ranks, blocks, strict=True))
+                found.append(LetGo(step, operation, [row[0] for row in rows], [row[1] for row in rows]))
+        return found
 
     def carried(self) -> dict[int, Published]:
         """Returns what every published block carries, in the order in which they were published."""
@@ -199,6 +245,31 @@ class Pages:
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
+    def _together(self, stretch: PublishedStretch, index: int, blocks: Sequence[int] | array[int]) -> int:
+        """Counts the leading blocks that the stretch has at `index` and just before, and that still carry its digests;
+        the first one does."""
+        count, published = len(blocks), self.published
+        own = stretch.blocks[index + 1 - count : index + 1]
+        own.reverse()
+        is_same = own == (blocks if isinstance(blocks, array) else array("I", blocks))
+        if is_same and (stretch.live == len(stretch.blocks) or [*map(published.get, own)].count(stretch) == count):
+            return count
+        same = 1
+        while same < count and own[same] == blocks[same] and published.get(own[same]) is stretch:
+            same += 1
+        return same
+
+    def _let_go(self, stretch: PublishedStretch, release: Release) -> tuple[Sequence[int], list[int]]:
+        """Returns ranks and blocks of what a release let go of and is published still, the deepest first."""
+        blocks = stretch.blocks[release.first : release.end].tolist()
+        blocks.reverse()
+        ranks = range(release.rank, release.rank + len(blocks) * release.stride, release.stride)
+        if stretch.live == len(stretch.blocks):
+            return ranks, blocks
+        published = self.published
+        live = [row for row in zip(ranks, blocks, strict=True) if published.get(row[1]) is stretch]
+        return [row[0] for row in live], [row[1] for row in live]
+
     def _digest(self, stretch: PublishedStretch, block: int) -> bytes:
         return stretch.digest_at(stretch.blocks.index(block))
 
@@ -207,15 +278,7 @@ class Pages:
         stretch = self.published.pop(block, None)
         if stretch is None:
             return
-        self.released.pop(block, None)
         stretch.live -= 1
         if stretch.live == stretch.sparse_at:
             for part in list(self.parts(stretch)):
                 self.published.update(dict.fromkeys(part.blocks, part))
-
-    def _sweep(self) -> None:
-        """Drops from each release the blocks that a later one has named."""
-        released = self.released
-        for release in self.releases():
-            release.blocks = array("I", [block for block in release.blocks if released.get(block) is release])
-        self._release_entries = len(released)

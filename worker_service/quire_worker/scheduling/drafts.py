@@ -48,16 +48,25 @@ class PromptLookup:
         """Tells whether drafts are made for a sample."""
         return sample.draws and not sample.is_beam
 
+    def may_draft_next(self, sample: Sample) -> bool:
+        """Tells whether there can be a draft behind the next token of a sample, whatever that is."""
+        return self.speculates(sample) and self._seen(sample).may_follow_next(sample.tokens)
+
     def draft(self, sample: Sample, count_max: int) -> tuple[int, ...]:
         """Returns what is drafted behind a sample's tokens; may be nothing."""
+        return tuple(self._seen(sample).following(sample.tokens, min(count_max, self.token_count)))
+
+    def _seen(self, sample: Sample) -> Seen:
         if sample.seen is None:
             sample.seen = Seen(self.ngram_min, self.ngram_max)
-        return tuple(sample.seen.following(sample.tokens, min(count_max, self.token_count)))
+        seen: Seen = sample.seen
+        return seen
 
 
 @dataclass(slots=True)
 class Seen:
-    """Where each n-gram of a text ended first. A text only grows, and is read once."""
+    """Where each n-gram of a text ended first, those that are one token too short for a draft among them. A text only
+    grows, and is read once."""
 
     ngram_min: int
     ngram_max: int
@@ -67,16 +76,27 @@ class Seen:
     def following(self, tokens: Sequence[int], count: int) -> Sequence[int]:
         """Returns up to `count` tokens that followed the longest n-gram at the end of a text where it occurred first,
         be it that it overlaps with the end; nothing if none did."""
+        self._read(tokens)
         length = len(tokens)
-        for end in range(self._read_count + 1, length):
-            for size in range(self.ngram_min, min(self.ngram_max, end) + 1):
-                self._ends.setdefault(tuple(tokens[end - size : end]), end)
-        self._read_count = max(self._read_count, length - 1)
         for size in range(min(self.ngram_max, length - 1), self.ngram_min - 1, -1):
             found = self._ends.get(tuple(tokens[length - size :]))
             if found is not None:
                 return tokens[found : found + count]
         return ()
+
+    def may_follow_next(self, tokens: Sequence[int]) -> bool:
+        """Tells whether anything can be following once there is one more token: if not even the end without it was
+        there before, no n-gram that ends with it was."""
+        self._read(tokens)
+        size = self.ngram_min - 1
+        return size == 0 or tuple(tokens[len(tokens) - size :]) in self._ends
+
+    def _read(self, tokens: Sequence[int]) -> None:
+        """Notes all n-grams but those that the text ends with."""
+        for end in range(self._read_count + 1, len(tokens)):
+            for size in range(max(1, self.ngram_min - 1), min(self.ngram_max, end) + 1):
+                self._ends.setdefault(tuple(tokens[end - size : end]), end)
+        self._read_count = max(self._read_count, len(tokens) - 1)
 
 
 def with_drafts(work: Sequence[Work], lookup: PromptLookup, *, budget: int, longest: int) -> list[Work]:

@@ -26,7 +26,7 @@ def ready_after(
 ) -> Plan:
     """Plans a turn after what is under way. It is not whole if the allocator has to be asked for others that run, or
     nobody runs. Parents wait for their forks, which share all that they have committed; forks for their parent's first
-    token, and whoever has drafts for the tokens that these begin behind.
+    token, and whoever may have a draft for the token that this begins behind.
 
     Args:
         under_way: of the pass that is computed; empty if none is.
@@ -43,7 +43,7 @@ def ready_after(
             before_backfilled = budget
         work = work_of.get(sample)
         if work is not None and work.is_complete:
-            if sample.has_forks_to_come or (lookup is not None and lookup.speculates(sample)):
+            if sample.has_forks_to_come or (lookup is not None and lookup.may_draft_next(sample)):
                 plan.is_whole = False
                 continue
             if len(sample.tokens) >= last_of(sample, longest):

@@ -17,7 +17,7 @@ from quire_allocator.core.groups.history import PromptHistory
 from quire_allocator.core.groups.manager import Hit
 from quire_allocator.core.groups.retention import Retention
 from quire_allocator.core.sequence import SequenceState
-from quire_allocator.core.spec import DIGEST_BYTES, NEVER, OTHERS, Copy, PoolSpec
+from quire_allocator.core.spec import DIGEST_BYTES, NEVER, OTHERS, Copy, PoolSpec, Swap
 
 
 class Coordinator:
@@ -45,8 +45,8 @@ class Coordinator:
         self.in_step = not self.in_place and len({group.block_size for group in spec.groups}) == 1
         order = [group for manager in self.managers for group in manager.groups]
         self.group_count = len(order)
-        # For each group, where its block stands among those that `append` takes.
-        self._places = [order.index(group) for group in range(len(order))]
+        # For each group, where its block stands among those that `append` takes; none where that is as they come.
+        self._places = [order.index(group) for group in range(len(order))] if order != sorted(order) else []
         self._blocks = blocks
         keeps_all = spec.retention == "dense" or not self.settles
         self.retention = None if keeps_all else Retention(spec, self.managers, blocks, self.history)
@@ -161,24 +161,24 @@ class Coordinator:
         sequence.limit = limit
         return granted
 
-    def append(self, sequence: SequenceState, token_count: int) -> tuple[array[int], ...]:
+    def append(self, sequence: SequenceState, token_count: int) -> array[int]:
         """Takes one more block for every group, at a block edge of groups in step: nothing can be shared there.
 
         Returns:
             For each group its block.
         """
-        if self.group_count == 1:
-            return (array("I", [self.append_one(sequence, token_count)]),)
         blocks = self._blocks.take(self.group_count)
-        copies: list[Copy] = []
-        before, sequence.token_count = sequence.token_count, token_count
+        sequence.token_count = token_count
         sequence.limit += self.digest_tokens
         first = 0
         for manager, part in zip(self.managers, sequence.parts):
             end = first + len(manager.groups)
-            manager.grow(part, before, token_count, blocks[first:end], copies)
+            if end - first == 1:
+                manager.append(part, blocks[first])
+            else:
+                manager.append_row(part, blocks[first:end])
             first = end
-        return tuple([blocks[i : i + 1] for i in self._places])
+        return array("I", [blocks[i] for i in self._places]) if self._places else blocks
 
     def append_one(self, sequence: SequenceState, token_count: int) -> int:
         """Does the same for the only group of a pool, and returns its block."""
@@ -187,6 +187,24 @@ class Coordinator:
         sequence.limit += self.digest_tokens
         self.managers[0].append(sequence.parts[0], block)
         return block
+
+    def publish(self, sequence: SequenceState, until: int, digests: bytes, *, has_room: bool) -> list[Swap]:
+        """Counts a sequence's tokens up to `until` as committed, and publishes what became full as far as it has
+        digests; returns what was published before by others. It `has_room` if more tokens than these are granted."""
+        committed = sequence.committed_token_count
+        swaps: list[Swap] = []
+        sequence.committed_token_count = until
+        size = (until // self.digest_tokens - committed // self.digest_tokens) * DIGEST_BYTES
+        if not size:
+            return swaps
+        if len(digests) != size:
+            digests = digests[:size]
+            sequence.is_named = sequence.is_named and len(digests) == size
+        for manager, part in zip(self.managers, sequence.parts):
+            # With room left, the next pass would overwrite a published state without a grow that copies it.
+            if not has_room or not manager.in_place:
+                manager.commit(part, committed, until, digests, swaps)
+        return swaps
 
     def shrink(self, sequence: SequenceState, until: int) -> None:
         """Gives back what is not needed to hold so many tokens."""

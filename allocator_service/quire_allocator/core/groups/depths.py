@@ -34,6 +34,10 @@ class Depths:
             del self._counts[position]
             del self.positions[bisect_left(self.positions, position)]
 
+    def has(self, position: int) -> bool:
+        """Tells whether anything stands there."""
+        return position in self._counts
+
     def between(self, first: int, end: int) -> list[int]:
         """Returns those from `first` on and before `end`."""
         positions = self.positions

@@ -139,8 +139,11 @@ class FallenManager(UnitManager[PartT]):
     def _let_fall(self, scope: UnitScope, fallen: Sequence[Scoped]) -> None:
         """Counts one fewer table that has these units and stretches, which follow one another: the deepest first, since
         short prefixes serve most prompts. What nobody has or needs becomes a stretch."""
-        assert isinstance(scope, WindowScope)
         i = len(fallen)
+        if i == 1 and isinstance(fallen[0], Unit):  # while decoding
+            self._release(fallen[0])
+            return
+        assert isinstance(scope, WindowScope)
         while i > 0:
             end = i
             while i > 0 and _is_idle(fallen[i - 1]):
@@ -256,6 +259,8 @@ class FallenManager(UnitManager[PartT]):
 
         If the sequence has the block before them (`is_linked`), no stretch that has the first begins before it.
         """
+        if first == end or not scope.stretches:
+            return
         found = scope.stretches_on(path, first, end)
         if not is_linked and first:
             through = scope.through(first, path.at(first))

@@ -120,6 +120,10 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
         part.scope.held += 1
         part.tail.append(block)
 
+    def append_row(self, part: RunPart, blocks: array[int]) -> None:
+        part.scope.held += self.width
+        part.tail.extend(blocks)
+
     def let_go(self, part: RunPart, token_count: int) -> int:
         """Counts the half-filled block where this sequence is the last one that borrows it."""
         return self.width if part.borrowed is not None and part.borrowed.live == 1 else 0
@@ -130,6 +134,8 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
     def commit(self, part: RunPart, committed: int, until: int, digests: bytes, swaps: list[Swap]) -> None:
         digests = filled(digests, self._stride, committed, self.block_size)
         if not digests:
+            return
+        if part.published < committed // self.block_size:  # a block before them had no digest: they have no parent
             return
         width = self.width
         count = len(digests) // DIGEST_BYTES

@@ -109,7 +109,11 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
 
     def append(self, part: PartT, block: int) -> None:
         """Adds one block at a block edge, where nothing is shared; for a manager of one group."""
-        self.grow(part, 0, 0, array("I", [block]), [])
+        self.append_row(part, array("I", [block]))
+
+    def append_row(self, part: PartT, blocks: array[int]) -> None:
+        """Does the same with one block for each of its groups."""
+        self.grow(part, 0, 0, blocks, [])
 
     @abstractmethod
     def let_go(self, part: PartT, token_count: int) -> int:

@@ -139,6 +139,8 @@ class StateManager(UnitManager[StatePart]):
         if not self._is_private(part):
             return
         digest = self._digest_at(digests, until, committed // self._digest_tokens)
+        if not digest:
+            return
         key = (until // self._digest_tokens, digest)
         own, part.unit = part.unit, self._publish(part.scope, part.unit, key, swaps, 0)
         if part.unit is own:

@@ -122,6 +122,10 @@ class WindowManager(FallenManager[WindowPart]):
         part.scope.held += 1
         part.tail.append(block)
 
+    def append_row(self, part: WindowPart, blocks: array[int]) -> None:
+        part.scope.held += self.width
+        part.tail.extend(blocks)
+
     def let_go(self, part: WindowPart, token_count: int) -> int:
         """Counts the half-filled block where another sequence has filled, published and left it."""
         return self.width if self._must_copy(part, token_count) and part.units[-1].live == 1 else 0
@@ -135,17 +139,23 @@ class WindowManager(FallenManager[WindowPart]):
         begin, end = committed // size, until // size
         if begin == end:
             return
-        path = Path(filled(digests, self._stride, committed, size), DIGEST_BYTES, begin)
-        if scope.stretches:
-            self._take_out(scope, path, begin, end, is_linked=part.first < begin)
+        digests, stay = filled(digests, self._stride, committed, size), self._rule.first_needed(until) // size
+        named = begin + len(digests) // DIGEST_BYTES  # positions from there on have no digest, and stay private
+        if end - begin == 1 == named - begin and part.first < begin and stay <= begin and not scope.starts.has(begin):
+            self._commit_next(part, begin, digests, swaps)
+            return
+        path = Path(digests, DIGEST_BYTES, begin)
+        self._take_out(scope, path, begin, named, is_linked=part.first < begin)
         units, blocks, taken = part.units, part.tail, 0
         half = units.pop() if begin - part.first < len(units) else None  # half-filled until now
-        falling, stay, spans = list[Scoped](), self._rule.first_needed(until) // size, list[range]()
+        falling: list[Scoped] = []
+        spans: list[range] = []
         if stay > begin:
             falling.extend(units)
             units.clear()
             part.first, part.falling = stay, falling
-            spans = self._idle_spans(part, path, range(begin + (half is not None), stay), committed, until)
+            last = min(stay, named)
+            spans = self._idle_spans(part, path, range(begin + (half is not None), last), committed, until)
         new = position = begin  # the log was told of what comes before `new`
         for span in (*spans, range(end, end)):
             while position < span.start:
@@ -154,7 +164,8 @@ class WindowManager(FallenManager[WindowPart]):
                 else:
                     unit = Unit(scope, blocks[taken : taken + width])
                     taken += width
-                published = self._publish(scope, unit, (position, path.at(position)), swaps, position)
+                key = (position, path.at(position)) if position < named else None
+                published = unit if key is None else self._publish(scope, unit, key, swaps, position)
                 if published is not unit:
                     self._tell(scope, path, new, position)
                     new = position + 1
@@ -169,7 +180,20 @@ class WindowManager(FallenManager[WindowPart]):
                 taken += len(span) * width
                 position = span.stop
         del blocks[:taken]
-        self._tell(scope, path, new, end)
+        self._tell(scope, path, new, named)
+
+    def _commit_next(self, part: WindowPart, position: int, digest: bytes, swaps: list[Swap]) -> None:
+        """Publishes one position behind others of the sequence, as decoding does, where no stretch begins."""
+        units, blocks, width, scope = part.units, part.tail, self.width, part.scope
+        if position - part.first < len(units):  # half-filled until now
+            unit = units.pop()
+        else:
+            unit = Unit(scope, blocks[:width])
+            del blocks[:width]
+        published = self._publish(scope, unit, (position, digest), swaps, position)
+        units.append(published)
+        if published is unit:
+            self._log.stored(scope, b"", digest, position)
 
     def _idle_spans(self, part: WindowPart, path: Path, new: range, committed: int, until: int) -> list[range]:
         """Returns what of the `new` positions no boundary needs that the commit reaches, and is not published yet."""
@@ -205,8 +229,14 @@ class WindowManager(FallenManager[WindowPart]):
         prompts."""
         gone = self._rule.first_needed(committed) // self.block_size - part.first
         falling = part.falling
+        if gone == 1 and not falling and part.units and self._remember_next(part, committed):
+            unit = part.units.pop(0)
+            part.first += 1
+            self._release(unit)
+            return self.settled_until(part, committed)
         if gone > 0:
-            falling = [*falling, *part.units[:gone]]
+            fallen: list[Scoped] = [*part.units[:gone]]
+            falling = [*falling, *fallen] if falling else fallen
             del part.units[:gone]
             part.first += gone
         if falling:
@@ -303,6 +333,32 @@ class WindowManager(FallenManager[WindowPart]):
             unit.aside_count -= 1
         for unit in before:
             self.revalue(unit)
+
+    def _remember_next(self, part: WindowPart, committed: int) -> bool:
+        """Does the same where the first unit of the table is about to fall out alone, and replaces what fell out before
+        it, as decoding does. Returns False where it is not as simple as that, and nothing has changed."""
+        if self.keeper is None:
+            return True
+        edge, aside, unit, position = (
+            committed // self.edge_tokens * self.edge_tokens,
+            part.aside,
+            part.units[0],
+            part.first,
+        )
+        earlier = edge - self.edge_tokens
+        if part.needed or len(aside) > 1 or unit.key is None or earlier < 0:
+            return False
+        first = self._rule.first_needed(earlier) // self.block_size
+        if not first <= position < self._rule.first_needed(edge) // self.block_size:
+            return False
+        if position >= earlier // self.block_size or (aside and aside[0].first_position >= first):
+            return False
+        unit.aside_count += 1
+        part.aside = [unit]
+        if aside:
+            aside[0].aside_count -= 1
+            self.revalue(aside[0])
+        return True
 
     def mark(self, states: BlockStates, scopes: Sequence[UnitScope], parts: Sequence[WindowPart]) -> None:
         units = {unit for part in parts for unit in part.units}

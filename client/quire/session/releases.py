@@ -1,0 +1,75 @@
+"""When the blocks of a stretch were let go of last, by ranges of it: what one free let go of is one entry.
+
+Who owns which part of a stretch, as indices of its blocks: ranges [first, end) that rise and do not overlap, each with
+the operation that let go of it last. Blocks in none of them were never let go of. A later release takes its range away
+from those before it:
+
+    [0, 9) of step 4, then [0, 6) of step 7      ->    [0, 6) of step 7, [6, 9) of step 4
+
+Pure: no call, clock or lock.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from typing import NamedTuple
+
+
+class Release(NamedTuple):
+    """Blocks [first, end) of a stretch, which one operation let go of, the deepest first.
+
+    Attributes:
+        rank: of the deepest block within the operation; that of each block before it is higher by `stride`.
+    """
+
+    first: int
+    end: int
+    step: int
+    operation: int
+    rank: int
+    stride: int
+
+    def within(self, first: int, end: int) -> Release:
+        """Returns the part of it in [first, end), which is not empty."""
+        first, end = max(first, self.first), min(end, self.end)
+        return self._replace(first=first, end=end, rank=self.rank + (self.end - end) * self.stride)
+
+    def moved(self, offset: int) -> Release:
+        """Returns the same of a stretch that begins so many blocks later."""
+        return self._replace(first=self.first - offset, end=self.end - offset)
+
+    def rank_at(self, index: int) -> int:
+        """Returns the rank of one of its blocks."""
+        return self.rank + (self.end - 1 - index) * self.stride
+
+
+def overlapping(releases: list[Release], first: int, end: int) -> slice:
+    """Returns where those stand that have blocks of [first, end)."""
+    return slice(bisect_right(releases, first, key=_end), bisect_left(releases, end, key=_first))
+
+
+def note(releases: list[Release], new: Release) -> None:
+    """Adds a release that is later than all others."""
+    if not releases or releases[-1].end <= new.first:
+        releases.append(new)
+        return
+    place = overlapping(releases, new.first, new.end)
+    old, kept = releases[place], [new]
+    if old and old[0].first < new.first:
+        kept.insert(0, old[0].within(0, new.first))
+    if old and old[-1].end > new.end:
+        kept.append(old[-1].within(new.end, old[-1].end))
+    releases[place] = kept
+
+
+def part(releases: list[Release], first: int, end: int) -> list[Release]:
+    """Returns the releases of the stretch that blocks [first, end) make by themselves."""
+    return [each.within(first, end).moved(first) for each in releases[overlapping(releases, first, end)]]
+
+
+def _first(release: Release) -> int:
+    return release.first
+
+
+def _end(release: Release) -> int:
+    return release.end

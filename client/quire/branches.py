@@ -98,7 +98,7 @@ class Branch:
         **options: Unpack[sampling.SamplingOptions],
     ) -> sampling.Generation:
         """Continues the branch, which becomes longer by the tokens returned, and waits for all of them; options as of
-        `Client.generate`, but for `n`, `best_of`, `echo` and `prompt_logprobs`."""
+        `Client.generate`, but for `n`, `best_of`, `num_beams`, `echo` and `prompt_logprobs`."""
         with self.stream(params, request_id=request_id, timeout_s=timeout_s, **options) as chunks:
             generation = generating.gather(chunks, chunks.request_id)
         self.token_count = generation.usage.prompt_token_count + generation.usage.output_token_count
@@ -212,7 +212,7 @@ class AsyncBranch:
         **options: Unpack[sampling.SamplingOptions],
     ) -> sampling.Generation:
         """Continues the branch, which becomes longer by the tokens returned, and waits for all of them; options as of
-        `AsyncClient.generate`, but for `n`, `best_of`, `echo` and `prompt_logprobs`."""
+        `AsyncClient.generate`, but for `n`, `best_of`, `num_beams`, `echo` and `prompt_logprobs`."""
         async with self.stream(params, request_id=request_id, timeout_s=timeout_s, **options) as chunks:
             generation = generating.gather([chunk async for chunk in chunks], chunks.request_id)
         self.token_count = generation.usage.prompt_token_count + generation.usage.output_token_count

@@ -111,7 +111,7 @@ class BranchCalls:
         require(not message.namespace, "namespace is the branch's own: leave it out")
         require(not message.adapter, "a branch is of the model as it is: leave adapter out")
         if sampling.sample_count != 1:
-            raise QuireError.of(Reason.BAD_PARAMETER, "n and best_of must be 1 on a branch: fork it")
+            raise QuireError.of(Reason.BAD_PARAMETER, "n, best_of and num_beams must be 1 on a branch: fork it")
         if sampling.echo or sampling.prompt_logprobs is not None:
             raise QuireError.of(Reason.BAD_PARAMETER, "echo and prompt_logprobs are for prompts, not for a branch")
         branch = self._branches.find(message.branch_id, permissions)

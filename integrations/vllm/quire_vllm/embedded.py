@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
-from quire_allocator.core.spec import PoolSpec, Result
+from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec, Result
+
+from quire_vllm.pool import PoolShape
 
 
 class Admitted(NamedTuple):
@@ -27,19 +29,37 @@ class Waiting(NamedTuple):
     is_computed_elsewhere: bool
 
 
+class Need(NamedTuple):
+    """A running sequence, the tokens that it is to hold next, and how many it can ever get."""
+
+    sequence_id: int
+    token_count: int
+    last: int
+
+
 class EmbeddedPool:
     """One pool in this process; the scheduler's thread is its only caller."""
 
-    def __init__(self, spec: PoolSpec) -> None:
-        self._spec = spec
+    asks_ahead = False  # an answer takes microseconds
+
+    def __init__(self, shape: PoolShape) -> None:
+        self._spec = spec = PoolSpec(
+            shape.block_count,
+            (GroupSpec(GroupKind.FULL_ATTENTION, shape.block_size),),
+            shape.cache_layout,
+            shape.model_fingerprint,
+            shape.watermark_block_count,
+            append_only=True,
+        )
         self.pool = Pool(spec)
         self._last_id = 0
 
-    def turn(self) -> None:
-        """Begins a turn of the scheduler: what watchers would be told of the last one is dropped."""
+    def turn(self, needs: Sequence[Need], *, is_crowded: bool) -> set[int]:
+        """Begins a turn of the scheduler: what watchers would be told of the last one is dropped. Nobody waits."""
         self.pool.log.discard()
+        return set()
 
-    def admit(self, token_count: int, digests: bytes, *, is_return: bool) -> tuple[int, Admitted | Waiting]:
+    def admit(self, _key: str, token_count: int, digests: bytes, *, is_return: bool) -> tuple[int, Admitted | Waiting]:
         """Asks for a new sequence that can hold so many tokens. Returns its id, and whether it was let in."""
         sequence_id = self._last_id + 1
         defer = self._spec.block_size
@@ -48,6 +68,9 @@ class EmbeddedPool:
             return 0, Waiting(grown.result is Result.PENDING)
         self._last_id = sequence_id
         return sequence_id, Admitted(grown.matched_token_count, grown.blocks[0])
+
+    def forget(self, _key: str) -> None:
+        """Nothing was asked for: every answer came at once."""
 
     def grow(self, sequence_id: int, token_count: int) -> Sequence[int] | None:
         """Returns the blocks that a sequence gets to hold so many tokens, or None if there are too few."""

@@ -17,12 +17,15 @@ vLLM pads with block 0 and never grants it, so the pool has one block fewer, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.request import Request
 
-from quire_vllm.embedded import Admitted, EmbeddedPool
+from quire_vllm.embedded import Admitted, EmbeddedPool, Need
+
+if TYPE_CHECKING:
+    from quire_vllm.remote import RemotePool
 
 DIGEST_BYTES: Final = 32
 NULL_BLOCKS: Final = 1  # vLLM's block 0
@@ -64,10 +67,11 @@ class QuireCacheManager(KVCacheManager):
     That one is initialised, too: scheduler and engine read block sizes of its coordinator, which never grants a block.
     """
 
-    def __init__(self, pool: EmbeddedPool, block_size: int, **options: Any) -> None:
+    def __init__(self, pool: EmbeddedPool | RemotePool, scheduler: Any, **options: Any) -> None:
         super().__init__(**options)
         self.pool = pool
-        self._block_size = block_size
+        self._scheduler = scheduler
+        self._block_size = scheduler.block_size
         self._held: dict[str, Held] = {}
         self._passed_over: set[str] = set()  # requests whose prefix another one computes in this turn
 
@@ -76,10 +80,20 @@ class QuireCacheManager(KVCacheManager):
     def new_step_starts(self) -> None:
         """Publishes what earlier passes have computed."""
         self._passed_over.clear()
-        self.pool.turn()
-        for held in self._held.values():
-            if held.has_run:
-                self._commit(held)
+        running = [held for held in self._held.values() if held.has_run]
+        for held in running:
+            self._commit(held)
+        needs = [self._need(held) for held in running] if self.pool.asks_ahead else []
+        waiting = self.pool.turn(needs, is_crowded=bool(self._scheduler.waiting))
+        for held in running if waiting else ():
+            if held.sequence_id in waiting:  # vLLM runs it in the next turn, and preempts nobody for it in this one
+                held.request.next_decode_eligible_step = self._scheduler.current_step + 1
+
+    def _need(self, held: Held) -> Need:
+        request = held.request
+        ahead = request.num_output_placeholders + self._scheduler.num_lookahead_tokens
+        last = min(self.max_model_len, request.num_prompt_tokens + request.max_tokens)
+        return Need(held.sequence_id, min(request.num_tokens_with_spec + ahead, self.max_model_len), last)
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
         """Lets the request's whole prompt in; the count of hit tokens is all that the scheduler needs of the answer."""
@@ -148,7 +162,9 @@ class QuireCacheManager(KVCacheManager):
         digests = self._digests(request, 0, len(request.block_hashes))
         if not self.prefix_cache_lookup_enabled(request):
             digests = b""
-        sequence_id, answer = self.pool.admit(request.num_tokens, digests, is_return=request.num_preemptions > 0)
+        sequence_id, answer = self.pool.admit(
+            request.request_id, request.num_tokens, digests, is_return=request.num_preemptions > 0
+        )
         if not isinstance(answer, Admitted):
             if answer.is_computed_elsewhere:
                 self._passed_over.add(request.request_id)
@@ -190,6 +206,8 @@ class QuireCacheManager(KVCacheManager):
             if held.has_run:
                 self._commit(held)
             self._drop(held)
+        else:
+            self.pool.forget(request.request_id)
 
     def _drop(self, held: Held) -> None:
         del self._held[held.request.request_id]

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
-
-from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec
+from typing import Any, NamedTuple
 
 
-def pool_spec(vllm_config: Any, kv_cache_config: Any, *, first_block: int) -> PoolSpec:
+class PoolShape(NamedTuple):
+    """What both sides say of a pool of one group of full attention; fields as in `quire.PoolSpec`."""
+
+    block_count: int
+    block_size: int
+    cache_layout: str
+    model_fingerprint: bytes
+    watermark_block_count: int
+
+
+def pool_shape(vllm_config: Any, kv_cache_config: Any, *, first_block: int) -> PoolShape:
     """Returns the pool that an engine's KV cache is, without the blocks below `first_block`."""
     (group,) = kv_cache_config.kv_cache_groups
-    block_count = kv_cache_config.num_blocks - first_block
-    return PoolSpec(
-        block_count=block_count,
-        groups=(GroupSpec(GroupKind.FULL_ATTENTION, group.kv_cache_spec.block_size),),
-        cache_layout=layout(group.kv_cache_spec),
-        model_fingerprint=fingerprint(vllm_config.model_config),
-        watermark_block_count=int(vllm_config.scheduler_config.watermark * kv_cache_config.num_blocks),
-        append_only=True,
+    return PoolShape(
+        kv_cache_config.num_blocks - first_block,
+        group.kv_cache_spec.block_size,
+        layout(group.kv_cache_spec),
+        fingerprint(vllm_config.model_config),
+        int(vllm_config.scheduler_config.watermark * kv_cache_config.num_blocks),
     )
 
 

@@ -50,10 +50,15 @@ SCHEDULER_METHODS: Final = {
 }
 REQUEST_FIELDS: Final = (
     "block_hashes",
+    "max_tokens",
+    "next_decode_eligible_step",
     "num_computed_tokens",
     "num_in_flight_tokens",
+    "num_output_placeholders",
     "num_preemptions",
+    "num_prompt_tokens",
     "num_tokens",
+    "num_tokens_with_spec",
     "request_id",
 )
 

@@ -10,7 +10,8 @@ from vllm.v1.request import Request
 
 from quire_vllm.embedded import EmbeddedPool
 from quire_vllm.manager import NULL_BLOCKS, QuireCacheManager
-from quire_vllm.pool import pool_spec
+from quire_vllm.options import Options, options_of
+from quire_vllm.pool import PoolShape, pool_shape
 from quire_vllm.releases import check_release
 from quire_vllm.support import check_engine
 
@@ -29,10 +30,11 @@ class _OnQuire(Scheduler):
             block_size=self.block_size,
             hash_block_size=self.hash_block_size,
         )
-        spec = pool_spec(self.vllm_config, self.kv_cache_config, first_block=NULL_BLOCKS)
+        chosen = options_of(self.vllm_config)
+        shape = pool_shape(self.vllm_config, self.kv_cache_config, first_block=NULL_BLOCKS)
         self.kv_cache_manager = QuireCacheManager(
-            EmbeddedPool(spec),
-            self.block_size,
+            _pool(shape, chosen),
+            self,
             kv_cache_config=self.kv_cache_config,
             max_model_len=self.max_model_len,
             max_in_flight_tokens=self.vllm_config.max_in_flight_tokens,
@@ -53,6 +55,15 @@ class _OnQuire(Scheduler):
         """Gives the pool back, too."""
         super().shutdown()
         self.kv_cache_manager.pool.close()
+
+
+def _pool(shape: PoolShape, options: Options) -> Any:
+    """Makes the pool that was chosen; the one in this process needs no gRPC."""
+    if not options.allocator:
+        return EmbeddedPool(shape)
+    from quire_vllm.remote import RemotePool
+
+    return RemotePool(shape, options)
 
 
 class QuireScheduler(_OnQuire):

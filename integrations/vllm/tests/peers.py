@@ -39,6 +39,27 @@ def run_engines(jobs: list[dict[str, Any]], **environment: str) -> list[dict[str
     return [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT ")]
 
 
+def start_engine(job: dict[str, Any], **environment: str) -> subprocess.Popen[str]:
+    """Starts a job as `run_engines` does, and does not wait for it."""
+    paths = os.pathsep.join(str(ROOT / folder) for folder in SOURCES)
+    return subprocess.Popen(
+        [str(PYTHON), str(Path(__file__).parent / "engine_child.py"), json.dumps({"model": MODEL, **job})],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+def result_of(engine: subprocess.Popen[str], timeout_s: float = 200.0) -> dict[str, Any]:
+    """Waits for what `start_engine` started, and returns what it said."""
+    output, _ = engine.communicate(timeout=timeout_s)
+    assert engine.returncode == 0, output[-4000:]
+    (line,) = [line for line in output.splitlines() if line.startswith("RESULT ")]
+    result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+    return result
+
+
 def prompts(count: int, length: int, *, common: int = 0, seed: int = 7) -> list[list[int]]:
     """Random prompts that begin with the same `common` tokens."""
     rng = random.Random(seed)

@@ -104,7 +104,8 @@ class PagedModel:
     def plan(self, batch: ForwardBatch, cache: KVCache) -> PagedStep:
         """Prepares a forward pass, once for each group and shape of pages; arguments as of `forward`."""
         plans = [self.attention.plan(batch.attention[group], pages) for group, pages in cache.kinds]
-        return PagedStep(plans, cache.layers, StatePass(cache.states, batch) if cache.states else None)
+        states = StatePass(cache.states, batch, self.sites) if cache.states else None
+        return PagedStep(plans, cache.layers, states)
 
 
 @large_tensors_apart()

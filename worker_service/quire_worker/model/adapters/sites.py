@@ -119,6 +119,22 @@ class Sites:
         finally:
             self.segments = ()
 
+    @contextmanager
+    def narrowed(self, tokens: slice | torch.Tensor) -> Iterator[None]:
+        """Is a part of a pass in which layers see these of its tokens only, in this order."""
+        segments, token_count = self.segments, self.token_count
+        if not segments:
+            yield
+            return
+        places = torch.arange(token_count, device=segments[0].tokens.device)[tokens]
+        parts = [(adapter, torch.isin(places, own).nonzero()[:, 0]) for adapter, own in segments]
+        self.segments = [Segment(adapter, own) for adapter, own in parts if len(own)]
+        self.token_count = len(places)
+        try:
+            yield
+        finally:
+            self.segments, self.token_count = segments, token_count
+
     def _hook(self) -> None:
         def add(layer: torch.nn.Module, arguments: tuple[Any, ...], result: torch.Tensor) -> None:
             getattr(layer, _ATTRIBUTE).add(arguments[0], result)

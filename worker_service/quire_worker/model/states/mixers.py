@@ -108,7 +108,8 @@ def _wrap(mixer: torch.nn.Module) -> None:
                 compute = partial(within_limits, mixer, inner)
             taken = [_take(argument, segment, view) for argument in arguments]
             named = {name: _take(value, segment, view) for name, value in keywords.items()}
-            results.append(compute(*taken, **named))
+            with states.narrowed(segment):
+                results.append(compute(*taken, **named))
             view.finish()
         return _joined(states.segments, results)
 

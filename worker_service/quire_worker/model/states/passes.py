@@ -15,10 +15,12 @@ as it was, and can be computed again, in parts.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
 
+from quire_worker.model.adapters.sites import Sites
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.state_pages import LayerState, StateKey, StateTensor
 
@@ -53,14 +55,19 @@ class States(Protocol):
         """Takes the same after these tokens."""
         ...
 
+    def narrowed(self, segment: Segment) -> AbstractContextManager[None]:
+        """Is the call of a mixer with these tokens, for whoever changes what layers inside of it give."""
+        ...
+
 
 class StatePass:
     """States that lie in pages."""
 
-    def __init__(self, layers: Mapping[int, LayerState], batch: ForwardBatch) -> None:
-        """Begins a pass over a batch that is on its device."""
+    def __init__(self, layers: Mapping[int, LayerState], batch: ForwardBatch, sites: Sites | None = None) -> None:
+        """Begins a pass over a batch that is on its device; `sites` are those of adapters in the model."""
         self.segments = segments_of(batch)
         self._layers = layers
+        self._sites = sites
         self._blocks = batch.state_blocks
         self._kept: list[tuple[LayerState, StateKey, torch.Tensor, torch.Tensor]] = []
 
@@ -72,6 +79,10 @@ class StatePass:
         """See `States`. A tensor that is part of a larger one is copied, so that the larger one is not kept as well."""
         dtype = self._layers[layer].tensors[key].dtype
         self._kept.append((self._layers[layer], key, self._blocks[:, segment.chunks], value.to(dtype).clone()))
+
+    def narrowed(self, segment: Segment) -> AbstractContextManager[None]:
+        """See `States`."""
+        return nullcontext() if self._sites is None else self._sites.narrowed(segment.tokens)
 
     def finish(self) -> None:
         """Writes everything that was kept to its pages."""
@@ -95,6 +106,10 @@ class StateProbe:
     def keep(self, layer: int, key: StateKey, segment: Segment, value: torch.Tensor) -> None:
         """Notes shape and dtype."""
         self.arrivals.setdefault(layer, {})[key] = StateTensor(key, tuple(value.shape[1:]), value.dtype)
+
+    def narrowed(self, segment: Segment) -> AbstractContextManager[None]:
+        """Changes nothing: a first pass has no adapters."""
+        return nullcontext()
 
     def finish(self) -> None:
         """Ends the pass, of which nothing is kept."""

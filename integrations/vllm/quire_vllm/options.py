@@ -1,0 +1,64 @@
+"""Where the blocks come from: the environment, or `quire` in vLLM's `--additional-config`, which goes first.
+
+    QUIRE_VLLM_ALLOCATOR=host:7070 vllm serve MODEL --scheduler-cls quire_vllm.QuireScheduler
+    vllm serve MODEL --scheduler-cls ... --additional-config '{"quire": {"allocator": "host:7070", "pool": "gpu-0"}}'
+
+TLS and a token come by the variables of every client: QUIRE_TLS_CA, QUIRE_TLS_CERT, QUIRE_TLS_KEY, QUIRE_TOKEN_FILE.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from quire_vllm.releases import UnsupportedError
+
+NAMES: Final = ("allocator", "pool", "namespace", "open_timeout_s")
+OPEN_TIMEOUT_S: Final = 30.0  # a former engine's lease takes 10 s to end
+OPEN_TIMEOUT_MAX_S: Final = 3_600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What was chosen.
+
+    Attributes:
+        allocator: address of one; empty for Quire's core in this process.
+        pool: name of the pool there; each data-parallel rank has one of its own.
+        namespace: in which prefixes are shared.
+        open_timeout_s: for an allocator that is down at the start, or a pool that another engine has.
+    """
+
+    allocator: str = ""
+    pool: str = ""
+    namespace: str = ""
+    open_timeout_s: float = OPEN_TIMEOUT_S
+
+
+def options_of(vllm_config: Any, environment: Mapping[str, str] = os.environ) -> Options:
+    """Reads the options of an engine.
+
+    Raises:
+        UnsupportedError: an option has no such name or value.
+    """
+    config = vllm_config.additional_config
+    given = config.get("quire", {}) if isinstance(config, dict) else {}
+    if not isinstance(given, dict) or given.keys() - set(NAMES):
+        raise UnsupportedError(f"additional_config: quire takes {', '.join(NAMES)}")
+    values = {name: given.get(name, environment.get(f"QUIRE_VLLM_{name.upper()}", "")) for name in NAMES}
+    try:
+        timeout_s = float(values["open_timeout_s"] or OPEN_TIMEOUT_S)
+    except (TypeError, ValueError):
+        timeout_s = 0.0
+    if not 0 < timeout_s <= OPEN_TIMEOUT_MAX_S:
+        raise UnsupportedError(f"open_timeout_s is more than 0 and at most {OPEN_TIMEOUT_MAX_S:g} seconds")
+    if not all(isinstance(values[name], str) for name in ("allocator", "pool", "namespace")):
+        raise UnsupportedError("allocator, pool and namespace are texts")
+    pool = values["pool"] or f"vllm-{socket.gethostname()}"
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_size > 1:
+        pool = f"{pool}-dp{parallel.data_parallel_index}"
+    return Options(values["allocator"], pool, values["namespace"], timeout_s)

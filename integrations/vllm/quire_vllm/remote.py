@@ -1,0 +1,280 @@
+"""A pool at an allocator in another process, with waits that always end.
+
+The stream is `quire.blocking`, in a thread of its own; the scheduler's thread submits steps and looks for answers:
+
+    1. turn    takes in what was answered; says what was computed and freed, and asks for room ahead, in one step
+    2. wait    only where a new prompt asks, or a running request has no room for its next token: `WAIT_S` at most, and
+               not at all again until the allocator has said something
+    3. alone   without an answer the turn goes on: whoever has room runs, the others are passed over
+
+So a dead allocator costs a turn no more than `WAIT_S` once; requests run on for about `AHEAD_TOKENS` tokens, and on
+when it, or its successor, which is told what the pages hold, answers again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Final, NamedTuple
+
+from quire import AllocatorClient, GroupKind, GroupSpec, PoolSpec
+from quire.blocking import BlockingSession
+from quire.protocol.outcomes import GrowOutcome, Result, StepOutcome
+from quire.protocol.steps import StepBuilder
+from quire.session.lookahead import AHEAD_TOKENS, Decoding, Increment, needs_of
+
+from quire_vllm.embedded import Admitted, Need, Waiting
+from quire_vllm.options import Options
+from quire_vllm.pool import PoolShape
+from quire_vllm.releases import UnsupportedError
+
+WAIT_S: Final = 0.02
+UNANSWERED_MAX: Final = 2  # steps, beyond which nothing is said that can wait
+
+
+class PoolLostError(RuntimeError):
+    """The allocator would not have the pool as it was; what running requests have in their pages cannot be trusted."""
+
+
+class Table:
+    """What one sequence has: its blocks, how many of them vLLM knows, and how many tokens it may hold or has asked
+    for."""
+
+    __slots__ = ("asked", "blocks", "is_refused", "room", "told")
+
+    def __init__(self, blocks: list[int], room: int) -> None:
+        self.blocks = blocks
+        self.told = len(blocks)
+        self.room = self.asked = room
+        self.is_refused = False
+
+
+class Sent(NamedTuple):
+    """A step under way: its answer to come, and which of its grows are prompts, by the keys of their requests."""
+
+    answer: Future[StepOutcome]
+    prompts: dict[int, str]
+
+
+class RemotePool:
+    """One pool at an allocator; the scheduler's thread is its only caller."""
+
+    asks_ahead = True
+
+    def __init__(self, shape: PoolShape, options: Options) -> None:
+        self._shape = shape
+        self._options = options
+        self._increment = Increment.of(shape.block_size)
+        self._client = AllocatorClient(options.allocator)
+        self._spec = PoolSpec(
+            shape.block_count,
+            (GroupSpec(GroupKind.FULL_ATTENTION, shape.block_size),),
+            shape.cache_layout,
+            shape.model_fingerprint,
+            shape.watermark_block_count,
+            append_only=True,
+        )
+        self._last_id = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Takes the pool, which is empty then."""
+        self._session: BlockingSession = self._client.blocking_session(self._options.pool, self._spec)
+        try:
+            self._session.open(self._options.open_timeout_s)
+        except TimeoutError:
+            self._session.close()
+            raise UnsupportedError(
+                f"no allocator at {self._options.allocator} gives pool {self._options.pool} to this engine "
+                f"within {self._options.open_timeout_s:g} s: it is down, or another engine has the pool"
+            ) from None
+        self._tables: dict[int, Table] = {}
+        self._prompts: dict[str, GrowOutcome | None] = {}  # by request: asked for, and the answer if there is one
+        self._dropped: set[str] = set()  # asked for, and not wanted any more
+        self._enough: dict[str, int] = {}  # of refused prompts: free blocks that it takes
+        self._commits: dict[int, tuple[int, bytes]] = {}
+        self._frees: list[int] = []
+        self._under_way: deque[Sent] = deque()
+        self._is_silent = False
+        self._free_block_count = self._shape.block_count
+
+    # -- a turn --------------------------------------------------------------------------------------------------------
+
+    def turn(self, needs: Sequence[Need], *, is_crowded: bool) -> set[int]:
+        """Says and asks what there is to; returns the running sequences that have no room yet, and no answer."""
+        self._take()
+        decoding, lacking = [], []
+        for need in needs:
+            table = self._tables[need.sequence_id]
+            table.is_refused = False
+            decoding.append(Decoding(need.sequence_id, max(table.room, table.asked), need.token_count, need.last))
+            if need.token_count > table.room:
+                lacking.append(need)
+        if len(self._under_way) < UNANSWERED_MAX:
+            free = 0 if is_crowded else self._free_block_count
+            asks = needs_of(decoding, free, ahead_tokens=AHEAD_TOKENS, increment=self._increment)
+            if asks or self._commits or self._frees:
+                self._submit(asks)
+        if lacking:
+            self._wait(lambda: not any(self._waits(need) for need in lacking))
+        return {need.sequence_id for need in lacking if self._waits(need)}
+
+    def _waits(self, need: Need) -> bool:
+        table = self._tables[need.sequence_id]
+        return table.room < need.token_count <= table.asked
+
+    def admit(self, key: str, token_count: int, digests: bytes, *, is_return: bool) -> tuple[int, Admitted | Waiting]:
+        """Asks for a new sequence, or looks for the answer to what was asked in an earlier turn."""
+        self._dropped.discard(key)
+        if key not in self._prompts:
+            if self._enough.get(key, 0) > self._free_block_count and self._tables and not self._frees:
+                return 0, Waiting(False)
+            self._last_id += 1
+            self._prompts[key] = None
+            self._submit([], (key, token_count, digests, is_return))
+        self._wait(lambda: self._prompts[key] is not None)
+        grown = self._prompts[key]
+        if grown is None:
+            return 0, Waiting(True)
+        del self._prompts[key]
+        if grown.result is not Result.OK:
+            if grown.result is Result.NO_SPACE:
+                self._enough[key] = self._free_block_count + grown.shortfall
+            return 0, Waiting(grown.result is Result.PENDING)
+        self._enough.pop(key, None)
+        return grown.sequence_id, Admitted(grown.matched_token_count, self._tables[grown.sequence_id].blocks)
+
+    def forget(self, key: str) -> None:
+        """Drops what a request has asked for that was not let in."""
+        self._enough.pop(key, None)
+        if key in self._prompts:
+            grown = self._prompts[key]
+            if grown is None:
+                self._dropped.add(key)
+                return
+            del self._prompts[key]
+            if grown.result is Result.OK:
+                self.free(grown.sequence_id)
+
+    def grow(self, sequence_id: int, token_count: int) -> Sequence[int] | None:
+        """Returns the blocks that vLLM has not been told of, with which a sequence can hold so many tokens; None if
+        there are too few, or there is no answer in time."""
+        table = self._tables[sequence_id]
+        if table.room < token_count:
+            if table.is_refused and not self._frees:
+                return None
+            if table.asked < token_count or self._frees:
+                self._submit([(sequence_id, token_count)])
+            self._wait(lambda: table.room >= token_count or table.asked < token_count)
+            if table.room < token_count:
+                return None
+        told, table.told = table.told, len(table.blocks)
+        return table.blocks[told:]
+
+    def commit(self, sequence_id: int, token_count: int, digests: bytes) -> None:
+        """Publishes blocks with the next step."""
+        self._commits[sequence_id] = token_count, self._commits.get(sequence_id, (0, b""))[1] + digests
+
+    def free(self, sequence_id: int) -> None:
+        """Drops a sequence with the next step."""
+        del self._tables[sequence_id]
+        self._frees.append(sequence_id)
+
+    def reset(self) -> bool:
+        """Gives the pool back and takes it again, empty, while no request has anything."""
+        if self._tables:
+            return False
+        self._session.close()
+        self._begin()
+        return True
+
+    def usage(self) -> float:
+        """Returns the share of blocks in tables, room ahead included, as of the last answer."""
+        return 1.0 - self._free_block_count / self._shape.block_count
+
+    def close(self) -> None:
+        """Gives the pool back; where no allocator answers, its lease ends by itself."""
+        self._session.close()
+        self._client.close()
+
+    # -- steps and answers ---------------------------------------------------------------------------------------------
+
+    def _submit(self, grows: Sequence[tuple[int, int]], prompt: tuple[str, int, bytes, bool] | None = None) -> None:
+        step, prompts = StepBuilder(), dict[int, str]()
+        for sequence_id, (token_count, digests) in self._commits.items():
+            step.commit(sequence_id, token_count, digests)
+        for sequence_id in self._frees:
+            step.free(sequence_id)
+        for sequence_id, token_count in grows:
+            step.grow(sequence_id, token_count)
+            self._tables[sequence_id].asked = token_count
+            self._tables[sequence_id].is_refused = False
+        if prompt is not None:
+            key, token_count, digests, is_return = prompt
+            prompts[self._last_id] = key
+            step.allocate(
+                self._last_id,
+                token_count,
+                digests,
+                self._options.namespace,
+                defer_token_count=self._shape.block_size,
+                is_return=is_return,
+            )
+        self._commits, self._frees = {}, []
+        self._under_way.append(Sent(self._session.submit(step), prompts))
+
+    def _wait(self, is_over: Callable[[], bool]) -> None:
+        """Waits for answers until it is over, or for as long as one may be late."""
+        deadline = time.monotonic() + (0.0 if self._is_silent else WAIT_S)
+        self._take()
+        while self._under_way and not is_over():
+            try:
+                self._under_way[0].answer.result(max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                self._is_silent = True
+                return
+            except Exception as error:
+                raise self._lost() from error
+            self._take()
+
+    def _take(self) -> None:
+        """Takes in the answers that are there."""
+        while self._under_way and self._under_way[0].answer.done():
+            sent = self._under_way.popleft()
+            try:
+                outcome = sent.answer.result()
+            except Exception as error:
+                raise self._lost() from error
+            self._is_silent = False
+            self._free_block_count = outcome.free_block_count
+            for grown in outcome.grows:
+                if grown.sequence_id in sent.prompts:
+                    self._take_prompt(sent.prompts[grown.sequence_id], grown)
+                elif grown.sequence_id in self._tables:  # else it was freed meanwhile
+                    self._take_room(self._tables[grown.sequence_id], grown)
+
+    def _take_prompt(self, key: str, grown: GrowOutcome) -> None:
+        if grown.result is Result.OK:
+            self._tables[grown.sequence_id] = Table(list(grown.blocks[0]), grown.token_count)
+        if key in self._dropped:
+            self._dropped.discard(key)
+            del self._prompts[key]
+            if grown.result is Result.OK:
+                self.free(grown.sequence_id)
+        else:
+            self._prompts[key] = grown
+
+    def _take_room(self, table: Table, grown: GrowOutcome) -> None:
+        if grown.result is Result.OK:
+            table.blocks += grown.blocks[0] if grown.blocks else ()
+            table.room = max(table.room, grown.token_count)
+            table.asked = max(table.asked, table.room)
+        else:
+            table.asked, table.is_refused = table.room, True
+
+    def _lost(self) -> PoolLostError:
+        return PoolLostError(
+            f"the pool {self._options.pool} at {self._options.allocator} is lost: start the engine again"
+        )

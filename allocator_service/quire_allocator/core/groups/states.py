@@ -24,11 +24,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import cast
 
 from quire_allocator.core.block_states import BlockStates
-from quire_allocator.core.blocks import Blocks
+from quire_allocator.core.blocks import Blocks, Namespace
 from quire_allocator.core.events import EventLog
-from quire_allocator.core.groups.units import NO_UNITS, Unit, UnitHit, UnitManager, UnitScope
+from quire_allocator.core.groups.families import StateScope
+from quire_allocator.core.groups.units import NO_UNITS, Unit, UnitHit, UnitKey, UnitManager, UnitScope
 from quire_allocator.core.sequence import Part
 from quire_allocator.core.spec import (
     CHECKPOINTS_MAX_DEFAULT,
@@ -49,15 +51,17 @@ class StatePart(Part):
         unit: the running block of each group; None before the first grow.
         boundaries: token counts at which it makes a checkpoint, beside multiples of the block size; rising.
         checkpoints: those that it made and nobody has used, as far as is known; oldest first.
+        root: of the family of its checkpoints (`families.py`); None before the first.
     """
 
-    __slots__ = ("boundaries", "checkpoints", "scope", "unit")
+    __slots__ = ("boundaries", "checkpoints", "root", "scope", "unit")
 
     def __init__(self, scope: UnitScope, unit: Unit | None, boundaries: tuple[int, ...]) -> None:
         self.scope = scope
         self.unit = unit
         self.boundaries = boundaries
         self.checkpoints: list[Unit] = []
+        self.root: UnitKey | None = None
 
 
 class StateManager(UnitManager[StatePart]):
@@ -75,24 +79,24 @@ class StateManager(UnitManager[StatePart]):
         self._between: dict[Unit, None] = {}  # cached and unused checkpoints between boundaries, the oldest first
 
     def find(self, scope: UnitScope, digests: bytes, token_limit: int) -> UnitHit:
-        """Returns the deepest checkpoint at or before `token_limit` tokens. Looks once, from the deepest up, at each
-        position up to there at which the namespace has a checkpoint of any prefix."""
-        depths, index = scope.depths.positions, scope.index
+        """Returns the deepest checkpoint at or before `token_limit` tokens (`families.py`)."""
         limit = min(token_limit // self._digest_tokens, len(digests) // DIGEST_BYTES)
-        for i in range(scope.depths.count_before(limit + 1) - 1, -1, -1):
-            end = depths[i] * DIGEST_BYTES
-            unit = index.get((depths[i], digests[end - DIGEST_BYTES : end]))
-            if unit is not None:
-                # The sequence holds no block of the hit: its first grow copies the checkpoint and lets go of it.
-                return UnitHit(depths[i] * self._digest_tokens, 0, 0 if unit.live else self.width, 0, [unit])
-        return NO_UNITS
+        unit = cast(StateScope, scope).deepest(digests, limit)
+        if unit is None:
+            return NO_UNITS
+        # The sequence holds no block of the hit: its first grow copies the checkpoint and lets go of it.
+        token_count = unit.first_position * self._digest_tokens
+        return UnitHit(token_count, 0, 0 if unit.live else self.width, 0, [unit])
 
     def needed_after(self, hit: UnitHit, token_count: int) -> int:
         return self.width
 
     def open(self, scope: UnitScope, hit: UnitHit, boundaries: tuple[int, ...]) -> StatePart:
         self._hold_hit(hit)
-        return StatePart(scope, hit.units[0] if hit.units else None, boundaries)
+        part = StatePart(scope, hit.units[0] if hit.units else None, boundaries)
+        if hit.units:
+            part.root = self._root_of(scope, hit.units[0])
+        return part
 
     def needed(self, part: StatePart, token_count: int, until: int) -> int:
         return 0 if self._is_private(part) else self.width
@@ -143,6 +147,9 @@ class StateManager(UnitManager[StatePart]):
             return
         key = (until // self._digest_tokens, digest)
         own, part.unit = part.unit, self._publish(part.scope, part.unit, key, swaps, 0)
+        if part.unit is own and part.root is not None:
+            cast(StateScope, part.scope).join(key, part.root)
+        part.root = self._root_of(part.scope, part.unit)
         if part.unit is own:
             self._log.stored(part.scope, b"", digest, key[0])
             part.checkpoints.append(own)
@@ -159,7 +166,9 @@ class StateManager(UnitManager[StatePart]):
         """Shares the running block, which both sequences copy before they go on."""
         if part.unit is not None:
             part.unit.live += 1
-        return StatePart(part.scope, part.unit, part.boundaries)
+        child = StatePart(part.scope, part.unit, part.boundaries)
+        child.root = part.root
+        return child
 
     def shrink(self, part: StatePart, until: int) -> None:
         """A state takes the same room at every length."""
@@ -184,6 +193,13 @@ class StateManager(UnitManager[StatePart]):
     def shared_token_count(self, part: StatePart) -> int:
         """Counts all its tokens if other sequences hold the same state, else none."""
         return NEVER if part.unit is not None and part.unit.live > 1 else 0
+
+    def new_scope(self, namespace: Namespace) -> StateScope:
+        return StateScope(namespace, self)
+
+    def _root_of(self, scope: UnitScope, checkpoint: Unit) -> UnitKey:
+        assert checkpoint.key is not None
+        return cast(StateScope, scope).roots[checkpoint.key]
 
     def _is_private(self, part: StatePart) -> bool:
         """Tells whether the running block may be overwritten: it is neither shared nor published."""

@@ -1,0 +1,72 @@
+"""A lookup of states asks one checkpoint of each family first, and finds what asking all of them would."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from quire_allocator.core.pool import Pool
+from quire_allocator.core.readers import invariants
+from quire_allocator.core.spec import PoolSpec, Result
+
+from tests.allocator.core.compiled import IS_COMPILED
+from tests.allocator.core.pools import full, state
+
+
+def computed(pool: Pool, sequence_id: int, digests: bytes, ends: list[int]) -> None:
+    """Allocates a prompt in blocks of 4, and computes it in passes that end where they are told to."""
+    count = len(digests) // 32
+    assert pool.allocate(sequence_id, 4, digests, prompt_token_count=4 * count).result is Result.OK
+    done = pool.sequences[sequence_id].committed_token_count // 4
+    for end in sorted({*ends, count}):
+        if end > done:
+            assert pool.grow(sequence_id, 4 * end).result is Result.OK
+            assert pool.commit(sequence_id, 4 * end, digests[32 * done : 32 * end]).result is Result.OK
+            done = end
+
+
+@pytest.mark.skipif(IS_COMPILED, reason="compiled code asks a dictionary behind the back of its class")
+def test_a_prompt_that_parts_early_from_thousands_of_checkpoints_asks_for_few_of_them() -> None:
+    pool, dice = Pool(PoolSpec(8_000, (full(4), state(4, checkpoints_max=2_000)))), random.Random(1)
+    computed(pool, 1, dice.randbytes(32 * 1_500), list(range(1, 1_500)))
+    other = dice.randbytes(32 * 1_500)
+    assert pool.allocate(2, 6_000, other).result is Result.OK
+    assert pool.commit(2, 6_000, other).result is Result.OK
+    scope = pool.blocks.namespaces[""].scopes[1]
+    pool.allocate(3, 4, other[:32])  # a sequence that begins alike changes nothing
+    asked = list[int]()
+
+    class Index(dict):  # type: ignore[type-arg]
+        def get(self, key: tuple[int, bytes]) -> object:  # type: ignore[override]
+            asked.append(key[0])
+            return super().get(key)
+
+    assert len(scope.index) >= 1_499  # type: ignore[attr-defined]
+    scope.index = Index(scope.index)  # type: ignore[attr-defined]
+    assert pool.match("", other[: 32 * 1_499]) == 0
+    assert len(asked) <= 16
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_found_is_what_asking_for_every_checkpoint_finds(seed: int) -> None:
+    dice = random.Random(seed)
+    pool = Pool(PoolSpec(dice.choice([250, 400, 1_200]), (full(4), state(4, checkpoints_max=40))))
+    texts = [dice.randbytes(32 * 60)]
+    for sequence_id in range(1, 60):
+        stem = dice.choice(texts)
+        cut = 32 * dice.randrange(61)
+        text = stem[:cut] + dice.randbytes(32 * 60 - cut)
+        texts.append(text)
+        length = dice.randrange(2, 60)
+        computed(pool, sequence_id, text[: 32 * length], dice.sample(range(1, length + 1), dice.randrange(length)))
+        if dice.random() < 0.8:
+            pool.free(sequence_id)
+        for live in sorted(pool.sequences)[:-2]:
+            pool.free(live)
+        invariants.check(pool)
+        (_, scope) = pool.blocks.namespaces[""].scopes
+        for text in dice.sample(texts, min(8, len(texts))):
+            limit = dice.randrange(61)
+            known = [at for at in range(1, limit + 1) if (at, text[32 * at - 32 : 32 * at]) in scope.index]  # type: ignore[attr-defined]
+            found = scope.deepest(text, limit)  # type: ignore[attr-defined]
+            assert (found.first_position if found else 0) == max(known, default=0), f"seed {seed}"

@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 COMPILED := build/compiled
 JOBS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+# Files go out as they are named: by the number of their tests, few and long ones would be left for one process at the end.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # Two processes that both use OpenMP on few cores slow each other down tenfold unless waiting threads sleep.
 export OMP_WAIT_POLICY := PASSIVE

@@ -19,6 +19,7 @@ from quire_worker.sampling.params import (
     BIAS_MAX,
     CHOICE_COUNT_MAX,
     INT32_MAX,
+    LENGTH_PENALTY_MAX,
     LOGPROB_COUNT_MAX,
     PENALTY_MAX,
     REPETITION_PENALTY_MAX,
@@ -132,6 +133,16 @@ CASES: dict[str, Case] = {
             ("low presence penalty", {"presence_penalty": -PENALTY_MAX}, {"presence_penalty": -PENALTY_MAX * 1.001}),
             ("frequency penalty", {"frequency_penalty": PENALTY_MAX}, {"frequency_penalty": PENALTY_MAX * 1.001}),
             ("low frequency penalty", {"frequency_penalty": -PENALTY_MAX}, {"frequency_penalty": -PENALTY_MAX * 1.001}),
+            (
+                "length penalty",
+                {"num_beams": 2, "length_penalty": LENGTH_PENALTY_MAX},
+                {"num_beams": 2, "length_penalty": LENGTH_PENALTY_MAX * 1.001},
+            ),
+            (
+                "low length penalty",
+                {"num_beams": 2, "length_penalty": -LENGTH_PENALTY_MAX},
+                {"num_beams": 2, "length_penalty": -LENGTH_PENALTY_MAX * 1.001},
+            ),
             ("bias", bias(3, BIAS_MAX), bias(3, BIAS_MAX * 1.001)),
             ("low bias", bias(3, -BIAS_MAX), bias(3, -BIAS_MAX * 1.001)),
             ("bias of a token", bias(VOCABULARY - 1, 1.0), bias(VOCABULARY, 1.0)),
@@ -205,6 +216,7 @@ def test_a_text_of_a_mebibyte_is_read_and_of_one_byte_more_is_not(channel: grpc.
 def test_every_limit_of_sampling_has_a_case() -> None:
     limits = {name for name in vars(params) if name.endswith(("_MAX", "_MIN"))}
     assert limits == {
+        "LENGTH_PENALTY_MAX",
         "INT32_MAX",  # max_tokens, top_k
         "SAMPLE_COUNT_MAX",  # n, best_of
         "BIAS_COUNT_MAX",

@@ -29,8 +29,8 @@ dev: $(READY) ## set up .venv with everything needed to work on Quire
 demo: $(READY) ## start an allocator and a worker, stream prompts that share a prefix, print what sharing saved
 	$(BIN)/python examples/demo.py
 
-test: $(READY) ## run all tests that need neither Docker nor a GPU, JOBS=2 files at a time
-	$(PYTEST)
+test: $(READY) ## run all tests that need neither Docker nor a GPU, JOBS=2 files at a time; long ones have targets of their own
+	$(PYTEST) --ignore tests/faults
 
 # Built from a source distribution: extension modules beside the sources would be imported instead of them for ever.
 $(COMPILED)/.ready: $(READY) $(shell find client allocator_service gateway_service worker_service -name '*.py')

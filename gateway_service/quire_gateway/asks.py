@@ -183,11 +183,12 @@ def _structure(body: Body) -> dict[str, tuple[str, Any]]:
     """Returns what the text has to be, in any of the forms in which it is asked for: (option, value) by parameter."""
     found: dict[str, tuple[str, Any]] = {}
     kinds = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+    structured = _structured_outputs(body, kinds)
     for kind, option in kinds.items():
         given = getattr(body, f"guided_{kind}")
         if given is not None:
             found[f"guided_{kind}"] = (option, given)
-        given = (body.structured_outputs or {}).get(kind)
+        given = structured.get(kind)
         if given is not None:
             found["structured_outputs"] = (option, given)
     format_ = body.response_format or {"type": "text"}
@@ -204,6 +205,22 @@ def _structure(body: Body) -> dict[str, tuple[str, Any]]:
             )
     if len(found) > 1:
         raise invalid(next(reversed(found)), f"only one of {', '.join(found)} can be asked for")
+    return found
+
+
+def _structured_outputs(body: Body, kinds: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the one structure that vLLM's parameter asks for, if any; what has no effect there has none here.
+
+    Raises:
+        ApiError: it is none of ours, or there are several.
+    """
+    found = {name: value for name, value in (body.structured_outputs or {}).items() if value not in (None, False)}
+    if found.pop("json_object", None) is not None:
+        found.setdefault("json", {"type": "object"})
+    for name in sorted(found.keys() - kinds):
+        raise unsupported(f"structured_outputs.{name}", f"is none of {', '.join(kinds)}, json_object")
+    if len(found) > 1:
+        raise invalid("structured_outputs", f"only one of {', '.join(sorted(found))} can be asked for")
     return found
 
 

@@ -137,8 +137,19 @@ def test_what_a_folder_lacks_is_said_in_one_line_before_its_weights_are_read(tmp
         pass
     said = str(raised.value).splitlines()
     assert "exit code 2" in said[0]
-    assert said[-1].startswith(f"quire-worker: no usable tokenizer in {tmp_path}")
+    assert said[-1].startswith(f"quire-worker: no usable tokenizer in {tmp_path}: ")
+    assert not said[-1].endswith(":"), "the reason is whole"
     assert "Traceback" not in str(raised.value)
+
+
+def test_a_folder_that_is_not_there_is_said_to_be_none(tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere"
+    with (
+        pytest.raises(ServerFailedError) as raised,
+        server("quire_worker", "--model", str(nowhere), folder=tmp_path / "w"),
+    ):
+        pass
+    assert str(raised.value).splitlines()[-1] == f"quire-worker: there is no folder {nowhere}"
 
 
 def test_a_port_in_use_is_said_in_one_line(tmp_path: Path) -> None:

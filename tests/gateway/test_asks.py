@@ -44,6 +44,7 @@ def test_values_that_change_nothing_are_not_passed_on() -> None:
         ({"guided_regex": "a+"}, "regex", "a+"),
         ({"guided_choice": ["a", "b"]}, "choice", ("a", "b")),
         ({"structured_outputs": {"grammar": "start: 'a'"}}, "grammar", "start: 'a'"),
+        ({"structured_outputs": {"json_object": True, "json": None}}, "json_schema", {"type": "object"}),
         ({"stop": "x"}, "stop", ("x",)),
         ({"seed": -1}, "seed", 2**64 - 1),
         ({"logit_bias": {"7": -1.5}}, "logit_bias", {7: -1.5}),
@@ -59,6 +60,13 @@ def test_each_parameter_is_an_option_of_the_workers(fields: dict[str, Any], opti
     ("fields", "param", "code"),
     [
         ({"response_format": {"type": "text"}, "guided_json": {}, "guided_regex": "a"}, "guided_regex", None),
+        ({"structured_outputs": {"jsno": SCHEMA}}, "structured_outputs.jsno", "unsupported_parameter"),
+        (
+            {"structured_outputs": {"structural_tag": "{}"}},
+            "structured_outputs.structural_tag",
+            "unsupported_parameter",
+        ),
+        ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs", None),
         ({"response_format": {"type": "yaml"}}, "response_format", None),
         ({"logit_bias": {"seven": 1}}, "logit_bias", None),
         ({"top_logprobs": 3}, "top_logprobs", None),

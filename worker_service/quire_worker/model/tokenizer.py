@@ -14,6 +14,7 @@ from quire_worker.model.conversation import ChatTemplate, Conversation
 from quire_worker.model.spelling import Spelling
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no character (yet) are decoded to
+_REASON_CHARACTERS_MAX = 300  # of what transformers says of a folder, in many lines
 
 
 class TokenizerError(Exception):
@@ -40,10 +41,12 @@ class Tokenizer:
         Raises:
             CheckpointError: the folder has no tokenizer, or one that cannot be read.
         """
+        if not Path(folder).is_dir():  # else transformers takes it for a model's id, and asks for it
+            raise CheckpointError(f"there is no folder {folder}")
         try:
             wrapped = AutoTokenizer.from_pretrained(Path(folder), local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises what its many formats happen to
-            why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            why = " ".join(str(error).split())[:_REASON_CHARACTERS_MAX] or type(error).__name__
             raise CheckpointError(f"no usable tokenizer in {folder}: {why}") from error
         backend = getattr(wrapped, "backend_tokenizer", None)
         if not isinstance(backend, tokenizers.Tokenizer):

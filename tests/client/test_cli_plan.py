@@ -126,9 +126,11 @@ def test_a_length_of_ones_own_has_a_row_and_the_blocks_can_be_pasted(plan: Any) 
     out = plan(GEMMA, "--memory", "80GiB", "--weights", "55GB", "--length", "5000", "--max-len", "32k").out
     lines = [line.strip() for line in out.splitlines()]
     assert any(line.startswith("5,000 ") for line in lines)
-    assert "for a worker: --blocks 34041" in lines
+    assert "for a worker: --blocks 34041 --dtype bfloat16" in lines
     other = plan(GEMMA, "--memory", "80GiB", "--weights", "55GB", "--block-size", "64").out
     assert "--block-size 64" in other
+    for dtype, option in (("fp8", "--kv-cache-dtype fp8_e4m3"), ("float8_e5m2", "--kv-cache-dtype fp8_e5m2")):
+        assert option in plan(GEMMA, "--memory", "80GiB", "--dtype", dtype).out
     names = re.split(r"\s{2,}", next(line for line in lines if line.startswith("tokens")))
     assert len(set(names)) == len(names) == 8, "no two columns have one name"
 

@@ -182,12 +182,18 @@ class Plan:
             rows += [
                 ("memory", f"{_size(self.budget.memory_bytes)} x {self.budget.utilization:g}{used}"),
                 ("blocks", f"{self.budget.block_count:,}, together {_size(self.budget.pool_bytes)}; {tokens_}"),
-                ("", f"for a worker: --blocks {self.budget.block_count}{self._block_size_option()}"),
+                ("", f"for a worker: --blocks {self.budget.block_count}{self._worker_options()}"),
             ]
         return rows
 
-    def _block_size_option(self) -> str:
-        return "" if self.block_size == BLOCK_SIZE else f" --block-size {self.block_size}"
+    def _worker_options(self) -> str:
+        """Returns what makes the blocks of a worker as large as these; on a CPU its own dtype would be float32."""
+        name = self.cache.dtype
+        if name.startswith(("fp8", "float8")):
+            dtype = f" --kv-cache-dtype {'fp8_e5m2' if 'e5m2' in name else 'fp8_e4m3'}"
+        else:
+            dtype = f" --dtype {name}"
+        return dtype if self.block_size == BLOCK_SIZE else f"{dtype} --block-size {self.block_size}"
 
     def _groups_table(self) -> Table:
         table = Table(box=None, pad_edge=False)

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError, Future
-from typing import Any, Self, TypeVar
+from typing import Self
 
+from quire._transport.loop_thread import LoopThread
 from quire.errors import UnavailableError
 from quire.protocol.outcomes import StepOutcome
 from quire.protocol.steps import StepBuilder
 from quire.session.answers import Pending
 from quire.session.pool_session import PoolSession
-
-ResultT = TypeVar("ResultT")
 
 
 class BlockingSession:
@@ -33,17 +32,12 @@ class BlockingSession:
     """
 
     def __init__(self, make: Callable[[], tuple[PoolSession, Callable[[], Awaitable[None]]]]) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="quire-session", daemon=True)
-        self._thread.start()
+        self._loop = LoopThread("quire-session")
         self._closing = threading.Lock()
+        self._steps: asyncio.Queue[tuple[StepBuilder, Future[StepOutcome]]] = asyncio.Queue()
         self._sender: asyncio.Task[None] | None = None
         self._tellers: set[asyncio.Task[None]] = set()
-        try:
-            self._session, self._disconnect = self._run(self._called(make))
-        except BaseException:
-            self._end_loop()
-            raise
+        self._session, self._disconnect = self._loop.made(make)
 
     @property
     def pool(self) -> str:
@@ -62,7 +56,7 @@ class BlockingSession:
             TimeoutError: nobody has let it in so far; the session is closed.
             QuireError: as `PoolSession.open`.
         """
-        self._run(self._opened(), timeout_s)
+        self._loop.run(self._opened(), timeout_s)
 
     def submit(self, operations: StepBuilder) -> Future[StepOutcome]:
         """Sends a step behind those submitted before, and returns the answer to come, which has `done()` and
@@ -71,7 +65,7 @@ class BlockingSession:
         answer: Future[StepOutcome] = Future()
         answer.set_running_or_notify_cancel()
         try:
-            self._loop.call_soon_threadsafe(self._steps.put_nowait, (operations, answer))
+            self._loop.loop.call_soon_threadsafe(self._steps.put_nowait, (operations, answer))
         except RuntimeError:  # the loop is closed
             answer.set_exception(UnavailableError("the session is closed"))
         return answer
@@ -79,12 +73,12 @@ class BlockingSession:
     def close(self) -> None:
         """Gives the pool back, within some seconds, and ends the thread; closing twice is no error."""
         with self._closing:
-            if self._loop.is_closed():
+            if self._loop.has_ended:
                 return
             try:
-                self._run(self._close())
+                self._loop.run(self._close())
             finally:
-                self._end_loop()
+                self._loop.end()
 
     def __enter__(self) -> Self:
         try:
@@ -101,10 +95,6 @@ class BlockingSession:
         return f"<{type(self).__name__} of pool {self.pool}>"
 
     # -- inside the loop -----------------------------------------------------------------------------------------------
-
-    async def _called(self, make: Callable[[], ResultT]) -> ResultT:
-        self._steps: asyncio.Queue[tuple[StepBuilder, Future[StepOutcome]]] = asyncio.Queue()
-        return make()
 
     async def _opened(self) -> None:
         await self._session.open()
@@ -140,22 +130,6 @@ class BlockingSession:
             while not self._steps.empty():
                 self._steps.get_nowait()[1].set_exception(UnavailableError("the session is closed"))
             await self._disconnect()
-
-    # -- the loop ------------------------------------------------------------------------------------------------------
-
-    def _run(self, work: Coroutine[Any, Any, ResultT], timeout_s: float | None = None) -> ResultT:
-        """Runs it in the loop, and cancels it if the caller is interrupted or does not wait any longer."""
-        running = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return running.result(timeout_s)
-        except BaseException:
-            running.cancel()
-            raise
-
-    def _end_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
 
 
 async def _tell(pending: Pending, answer: Future[StepOutcome]) -> None:

@@ -6,17 +6,14 @@ thread between two calls, and by the loop only inside of one: nothing is locked,
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any, Self, TypedDict, TypeVar, Unpack
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Self, TypedDict, Unpack
 
+from quire._transport.loop_thread import LoopThread
 from quire.engine.sequence import Sequence
 from quire.engine.turns import AsyncEngine
 from quire.protocol.outcomes import Copy
 from quire.types import PoolSpec
-
-ResultT = TypeVar("ResultT")
 
 
 class AdmitOptions(TypedDict, total=False):
@@ -41,14 +38,8 @@ class Engine:
     """
 
     def __init__(self, make: Callable[[], tuple[AsyncEngine[Any], Callable[[], Awaitable[None]]]]) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="quire-engine", daemon=True)
-        self._thread.start()
-        try:
-            self._engine, self._disconnect = self._run(_called(make))
-        except BaseException:
-            self._end_loop()
-            raise
+        self._loop = LoopThread("quire-engine")
+        self._engine, self._disconnect = self._loop.made(make)
 
     @property
     def pool(self) -> str:
@@ -75,24 +66,24 @@ class Engine:
 
     def open(self) -> None:
         """Takes the pool; see `AsyncEngine.open`."""
-        self._run(self._engine.open())
+        self._loop.run(self._engine.open())
 
     def admit(self, tokens: Iterable[int], **options: Unpack[AdmitOptions]) -> Sequence:
         """Lets a prompt in; see `AsyncEngine.admit`."""
-        return self._run(self._engine.admit(tokens, **options))
+        return self._loop.run(self._engine.admit(tokens, **options))
 
     def turn(self) -> list[Copy]:
         """Says, asks, takes in, and returns what to copy; see `AsyncEngine.turn`."""
-        return self._run(self._engine.turn())
+        return self._loop.run(self._engine.turn())
 
     def close(self) -> None:
         """Gives the pool back, and ends the thread; closing twice is no error."""
-        if self._loop.is_closed():
+        if self._loop.has_ended:
             return
         try:
-            self._run(self._close())
+            self._loop.run(self._close())
         finally:
-            self._end_loop()
+            self._loop.end()
 
     def __enter__(self) -> Self:
         try:
@@ -113,22 +104,3 @@ class Engine:
             await self._engine.close()
         finally:
             await self._disconnect()
-
-    def _run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Runs it in the loop. Who is interrupted while waiting, by Ctrl-C say, cancels it."""
-        running = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return running.result()
-        except BaseException:
-            running.cancel()
-            raise
-
-    def _end_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-
-async def _called(make: Callable[[], ResultT]) -> ResultT:
-    """Calls it inside a loop."""
-    return make()

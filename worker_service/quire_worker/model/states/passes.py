@@ -72,16 +72,16 @@ class StatePass:
         self._kept: list[tuple[LayerState, StateKey, torch.Tensor, torch.Tensor]] = []
 
     def read(self, layer: int, key: StateKey, segment: Segment) -> torch.Tensor:
-        """See `States`."""
+        """Returns what the pages of the segment's chunks hold."""
         return self._layers[layer].read(key, self._blocks[:, segment.chunks])
 
     def keep(self, layer: int, key: StateKey, segment: Segment, value: torch.Tensor) -> None:
-        """See `States`. A tensor that is part of a larger one is copied, so that the larger one is not kept as well."""
+        """Notes it until the pass ends. A part of a larger tensor is copied, so that the larger one is not kept, too."""
         dtype = self._layers[layer].tensors[key].dtype
         self._kept.append((self._layers[layer], key, self._blocks[:, segment.chunks], value.to(dtype).clone()))
 
     def narrowed(self, segment: Segment) -> AbstractContextManager[None]:
-        """See `States`."""
+        """Lets adapters change what these tokens give, while their mixer is called."""
         return nullcontext() if self._sites is None else self._sites.narrowed(segment.tokens)
 
     def finish(self) -> None:

@@ -1,0 +1,59 @@
+"""An event loop in a thread of its own, for what keeps a lease while its caller is busy, idle or not asyncio's."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+ResultT = TypeVar("ResultT")
+
+
+class LoopThread:
+    """Runs from the start until `end`.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def has_ended(self) -> bool:
+        """Tells whether nothing can be run any more."""
+        return self.loop.is_closed()
+
+    def run(self, work: Coroutine[Any, Any, ResultT], timeout_s: float | None = None) -> ResultT:
+        """Runs it in the loop, and cancels it if the caller is interrupted, by Ctrl-C say, or waits no longer.
+
+        Raises:
+            TimeoutError: it was not done in time.
+        """
+        running = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return running.result(timeout_s)
+        except BaseException:
+            running.cancel()
+            raise
+
+    def made(self, make: Callable[[], ResultT]) -> ResultT:
+        """Returns what is made inside the loop; where it cannot be, the loop ends."""
+
+        async def called() -> ResultT:
+            return make()
+
+        try:
+            return self.run(called())
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Ends the loop and its thread."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()

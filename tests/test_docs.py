@@ -44,6 +44,14 @@ def test_every_dependency_has_a_tested_version() -> None:
     assert requirement_names() <= pinned
 
 
+def test_every_decision_has_a_number_of_its_own_and_says_it() -> None:
+    records = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+    numbers = [int(record.name[:4]) for record in records]
+    assert len(set(numbers)) == len(numbers)
+    for number, record in zip(numbers, records, strict=True):
+        assert record.read_text(encoding="utf-8").startswith(f"# {number}. ")
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8")):

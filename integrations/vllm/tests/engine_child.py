@@ -59,7 +59,6 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         deadline = time.monotonic() + 5
         while manager.usage and time.monotonic() < deadline:  # frees are said with the next step
             manager.new_step_starts()
-            time.sleep(0.01)
         if hasattr(manager.pool, "check_invariants"):
             manager.pool.check_invariants()
     told["usage"] = manager.usage

@@ -76,7 +76,7 @@ class StatePass:
         return self._layers[layer].read(key, self._blocks[:, segment.chunks])
 
     def keep(self, layer: int, key: StateKey, segment: Segment, value: torch.Tensor) -> None:
-        """Notes it until the pass ends. A part of a larger tensor is copied, so that the larger one is not kept, too."""
+        """Notes it until the pass ends. A part of a larger tensor is copied, so that the larger one is let go."""
         dtype = self._layers[layer].tensors[key].dtype
         self._kept.append((self._layers[layer], key, self._blocks[:, segment.chunks], value.to(dtype).clone()))
 

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
 
 from quire_worker.model.adapters.sites import Sites
 from quire_worker.model.batch import ForwardBatch
+from quire_worker.model.states.flat import Flat, flat_of
 from quire_worker.state_pages import LayerState, StateKey, StateTensor
 
 
@@ -65,11 +67,35 @@ class StatePass:
 
     def __init__(self, layers: Mapping[int, LayerState], batch: ForwardBatch, sites: Sites | None = None) -> None:
         """Begins a pass over a batch that is on its device; `sites` are those of adapters in the model."""
-        self.segments = segments_of(batch)
+        self._batch = batch
         self._layers = layers
         self._sites = sites
         self._blocks = batch.state_blocks
         self._kept: list[tuple[LayerState, StateKey, torch.Tensor, torch.Tensor]] = []
+
+    @cached_property
+    def segments(self) -> list[Segment]:
+        """Returns what goes through a mixer together."""
+        return segments_of(self._batch)
+
+    @cached_property
+    def flat(self) -> Flat:
+        """Describes the tokens for mixers that take all of them at once."""
+        return flat_of(self._batch)
+
+    @cached_property
+    def _beginning(self) -> torch.Tensor:
+        """Returns the chunks that have no state before them, int64."""
+        return (self._batch.spans[0] == 0).nonzero()[:, 0].to(self._blocks.device)
+
+    def read_all(self, layer: int, key: StateKey) -> torch.Tensor:
+        """Returns what the pages of all chunks hold, and zeros of those that begin."""
+        found = self._layers[layer].read(key, self._blocks)
+        return found if len(self._beginning) == 0 else found.index_fill_(0, self._beginning, 0)
+
+    def keep_all(self, layer: int, key: StateKey, value: torch.Tensor) -> None:
+        """Notes a tensor that nobody else has until the pass ends."""
+        self._kept.append((self._layers[layer], key, self._blocks, value))
 
     def read(self, layer: int, key: StateKey, segment: Segment) -> torch.Tensor:
         """Returns what the pages of the segment's chunks hold."""
@@ -77,8 +103,10 @@ class StatePass:
 
     def keep(self, layer: int, key: StateKey, segment: Segment, value: torch.Tensor) -> None:
         """Notes it until the pass ends. A part of a larger tensor is copied, so that the larger one is let go."""
-        dtype = self._layers[layer].tensors[key].dtype
-        self._kept.append((self._layers[layer], key, self._blocks[:, segment.chunks], value.to(dtype).clone()))
+        value = value.to(self._layers[layer].tensors[key].dtype)
+        is_part = value.untyped_storage().nbytes() > value.nbytes
+        blocks = self._blocks[:, segment.chunks]
+        self._kept.append((self._layers[layer], key, blocks, value.clone() if is_part else value))
 
     def narrowed(self, segment: Segment) -> AbstractContextManager[None]:
         """Lets adapters change what these tokens give, while their mixer is called."""

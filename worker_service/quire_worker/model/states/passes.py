@@ -1,7 +1,7 @@
 """The states of one forward pass: which tokens go through a mixer together, and where their states are kept.
 
-A recurrent layer cannot take a flat batch: it would run on from one sequence into the next. So a pass is cut into
-segments, each of which goes through a mixer as a batch of its own:
+Most recurrent layers cannot take a flat batch (`flat` has those that can): they would run on from one sequence into the
+next. So a pass is cut into segments, each of which goes through a mixer as a batch of its own:
 
     chunks      A: 3 tokens from position 0     B: 1 token at 40     C: 1 token at 16     D: 2 tokens from 8
     segments    B and C as [2, 1, hidden]; A as [1, 3, hidden], which has no state before it; D as [1, 2, hidden]

@@ -70,7 +70,7 @@ def make_app(
     async def readyz() -> Response:
         if is_draining():
             raise ApiError(503, "the gateway is shutting down", kind="server_error", code="draining")
-        fleet.model(None)
+        fleet.check_ready()
         return PlainTextResponse("ok\n")
 
     @app.get("/metrics")

@@ -89,3 +89,8 @@ def unsupported(name: str, what: str = "is not supported by this server") -> Api
 def invalid(name: str, message: str) -> ApiError:
     """Refuses the value of a parameter."""
     return ApiError(400, message, param=name)
+
+
+def unavailable(message: str) -> ApiError:
+    """Says that nobody is there to answer, now."""
+    return ApiError(503, message, kind=SERVER, code="unavailable")

@@ -24,7 +24,7 @@ from quire.hashing import prompt_digests, root_digest
 from quire.types import WorkerStatus
 
 from quire_gateway import routing
-from quire_gateway.failures import ApiError
+from quire_gateway.failures import ApiError, unavailable
 
 log = structlog.get_logger()
 
@@ -60,6 +60,11 @@ class Backend:
         self.chosen_count = 0
         self.mirror: PrefixMirror | None = None
         self._load_of_others = 0
+
+    @property
+    def is_connected(self) -> bool:
+        """Tells whether it has a session with its allocator, so that what it gets is begun at once."""
+        return self.is_ready and self.status is not None and self.status.allocator_connected
 
     @property
     def load(self) -> int:
@@ -138,16 +143,27 @@ class Fleet:
         """
         models = self.models()
         if not models:
-            raise ApiError(503, "no worker answers", kind="server_error", code="unavailable")
+            raise unavailable("no worker answers")
         found = next((model for model in models if name in (None, model.name)), None)
         if found is None:
             raise ApiError(404, f"The model {name!r} does not exist.", param="model", code="model_not_found")
         return found
 
+    def check_ready(self) -> None:
+        """Does nothing where some worker begins at once what it is sent.
+
+        Raises:
+            ApiError: none answers, or none of those that do has a session with its allocator.
+        """
+        self.model(None)
+        if not any(backend.is_connected for backend in self.backends):
+            raise unavailable("no worker that answers has a session with its allocator")
+
     def backend(
         self, model: str, tokens: Sequence[int] = (), namespace: str = "", without: Collection[Backend] = ()
     ) -> Backend | None:
-        """Returns the worker to ask; None where nobody is left.
+        """Returns the worker to ask; None where nobody is left. Those without an allocator are asked last: they go on
+        with what they have, and let nobody in.
 
         Args:
             model: what it has to serve.
@@ -163,6 +179,7 @@ class Fleet:
             and backend.status.model == model
             and backend not in without
         ]
+        candidates = [backend for backend in candidates if backend.is_connected] or candidates
         if len(candidates) < 2:
             return next(iter(candidates), None)
         standings = [

@@ -17,7 +17,7 @@ from quire.errors import QuireError
 from quire.sampling import Chunk, SamplingOptions
 
 from quire_gateway.asks import Ask, Chat, Prompt
-from quire_gateway.failures import ApiError, of_quire
+from quire_gateway.failures import ApiError, of_quire, unavailable
 from quire_gateway.fleet import Backend, Fleet, Model
 
 ELSEWHERE: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED}
@@ -122,7 +122,7 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
     options["max_tokens"] = ask.max_tokens or call.model.sequence_tokens_max - len(tokens)
     request_id = call.request_id if len(call.tokens) == 1 else f"{call.request_id[: REQUEST_ID_MAX - 4]}-{number}"
     asked: list[Backend] = []
-    refusal = ApiError(503, "no worker answers", kind="server_error", code="unavailable")
+    refusal = unavailable("no worker answers")
     while (backend := fleet.backend(call.model.name, tokens, call.namespace, asked)) is not None:
         asked.append(backend)
         has_begun = False
@@ -203,7 +203,7 @@ async def _asked(
         ApiError: it is refused, or nobody answers.
     """
     asked: list[Backend] = []
-    refusal = ApiError(503, "no worker answers", kind="server_error", code="unavailable")
+    refusal = unavailable("no worker answers")
     while (backend := fleet.backend(model.name, without=asked)) is not None:
         asked.append(backend)
         try:

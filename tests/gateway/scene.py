@@ -17,7 +17,9 @@ from quire.v1 import worker_pb2 as pb
 from tests.client.servers import ScriptedServer, two_samples
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
-STATUS = pb.GetStatusResponse(model="scripted", pool="p", sequence_tokens_max=100, block_size=4)
+STATUS = pb.GetStatusResponse(
+    model="scripted", pool="p", sequence_tokens_max=100, block_size=4, allocator_connected=True
+)
 
 
 @contextmanager

@@ -211,6 +211,12 @@ def commands() -> list[str]:
     return [line for line in lines if line]
 
 
+def test_the_page_of_the_first_hour_says_what_each_line_prints() -> None:
+    page = (ROOT / "docs" / "first-hour.md").read_text(encoding="utf-8")
+    shown = {line.strip() for line in page.splitlines() if line.startswith("    ")}
+    assert {*commands(), "pip install .", "quire-allocator --cpu 3"} <= shown
+
+
 def test_every_line_of_the_shell_is_run_here_or_by_a_target_that_there_is(tmp_path: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     # Activation is what `sys.executable` stands for; the compose line is run by `make test-compose`.

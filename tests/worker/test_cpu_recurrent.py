@@ -26,7 +26,9 @@ def test_a_convolution_goes_on_from_each_sequences_last_inputs(
     weight, bias = drawn(channels, kernel, dtype=dtype, seed=1), drawn(channels, dtype=dtype, seed=2)
     before = drawn(5, kernel, channels, dtype=dtype, seed=3)
     states = before.clone()
-    found = recurrent.convolve(library, x, weight, bias, states, STARTS, activation=activation)
+    found = recurrent.convolve(
+        library, x, weight=weight, bias=bias, states=states, starts=STARTS, activation=activation
+    )
     for sequence, tokens in enumerate(x.split(LENGTHS)):
         inputs = torch.cat([before[sequence], tokens]).double()
         sums = bias.double() + torch.stack(
@@ -38,12 +40,11 @@ def test_a_convolution_goes_on_from_each_sequences_last_inputs(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("heads", "head_dim", "groups", "size"), [(4, 16, 2, 16), (2, 5, 1, 7), (3, 40, 3, 100), (6, 64, 2, 64)]
-)
+@pytest.mark.parametrize("shape", [(4, 16, 2, 16), (2, 5, 1, 7), (3, 40, 3, 100), (6, 64, 2, 64)])
 def test_a_scan_goes_on_from_each_sequences_state(
-    heads: int, head_dim: int, groups: int, size: int, dtype: torch.dtype, library: Library
+    shape: tuple[int, int, int, int], dtype: torch.dtype, library: Library
 ) -> None:
+    heads, head_dim, groups, size = shape
     wide = drawn(18, heads * head_dim + 2 * groups * size, dtype=dtype) / size**0.25
     x, b, c = wide.split([heads * head_dim, groups * size, groups * size], dim=-1)
     x, b, c = x.unflatten(-1, (heads, head_dim)), b.unflatten(-1, (groups, size)), c.unflatten(-1, (groups, size))
@@ -51,7 +52,7 @@ def test_a_scan_goes_on_from_each_sequences_state(
     skip = drawn(heads, dtype=dtype, seed=3)
     before = drawn(5, heads, head_dim, size, dtype=torch.float32, seed=4) / size**0.5
     states = before.clone()
-    found = recurrent.scan(library, x, steps, decay, b, c, skip, states, STARTS)
+    found = recurrent.scan(library, x, steps=steps, decay=decay, b=b, c=c, skip=skip, states=states, starts=STARTS)
     state, expected = before.double(), torch.empty(found.shape, dtype=torch.float64)
     for sequence in range(5):
         for t in range(int(STARTS[sequence]), int(STARTS[sequence + 1])):
@@ -74,5 +75,6 @@ def test_tensors_that_do_not_fit_are_refused(library: Library) -> None:
     heads, shared = torch.zeros(18, 2, 4), torch.zeros(18, 1, 8)
     with pytest.raises(ValueError, match="states of"):
         recurrent.scan(
-            library, heads, torch.zeros(18, 2), torch.zeros(2), shared, shared, None, torch.zeros(5, 2, 8, 4), STARTS
-        )
+            library, heads, steps=torch.zeros(18, 2), decay=torch.zeros(2), b=shared, c=shared, skip=None,
+            states=torch.zeros(5, 2, 8, 4), starts=STARTS,
+        )  # fmt: skip

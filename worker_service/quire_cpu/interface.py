@@ -116,10 +116,7 @@ class Scan(ctypes.Structure):
     """Holds the arguments of `quire_scan`."""
 
     _fields_ = [
-        *[
-            (name, c_void_p)
-            for name in ("input", "b", "c", "steps", "decay", "skip", "states", "output", "starts")
-        ],
+        *[(name, c_void_p) for name in ("input", "b", "c", "steps", "decay", "skip", "states", "output", "starts")],
         *[(name, c_int64) for name in ("input_stride", "b_stride", "c_stride", "sequences")],
         *[(name, c_int32) for name in ("heads", "head_dim", "groups", "state_size", "dtype")],
     ]

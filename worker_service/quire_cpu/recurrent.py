@@ -13,11 +13,11 @@ from quire_cpu.library import Library
 def convolve(
     library: Library,
     x: torch.Tensor,
+    *,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     states: torch.Tensor,
     starts: torch.Tensor,
-    *,
     activation: str | None,
 ) -> torch.Tensor:
     """Computes a convolution of each channel over its last inputs, from the inputs before the batch.
@@ -61,6 +61,7 @@ def convolve(
 def scan(
     library: Library,
     x: torch.Tensor,
+    *,
     steps: torch.Tensor,
     decay: torch.Tensor,
     b: torch.Tensor,

@@ -40,7 +40,10 @@ class Flat(NamedTuple):
 class FlatStates(Protocol):
     """Where the states of a pass come from and go to, of all its chunks at once."""
 
-    flat: Flat
+    @property
+    def flat(self) -> Flat:
+        """Describes the tokens."""
+        ...
 
     def read_all(self, layer: int, key: StateKey) -> torch.Tensor:
         """Returns a tensor of the states before the chunks, `[chunks, ...]`; zeros of those that begin."""
@@ -92,8 +95,9 @@ class FlatMixer:
         layer = self._mixer.layer_idx
         columns = self._states.read_all(layer, CONVOLUTION).to(x.dtype).transpose(1, 2).contiguous()
         result = convolve(
-            self._library, x[0].T, weight, bias, columns, self._states.flat.starts, activation=activation
-        )
+            self._library, x[0].T, weight=weight, bias=bias, states=columns, starts=self._states.flat.starts,
+            activation=activation,
+        )  # fmt: skip
         self._states.keep_all(layer, CONVOLUTION, columns.transpose(1, 2))
         return result.T.unsqueeze(0)
 
@@ -108,7 +112,9 @@ class FlatMixer:
         if tuple(dt_limit) != (0.0, float("inf")):
             steps = torch.where(flat.has_limits[:, None], steps.clamp(*dt_limit), steps)
         states = self._states.read_all(layer, RECURRENT).float()
-        result = scan(self._library, x[0], steps, A, B[0], C[0], D, states, flat.starts)
+        result = scan(
+            self._library, x[0], steps=steps, decay=A, b=B[0], c=C[0], skip=D, states=states, starts=flat.starts
+        )
         self._states.keep_all(layer, RECURRENT, states)
         return result.unsqueeze(0), None
 
@@ -117,7 +123,7 @@ class NoStates:
     """The cache that a mixer sees in a flat batch: nothing lies before the tokens, and what comes after is not kept."""
 
     def get_conv_state(self, layer_idx: int, *_: object, **__: object) -> None:
-        """Returns nothing."""
+        """Returns nothing, since no token lies before these."""
 
     get_recurrent_state = get_conv_state
 

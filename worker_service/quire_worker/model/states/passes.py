@@ -46,7 +46,10 @@ class Segment(NamedTuple):
 class States(Protocol):
     """Where the states of a pass come from and go to."""
 
-    segments: list[Segment]
+    @property
+    def segments(self) -> list[Segment]:
+        """Returns what goes through a mixer together."""
+        ...
 
     def read(self, layer: int, key: StateKey, segment: Segment) -> torch.Tensor:
         """Returns a tensor of the states before the tokens of a segment, `[sequences, ...]`; only of one that is

@@ -42,7 +42,7 @@ class FlatStates(Protocol):
 
     @property
     def flat(self) -> Flat:
-        """Describes the tokens."""
+        """Describes the tokens of the pass."""
         ...
 
     def read_all(self, layer: int, key: StateKey) -> torch.Tensor:

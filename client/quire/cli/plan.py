@@ -83,6 +83,12 @@ def plan(
         int | None,
         typer.Option(min=1, metavar="TOKENS", help="States may be kept at multiples of it. Without it, 256 to 4,096."),
     ] = None,
+    worker: Annotated[
+        bool,
+        typer.Option(
+            "--worker", help="As a worker lays it out: blocks of --block-size everywhere, pages of even parts."
+        ),
+    ] = False,
     length: Lengths = None,
     chat_tokens: Chats = None,
     as_json: options.Json = False,
@@ -90,14 +96,24 @@ def plan(
     """Prints how a model's cache would be laid out."""
     from quire import planning
     from quire.cli.plan_report import Budget, Plan, Weights
+    from quire.planning.planner import BLOCK_SIZE_MAX
 
     config = _read(_config_path(model))
     try:
-        cache = planning.read_config(config, dtype, tensor_parallel, state_dtype, state_ranks=1)
+        cache = planning.read_config(
+            config,
+            dtype,
+            tensor_parallel,
+            state_dtype,
+            state_ranks=1,
+            model_dtype=_computed_in(dtype) if worker else None,
+        )
         token_count_max = planning.parse_tokens(max_len) if max_len else cache.token_count_max or LENGTH_MAX
         layout = planning.plan_layout(
             cache.layers,
             block_size=block_size,
+            block_size_max=block_size if worker else BLOCK_SIZE_MAX,
+            even_pages=worker,
             token_count_max=token_count_max,
             group_cost=group_cost,
             checkpoint_tokens=checkpoint_tokens,
@@ -120,6 +136,11 @@ def plan(
         print(json.dumps(made.as_json()))
     else:
         made.show()
+
+
+def _computed_in(dtype: str) -> str | None:
+    """Returns the dtype of a worker's model with keys and values of this one; None where that is the model's own."""
+    return None if dtype == "auto" or dtype.startswith(("fp8", "float8")) else dtype
 
 
 def _with_unit(option: str, text: str) -> int:

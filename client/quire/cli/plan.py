@@ -39,6 +39,16 @@ Chats: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(metavar="TOKENS", help="Length of idle chats to count; may be repeated. Without it, the lengths."),
 ]
+AllWeights: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Of the whole model; each rank holds its share. Without it: of the folder's files, or an estimate.",
+    ),
+]
+AsWorker: TypeAlias = Annotated[
+    bool, typer.Option("--worker", help="As a worker lays it out: blocks of --block-size, pages of even parts.")
+]
 Lengths: TypeAlias = Annotated[
     list[str] | None, typer.Option(metavar="TOKENS", help="A length to show, too; may be repeated.")
 ]
@@ -63,13 +73,7 @@ def plan(
         str | None, typer.Option(metavar="SIZE", help="Of one device: 80GiB, 80GB. Without it, only the layout.")
     ] = None,
     utilization: Annotated[float, typer.Option(metavar="SHARE", help="Of the memory, that may be used.")] = 0.9,
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Of the whole model; each rank holds its share. Without it: of the folder's files, or an estimate.",
-        ),
-    ] = None,
+    weights: AllWeights = None,
     used: Annotated[str | None, typer.Option(metavar="SIZE", help="What else one device holds.")] = None,
     tensor_parallel: Annotated[int, typer.Option(min=1, metavar="RANKS", help="Devices that share the heads.")] = 1,
     dtype: Annotated[str, typer.Option(help="Of keys and values: auto, bf16, fp16, fp32, fp8.")] = "auto",
@@ -83,12 +87,7 @@ def plan(
         int | None,
         typer.Option(min=1, metavar="TOKENS", help="States may be kept at multiples of it. Without it, 256 to 4,096."),
     ] = None,
-    worker: Annotated[
-        bool,
-        typer.Option(
-            "--worker", help="As a worker lays it out: blocks of --block-size everywhere, pages of even parts."
-        ),
-    ] = False,
+    worker: AsWorker = False,
     length: Lengths = None,
     chat_tokens: Chats = None,
     as_json: options.Json = False,

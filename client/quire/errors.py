@@ -85,6 +85,7 @@ class QuireError(Exception):
         request_id: of the call that failed, where it has one.
         retry_after_s: seconds after which the same call may go through; None where waiting does not help, or the
             server does not say.
+        is_grpcs_own: whether gRPC made it of a call that failed, and no server of Quire.
     """
 
     code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
@@ -101,6 +102,7 @@ class QuireError(Exception):
         self.reason = reason
         self.request_id = request_id
         self.retry_after_s = retry_after_s
+        self.is_grpcs_own = False
 
     def __str__(self) -> str:
         where = f" [request {self.request_id}]" if self.request_id else ""
@@ -313,6 +315,7 @@ def from_rpc_error(error: grpc.RpcError, request_id: str | None = None) -> Quire
     kind = _CLASS_OF.get(code, QuireError)
     reason, retry_after_s = _told_in(error.trailing_metadata() or ())
     translated = kind(message, reason, request_id, retry_after_s)
+    translated.is_grpcs_own = reason is None
     if kind is QuireError:
         translated.code = code
     return translated

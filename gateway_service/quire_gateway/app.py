@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from quire_gateway import asks, relay, replies
 from quire_gateway.bodies import ChatBody, CompletionBody
-from quire_gateway.failures import TOO_LARGE, ApiError
+from quire_gateway.failures import TOO_LARGE, ApiError, missing
 from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import GatewayCollector, Telemetry, exposition
 from quire_gateway.serving import Served
@@ -111,7 +111,7 @@ def _of_validation(found: Sequence[Any]) -> ApiError:
     if fault["type"] == "extra_forbidden":
         return ApiError(400, f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter")
     if fault["type"] == "missing":
-        return ApiError(400, f"you must provide {param or 'a body'}", param=param, code="missing_required_parameter")
+        return missing(param)
     message = fault["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{param or 'the body'}: {message}", param=param)
 

@@ -43,6 +43,7 @@ def client(process: ServerProcess, key: str = "none", **options: Any) -> openai.
 def script(server: ScriptedServer) -> ScriptedServer:
     """Makes a scripted server a worker: three tokens for every prompt, and two samples for every request."""
     server.answers["GetStatus"] = lambda *_: STATUS
+    server.answers["ListAdapters"] = lambda *_: pb.ListAdaptersResponse()
     server.answers["Tokenize"] = lambda *_: pb.TokenizeResponse(token_ids=[1, 2, 3])
     server.answers["Generate"] = two_samples
     return server

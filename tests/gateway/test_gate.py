@@ -253,6 +253,11 @@ def test_headers_have_a_limit_too(worker: ScriptedServer, tmp_path: Path) -> Non
                         for _ in range(1_000):
                             connection.sendall(b"p" * 1_000)
                 assert connection.recv(12) == answer
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
+            assert connection.recv(12) == b"HTTP/1.1 400"
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [line["event"] for line in lines if line["level"] == "warning"] == ["Invalid HTTP request received."]
 
 
 def test_pages_of_other_origins_are_let_in_only_where_they_are_named(worker: ScriptedServer, tmp_path: Path) -> None:

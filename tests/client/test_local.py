@@ -74,6 +74,25 @@ def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     assert process.process.returncode == -signal.SIGKILL
 
 
+def test_who_interrupts_the_wait_for_a_child_has_it_killed(tmp_path: Path) -> None:
+    process = child(
+        tmp_path,
+        "import pathlib, signal, sys, threading\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "pathlib.Path(sys.argv[-1]).write_text('{}')\n"
+        "threading.Event().wait()\n",
+    )
+    process.wait_ready(deadline=time.monotonic() + 30)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):  # as Ctrl-C raises it
+            process.stop()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert process.process.returncode == -signal.SIGKILL
+
+
 def test_the_allocator_stops_cleanly(tmp_path: Path) -> None:
     with allocator_process(tmp_path) as process:
         assert process.metrics_address.startswith("127.0.0.1:")
@@ -221,5 +240,6 @@ def test_up_runs_until_it_is_told_to_stop() -> None:
         told = lines.read()
         assert "quire: stopped" in told
         assert "answers under way have 30 s" in told
+        assert "the allocator is away" not in told, "a worker that ends says nothing of the allocator"
     assert len(children) == 3
     assert not any(server.is_running() for server in children)

@@ -298,6 +298,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     await asyncio.wait((running,), timeout=TURN_S)
     running.cancel()
     await server.stop()  # by now every call has ended, or is being told why
+    session.on_change = lambda _connected: None  # that it ends is no news of the allocator
     await session.close()
     await allocator.close()
     if lost.done():

@@ -8,7 +8,7 @@ import os
 from typing import Any, Final
 
 import typer
-from typer.core import CompletionItem, TyperCommand  # type: ignore[attr-defined]
+from typer.core import CompletionItem, TyperCommand
 
 from quire.errors import UsageError
 

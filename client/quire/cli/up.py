@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import signal
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import typer
 from rich.console import Console
@@ -58,7 +58,9 @@ def up(
     log_folder: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Keep the logs there instead of showing them.")
     ] = None,
-    log_level: Annotated[str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")] = "warning",
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="The least that is logged.")
+    ] = "warning",
     tensor_parallel: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Processes that compute the model together.")
     ] = None,

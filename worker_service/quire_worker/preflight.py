@@ -6,6 +6,7 @@ The model's folder has all its files, ports are free, and the pool is no larger 
 from __future__ import annotations
 
 import argparse
+from fractions import Fraction
 from pathlib import Path
 
 from quire._serving.server import addresses_of
@@ -16,7 +17,7 @@ from quire_worker.host_memory import host_bytes, size
 from quire_worker.model.checkpoint import ModelError, check_folder
 from quire_worker.model.headers import read_headers
 
-__all__ = ["ModelError", "check", "check_files", "check_memory", "check_model"]
+__all__ = ["ModelError", "check", "check_budget", "check_files", "check_memory", "check_model"]
 
 
 def check(options: argparse.Namespace) -> None:
@@ -58,6 +59,15 @@ def check_memory(options: argparse.Namespace) -> None:
     Raises:
         UsageError: it is larger than the memory.
     """
-    asked, total = options.kv_memory, host_bytes()
-    if options.device == "cpu" and isinstance(asked, int) and asked > total:
+    if options.device == "cpu":
+        check_budget(options.kv_memory, host_bytes())
+
+
+def check_budget(asked: int | Fraction | None, total: int) -> None:
+    """Refuses a pool of more bytes than there are; a share of them never is.
+
+    Raises:
+        UsageError: it is.
+    """
+    if isinstance(asked, int) and asked > total:
         raise UsageError(f"--kv-memory: {size(asked)} are more than the {size(total)} that there are")

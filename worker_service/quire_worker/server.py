@@ -33,7 +33,7 @@ from quire_worker.engine import Engine
 from quire_worker.execution.failures import DeviceLostError
 from quire_worker.execution.leader import Leader
 from quire_worker.execution.runner import Shortcut
-from quire_worker.execution.sizing import PoolMemory, size_pool, warn_of_short_sequences
+from quire_worker.execution.sizing import PoolMemory, memory_of, size_pool, warn_of_short_sequences
 from quire_worker.host_memory import size
 from quire_worker.model.adapters.peft_folder import AdapterLimits
 from quire_worker.model.checkpoint import ModelError
@@ -80,8 +80,7 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
         RankLostError: another rank is gone.
     """
     # First, as weights take minutes, and these may be what is missing.
-    preflight.check_model(options.model)
-    preflight.check_memory(options)
+    preflight.check_files(options)
     tokenizer = Tokenizer(options.model)
     if ranks is None or ranks.place.size == 1:
         part, leader = load_part(options, options.device, None), None
@@ -103,6 +102,7 @@ def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Pa
     """
     torch.set_num_threads(options.threads)
     check_device(options.device)
+    preflight.check_budget(options.kv_memory, memory_of(torch.device(device)))
     model = load_model(
         options.model,
         block_size=options.block_size,

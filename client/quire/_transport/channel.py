@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -47,6 +48,7 @@ LIVENESS: Final = "liveness"  # what grpc.health.v1 is asked where it is not abo
 UNARY_TIMEOUT_S: Final = 30.0
 GENERATE_TIMEOUT_S: Final = 600.0
 
+LOOKED_S: Final = 1.0  # for which it is believed what was found at an address
 ATTEMPTS_MAX: Final = 4
 BACKOFF_S: Final = 0.05  # before the second attempt
 BACKOFF_S_MAX: Final = 0.5
@@ -205,6 +207,7 @@ class Link:
         check_target(address)
         self.address = address
         self.server = "server"  # what is expected there
+        self._found = (-math.inf, "")
         self.timeout_s = timeout_s
         self._tls = tls = resolve_tls(tls)
         self.credentials = tls.channel_credentials() if tls is not None else None
@@ -260,13 +263,21 @@ class Link:
                 how = f"TLS, {self._tls.cert or 'no client certificate'}"
             found = f"is the {self.server} running there?"
             if looks:
-                found = what_is_at(self.address, self.server, is_encrypted=self._tls is not None)
+                found = self._look()
             text = f"no answer from {self.address}: {found} [{how}]"
         else:
             return error
         explained = type(error)(text, None, error.request_id)
         explained.add_note(f"gRPC says: {error.message}")
         return explained
+
+    def _look(self) -> str:
+        """Says what is at the address; calls that fail together look once."""
+        looked_s, found = self._found
+        if time.monotonic() - looked_s > LOOKED_S:
+            found = what_is_at(self.address, self.server, is_encrypted=self._tls is not None)
+            self._found = (time.monotonic(), found)
+        return found
 
     def check_size(self, request: Message) -> None:
         """Refuses here what no server would take, in words that say by how much.

@@ -142,7 +142,8 @@ class _AsyncStream(AsyncIterator[ItemT]):
         pause_s = self._attempts.pause_s(error)
         if pause_s is None:
             attempts = self._attempts
-            raise await asyncio.to_thread(self._link.translate, error, attempts.request_id, attempts.timeout_s)
+            final = await asyncio.to_thread(self._link.translate, error, attempts.request_id, attempts.timeout_s)
+            raise final from None
         await asyncio.sleep(pause_s)
         if not self._closed:
             self._attempts.again()

@@ -63,26 +63,34 @@ def _connected(address: str) -> socket.socket:
 
 
 def _what_answers(connection: socket.socket, server: str, is_encrypted: bool) -> str:
-    """Asks who has taken a connection."""
-    answer = b""
-    try:
-        connection.settimeout(PROBE_S)
-        connection.sendall(_REQUEST)
-        answer = connection.recv(_ANSWER_BYTES)
-    except OSError:
-        pass
+    """Says who has taken a connection."""
+    answer = _asked(connection)
+    if answer is None:
+        return "somebody listens there and does not answer; does it stand still?"
     if answer.startswith(b"HTTP/"):
         return f"a server is running there, and it is HTTP, not {_with_article(server)} (gRPC); give another address"
     is_plain_grpc = len(answer) == _ANSWER_BYTES and answer[3] == _SETTINGS
-    if is_plain_grpc and is_encrypted:
-        return "the server there does not encrypt; leave the TLS options out, or start it with --tls-cert and --tls-key"
+    if is_encrypted:
+        if is_plain_grpc:
+            return "the server there does not encrypt; leave the options of TLS out, or start it with --tls-cert"
+        return "the server there ended the connection; does one side not trust the other's certificate?"
     if is_plain_grpc:
         return f"a server is running there, and ended the connection; is it {_with_article(server)}?"
-    if answer.startswith(_ALERT) and not is_encrypted:
-        return "the server there asks for TLS; give --tls-ca (QUIRE_TLS_CA, tls=)"
-    if is_encrypted:
-        return "the server there ended the connection; does one side not trust the other's certificate?"
-    return "who listens there does not answer as a gRPC server does; does it ask for TLS (--tls-ca)?"
+    asks_for_tls = answer.startswith(_ALERT)
+    why = "it asks for TLS" if asks_for_tls else "it is being stopped, or asks for TLS"
+    return f"who listens there ended the connection: {why} (--tls-ca, QUIRE_TLS_CA, tls=)"
+
+
+def _asked(connection: socket.socket) -> bytes | None:
+    """Returns the first bytes of an answer, none if the connection ends before; None where nothing comes in time."""
+    connection.settimeout(PROBE_S)
+    try:
+        connection.sendall(_REQUEST)
+        return connection.recv(_ANSWER_BYTES)
+    except TimeoutError:
+        return None
+    except OSError:  # reset
+        return b""
 
 
 def _with_article(server: str) -> str:

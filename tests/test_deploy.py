@@ -246,7 +246,7 @@ def test_every_lasting_service_restarts_and_has_a_health_check(compose: dict[str
         assert "max-size" in service["logging"]["options"], name
         if "build" in service:
             dockerfile = (ROOT / service["build"]["dockerfile"]).read_text(encoding="utf-8")
-            assert re.search(r'^HEALTHCHECK .*CMD \["quire", "health"', dockerfile, re.M), name
+            assert re.search(r'^HEALTHCHECK .*CMD \["quire", "health", "--live"', dockerfile, re.M), name
         else:
             assert service["healthcheck"]["test"][0] == "CMD", name
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import random
-from typing import Final
+from typing import Final, NamedTuple
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -26,6 +26,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN: Final = "quire.dev"
 DETAILS_KEY: Final = "grpc-status-details-bin"
+FIELD_KEY: Final = "field"  # of an ErrorInfo's metadata
 PUSHBACK_KEY: Final = "grpc-retry-pushback-ms"
 RETRY_AFTER_S_MAX: Final = 60.0  # a server that asks for more is asked again after this
 _NANOSECONDS: Final = 1_000_000_000
@@ -85,6 +86,9 @@ class QuireError(Exception):
         request_id: of the call that failed, where it has one.
         retry_after_s: seconds after which the same call may go through; None where waiting does not help, or the
             server does not say.
+        field: of the request that is to blame, by its name on the wire; None where it is no single one, or the server
+            does not say.
+        is_grpcs_own: whether gRPC made it of a call that failed, and no server of Quire.
     """
 
     code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
@@ -95,23 +99,26 @@ class QuireError(Exception):
         reason: Reason | None = None,
         request_id: str | None = None,
         retry_after_s: float | None = None,
+        field: str | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.reason = reason
         self.request_id = request_id
         self.retry_after_s = retry_after_s
+        self.field = field
+        self.is_grpcs_own = False
 
     def __str__(self) -> str:
         where = f" [request {self.request_id}]" if self.request_id else ""
         return f"{self.code.name}{f' / {self.reason}' if self.reason else ''}: {self.message}{where}"
 
     @staticmethod
-    def of(reason: Reason, message: str, retry_after_s: float | None = None) -> QuireError:
-        """Returns the exception that the tables have for `reason`; `retry_after_s` where more is known than they
-        say."""
+    def of(reason: Reason, message: str, retry_after_s: float | None = None, *, field: str | None = None) -> QuireError:
+        """Returns the exception that the tables have for `reason`; `retry_after_s` where more is known than they say,
+        and the field that is to blame."""
         wait_s = _RETRY_AFTER_S.get(reason) if retry_after_s is None else retry_after_s
-        return _CLASS_OF[_CODE_OF[reason]](message, reason, retry_after_s=wait_s)
+        return _CLASS_OF[_CODE_OF[reason]](message, reason, retry_after_s=wait_s, field=field)
 
 
 class InvalidArgumentError(QuireError):
@@ -283,12 +290,14 @@ def jittered_s(retry_after_s: float | None) -> float:
 
 
 def to_details(error: QuireError) -> bytes:
-    """Returns value of `grpc-status-details-bin` for an error: a serialized `google.rpc.Status` with one ErrorInfo, and
-    one RetryInfo where waiting helps."""
+    """Returns value of `grpc-status-details-bin` for an error: a serialized `google.rpc.Status` with one ErrorInfo,
+    which names the field that is to blame, and one RetryInfo where waiting helps."""
     # grpc.StatusCode.X.value is (number, text); grpc-stubs types it as that pair.
     status = status_pb2.Status(code=error.code.value[0], message=error.message)
     if error.reason is not None:
-        status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason.value, domain=DOMAIN))
+        metadata = {} if error.field is None else {FIELD_KEY: error.field}
+        info = error_details_pb2.ErrorInfo(reason=error.reason.value, domain=DOMAIN, metadata=metadata)
+        status.details.add().Pack(info)
     if error.retry_after_s is not None:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(int(error.retry_after_s * _NANOSECONDS))
@@ -311,33 +320,42 @@ def from_rpc_error(error: grpc.RpcError, request_id: str | None = None) -> Quire
     code = error.code()
     message = error.details() or code.name
     kind = _CLASS_OF.get(code, QuireError)
-    reason, retry_after_s = _told_in(error.trailing_metadata() or ())
-    translated = kind(message, reason, request_id, retry_after_s)
+    told = _told_in(error.trailing_metadata() or ())
+    translated = kind(message, told.reason, request_id, told.retry_after_s, told.field)
+    translated.is_grpcs_own = told.reason is None
     if kind is QuireError:
         translated.code = code
     return translated
 
 
-def _told_in(metadata: object) -> tuple[Reason | None, float | None]:
+class _Told(NamedTuple):
+    """What the details of an error say; None for what a newer server, another system or a broken one has put there."""
+
+    reason: Reason | None = None
+    retry_after_s: float | None = None
+    field: str | None = None
+
+
+def _told_in(metadata: object) -> _Told:
     for key, value in metadata:  # type: ignore[attr-defined]  # tuples, or grpc.aio.Metadata: both iterate as pairs
         if key == DETAILS_KEY:
             return _parse_details(value)
-    return None, None
+    return _Told()
 
 
-def _parse_details(data: bytes) -> tuple[Reason | None, float | None]:
-    """Returns reason and delay; None for what a newer server, another system or a broken one has put there."""
+def _parse_details(data: bytes) -> _Told:
     try:
         details = status_pb2.Status.FromString(data).details
     except DecodeError:
-        return None, None
-    reasons, delays = list[Reason](), list[float]()
+        return _Told()
+    told = _Told()
     for detail in details:
         with contextlib.suppress(DecodeError, ValueError):
             info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
-            if detail.Unpack(info) and info.domain == DOMAIN:
-                reasons.append(Reason(info.reason))
-            elif detail.Unpack(retry):
+            if told.reason is None and detail.Unpack(info) and info.domain == DOMAIN:
+                told = told._replace(reason=Reason(info.reason), field=info.metadata.get(FIELD_KEY))
+            elif told.retry_after_s is None and detail.Unpack(retry):
                 delay = retry.retry_delay
-                delays.append(min(max(delay.seconds + delay.nanos / _NANOSECONDS, 0.0), RETRY_AFTER_S_MAX))
-    return next(iter(reasons), None), next(iter(delays), None)
+                seconds = min(max(delay.seconds + delay.nanos / _NANOSECONDS, 0.0), RETRY_AFTER_S_MAX)
+                told = told._replace(retry_after_s=seconds)
+    return told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +39,21 @@ class Tls:
             return grpc.ssl_channel_credentials(read_pem(self.ca))
         require_private(self.key, "private key")
         return grpc.ssl_channel_credentials(read_pem(self.ca), read_pem(self.key), read_pem(self.cert))
+
+    def http_context(self) -> ssl.SSLContext:
+        """Returns the same for HTTPS.
+
+        Raises:
+            UsageError: what `channel_credentials` says, or a file holds no certificate.
+        """
+        self.channel_credentials()  # which looks at the files
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+            if self.cert is not None:
+                context.load_cert_chain(self.cert, self.key)
+        except (ssl.SSLError, OSError) as error:
+            raise UsageError(f"{self.ca}, {self.cert} or {self.key} is unusable: {error}") from None
+        return context
 
 
 def read_pem(path: str | Path) -> bytes:

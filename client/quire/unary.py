@@ -62,7 +62,8 @@ class UnarySession:
     ) -> types.Allocation:
         """Creates a sequence that shares what `digests` hit.
 
-        It answers OK, NO_SPACE, EXISTS, TOO_LONG, PASS_TOO_LONG (a shorter first chunk would fit), PENDING or QUOTA.
+        It answers OK, NO_SPACE, EXISTS, ID_TOO_LOW, TOO_LONG, PASS_TOO_LONG (a shorter first chunk would fit),
+        PENDING or QUOTA.
 
         Args:
             sequence_id: higher than every earlier one.
@@ -112,9 +113,9 @@ class UnarySession:
     ) -> Result:
         """Creates a sequence (ids only rise) that shares every computed block of a live one.
 
-        OK, NOT_FOUND, EXISTS, or UNCOMMITTED: a pool with STATE groups, and a parent with granted tokens that are not
-        committed. With `hold_ms`, up to a day, it is a hold: nobody writes to it, and after so many milliseconds it is
-        freed by itself.
+        OK, NOT_FOUND, EXISTS (a live one has the id), ID_TOO_LOW, or UNCOMMITTED: a pool with STATE groups, and a
+        parent with granted tokens that are not committed. With `hold_ms`, up to a day, it is a hold: nobody writes to
+        it, and after so many milliseconds it is freed by itself.
         """
         request = messages.fork_request(self.session_id, request_id, parent_id, child_id, hold_ms)
         return Result(self._link.call(self._stub.Fork, request, timeout_s).result)
@@ -225,7 +226,8 @@ class AsyncUnarySession:
     ) -> types.Allocation:
         """Creates a sequence that shares what `digests` hit.
 
-        It answers OK, NO_SPACE, EXISTS, TOO_LONG, PASS_TOO_LONG (a shorter first chunk would fit), PENDING or QUOTA.
+        It answers OK, NO_SPACE, EXISTS, ID_TOO_LOW, TOO_LONG, PASS_TOO_LONG (a shorter first chunk would fit),
+        PENDING or QUOTA.
 
         Args:
             sequence_id: higher than every earlier one.
@@ -277,9 +279,9 @@ class AsyncUnarySession:
     ) -> Result:
         """Creates a sequence (ids only rise) that shares every computed block of a live one.
 
-        OK, NOT_FOUND, EXISTS, or UNCOMMITTED: a pool with STATE groups, and a parent with granted tokens that are not
-        committed. With `hold_ms`, up to a day, it is a hold: nobody writes to it, and after so many milliseconds it is
-        freed by itself.
+        OK, NOT_FOUND, EXISTS (a live one has the id), ID_TOO_LOW, or UNCOMMITTED: a pool with STATE groups, and a
+        parent with granted tokens that are not committed. With `hold_ms`, up to a day, it is a hold: nobody writes to
+        it, and after so many milliseconds it is freed by itself.
         """
         request = messages.fork_request(self.session_id, request_id, parent_id, child_id, hold_ms)
         return Result((await self._link.call(self._stub.Fork, request, timeout_s)).result)

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, cast
 from quire.sampling import SamplingOptions
 
 from quire_gateway.bodies import Body, ChatBody, CompletionBody, Message
-from quire_gateway.failures import invalid, unsupported
+from quire_gateway.failures import PROMPT, invalid, missing, unsupported
 
 MAX_TOKENS_DEFAULT: Final = 16  # of completions, as OpenAI has it; an answer in a chat may be as long as the model's
 
@@ -30,18 +30,17 @@ _SAME_NAME: Final[Mapping[str, tuple[Any, ...]]] = {
     "best_of": (1,),
     "echo": (False,),
     "allowed_token_ids": ([],),
+    "banned_token_ids": ([],),
     "length_penalty": (1,),
     "early_stopping": (False,),
 }
 # What no worker does, and values of them that change nothing.
 _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "suffix": ("",),
-    "prompt_logprobs": (),
     "tool_choice": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
     "functions": (),
     "function_call": ("none", "auto"),
     "web_search_options": (),
@@ -49,6 +48,18 @@ _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "store": (False,),
     "continue_final_message": (False,),
     "service_tier": ("auto", "default"),
+    "bad_words": ([],),
+    "include_stop_str_in_output": (False,),
+    "logprob_token_ids": ([],),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "cache_salt": (),
+    "documents": ([],),
+    "chat_template": (),
+    "include_reasoning": (True,),
 }
 
 
@@ -76,7 +87,8 @@ class Ask(NamedTuple):
         is_streamed: whether pieces are wanted as they come.
         with_usage: whether a stream ends with what it took.
         top_logprob_count: likeliest tokens to tell of each token; None where no logarithms are wanted.
-        prompt_param: what the prompt is called there.
+        prompt_logprob_count: the same of the prompt's tokens, which are told apart from those of the text.
+        names: what the workers' fields are called there.
         priority: as workers have it, larger is sooner; vLLM's, which callers give, is the other way round.
     """
 
@@ -88,8 +100,14 @@ class Ask(NamedTuple):
     is_streamed: bool
     with_usage: bool
     top_logprob_count: int | None
-    prompt_param: str
+    prompt_logprob_count: int | None
+    names: Mapping[str, str]
     priority: int
+
+    @property
+    def prompt_param(self) -> str:
+        """Returns what the prompt is called there."""
+        return self.names[PROMPT]
 
 
 def of_completion(body: CompletionBody) -> Ask:
@@ -98,7 +116,8 @@ def of_completion(body: CompletionBody) -> Ask:
     Raises:
         ApiError: it asks for what is not served, which the error names.
     """
-    return _ask(body, body.prompt, body.max_tokens or MAX_TOKENS_DEFAULT, body.logprobs, "prompt")
+    names = {PROMPT: "prompt", "max_tokens": "max_tokens", "logprobs": "logprobs"}
+    return _ask(body, body.prompt, body.max_tokens or MAX_TOKENS_DEFAULT, body.logprobs, names)
 
 
 def of_chat(body: ChatBody) -> Ask:
@@ -107,20 +126,35 @@ def of_chat(body: ChatBody) -> Ask:
     Raises:
         ApiError: it asks for what is not served, which the error names.
     """
+    # As vLLM has it: a variable for the template, which models that can be told how much to think have.
+    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     chat = Chat(
         tuple(_message(number, message) for number, message in enumerate(body.messages)),
         tuple(body.tools or ()),
-        body.chat_template_kwargs or {},
+        {**effort, **(body.chat_template_kwargs or {})},
         body.add_generation_prompt,
     )
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs")
     top = (body.top_logprobs or 0) if body.logprobs else None
-    return _ask(body, (chat,), body.max_completion_tokens or body.max_tokens, top, "messages")
+    names = {
+        PROMPT: "messages",
+        "messages_json": "messages",
+        "tools_json": "tools",
+        "variables": "chat_template_kwargs",
+        "variables_json": "chat_template_kwargs",
+        "max_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+        "logprobs": "top_logprobs",
+    }
+    return _ask(body, (chat,), body.max_completion_tokens or body.max_tokens, top, names)
 
 
 def _ask(
-    body: Body, prompts: tuple[Prompt, ...], max_tokens: int | None, top_logprob_count: int | None, prompt_param: str
+    body: Body,
+    prompts: tuple[Prompt, ...],
+    max_tokens: int | None,
+    top_logprob_count: int | None,
+    names: Mapping[str, str],
 ) -> Ask:
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options is for streams: it needs stream=true")
@@ -128,21 +162,35 @@ def _ask(
         value = getattr(body, name, None)
         if value is not None and value not in neutral:
             raise unsupported(name)
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs", "prompt_logprobs is not for streams: it needs stream=false")
     options: dict[str, Any] = {"temperature": 1.0}  # OpenAI's default
     for name, neutral in _SAME_NAME.items():
         _put(options, name, name, getattr(body, name, None), neutral)
     beam_count = body.num_beams or (body.n or 1 if body.use_beam_search else 1)
-    _put(options, "use_beam_search" if body.use_beam_search else "num_beams", "num_beams", beam_count, (1,))
+    beams_name = "use_beam_search" if body.use_beam_search and body.num_beams is None else "num_beams"
+    _put(options, beams_name, "num_beams", beam_count, (1,))
     if beam_count > 1 and body.temperature is None:
         options["temperature"] = 0.0  # beams are not drawn
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     _put(options, "stop", "stop", stop, ((),))
     _put(options, "logit_bias", "logit_bias", _biases(body.logit_bias), ({},))
-    _put(options, "logprobs", "logprobs", top_logprob_count, ())
-    if options.get("echo"):  # then the prompt is part of the answer, its logprobs too
-        _put(options, "logprobs", "prompt_logprobs", top_logprob_count, ())
+    _put(options, names["logprobs"], "logprobs", top_logprob_count, ())
+    echoed = top_logprob_count if options.get("echo") else None  # the prompt is part of the answer, its logprobs too
+    counts = [count for count in (echoed, body.prompt_logprobs) if count is not None]
+    of_prompt = names["logprobs"] if body.prompt_logprobs is None else "prompt_logprobs"
+    _put(options, of_prompt, "prompt_logprobs", max(counts, default=None), ())
+    names = {
+        **names,
+        "text": names[PROMPT],
+        "tokens": names[PROMPT],
+        "adapter": "model",
+        "num_beams": beams_name,
+        "prompt_logprobs": of_prompt,
+    }
     for name, (option, value) in _structure(body).items():
         _put(options, name, option, value, ())
+        names[option] = name
     if "seed" in options:
         options["seed"] %= 2**64  # a worker's seeds have no sign
     return Ask(
@@ -151,10 +199,11 @@ def _ask(
         cast("SamplingOptions", options),
         max_tokens,
         body.n or 1,
-        body.stream,
-        body.stream_options is not None and body.stream_options.include_usage,
+        bool(body.stream),
+        body.stream_options is not None and bool(body.stream_options.include_usage),
         top_logprob_count,
-        prompt_param,
+        body.prompt_logprobs,
+        names,
         -(body.priority or 0),
     )
 
@@ -197,8 +246,8 @@ def _structure(body: Body) -> dict[str, tuple[str, Any]]:
             pass
         case "json_object":
             found["response_format"] = ("json_schema", {"type": "object"})
-        case "json_schema" if isinstance(format_.get("json_schema"), dict):
-            found["response_format"] = ("json_schema", format_["json_schema"].get("schema", {}))
+        case "json_schema":
+            found["response_format"] = ("json_schema", _schema_of(format_))
         case _:
             raise invalid(
                 "response_format", "response_format has no type that is known: text, json_object, json_schema"
@@ -206,6 +255,24 @@ def _structure(body: Body) -> dict[str, tuple[str, Any]]:
     if len(found) > 1:
         raise invalid(next(reversed(found)), f"only one of {', '.join(found)} can be asked for")
     return found
+
+
+def _schema_of(format_: Mapping[str, Any]) -> Any:
+    """Returns the schema of a response format.
+
+    Raises:
+        ApiError: it has none, or one that is no JSON schema.
+    """
+    name = "response_format.json_schema"
+    given = format_.get("json_schema")
+    if not isinstance(given, dict):
+        raise missing(name) if given is None else invalid(name, f"{name} must be an object")
+    schema = given.get("schema")
+    if schema is None:
+        raise missing(f"{name}.schema")
+    if not isinstance(schema, dict | bool):
+        raise invalid(f"{name}.schema", f"{name}.schema must be a JSON schema")
+    return schema
 
 
 def _structured_outputs(body: Body, kinds: Mapping[str, str]) -> dict[str, Any]:

@@ -51,8 +51,8 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    include_usage: bool = False
-    include_obfuscation: bool = False  # nothing is ever added
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # nothing is ever added
 
 
 class Body(BaseModel):
@@ -61,7 +61,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     model: str | None = None
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None  # taken and not used: a key says who calls
     metadata: dict[str, str] | None = None  # likewise
@@ -76,17 +76,29 @@ class Body(BaseModel):
     logit_bias: dict[str, float] | None = None
 
     # vLLM's, beyond OpenAI's
-    top_k: int | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     stop_token_ids: list[Token] | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
     allowed_token_ids: list[Token] | None = None
     priority: Annotated[int, Field(ge=-10, le=10)] | None = None  # lower is sooner
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    banned_token_ids: list[Token] | None = None  # Quire's own
     use_beam_search: bool | None = None  # its beams are `n`
     length_penalty: float | None = None
+
+    # vLLM's, of which only what changes nothing is taken
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    logprob_token_ids: list[Token] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    cache_salt: str | None = None
 
     # transformers'
     num_beams: Annotated[int, Field(ge=1, le=CHOICES_MAX)] | None = None
@@ -130,7 +142,7 @@ class ChatBody(Body):
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: bool | None = None  # taken and not used: a text is all that there is
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -144,5 +156,8 @@ class ChatBody(Body):
     function_call: Any = None
     web_search_options: dict[str, Any] | None = None
     verbosity: str | None = None
-    prompt_cache_key: str | None = None  # every prefix is found by what it is
-    safety_identifier: str | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    include_reasoning: bool | None = None
+    prompt_cache_key: str | None = None  # taken and not used: every prefix is found by what it is
+    safety_identifier: str | None = None  # likewise: a key says who calls

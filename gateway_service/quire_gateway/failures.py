@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Final
 
 import grpc
@@ -11,7 +12,8 @@ from quire.errors import QuireError, Reason
 INVALID: Final = "invalid_request_error"
 SERVER: Final = "server_error"
 RATE: Final = "rate_limit_error"
-TOO_LARGE: Final = "request_too_large"  # a code
+TOO_LARGE: Final = "request_too_large"  # a code, as the next one
+MODEL_NOT_FOUND: Final = "model_not_found"
 
 # Status, type and code by canonical code; what a reason says more precisely stands below.
 _BY_CODE: Final = {
@@ -30,8 +32,12 @@ _BY_REASON: Final = {
     Reason.TOO_LARGE: (413, INVALID, TOO_LARGE),
     Reason.QUEUE_FULL: (429, RATE, "queue_full"),
     Reason.OUT_OF_MEMORY: (503, SERVER, "out_of_memory"),
+    Reason.ADAPTER_UNKNOWN: (404, INVALID, MODEL_NOT_FOUND),
 }
 _OTHERWISE: Final = (500, SERVER, "internal_error")
+PROMPT: Final = "prompt"  # fields of a worker's request
+ADAPTER: Final = "adapter"
+_ABOUT_THE_MODEL: Final = {Reason.ADAPTER_UNKNOWN}
 _ABOUT_THE_PROMPT: Final = {Reason.PROMPT_TOO_LONG, Reason.PROMPT_EMPTY, Reason.UNKNOWN_TOKEN}
 RETRY_AFTER_S: Final = 1.0  # where the error itself does not say
 
@@ -65,19 +71,22 @@ class ApiError(Exception):
             self.headers["www-authenticate"] = "Bearer"
 
 
-def of_quire(error: QuireError, prompt_param: str) -> ApiError:
+def of_quire(error: QuireError, names: Mapping[str, str]) -> ApiError:
     """Returns what a worker's error is to the caller of the gateway.
 
     Args:
         error: of the worker, or of the way to it.
-        prompt_param: what the prompt is called in the request.
+        names: what the workers' fields are called in the request, and `prompt` its prompt.
     """
     by_code = _BY_CODE.get(error.code, _OTHERWISE)
     status, kind, code = by_code if error.reason is None else _BY_REASON.get(error.reason, by_code)
     message = error.message
     if error.code is grpc.StatusCode.UNAUTHENTICATED:  # the gateway's own token: nothing that its caller could mend
         message = "a worker refuses the gateway's credentials"
-    param = prompt_param if error.reason in _ABOUT_THE_PROMPT else None
+    field = (
+        PROMPT if error.reason in _ABOUT_THE_PROMPT else ADAPTER if error.reason in _ABOUT_THE_MODEL else error.field
+    )
+    param = None if field is None else names.get(field, field)
     return ApiError(status, message, kind=kind, param=param, code=code, retry_after_s=error.retry_after_s)
 
 
@@ -89,3 +98,13 @@ def unsupported(name: str, what: str = "is not supported by this server") -> Api
 def invalid(name: str, message: str) -> ApiError:
     """Refuses the value of a parameter."""
     return ApiError(400, message, param=name)
+
+
+def missing(name: str | None) -> ApiError:
+    """Refuses a request that lacks a parameter, or its body."""
+    return ApiError(400, f"you must provide {name or 'a body'}", param=name, code="missing_required_parameter")
+
+
+def unavailable(message: str) -> ApiError:
+    """Says that nobody is there to answer, now."""
+    return ApiError(503, message, kind=SERVER, code="unavailable")

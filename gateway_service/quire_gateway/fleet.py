@@ -24,7 +24,7 @@ from quire.hashing import prompt_digests, root_digest
 from quire.types import WorkerStatus
 
 from quire_gateway import routing
-from quire_gateway.failures import ApiError
+from quire_gateway.failures import MODEL_NOT_FOUND, ApiError, unavailable
 
 log = structlog.get_logger()
 
@@ -34,11 +34,13 @@ WATCH_AGAIN_S: Final = 1.0
 
 
 class Model(NamedTuple):
-    """What some of the workers serve."""
+    """What some of the workers serve: a checkpoint, or an adapter on one."""
 
     name: str
     created_s: int  # when the gateway first saw it
     sequence_tokens_max: int  # of the worker that holds the longest ones
+    base: str  # name of the checkpoint, which is the model's own where there is no adapter
+    adapter: str  # name of the adapter, or empty
 
 
 class Backend:
@@ -47,6 +49,7 @@ class Backend:
     Attributes:
         status: what it said last; None before it has said anything.
         is_ready: whether it answered the last time.
+        adapters: digests of those that it has loaded, by name.
         in_flight: requests of this gateway that it has.
         chosen_count: requests that were ever sent to it.
         mirror: what its pool has; None where nobody watches.
@@ -56,10 +59,16 @@ class Backend:
         self.client = client
         self.status: WorkerStatus | None = None
         self.is_ready = False
+        self.adapters: dict[str, bytes] = {}
         self.in_flight = 0
         self.chosen_count = 0
         self.mirror: PrefixMirror | None = None
         self._load_of_others = 0
+
+    @property
+    def is_connected(self) -> bool:
+        """Tells whether it has a session with its allocator, so that what it gets is begun at once."""
+        return self.is_ready and self.status is not None and self.status.allocator_connected
 
     @property
     def load(self) -> int:
@@ -79,12 +88,26 @@ class Backend:
             log.warning("worker is away", address=self.client.address, error=str(error))
         self.is_ready = False
 
-    def matched_token_count(self, tokens: Sequence[int], namespace: str) -> int:
+    def serves(self, model: Model) -> bool:
+        """Tells whether it answers, and has the checkpoint and the adapter."""
+        return (
+            self.is_ready
+            and self.status is not None
+            and self.status.model == model.base
+            and (not model.adapter or model.adapter in self.adapters)
+        )
+
+    def matched_token_count(self, tokens: Sequence[int], namespace: str, adapter: str) -> int:
         """Counts the tokens of a prompt that its pool has; 0 while that is not known."""
         mirror, status = self.mirror, self.status
         if mirror is None or status is None or not mirror.is_exact:
             return 0
-        root = root_digest(fingerprint=status.model_fingerprint, layout=status.cache_layout, namespace=namespace)
+        root = root_digest(
+            fingerprint=status.model_fingerprint,
+            layout=status.cache_layout,
+            adapter=self.adapters.get(adapter, b""),
+            namespace=namespace,
+        )
         return mirror.matched_token_count(prompt_digests(root, tokens, status.block_size), namespace)
 
 
@@ -122,13 +145,22 @@ class Fleet:
             await client.close()
 
     def models(self) -> list[Model]:
-        """Returns what the ready workers serve, by name."""
-        longest: dict[str, int] = {}
+        """Returns what the ready workers serve: checkpoints, then adapters, each by name. Of equal names the first
+        one is meant."""
+        longest: dict[tuple[bool, str, str], int] = {}
         for backend in self.backends:
             if backend.is_ready and backend.status is not None:
-                name, tokens = backend.status.model, backend.status.sequence_tokens_max
-                longest[name] = max(tokens, longest.get(name, 0))
-        return [Model(name, self._created_s[name], longest[name]) for name in sorted(longest)]
+                base, tokens = backend.status.model, backend.status.sequence_tokens_max
+                for adapter in ("", *backend.adapters):
+                    key = (adapter != "", adapter, base)
+                    longest[key] = max(tokens, longest.get(key, 0))
+        found: dict[str, Model] = {}
+        for key in sorted(longest):
+            _, adapter, base = key
+            name = adapter or base
+            created_s = self._created_s.setdefault(name, int(time.time()))
+            found.setdefault(name, Model(name, created_s, longest[key], base, adapter))
+        return list(found.values())
 
     def model(self, name: str | None) -> Model:
         """Returns the model that a request names; the first one where it names none.
@@ -138,16 +170,27 @@ class Fleet:
         """
         models = self.models()
         if not models:
-            raise ApiError(503, "no worker answers", kind="server_error", code="unavailable")
+            raise unavailable("no worker answers")
         found = next((model for model in models if name in (None, model.name)), None)
         if found is None:
-            raise ApiError(404, f"The model {name!r} does not exist.", param="model", code="model_not_found")
+            raise ApiError(404, f"The model {name!r} does not exist.", param="model", code=MODEL_NOT_FOUND)
         return found
 
+    def check_ready(self) -> None:
+        """Does nothing where some worker begins at once what it is sent.
+
+        Raises:
+            ApiError: none answers, or none of those that do has a session with its allocator.
+        """
+        self.model(None)
+        if not any(backend.is_connected for backend in self.backends):
+            raise unavailable("no worker that answers has a session with its allocator")
+
     def backend(
-        self, model: str, tokens: Sequence[int] = (), namespace: str = "", without: Collection[Backend] = ()
+        self, model: Model, tokens: Sequence[int] = (), namespace: str = "", without: Collection[Backend] = ()
     ) -> Backend | None:
-        """Returns the worker to ask; None where nobody is left.
+        """Returns the worker to ask; None where nobody is left. Those without an allocator are asked last: they go on
+        with what they have, and let nobody in.
 
         Args:
             model: what it has to serve.
@@ -155,18 +198,13 @@ class Fleet:
             namespace: of the request.
             without: those that were asked already.
         """
-        candidates = [
-            backend
-            for backend in self.backends
-            if backend.is_ready
-            and backend.status is not None
-            and backend.status.model == model
-            and backend not in without
-        ]
+        candidates = [backend for backend in self.backends if backend.serves(model) and backend not in without]
+        candidates = [backend for backend in candidates if backend.is_connected] or candidates
         if len(candidates) < 2:
             return next(iter(candidates), None)
         standings = [
-            routing.Standing(backend.load, backend.matched_token_count(tokens, namespace)) for backend in candidates
+            routing.Standing(backend.load, backend.matched_token_count(tokens, namespace, model.adapter))
+            for backend in candidates
         ]
         return candidates[routing.best(standings)]
 
@@ -181,8 +219,11 @@ class Fleet:
         except QuireError as error:
             backend.lost(error)
             return
+        with contextlib.suppress(QuireError):  # it may not tell us; then it has none that we could choose
+            found = await backend.client.list_adapters(timeout_s=POLL_TIMEOUT_S)
+            backend.adapters = {adapter.name: adapter.digest for adapter in found}
         backend.heard(status)
-        self._created_s.setdefault(status.model, int(time.time()))
+        self.models()  # notes when each was first seen
 
     async def _watch(self, backend: Backend) -> None:
         """Follows what the worker's pool has, for ever; while it cannot, the worker is chosen by its load alone."""

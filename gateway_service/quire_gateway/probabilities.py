@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from quire.sampling import TokenLogprobs
+
+LOGPROB_MIN: Final = -9999.0  # for -inf, which JSON cannot say; as OpenAI has it
 
 
 class Told(NamedTuple):
@@ -16,14 +18,21 @@ class Told(NamedTuple):
     top: Sequence[tuple[int, float]]
 
 
-def told_of(tokens: Iterable[TokenLogprobs]) -> list[Told]:
-    """Returns tokens of a sample."""
-    return [Told(token.token_id, token.logprob, token.top) for token in tokens]
+def told_of(tokens: Iterable[TokenLogprobs], top_count: int) -> list[Told]:
+    """Returns tokens of a sample, with so many of the likeliest in the place of each."""
+    return [
+        Told(
+            token.token_id,
+            max(token.logprob, LOGPROB_MIN),
+            [(number, max(logprob, LOGPROB_MIN)) for number, logprob in token.top[:top_count]],
+        )
+        for token in tokens
+    ]
 
 
-def told_of_prompt(first_token: int, rest: Iterable[TokenLogprobs]) -> list[Told]:
+def told_of_prompt(first_token: int, rest: Iterable[TokenLogprobs], top_count: int) -> list[Told]:
     """Returns all tokens of a prompt."""
-    return [Told(first_token, None, ()), *told_of(rest)]
+    return [Told(first_token, None, ()), *told_of(rest, top_count)]
 
 
 def token_ids(tokens: Iterable[Told]) -> set[int]:
@@ -62,6 +71,23 @@ def of_chat(tokens: Sequence[Told], spelled: Mapping[int, bytes]) -> dict[str, A
         for token in tokens
     ]
     return {"content": content, "refusal": None}
+
+
+def of_prompt(tokens: Iterable[Told], spelled: Mapping[int, bytes]) -> list[dict[str, Any] | None]:
+    """Returns `prompt_logprobs` as vLLM has them: for each token but the first the likeliest ones in its place, and
+    itself, by their ids. The rank of one that is not among them is not known."""
+    found: list[dict[str, Any] | None] = []
+    for token in tokens:
+        if token.logprob is None:
+            found.append(None)
+            continue
+        ranks = {number: rank for rank, (number, _) in enumerate(token.top, start=1)}
+        described = {
+            str(number): {"logprob": logprob, "rank": ranks.get(number), "decoded_token": _text(spelled[number])}
+            for number, logprob in ((token.token_id, token.logprob), *token.top)
+        }
+        found.append(described)
+    return found
 
 
 def _top(token: Told, spelled: Mapping[int, bytes]) -> dict[str, float] | None:

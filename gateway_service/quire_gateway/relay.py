@@ -13,11 +13,11 @@ from typing import Final, NamedTuple, TypeVar, cast
 
 import grpc
 from quire.aio import AsyncClient
-from quire.errors import QuireError
+from quire.errors import QuireError, Reason
 from quire.sampling import Chunk, SamplingOptions
 
 from quire_gateway.asks import Ask, Chat, Prompt
-from quire_gateway.failures import ApiError, of_quire
+from quire_gateway.failures import ApiError, of_quire, unavailable
 from quire_gateway.fleet import Backend, Fleet, Model
 
 ELSEWHERE: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED}
@@ -59,7 +59,7 @@ async def prepare(fleet: Fleet, ask: Ask, *, namespace: str, request_id: str, ti
         ApiError: nobody serves the model, or a prompt cannot be tokenized or has no room.
     """
     model = fleet.model(ask.model)
-    tokens = tuple([await _tokens(fleet, model, prompt, ask.prompt_param) for prompt in ask.prompts])
+    tokens = tuple([await _tokens(fleet, model, prompt, ask.names) for prompt in ask.prompts])
     longest = max(map(len, tokens))
     wanted = ask.max_tokens or 1
     if longest + wanted > model.sequence_tokens_max:
@@ -67,7 +67,7 @@ async def prepare(fleet: Fleet, ask: Ask, *, namespace: str, request_id: str, ti
             400,
             f"This model's maximum context length is {model.sequence_tokens_max} tokens. However, you requested"
             f" {longest + wanted} tokens ({longest} in the {ask.prompt_param}, {wanted} in the completion).",
-            param=ask.prompt_param if longest >= model.sequence_tokens_max else "max_tokens",
+            param=ask.prompt_param if longest >= model.sequence_tokens_max else ask.names["max_tokens"],
             code="context_length_exceeded",
         )
     return Call(ask, model, tokens, namespace, request_id, timeout_s)
@@ -122,8 +122,8 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
     options["max_tokens"] = ask.max_tokens or call.model.sequence_tokens_max - len(tokens)
     request_id = call.request_id if len(call.tokens) == 1 else f"{call.request_id[: REQUEST_ID_MAX - 4]}-{number}"
     asked: list[Backend] = []
-    refusal = ApiError(503, "no worker answers", kind="server_error", code="unavailable")
-    while (backend := fleet.backend(call.model.name, tokens, call.namespace, asked)) is not None:
+    refusal = unavailable("no worker answers")
+    while (backend := fleet.backend(call.model, tokens, call.namespace, asked)) is not None:
         asked.append(backend)
         has_begun = False
         try:
@@ -131,6 +131,7 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
                 async with backend.client.stream(
                     tokens,
                     namespace=call.namespace,
+                    adapter=call.model.adapter,
                     request_id=request_id,
                     timeout_s=call.timeout_s,
                     priority=ask.priority,
@@ -141,8 +142,9 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
                         yield chunk
             return
         except QuireError as error:
-            refusal = of_quire(error, ask.prompt_param)
-            if has_begun or error.code not in ELSEWHERE:
+            refusal = of_quire(error, ask.names)
+            # An adapter may have been dropped there since that worker was last asked what it has.
+            if has_begun or not (error.code in ELSEWHERE or error.reason is Reason.ADAPTER_UNKNOWN):
                 raise refusal from None
     raise refusal
 
@@ -163,22 +165,22 @@ async def spelled(fleet: Fleet, model: Model, token_ids: Collection[int]) -> Map
     Raises:
         ApiError: nobody answers.
     """
-    known = fleet.spelled[model.name]
+    known = fleet.spelled[model.base]
     new = [token for token in token_ids if token not in known]
     if new:
-        texts = await _asked(fleet, model, lambda client: client.detokenize(new), "")
+        texts = await _asked(fleet, model, lambda client: client.detokenize(new), {})
         known.update(zip(new, texts, strict=True))
     return known
 
 
-async def _tokens(fleet: Fleet, model: Model, prompt: Prompt, prompt_param: str) -> tuple[int, ...]:
+async def _tokens(fleet: Fleet, model: Model, prompt: Prompt, names: Mapping[str, str]) -> tuple[int, ...]:
     """Returns a prompt's tokens, as any worker of the model says.
 
     Raises:
         ApiError: it is refused, or nobody answers.
     """
     if isinstance(prompt, str):
-        return await _asked(fleet, model, lambda client: client.tokenize(prompt), prompt_param)
+        return await _asked(fleet, model, lambda client: client.tokenize(prompt), names)
     if isinstance(prompt, Chat):
         return await _asked(
             fleet,
@@ -189,13 +191,13 @@ async def _tokens(fleet: Fleet, model: Model, prompt: Prompt, prompt_param: str)
                 variables=prompt.variables,
                 with_generation_prompt=prompt.with_generation_prompt,
             ),
-            prompt_param,
+            names,
         )
     return prompt
 
 
 async def _asked(
-    fleet: Fleet, model: Model, call: Callable[[AsyncClient], Awaitable[ResultT]], prompt_param: str
+    fleet: Fleet, model: Model, call: Callable[[AsyncClient], Awaitable[ResultT]], names: Mapping[str, str]
 ) -> ResultT:
     """Calls a worker of the model, another one where the first is full or away.
 
@@ -203,13 +205,13 @@ async def _asked(
         ApiError: it is refused, or nobody answers.
     """
     asked: list[Backend] = []
-    refusal = ApiError(503, "no worker answers", kind="server_error", code="unavailable")
-    while (backend := fleet.backend(model.name, without=asked)) is not None:
+    refusal = unavailable("no worker answers")
+    while (backend := fleet.backend(model, without=asked)) is not None:
         asked.append(backend)
         try:
             return await call(backend.client)
         except QuireError as error:
-            refusal = of_quire(error, prompt_param)
+            refusal = of_quire(error, names)
             if error.code not in ELSEWHERE:
                 raise refusal from None
     raise refusal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol
 
 import orjson
@@ -46,6 +47,7 @@ class Answer(NamedTuple):
     text: str
     finish_reason: FinishReason | None
     logprobs: Mapping[str, Any] | None
+    prompt_logprobs: Sequence[Any] | None = None  # where they were asked for
 
 
 class Form(Protocol):
@@ -87,8 +89,10 @@ class _Form:
         self._before = b"data: " + orjson.dumps(self._piece_head)[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
 
-    def _whole(self, choices: Iterable[Mapping[str, Any]], taken: Taken) -> bytes:
-        return orjson.dumps({**self._head, "choices": list(choices), "usage": taken.as_json()})
+    def _whole(
+        self, choices: Iterable[Mapping[str, Any]], taken: Taken, further: Mapping[str, Any] = MappingProxyType({})
+    ) -> bytes:
+        return orjson.dumps({**self._head, "choices": list(choices), "usage": taken.as_json(), **further})
 
     def _event(self, choice: Mapping[str, Any]) -> bytes:
         return self._before + orjson.dumps(choice) + self._after
@@ -114,7 +118,13 @@ class CompletionForm(_Form, Form):
         return probabilities.of_completion(tokens, spelled, text_offset)
 
     def whole(self, answers: Sequence[Answer], taken: Taken) -> bytes:
-        return self._whole((_completion_choice(index, *answer) for index, answer in enumerate(answers)), taken)
+        choices = []
+        for index, answer in enumerate(answers):
+            choice = _completion_choice(index, answer.text, answer.finish_reason, answer.logprobs)
+            if answer.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = answer.prompt_logprobs
+            choices.append(choice)
+        return self._whole(choices, taken)
 
     def opening(self, index: int) -> bytes:
         return b""
@@ -151,7 +161,8 @@ class ChatForm(_Form, Form):
             }
             for index, answer in enumerate(answers)
         )
-        return self._whole(choices, taken)
+        of_prompt = answers[0].prompt_logprobs  # a chat has one prompt
+        return self._whole(choices, taken, {} if of_prompt is None else {"prompt_logprobs": of_prompt})
 
     def opening(self, index: int) -> bytes:
         return self._event(_chat_choice(index, {"role": "assistant", "content": ""}, None, None))
@@ -174,19 +185,19 @@ def _chat_choice(
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": _FINISH_REASONS[finish_reason]}
 
 
-def models(names: Iterable[tuple[str, int, int]]) -> bytes:
-    """Returns the answer of /v1/models, from names, times and the longest sequences."""
-    return orjson.dumps({"object": "list", "data": [model(*each) for each in names]})
+def models(served: Iterable[tuple[str, int, int, str, str]]) -> bytes:
+    """Returns the answer of /v1/models, from what `model` takes of each."""
+    return orjson.dumps({"object": "list", "data": [model(*each) for each in served]})
 
 
-def model(name: str, created_s: int, sequence_tokens_max: int) -> dict[str, Any]:
-    """Returns one model as callers know it."""
+def model(name: str, created_s: int, sequence_tokens_max: int, base: str, adapter: str) -> dict[str, Any]:
+    """Returns one model as callers know it: an adapter's parent is the checkpoint that it changes."""
     return {
         "id": name,
         "object": "model",
         "created": created_s,
         "owned_by": "quire",
         "root": name,
-        "parent": None,
+        "parent": base if adapter else None,
         "max_model_len": sequence_tokens_max,
     }

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import orjson
 import structlog
-from quire.sampling import Chunk, FinishReason
+from quire.sampling import Chunk, FinishReason, TokenLogprobs
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -19,7 +19,7 @@ from quire_gateway import relay
 from quire_gateway.failures import ApiError
 from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import Telemetry
-from quire_gateway.probabilities import Told, token_ids, told_of, told_of_prompt
+from quire_gateway.probabilities import Told, of_prompt, token_ids, told_of, told_of_prompt
 from quire_gateway.relay import Call
 from quire_gateway.replies import DONE, Answer, Form, Taken
 
@@ -71,6 +71,7 @@ class Served(Response):
         self._telemetry, self._started_s = telemetry, started_s
         self._taken = Taken()
         self._waits_for_first = True
+        self._of_prompts: dict[int, tuple[TokenLogprobs, ...]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends it.
@@ -92,14 +93,17 @@ class Served(Response):
             async for number, chunk in pieces:
                 choice = choices[self._index(number, chunk)]
                 choice.texts.append(chunk.text)
-                choice.told += self._told(number, chunk)
+                choice.told += self._told(number, chunk, choice)
+                choice.is_opened = True
                 choice.finish_reason = chunk.finish_reason or choice.finish_reason
                 self._note(chunk)
         self._check_whole(choices)
-        answers = [
-            Answer("".join(choice.texts), choice.finish_reason, await self._logprobs(choice, choice.told))
-            for choice in choices
-        ]
+        answers = []
+        for index, choice in enumerate(choices):
+            number = index // self._call.ask.choice_count
+            logprobs = await self._logprobs(choice, choice.told)
+            of_its_prompt = await self._prompt_logprobs(number)
+            answers.append(Answer("".join(choice.texts), choice.finish_reason, logprobs, of_its_prompt))
         body = self._form.whole(answers, self._taken)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -114,7 +118,8 @@ class Served(Response):
             async with aclosing(relay.pieces(self._fleet, self._call)) as pieces:
                 async for number, chunk in pieces:
                     index = self._index(number, chunk)
-                    choice, told = choices[index], self._told(number, chunk)
+                    choice = choices[index]
+                    told = self._told(number, chunk, choice)
                     data = b"" if choice.is_opened else form.opening(index)
                     choice.is_opened = True
                     choice.finish_reason = chunk.finish_reason or choice.finish_reason
@@ -139,14 +144,34 @@ class Served(Response):
         """Returns the number of a chunk's choice: prompt by prompt, and in each sample by sample."""
         return number * self._call.ask.choice_count + chunk.sample
 
-    def _told(self, number: int, chunk: Chunk) -> list[Told]:
-        """Returns the tokens of a chunk whose logprobs are wanted; of an echo, those of the prompt before them."""
-        if self._call.ask.top_logprob_count is None:
-            return []
-        told = told_of(chunk.logprobs)
+    def _told(self, number: int, chunk: Chunk, choice: _Choice) -> list[Told]:
+        """Returns the tokens of a chunk whose logprobs are wanted; of an echo's first one, those of the prompt before
+        them, which a worker tells with the first chunk of all samples."""
+        ask = self._call.ask
         if chunk.prompt_logprobs:
-            told = [*told_of_prompt(self._call.tokens[number][0], chunk.prompt_logprobs), *told]
+            self._of_prompts[number] = chunk.prompt_logprobs
+        count = ask.top_logprob_count
+        if count is None:
+            return []
+        told = told_of(chunk.logprobs, count)
+        if ask.options.get("echo") and not choice.is_opened:
+            told = [*self._told_of_prompt(number, count), *told]
         return told
+
+    def _told_of_prompt(self, number: int, count: int) -> list[Told]:
+        return told_of_prompt(self._call.tokens[number][0], self._of_prompts.get(number, ()), count)
+
+    async def _prompt_logprobs(self, number: int) -> Sequence[Any] | None:
+        """Returns what the caller is told of a prompt's tokens apart from those of the text.
+
+        Raises:
+            ApiError: no worker says what they are.
+        """
+        count = self._call.ask.prompt_logprob_count
+        if count is None:
+            return None
+        told = self._told_of_prompt(number, count)
+        return of_prompt(told, await relay.spelled(self._fleet, self._call.model, token_ids(told)))
 
     async def _logprobs(self, choice: _Choice, told: list[Told]) -> Mapping[str, Any] | None:
         """Returns what the caller is told of these tokens, the next ones of a choice.

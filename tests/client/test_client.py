@@ -311,6 +311,7 @@ def test_a_repeated_request_id_is_applied_once(allocator: str) -> None:
         first = session.allocate(1, 4, request_id="one")
         assert session.allocate(1, 4, request_id="one") == first
         assert session.allocate(1, 4).result is Result.EXISTS
+        assert session.fork(1, 0) is Result.ID_TOO_LOW
         with pytest.raises(QuireError) as raised:
             session.allocate(2, 4, request_id="one")
     assert (raised.value.reason, raised.value.request_id) == (Reason.STEP_MISMATCH, "one")

@@ -44,10 +44,13 @@ def details_of(*infos: Message) -> bytes:
 
 
 @pytest.mark.parametrize("reason", Reason)
-def test_every_reason_survives_the_wire_with_its_class_code_and_message(reason: Reason) -> None:
-    raised = QuireError.of(reason, "what happened")
+def test_every_reason_survives_the_wire_with_its_class_code_field_and_message(reason: Reason) -> None:
+    raised = QuireError.of(reason, "what happened", field="top_p")
     received = from_rpc_error(as_received(raised.code, to_details(raised)), request_id="r-1")
     assert type(received) is type(raised) is not QuireError
+    assert received.field == "top_p"
+    plain = QuireError.of(reason, "what happened")
+    assert from_rpc_error(as_received(plain.code, to_details(plain))).field is None
     assert (received.reason, received.code, received.message) == (reason, code_of(reason), "what happened")
     assert str(received) == f"{code_of(reason).name} / {reason}: what happened [request r-1]"
 

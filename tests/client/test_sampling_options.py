@@ -41,6 +41,7 @@ def test_numbers_that_the_wire_cannot_carry_are_refused_by_name(server: Scripted
     with Client(server.address) as client, pytest.raises(InvalidArgumentError, match=next(iter(options))) as raised:
         client.generate("p", request_id="r", **options)
     assert (raised.value.reason, raised.value.request_id) == (Reason.BAD_PARAMETER, "r")
+    assert raised.value.field == next(iter(options))
     assert not server.attempts
 
 

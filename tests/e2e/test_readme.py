@@ -1,4 +1,4 @@
-"""What the README shows works as it stands there."""
+"""What the README and the page on engines show works as it stands there."""
 
 from __future__ import annotations
 
@@ -10,47 +10,211 @@ import shlex
 import signal
 import subprocess
 import sys
+import textwrap
 import time
+import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from quire.local import ServerProcess
+from quire import AllocatorClient, AsyncAllocatorClient, Client, PoolSpec, PrefixMirror
+from quire.hashing import prompt_digests, root_digest
+from quire.local import LocalStack, ServerProcess
 from quire.protocol.outcomes import StepOutcome
 from quire.protocol.steps import StepBuilder
 from quire.session import PoolSession
 
-from tests.e2e.stack import started
+from tests.e2e.stack import server, started
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_python_example_runs_and_prints_what_it_says() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert len(example.splitlines()) <= 14
-    with started() as stack:
-        done = subprocess.run(
-            [sys.executable, "-c", example],
-            env={
-                **os.environ,
-                "QUIRE_WORKER": stack.worker_address,
-                "QUIRE_ALLOCATOR": stack.allocator_address,
-            },
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+@pytest.fixture(scope="module")
+def stack() -> Iterator[LocalStack]:
+    with started() as running:
+        yield running
+
+
+def python_of(document: str) -> list[str]:
+    """The blocks of Python in a document."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), re.DOTALL)
+
+
+def printed(stack: LocalStack, *command: str) -> str:
+    """What a command prints that finds the stack where it looks by itself."""
+    addresses = {"QUIRE_WORKER": stack.worker_address, "QUIRE_ALLOCATOR": stack.allocator_address}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, **addresses},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
-    counts = re.search(r"(\d+) blocks instead of (\d+)\n\d+ blocks stay cached", done.stdout)
-    assert counts is not None, done.stdout
+    return done.stdout
+
+
+def test_the_python_example_runs_and_prints_what_it_says(stack: LocalStack) -> None:
+    (example,) = python_of("README.md")
+    assert len(example.splitlines()) <= 14
+    out = printed(stack, "-c", example)
+    counts = re.search(r"(\d+) blocks instead of (\d+)\n\d+ blocks stay cached", out)
+    assert counts is not None, out
     assert 2 * int(counts[1]) < int(counts[2]), "it shows what sharing saves"
 
 
+# What the page leaves to its reader: pages that are lists, and a model that is a hash of what they hold.
+ENGINE = """
+import asyncio, hashlib
+prompt_tokens = list(range(40))
+pages = [[-1] * 16 for _ in range(4096)]
+
+def next_token(tokens, seed=0):
+    return hashlib.blake2b(repr((tokens, seed)).encode()).digest()[0]
+
+def copy_block(source, destination):
+    pages[destination] = list(pages[source])
+
+def forward(tokens, due, table):
+    for position in due:
+        block, place = divmod(position, 16)
+        pages[table[0][block]][place] = tokens[position]
+    content = [token for block in table[0] for token in pages[block]][: len(tokens)]
+    assert content == list(tokens), "the pages hold the text"
+    count[0] += 1
+    return next_token(content)
+
+def sample_again():
+    return next_token(text.tokens[:-1], 1)
+
+def is_end(token):
+    if len(text.tokens) == 100:
+        ends.append(list(text.tokens))
+    return len(text.tokens) == 100
+
+count, ends, forked = [0], [], []
+"""
+
+
+def test_the_engine_is_built_step_by_step_from_the_snippets_of_its_page(stack: LocalStack) -> None:
+    """Each snippet goes on where the one before it stopped; the fork comes once, after the first token."""
+    specification, admitted, turns, fork = python_of("docs/engine.md")
+    once = "if not forked:\n    forked.append(1)\n" + textwrap.indent(textwrap.dedent(fork), "    ")
+    append = "        text.append(token)  # they are computed, and this one came of them\n"
+    assert append in turns
+    body = admitted + textwrap.indent(turns.replace(append, append + textwrap.indent(once, " " * 8)), "    ")
+    main = "async def main():\n    global text\n" + textwrap.indent(body, "    ")
+    script = ENGINE + specification + main + "\nasyncio.run(main())\nprint(count[0], len(ends))\n"
+    script += "first, second = ends\nassert first[:40] == second[:40] and first[40] != second[40]\n"
+    script += "assert all(e[i] == next_token(e[:i]) for e in ends for i in range(41, 100))\n"
+    assert printed(stack, "-c", script).splitlines() == ["0 tokens were in the pages already", "119 2"]
+
+
+def test_what_the_text_of_the_readme_names_is_there_and_does_that(stack: LocalStack, tmp_path: Path) -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    spans = set(re.findall(r"`([^`]+)`", text))
+    paths = {span for span in spans if (ROOT / span).exists()}
+    words = {"fork", "extend", "generate", "score", "best_of", "cli", "allocator", "worker", "gateway", "transformers"}
+    by_make = {span for span in spans if re.search(r"(^|=\.\.\. )make [a-z-]+$", span)}
+    elsewhere = {".venv", ". .venv/bin/activate", "--device cuda"}  # the last one asks for a GPU
+    here: dict[str, Callable[[], object]] = {
+        "pip install .": lambda: installed(tmp_path / "installed"),
+        "pip install '.[all]'": extras,
+        "client.prefill(document)": lambda: branches(stack),
+        "engine(...)": lambda: engine(stack),
+        "session(...)": lambda: asyncio.run(session(stack)),
+        "open_session(...)": lambda: unary(stack),
+        'watch_events("default")': lambda: watched(stack),
+        "quire.PrefixMirror": lambda: watched(stack),
+        "import quire_kernels": lambda: printed(stack, "-c", "import quire_kernels"),
+        "quire-allocator --cpu 3": lambda: pinned(tmp_path),
+        "--tensor-parallel 2": lambda: printed(stack, "-m", "quire.cli", "worker", "--help").index("--tensor-parallel"),
+    }
+    assert spans - paths - words - by_make - elsewhere == here.keys(), "each is run, or it is none of ours to run"
+    for run in here.values():
+        run()
+
+
+def installed(folder: Path) -> None:
+    """The client alone, without what its extras bring."""
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "-q", "--target", str(folder)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, "."], cwd=ROOT, check=True, timeout=60)
+    assert (folder / "quire" / "client.py").exists()
+
+
+def extras() -> None:
+    """Those that the README lists, and one that has all of them."""
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (of_all,) = named["all"]
+    brought = set(re.findall(r"\[(.*)\]", of_all)[0].split(","))
+    assert {"cli", "allocator", "worker", "gateway"} <= brought < named.keys()
+
+
+def branches(stack: LocalStack) -> None:
+    with Client(stack.worker_address) as client:
+        branch = client.prefill("The for statement iterates over the items of a sequence.")
+        (other,) = branch.fork(1)
+        other.extend(" The while")
+        assert other.generate(max_tokens=4).text
+        assert len(branch.score([" yes", " no"])) == 2
+        branch.release()
+        other.release()
+
+
+SPEC = PoolSpec.full_attention(block_count=64, block_size=16, model_fingerprint=b"readme")
+
+
+def engine(stack: LocalStack) -> None:
+    with AllocatorClient(stack.allocator_address) as client, client.engine("readme/engine", SPEC) as running:
+        assert running.admit(list(range(20))).table[0]
+
+
+async def session(stack: LocalStack) -> None:
+    client = AsyncAllocatorClient(stack.allocator_address)
+    async with client, client.session("readme/session", SPEC) as running:
+        assert running.connected
+
+
+def unary(stack: LocalStack) -> None:
+    with AllocatorClient(stack.allocator_address) as client, client.open_session("readme/calls", SPEC) as running:
+        assert running.session_id
+
+
+def watched(stack: LocalStack) -> None:
+    with Client(stack.worker_address) as worker, AllocatorClient(stack.allocator_address) as client:
+        status, prompt = worker.status(), list(range(1, 41))
+        worker.generate(prompt, max_tokens=1)
+        mirror = PrefixMirror(client.get_pool("default").spec)
+        root = root_digest(fingerprint=status.model_fingerprint, layout=status.cache_layout)
+        for event in client.watch_events("default"):
+            mirror.apply(event)
+            if mirror.matched_token_count(prompt_digests(root, prompt, status.block_size), "") == 32:
+                break
+
+
+def pinned(folder: Path) -> None:
+    """On a CPU that this machine has, which need not have a fourth one."""
+    cpu = str(max(os.sched_getaffinity(0)))
+    with server("quire_allocator", "--listen", "127.0.0.1:0", "--cpu", cpu, folder=folder / "pinned") as allocator:
+        assert os.sched_getaffinity(allocator.process.pid) <= os.sched_getaffinity(0)
+
+
 def commands() -> list[str]:
-    """Each line of the README's shell blocks, without its comment."""
+    """Each line of the README's shell blocks, without its comment, and the command that a comment names."""
     blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    lines = (line.partition(" #")[0].strip() for block in blocks for line in block.splitlines())
+    lines = []
+    for line in (line for block in blocks for line in block.splitlines()):
+        command, _, comment = line.partition(" #")
+        lines += [command.strip(), comment.partition("and: ")[2].strip()]
     return [line for line in lines if line]
+
+
+def test_the_page_of_the_first_hour_says_what_each_line_prints() -> None:
+    page = (ROOT / "docs" / "first-hour.md").read_text(encoding="utf-8")
+    shown = {line.strip() for line in page.splitlines() if line.startswith("    ")}
+    assert {*commands(), "pip install .", "quire-allocator --cpu 3"} <= shown
 
 
 def test_every_line_of_the_shell_is_run_here_or_by_a_target_that_there_is(tmp_path: Path) -> None:
@@ -76,7 +240,7 @@ def test_every_line_of_the_shell_is_run_here_or_by_a_target_that_there_is(tmp_pa
             gateway = re.findall(r"curl http://(\S+?)/v1", said)[0]
             environment = {**os.environ, "QUIRE_ALLOCATOR": allocator, "QUIRE_WORKER": worker, "COLUMNS": "120"}
             for line in others:
-                words = shlex.split(line.replace("127.0.0.1:8000", gateway))
+                words = shlex.split(line.replace("127.0.0.1:8000", gateway).replace("127.0.0.1:7070", allocator))
                 if words[0] == "quire":
                     words = [sys.executable, "-m", "quire.cli", *words[1:]]
                 where = tmp_path if "certs" in words else ROOT

@@ -17,7 +17,9 @@ from quire.v1 import worker_pb2 as pb
 from tests.client.servers import ScriptedServer, two_samples
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
-STATUS = pb.GetStatusResponse(model="scripted", pool="p", sequence_tokens_max=100, block_size=4)
+STATUS = pb.GetStatusResponse(
+    model="scripted", pool="p", sequence_tokens_max=100, block_size=4, allocator_connected=True
+)
 
 
 @contextmanager
@@ -41,6 +43,7 @@ def client(process: ServerProcess, key: str = "none", **options: Any) -> openai.
 def script(server: ScriptedServer) -> ScriptedServer:
     """Makes a scripted server a worker: three tokens for every prompt, and two samples for every request."""
     server.answers["GetStatus"] = lambda *_: STATUS
+    server.answers["ListAdapters"] = lambda *_: pb.ListAdaptersResponse()
     server.answers["Tokenize"] = lambda *_: pb.TokenizeResponse(token_ids=[1, 2, 3])
     server.answers["Generate"] = two_samples
     return server

@@ -12,6 +12,7 @@ from quire_gateway.bodies import ChatBody, CompletionBody
 from quire_gateway.failures import ApiError, of_quire
 from quire_gateway.probabilities import Told, of_completion
 
+NAMES = {"prompt": "prompt"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
@@ -47,6 +48,8 @@ def test_values_that_change_nothing_are_not_passed_on() -> None:
         ({"structured_outputs": {"json_object": True, "json": None}}, "json_schema", {"type": "object"}),
         ({"stop": "x"}, "stop", ("x",)),
         ({"seed": -1}, "seed", 2**64 - 1),
+        ({"banned_token_ids": [3, 4]}, "banned_token_ids", (3, 4)),
+        ({"prompt_logprobs": 2}, "prompt_logprobs", 2),
         ({"logit_bias": {"7": -1.5}}, "logit_bias", {7: -1.5}),
     ],
     ids=lambda value: str(value)[:40],
@@ -73,7 +76,24 @@ def test_each_parameter_is_an_option_of_the_workers(fields: dict[str, Any], opti
         ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
         ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
         ({"store": True}, "store", "unsupported_parameter"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs", "unsupported_parameter"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", None),
+        ({"skip_special_tokens": False}, "skip_special_tokens", "unsupported_parameter"),
+        ({"bad_words": ["a"]}, "bad_words", "unsupported_parameter"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+            "missing_required_parameter",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "response_format.json_schema.schema",
+            "missing_required_parameter",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": "{}"}}},
+            "response_format.json_schema.schema",
+            None,
+        ),
         ({"continue_final_message": True}, "continue_final_message", "unsupported_parameter"),
     ],
     ids=lambda value: str(value)[:40],
@@ -94,10 +114,50 @@ def test_beams_are_asked_for_in_vllms_words_or_in_those_of_transformers(fields: 
     assert "num_beams" not in completion(use_beam_search=False, n=4, num_beams=1, length_penalty=1.0).options
 
 
+def test_what_clients_of_openai_and_vllm_send_without_effect_is_taken() -> None:
+    plain = chat(user="u", metadata={"a": "b"}, parallel_tool_calls=False, prompt_cache_key="k", safety_identifier="s")
+    assert plain.options == chat(skip_special_tokens=True, bad_words=[], return_token_ids=False).options
+    assert plain.options == {"temperature": 1.0}
+    assert not chat(stream=None, n=None, stop=None, temperature=None).is_streamed
+
+
+def test_how_much_to_think_is_a_variable_of_the_template() -> None:
+    (prompt,) = chat(reasoning_effort="low", chat_template_kwargs={"enable_thinking": True}).prompts
+    assert isinstance(prompt, asks.Chat)
+    assert prompt.variables == {"reasoning_effort": "low", "enable_thinking": True}
+
+
+@pytest.mark.parametrize(
+    ("ask", "field", "param"),
+    [
+        (completion(), "temperature", "temperature"),
+        (completion(), None, None),
+        (completion(logprobs=2), "logprobs", "logprobs"),
+        (completion(logprobs=2, echo=True), "prompt_logprobs", "logprobs"),
+        (completion(prompt_logprobs=2), "prompt_logprobs", "prompt_logprobs"),
+        (completion(use_beam_search=True, n=2), "num_beams", "use_beam_search"),
+        (completion(guided_json={}), "json_schema", "guided_json"),
+        (completion(structured_outputs={"regex": "("}), "regex", "structured_outputs"),
+        (chat(logprobs=True, top_logprobs=2), "logprobs", "top_logprobs"),
+        (chat(max_tokens=3), "max_tokens", "max_tokens"),
+        (chat(max_completion_tokens=3), "max_tokens", "max_completion_tokens"),
+        (chat(), "messages", "messages"),
+        (chat(), "tools", "tools"),
+        (chat(), "variables", "chat_template_kwargs"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_a_worker_refuses_has_the_callers_name_for_it(ask: asks.Ask, field: str | None, param: str | None) -> None:
+    error = of_quire(QuireError.of(Reason.BAD_PARAMETER, "why", field=field), ask.names)
+    assert error.body["error"]["param"] == param
+
+
 def test_logprobs_of_an_echo_are_of_the_prompt_too() -> None:
     ask = completion(echo=True, logprobs=2)
     assert (ask.options["logprobs"], ask.options["prompt_logprobs"], ask.top_logprob_count) == (2, 2, 2)
     assert "prompt_logprobs" not in completion(logprobs=2).options
+    both = completion(echo=True, logprobs=2, prompt_logprobs=4)
+    assert (both.options["prompt_logprobs"], both.top_logprob_count, both.prompt_logprob_count) == (4, 2, 4)
     assert chat(logprobs=True).options["logprobs"] == 0
 
 
@@ -109,7 +169,7 @@ def test_prompts_that_are_none_are_refused(prompt: object) -> None:
 
 @pytest.mark.parametrize("reason", list(Reason))
 def test_every_error_of_quire_has_a_status(reason: Reason) -> None:
-    error = of_quire(QuireError.of(reason, "why"), "prompt")
+    error = of_quire(QuireError.of(reason, "why"), NAMES)
     assert 400 <= error.status < 600
     assert sorted(error.body["error"]) == ["code", "message", "param", "type"]
     assert ("retry-after" in error.headers) == (error.status in (429, 503))
@@ -118,7 +178,7 @@ def test_every_error_of_quire_has_a_status(reason: Reason) -> None:
 
 
 def test_credentials_of_the_gateway_are_not_the_callers_to_mend() -> None:
-    error = of_quire(QuireError.of(Reason.TOKEN, "this server asks for a bearer token"), "prompt")
+    error = of_quire(QuireError.of(Reason.TOKEN, "this server asks for a bearer token"), NAMES)
     assert (error.status, error.body["error"]["message"]) == (500, "a worker refuses the gateway's credentials")
 
 

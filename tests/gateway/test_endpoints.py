@@ -213,51 +213,35 @@ def test_logprobs_of_a_chat_have_bytes_that_make_characters_of_several_tokens(
     assert all(top.logprob <= 0 for token in told for top in token.top_logprobs)
 
 
-def test_an_echo_begins_with_the_prompt_and_its_logprobs(ai: openai.OpenAI) -> None:
-    answer = ai.completions.create(model="demo", prompt=PROMPT, max_tokens=4, temperature=0, echo=True, logprobs=1)
-    choice = answer.choices[0]
-    assert choice.text.startswith(PROMPT)
-    assert choice.logprobs is not None
-    assert choice.logprobs.tokens is not None
-    assert choice.logprobs.token_logprobs is not None
-    assert "".join(choice.logprobs.tokens) == choice.text
-    assert choice.logprobs.token_logprobs[0] is None
-    assert all(logprob <= 0 for logprob in choice.logprobs.token_logprobs[1:])
-
-
-def test_further_parameters_of_sampling_are_the_workers(ai: openai.OpenAI, worker: Client) -> None:
-    further: dict[str, Any] = {"stop": ["statement", "zzz"], "presence_penalty": 0.5, "frequency_penalty": 0.25}
-    beyond: dict[str, Any] = {"min_p": 0.05, "repetition_penalty": 1.1, "top_k": 40, "min_tokens": 2}
-    drawn: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "seed": 5}
-    expected = worker.generate(PROMPT, logit_bias={7: -2.0}, n=1, best_of=3, **further, **beyond, **drawn)
-    answer = ai.completions.create(
-        model="demo", prompt=PROMPT, logit_bias={"7": -2}, best_of=3, extra_body=beyond, **further, **drawn
-    )
-    assert answer.choices[0].text == expected.text
-
-
-def test_models_are_listed_and_found_by_name(ai: openai.OpenAI) -> None:
-    (model,) = ai.models.list().data
-    assert (model.id, model.object, model.owned_by) == ("demo", "model", "quire")
-    assert ai.models.retrieve("demo") == model
-    with pytest.raises(openai.NotFoundError) as raised:
-        ai.models.retrieve("other")
-    assert (raised.value.code, raised.value.param) == ("model_not_found", "model")
-
-
 @pytest.mark.parametrize(
     ("wrong", "status", "param", "code"),
     [
         ({"model": "other"}, 404, "model", "model_not_found"),
         ({"prompt": ""}, 400, "prompt", None),
         ({"prompt": [2048]}, 400, "prompt", None),
+        ({"prompt": "\ud800"}, 400, "prompt", None),
         ({"prompt": ["a", [1]]}, 400, "prompt", None),
         ({"prompt": ["a"] * 65}, 400, "prompt", None),
         ({"max_tokens": 100_000}, 400, "max_tokens", "context_length_exceeded"),
         ({"prompt": "word " * 5_000}, 400, "prompt", "context_length_exceeded"),
         ({"max_tokens": 0}, 400, "max_tokens", None),
         ({"n": 65}, 400, "n", None),
-        ({"temperature": -1}, 400, None, None),
+        ({"temperature": -1}, 400, "temperature", None),
+        ({"logprobs": 21}, 400, "logprobs", None),
+        ({"prompt_logprobs": 21}, 400, "prompt_logprobs", None),
+        ({"min_tokens": 25}, 400, "min_tokens", None),
+        ({"top_k": -2}, 400, "top_k", None),
+        ({"allowed_token_ids": [2048]}, 400, "allowed_token_ids", None),
+        ({"presence_penalty": 3}, 400, "presence_penalty", None),
+        ({"guided_regex": "("}, 400, "guided_regex", None),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}},
+            400,
+            "response_format",
+            None,
+        ),
+        ({"use_beam_search": True, "n": 3, "stop": "a"}, 400, "stop", None),
+        ({"length_penalty": 2}, 400, "length_penalty", None),
         ({"temperature": "hot"}, 400, "temperature", None),
         ({"suffix": "x"}, 400, "suffix", "unsupported_parameter"),
         ({"colour": "red"}, 400, "colour", "unknown_parameter"),
@@ -282,6 +266,16 @@ def test_paths_methods_and_bodies_that_are_none_have_the_same_form(served: Serve
     missing = curl(served, "/v1/completions", body={"model": "demo"})
     assert (missing.status, missing.error["param"]) == (400, "prompt")
     assert curl(served, "/v1/chat/completions", body={"model": "demo", "messages": []}).status == 400
+    half = curl(
+        served, "/v1/chat/completions", body={"model": "demo", "messages": [{"role": "user", "content": "\ud800"}]}
+    )
+    assert (half.status, half.error["param"]) == (400, "messages"), "half of a surrogate pair is no text"
+    plain = curl(served, "/v1/completions", "-d", json.dumps(ASK))  # as curl says of any -d, it is a form
+    assert (plain.status, "application/json" in plain.error["message"]) == (415, True)
+    nested = "[" * 30_000 + "]" * 30_000
+    for body in ("{", nested, f'{{"model": "demo", "prompt": {nested}}}'):
+        wrong = curl(served, "/v1/completions", "--json", body)
+        assert (wrong.status, wrong.error["message"]) == (400, "the body is no JSON")
 
 
 def test_curl_sees_server_sent_events_and_the_id_that_it_gave(served: ServerProcess) -> None:

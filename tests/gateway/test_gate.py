@@ -10,14 +10,17 @@ from pathlib import Path
 
 import openai
 import pytest
-from quire.errors import Reason, UsageError
+from quire.cli.app import app as cli
+from quire.errors import Reason, UnavailableError, UsageError
 from quire.local import ServerFailedError
 from quire.v1 import worker_pb2 as pb
 from quire_gateway.keys import ApiKeys
+from typer.testing import CliRunner
 
 from tests.client.servers import ScriptedServer, endless, refusing, scripted_server, secret_file, two_samples
 from tests.e2e.stack import eventually
 from tests.gateway.scene import client, curl, events, gateway, script
+from tests.security.certificates import quire_certs
 
 KEY, OTHER_KEY, TOKEN = "sk-alpha-0123456789", "sk-beta-0123456789", "operators-token-0123456789"
 ASK = {"model": "scripted", "prompt": "p", "n": 2}
@@ -159,6 +162,45 @@ def test_without_a_worker_the_gateway_is_alive_and_not_ready(tmp_path: Path) -> 
         assert json.loads(curl(served, "/v1/models").body)["data"] == []
 
 
+def test_a_worker_without_its_allocator_is_asked_last_and_the_gateway_says_that_it_is_not_ready(
+    worker: ScriptedServer, tmp_path: Path
+) -> None:
+    with scripted_server() as alone:
+        script(alone).answers["GetStatus"] = lambda *_: pb.GetStatusResponse(model="scripted", sequence_tokens_max=100)
+        with gateway(tmp_path, "--worker", alone.address, "--worker", worker.address) as served:
+            for _ in range(3):
+                assert curl(served, "/v1/completions", body=ASK).status == 200
+            assert (alone.attempts["Generate"], worker.attempts["Generate"]) == (0, 3)
+            assert curl(served, "/readyz").status == 200
+            worker.server.stop(None).wait()
+            eventually(lambda: curl(served, "/readyz").status == 503, "nobody with an allocator is left")
+            answer = curl(served, "/readyz")
+            assert answer.error["message"] == "no worker that answers has a session with its allocator"
+            assert answer.headers["retry-after"] == "1"
+            assert curl(served, "/healthz").status == 200
+            assert curl(served, "/v1/completions", body=ASK).status == 200
+            asked = CliRunner().invoke(cli, ["health", f"http://{served.address}"])
+            assert asked.exit_code == 1
+            assert asked.output == f"server=NOT_SERVING (503: {answer.error['message']})\n"
+
+
+def test_health_of_an_encrypted_gateway_is_asked_with_its_authority(worker: ScriptedServer, tmp_path: Path) -> None:
+    quire_certs(tmp_path / "certs")
+    files = {name: str(tmp_path / "certs" / name) for name in ("ca.pem", "server.pem", "server.key")}
+    tls = ("--tls-cert", files["server.pem"], "--tls-key", files["server.key"])
+    with gateway(tmp_path / "gateway", "--worker", worker.address, *tls) as served:
+        address = f"https://{served.address}"
+        for live in ([], ["--live"]):
+            asked = CliRunner().invoke(cli, ["health", address, "--tls-ca", files["ca.pem"], *live])
+            assert (asked.exit_code, asked.output) == (0, "server=SERVING\n")
+        unknown = CliRunner().invoke(cli, ["health", address])
+        assert isinstance(unknown.exception, UnavailableError)
+        assert "CERTIFICATE_VERIFY_FAILED" in str(unknown.exception)
+        wrong = CliRunner().invoke(cli, ["health", address, "--tls-ca", files["server.key"]])
+        assert isinstance(wrong.exception, UsageError)
+        assert isinstance(CliRunner().invoke(cli, ["health", address.replace("s:", ":")]).exception, UnavailableError)
+
+
 def test_what_fails_in_mid_stream_is_the_streams_last_word(worker: ScriptedServer, tmp_path: Path) -> None:
     def broken(request: object, context: object) -> Iterator[object]:
         answers = two_samples(request, context)  # type: ignore[arg-type]
@@ -211,14 +253,25 @@ def test_headers_have_a_limit_too(worker: ScriptedServer, tmp_path: Path) -> Non
                         for _ in range(1_000):
                             connection.sendall(b"p" * 1_000)
                 assert connection.recv(12) == answer
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
+            assert connection.recv(12) == b"HTTP/1.1 400"
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [line["event"] for line in lines if line["level"] == "warning"] == ["Invalid HTTP request received."]
 
 
 def test_pages_of_other_origins_are_let_in_only_where_they_are_named(worker: ScriptedServer, tmp_path: Path) -> None:
     asked = ("-X", "OPTIONS", "-H", "Origin: https://app.example", "-H", "Access-Control-Request-Method: POST")
     with gateway(tmp_path / "a", "--worker", worker.address) as served:
         assert not any("access-control" in name for name in curl(served, "/v1/models", *asked[2:4]).headers)
-    with gateway(tmp_path / "b", "--worker", worker.address, "--cors-origin", "https://app.example") as served:
-        assert curl(served, "/v1/completions", *asked).headers["access-control-allow-origin"] == "https://app.example"
+    arguments = ("--worker", worker.address, "--cors-origin", "https://app.example")
+    with gateway(tmp_path / "b", *arguments, QUIRE_API_KEYS=KEY) as served:
+        answer = curl(served, "/v1/completions", *asked, "-H", "Access-Control-Request-Headers: authorization")
+        assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "https://app.example")
+        assert answer.headers["access-control-allow-headers"] == "authorization", "browsers show no key before they may"
+        refused = curl(served, "/v1/models", *asked[2:4])
+        assert (refused.status, refused.headers["access-control-allow-origin"]) == (401, "https://app.example")
+        assert refused.headers["access-control-expose-headers"] == "retry-after, x-request-id"
         assert (
             "access-control-allow-origin" not in curl(served, "/v1/models", "-H", "Origin: https://x.example").headers
         )

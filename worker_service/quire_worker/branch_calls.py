@@ -40,7 +40,9 @@ class BranchCalls:
         check_namespace(message.namespace, permissions)
         ttl_ms = message.ttl_ms or TTL_MS_DEFAULT
         if not TTL_MS_MIN <= ttl_ms <= TTL_MS_MAX:
-            raise QuireError.of(Reason.BAD_PARAMETER, f"ttl_ms must be from {TTL_MS_MIN} to {TTL_MS_MAX}, not {ttl_ms}")
+            raise QuireError.of(
+                Reason.BAD_PARAMETER, f"ttl_ms must be from {TTL_MS_MIN} to {TTL_MS_MAX}, not {ttl_ms}", field="ttl_ms"
+            )
         tokens = await self._checks.prompt(message, request_id)
         branch, cached = await self._branches.prefill(
             request_id=request_id, tokens=tokens, namespace=message.namespace, ttl_s=ttl_ms / 1e3
@@ -53,7 +55,9 @@ class BranchCalls:
         """Makes branches of the same tokens."""
         request_id = self._checks.begin(message.request_id)
         if not 1 <= message.count <= FORK_COUNT_MAX:
-            raise QuireError.of(Reason.BAD_PARAMETER, f"count must be from 1 to {FORK_COUNT_MAX}, not {message.count}")
+            raise QuireError.of(
+                Reason.BAD_PARAMETER, f"count must be from 1 to {FORK_COUNT_MAX}, not {message.count}", field="count"
+            )
         parent = self._branches.find(message.branch_id, permissions)
         children = await self._branches.fork(parent, message.count, request_id)
         return pb.ForkBranchResponse(branch_ids=[child.id for child in children])
@@ -70,7 +74,9 @@ class BranchCalls:
         request_id = self._checks.begin(message.request_id)
         count = len(message.candidates)
         if not 1 <= count <= CANDIDATE_COUNT_MAX:
-            raise QuireError.of(Reason.BAD_PARAMETER, f"candidates must be 1 to {CANDIDATE_COUNT_MAX}, not {count}")
+            raise QuireError.of(
+                Reason.BAD_PARAMETER, f"candidates must be 1 to {CANDIDATE_COUNT_MAX}, not {count}", field="candidates"
+            )
         branch = self._branches.find(message.branch_id, permissions)
         candidates = [await self._checks.continuation(each, request_id) for each in message.candidates]
         if sum(map(len, candidates)) > CANDIDATE_TOKENS_MAX:

@@ -147,7 +147,7 @@ class Checks:
             )
             return await self._encode("", size, tokenizer.encode_conversation, conversation)
         except ConversationError as error:
-            raise QuireError.of(Reason.BAD_PARAMETER, str(error)) from None
+            raise QuireError.of(Reason.BAD_PARAMETER, str(error), field=error.field) from None
 
     def spelled(self, request: pb.DetokenizeRequest) -> list[bytes]:
         """Returns the bytes of each token.

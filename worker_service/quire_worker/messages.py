@@ -8,7 +8,14 @@ from quire.errors import QuireError, Reason
 from quire.v1 import worker_pb2 as pb
 
 from quire_worker.sampling.logprobs import TokenLogprobs
-from quire_worker.sampling.params import MAX_TOKENS_DEFAULT, EarlyStopping, SamplingParams, Structure, StructureKind
+from quire_worker.sampling.params import (
+    MAX_TOKENS_DEFAULT,
+    EarlyStopping,
+    ParameterError,
+    SamplingParams,
+    Structure,
+    StructureKind,
+)
 from quire_worker.scheduling.request import Delivery, FinishReason, Request
 
 _FINISH_REASONS = {
@@ -31,21 +38,21 @@ def sampling_of(message: pb.SamplingParams, vocabulary: int) -> SamplingParams:
         vocabulary: tokens of the model.
 
     Raises:
-        QuireError: BAD_PARAMETER, naming the field.
+        QuireError: BAD_PARAMETER, with its field.
     """
     try:
         params = _unchecked(message)
         params.validate()
         params.check_vocabulary(vocabulary)
-    except ValueError as error:
-        raise QuireError.of(Reason.BAD_PARAMETER, str(error)) from None
+    except ParameterError as error:
+        raise QuireError.of(Reason.BAD_PARAMETER, str(error), field=error.name) from None
     return params
 
 
 def _unchecked(message: pb.SamplingParams) -> SamplingParams:
     tokens, biases = message.logit_bias_token_ids, message.logit_bias
     if len(tokens) != len(biases) or len(set(tokens)) != len(tokens):
-        raise ValueError("logit_bias must have one value for each of its tokens, and no token twice")
+        raise ParameterError("logit_bias", "must have one value for each of its tokens, and no token twice")
     return SamplingParams(
         max_tokens=message.max_tokens or MAX_TOKENS_DEFAULT,
         temperature=message.temperature,
@@ -78,7 +85,7 @@ def _unchecked(message: pb.SamplingParams) -> SamplingParams:
 def _early_stopping_of(message: pb.SamplingParams) -> EarlyStopping:
     found = _EARLY_STOPPINGS.get(message.early_stopping)
     if found is None:
-        raise ValueError(f"early_stopping must be one of this version's, not {message.early_stopping}")
+        raise ParameterError("early_stopping", f"must be one of this version's, not {message.early_stopping}")
     return found
 
 

@@ -198,7 +198,7 @@ class WorkerService(AdapterCalls):
         request_id = self._checks.begin(request.request_id)
         if abs(request.priority) > PRIORITY_MAX:
             message = f"priority must be from {-PRIORITY_MAX} to {PRIORITY_MAX}, not {request.priority}"
-            raise QuireError.of(Reason.BAD_PARAMETER, message)
+            raise QuireError.of(Reason.BAD_PARAMETER, message, field="priority")
         sampling = sampling_of(request.sampling, self._engine.model.vocab_size)
         matcher = await self._checks.matcher(sampling)
         if request.WhichOneof("prompt") == "branch_id":

@@ -39,10 +39,10 @@ class StructureCompiler:
         try:
             return await asyncio.wait_for(compiling, COMPILE_S_MAX)
         except GrammarError as error:
-            raise QuireError.of(Reason.BAD_PARAMETER, str(error)) from None
+            raise QuireError.of(Reason.BAD_PARAMETER, str(error), field=structure.kind.value) from None
         except TimeoutError:
             message = f"{structure.kind.value} was not compiled within {COMPILE_S_MAX} s"
-            raise QuireError.of(Reason.TOO_LARGE, message) from None
+            raise QuireError.of(Reason.TOO_LARGE, message, field=structure.kind.value) from None
         except Exception as error:  # llguidance does not read every tokenizer that transformers does
             log.warning("compiling failed", error=type(error).__name__)
             raise QuireError.of(TOKENIZER.reason, TOKENIZER.message) from None

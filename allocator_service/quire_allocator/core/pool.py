@@ -103,7 +103,7 @@ class Pool:
         """Creates a sequence that can hold `token_count` tokens, at least 1.
 
         The shared prefix is the longest published one that leaves at least one token to compute. It counts as
-        committed. Answers OK, EXISTS, TOO_LONG, PASS_TOO_LONG, PENDING, QUOTA or NO_SPACE.
+        committed. Answers OK, EXISTS, ID_TOO_LOW, TOO_LONG, PASS_TOO_LONG, PENDING, QUOTA or NO_SPACE.
 
         Args:
             sequence_id: higher than every earlier one.
@@ -118,7 +118,7 @@ class Pool:
             turn_ends: token counts at which later prompts may part from it, beside the end of its own.
         """
         if sequence_id <= self.last_sequence_id:
-            return GrowResult(Result.EXISTS)
+            return GrowResult(Result.EXISTS if sequence_id in self.sequences else Result.ID_TOO_LOW)
         space = self.blocks.namespaces.get(namespace) or self.coordinator.new_namespace(namespace)
         prompt = max(token_count, prompt_token_count)
         limit = min((prompt - 1) // self.digest_tokens, len(digests) // DIGEST_BYTES)
@@ -312,7 +312,8 @@ class Pool:
         return CommitResult(Result.OK, swaps) if swaps else _COMMITTED
 
     def fork(self, parent_id: int, child_id: int, *, hold_until: float | None = None) -> Result:
-        """Creates a sequence that shares what its parent has committed. Answers OK, NOT_FOUND, EXISTS or UNCOMMITTED.
+        """Creates a sequence that shares what its parent has committed. Answers OK, NOT_FOUND, EXISTS, ID_TOO_LOW or
+        UNCOMMITTED.
 
         Blocks that the parent was granted beyond that stay the parent's alone; in the half-filled block the parent may
         go on writing behind the child's last token, which the child never reads. A recurrent state has no such place:
@@ -329,7 +330,7 @@ class Pool:
         if parent is None:
             return Result.NOT_FOUND
         if child_id <= self.last_sequence_id:
-            return Result.EXISTS
+            return Result.EXISTS if child_id in self.sequences else Result.ID_TOO_LOW
         length = parent.committed_token_count
         is_half_full = self.spec.append_only and length % self._edge_tokens > 0
         if (self.coordinator.in_place and parent.token_count > length) or not parent.is_named or is_half_full:

@@ -30,6 +30,7 @@ class Result(enum.IntEnum):
     UNCOMMITTED = 7
     FORBIDDEN = 8  # by the step's caller; the core itself permits everything
     PASS_TOO_LONG = 9  # it would fit if it were computed in smaller passes
+    ID_TOO_LOW = 10  # of a new sequence: an earlier one had it or a higher one
 
 
 class GroupKind(enum.Enum):
@@ -208,7 +209,7 @@ class GrowResult:  # noqa: PLW1641 - nobody files answers by their values
     """Answer to allocate and grow. No tuple: making one of those costs as much as an append.
 
     Attributes:
-        result: OK, NO_SPACE, NOT_FOUND, EXISTS, TOO_LONG, PASS_TOO_LONG, PENDING or QUOTA.
+        result: OK, NO_SPACE, NOT_FOUND, EXISTS, ID_TOO_LOW, TOO_LONG, PASS_TOO_LONG, PENDING or QUOTA.
         matched_token_count: leading tokens shared with published blocks (allocate only).
         junction_token_count: as in `Match` (allocate only, OK and PENDING).
         pending_token_count: tokens after those that another sequence is computing (allocate only).

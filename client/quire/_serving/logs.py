@@ -1,4 +1,4 @@
-"""Structured logs on standard error: JSON for machines, colours for a terminal.
+"""Structured logs on standard error: JSON for machines, colours for a terminal. Warnings of libraries look the same.
 
 No token, prompt, text or whole digest is ever logged.
 """
@@ -35,3 +35,16 @@ def configure(*, log_format: str, level: str, **bound: Any) -> None:
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(**bound)
+    logging.getLogger().addHandler(_OfLibraries(logging.WARNING))
+
+
+class _OfLibraries(logging.Handler):
+    """Writes what comes through Python's own logging, which would be bare lines between ours."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes one line; never raises, as a handler must not."""
+        try:
+            logger = structlog.get_logger()
+            logger.log(record.levelno, record.getMessage(), logger=record.name, exc_info=record.exc_info or None)
+        except Exception:
+            self.handleError(record)

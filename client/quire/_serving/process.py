@@ -24,8 +24,9 @@ def take_cpu(number: int) -> None:
     """
     try:
         os.sched_setaffinity(0, {number})
-    except (OSError, ValueError, OverflowError) as error:
-        raise UsageError(f"CPU {number} is not to be had: {error}") from None
+    except (OSError, ValueError, OverflowError):
+        there = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
+        raise UsageError(f"CPU {number} is not to be had: this process may use {there}") from None
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 

@@ -55,7 +55,7 @@ def _fill_sampling(message: worker_pb.SamplingParams, params: sampling.SamplingP
     """Puts in what is not left at its default; 0 and nothing mean the same on the wire."""
     for name in _ABOVE_ZERO:  # 0 means "unset" on the wire, so that it would not be refused there
         if getattr(params, name) == 0:
-            raise InvalidArgumentError(f"{name} must be above 0", Reason.BAD_PARAMETER, request_id)
+            raise InvalidArgumentError(f"{name} must be above 0", Reason.BAD_PARAMETER, request_id, field=name)
     numbers = {name: getattr(params, name) for name in _NUMBERS}
     fill(message, request_id, **{name: value for name, value in numbers.items() if value is not None})
     for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
@@ -70,7 +70,7 @@ def _fill_sampling(message: worker_pb.SamplingParams, params: sampling.SamplingP
 def _fill_beams(message: worker_pb.SamplingParams, params: sampling.SamplingParams, request_id: str) -> None:
     if params.early_stopping not in _EARLY_STOPPINGS:
         text = f"early_stopping must be True, False or 'never', not {params.early_stopping!r}"
-        raise InvalidArgumentError(text, Reason.BAD_PARAMETER, request_id)
+        raise InvalidArgumentError(text, Reason.BAD_PARAMETER, request_id, field="early_stopping")
     if params.num_beams != 1:
         fill(message, request_id, num_beams=params.num_beams)
     if params.length_penalty != 1:

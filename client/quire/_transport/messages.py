@@ -320,7 +320,7 @@ def fill(
         try:
             setattr(_message, name, value)
         except ValueError as error:  # protobuf's word for a number out of the field's range
-            raise InvalidArgumentError(f"{name}: {error}", reason, _error_id) from None
+            raise InvalidArgumentError(f"{name}: {error}", reason, _error_id, field=name) from None
     return _message
 
 
@@ -336,4 +336,4 @@ def extend(
     try:
         field.extend(values)
     except ValueError as error:
-        raise InvalidArgumentError(f"{name}: {error}", reason, request_id) from None
+        raise InvalidArgumentError(f"{name}: {error}", reason, request_id, field=name) from None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.client
+import json
+import ssl
 import sys
 import time
 from dataclasses import asdict
@@ -18,6 +20,7 @@ from quire._transport.channel import LIVENESS, SyncLink
 from quire.cli import options, output
 from quire.client import AllocatorClient, Client
 from quire.errors import NotFoundError, UnavailableError
+from quire.tls import Tls
 from quire.types import PoolMemory, WorkerStatus
 
 STATUS_EXAMPLES = """What a worker is and does.
@@ -34,12 +37,14 @@ Examples:
     quire health 127.0.0.1:7070
     quire health 127.0.0.1:7071 --live              (for liveness probes: also without an allocator)
     quire health http://127.0.0.1:8000
+    quire health https://gateway.internal:8000 --tls-ca ca.pem
     quire health unix:///run/quire/allocator.sock --timeout 2
 """
 
 
 READY: Final = (("server", ""), ("allocator", AllocatorClient.SERVICE), ("worker", Client.SERVICE))
 LIVE: Final = (("server", LIVENESS),)
+REASON_BYTES_MAX: Final = 65_536
 
 
 def register(app: typer.Typer) -> None:
@@ -74,7 +79,8 @@ def health(
     address: Annotated[
         str,
         typer.Argument(
-            help="host:port, unix:///path, or http://host:port of a gateway or of metrics", show_default=False
+            help="host:port, unix:///path, or http://host:port (https://) of a gateway or of metrics",
+            show_default=False,
         ),
     ],
     timeout: options.Timeout = 5.0,
@@ -82,14 +88,16 @@ def health(
     live: Annotated[
         bool, typer.Option("--live", help="Ask whether it is alive, instead of whether work is better sent elsewhere.")
     ] = False,
+    as_json: options.Json = False,
     credentials: options.Credentials,
 ) -> None:
     """Asks grpc.health.v1 for the server as a whole and for each service of Quire that it may have; over HTTP, /readyz
     and /healthz."""
-    if address.startswith("http://"):
-        _health_over_http(address, "/healthz" if live else "/readyz", timeout)
+    if address.startswith(("http://", "https://")):
+        state = _state_over_http(address, "/healthz" if live else "/readyz", timeout, credentials.tls)
+        _end_with({"server": state}, as_json)
         return
-    states = {}
+    states = dict[str, str]()
     deadline = time.monotonic() + timeout
     link = SyncLink(address, credentials.token, credentials.tls, timeout)
     try:
@@ -103,24 +111,46 @@ def health(
             states[name] = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
     finally:
         link.close()
-    print(" ".join(f"{name}={state}" for name, state in states.items()) or "UNKNOWN")
+    _end_with(states, as_json)
+
+
+def _end_with(states: dict[str, str], as_json: bool) -> None:
+    """Prints what was found, and exits with 1 unless all of it serves."""
+    if as_json:
+        output.print_json(states)
+    else:
+        print(" ".join(f"{name}={state}" for name, state in states.items()) or "UNKNOWN")
     if not states or set(states.values()) != {"SERVING"}:
         sys.exit(1)
 
 
-def _health_over_http(address: str, path: str, timeout: float) -> None:
-    host, port = split(address.removeprefix("http://").rstrip("/"))
-    connection = http.client.HTTPConnection(host, port, timeout=timeout)
+def _state_over_http(address: str, path: str, timeout: float, tls: Tls | None) -> str:
+    scheme, _, rest = address.rstrip("/").partition("://")
+    host, port = split(rest)
+    connection = (
+        http.client.HTTPConnection(host, port, timeout=timeout)
+        if scheme == "http"
+        else http.client.HTTPSConnection(
+            host, port, timeout=timeout, context=ssl.create_default_context() if tls is None else tls.http_context()
+        )
+    )
     try:
         connection.request("GET", path)
-        status = connection.getresponse().status
-    except OSError as error:
+        answer = connection.getresponse()
+        status, why = answer.status, _reason(answer.read(REASON_BYTES_MAX))
+    except (OSError, http.client.HTTPException) as error:
         raise UnavailableError(f"no answer from {address}: {error}") from None
     finally:
         connection.close()
-    print("server=SERVING" if status == HTTPStatus.OK else f"server=NOT_SERVING ({status})")
-    if status != HTTPStatus.OK:
-        sys.exit(1)
+    return "SERVING" if status == HTTPStatus.OK else f"NOT_SERVING ({status}{why})"
+
+
+def _reason(body: bytes) -> str:
+    """Returns what a gateway says of its own state, behind a colon; nothing where it is no gateway."""
+    try:
+        return f": {json.loads(body)['error']['message']}"
+    except (ValueError, LookupError, TypeError):
+        return ""
 
 
 def _ranks(found: WorkerStatus) -> str:

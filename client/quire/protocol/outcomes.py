@@ -19,13 +19,14 @@ class Result(enum.IntEnum):
     OK = 0
     NO_SPACE = 1
     NOT_FOUND = 2
-    EXISTS = 3
+    EXISTS = 3  # a live sequence has the id of the new one
     TOO_LONG = 4
     PENDING = 5  # asked to be deferred, and others are computing its prefix
     QUOTA = 6  # the namespace would hold too many blocks
     UNCOMMITTED = 7  # a fork of a recurrent state that may be beyond the committed tokens
     FORBIDDEN = 8  # a new sequence in a namespace that the caller's certificate does not permit
     PASS_TOO_LONG = 9  # it would fit, computed in smaller passes
+    ID_TOO_LOW = 10  # the id of a new sequence is not higher than every earlier one, and no live one has it
 
     def __bool__(self) -> bool:
         return self is Result.OK

@@ -99,7 +99,7 @@ class _ResultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Result.ValueTy
     RESULT_NOT_FOUND: _Result.ValueType  # 2
     """The sequence is not live."""
     RESULT_EXISTS: _Result.ValueType  # 3
-    """The id of a new sequence is in use, or not higher than every earlier one."""
+    """The id of a new sequence is that of a live one."""
     RESULT_TOO_LONG: _Result.ValueType  # 4
     """The tokens are more than the pool could ever hold for one sequence, in however small passes (of a new sequence: in
     passes as large as `chunk_token_count_max`), or a commit goes beyond the tokens that the sequence can hold.
@@ -120,6 +120,10 @@ class _ResultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Result.ValueTy
     """The tokens would fit, but not so many at once: a pass and the window before it take more blocks than the pool has,
     by as many as `grow_shortfalls` says. Ask for a smaller chunk, after what has been computed is committed.
     """
+    RESULT_ID_TOO_LOW: _Result.ValueType  # 10
+    """The id of a new sequence is not higher than every earlier one of the session, though no live one has it: ids are
+    never used again. Take one above the highest so far.
+    """
 
 class Result(_Result, metaclass=_ResultEnumTypeWrapper):
     """---------------------------------------------------------------------------------------------------------------------
@@ -136,7 +140,7 @@ RESULT_NO_SPACE: Result.ValueType  # 1
 RESULT_NOT_FOUND: Result.ValueType  # 2
 """The sequence is not live."""
 RESULT_EXISTS: Result.ValueType  # 3
-"""The id of a new sequence is in use, or not higher than every earlier one."""
+"""The id of a new sequence is that of a live one."""
 RESULT_TOO_LONG: Result.ValueType  # 4
 """The tokens are more than the pool could ever hold for one sequence, in however small passes (of a new sequence: in
 passes as large as `chunk_token_count_max`), or a commit goes beyond the tokens that the sequence can hold.
@@ -156,6 +160,10 @@ RESULT_FORBIDDEN: Result.ValueType  # 8
 RESULT_PASS_TOO_LONG: Result.ValueType  # 9
 """The tokens would fit, but not so many at once: a pass and the window before it take more blocks than the pool has,
 by as many as `grow_shortfalls` says. Ask for a smaller chunk, after what has been computed is committed.
+"""
+RESULT_ID_TOO_LOW: Result.ValueType  # 10
+"""The id of a new sequence is not higher than every earlier one of the session, though no live one has it: ids are
+never used again. Take one above the highest so far.
 """
 Global___Result: _TypeAlias = Result  # noqa: Y015
 
@@ -1621,7 +1629,7 @@ class AllocateResponse(_message.Message):
     VICTIM_FIELD_NUMBER: _builtins.int
     JUNCTION_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     result: Global___Result.ValueType
-    """OK, NO_SPACE, EXISTS, TOO_LONG, PASS_TOO_LONG, PENDING or QUOTA."""
+    """OK, NO_SPACE, EXISTS, ID_TOO_LOW, TOO_LONG, PASS_TOO_LONG, PENDING or QUOTA."""
     matched_token_count: _builtins.int
     """Leading tokens that need not be computed."""
     shortfall: _builtins.int
@@ -1795,7 +1803,7 @@ class ForkResponse(_message.Message):
 
     RESULT_FIELD_NUMBER: _builtins.int
     result: Global___Result.ValueType
-    """OK, NOT_FOUND, EXISTS or UNCOMMITTED."""
+    """OK, NOT_FOUND, EXISTS, ID_TOO_LOW or UNCOMMITTED."""
     def __init__(
         self,
         *,

@@ -4,10 +4,11 @@ isort:skip_file
 Why a call failed, for programs.
 
 Every error carries a canonical gRPC status code and, in `grpc-status-details-bin`, one `google.rpc.ErrorInfo` whose
-`domain` is "quire.dev" and whose `reason` is the name of a `Reason` without its prefix; where the comment says "with
-a delay" it also carries one `google.rpc.RetryInfo`: the same call may succeed after that time, to which callers add
-jitter. `quire/errors.py` has the table of codes and client exceptions; no program parses the text. Where an
-operation inside a step cannot be done (no space, not found), that is a `Result` in the reply and not an error.
+`domain` is "quire.dev" and whose `reason` is the name of a `Reason` without its prefix; its metadata has `field`, the
+name of a field of the request, where that one is to blame. Where the comment says "with a delay" it also carries one
+`google.rpc.RetryInfo`: the same call may succeed after that time, to which callers add jitter. `quire/errors.py` has
+the table of codes and client exceptions; no program parses the text. Where an operation inside a step cannot be done
+(no space, not found), that is a `Result` in the reply and not an error.
 """
 
 from google.protobuf import descriptor as _descriptor
@@ -34,7 +35,7 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_MALFORMED: _Reason.ValueType  # 1
     """INVALID_ARGUMENT: a field is missing, out of range or inconsistent with another; nothing changed."""
     REASON_BAD_PARAMETER: _Reason.ValueType  # 2
-    """INVALID_ARGUMENT: a sampling parameter is outside its range; the message names it."""
+    """INVALID_ARGUMENT: a sampling parameter is outside its range; the message names it, and the metadata's `field`."""
     REASON_UNKNOWN_TOKEN: _Reason.ValueType  # 3
     """INVALID_ARGUMENT: the prompt holds a token id that the model's vocabulary does not have."""
     REASON_PROMPT_TOO_LONG: _Reason.ValueType  # 4
@@ -117,7 +118,7 @@ REASON_UNSPECIFIED: Reason.ValueType  # 0
 REASON_MALFORMED: Reason.ValueType  # 1
 """INVALID_ARGUMENT: a field is missing, out of range or inconsistent with another; nothing changed."""
 REASON_BAD_PARAMETER: Reason.ValueType  # 2
-"""INVALID_ARGUMENT: a sampling parameter is outside its range; the message names it."""
+"""INVALID_ARGUMENT: a sampling parameter is outside its range; the message names it, and the metadata's `field`."""
 REASON_UNKNOWN_TOKEN: Reason.ValueType  # 3
 """INVALID_ARGUMENT: the prompt holds a token id that the model's vocabulary does not have."""
 REASON_PROMPT_TOO_LONG: Reason.ValueType  # 4

@@ -284,14 +284,14 @@ def test_more_than_the_whole_pool_is_too_long_and_the_whole_pool_is_not(block_co
     assert pool.commit(1, 33) == CommitResult(Result.TOO_LONG)
 
 
-def test_an_id_that_is_not_above_all_earlier_ones_exists() -> None:
+def test_an_id_that_is_not_above_all_earlier_ones_is_too_low_and_that_of_a_live_sequence_exists() -> None:
     pool = make_pool()
     pool.allocate(5, 1)
     pool.free(5)
     pool.allocate(6, 1)
     before = everything(pool)
-    assert [pool.allocate(i, 1).result for i in (0, 4, 5, 6)] == [Result.EXISTS] * 4
-    assert [pool.fork(6, i) for i in (0, 5, 6)] == [Result.EXISTS] * 3
+    assert [pool.allocate(i, 1).result for i in (0, 4, 5, 6)] == [*[Result.ID_TOO_LOW] * 3, Result.EXISTS]
+    assert [pool.fork(6, i) for i in (0, 5, 6)] == [*[Result.ID_TOO_LOW] * 2, Result.EXISTS]
     assert everything(pool) == before
 
 

@@ -178,7 +178,7 @@ def test_a_cpu_of_its_own_is_where_all_its_threads_run_without_interrupting_each
 def test_a_cpu_that_is_not_to_be_had_is_refused(cpu: str) -> None:
     code, error = exit_of("--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", "--cpu", cpu)
     assert code == 2
-    assert f"CPU {cpu} is not to be had" in error
+    assert f"CPU {cpu} is not to be had: this process may use" in error
     assert "Traceback" not in error
 
 

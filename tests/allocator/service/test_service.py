@@ -156,7 +156,9 @@ async def test_what_an_operation_cannot_do_is_a_result_and_no_error(allocator: A
         ("Commit", {"sequence_id": 2, "token_count": 1}, pb.RESULT_NOT_FOUND, 0),
         ("Commit", {"sequence_id": 1, "token_count": 25}, pb.RESULT_TOO_LONG, 0),
         ("Fork", {"parent_id": 2, "child_id": 3}, pb.RESULT_NOT_FOUND, 0),
+        ("Allocate", {"sequence_id": 0, "token_count": 1}, pb.RESULT_ID_TOO_LOW, 0),
         ("Fork", {"parent_id": 1, "child_id": 1}, pb.RESULT_EXISTS, 0),
+        ("Fork", {"parent_id": 1, "child_id": 0}, pb.RESULT_ID_TOO_LOW, 0),
         ("Free", {"sequence_id": 2}, pb.RESULT_NOT_FOUND, 0),
     ]
     before = await blocks_view(allocator)

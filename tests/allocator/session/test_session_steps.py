@@ -60,12 +60,12 @@ async def test_results_that_are_not_all_ok_are_listed_per_operation(allocator: A
     reply = await owner.step(
         commits=commits((9, 1, b""), (1, 25, b"")),
         frees=pb.FreePhase(sequences=pack_uint64([9])),
-        forks=pb.ForkPhase(parents=pack_uint64([9, 1, 1]), children=pack_uint64([2, 2, 1])),
+        forks=pb.ForkPhase(parents=pack_uint64([9, 1, 1, 1]), children=pack_uint64([2, 2, 1, 0])),
         grows=grows((5, 12, b""), (6, 33, b""), (1, 25, b"")),
     )
     assert list(reply.commit_results) == [pb.RESULT_NOT_FOUND, pb.RESULT_TOO_LONG]
     assert list(reply.free_results) == [pb.RESULT_NOT_FOUND]
-    assert list(reply.fork_results) == [pb.RESULT_NOT_FOUND, pb.RESULT_OK, pb.RESULT_EXISTS]
+    assert list(reply.fork_results) == [pb.RESULT_NOT_FOUND, pb.RESULT_OK, pb.RESULT_EXISTS, pb.RESULT_ID_TOO_LOW]
     assert list(reply.grow_results) == [pb.RESULT_NO_SPACE, pb.RESULT_TOO_LONG, pb.RESULT_OK]
     assert list(reply.grow_shortfalls) == [1, 0, 0]
     assert (numbers_in(reply.granted_grows), numbers_in(reply.block_counts)) == ([2], [1])

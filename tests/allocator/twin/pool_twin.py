@@ -35,7 +35,7 @@ class TwinPool(TwinCheckpoints):
     ) -> Grown:
         """A new sequence."""
         if sequence_id <= self.highest_id:
-            return refused("EXISTS")
+            return refused("EXISTS" if sequence_id in self.sequences else "ID_TOO_LOW")
         prompt = max(token_count, prompt_token_count)
         shareable = [d for i, d in enumerate(digests) if (i + 1) * self.digest_tokens < prompt]
         matched, tables = self.match(namespace, shareable)
@@ -162,7 +162,7 @@ class TwinPool(TwinCheckpoints):
         if parent is None:
             return "NOT_FOUND"
         if child_id <= self.highest_id:
-            return "EXISTS"
+            return "EXISTS" if child_id in self.sequences else "ID_TOO_LOW"
         if parent.token_count > parent.committed and any(kind.name == "state" for kind in self.kinds):
             return "UNCOMMITTED"
         if self.append_only and not self.is_edge(parent.committed):

@@ -239,6 +239,8 @@ class Simulation(Comparison):
         ]:
             self.do(*event)
         for live in self.writers:
+            self.do("allocate", live, 1)
+            self.do("fork", live, live)
             self.do("commit", live, twin.sequences[live].token_count + 1)
 
     # -- parts ---------------------------------------------------------------------------------------------------------

@@ -20,7 +20,15 @@ TOKENIZER_OPTIONS: Final = frozenset(
 
 
 class ConversationError(Exception):
-    """A conversation cannot be written down. The message is for its caller alone."""
+    """A conversation cannot be written down. The message is for its caller alone.
+
+    Attributes:
+        field: of the conversation that is to blame.
+    """
+
+    def __init__(self, message: str, field: str = "messages") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class Conversation(NamedTuple):
@@ -48,17 +56,17 @@ def read_conversation(
             raise ConversationError(f"messages[{number}] has no role")
     variables = _parsed(variables_json or "{}", "variables")
     if not isinstance(variables, dict):
-        raise ConversationError("variables must be an object")
+        raise ConversationError("variables must be an object", "variables")
     taken = sorted((RESERVED | TOKENIZER_OPTIONS) & variables.keys())
     if taken:
-        raise ConversationError(f"variables: {taken[0]!r} is no variable of a template")
+        raise ConversationError(f"variables: {taken[0]!r} is no variable of a template", "variables")
     return Conversation(messages, _objects(tools_json or "[]", "tools"), variables, with_generation_prompt)
 
 
 def _objects(text: str, name: str) -> list[dict[str, Any]]:
     values = _parsed(text, name)
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise ConversationError(f"{name} must be an array of objects")
+        raise ConversationError(f"{name} must be an array of objects", name)
     return values
 
 
@@ -66,7 +74,7 @@ def _parsed(text: str, name: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise ConversationError(f"{name} is no JSON") from None
+        raise ConversationError(f"{name} is no JSON", name) from None
 
 
 class ChatTemplate:

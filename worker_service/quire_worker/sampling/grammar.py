@@ -128,7 +128,8 @@ class Grammars:
         limits = LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(self._tokenizer_of_model(), grammar, log_level=0, limits=limits)
         if matcher.is_error():
-            raise GrammarError(f"{name} cannot be used: {matcher.get_error().strip()[:ERROR_CHARACTERS_MAX]}")
+            what = " ".join(matcher.get_error().split())  # one line of its several
+            raise GrammarError(f"{name} cannot be used: {what[:ERROR_CHARACTERS_MAX]}")
         return Matcher(matcher, self._eos_token_ids)
 
     def _tokenizer_of_model(self) -> LLTokenizer:

@@ -58,6 +58,18 @@ class EarlyStopping(enum.Enum):
     NEVER = "never"  # when no beam can become better
 
 
+class ParameterError(ValueError):
+    """A parameter cannot be what it is.
+
+    Attributes:
+        name: of the parameter, with which the message begins.
+    """
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(f"{name} {what}")
+        self.name = name
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the tokens of a request are chosen, and when they end."""
@@ -117,7 +129,7 @@ class SamplingParams:
         """Checks every field.
 
         Raises:
-            ValueError: a field is out of range; the message begins with its name.
+            ParameterError: a field is out of range.
         """
         _check_integer("max_tokens", self.max_tokens, 1, INT32_MAX)
         _check_integer("top_k", self.top_k, 0, INT32_MAX)
@@ -129,11 +141,10 @@ class SamplingParams:
         if not _is_number(self.temperature) or not (
             self.temperature == 0 or TEMPERATURE_MIN <= self.temperature <= TEMPERATURE_MAX
         ):
-            raise ValueError(
-                f"temperature must be 0 or from {TEMPERATURE_MIN} to {TEMPERATURE_MAX}, not {self.temperature!r}"
-            )
+            what = f"must be 0 or from {TEMPERATURE_MIN} to {TEMPERATURE_MAX}, not {self.temperature!r}"
+            raise ParameterError("temperature", what)
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p!r}")
+            raise ParameterError("top_p", f"must be above 0 and at most 1, not {self.top_p!r}")
         _check_number("min_p", self.min_p, 0, 1)
         _check_number("repetition_penalty", self.repetition_penalty, REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX)
         _check_number("presence_penalty", self.presence_penalty, -PENALTY_MAX, PENALTY_MAX)
@@ -151,14 +162,14 @@ class SamplingParams:
         """Checks that tokens which are named exist.
 
         Raises:
-            ValueError: one does not; the message begins with its field.
+            ParameterError: one does not.
         """
         for name in ("logit_bias", "allowed_token_ids", "banned_token_ids"):
             largest = max(getattr(self, name), default=0)
             if largest >= size:
-                raise ValueError(f"{name}: token id {largest} is not below the vocabulary's {size}")
+                raise ParameterError(name, f"has token id {largest}, which is not below the vocabulary's {size}")
         if self.has_beams and self.num_beams * (2 + len(self.stop_token_ids)) > size:
-            raise ValueError(f"num_beams: {self.num_beams} beams need more tokens than the vocabulary's {size}")
+            raise ParameterError("num_beams", f"{self.num_beams} needs more tokens than the vocabulary's {size}")
 
     def _check_tokens(self) -> None:
         _check_count("stop_token_ids", self.stop_token_ids, STOP_TOKEN_COUNT_MAX)
@@ -176,7 +187,7 @@ class SamplingParams:
         _check_count("stop", self.stop, STOP_TEXT_COUNT_MAX)
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= STOP_CHARACTER_COUNT_MAX:
-                raise ValueError(f"stop must be texts of 1 to {STOP_CHARACTER_COUNT_MAX} characters")
+                raise ParameterError("stop", f"must be texts of 1 to {STOP_CHARACTER_COUNT_MAX} characters")
 
     def _check_beams(self) -> None:
         _check_integer("num_beams", self.num_beams, 1, SAMPLE_COUNT_MAX)
@@ -184,13 +195,15 @@ class SamplingParams:
         if not self.has_beams:
             for name in ("length_penalty", "early_stopping"):
                 if getattr(self, name) != getattr(_DEFAULTS, name):
-                    raise ValueError(f"{name} is for beams: it needs num_beams above 1")
+                    raise ParameterError(name, "is for beams: it needs num_beams above 1")
             return
         if self.n > self.num_beams:
-            raise ValueError(f"n must be at most num_beams, {self.num_beams}, not {self.n}")
+            raise ParameterError("n", f"must be at most num_beams, {self.num_beams}, not {self.n}")
         for name in _NOT_WITH_BEAMS:
             if getattr(self, name) != getattr(_DEFAULTS, name):
-                raise ValueError(f"{name} cannot be used with num_beams: beams are chosen by the model's own logprobs")
+                own = self.structure.kind.value if name == "structure" and self.structure is not None else name
+                what = "cannot be used with num_beams: beams are chosen by the model's own logprobs"
+                raise ParameterError(own, what)
 
 
 _DEFAULTS = SamplingParams()
@@ -206,10 +219,10 @@ def _check_structure(structure: Structure) -> None:
     if structure.kind is StructureKind.CHOICE:
         _check_count(name, structure.texts, CHOICE_COUNT_MAX)
     if not structure.texts or not all(structure.texts):
-        raise ValueError(f"{name} must not be empty")
+        raise ParameterError(name, "must not be empty")
     byte_count = sum(len(text.encode()) for text in structure.texts)
     if byte_count > STRUCTURE_BYTES_MAX:
-        raise ValueError(f"{name} must be at most {STRUCTURE_BYTES_MAX} bytes, not {byte_count}")
+        raise ParameterError(name, f"must be at most {STRUCTURE_BYTES_MAX} bytes, not {byte_count}")
 
 
 def _is_number(value: object) -> bool:
@@ -219,14 +232,14 @@ def _is_number(value: object) -> bool:
 def _check_number(name: str, value: float, low: float, high: float) -> None:
     # What comes as float32 may be the bound itself and a rounding away from it.
     if not _is_number(value) or not (low <= value <= high or math.isclose(value, low, rel_tol=1e-7)):
-        raise ValueError(f"{name} must be from {low} to {high}, not {value!r}")
+        raise ParameterError(name, f"must be from {low} to {high}, not {value!r}")
 
 
 def _check_integer(name: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ValueError(f"{name} must be an integer from {low} to {high}, not {value!r}")
+        raise ParameterError(name, f"must be an integer from {low} to {high}, not {value!r}")
 
 
 def _check_count(name: str, values: Sequence[object] | Mapping[int, float], most: int) -> None:
     if len(values) > most:
-        raise ValueError(f"{name} must be at most {most}, not {len(values)}")
+        raise ParameterError(name, f"must be at most {most}, not {len(values)}")

@@ -1,0 +1,171 @@
+"""Beyond OpenAI's own parameters, through the gateway: adapters, logprobs of prompts, structured output, beams."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from quire import Client
+from quire.local import LocalStack, ServerProcess
+
+from tests.gateway.scene import DEMO, client, curl
+from tests.worker.adapter_folders import adapted_text, write_adapter
+
+PROMPT = "A for statement iterates over the items of a sequence, in the order that they appear. The for"
+ASK = {"model": "demo", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+CHAT = [{"role": "user", "content": "The for statement"}]
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_adapter(tmp_path_factory.mktemp("adapter"), DEMO, seed=3)
+
+
+@pytest.fixture(scope="module")
+def stack(adapter: Path) -> Iterator[LocalStack]:
+    arguments = ["--blocks", "512", "--adapter", f"tuned={adapter}"]
+    with LocalStack(DEMO, worker_arguments=arguments, gateway_listen="127.0.0.1:0") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def served(stack: LocalStack) -> ServerProcess:
+    assert stack.gateway is not None
+    return stack.gateway
+
+
+@pytest.fixture(scope="module")
+def worker(stack: LocalStack) -> Iterator[Client]:
+    with Client(stack.worker_address) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def ai(served: ServerProcess) -> openai.OpenAI:
+    return client(served)
+
+
+def test_models_and_adapters_are_listed_and_found_by_name(ai: openai.OpenAI) -> None:
+    model, tuned = (model.model_dump() for model in ai.models.list().data)
+    assert (model["id"], model["object"], model["owned_by"]) == ("demo", "model", "quire")
+    assert (model["root"], model["parent"]) == ("demo", None)
+    assert {name: tuned[name] for name in ("id", "root", "parent")} == {
+        "id": "tuned",
+        "root": "tuned",
+        "parent": "demo",
+    }
+    assert tuned["max_model_len"] == model["max_model_len"]
+    assert ai.models.retrieve("demo").model_dump() == model
+    assert ai.models.retrieve("tuned").model_dump() == tuned
+    with pytest.raises(openai.NotFoundError) as raised:
+        ai.models.retrieve("other")
+    assert (raised.value.code, raised.value.param) == ("model_not_found", "model")
+
+
+def test_an_adapter_is_chosen_as_a_model_and_says_what_peft_says(
+    ai: openai.OpenAI, worker: Client, adapter: Path
+) -> None:
+    tokens = worker.tokenize(PROMPT)
+    expected = b"".join(worker.detokenize(adapted_text(DEMO, adapter, tokens, 24))).decode()
+    assert expected != worker.generate(tokens, max_tokens=24).text
+    for prompt in (PROMPT, list(tokens)):  # the second time from its own prefix
+        answer = ai.completions.create(**{**ASK, "model": "tuned", "prompt": prompt})  # type: ignore[call-overload]
+        assert (answer.model, answer.choices[0].text) == ("tuned", expected)
+    assert answer.usage.prompt_tokens_details.cached_tokens == len(tokens) // 16 * 16
+    stream = ai.completions.create(**{**ASK, "model": "tuned"}, stream=True)  # type: ignore[call-overload]
+    assert "".join(piece.choices[0].text for piece in stream) == expected
+    answer = ai.chat.completions.create(model="tuned", messages=CHAT, max_tokens=20, temperature=0)  # type: ignore[call-overload]
+    assert (
+        answer.choices[0].message.content == worker.generate(worker.tokenize(CHAT), adapter="tuned", max_tokens=20).text
+    )
+
+
+def test_logprobs_of_a_prompt_are_the_workers_as_vllm_has_them(served: ServerProcess, worker: Client) -> None:
+    tokens = worker.tokenize(PROMPT)
+    expected = worker.generate(tokens, max_tokens=1, prompt_logprobs=2).prompt_logprobs
+    body = {"model": "demo", "max_tokens": 1, "temperature": 0, "prompt_logprobs": 2}
+    batch = json.loads(curl(served, "/v1/completions", body={**body, "prompt": [[7], list(tokens)], "n": 2}).body)
+    assert [choice["prompt_logprobs"] for choice in batch["choices"][:2]] == [[None]] * 2
+    assert batch["choices"][2]["prompt_logprobs"] == batch["choices"][3]["prompt_logprobs"]
+    first, *rest = batch["choices"][2]["prompt_logprobs"]
+    assert (first, len(rest)) == (None, len(tokens) - 1)
+    for told, token in zip(rest, expected, strict=True):
+        assert list(told) == [
+            str(number) for number in dict.fromkeys([token.token_id, *(each for each, _ in token.top)])
+        ]
+        assert told[str(token.token_id)]["logprob"] == pytest.approx(token.logprob)
+        assert [told[str(number)]["rank"] for number, _ in token.top] == [1, 2]
+    spelled = worker.detokenize(tokens)[1:]
+    assert [told[str(token)]["decoded_token"] for told, token in zip(rest, tokens[1:], strict=True)] == [
+        each.decode(errors="replace") for each in spelled
+    ]
+    ask = {**body, "messages": CHAT, "logprobs": True, "top_logprobs": 1}
+    answer = json.loads(curl(served, "/v1/chat/completions", body=ask).body)
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert len(answer["choices"][0]["logprobs"]["content"]) == answer["usage"]["completion_tokens"]
+
+
+def test_an_echo_begins_with_the_prompt_and_its_logprobs(ai: openai.OpenAI) -> None:
+    answer = ai.completions.create(model="demo", prompt=PROMPT, max_tokens=4, temperature=0, echo=True, logprobs=1)
+    choice = answer.choices[0]
+    assert choice.text.startswith(PROMPT)
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens is not None
+    assert choice.logprobs.token_logprobs is not None
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert choice.logprobs.token_logprobs[0] is None
+    assert all(logprob <= 0 for logprob in choice.logprobs.token_logprobs[1:])
+    both = ai.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=4, temperature=0, echo=True, logprobs=1, n=2, stream=True
+    )
+    told: dict[int, list[str]] = {0: [], 1: []}
+    for piece in both:
+        for each in piece.choices:
+            told[each.index] += (each.logprobs and each.logprobs.tokens) or []
+    assert told == dict.fromkeys((0, 1), choice.logprobs.tokens), "each sample has the prompt's"
+
+
+def test_further_parameters_of_sampling_are_the_workers(ai: openai.OpenAI, worker: Client) -> None:
+    further: dict[str, Any] = {"stop": ["statement", "zzz"], "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    beyond: dict[str, Any] = {"min_p": 0.05, "repetition_penalty": 1.1, "top_k": 40, "min_tokens": 2}
+    drawn: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "seed": 5}
+    expected = worker.generate(PROMPT, logit_bias={7: -2.0}, n=1, best_of=3, **further, **beyond, **drawn)
+    answer = ai.completions.create(
+        model="demo", prompt=PROMPT, logit_bias={"7": -2}, best_of=3, extra_body=beyond, **further, **drawn
+    )
+    assert answer.choices[0].text == expected.text
+
+
+def test_response_formats_choices_and_beams_come_through_the_gateway(ai: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "ready": {"type": "boolean"}},
+        "required": ["name", "ready"],
+        "additionalProperties": False,
+    }
+    answer = ai.chat.completions.create(
+        model="demo",
+        messages=CHAT,  # type: ignore[arg-type]
+        max_tokens=80,
+        temperature=0.7,
+        seed=3,
+        response_format={"type": "json_schema", "json_schema": {"name": "state", "schema": schema}},
+    )
+    found = json.loads(answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason == "stop"
+    assert sorted(found) == ["name", "ready"]
+    assert isinstance(found["ready"], bool)
+    chosen = ai.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=20, extra_body={"guided_choice": ["red", "green"]}
+    )
+    assert chosen.choices[0].text in ("red", "green")
+    beams = {"num_beams": 3, "length_penalty": 0.5}
+    found = ai.completions.create(model="demo", prompt=PROMPT, n=2, max_tokens=8, extra_body=beams)
+    as_vllm = {"use_beam_search": True, "length_penalty": 0.5}
+    same = ai.completions.create(model="demo", prompt=PROMPT, n=3, max_tokens=8, temperature=0, extra_body=as_vllm)
+    assert [choice.text for choice in found.choices] == [choice.text for choice in same.choices][:2]
+    assert len({choice.text for choice in same.choices}) == 3

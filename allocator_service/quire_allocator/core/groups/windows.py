@@ -119,11 +119,7 @@ class WindowManager(FallenManager[WindowPart]):
         return self.end_of(part) * self.block_size
 
     def append(self, part: WindowPart, block: int) -> None:
-        part.scope.held += 1
-        if part.tail:
-            part.tail.append(block)
-        else:
-            part.tail = array("I", (block,))
+        self.append_row(part, array("I", (block,)))
 
     def append_row(self, part: WindowPart, blocks: array[int]) -> None:
         part.scope.held += self.width
@@ -237,8 +233,7 @@ class WindowManager(FallenManager[WindowPart]):
             self._log.stored(scope, b"", digests, first)
 
     def settle(self, part: WindowPart, committed: int) -> int:
-        """Gives back what fell out, the deepest block first: the cache loses it first, and short prefixes serve most
-        prompts."""
+        """Gives back what fell out, the deepest block first, for short prefixes serve most prompts."""
         gone = self._rule.first_needed(committed) // self.block_size - part.first
         falling = part.falling
         if gone == 1 and not falling and part.units and self._remember_next(part, committed):
@@ -357,10 +352,8 @@ class WindowManager(FallenManager[WindowPart]):
         if part.needed or len(aside) > 1 or unit.key is None or earlier < 0:
             return False
         first = self._rule.first_needed(earlier) // size
-        if position < first or position >= earlier // size:
-            return False
         before = aside[0].key if aside else None
-        if before is not None and before[0] >= first:
+        if position < first or position >= earlier // size or (before is not None and before[0] >= first):
             return False
         if edge != committed and position >= self._rule.first_needed(edge) // size:
             return False

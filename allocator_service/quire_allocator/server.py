@@ -31,6 +31,15 @@ LEASE_CHECK_S = 0.5
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the allocator's command line."""
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    if not limits.LEASE_S_MIN <= options.lease <= limits.LEASE_S_MAX:
+        parser.error(f"--lease must be {limits.LEASE_S_MIN:g} to {limits.LEASE_S_MAX:g} seconds")
+    return options
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Makes what reads it."""
     parser = argparse.ArgumentParser(
         prog="quire-allocator", description="Serve block tables of paged KV caches over gRPC."
     )
@@ -47,10 +56,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--check-invariants", action="store_true", help="check every pool after every step; slow, for debugging"
     )
-    options = parser.parse_args(arguments)
-    if not limits.LEASE_S_MIN <= options.lease <= limits.LEASE_S_MAX:
-        parser.error(f"--lease must be {limits.LEASE_S_MIN:g} to {limits.LEASE_S_MAX:g} seconds")
-    return options
+    return parser
 
 
 async def serve(options: argparse.Namespace) -> None:

@@ -41,6 +41,7 @@ class _Connected:
 
     def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
         self._link = AsyncLink(address, token, tls, timeout_s)
+        self._link.server = "worker" if self.SERVICE == "quire.v1.WorkerService" else "allocator"
 
     @property
     def address(self) -> str:

@@ -28,11 +28,12 @@ from quire._transport.address import is_local, is_unix, split
 from quire.aio import AsyncAllocatorClient, AsyncClient
 from quire.errors import UsageError
 from quire.tls import tls_of
+from starlette.types import ASGIApp
 
 from quire_gateway.app import make_app
 from quire_gateway.bounded_http import BoundedHttp
 from quire_gateway.fleet import Fleet
-from quire_gateway.gate import Gate
+from quire_gateway.gate import Gate, let_in
 from quire_gateway.keys import ApiKeys, read_keys
 from quire_gateway.metrics import Telemetry
 from quire_gateway.options import parse_arguments
@@ -115,7 +116,6 @@ async def serve(options: argparse.Namespace) -> None:
             version=importlib.metadata.version("quire-kv"),
             request_timeout_s=options.request_timeout,
             is_draining=lambda: gate.is_draining,
-            cors_origins=options.cors_origin,
         )
         gate = Gate(
             app,
@@ -125,7 +125,7 @@ async def serve(options: argparse.Namespace) -> None:
             body_bytes_max=options.body_bytes_max,
             in_flight_max=options.in_flight_max,
         )
-        server = _Uvicorn(_configuration(options, gate))
+        server = _Uvicorn(_configuration(options, let_in(gate, options.cors_origin)))
         await fleet.open()
         collect_garbage_rarely()
         serving = asyncio.create_task(server.serve([listener]))
@@ -145,9 +145,9 @@ async def serve(options: argparse.Namespace) -> None:
         log.info("stopped")
 
 
-def _configuration(options: argparse.Namespace, gate: Gate) -> uvicorn.Config:
+def _configuration(options: argparse.Namespace, app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
-        gate,
+        app,
         http=BoundedHttp,
         ws="none",
         lifespan="off",

@@ -75,6 +75,9 @@ def test_ten_architectures_are_read_as_they_are(name: str) -> None:
     assert (cache.dtype, cache.notes) == ("bfloat16", ())
     assert cache.token_count_max is not None
     assert summary(layers_from_config(published(name), tensor_parallel=8)) == ON_EIGHT_RANKS[name]
+    whole = {layer: count for layer, count in TEN[name].items() if layer[0] is STATE}
+    shared = read_config(published(name), tensor_parallel=8, state_ranks=1)  # as a worker of ours keeps them
+    assert {layer: count for layer, count in summary(shared.layers).items() if layer[0] is STATE} == whole
 
 
 @pytest.mark.parametrize(("dtype", "share"), [("fp32", 2), ("fp16", 1), ("fp8", 0.5)])

@@ -118,6 +118,13 @@ def test_what_clients_of_openai_and_vllm_send_without_effect_is_taken() -> None:
     plain = chat(user="u", metadata={"a": "b"}, parallel_tool_calls=False, prompt_cache_key="k", safety_identifier="s")
     assert plain.options == chat(skip_special_tokens=True, bad_words=[], return_token_ids=False).options
     assert plain.options == {"temperature": 1.0}
+    assert not chat(stream=None, n=None, stop=None, temperature=None).is_streamed
+
+
+def test_how_much_to_think_is_a_variable_of_the_template() -> None:
+    (prompt,) = chat(reasoning_effort="low", chat_template_kwargs={"enable_thinking": True}).prompts
+    assert isinstance(prompt, asks.Chat)
+    assert prompt.variables == {"reasoning_effort": "low", "enable_thinking": True}
 
 
 @pytest.mark.parametrize(

@@ -219,6 +219,7 @@ def test_logprobs_of_a_chat_have_bytes_that_make_characters_of_several_tokens(
         ({"model": "other"}, 404, "model", "model_not_found"),
         ({"prompt": ""}, 400, "prompt", None),
         ({"prompt": [2048]}, 400, "prompt", None),
+        ({"prompt": "\ud800"}, 400, "prompt", None),
         ({"prompt": ["a", [1]]}, 400, "prompt", None),
         ({"prompt": ["a"] * 65}, 400, "prompt", None),
         ({"max_tokens": 100_000}, 400, "max_tokens", "context_length_exceeded"),
@@ -229,6 +230,7 @@ def test_logprobs_of_a_chat_have_bytes_that_make_characters_of_several_tokens(
         ({"logprobs": 21}, 400, "logprobs", None),
         ({"prompt_logprobs": 21}, 400, "prompt_logprobs", None),
         ({"min_tokens": 25}, 400, "min_tokens", None),
+        ({"top_k": -2}, 400, "top_k", None),
         ({"allowed_token_ids": [2048]}, 400, "allowed_token_ids", None),
         ({"presence_penalty": 3}, 400, "presence_penalty", None),
         ({"guided_regex": "("}, 400, "guided_regex", None),
@@ -264,6 +266,16 @@ def test_paths_methods_and_bodies_that_are_none_have_the_same_form(served: Serve
     missing = curl(served, "/v1/completions", body={"model": "demo"})
     assert (missing.status, missing.error["param"]) == (400, "prompt")
     assert curl(served, "/v1/chat/completions", body={"model": "demo", "messages": []}).status == 400
+    half = curl(
+        served, "/v1/chat/completions", body={"model": "demo", "messages": [{"role": "user", "content": "\ud800"}]}
+    )
+    assert (half.status, half.error["param"]) == (400, "messages"), "half of a surrogate pair is no text"
+    plain = curl(served, "/v1/completions", "-d", json.dumps(ASK))  # as curl says of any -d, it is a form
+    assert (plain.status, "application/json" in plain.error["message"]) == (415, True)
+    nested = "[" * 30_000 + "]" * 30_000
+    for body in ("{", nested, f'{{"model": "demo", "prompt": {nested}}}'):
+        wrong = curl(served, "/v1/completions", "--json", body)
+        assert (wrong.status, wrong.error["message"]) == (400, "the body is no JSON")
 
 
 def test_curl_sees_server_sent_events_and_the_id_that_it_gave(served: ServerProcess) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from quire.errors import QuireError, Reason
+from quire.types import GroupKind
 from quire_cpu.library import Library, load
 from quire_worker.execution.leader import Leader, led_by
 from quire_worker.model.checkpoint import UnsupportedModelError
@@ -28,6 +29,7 @@ from quire_worker.ranks.crew import Crew
 
 from tests.worker.engine_harness import Harness, prompt, reference_text, running
 from tests.worker.second_rank import join
+from tests.worker.state_models import STATE_FAMILIES, write_with_states
 from tests.worker.tiny_models import write_tiny, write_tiny_llama
 
 LENGTHS = [1, 15, 16, 17, 33, 48, 100, 200]
@@ -90,6 +92,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 def write(name: str, folder: Path) -> Path:
     """A tiny model: one of the families, or a Llama by its KV heads."""
     family, _, kv_heads = name.partition(":")
+    if family in STATE_FAMILIES:
+        return write_with_states(family, folder)
     return write_tiny_llama(folder, heads=4, kv_heads=int(kv_heads)) if kv_heads else write_tiny(family, folder)
 
 
@@ -112,6 +116,9 @@ ATTENTION, MLP, EXPERTS, SHARED = "self_attn", "mlp", "experts", "shared_experts
         ("gpt_oss", {ATTENTION: 4, EXPERTS: 4}, 1),
         ("llama4", {ATTENTION: 4, EXPERTS: 2, "shared_expert": 2, "feed_forward": 2}, 1),
         ("deepseek_v3", {ATTENTION: 2, MLP: 1, EXPERTS: 1, SHARED: 1}, 1),
+        ("Bamba", {ATTENTION: 1, "feed_forward": 4}, 1),
+        ("Qwen3Next", {ATTENTION: 1, EXPERTS: 4, "shared_expert": 4}, 1),
+        ("MiniMax", {ATTENTION: 1, EXPERTS: 4}, 1),
     ],
 )
 async def test_two_ranks_give_the_text_of_transformers(
@@ -126,7 +133,8 @@ async def test_two_ranks_give_the_text_of_transformers(
             await asyncio.sleep(0)
         outputs = await asyncio.gather(*tasks)
         again = await asyncio.gather(*(harness.generate(tokens, max_tokens=12, n=2) for tokens in prompts))
-        assert {layer.kv_head_count for layer in harness.engine.cache.spec.layers} == {kv_heads}
+        layers = harness.engine.cache.spec.layers
+        assert {layer.kv_head_count for layer in layers if layer.kind is not GroupKind.STATE} == {kv_heads}
         assert split_modules(harness.engine.model) == parts
     for tokens, output, hit in zip(prompts, outputs, again, strict=True):
         expected = reference_text(folder, tuple(tokens), 12)

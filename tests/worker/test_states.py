@@ -12,13 +12,15 @@ from quire.types import GroupKind
 from quire_worker.cache import NAN_BYTE, KVCache
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import UnsupportedModelError
-from quire_worker.model.paged_model import check_rank_count, load_model
-from quire_worker.model.states import mixers
+from quire_worker.model.paged_model import load_model
+from quire_worker.model.states import flat, mixers, passes
 from transformers import AutoModelForCausalLM
 
 from tests.worker.engine_harness import paged_model, prompt, reference_model, reference_text, running
 from tests.worker.state_models import FURTHER, STATE_FAMILIES, write_with_states
 from tests.worker.test_families import LENGTHS, pool_of
+
+MAMBA2 = ["Bamba", "FalconH1", "NemotronH", "GraniteMoeHybrid"]  # whose mixers have kernels on a CPU
 
 
 @pytest.fixture(scope="module")
@@ -169,8 +171,29 @@ def test_a_prompts_last_token_by_itself_has_its_time_step_within_limits(
 ) -> None:
     folder = write_with_states(family, tmp_path, **limits)
     assert difference(folder) < 1e-4
+    told = flat.flat_of
+    monkeypatch.setattr(passes, "flat_of", lambda batch: told(batch)._replace(has_limits=batch.input_ids[0] < 0))
+    with pytest.raises(UnsupportedModelError, match="through pages its logits differ"):
+        load_model(folder)
+    monkeypatch.setattr(mixers, "flat_mixer", lambda *_: None)
+    assert difference(folder) < 1e-4
     monkeypatch.setattr(mixers, "has_limits", lambda _: False)
     assert difference(folder) > 1e-2
+
+
+@pytest.mark.parametrize("family", MAMBA2)
+def test_without_kernels_mixers_of_mamba_2_take_segments_and_give_the_same(
+    folders: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    taken = flat.FlatMixer.__call__
+    monkeypatch.setattr(flat.FlatMixer, "__call__", lambda self, *a, **k: calls.append(1) or taken(self, *a, **k))
+    assert difference(folders[family]) < 1e-4
+    assert calls
+    calls.clear()
+    monkeypatch.setattr(mixers, "flat_mixer", lambda *_: None)
+    assert difference(folders[family]) < 1e-4
+    assert not calls
 
 
 async def test_decays_that_a_checkpoint_holds_rounded_are_computed_anew(tmp_path: Path) -> None:
@@ -190,8 +213,3 @@ def test_logits_of_further_types_equal_those_of_transformers(name: str, tmp_path
 def test_a_hybrid_all_of_whose_layers_attend_is_served(tmp_path: Path) -> None:
     folder = write_with_states("GraniteMoeHybrid", tmp_path, layer_types=["attention"] * 4, num_local_experts=0)
     assert difference(folder) < 1e-4
-
-
-def test_several_ranks_are_refused_before_weights_are_read(folders: dict[str, Path]) -> None:
-    with pytest.raises(UnsupportedModelError, match="'bamba' cannot be served by 2 ranks: its layers keep recurrent"):
-        check_rank_count(folders["Bamba"], 2)

@@ -102,6 +102,26 @@ class Embed(ctypes.Structure):
     ]
 
 
+class Convolve(ctypes.Structure):
+    """Holds the arguments of `quire_convolve`."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("input", "weight", "bias", "states", "output", "starts")],
+        *[(name, c_int64) for name in ("input_stride", "sequences", "channels", "kernel")],
+        *[(name, c_int32) for name in ("gate", "dtype")],
+    ]
+
+
+class Scan(ctypes.Structure):
+    """Holds the arguments of `quire_scan`."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("input", "b", "c", "steps", "decay", "skip", "states", "output", "starts")],
+        *[(name, c_int64) for name in ("input_stride", "b_stride", "c_stride", "sequences")],
+        *[(name, c_int32) for name in ("heads", "head_dim", "groups", "state_size", "dtype")],
+    ]
+
+
 class Packed(ctypes.Structure):
     """Describes a packed weight (`QuirePacked`)."""
 
@@ -146,6 +166,8 @@ CALLS = {
     "quire_linear": Linear,
     "quire_pack": Pack,
     "quire_embed": Embed,
+    "quire_convolve": Convolve,
+    "quire_scan": Scan,
     "quire_decoder": Decoder,
 }
 

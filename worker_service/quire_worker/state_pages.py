@@ -98,10 +98,14 @@ class LayerState:
             key: of the tensor.
             blocks: int64 `[groups of states, sequences]`, the running blocks.
         """
-        tensor = self.tensors[key]
-        words = [piece.rows.index_select(0, blocks[piece.group]) for piece in self._pieces[key]]
-        joined = words[0] if len(words) == 1 else torch.cat(words, dim=1)
-        return joined.view(tensor.dtype).view(blocks.shape[1], *tensor.shape)
+        tensor, pieces, first = self.tensors[key], self._pieces[key], 0
+        rows = pieces[0].rows
+        words = rows.new_empty(blocks.shape[1], sum(piece.rows.shape[1] for piece in pieces))
+        for piece in pieces:
+            count = piece.rows.shape[1]
+            torch.index_select(piece.rows, 0, blocks[piece.group], out=words[:, first : first + count])
+            first += count
+        return words.view(tensor.dtype).view(blocks.shape[1], *tensor.shape)
 
     def write(self, key: StateKey, blocks: torch.Tensor, value: torch.Tensor) -> None:
         """Writes a tensor of several sequences; arguments and shapes as of `read`."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
 
 from quire.cli import options
+from quire.cli.model_config import config_path, read_config
 from quire.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,7 +26,6 @@ Examples:
     quire plan config.json --memory 80GiB --chat-tokens 8k --chat-tokens 30k
     quire plan Qwen/Qwen3-0.6B --memory 24GiB --dtype fp8 --max-len 32k     (with huggingface_hub installed)
 """
-HUB_TIMEOUT_S: Final = 5.0
 LENGTH_MAX: Final = 32_768  # tokens, where neither the command line nor the model names a longest sequence
 
 
@@ -91,9 +88,9 @@ def plan(
     from quire import planning
     from quire.cli.plan_report import Budget, Plan, Weights
 
-    config = _read(_config_path(model))
+    config = read_config(config_path(model))
     try:
-        cache = planning.read_config(config, dtype, tensor_parallel, state_dtype)
+        cache = planning.read_config(config, dtype, tensor_parallel, state_dtype, state_ranks=1)
         token_count_max = planning.parse_tokens(max_len) if max_len else cache.token_count_max or LENGTH_MAX
         layout = planning.plan_layout(
             cache.layers,
@@ -158,42 +155,3 @@ def _weights(said: str | None, model: str, config: dict[str, Any]) -> Weights:
         return Weights(0, "weights are not subtracted from the memory: give --weights or --used")
     size = f"{estimate / (1 << 30):,.1f} GiB"
     return Weights(estimate, f"weights are estimated at {size} from the configuration: --weights says them exactly")
-
-
-def _config_path(model: str) -> Path:
-    """Returns the file that the argument means, fetched if it is a model id.
-
-    Raises:
-        UsageError: there is none, or it cannot be fetched.
-    """
-    path = Path(model)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UsageError(f"no config.json in {model}")
-        return path / "config.json"
-    if path.is_file():
-        return path
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        raise UsageError(f"no file or folder {model}")
-    try:
-        hub: Any = importlib.import_module("huggingface_hub")
-    except ModuleNotFoundError:
-        reason = "to take it as a model id of Hugging Face, pip install huggingface_hub"
-        raise UsageError(f"no file or folder {model}; {reason}") from None
-    with contextlib.suppress(OSError, ValueError):  # first what is here already: without a network, asking takes long
-        return Path(hub.hf_hub_download(repo_id=model, filename="config.json", local_files_only=True))
-    try:
-        return Path(hub.hf_hub_download(repo_id=model, filename="config.json", etag_timeout=HUB_TIMEOUT_S))
-    except (OSError, ValueError) as error:  # what all errors of that package derive from
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UsageError(f"no file or folder {model}, and no config.json of a model with that id: {reason}") from None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: {error}") from None
-    if not isinstance(config, dict):
-        raise UsageError(f"{path}: not a JSON object")
-    return config

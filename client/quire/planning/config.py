@@ -62,7 +62,11 @@ def layers_from_config(
 
 
 def read_config(
-    config: Mapping[str, Any], dtype: str = "auto", tensor_parallel: int = 1, state_dtype: str = "auto"
+    config: Mapping[str, Any],
+    dtype: str = "auto",
+    tensor_parallel: int = 1,
+    state_dtype: str = "auto",
+    state_ranks: int | None = None,
 ) -> ModelCache:
     """Reads a parsed `config.json`.
 
@@ -72,6 +76,8 @@ def read_config(
         tensor_parallel: ranks. KV heads are divided, or repeated where there are fewer of them than ranks; latents
             (MLA) are whole on every rank.
         state_dtype: of recurrent states; "auto" is float32 unless the configuration says otherwise.
+        state_ranks: ranks that divide the heads of states; 1 where each keeps them whole, as Quire's worker does. All
+            of them, if nothing is said.
 
     Raises:
         ConfigError: a field is missing, is not understood, or does not divide by the ranks.
@@ -90,7 +96,10 @@ def read_config(
     state_bytes = 0
     if LayerKind.STATE in kinds or LayerKind.FULL_AND_STATE in kinds:
         state_bytes = state_bytes_of(
-            fields, tensor_parallel=tensor_parallel, element_bytes=element_bytes_of(own_dtype), dtype=state_dtype
+            fields,
+            tensor_parallel=tensor_parallel if state_ranks is None else state_ranks,
+            element_bytes=element_bytes_of(own_dtype),
+            dtype=state_dtype,
         )
     layers = []
     shared = _shared_layers(fields, kinds)

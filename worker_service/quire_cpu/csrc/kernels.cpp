@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "recurrent.h"
 #include "rows.h"
 
 namespace QUIRE_ISA {
@@ -34,5 +35,7 @@ const Kernels QUIRE_NAME(kernels_, QUIRE_ISA) = {
     isa::by_dtype<QuireNorm, isa::norm_of<float>, isa::norm_of<isa::Bfloat16>>,
     isa::by_dtype<QuireLinear, isa::linear_of<float>, isa::linear_of<isa::Bfloat16>>,
     isa::by_dtype<QuirePack, isa::pack_of<float>, isa::pack_of<isa::Bfloat16>>,
+    isa::by_dtype<QuireConvolve, isa::convolve_of<float>, isa::convolve_of<isa::Bfloat16>>,
+    isa::by_dtype<QuireScan, isa::scan_of<float>, isa::scan_of<isa::Bfloat16>>,
     isa::greedy,
 };

@@ -10,6 +10,8 @@ struct Kernels {
     void (*norm)(const QuireNorm*);
     void (*linear)(const QuireLinear*);
     void (*pack)(const QuirePack*);
+    void (*convolve)(const QuireConvolve*);
+    void (*scan)(const QuireScan*);
     void (*greedy)(const float*, int64_t, int64_t, int64_t, int64_t*);
 };
 

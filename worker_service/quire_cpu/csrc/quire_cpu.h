@@ -99,6 +99,34 @@ struct QuireEmbed {
     int64_t tokens, words;
 };
 
+// A convolution over the last `kernel` inputs of each channel, and what `gate` makes of it; each sequence goes on from
+// its state, in place.
+struct QuireConvolve {
+    const void* input;             // [tokens, channels]
+    const float* weight;           // [kernel, channels], the oldest input first
+    const float* bias;             // [channels] or null
+    void* states;                  // [sequences, kernel, channels], the last inputs
+    void* output;                  // [tokens, channels], contiguous
+    const int64_t* starts;         // [sequences + 1], tokens
+    int64_t input_stride, sequences, channels, kernel;
+    int32_t gate, dtype;
+};
+
+// The scan of Mamba 2 (Dao and Gu, 2024); each sequence goes on from its state, in place.
+struct QuireScan {
+    const void* input;             // [tokens, heads, head_dim]
+    const void* b;                 // [tokens, groups, state_size]
+    const void* c;
+    const float* steps;            // [tokens, heads], contiguous
+    const float* decay;            // [heads], negative
+    const float* skip;             // [heads] or null
+    float* states;                 // [sequences, heads, head_dim, state_size]
+    float* output;                 // [tokens, heads, head_dim], contiguous
+    const int64_t* starts;         // [sequences + 1], tokens
+    int64_t input_stride, b_stride, c_stride, sequences;
+    int32_t heads, head_dim, groups, state_size, dtype;
+};
+
 // A packed weight, as quire_linear takes it.
 struct QuirePacked {
     const void* weight;
@@ -151,6 +179,8 @@ QUIRE_EXPORT void quire_norm(const struct QuireNorm*);
 QUIRE_EXPORT void quire_linear(const struct QuireLinear*);
 QUIRE_EXPORT void quire_pack(const struct QuirePack*);
 QUIRE_EXPORT void quire_embed(const struct QuireEmbed*);
+QUIRE_EXPORT void quire_convolve(const struct QuireConvolve*);
+QUIRE_EXPORT void quire_scan(const struct QuireScan*);
 QUIRE_EXPORT void quire_decoder(const struct QuireDecoder*);
 // The first largest logit of each row; a NaN is larger than all numbers.
 QUIRE_EXPORT void quire_greedy(const float* logits, int64_t stride, int64_t rows, int64_t vocabulary, int64_t* tokens);

@@ -34,7 +34,7 @@ from transformers import (
     AutoModelForImageTextToText,
 )
 
-from quire_worker.attention import PagedAttention, backend_for
+from quire_worker.attention import CpuPagedAttention, PagedAttention, backend_for
 from quire_worker.cache import NAN_BYTE, CacheSpec, KVCache
 from quire_worker.model.adapters.sites import Sites
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
@@ -153,7 +153,7 @@ def load_model(
     with_states = {layer.layer for layer in layers if layer.kind is GroupKind.STATE}
     module = read_weights(folder, loader, DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto"))
     keep_latents(module, ATTENTION_NAME)
-    wrap_mixers(module, with_states)
+    wrap_mixers(module, with_states, attention.library if isinstance(attention, CpuPagedAttention) else None)
     max_position = longest_of(config.get_text_config())
     if max_position is None:
         raise UnsupportedModelError(f"model type {config.model_type!r} does not say how long its sequences may be")

@@ -87,17 +87,11 @@ def layers_of(config: Any, *, block_size: int) -> tuple[LayerSpec, ...]:
 
 
 def check_ranks(config: Any, rank_count: int) -> None:
-    """Refuses several ranks where layers keep recurrent states, more of them than a model has heads for, or a number
-    that these do not divide by.
+    """Refuses more ranks than a model has heads for, or a number that these do not divide by.
 
     Raises:
         UnsupportedModelError: says why, and how many heads there are.
     """
-    if rank_count > 1 and any(layer.kind is GroupKind.STATE for layer in layers_of(config, block_size=1)):
-        raise UnsupportedModelError(
-            f"model type {config.model_type!r} cannot be served by {rank_count} ranks: its layers keep recurrent"
-            " states, which are not divided; --tensor-parallel may be 1"
-        )
     head_count = getattr(config.get_text_config(), "num_attention_heads", None)
     if isinstance(head_count, int) and head_count % rank_count:
         counts = ", ".join(str(count) for count in range(2, head_count + 1) if head_count % count == 0)

@@ -13,10 +13,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from quire_cpu.library import Library
 
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.states.continuations import CONTINUATIONS, has_limits, renew_decays, within_limits
-from quire_worker.model.states.passes import Segment, States
+from quire_worker.model.states.flat import NoStates, flat_mixer
+from quire_worker.model.states.passes import Segment, StatePass, States
 from quire_worker.model.states.view import SegmentView
 
 _CACHE_NAMES = ("cache_params", "past_key_values")
@@ -56,12 +58,13 @@ class CacheView:
         return self.get_conv_state(layer_idx)
 
 
-def wrap_mixers(module: torch.nn.Module, layers: Collection[int]) -> None:
+def wrap_mixers(module: torch.nn.Module, layers: Collection[int], library: Library | None = None) -> None:
     """Makes every mixer of a model take flat batches.
 
     Args:
         module: of transformers.
         layers: that keep states.
+        library: the kernels of a CPU, where the model is to be computed with them.
 
     Raises:
         UnsupportedModelError: a layer has no mixer, or several.
@@ -71,7 +74,7 @@ def wrap_mixers(module: torch.nn.Module, layers: Collection[int]) -> None:
         if len(found) != 1:
             what = ", ".join(type(mixer).__name__ for mixer in found) or "no module that is given a cache"
             raise UnsupportedModelError(f"layer {layer} keeps a recurrent state, but is made of {what}")
-        _wrap(found[0])
+        _wrap(found[0], library)
 
 
 def _mixers_of(module: torch.nn.Module, layer: int) -> list[torch.nn.Module]:
@@ -85,18 +88,25 @@ def _mixers_of(module: torch.nn.Module, layer: int) -> list[torch.nn.Module]:
     return []
 
 
-def _wrap(mixer: torch.nn.Module) -> None:
+def _wrap(mixer: torch.nn.Module, library: Library | None) -> None:
     if hasattr(mixer, "decay_factors"):
         renew_decays(mixer)
     inner = mixer.forward
     go_on = CONTINUATIONS.get(type(mixer).__name__)
     is_limited = has_limits(mixer)
+    flat = flat_mixer(mixer, library)
 
     def forward(*arguments: Any, **keywords: Any) -> Any:
         states = _states_in([*arguments, *keywords.values()])
         if states is None:
             return inner(*arguments, **keywords)
         keywords.pop("quire_step", None)
+        if flat is not None and isinstance(states, StatePass):
+            return flat(
+                states,
+                *(_without_states(value) for value in arguments),
+                **{name: _without_states(value) for name, value in keywords.items()},
+            )
         results = []
         for segment in states.segments:
             view = SegmentView(states, segment)
@@ -118,6 +128,10 @@ def _wrap(mixer: torch.nn.Module) -> None:
 
 def _states_in(values: list[Any]) -> States | None:
     return next((value.states for value in values if isinstance(value, CacheView)), None)
+
+
+def _without_states(value: Any) -> Any:
+    return NoStates() if isinstance(value, CacheView) else value
 
 
 def _take(value: Any, segment: Segment, view: SegmentView) -> Any:

@@ -1,7 +1,7 @@
 """The states of one forward pass: which tokens go through a mixer together, and where their states are kept.
 
-A recurrent layer cannot take a flat batch: it would run on from one sequence into the next. So a pass is cut into
-segments, each of which goes through a mixer as a batch of its own:
+Most recurrent layers cannot take a flat batch (`flat` has those that can): they would run on from one sequence into the
+next. So a pass is cut into segments, each of which goes through a mixer as a batch of its own:
 
     chunks      A: 3 tokens from position 0     B: 1 token at 40     C: 1 token at 16     D: 2 tokens from 8
     segments    B and C as [2, 1, hidden]; A as [1, 3, hidden], which has no state before it; D as [1, 2, hidden]
@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
 
 from quire_worker.model.adapters.sites import Sites
 from quire_worker.model.batch import ForwardBatch
+from quire_worker.model.states.flat import Flat, flat_of
 from quire_worker.state_pages import LayerState, StateKey, StateTensor
 
 
@@ -44,7 +46,10 @@ class Segment(NamedTuple):
 class States(Protocol):
     """Where the states of a pass come from and go to."""
 
-    segments: list[Segment]
+    @property
+    def segments(self) -> list[Segment]:
+        """Returns what goes through a mixer together."""
+        ...
 
     def read(self, layer: int, key: StateKey, segment: Segment) -> torch.Tensor:
         """Returns a tensor of the states before the tokens of a segment, `[sequences, ...]`; only of one that is
@@ -65,11 +70,35 @@ class StatePass:
 
     def __init__(self, layers: Mapping[int, LayerState], batch: ForwardBatch, sites: Sites | None = None) -> None:
         """Begins a pass over a batch that is on its device; `sites` are those of adapters in the model."""
-        self.segments = segments_of(batch)
+        self._batch = batch
         self._layers = layers
         self._sites = sites
         self._blocks = batch.state_blocks
         self._kept: list[tuple[LayerState, StateKey, torch.Tensor, torch.Tensor]] = []
+
+    @cached_property
+    def segments(self) -> list[Segment]:
+        """Returns what goes through a mixer together."""
+        return segments_of(self._batch)
+
+    @cached_property
+    def flat(self) -> Flat:
+        """Describes the tokens for mixers that take all of them at once."""
+        return flat_of(self._batch)
+
+    @cached_property
+    def _beginning(self) -> torch.Tensor:
+        """Returns the chunks that have no state before them, int64."""
+        return (self._batch.spans[0] == 0).nonzero()[:, 0].to(self._blocks.device)
+
+    def read_all(self, layer: int, key: StateKey) -> torch.Tensor:
+        """Returns what the pages of all chunks hold, and zeros of those that begin."""
+        found = self._layers[layer].read(key, self._blocks)
+        return found if len(self._beginning) == 0 else found.index_fill_(0, self._beginning, 0)
+
+    def keep_all(self, layer: int, key: StateKey, value: torch.Tensor) -> None:
+        """Notes a tensor that nobody else has until the pass ends."""
+        self._kept.append((self._layers[layer], key, self._blocks, value))
 
     def read(self, layer: int, key: StateKey, segment: Segment) -> torch.Tensor:
         """Returns what the pages of the segment's chunks hold."""
@@ -77,8 +106,10 @@ class StatePass:
 
     def keep(self, layer: int, key: StateKey, segment: Segment, value: torch.Tensor) -> None:
         """Notes it until the pass ends. A part of a larger tensor is copied, so that the larger one is let go."""
-        dtype = self._layers[layer].tensors[key].dtype
-        self._kept.append((self._layers[layer], key, self._blocks[:, segment.chunks], value.to(dtype).clone()))
+        value = value.to(self._layers[layer].tensors[key].dtype)
+        is_part = value.untyped_storage().nbytes() > value.nbytes
+        blocks = self._blocks[:, segment.chunks]
+        self._kept.append((self._layers[layer], key, blocks, value.clone() if is_part else value))
 
     def narrowed(self, segment: Segment) -> AbstractContextManager[None]:
         """Lets adapters change what these tokens give, while their mixer is called."""

@@ -1,0 +1,126 @@
+"""Kernels of recurrent layers, called with tensors of a flat batch; what is allowed is as in `ops`."""
+
+from __future__ import annotations
+
+from ctypes import byref
+
+import torch
+
+from quire_cpu.interface import DTYPES, GATES, Convolve, Scan
+from quire_cpu.library import Library
+
+
+def convolve(
+    library: Library,
+    x: torch.Tensor,
+    *,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    states: torch.Tensor,
+    starts: torch.Tensor,
+    activation: str | None,
+) -> torch.Tensor:
+    """Computes a convolution of each channel over its last inputs, from the inputs before the batch.
+
+        y[t] = activation(bias + sum over k of weight[k] x[t - kernel + 1 + k])
+
+    Args:
+        library: the kernels.
+        x: `[tokens, channels]`, those of one sequence side by side.
+        weight: `[channels, kernel]`, the oldest input first.
+        bias: `[channels]`.
+        states: `[sequences, kernel, channels]` of x's dtype, contiguous; the last inputs of each sequence before its
+            tokens, and afterwards with them.
+        starts: int64 `[sequences + 1]`, where the tokens of each begin, and how many there are.
+        activation: "silu", or None.
+
+    Returns:
+        `[tokens, channels]`.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
+    channels, kernel = weight.shape
+    _check(x, starts, activation in (None, "silu"), x.dim() == 2, x.shape[1] == channels)
+    if states.shape != (len(starts) - 1, kernel, channels) or states.dtype != x.dtype or not states.is_contiguous():
+        raise ValueError(f"states of {states.dtype} {list(states.shape)} are none of such a convolution")
+    output = torch.empty(x.shape, dtype=x.dtype)
+    rows, added = weight.T.float().contiguous(), None if bias is None else bias.float().contiguous()
+    library.functions.quire_convolve(
+        byref(
+            Convolve(
+                x.data_ptr(), rows.data_ptr(), 0 if added is None else added.data_ptr(), states.data_ptr(),
+                output.data_ptr(), starts.data_ptr(), x.stride(0), len(starts) - 1, channels, kernel,
+                GATES[activation], DTYPES[x.dtype],
+            )
+        )
+    )  # fmt: skip
+    return output
+
+
+def scan(
+    library: Library,
+    x: torch.Tensor,
+    *,
+    steps: torch.Tensor,
+    decay: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    skip: torch.Tensor | None,
+    states: torch.Tensor,
+    starts: torch.Tensor,
+) -> torch.Tensor:
+    """Computes the recurrence of Mamba 2 (Dao and Gu, 2024), token by token, with one state for each head.
+
+        state = exp(decay step) state + step x b^T        y = state c + skip x
+
+    Args:
+        library: the kernels.
+        x: `[tokens, heads, head_dim]`, those of one sequence side by side, dense in the last two dimensions.
+        steps: `[tokens, heads]`.
+        decay: `[heads]`, negative.
+        b: `[tokens, groups, state]`, x's dtype, dense in the last two dimensions; heads of a group share it.
+        c: the same.
+        skip: `[heads]`.
+        states: float32 `[sequences, heads, head_dim, state]`, contiguous; changed to those after the tokens.
+        starts: int64 `[sequences + 1]`, where the tokens of each begin, and how many there are.
+
+    Returns:
+        float32 `[tokens, heads, head_dim]`.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
+    token_count, heads, head_dim = x.shape
+    groups, size = b.shape[1:]
+    _check(x, starts, b.shape == c.shape == (token_count, groups, size), b.dtype == c.dtype == x.dtype)
+    _check(x, starts, heads % groups == 0, steps.shape == (token_count, heads), decay.shape == (heads,))
+    if any(each.stride()[1:] != (each.shape[2], 1) for each in (x, b, c)):
+        raise ValueError("heads and groups must lie side by side")
+    if states.shape != (len(starts) - 1, heads, head_dim, size) or states.dtype != torch.float32:
+        raise ValueError(f"states of {states.dtype} {list(states.shape)} are none of such a scan")
+    if not states.is_contiguous():
+        raise ValueError("states must be contiguous")
+    output = torch.empty(x.shape, dtype=torch.float32)
+    steps, decay = steps.float().contiguous(), decay.float().contiguous()
+    added = None if skip is None else skip.float().contiguous()
+    library.functions.quire_scan(
+        byref(
+            Scan(
+                x.data_ptr(), b.data_ptr(), c.data_ptr(), steps.data_ptr(), decay.data_ptr(),
+                0 if added is None else added.data_ptr(), states.data_ptr(), output.data_ptr(), starts.data_ptr(),
+                x.stride(0), b.stride(0), c.stride(0), len(starts) - 1, heads, head_dim, groups, size,
+                DTYPES[x.dtype],
+            )
+        )
+    )  # fmt: skip
+    return output
+
+
+def _check(x: torch.Tensor, starts: torch.Tensor, *conditions: bool) -> None:
+    if x.dtype not in DTYPES or x.device.type != "cpu" or x.stride(-1) != 1:
+        raise ValueError(f"the kernels take dense float32 and bfloat16 on a CPU, not {x.dtype} on {x.device}")
+    if starts.dtype != torch.int64 or not starts.is_contiguous() or int(starts[-1]) != x.shape[0]:
+        raise ValueError(f"starts of sequences must be int64 and end at {x.shape[0]} tokens")
+    if not all(conditions):
+        raise ValueError("the tensors of a recurrent layer do not fit together")

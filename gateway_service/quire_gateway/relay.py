@@ -22,6 +22,7 @@ from quire_gateway.fleet import Backend, Fleet, Model
 
 ELSEWHERE: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED}
 REQUEST_ID_MAX: Final = 64
+WHOLE_INTERVAL_S: Final = 1.0  # between pieces of an answer that goes out as a whole: each costs the worker something
 ResultT = TypeVar("ResultT")
 
 
@@ -135,6 +136,7 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
                     request_id=request_id,
                     timeout_s=call.timeout_s,
                     priority=ask.priority,
+                    interval_s=0.0 if ask.is_streamed else WHOLE_INTERVAL_S,
                     **options,
                 ) as chunks:
                     async for chunk in chunks:

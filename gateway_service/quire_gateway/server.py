@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
 import importlib.metadata
 import os
 import socket
@@ -24,7 +23,7 @@ import uvicorn
 import uvloop
 from quire._secret_files import read_token, require_private
 from quire._serving import logs
-from quire._serving.process import stop_event, write_ready_file
+from quire._serving.process import collect_garbage_rarely, stop_event, write_ready_file
 from quire._transport.address import is_local, is_unix, split
 from quire.aio import AsyncAllocatorClient, AsyncClient
 from quire.errors import UsageError
@@ -128,7 +127,7 @@ async def serve(options: argparse.Namespace) -> None:
         )
         server = _Uvicorn(_configuration(options, let_in(gate, options.cors_origin)))
         await fleet.open()
-        gc.freeze()  # a full collection, which stalls every stream, leaves out the many objects that imports have made
+        collect_garbage_rarely()
         serving = asyncio.create_task(server.serve([listener]))
         host, port = options.listen.rpartition(":")[0], listener.getsockname()[1]
         write_ready_file(options.ready_file, address=f"{host}:{port}")

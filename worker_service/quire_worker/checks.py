@@ -26,6 +26,7 @@ log = structlog.get_logger()
 InputT = TypeVar("InputT")
 
 TEXT_BYTES_MAX = 1 << 20
+INTERVAL_MS_MAX = 60_000  # between messages of an answer, in which more tokens are to be expected than in one
 SPELLED_MAX = 1 << 16  # tokens of one call of Detokenize
 
 

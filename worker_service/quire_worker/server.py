@@ -17,7 +17,7 @@ from typing import NamedTuple
 import structlog
 import torch
 from quire._serving import logs
-from quire._serving.process import stop_event
+from quire._serving.process import collect_garbage_rarely, stop_event
 from quire._serving.server import Server
 from quire.aio import AsyncAllocatorClient
 from quire.errors import QuireError, Reason, UsageError
@@ -280,6 +280,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     )
     pb_grpc.add_WorkerServiceServicer_to_server(service, server.grpc)
     await server.start(WorkerCollector(engine))
+    collect_garbage_rarely()
     running = asyncio.create_task(_run(engine, server))
     stopping = asyncio.create_task(stop.wait())
 

@@ -105,6 +105,13 @@ def test_what_cannot_be_done_is_refused_by_its_name(fields: dict[str, Any], para
     assert (raised.value.body["error"]["param"], raised.value.body["error"]["code"]) == (param, code)
 
 
+@pytest.mark.parametrize("part", [{"type": "text"}, {"type": "text", "text": 5}, {"type": "refusal", "text": "a"}])
+def test_a_part_of_text_has_a_text(part: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as raised:
+        asks.of_chat(ChatBody(messages=[{"role": "user", "content": [part]}]))  # type: ignore[list-item]
+    assert raised.value.body["error"]["param"] == "messages[0].content[0].text"
+
+
 @pytest.mark.parametrize("fields", [{"num_beams": 4}, {"use_beam_search": True, "n": 4}])
 def test_beams_are_asked_for_in_vllms_words_or_in_those_of_transformers(fields: dict[str, Any]) -> None:
     options = completion(early_stopping="never", length_penalty=0.5, **fields).options

@@ -320,16 +320,14 @@ def fill(
         try:
             setattr(_message, name, value)
         except ValueError as error:  # protobuf's word for a number out of the field's range
-            raise InvalidArgumentError(f"{name}: {_why(error)}", reason, _error_id, field=name) from None
+            raise InvalidArgumentError(_what_is_wrong(name, error), reason, _error_id, field=name) from None
     return _message
 
 
-def _why(error: ValueError) -> str:
-    """Says why a field cannot carry a value; what is piped in as bytes that are no text comes as half characters."""
-    if not isinstance(error, UnicodeEncodeError):
-        return str(error)
-    half = f"U+{ord(error.object[error.start]):04X}"
-    return f"character {error.start} is half of one ({half}): what it was read from is no UTF-8 text"
+def _what_is_wrong(name: str, error: ValueError) -> str:
+    if isinstance(error, UnicodeEncodeError):
+        return f"{name} is no text: it has half of a surrogate pair"
+    return f"{name}: {error}"
 
 
 def values_of(message: Message) -> dict[str, Any]:
@@ -344,4 +342,4 @@ def extend(
     try:
         field.extend(values)
     except ValueError as error:
-        raise InvalidArgumentError(f"{name}: {_why(error)}", reason, request_id, field=name) from None
+        raise InvalidArgumentError(_what_is_wrong(name, error), reason, request_id, field=name) from None

@@ -93,7 +93,7 @@ kernels-compile: $(READY) ## compile every kernel for sm_80, sm_90 and gfx942 wi
 kernels-neon: ## compile the kernels for CPUs for ARM and run them under qemu against plain loops
 	scripts/check_neon.sh
 
-up: ## docker compose: allocator, worker, gateway, Prometheus, Grafana
+up: ## docker compose: allocator, worker, gateway, Prometheus, Grafana; stopping lets answers go on for up to 30 s
 	docker compose up -d --build --wait
 
 down: ## stop them and drop their volumes

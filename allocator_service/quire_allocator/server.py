@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
 import sys
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 import structlog
 import uvloop
 from quire._serving import logs
-from quire._serving.process import stop_event, take_cpu
+from quire._serving.process import collect_garbage_rarely, stop_event, take_cpu
 from quire._serving.server import Server, add_arguments
 from quire.errors import UsageError
 from quire.v1 import allocator_pb2_grpc as pb_grpc
@@ -28,11 +27,19 @@ from quire_allocator.session.lease_watch import LeaseWatch
 log = structlog.get_logger()
 
 LEASE_CHECK_S = 0.5
-YOUNG_OBJECTS_MAX = 50_000  # new objects before the garbage collector looks for cycles; a pool has next to none
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the allocator's command line."""
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    if not limits.LEASE_S_MIN <= options.lease <= limits.LEASE_S_MAX:
+        parser.error(f"--lease must be {limits.LEASE_S_MIN:g} to {limits.LEASE_S_MAX:g} seconds")
+    return options
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Makes what reads it."""
     parser = argparse.ArgumentParser(
         prog="quire-allocator", description="Serve block tables of paged KV caches over gRPC."
     )
@@ -49,10 +56,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--check-invariants", action="store_true", help="check every pool after every step; slow, for debugging"
     )
-    options = parser.parse_args(arguments)
-    if not limits.LEASE_S_MIN <= options.lease <= limits.LEASE_S_MAX:
-        parser.error(f"--lease must be {limits.LEASE_S_MIN:g} to {limits.LEASE_S_MAX:g} seconds")
-    return options
+    return parser
 
 
 async def serve(options: argparse.Namespace) -> None:
@@ -72,9 +76,7 @@ async def serve(options: argparse.Namespace) -> None:
     )
     pb_grpc.add_AllocatorServiceServicer_to_server(service, server.grpc)
     await server.start(AllocatorCollector(directory, counters))
-    # A full garbage collection stalls every stream; it leaves out the many objects that imports have made until here.
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS_MAX)
+    collect_garbage_rarely()
     await server.announce()
     leases, stopping = asyncio.create_task(_watch_leases(service)), asyncio.create_task(stop.wait())
 

@@ -9,7 +9,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -26,7 +26,9 @@ ENVIRONMENT: Final = {
 
 
 @contextmanager
-def vllm_server(folder: Path, name: str, log: Path, *, sequence_tokens_max: int = 2_048) -> Iterator[str]:
+def vllm_server(
+    folder: Path, name: str, log: Path, *, sequence_tokens_max: int = 2_048, further: Sequence[str] = ()
+) -> Iterator[str]:
     """Serves a checkpoint in float32, 64 sequences at a time; yields the address.
 
     Raises:
@@ -38,7 +40,7 @@ def vllm_server(folder: Path, name: str, log: Path, *, sequence_tokens_max: int 
     command = [str(COMMAND), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--served-model-name", name, "--dtype", "float32", "--enforce-eager"]
     command += ["--host", "127.0.0.1", "--port", address.rpartition(":")[2], "--enable-prompt-tokens-details"]
-    command += ["--max-model-len", str(sequence_tokens_max), "--max-num-seqs", "64"]
+    command += ["--max-model-len", str(sequence_tokens_max), "--max-num-seqs", "64", *further]
     with log.open("wb") as output:
         environment = {**os.environ, **ENVIRONMENT, "PATH": f"{COMMAND.parent}:{os.environ['PATH']}"}
         process = subprocess.Popen(

@@ -3,17 +3,34 @@
 Standard input is the lifeline: a pipe whose other end only the parent holds. When the parent ends, however it ends, the
 kernel closes that end and the child terminates itself. Unlike the kernel's parent-death signal this does not mistake
 the end of the thread that started the child for the end of the parent, and needs no code between fork and exec.
+
+A server drains then as if it had been told to stop: others may be reading its answers. It is killed where that takes
+twice as long as it should.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import signal
 import sys
 import threading
+from collections.abc import Sequence
+from itertools import pairwise
 
-KILL_S = 15.0  # a server that drains takes 5 s for its calls here (quire.local) and up to 2 s more
+DRAIN_S = 30.0  # of a server whose command line does not say how long it drains
+LAST_S = 2.0  # what it may need after that
+
+
+def kill_s(arguments: Sequence[str]) -> float:
+    """Seconds between SIGTERM and SIGKILL, for a server with that command line."""
+    drain_s = DRAIN_S
+    for option, value in pairwise(arguments):
+        if option == "--drain-timeout":
+            with contextlib.suppress(ValueError):  # the server says what is wrong with it
+                drain_s = float(value)
+    return 2 * (drain_s + LAST_S)
 
 
 def _follow_parent() -> None:
@@ -21,7 +38,7 @@ def _follow_parent() -> None:
     while os.read(0, 1024):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
-    threading.Event().wait(KILL_S)
+    threading.Event().wait(kill_s(sys.argv))
     os.kill(os.getpid(), signal.SIGKILL)
 
 

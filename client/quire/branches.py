@@ -99,7 +99,9 @@ class Branch:
     ) -> sampling.Generation:
         """Continues the branch, which becomes longer by the tokens returned, and waits for all of them; options as of
         `Client.generate`, but for `n`, `best_of`, `num_beams`, `echo` and `prompt_logprobs`."""
-        with self.stream(params, request_id=request_id, timeout_s=timeout_s, **options) as chunks:
+        with self.stream(
+            params, request_id=request_id, timeout_s=timeout_s, interval_s=generating.WHOLE_INTERVAL_S, **options
+        ) as chunks:
             generation = generating.gather(chunks, chunks.request_id)
         self.token_count = generation.usage.prompt_token_count + generation.usage.output_token_count
         return generation
@@ -110,11 +112,12 @@ class Branch:
         *,
         request_id: str | None = None,
         timeout_s: float | None = None,
+        interval_s: float = 0.0,
         **options: Unpack[sampling.SamplingOptions],
     ) -> ChunkStream:
-        """Does what `generate` does, but gives each piece as it comes. Closed before its end, it leaves the branch
-        as it was."""
-        request = branch_messages.continue_request(self.id, params, options, request_id)
+        """Does what `generate` does, but gives each piece as it comes, those of a text `interval_s` apart at least.
+        Closed before its end, it leaves the branch as it was."""
+        request = branch_messages.continue_request(self.id, params, options, request_id, interval_s)
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         attempts = Attempts(self._link, self._stub.Generate, request, generating.chunk, timeout_s)
         return ChunkStream(self._link, attempts, request.request_id)
@@ -213,7 +216,9 @@ class AsyncBranch:
     ) -> sampling.Generation:
         """Continues the branch, which becomes longer by the tokens returned, and waits for all of them; options as of
         `AsyncClient.generate`, but for `n`, `best_of`, `num_beams`, `echo` and `prompt_logprobs`."""
-        async with self.stream(params, request_id=request_id, timeout_s=timeout_s, **options) as chunks:
+        async with self.stream(
+            params, request_id=request_id, timeout_s=timeout_s, interval_s=generating.WHOLE_INTERVAL_S, **options
+        ) as chunks:
             generation = generating.gather([chunk async for chunk in chunks], chunks.request_id)
         self.token_count = generation.usage.prompt_token_count + generation.usage.output_token_count
         return generation
@@ -224,11 +229,12 @@ class AsyncBranch:
         *,
         request_id: str | None = None,
         timeout_s: float | None = None,
+        interval_s: float = 0.0,
         **options: Unpack[sampling.SamplingOptions],
     ) -> AsyncChunkStream:
-        """Does what `generate` does, but gives each piece as it comes. Closed before its end, it leaves the branch
-        as it was."""
-        request = branch_messages.continue_request(self.id, params, options, request_id)
+        """Does what `generate` does, but gives each piece as it comes, those of a text `interval_s` apart at least.
+        Closed before its end, it leaves the branch as it was."""
+        request = branch_messages.continue_request(self.id, params, options, request_id, interval_s)
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         attempts = Attempts(self._link, self._stub.Generate, request, generating.chunk, timeout_s)
         return AsyncChunkStream(self._link, attempts, request.request_id)

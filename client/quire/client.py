@@ -43,6 +43,7 @@ class _Connected:
 
     def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
         self._link = SyncLink(address, token, tls, timeout_s)
+        self._link.server = "worker" if self.SERVICE == "quire.v1.WorkerService" else "allocator"
 
     @property
     def address(self) -> str:
@@ -123,15 +124,9 @@ class Client(Prefills, _Connected):
         `priority`, from -10 to 10, counts among the requests of its namespace; larger is sooner.
         """
         with self.stream(
-            prompt,
-            params,
-            namespace=namespace,
-            adapter=adapter,
-            priority=priority,
-            request_id=request_id,
-            timeout_s=timeout_s,
-            **options,
-        ) as chunks:
+            prompt, params, namespace=namespace, adapter=adapter, priority=priority, request_id=request_id,
+            timeout_s=timeout_s, interval_s=generating.WHOLE_INTERVAL_S, **options,
+        ) as chunks:  # fmt: skip
             return generating.gather(chunks, chunks.request_id)
 
     def stream(
@@ -144,12 +139,18 @@ class Client(Prefills, _Connected):
         priority: int = 0,
         request_id: str | None = None,
         timeout_s: float | None = None,
+        interval_s: float = 0.0,
         **options: Unpack[sampling.SamplingOptions],
     ) -> ChunkStream:
-        """Does what `generate` does, but gives each piece as it comes; samples of one request come interleaved."""
+        """Does what `generate` does, but gives each piece as it comes; samples of one request come interleaved.
+
+        Pieces of a request come `interval_s` seconds apart at least, but for its first one and those that end a sample:
+        fewer cost less. The worker's own `--stream-interval-ms` counts where it is longer.
+        """
         request = generating.generate_request(
-            prompt, params, options, namespace=namespace, adapter=adapter, request_id=request_id, priority=priority
-        )
+            prompt, params, options, namespace=namespace, adapter=adapter, request_id=request_id, priority=priority,
+            interval_s=interval_s,
+        )  # fmt: skip
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         attempts = Attempts(self._link, self._stub.Generate, request, generating.chunk, timeout_s)
         return ChunkStream(self._link, attempts, request.request_id)

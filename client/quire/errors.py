@@ -88,6 +88,7 @@ class QuireError(Exception):
             server does not say.
         field: of the request that is to blame, by its name on the wire; None where it is no single one, or the server
             does not say.
+        is_grpcs_own: whether gRPC made it of a call that failed, and no server of Quire.
     """
 
     code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
@@ -106,6 +107,7 @@ class QuireError(Exception):
         self.request_id = request_id
         self.retry_after_s = retry_after_s
         self.field = field
+        self.is_grpcs_own = False
 
     def __str__(self) -> str:
         where = f" [request {self.request_id}]" if self.request_id else ""
@@ -320,6 +322,7 @@ def from_rpc_error(error: grpc.RpcError, request_id: str | None = None) -> Quire
     kind = _CLASS_OF.get(code, QuireError)
     told = _told_in(error.trailing_metadata() or ())
     translated = kind(message, told.reason, request_id, told.retry_after_s, told.field)
+    translated.is_grpcs_own = told.reason is None
     if kind is QuireError:
         translated.code = code
     return translated

@@ -8,7 +8,8 @@ Lifecycle:
     1. start    the processes are started; each says in a file of its own where it listens, once it serves
     2. serving  `poll` tells whether one of them has ended, `wait` starts a dead allocator again: texts go on meanwhile
     3. stop     the gateway first, then the worker, so that it can give its pool back, then the allocator: SIGTERM,
-                after a while SIGKILL
+                and SIGKILL where a server takes longer than its drain's time and a margin. Who interrupts the wait
+                (a second Ctrl-C) has the server killed at once
 
 No process outlives this one, even if it is killed (`quire._child`). They form process groups of their own, so that
 Ctrl-C on a terminal reaches this process alone, which then stops them in order.
@@ -29,11 +30,16 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 POLL_S: Final = 0.05
-DRAIN_S: Final = 5.0  # for calls under way when a server is told to stop: somebody sits and waits
-GRACE_S: Final = 15.0  # a server that drains takes 5 s for its calls and up to 2 s more
+DRAIN_S: Final = 30.0  # for calls under way when a server is told to stop, as servers have it by themselves
+LAST_S: Final = 2.0  # what a server may need after that
 RESTARTS_MAX: Final = 5  # of an allocator, within RESTARTS_S: more often it is no accident
 RESTARTS_S: Final = 60.0
 LOG_LINES: Final = 20
+
+
+def grace_s(drain_timeout_s: float) -> float:
+    """Seconds after which a server that drains for so many is killed: twice what it may take."""
+    return 2 * (drain_timeout_s + LAST_S)
 
 
 class ServerFailedError(Exception):
@@ -45,10 +51,11 @@ class ServerProcess:
 
     Args:
         module: what `python -m` runs.
-        arguments: its command line, without --ready-file; it drains for 5 s unless they say otherwise.
+        arguments: its command line, without --ready-file and --drain-timeout.
         folder: where its ready file goes; exists.
         log: file for its output; None lets it write to our standard error.
         environment: set in addition to our own.
+        drain_timeout_s: for calls under way when it is told to stop.
     """
 
     def __init__(
@@ -59,13 +66,15 @@ class ServerProcess:
         folder: Path,
         log: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        drain_timeout_s: float = DRAIN_S,
     ) -> None:
         self.module = module
+        self._grace_s = grace_s(drain_timeout_s)
         self._log = log
         self._ready_file = folder / f"{module}.json"
         self._ready_file.unlink(missing_ok=True)  # of a server that was there before
         self._ready: dict[str, Any] = {}
-        command = [sys.executable, "-m", "quire._child", module, "--drain-timeout", str(DRAIN_S), *arguments]
+        command = [sys.executable, "-m", "quire._child", module, "--drain-timeout", str(drain_timeout_s), *arguments]
         command += ["--ready-file", str(self._ready_file)]
         with contextlib.ExitStack() as files:
             output = files.enter_context(log.open("ab")) if log is not None else sys.stderr.fileno()
@@ -111,16 +120,23 @@ class ServerProcess:
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return ServerFailedError(f"{self.module} {how}{self._log_tail()}")
 
-    def stop(self, *, grace_s: float = GRACE_S) -> None:
-        """Sends SIGTERM, and SIGKILL if it has not ended after `grace_s` seconds. Stopping twice is no error."""
+    def stop(self, *, grace_s: float | None = None) -> None:
+        """Sends SIGTERM, and SIGKILL if it has not ended after `grace_s` seconds, by default more than its drain may
+        take, or if the wait is interrupted. Stopping twice is no error."""
         self.process.terminate()
         try:
-            self.process.wait(grace_s)
+            self.process.wait(self._grace_s if grace_s is None else grace_s)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+            self._kill()
+        except BaseException:
+            self._kill()
+            raise
         if self.process.stdin is not None:
             self.process.stdin.close()
+
+    def _kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
     def _log_tail(self) -> str:
         if self._log is None:
@@ -146,6 +162,7 @@ class LocalStack:
         log_folder: where their logs are kept; by default they are thrown away at the end.
         inherit_logs: lets them write to our standard error instead.
         start_timeout_s: for all together; loading a large model takes its time.
+        drain_timeout_s: for calls under way when they are told to stop, of each.
         on_progress: told what is being waited for, and what was started again.
     """
 
@@ -164,6 +181,7 @@ class LocalStack:
         log_folder: Path | None = None,
         inherit_logs: bool = False,
         start_timeout_s: float = 120.0,
+        drain_timeout_s: float = DRAIN_S,
         on_progress: Callable[[str], None] = lambda _line: None,
     ) -> None:
         self._allocator_command = ["--listen", allocator_listen, "--metrics", allocator_metrics, *allocator_arguments]
@@ -173,6 +191,7 @@ class LocalStack:
         self._log_folder = log_folder
         self._inherit_logs = inherit_logs
         self._start_timeout_s = start_timeout_s
+        self._drain_timeout_s = drain_timeout_s
         self._on_progress = on_progress
         self._cleanup = contextlib.ExitStack()
         self._folder = Path()  # of ready files
@@ -293,4 +312,6 @@ class LocalStack:
 
     def _spawn(self, module: str, arguments: Sequence[str], folder: Path, **environment: str) -> ServerProcess:
         log = None if self._inherit_logs else (self._log_folder or folder) / f"{module}.log"
-        return ServerProcess(module, arguments, folder=folder, log=log, environment=environment)
+        return ServerProcess(
+            module, arguments, folder=folder, log=log, environment=environment, drain_timeout_s=self._drain_timeout_s
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import orjson
 from fastapi import FastAPI, Request
@@ -12,7 +12,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 
 from quire_gateway import asks, relay, replies
 from quire_gateway.bodies import ChatBody, CompletionBody
@@ -21,7 +20,9 @@ from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import GatewayCollector, Telemetry, exposition
 from quire_gateway.serving import Served
 
-LISTENS: Sequence[str] = ("GET", "POST")
+NO_JSON: Final = "the body is no JSON"
+PROBED_BY: Final = ["GET", "HEAD"]
+PARAM_SHOWN: Final = 256  # characters of the place of a fault
 
 
 def make_app(
@@ -31,11 +32,10 @@ def make_app(
     version: str,
     request_timeout_s: float,
     is_draining: Callable[[], bool],
-    cors_origins: Sequence[str],
 ) -> FastAPI:
     """Returns the endpoints as an ASGI application."""
     # Its pages would load scripts from elsewhere; /openapi.json has the same for programs.
-    app = FastAPI(title="Quire", version=version, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Quire", version=version, docs_url=None, redoc_url=None, redirect_slashes=False)
     collector = GatewayCollector(telemetry, fleet)
 
     async def answer(ask: asks.Ask, form: Callable[..., replies.Form], request: Request) -> Served:
@@ -62,11 +62,11 @@ def make_app(
     async def model(name: str) -> Response:
         return _json(orjson.dumps(replies.model(*fleet.model(name))))
 
-    @app.get("/healthz")
+    @app.api_route("/healthz", methods=PROBED_BY)
     async def healthz() -> Response:
         return PlainTextResponse("ok\n")
 
-    @app.get("/readyz")
+    @app.api_route("/readyz", methods=PROBED_BY)
     async def readyz() -> Response:
         if is_draining():
             raise ApiError(503, "the gateway is shutting down", kind="server_error", code="draining")
@@ -78,8 +78,6 @@ def make_app(
         return Response(exposition(collector), media_type=CONTENT_TYPE_LATEST)
 
     _put_errors_in_form(app)
-    if cors_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=LISTENS, allow_headers=["*"])
     return app
 
 
@@ -96,18 +94,28 @@ def _put_errors_in_form(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> Response:
-        what = {404: f"Unknown request URL: {request.method} {request.url.path}", 405: "Method Not Allowed"}
+        what = {
+            400: NO_JSON,
+            404: f"Unknown request URL: {request.method} {request.url.path}",
+            405: "Method Not Allowed",
+        }
         code = TOO_LARGE if error.status_code == 413 else None
-        return _failed(ApiError(error.status_code, what.get(error.status_code, str(error.detail)), code=code))
+        failure = ApiError(error.status_code, what.get(error.status_code, str(error.detail)), code=code)
+        failure.headers.update(error.headers or {})  # which methods there are
+        return _failed(failure)
 
 
 def _of_validation(found: Sequence[Any]) -> ApiError:
     """Returns what is wrong with a body, in one sentence about its first fault."""
     fault = found[0]
     if fault["type"] == "json_invalid":
-        return ApiError(400, "the body is no JSON")
+        return ApiError(400, NO_JSON)
+    if fault["loc"] == ("body",) and isinstance(fault["input"], bytes):
+        return ApiError(415, "the body is to be JSON, with Content-Type: application/json")
+    if fault["loc"] == ("body",) and fault["type"] != "missing":
+        return ApiError(400, "the body is to be a JSON object")
     where = [str(part) for part in fault["loc"] if part != "body" and not _is_of_a_union(part)]
-    param = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in where).lstrip(".") or None
+    param = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in where).lstrip(".")[:PARAM_SHOWN] or None
     if fault["type"] == "extra_forbidden":
         return ApiError(400, f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter")
     if fault["type"] == "missing":

@@ -41,7 +41,6 @@ _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
     "functions": (),
     "function_call": ("none", "auto"),
     "web_search_options": (),
@@ -127,10 +126,12 @@ def of_chat(body: ChatBody) -> Ask:
     Raises:
         ApiError: it asks for what is not served, which the error names.
     """
+    # As vLLM has it: a variable for the template, which models that can be told how much to think have.
+    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     chat = Chat(
         tuple(_message(number, message) for number, message in enumerate(body.messages)),
         tuple(body.tools or ()),
-        body.chat_template_kwargs or {},
+        {**effort, **(body.chat_template_kwargs or {})},
         body.add_generation_prompt,
     )
     if body.top_logprobs and not body.logprobs:
@@ -138,7 +139,10 @@ def of_chat(body: ChatBody) -> Ask:
     top = (body.top_logprobs or 0) if body.logprobs else None
     names = {
         PROMPT: "messages",
+        "messages_json": "messages",
+        "tools_json": "tools",
         "variables": "chat_template_kwargs",
+        "variables_json": "chat_template_kwargs",
         "max_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         "logprobs": "top_logprobs",
     }
@@ -176,7 +180,14 @@ def _ask(
     counts = [count for count in (echoed, body.prompt_logprobs) if count is not None]
     of_prompt = names["logprobs"] if body.prompt_logprobs is None else "prompt_logprobs"
     _put(options, of_prompt, "prompt_logprobs", max(counts, default=None), ())
-    names = {**names, "adapter": "model", "num_beams": beams_name, "prompt_logprobs": of_prompt}
+    names = {
+        **names,
+        "text": names[PROMPT],
+        "tokens": names[PROMPT],
+        "adapter": "model",
+        "num_beams": beams_name,
+        "prompt_logprobs": of_prompt,
+    }
     for name, (option, value) in _structure(body).items():
         _put(options, name, option, value, ())
         names[option] = name
@@ -188,8 +199,8 @@ def _ask(
         cast("SamplingOptions", options),
         max_tokens,
         body.n or 1,
-        body.stream,
-        body.stream_options is not None and body.stream_options.include_usage,
+        bool(body.stream),
+        body.stream_options is not None and bool(body.stream_options.include_usage),
         top_logprob_count,
         body.prompt_logprobs,
         names,
@@ -293,6 +304,10 @@ def _message(number: int, message: Message) -> dict[str, Any]:
             if part.get("type") not in ("text", "input_text", "refusal"):
                 where = f"messages[{number}].content[{index}]"
                 raise unsupported(where, f"is of type {part.get('type')!r}: this server takes text alone")
-            texts.append(str(part.get("text", part.get("refusal", ""))))
+            text = part.get("refusal" if part["type"] == "refusal" else "text")
+            if not isinstance(text, str):
+                where = f"messages[{number}].content[{index}].text"
+                raise missing(where) if text is None else invalid(where, f"{where} must be a text")
+            texts.append(text)
         values["content"] = "\n".join(texts)
     return values

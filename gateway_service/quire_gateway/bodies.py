@@ -51,8 +51,8 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    include_usage: bool = False
-    include_obfuscation: bool = False  # nothing is ever added
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # nothing is ever added
 
 
 class Body(BaseModel):
@@ -61,7 +61,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     model: str | None = None
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None  # taken and not used: a key says who calls
     metadata: dict[str, str] | None = None  # likewise
@@ -76,12 +76,12 @@ class Body(BaseModel):
     logit_bias: dict[str, float] | None = None
 
     # vLLM's, beyond OpenAI's
-    top_k: int | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     stop_token_ids: list[Token] | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
     allowed_token_ids: list[Token] | None = None
     priority: Annotated[int, Field(ge=-10, le=10)] | None = None  # lower is sooner
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None

@@ -11,11 +11,13 @@ import re
 import time
 import traceback
 import uuid
+from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
 import orjson
 import structlog
 from fastapi import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire_gateway.failures import RATE, TOO_LARGE, ApiError
@@ -152,6 +154,23 @@ def _where(error: BaseException) -> str:
 
 def _too_large(body_bytes_max: int) -> ApiError:
     return ApiError(413, f"the body of a request has at most {body_bytes_max:,} bytes", code=TOO_LARGE)
+
+
+def let_in(gate: Gate, origins: Sequence[str]) -> ASGIApp:
+    """Returns the gate as pages of these origins may call it, too.
+
+    CORS stands around the gate, because a browser asks without a key whether it may show one, and what the gate refuses
+    is for the page to read.
+    """
+    if not origins:
+        return gate
+    return CORSMiddleware(
+        gate,
+        allow_origins=origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=("retry-after", "x-request-id"),
+    )
 
 
 class _Limited:

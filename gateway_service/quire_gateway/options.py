@@ -23,6 +23,22 @@ _FILES: Final = {
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line of the gateway."""
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    options.worker = options.worker or _listed("QUIRE_WORKER", "127.0.0.1:7071")
+    options.allocator = options.allocator or _listed("QUIRE_ALLOCATOR", "127.0.0.1:7070")
+    for name in ("body_bytes_max", "in_flight_max"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if not options.request_timeout > 0:
+        parser.error("--request-timeout must be above 0")
+    if not options.drain_timeout >= 0:
+        parser.error("--drain-timeout must be at least 0")
+    return options
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Makes what reads it."""
     parser = argparse.ArgumentParser(
         prog="quire-gateway", description="Serve OpenAI's endpoints (completions, chat, models) from Quire's workers."
     )
@@ -67,18 +83,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--log-format", choices=["auto", "json", "console"], default="auto", help="auto: console on a terminal"
     )
-    parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
-    options = parser.parse_args(arguments)
-    options.worker = options.worker or _listed("QUIRE_WORKER", "127.0.0.1:7071")
-    options.allocator = options.allocator or _listed("QUIRE_ALLOCATOR", "127.0.0.1:7070")
-    for name in ("body_bytes_max", "in_flight_max"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    if not options.request_timeout > 0:
-        parser.error("--request-timeout must be above 0")
-    if not options.drain_timeout >= 0:
-        parser.error("--drain-timeout must be at least 0")
-    return options
+    parser.add_argument(
+        "--log-level",
+        choices=["debug", "info", "warning", "error"],
+        default="info",
+        help="the least that is logged (default: %(default)s)",
+    )
+    return parser
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
 import importlib.metadata
 import os
 import socket
@@ -24,16 +23,17 @@ import uvicorn
 import uvloop
 from quire._secret_files import read_token, require_private
 from quire._serving import logs
-from quire._serving.process import stop_event, write_ready_file
-from quire._transport.address import is_local, is_unix, split
+from quire._serving.process import collect_garbage_rarely, stop_event, write_ready_file
+from quire._transport.address import is_local, is_unix, require_free, split
 from quire.aio import AsyncAllocatorClient, AsyncClient
 from quire.errors import UsageError
 from quire.tls import tls_of
+from starlette.types import ASGIApp
 
 from quire_gateway.app import make_app
 from quire_gateway.bounded_http import BoundedHttp
 from quire_gateway.fleet import Fleet
-from quire_gateway.gate import Gate
+from quire_gateway.gate import Gate, let_in
 from quire_gateway.keys import ApiKeys, read_keys
 from quire_gateway.metrics import Telemetry
 from quire_gateway.options import parse_arguments
@@ -92,6 +92,7 @@ def bind(listen: str) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
+        require_free("--listen", listen)
         raise UsageError(f"cannot listen on {listen}: {error.strerror}") from None
 
 
@@ -116,7 +117,6 @@ async def serve(options: argparse.Namespace) -> None:
             version=importlib.metadata.version("quire-kv"),
             request_timeout_s=options.request_timeout,
             is_draining=lambda: gate.is_draining,
-            cors_origins=options.cors_origin,
         )
         gate = Gate(
             app,
@@ -126,9 +126,9 @@ async def serve(options: argparse.Namespace) -> None:
             body_bytes_max=options.body_bytes_max,
             in_flight_max=options.in_flight_max,
         )
-        server = _Uvicorn(_configuration(options, gate))
+        server = _Uvicorn(_configuration(options, let_in(gate, options.cors_origin)))
         await fleet.open()
-        gc.freeze()  # a full collection, which stalls every stream, leaves out the many objects that imports have made
+        collect_garbage_rarely()
         serving = asyncio.create_task(server.serve([listener]))
         host, port = options.listen.rpartition(":")[0], listener.getsockname()[1]
         write_ready_file(options.ready_file, address=f"{host}:{port}")
@@ -146,9 +146,9 @@ async def serve(options: argparse.Namespace) -> None:
         log.info("stopped")
 
 
-def _configuration(options: argparse.Namespace, gate: Gate) -> uvicorn.Config:
+def _configuration(options: argparse.Namespace, app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
-        gate,
+        app,
         http=BoundedHttp,
         ws="none",
         lifespan="off",

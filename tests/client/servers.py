@@ -172,7 +172,7 @@ def lost_worker() -> Iterator[str]:
 def allocator_process(folder: Path, *arguments: str) -> Iterator[ServerProcess]:
     """The real allocator on free ports of this machine."""
     command = ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", *arguments]
-    process = ServerProcess("quire_allocator", command, folder=folder, log=folder / "allocator.log")
+    process = ServerProcess("quire_allocator", command, folder=folder, log=folder / "allocator.log", drain_timeout_s=5)
     try:
         process.wait_ready(deadline=time.monotonic() + 30)
         yield process

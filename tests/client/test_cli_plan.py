@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -252,7 +254,7 @@ def test_a_model_id_that_is_not_here_is_asked_for_with_a_time_limit(plan: Any, m
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=download))
     assert "gemma3_text" in plan("google/gemma-3-27b-it").out
-    assert asked[1]["etag_timeout"] == 5
+    assert asked[1]["etag_timeout"] == 1.5
 
 
 def test_a_model_id_that_cannot_be_fetched_is_one_line(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,6 +266,18 @@ def test_a_model_id_that_cannot_be_fetched_is_one_line(plan: Any, monkeypatch: p
     assert plan("no/model") == (2, "", message)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert "pip install huggingface_hub" in plan("no/model").err
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel takes the connection, nobody reads from it
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        start = time.monotonic()
+        result = quire("plan", "no/model", HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="0", HF_HOME=str(tmp_path))
+        took_s = time.monotonic() - start
+    nothing = "quire: no file or folder no/model, and no config.json of a model with that id: "
+    why = "Hugging Face does not answer within 1.5 s; give a config.json or a folder\n"
+    assert (result.returncode, result.stderr) == (2, nothing + why)
+    assert took_s < 10, "by itself the package tries for 24 s"
 
 
 # -- as a process ------------------------------------------------------------------------------------------------------

@@ -101,7 +101,11 @@ async def test_both_flavours_send_and_return_the_same(server: ScriptedServer) ->
         max_tokens=7, temperature=0.5, top_p=1.0, seed=0, n=2, stop_token_ids=[5], repetition_penalty=1.0
     )
     expected = worker_pb.GenerateRequest(
-        request_id="same", tokens=worker_pb.TokenIds(ids=[1, 2, 3]), sampling=sampling, namespace="tenant"
+        request_id="same",
+        tokens=worker_pb.TokenIds(ids=[1, 2, 3]),
+        sampling=sampling,
+        namespace="tenant",
+        interval_ms=1000,
     )
     assert server.requests == [expected, expected]
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from wsgiref.simple_server import make_server
 
 import pytest
 from quire import (
@@ -21,6 +25,7 @@ from quire import (
     Reason,
     ResourceExhaustedError,
     Result,
+    UnavailableError,
     UnimplementedError,
     UsageError,
 )
@@ -70,7 +75,9 @@ def test_another_service_at_the_address_is_said(allocator: str) -> None:
 def test_a_call_that_is_out_of_time_says_what_to_do() -> None:
     with scripted_server() as server, Client(server.address) as client:
         server.answers["GetStatus"] = lambda *_: server.released.wait(30)
-        with pytest.raises(DeadlineExceededError, match=f"{server.address} did not answer in the time"):
+        with pytest.raises(
+            DeadlineExceededError, match=f"{server.address} did not answer in the time of the call, 0.1 s: give"
+        ):
             client.status(timeout_s=0.1)
 
 
@@ -98,6 +105,9 @@ def test_what_is_piped_in_and_is_no_text_is_said() -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (2, b"quire: standard input is no UTF-8 text: byte 3 is 0xff\n")
+    with Client("127.0.0.1:1") as client, pytest.raises(InvalidArgumentError) as raised:
+        client.generate(b"abc\xff".decode(errors="surrogateescape"))  # as Python reads the arguments of a command
+    assert raised.value.message == "text is no text: it has half of a surrogate pair"
 
 
 def test_samples_in_a_pipe_come_line_by_line_with_their_number() -> None:
@@ -180,3 +190,52 @@ def test_a_second_owner_is_told_when_to_come_back_and_the_log_names_the_pool_onc
         assert asyncio.run(wait_for(process.address)) == [1.0, 1.0]
     lines = [json.loads(line) for line in (tmp_path / "allocator.log").read_text().splitlines() if "POOL_OWNED" in line]
     assert [line["pool"] for line in lines] == ["mine"]
+
+
+def test_what_is_at_an_address_where_nobody_answers_is_looked_at(allocator: str) -> None:
+    async def asked(address: str) -> str:
+        async with AsyncAllocatorClient(address) as client:
+            with pytest.raises(UnavailableError) as raised:
+                await client.list_pools(timeout_s=20)
+        assert any(note.startswith("gRPC says: ") for note in raised.value.__notes__), "its words are for developers"
+        return raised.value.message
+
+    def served(address: str) -> str:
+        with AllocatorClient(address) as client, pytest.raises(UnavailableError) as raised:
+            client.list_pools(timeout_s=20)
+        return raised.value.message
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        nobody = f"127.0.0.1:{listening.getsockname()[1]}"
+    none = f"no answer from {nobody}: no allocator is running there; start it with `quire up` [not encrypted]"
+    assert served(nobody) == asyncio.run(asked(nobody)) == none
+    assert "no allocator is running there" in served("unix:///nowhere/quire.sock")
+    with wsgi_server() as http:
+        what = "a server is running there, and it is HTTP, not an allocator (gRPC); give another address"
+        assert served(http) == f"no answer from {http}: {what} [not encrypted]"
+
+
+@contextmanager
+def wsgi_server() -> Iterator[str]:
+    """The address of a plain HTTP server."""
+    with make_server("127.0.0.1", 0, lambda _environ, respond: respond("200 OK", []) or [b"hello"]) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        serving.join()
+
+
+def test_the_log_of_a_waiting_owner_has_our_words_alone(caplog: pytest.LogCaptureFixture) -> None:
+    async def wait() -> None:
+        async with AsyncAllocatorClient("127.0.0.1:1") as client:
+            opening = asyncio.create_task(client.session("mine", SPEC).open())
+            while not caplog.messages:
+                await asyncio.sleep(0)
+            opening.cancel()
+            await asyncio.wait({opening})
+
+    with caplog.at_level(logging.WARNING, "quire"):
+        asyncio.run(wait())
+    why = "nobody answers at its allocator's address; waiting until an allocator serves it"
+    assert caplog.messages[0] == f"pool mine is not ours: {why}"

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 from quire import AllocatorClient, Client, _child, local
+from quire._serving.server import DRAIN_S
 from quire.local import LocalStack, ServerFailedError, ServerProcess
 
 from tests.client.servers import allocator_process
@@ -70,6 +71,25 @@ def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     )
     process.wait_ready(deadline=time.monotonic() + 30)
     process.stop(grace_s=0.2)
+    assert process.process.returncode == -signal.SIGKILL
+
+
+def test_who_interrupts_the_wait_for_a_child_has_it_killed(tmp_path: Path) -> None:
+    process = child(
+        tmp_path,
+        "import pathlib, signal, sys, threading\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "pathlib.Path(sys.argv[-1]).write_text('{}')\n"
+        "threading.Event().wait()\n",
+    )
+    process.wait_ready(deadline=time.monotonic() + 30)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):  # as Ctrl-C raises it
+            process.stop()
+    finally:
+        signal.signal(signal.SIGALRM, before)
     assert process.process.returncode == -signal.SIGKILL
 
 
@@ -176,8 +196,10 @@ def test_a_stack_whose_worker_cannot_start_stops_the_allocator_again(tmp_path: P
 
 
 def test_nobody_is_killed_while_it_drains() -> None:
-    needed_s = local.DRAIN_S + 2.0  # for open calls, and for what comes after them
-    assert min(local.GRACE_S, _child.KILL_S) >= 2 * needed_s
+    assert local.DRAIN_S == _child.DRAIN_S == DRAIN_S == 30
+    for drain_s, arguments in ((local.DRAIN_S, []), (5.0, ["quire_worker", "--drain-timeout", "5.0"])):
+        needed_s = drain_s + 2.0  # for open calls, and for what comes after them
+        assert min(local.grace_s(drain_s), _child.kill_s(arguments)) >= 2 * needed_s
 
 
 @pytest.mark.parametrize("how", ["told to stop", "its parent ends"])
@@ -215,6 +237,9 @@ def test_up_runs_until_it_is_told_to_stop() -> None:
         children = psutil.Process(process.pid).children()
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
-        assert "quire: stopped" in lines.read()
+        told = lines.read()
+        assert "quire: stopped" in told
+        assert "answers under way have 30 s" in told
+        assert "the allocator is away" not in told, "a worker that ends says nothing of the allocator"
     assert len(children) == 3
     assert not any(server.is_running() for server in children)

@@ -42,6 +42,7 @@ def server(module: str, *arguments: str, folder: Path) -> Iterator[ServerProcess
         folder=folder,
         log=folder / "log",
         environment={"OMP_WAIT_POLICY": "PASSIVE"},
+        drain_timeout_s=5,
     )
     try:
         process.wait_ready(deadline=time.monotonic() + 60)
@@ -59,4 +60,5 @@ def started(
         worker_arguments=worker_arguments,
         allocator_arguments=["--check-invariants", *allocator_arguments],
         log_folder=log_folder,
+        drain_timeout_s=5,
     )

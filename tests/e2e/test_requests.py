@@ -174,6 +174,19 @@ def test_a_priority_out_of_range_is_refused_and_one_in_range_is_taken(worker: Cl
     assert caught.value.reason is Reason.BAD_PARAMETER
 
 
+def test_pieces_come_as_far_apart_as_a_stream_asks_and_hold_the_same_text(worker: Client) -> None:
+    prompt, options = "for name in names:", {"max_tokens": 64, "ignore_eos": True, "temperature": 0.0}
+    with worker.stream(prompt, interval_s=60, **options) as chunks:
+        patient = list(chunks)
+    assert [bool(piece.token_ids) for piece in patient].count(True) == 2  # its first token, and all others with the end
+    whole = worker.generate(prompt, **options)
+    assert "".join(piece.text for piece in patient) == whole.samples[0].text
+    for wrong in (-1, 61, float("nan")):
+        with pytest.raises(InvalidArgumentError, match="interval_s must be from 0 to 60") as caught:
+            worker.stream(prompt, interval_s=wrong)
+        assert caught.value.reason is Reason.BAD_PARAMETER
+
+
 def test_namespaces_do_not_share_prefixes(worker: Client) -> None:
     prompt = "Namespaces are one honking great idea: let us do more of those! " * 4
     cached = [

@@ -219,6 +219,7 @@ def test_logprobs_of_a_chat_have_bytes_that_make_characters_of_several_tokens(
         ({"model": "other"}, 404, "model", "model_not_found"),
         ({"prompt": ""}, 400, "prompt", None),
         ({"prompt": [2048]}, 400, "prompt", None),
+        ({"prompt": "\ud800"}, 400, "prompt", None),
         ({"prompt": ["a", [1]]}, 400, "prompt", None),
         ({"prompt": ["a"] * 65}, 400, "prompt", None),
         ({"max_tokens": 100_000}, 400, "max_tokens", "context_length_exceeded"),
@@ -229,6 +230,7 @@ def test_logprobs_of_a_chat_have_bytes_that_make_characters_of_several_tokens(
         ({"logprobs": 21}, 400, "logprobs", None),
         ({"prompt_logprobs": 21}, 400, "prompt_logprobs", None),
         ({"min_tokens": 25}, 400, "min_tokens", None),
+        ({"top_k": -2}, 400, "top_k", None),
         ({"allowed_token_ids": [2048]}, 400, "allowed_token_ids", None),
         ({"presence_penalty": 3}, 400, "presence_penalty", None),
         ({"guided_regex": "("}, 400, "guided_regex", None),
@@ -258,12 +260,25 @@ def test_what_is_wrong_is_said_in_openais_form(
 
 def test_paths_methods_and_bodies_that_are_none_have_the_same_form(served: ServerProcess) -> None:
     assert "GET /v2" in curl(served, "/v2").error["message"]
-    assert curl(served, "/v1/completions").status == 405
+    listed = curl(served, "/v1/completions")
+    assert (listed.status, listed.headers["allow"]) == (405, "POST")
+    assert curl(served, "/v1/completions/", body=ASK).error["message"].endswith("POST /v1/completions/")
+    assert curl(served, "/v1/completions", body=[]).error["message"] == "the body is to be a JSON object"
     broken = curl(served, "/v1/completions", "-d", "{", "-H", "content-type: application/json")
     assert (broken.status, broken.error["message"]) == (400, "the body is no JSON")
     missing = curl(served, "/v1/completions", body={"model": "demo"})
     assert (missing.status, missing.error["param"]) == (400, "prompt")
     assert curl(served, "/v1/chat/completions", body={"model": "demo", "messages": []}).status == 400
+    half = curl(
+        served, "/v1/chat/completions", body={"model": "demo", "messages": [{"role": "user", "content": "\ud800"}]}
+    )
+    assert (half.status, half.error["param"]) == (400, "messages"), "half of a surrogate pair is no text"
+    plain = curl(served, "/v1/completions", "-d", json.dumps(ASK))  # as curl says of any -d, it is a form
+    assert (plain.status, "application/json" in plain.error["message"]) == (415, True)
+    nested = "[" * 30_000 + "]" * 30_000
+    for body in ("{", nested, f'{{"model": "demo", "prompt": {nested}}}'):
+        wrong = curl(served, "/v1/completions", "--json", body)
+        assert (wrong.status, wrong.error["message"]) == (400, "the body is no JSON")
 
 
 def test_curl_sees_server_sent_events_and_the_id_that_it_gave(served: ServerProcess) -> None:
@@ -322,6 +337,7 @@ def test_the_code_in_the_document_runs(served: ServerProcess) -> None:
 def test_probes_and_metrics_answer(served: ServerProcess) -> None:
     assert curl(served, "/healthz").status == 200
     assert curl(served, "/readyz").status == 200
+    assert [curl(served, path, "-I").status for path in ("/healthz", "/readyz")] == [200, 200]
     metrics = curl(served, "/metrics").body.decode()
     assert 'quire_gateway_requests_total{code="200",route="/v1/completions"}' in metrics
     assert "quire_gateway_first_token_seconds_bucket" in metrics

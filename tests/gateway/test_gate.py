@@ -264,8 +264,14 @@ def test_pages_of_other_origins_are_let_in_only_where_they_are_named(worker: Scr
     asked = ("-X", "OPTIONS", "-H", "Origin: https://app.example", "-H", "Access-Control-Request-Method: POST")
     with gateway(tmp_path / "a", "--worker", worker.address) as served:
         assert not any("access-control" in name for name in curl(served, "/v1/models", *asked[2:4]).headers)
-    with gateway(tmp_path / "b", "--worker", worker.address, "--cors-origin", "https://app.example") as served:
-        assert curl(served, "/v1/completions", *asked).headers["access-control-allow-origin"] == "https://app.example"
+    arguments = ("--worker", worker.address, "--cors-origin", "https://app.example")
+    with gateway(tmp_path / "b", *arguments, QUIRE_API_KEYS=KEY) as served:
+        answer = curl(served, "/v1/completions", *asked, "-H", "Access-Control-Request-Headers: authorization")
+        assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "https://app.example")
+        assert answer.headers["access-control-allow-headers"] == "authorization", "browsers show no key before they may"
+        refused = curl(served, "/v1/models", *asked[2:4])
+        assert (refused.status, refused.headers["access-control-allow-origin"]) == (401, "https://app.example")
+        assert refused.headers["access-control-expose-headers"] == "retry-after, x-request-id"
         assert (
             "access-control-allow-origin" not in curl(served, "/v1/models", "-H", "Origin: https://x.example").headers
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -16,6 +17,7 @@ from quire.local import LocalStack, ServerProcess
 
 from benchmarks.gateway_sides.vllm_server import COMMAND, vllm_server
 from tests.gateway.scene import DEMO, client, curl, events
+from tests.worker.adapter_folders import write_adapter
 
 pytestmark = [
     pytest.mark.peer,
@@ -37,16 +39,23 @@ class Peer:
 
 
 @pytest.fixture(scope="module")
-def ours() -> Iterator[ServerProcess]:
-    with LocalStack(DEMO, worker_arguments=["--blocks", "512"], gateway_listen="127.0.0.1:0") as stack:
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_adapter(tmp_path_factory.mktemp("adapter"), DEMO, seed=3)
+
+
+@pytest.fixture(scope="module")
+def ours(adapter: Path) -> Iterator[ServerProcess]:
+    arguments = ["--blocks", "512", "--adapter", f"tuned={adapter}"]
+    with LocalStack(DEMO, worker_arguments=arguments, gateway_listen="127.0.0.1:0") as stack:
         assert stack.gateway is not None
         yield stack.gateway
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def theirs(adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     log = tmp_path_factory.mktemp("vllm") / "log"
-    with vllm_server(DEMO, "demo", log, sequence_tokens_max=4_096) as address:
+    lora = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"tuned={adapter}"]
+    with vllm_server(DEMO, "demo", log, sequence_tokens_max=4_096, further=lora) as address:
         yield Peer(address)
 
 
@@ -95,6 +104,12 @@ OPENAI_FIELDS = {
         ("/v1/completions", {**ASK, "presence_penalty": 1.5, "frequency_penalty": 0.5}),
         ("/v1/completions", {**ASK, "repetition_penalty": 1.3, "min_tokens": 4}),
         ("/v1/completions", {**ASK, "logit_bias": {"7": 5.0}}),
+        ("/v1/completions", {**ASK, "model": "tuned"}),
+        ("/v1/completions", {**ASK, "stream": None, "skip_special_tokens": True}),
+        ("/v1/completions", {**ASK, "prompt_logprobs": 2}),
+        ("/v1/completions", {**ASK, "prompt": [[5, 6, 7], [8]], "prompt_logprobs": 0}),
+        ("/v1/chat/completions", {**CHAT, "prompt_logprobs": 1}),
+        ("/v1/chat/completions", {**CHAT, "model": "tuned"}),
         ("/v1/chat/completions", CHAT),
         ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2}),
         (
@@ -127,6 +142,33 @@ def test_greedy_answers_are_the_same_and_have_the_same_fields(
             assert choice["logprobs"]["tokens"] == other["logprobs"]["tokens"]
             assert choice["logprobs"]["text_offset"] == other["logprobs"]["text_offset"]
             assert choice["logprobs"]["token_logprobs"] == pytest.approx(other["logprobs"]["token_logprobs"], abs=1e-3)
+    if "prompt_logprobs" in ask:
+        assert_same_prompt_logprobs(mine, peer)
+
+
+def assert_same_prompt_logprobs(mine: Any, peer: Any) -> None:
+    """Those of a chat, or of each choice; ranks where we know them."""
+    for ours, theirs in zip((mine, *mine["choices"]), (peer, *peer["choices"]), strict=True):
+        told, expected = ours.get("prompt_logprobs"), theirs.get("prompt_logprobs")
+        assert (told is None) == (expected is None)
+        for token, other in zip(told or [], expected or [], strict=True):
+            assert (token and list(token)) == (other and list(other))
+            for number in token or {}:
+                assert token[number]["logprob"] == pytest.approx(other[number]["logprob"], abs=1e-3)
+                assert token[number]["decoded_token"] == other[number]["decoded_token"]
+                assert token[number]["rank"] in (None, other[number]["rank"])
+
+
+@pytest.mark.parametrize(
+    "further", [{"use_beam_search": True, "n": 3}, {"structured_outputs": {"choice": ["red", "green"]}}], ids=str
+)
+def test_beams_and_structures_have_the_same_texts(ours: ServerProcess, theirs: Any, further: dict[str, Any]) -> None:
+    """In tokens of each side's own grammar, which need not be the same; of beams vLLM does not say what was cached."""
+    mine, peer = (
+        json.loads(curl(server, "/v1/completions", body={**ASK, **further}).body) for server in (ours, theirs)
+    )
+    told = [[(choice["text"], choice["finish_reason"]) for choice in answer["choices"]] for answer in (mine, peer)]
+    assert told[0] == told[1]
 
 
 @pytest.mark.parametrize(
@@ -161,6 +203,13 @@ def test_streams_have_the_same_events(ours: ServerProcess, theirs: Any, path: st
         ("/v1/completions", {**ASK, "n": 0}),
         ("/v1/completions", {"model": "demo"}),
         ("/v1/completions", {**ASK, "stream_options": {"include_usage": True}}),
+        ("/v1/completions", {**ASK, "prompt_logprobs": 1, "stream": True}),
+        ("/v1/completions", {**ASK, "prompt_logprobs": 25}),
+        ("/v1/completions", {**ASK, "response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}),
+        ("/v1/completions", {**ASK, "structured_outputs": {"regex": "("}}),
+        ("/v1/completions", {**ASK, "allowed_token_ids": [5_000]}),
+        ("/v1/completions", {**ASK, "min_tokens": 20}),
+        ("/v1/completions", {**ASK, "stop": ""}),
         ("/v1/chat/completions", {**CHAT, "model": "other"}),
         ("/v1/chat/completions", {**CHAT, "top_logprobs": 2}),
         ("/v1/chat/completions", {"model": "demo"}),
@@ -180,6 +229,9 @@ def test_models_have_the_same_fields(ours: ServerProcess, theirs: Any) -> None:
     assert not missing(fields(mine), fields(peer))
     assert mine["data"][0]["id"] == peer["data"][0]["id"]
     assert mine["data"][0]["max_model_len"] == peer["data"][0]["max_model_len"]
+    assert [(model["id"], model["parent"]) for model in mine["data"]] == [
+        (model["id"], model["parent"]) for model in peer["data"]
+    ]
 
 
 def test_openais_client_raises_the_same_exceptions(ours: ServerProcess, theirs: Any) -> None:

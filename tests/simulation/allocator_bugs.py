@@ -176,6 +176,12 @@ def _takeovers_are_not_told(original: Any, pool: Any, columns: Any, now: float, 
     del reply.takeover_sequences[:], reply.takeover_groups[:], reply.takeover_indices[:]
 
 
+@plant(step_apply, "apply_step")
+def _what_became_empty_is_not_told(original: Any, pool: Any, columns: Any, now: float, reply: Any) -> None:
+    original(pool, columns, now, reply)
+    reply.emptied_blocks = b""
+
+
 @plant(Pool, "expire_holds")
 def _holds_end_untold(original: Any, self: Any, now: float) -> list[int]:
     original(self, now)

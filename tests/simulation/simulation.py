@@ -76,7 +76,8 @@ class Simulation:
         kinds = kinds or rng.choice(list(GROUPS))
         blocks = rng.choice([12, 20, 32]) * (1 if len(GROUPS.get(kinds, ())) == 1 else 3)
         quotas = [pb.Quota(namespace="tenant", cached_blocks_max=2)] if rng.random() < 0.4 else []
-        self.spec = pool_spec(kinds, blocks, quotas=quotas)
+        retention = "tail" if seed % 4 == 0 else "auto"
+        self.spec = pool_spec(kinds, blocks, quotas=quotas, retention=retention)
         self.window = rng.choice([1, 1, 2, 3])
         self.allocators = [Allocator(name, rng) for name in ("A1", "A2")]
         self.worker = self._new_worker()

@@ -40,6 +40,13 @@ def test_nothing_is_violated_where_tables_are_append_only(seed: int) -> None:
     assert outcome.reports > 0
 
 
+@pytest.mark.parametrize(("kinds", "seed"), [("everything", 2)])
+def test_a_rebuilt_pool_keeps_what_quotas_let_it_keep(kinds: str, seed: int) -> None:
+    outcome = Simulation(seed, kinds=kinds).run(1_750)  # a checkpoint that a quota had emptied was reported at 1,720
+    assert not outcome.violation, f"seed {seed}: {outcome.violation}"
+    assert outcome.reports > 0
+
+
 def test_every_fault_happens() -> None:
     counts = sum((simulate(seed, 1_500).counts for seed in (3, 5, 8)), Simulation(1).outcome.counts)
     assert set(FAULTS) | {"device failures", "refused as a rival"} <= set(counts)

@@ -61,6 +61,7 @@ class Scene:
         dtype: torch.dtype = torch.float32,
         layers_between: int = 0,  # whose pages lie between two of this layer's
         latent_dim: int | None = None,
+        shared: list[int] | None = None,  # per sequence: first tokens that lie in pages of the sequence before it
         seed: int = 0,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -74,9 +75,14 @@ class Scene:
         self.pages = buffer[:, layers_between // 2]
         self.spec = PageSpec(kv_heads, head_dim, page_size, dtype, buffer.stride(0), latent_dim)
         self.keys, self.values, chunks = [], [], []
-        for (before, new), block_count in zip(lengths, block_counts, strict=True):
-            table = [block_ids.pop() for _ in range(block_count)]
-            both = torch.randn(halves, before + new, kv_heads, head_dim, generator=generator).to(dtype)
+        table: list[int] = []
+        both = torch.empty(halves, 0, kv_heads, head_dim, dtype=dtype)
+        shared = shared or [0] * len(lengths)
+        for (before, new), block_count, common in zip(lengths, block_counts, shared, strict=True):
+            own_blocks = block_count - common // page_size
+            table = table[: common // page_size] + [block_ids.pop() for _ in range(own_blocks)]
+            own = torch.randn(halves, before + new - common, kv_heads, head_dim, generator=generator).to(dtype)
+            both = torch.cat([both[:, :common], own], dim=1)
             for position in range(before):
                 page, offset = table[position // page_size], position % page_size
                 self.pages[page, :, offset] = both[:, position]

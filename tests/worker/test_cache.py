@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -126,6 +127,20 @@ def test_the_longest_sequence_fills_full_attention_and_a_window_only_as_far_as_i
 def test_a_pool_without_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="block_count"):
         KVCache(SPEC, 0)
+
+
+def test_pages_take_memory_once_they_are_written_and_not_before() -> None:
+    def resident_kib() -> int:
+        return int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0])
+
+    before = resident_kib()
+    cache = KVCache(CacheSpec.full_attention(4, 2, 64, 16, torch.float32), 4 << 10)
+    assert cache.pool_bytes == 256 << 20
+    assert resident_kib() - before < 10 << 10
+    pages = cache.layers[3].pages
+    assert pages.data_ptr() % 4096 == 0
+    pages[-1] = 1.5
+    assert (pages[-1].min(), pages[-2].max()) == (1.5, 0)
 
 
 def test_the_layout_names_everything_that_changes_the_bytes_of_a_page() -> None:

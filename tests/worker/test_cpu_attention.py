@@ -71,6 +71,43 @@ def test_random_mixed_batches_equal_plain_torch(seed: int, attention: CpuPagedAt
     torch.testing.assert_close(ours, torchs, rtol=tolerance, atol=tolerance)
 
 
+def forked_scene(seed: int) -> Scene:
+    """Sequences that fork from one another at random lengths, between others that share nothing."""
+    choose = random.Random(f"forks {seed}")
+    page_size, kv_heads = choose.choice([8, 16, 32]), choose.choice([1, 2])
+    lengths, shared = [(choose.choice([0, 70, 300]), choose.choice([1, 3, 40]))], [0]
+    for _ in range(choose.randint(3, 12)):
+        before = lengths[-1][0]
+        common = choose.choice([before, before, before - 32, 0]) // page_size * page_size
+        lengths.append((max(0, common) + choose.choice([0, 1, 30, 90]), choose.choice([1, 1, 1, 1, 2, 5])))
+        shared.append(max(0, common))
+    return Scene(
+        lengths,
+        seed=seed,
+        page_size=page_size,
+        heads=kv_heads * choose.choice([1, 2, 3, 8]),
+        kv_heads=kv_heads,
+        head_dim=choose.choice([32, 64, 80]),
+        dtype=choose.choice([torch.float32, torch.bfloat16]),
+        shared=shared,
+    )
+
+
+@pytest.mark.parametrize("threads", [1, 5])
+@pytest.mark.parametrize("seed", range(16))
+def test_keys_that_neighbours_share_are_attended_to_as_their_own(
+    seed: int, threads: int, attention: CpuPagedAttention
+) -> None:
+    scene = forked_scene(seed)
+    options = random_scene(seed)[1] | {"sinks": scene.sinks if seed % 3 == 0 else None}
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        assert_equals_reference(scene, attention, **options)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_several_threads_give_the_bits_of_one(dtype: torch.dtype) -> None:
     attention = implementation("cpu", torch.device("cpu"))

@@ -69,6 +69,22 @@ async def test_without_an_interval_every_token_is_a_message(tokenizer: Tokenizer
         assert delivery.token_ids == (token,)
 
 
+async def test_who_wants_fewer_messages_gets_the_first_token_and_the_rest_with_the_end(tokenizer: Tokenizer) -> None:
+    """The interval of a request counts where it is the longer one; another request has that of the worker."""
+    patient, other, outbox = request_of(tokenizer), request_of(tokenizer), Outbox(0, no_failure)
+    patient.interval_s = NEVER_S
+    tokens = tokenizer.encode(TEXT)
+    for token in tokens:
+        for request in (patient, other):
+            outbox.note(request.samples[0], [token])
+        assert len(await taken(other)) == 1
+        assert len(await taken(patient)) == (token == tokens[0])
+    finish(patient.samples[0])
+    outbox.note(patient.samples[0], [])
+    (rest,) = await taken(patient)
+    assert rest.token_ids == tuple(tokens[1:])
+
+
 async def test_what_waits_is_delivered_when_its_time_has_come_though_nothing_follows(tokenizer: Tokenizer) -> None:
     request, outbox = request_of(tokenizer), Outbox(0.001, no_failure)
     tokens = tokenizer.encode(TEXT)

@@ -11,6 +11,7 @@ import pytest
 from quire import Client
 from quire.errors import UsageError
 from quire.local import LocalStack
+from quire_worker import host_memory
 from quire_worker.cache import KVCache
 from quire_worker.execution import sizing
 from quire_worker.execution.sizing import DeviceMemory, PoolMemory, check_room, profiled, profiled_sequences, size_pool
@@ -104,7 +105,7 @@ def test_a_profiling_pass_has_as_many_sequences_as_two_copies_of_their_states_le
     assert profiled_sequences(spec, 256, room * state_bytes) == sequences
 
 
-def test_a_share_is_of_the_memory_that_there_is_and_nothing_said_is_the_stated_budget(
+def test_a_share_is_of_the_memory_that_there_is_and_nothing_said_is_half_of_what_is_left_or_all_that_is_of_use(
     model: PagedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sizing, "memory_of", lambda _: GIB)
@@ -112,19 +113,32 @@ def test_a_share_is_of_the_memory_that_there_is_and_nothing_said_is_the_stated_b
     assert size_pool(model, options_of("--kv-memory", "80%")).block_count == GIB * 8 // 10 // block_bytes
     assert size_pool(model, options_of("--kv-memory", "3MiB")).block_count == 3 * 1024**2 // block_bytes
     assert size_pool(model, options_of("--blocks", "7")) == PoolMemory(7, 7 * block_bytes, None)
-    assert size_pool(model, options_of()).budget_bytes == 256 << 20
+    monkeypatch.setattr(sizing, "available_bytes", lambda: 1 << 20)
+    assert size_pool(model, options_of()).budget_bytes == 1 << 19
+    assert size_pool(model, options_of(), rank_count=2).budget_bytes == 1 << 18, "each rank has a pool of its own"
+    monkeypatch.setattr(sizing, "available_bytes", lambda: 64 * GIB)
+    longest = model.cache_spec.plan.blocks_peak(model.max_position, model.max_position) * block_bytes
+    assert size_pool(model, options_of("--max-running", "4096")).budget_bytes == 4096 * longest > 256 << 20
+    assert size_pool(model, options_of()).budget_bytes == 256 << 20 > 64 * longest
 
 
 def test_this_machine_s_memory_is_that_of_its_control_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import torch
 
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(sizing, "_CGROUP_LIMITS", (limit, tmp_path / "none"))
+    files = host_memory.ControlGroup(*(tmp_path / name for name in ("max", "current", "stat")))
+    none = host_memory.ControlGroup(*(tmp_path / name for name in ("a", "b", "c")))
+    monkeypatch.setattr(host_memory, "CONTROL_GROUPS", (files, none))
     whole = sizing.memory_of(torch.device("cpu"))
-    limit.write_text("max\n")
+    assert 0 < host_memory.available_bytes() < whole
+    files.limit.write_text("max\n")
     assert sizing.memory_of(torch.device("cpu")) == whole > GIB
-    limit.write_text("1000000\n")
+    files.limit.write_text("1000000\n")
     assert sizing.memory_of(torch.device("cpu")) == 1_000_000
+    files.usage.write_text("700000\n")
+    files.statistics.write_text("anon 5\ninactive_file 200000\n")
+    assert host_memory.available_bytes() == 500_000, "what files take is given back"
+    files.usage.write_text("2000000\n")
+    assert host_memory.available_bytes() == 0
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,32 @@
-"""Runs the worker as `python -m quire_worker`."""
+"""Runs the worker as `python -m quire_worker` and `quire-worker`.
 
-from quire_worker.server import main
+Help, wrong options, missing files and taken ports are answered before torch is loaded, which takes seconds.
+"""
 
-main()
+import os
+import sys
+
+from quire.errors import UsageError
+
+from quire_worker import preflight
+from quire_worker.options import parse_arguments
+
+
+def main() -> None:
+    """Is the entry point."""
+    options = parse_arguments()
+    try:
+        if os.environ.get("RANK", "0") == "0":
+            preflight.check(options)
+        else:  # ports are rank 0's
+            preflight.check_files(options)
+    except (UsageError, preflight.ModelError) as error:
+        print(f"quire-worker: {error}", file=sys.stderr)  # noqa: T201 - a usage error, as argparse prints its own
+        sys.exit(2)
+    from quire_worker.server import main as serve
+
+    serve()
+
+
+if __name__ == "__main__":
+    main()

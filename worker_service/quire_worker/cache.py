@@ -31,6 +31,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -285,6 +287,14 @@ def _plan(layers: tuple[LayerSpec, ...], block_size: int, token_count_max: int) 
     )
 
 
+def _zeros(shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """Returns bytes that are 0. On a CPU `torch.zeros` would write all of them, and take all of the memory at once."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
+    pages = mmap.mmap(-1, math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(shape)
+
+
 class LayerCache(NamedTuple):
     """One layer, bound to its pages.
 
@@ -325,6 +335,7 @@ class KVCache:
 
         Raises:
             ValueError: `block_count` is below 1.
+            OSError: of a CPU's memory, the system promises no more than it has.
         """
         if block_count < 1:
             raise ValueError(f"block_count must be at least 1, not {block_count}")
@@ -332,9 +343,7 @@ class KVCache:
         self.block_count = block_count
         self.device = torch.device(device)
         shape = (block_count, spec.plan.slot_bytes)
-        self.buffers = tuple(
-            torch.zeros(shape, dtype=torch.uint8, device=self.device) for _ in range(spec.plan.buffer_count)
-        )
+        self.buffers = tuple(_zeros(shape, self.device) for _ in range(spec.plan.buffer_count))
         kinds: dict[tuple[int, PageSpec], int] = {}
         self.layers: dict[int, LayerCache] = {}
         for place in spec.places():

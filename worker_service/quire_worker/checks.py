@@ -26,6 +26,7 @@ log = structlog.get_logger()
 InputT = TypeVar("InputT")
 
 TEXT_BYTES_MAX = 1 << 20
+INTERVAL_MS_MAX = 60_000  # between messages of an answer, in which more tokens are to be expected than in one
 SPELLED_MAX = 1 << 16  # tokens of one call of Detokenize
 
 
@@ -176,7 +177,7 @@ class Checks:
     ) -> list[int]:
         """Encodes on another thread: a long text takes a while, and others are streaming."""
         if byte_count > TEXT_BYTES_MAX:
-            raise QuireError.of(Reason.TOO_LARGE, f"text must be at most {TEXT_BYTES_MAX} bytes")
+            raise QuireError.of(Reason.TOO_LARGE, f"text must be at most {TEXT_BYTES_MAX} bytes", field="text")
         try:
             return await asyncio.to_thread(encode, given)
         except TokenizerError as error:

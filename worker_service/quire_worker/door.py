@@ -52,7 +52,7 @@ class Door:
             QuireError: DEADLINE.
         """
         if self.pace.is_hopeless(request, request.arrived_s):
-            raise self._hopeless()
+            raise self._hopeless(request)
 
     def end_hopeless(self, fail: Callable[[Request, QuireError], None]) -> None:
         """Ends who waits and cannot be done any more before its deadline, instead of computing it for nobody."""
@@ -62,7 +62,7 @@ class Door:
         self._looked_s = now_s
         for request in {sample.request for sample in self._roster.waiting.in_any_order()}:
             if not request.admitted and self.pace.is_hopeless(request, now_s):
-                fail(request, self._hopeless())
+                fail(request, self._hopeless(request))
 
     def observe(self, computed: Computed) -> None:
         """Measures a pass, and what was swapped in it."""
@@ -80,5 +80,8 @@ class Door:
                 self._telemetry.queue_seconds.observe(request.admitted_s - request.arrived_s)
 
     @staticmethod
-    def _hopeless() -> QuireError:
-        return QuireError.of(Reason.DEADLINE, "the request cannot be done before its deadline")
+    def _hopeless(request: Request) -> QuireError:
+        given_s = request.deadline_s - request.arrived_s
+        within = f"{given_s:.1f}" if given_s >= 1 else f"{given_s:.3f}"
+        message = f"the request cannot be done before its deadline, within {within} s of its arrival"
+        return QuireError.of(Reason.DEADLINE, f"{message}: give it more (--timeout, timeout_s), or send it later")

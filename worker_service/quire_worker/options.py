@@ -36,6 +36,15 @@ _COUNTS = (
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line of the worker."""
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    _check(parser, options)
+    _check_speculation(parser, options)
+    return options
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Makes what reads it."""
     parser = argparse.ArgumentParser(
         prog="quire-worker", description="Serve text of one model whose KV cache a Quire allocator pages."
     )
@@ -53,7 +62,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     memory.add_argument(
         "--kv-memory",
         type=memory_bytes,
-        help="memory for the pool, as 2GiB or as a share of the machine's or the GPU's, 80%% (default: 256MiB on a CPU;"
+        help="memory for the pool, as 2GiB or as a share of the machine's or the GPU's, 80%% (default: on a CPU half of"
+        " what is available once the model is there, at most what --max-running sequences of its whole context take, or"
+        " 256MiB;"
         " on a GPU what --gpu-memory-utilization leaves beside model and passes, which is measured)",
     )
     memory.add_argument("--blocks", type=int, help="blocks of the pool, instead of --kv-memory")
@@ -98,10 +109,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     _add_speculation(parser)
     _add_adapters(parser)
     _add_ranks(parser)
-    options = parser.parse_args(arguments)
-    _check(parser, options)
-    _check_speculation(parser, options)
-    return options
+    return parser
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -32,7 +32,8 @@ class Outbox:
     """Tokens on their way to the queues of their requests. For the event loop alone.
 
     Args:
-        interval_s: between two messages of one request, at least, but for its first one and those that end a sample.
+        interval_s: between two messages of one request, at least, but for its first one and those that end a sample. A
+            request may have a longer one.
         on_failure: told of a request whose tokens the tokenizer cannot decode; none of its tokens are noted any more.
     """
 
@@ -50,7 +51,7 @@ class Outbox:
         if _is_held(sample.request):
             return
         loop = asyncio.get_running_loop()
-        due_s = loop.time() if sample.has_ended else sample.request.delivered_s + self._interval_s
+        due_s = loop.time() if sample.has_ended else self._due_s(sample.request)
         if self._timer is None or due_s < self._timer.when():
             if self._timer is not None:
                 self._timer.cancel()
@@ -82,6 +83,9 @@ class Outbox:
         """Forgets what was noted of a request, because nobody reads its queue any more."""
         self._noted.pop(request, None)
 
+    def _due_s(self, request: Request) -> float:
+        return request.delivered_s + max(self._interval_s, request.interval_s)
+
     def _deliver_due(self) -> None:
         """Delivers what is due, and comes again when the next is."""
         self._timer = None
@@ -90,7 +94,7 @@ class Outbox:
         for request, noted in list(self._noted.items()):
             if _is_held(request):
                 continue
-            due_s = request.delivered_s + self._interval_s
+            due_s = self._due_s(request)
             if due_s <= now_s or any(sample.has_ended for sample in noted):
                 self.deliver(request)
             elif next_s is None or due_s < next_s:

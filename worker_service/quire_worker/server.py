@@ -17,7 +17,7 @@ from typing import NamedTuple
 import structlog
 import torch
 from quire._serving import logs
-from quire._serving.process import stop_event
+from quire._serving.process import collect_garbage_rarely, stop_event
 from quire._serving.server import Server
 from quire.aio import AsyncAllocatorClient
 from quire.errors import QuireError, Reason, UsageError
@@ -26,13 +26,15 @@ from quire.tls import tls_of
 from quire.types import GroupKind, PoolSpec
 from quire.v1 import worker_pb2_grpc as pb_grpc
 
+from quire_worker import preflight
 from quire_worker.adapters import Adapters
 from quire_worker.cache import KVCache
 from quire_worker.engine import Engine
 from quire_worker.execution.failures import DeviceLostError
 from quire_worker.execution.leader import Leader
 from quire_worker.execution.runner import Shortcut
-from quire_worker.execution.sizing import PoolMemory, size_pool, warn_of_short_sequences
+from quire_worker.execution.sizing import PoolMemory, memory_of, size_pool, warn_of_short_sequences
+from quire_worker.host_memory import size
 from quire_worker.model.adapters.peft_folder import AdapterLimits
 from quire_worker.model.checkpoint import ModelError
 from quire_worker.model.paged_model import PagedModel, check_rank_count, load_model
@@ -77,7 +79,9 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
         UsageError: there is no room for the pool, or no such device.
         RankLostError: another rank is gone.
     """
-    tokenizer = Tokenizer(options.model)  # first, as weights take minutes and this may be what is missing
+    # First, as weights take minutes, and these may be what is missing.
+    preflight.check_files(options)
+    tokenizer = Tokenizer(options.model)
     if ranks is None or ranks.place.size == 1:
         part, leader = load_part(options, options.device, None), None
     else:
@@ -98,6 +102,7 @@ def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Pa
     """
     torch.set_num_threads(options.threads)
     check_device(options.device)
+    preflight.check_budget(options.kv_memory, memory_of(torch.device(device)))
     model = load_model(
         options.model,
         block_size=options.block_size,
@@ -109,10 +114,13 @@ def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Pa
     )
     if options.device == "cuda":
         compile_kernels(model)  # before the memory is measured, of which they take some
-    memory = size_pool(model, options)
+    memory = size_pool(model, options, 1 if crew is None else crew.local_size)
     if crew is not None:
         memory = memory._replace(block_count=crew.least(memory.block_count))
-    cache = KVCache(model.cache_spec, memory.block_count, device=device)
+    try:
+        cache = KVCache(model.cache_spec, memory.block_count, device=device)
+    except OSError as error:  # of a CPU's pages, where the system promises no more than it has
+        raise UsageError(f"--kv-memory: no {size(memory.budget_bytes)} are to be had: {error.strerror}") from None
     sequence_tokens_max = min(model.max_position, cache.sequence_tokens_max(options.max_batch_tokens))
     log.info(
         "model loaded",
@@ -272,6 +280,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     )
     pb_grpc.add_WorkerServiceServicer_to_server(service, server.grpc)
     await server.start(WorkerCollector(engine))
+    collect_garbage_rarely()
     running = asyncio.create_task(_run(engine, server))
     stopping = asyncio.create_task(stop.wait())
 
@@ -290,6 +299,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     await asyncio.wait((running,), timeout=TURN_S)
     running.cancel()
     await server.stop()  # by now every call has ended, or is being told why
+    session.on_change = lambda _connected: None  # that it ends is no news of the allocator
     await session.close()
     await allocator.close()
     if lost.done():
@@ -330,6 +340,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         place = place_of(os.environ, size=options.tensor_parallel, may_leave_machine=options.trusted_rank_network)
         which = {"rank": place.rank} if place.size > 1 else {}
         logs.configure(log_format=options.log_format, level=options.log_level, role="worker", **which)
+        if place.rank == 0:
+            preflight.check(options)
         if place.size > 1:
             check_rank_count(options.model, place.size)
         if place.rank > 0:

@@ -18,7 +18,7 @@ from quire.v1 import worker_pb2 as pb
 from quire_worker.adapter_calls import AdapterCalls
 from quire_worker.branch_calls import BranchCalls
 from quire_worker.branches import Branches
-from quire_worker.checks import Checks, check_namespace
+from quire_worker.checks import INTERVAL_MS_MAX, Checks, check_namespace
 from quire_worker.engine import Engine
 from quire_worker.execution.sizing import PoolMemory, largest_shape
 from quire_worker.messages import response_of, sampling_of
@@ -61,6 +61,7 @@ class WorkerService(AdapterCalls):
         try:
             async with self._submitted(request, self._authorize(context), context.time_remaining()) as running:
                 outcome = "cancelled"
+                running.interval_s = request.interval_ms / 1e3
                 async for response in self._responses(running):
                     yield response
             outcome = "finished"
@@ -204,6 +205,9 @@ class WorkerService(AdapterCalls):
         if abs(request.priority) > PRIORITY_MAX:
             message = f"priority must be from {-PRIORITY_MAX} to {PRIORITY_MAX}, not {request.priority}"
             raise QuireError.of(Reason.BAD_PARAMETER, message, field="priority")
+        if request.interval_ms > INTERVAL_MS_MAX:
+            message = f"interval_ms must be at most {INTERVAL_MS_MAX}, not {request.interval_ms}"
+            raise QuireError.of(Reason.BAD_PARAMETER, message, field="interval_ms")
         sampling = sampling_of(request.sampling, self._engine.model.vocab_size)
         matcher = await self._checks.matcher(sampling)
         if request.WhichOneof("prompt") == "branch_id":

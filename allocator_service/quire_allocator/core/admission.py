@@ -55,6 +55,7 @@ class Admission:
         promised_block_count: sum over all sequences of what the rest of their prompts will take.
         takeovers: what was taken over last, in an append-only pool. The grows of one step take over once: they are only
             ever refused, or hold more.
+        limits_cache: a quota limits what some namespace leaves behind.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Admission:
         self._managers = managers
         self._sequences = sequences
         self._cheapest: list[tuple[int, int, int]] | None = None  # None once the pool has changed
+        self.limits_cache = any(quota.cached_block_count_max is not None for quota in spec.quotas)
         self._has_taken_over = not spec.append_only  # since the pool has changed; there is nothing to take in others
 
     @property

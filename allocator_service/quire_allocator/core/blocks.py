@@ -15,11 +15,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
+from typing import Final
 
 from quire_allocator.core.boundary import Boundary, BoundaryKey
 from quire_allocator.core.eviction.policies import DEFAULT_POLICY, POLICIES, Candidates, Entry, EvictionQueue
 from quire_allocator.core.eviction.queue import KEPT
 from quire_allocator.core.spec import GroupSpec, Quota
+
+EMPTIED_TOLD_MAX: Final = 16_384  # blocks that the answer to one step names as empty
 
 
 class Scope:
@@ -118,6 +121,16 @@ class Blocks:
     def empty_count(self) -> int:
         """Counts the blocks in state 1 of the lifecycle."""
         return self.block_count - self._top
+
+    @property
+    def used_count(self) -> int:
+        """Counts the blocks that are not empty."""
+        return self._top
+
+    def emptied(self, used_before: int) -> array[int]:
+        """Returns blocks that became empty since so many were used, or more: the empty stack is as before below the
+        lowest place that was taken from it since."""
+        return self._stack[self._top : min(used_before, self._top + EMPTIED_TOLD_MAX)]
 
     @property
     def empty(self) -> array[int]:

@@ -79,13 +79,15 @@ class EventLog:
         self.digest_bytes_max = DIGEST_BYTES_KEPT_MAX
         self.step = 0
         self.last_cursor = 0
-        self._recorded: deque[_Record] = deque()
+        self._recorded: list[_Record] = []
+        self._recorded_bytes = 0
         self._kept: deque[_Record] = deque()
         self._kept_bytes = 0
 
     def stored(self, scope: Scope, parent_digest: bytes, digests: bytes, first_position: int) -> None:
         """Records that blocks became hittable."""
         self._recorded.append((self.step, _STORED, scope, parent_digest, first_position, digests, 0, len(digests)))
+        self._recorded_bytes += len(digests)
 
     def removed(self, scope: Scope, first_position: int, source: bytes | bytearray, start: int, end: int) -> None:
         """Records that the digests `source[start:end]` can be hit no more.
@@ -95,21 +97,26 @@ class EventLog:
         if len(source) > 2 * (end - start):
             source, start, end = source[start:end], 0, end - start
         self._recorded.append((self.step, _REMOVED, scope, b"", first_position, source, start, end))
+        self._recorded_bytes += end - start
 
     def discard(self) -> None:
         """Drops what is recorded and not published: a watcher of a rebuilt pool starts with a snapshot."""
-        self._recorded.clear()
+        self._recorded, self._recorded_bytes = [], 0
 
     def publish(self, acknowledged_step: int) -> bool:
         """Makes the events of steps up to this one visible; returns whether there were any."""
         recorded = self._recorded
         if not recorded or recorded[0][0] > acknowledged_step:
             return False
-        while recorded and recorded[0][0] <= acknowledged_step:
-            event = recorded.popleft()
-            self._kept.append(event)
-            self._kept_bytes += event[7] - event[6]
-            self.last_cursor += 1
+        told, left, told_bytes = recorded, list[_Record](), self._recorded_bytes
+        if recorded[-1][0] > acknowledged_step:
+            count = sum([event[0] <= acknowledged_step for event in recorded])  # steps only rise
+            told, left = recorded[:count], recorded[count:]
+            told_bytes = sum([end - start for *_, start, end in told])
+        self._kept.extend(told)
+        self._kept_bytes += told_bytes
+        self.last_cursor += len(told)
+        self._recorded, self._recorded_bytes = left, self._recorded_bytes - told_bytes
         while len(self._kept) > self.event_count_max or self._kept_bytes > self.digest_bytes_max:
             *_, start, end = self._kept.popleft()
             self._kept_bytes -= end - start

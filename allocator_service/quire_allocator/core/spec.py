@@ -169,14 +169,14 @@ class Grants:
         blocks: all of them, one array after the other.
     """
 
-    __slots__ = ("_singles", "blocks", "counts", "rows")
+    __slots__ = ("_ones", "_singles", "blocks", "counts", "rows")
 
     def __init__(self) -> None:
         self.rows: list[int] = []
         self.counts: list[int] = []
         self.blocks: list[array[int]] = []
-        # The last array of `blocks`, while only `add_one` and `add_row` write to it.
-        self._singles: array[int] | None = None
+        self._singles: array[int] | None = None  # the last array of `blocks`, while only `add_one` writes to it
+        self._ones: list[int] = []
 
     def add(self, row: int, tables: tuple[array[int], ...]) -> None:
         """Adds what one grow was granted, one array for each group."""
@@ -198,11 +198,11 @@ class Grants:
     def add_row(self, row: int, blocks: array[int]) -> None:
         """Adds one block of each group for one grow, as most grows of a decoding batch take."""
         self.rows.append(row)
-        self.counts += [1] * len(blocks)
-        if self._singles is None:
-            self._singles = NO_BLOCKS[:]
-            self.blocks.append(self._singles)
-        self._singles.extend(blocks)
+        if len(self._ones) != len(blocks):
+            self._ones = [1] * len(blocks)
+        self.counts += self._ones
+        self.blocks.append(blocks)
+        self._singles = None
 
 
 class GrowResult:  # noqa: PLW1641 - nobody files answers by their values

@@ -9,6 +9,7 @@ from itertools import repeat
 
 from quire_allocator import limits
 from quire_allocator.core.admission import TAKEOVERS_EXAMINED_MAX
+from quire_allocator.core.blocks import EMPTIED_TOLD_MAX
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.wire.step_columns import StepColumns
@@ -55,6 +56,8 @@ def step_reply_bytes_max(pool: Pool, columns: StepColumns, *, exact: bool = Fals
         fixed += commit_answer_bytes_max(pool, columns.digest_count)
     if pool.spec.append_only and grows:
         fixed += min(len(pool.sequences), TAKEOVERS_EXAMINED_MAX) * groups * TAKEOVER_BYTES
+    if pool.admission.limits_cache:
+        fixed += NUMBER_BYTES * min(pool.spec.block_count, EMPTIED_TOLD_MAX)
     fixed += grows * (GROW_BYTES + groups * (NUMBER_BYTES + COPY_BYTES))
     # Most steps are so small that they would fit even if every sequence were new.
     coarse = fixed + groups * NUMBER_BYTES * (columns.tokens // pool.coordinator.digest_tokens + grows)

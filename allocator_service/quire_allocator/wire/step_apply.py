@@ -23,6 +23,7 @@ def apply_step(pool: Pool, columns: StepColumns, now: float, reply: pb.StepReply
     """Applies a checked step, and describes its effects in `reply`, which has the step's number and nothing else yet.
     `now` is in seconds: holds end by it."""
     pool.log.step = reply.number
+    used, granted = pool.blocks.used_count, pool.granted_block_count
     if pool.holds:
         reply.expired_holds.extend(pool.expire_holds(now))
     if columns.commit_sequences:
@@ -38,6 +39,8 @@ def apply_step(pool: Pool, columns: StepColumns, now: float, reply: pb.StepReply
             reply.takeover_groups.append(takeover.group)
             reply.takeover_indices.append(takeover.position)
         pool.admission.takeovers = []
+    if pool.admission.limits_cache:
+        reply.emptied_blocks = pack_uint32(pool.blocks.emptied(used + pool.granted_block_count - granted))
     reply.free_block_count = pool.blocks.free_count
 
 

@@ -6,14 +6,17 @@ from quire._transport.address import is_local
 from quire.errors import UsageError
 
 
-def require_safe(address: str, *, encrypted: bool, authenticated: bool) -> None:
+def require_safe(option: str, address: str, *, encrypted: bool, authenticated: bool) -> None:
     """Refuses to serve other machines without encryption, or whoever asks.
 
     Raises:
         UsageError: the address is not local and something is missing, or it is no address.
     """
-    if is_local(address) or (encrypted and authenticated):
-        return
+    try:
+        if is_local(address) or (encrypted and authenticated):
+            return
+    except UsageError as error:
+        raise UsageError(f"{option}: {error}") from None
     missing = [] if encrypted else ["--tls-cert and --tls-key"]
     missing += [] if authenticated else ["--tls-client-ca or --token-file"]
     raise UsageError(

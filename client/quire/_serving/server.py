@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+from collections.abc import Iterator
 from typing import Final
 
 import structlog
@@ -21,7 +22,7 @@ from quire._serving.process import write_ready_file
 from quire._serving.rpc import Authorize, TokenInterceptor, permit_as_certified, permit_everything
 from quire._serving.tls import ServerTls
 from quire._serving.unix_socket import hold_socket
-from quire._transport.address import is_unix
+from quire._transport.address import is_unix, require_free
 from quire._transport.channel import LIVENESS
 from quire.errors import UsageError
 from quire.protocol.limits import MESSAGE_BYTES_MAX
@@ -37,7 +38,7 @@ _TLS_OPTIONS: Final = {
     "tls-client-ca": "authorities of the callers: only certificates that they have signed are let in",
 }
 DRAIN_S_MAX: Final = 86_400.0
-DRAIN_S: Final = 30.0  # a supervisor that kills has to wait longer; the local ones ask for 5 s
+DRAIN_S: Final = 30.0  # a supervisor that kills has to wait longer, as `quire.local` does
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str) -> None:
@@ -69,7 +70,18 @@ def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str)
     parser.add_argument(
         "--log-format", choices=["auto", "json", "console"], default="auto", help="auto: console on a terminal"
     )
-    parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
+    parser.add_argument(
+        "--log-level",
+        choices=["debug", "info", "warning", "error"],
+        default="info",
+        help="the least that is logged (default: %(default)s)",
+    )
+
+
+def addresses_of(options: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
+    """Says of each address of a server which option names it, what it is, and what is done there."""
+    yield "--listen", options.listen, "listen"
+    yield "--metrics", options.metrics, "serve metrics"
 
 
 def _seconds(text: str) -> float:
@@ -109,7 +121,7 @@ class Server:
         authorize: what the caller of a call may do.
 
     Raises:
-        UsageError: an address is unsafe as it is asked for, or a file is unusable.
+        UsageError: an address is unsafe as it is asked for, or taken, or a file is unusable.
     """
 
     def __init__(self, options: argparse.Namespace, *, service_name: str, calls_max: int = CALLS_MAX) -> None:
@@ -120,8 +132,9 @@ class Server:
         known = self.token is not None or verified
         if is_unix(options.metrics):
             raise UsageError(f"--metrics {options.metrics}: Prometheus scrapes no Unix socket; write host:port")
-        for address in (options.listen, options.metrics):
-            require_safe(address, encrypted=self._tls is not None, authenticated=known)
+        for option, address, what in addresses_of(options):
+            require_safe(option, address, encrypted=self._tls is not None, authenticated=known)
+            require_free(option, address, what)
         self._options = options
         self._service_name = service_name
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its stubs are older
@@ -159,11 +172,13 @@ class Server:
             else:
                 port = self.grpc.add_secure_port(listen, self._tls.server_credentials())
         except RuntimeError as error:
+            require_free("--listen", listen)  # somebody took it while a model was loaded
             raise UsageError(f"cannot listen on {listen}: {error}") from None
         try:
             probes = Probes(asyncio.get_running_loop(), lambda: self._is_ready)
             self._metrics = MetricsServer(metrics, collector, token=self.token, tls=self._tls, probes=probes)
         except OSError as error:
+            require_free("--metrics", metrics, "serve metrics")
             raise UsageError(f"cannot serve metrics on {metrics}: {error}") from None
         self._address = listen if is_unix(listen) else f"{listen.rpartition(':')[0]}:{port}"  # IPv6 keeps its brackets
         await self._set_ready(False)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import socket
 
 from quire.errors import UsageError
 
+_SCHEMES = ("http", "https", "grpc", "grpcs", "tcp")
 _GRPC_FORMS = ("unix:", "unix-abstract:", "vsock:", "dns:", "ipv4:", "ipv6:", "xds:")
 
 
@@ -13,8 +16,11 @@ def split(address: str) -> tuple[str, int]:
     """Returns the host and the port of `host:port` or `[ipv6]:port`.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: it is neither; a URL is said to be one.
     """
+    scheme, is_url, rest = address.partition("://")
+    if is_url and scheme in _SCHEMES:
+        raise UsageError(f"{address!r} is a URL: write {rest.rstrip('/') or 'host:port'!r}, without {scheme}://")
     host, _, port = address.rpartition(":")
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65_535:
         raise UsageError(f"{address!r} is no address; write host:port or unix:///path")
@@ -27,9 +33,6 @@ def check_target(address: str) -> None:
     Raises:
         UsageError: it is a URL, or host and port without a port, or with one that does not exist.
     """
-    scheme, is_url, rest = address.partition("://")
-    if is_url and scheme in ("http", "https", "grpc", "grpcs", "tcp"):
-        raise UsageError(f"{address!r} is a URL: write {rest.rstrip('/') or 'host:port'!r}, without {scheme}://")
     if not address.startswith(_GRPC_FORMS):
         split(address)
 
@@ -50,3 +53,30 @@ def is_local(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def require_free(option: str, address: str, what: str = "listen") -> None:
+    """Refuses an address that a server could not have, before anything is loaded or started.
+
+    Args:
+        option: of the command line, that names it.
+        address: host:port; a Unix socket is left to its lock.
+        what: is to be done there.
+
+    Raises:
+        UsageError: it is none, the port is taken, or it is not ours to take.
+    """
+    if is_unix(address):
+        return
+    try:
+        host, port = split(address)
+    except UsageError as error:
+        raise UsageError(f"{option}: {error}") from None
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            return
+    except OSError as error:
+        reason = error.strerror
+        if error.errno == errno.EADDRINUSE:
+            reason = f"the port is in use; give another one with {option} (port 0 takes any free one)"
+        raise UsageError(f"cannot {what} on {address}: {reason}") from None

@@ -48,10 +48,16 @@ def score_request(branch_id: bytes, candidates: Iterable[str | Sequence[int]]) -
 
 
 def continue_request(
-    branch_id: bytes, params: sampling.SamplingParams | None, options: sampling.SamplingOptions, request_id: str | None
+    branch_id: bytes,
+    params: sampling.SamplingParams | None,
+    options: sampling.SamplingOptions,
+    request_id: str | None,
+    interval_s: float = 0.0,
 ) -> pb.GenerateRequest:
     """Makes the message of a branch and how to continue it; raises as `generate_request`."""
-    request = generate_request((), params, options, namespace="", adapter="", request_id=request_id)
+    request = generate_request(
+        (), params, options, namespace="", adapter="", request_id=request_id, interval_s=interval_s
+    )
     request.branch_id = branch_id
     return request
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from grpc import aio
 from quire._secret_files import read_token
 from quire._transport.address import check_target, is_local, is_unix
 from quire._transport.backoff import BACKOFF_FACTOR, Backoff
+from quire._transport.diagnosis import what_is_at
 from quire.errors import (
     DeadlineExceededError,
     InternalError,
@@ -46,6 +48,7 @@ LIVENESS: Final = "liveness"  # what grpc.health.v1 is asked where it is not abo
 UNARY_TIMEOUT_S: Final = 30.0
 GENERATE_TIMEOUT_S: Final = 600.0
 
+LOOKED_S: Final = 1.0  # for which it is believed what was found at an address
 ATTEMPTS_MAX: Final = 4
 BACKOFF_S: Final = 0.05  # before the second attempt
 BACKOFF_S_MAX: Final = 0.5
@@ -147,6 +150,7 @@ class Attempts(Generic[ItemT]):
     Attributes:
         call: the current attempt.
         request_id: of the call, for its errors.
+        timeout_s: as given.
     """
 
     def __init__(
@@ -161,6 +165,7 @@ class Attempts(Generic[ItemT]):
         self._link = link
         self._method = method
         self._request = request
+        self.timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._count = 1
         self._backoff = Backoff(BACKOFF_S, BACKOFF_S_MAX)
@@ -201,6 +206,8 @@ class Link:
     def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
         check_target(address)
         self.address = address
+        self.server = "server"  # what is expected there
+        self._found = (-math.inf, "")
         self.timeout_s = timeout_s
         self._tls = tls = resolve_tls(tls)
         self.credentials = tls.channel_credentials() if tls is not None else None
@@ -228,27 +235,49 @@ class Link:
         """Seconds that a call may take."""
         return self.timeout_s if timeout_s is None else timeout_s
 
-    def translate(self, error: grpc.RpcError, request_id: str | None = None) -> QuireError:
-        """Returns the exception for what gRPC raised; it names the address where nobody answered there."""
-        return self.explain(from_rpc_error(error, request_id))
+    def translate(self, error: grpc.RpcError, request_id: str | None, timeout_s: float | None) -> QuireError:
+        """Returns the exception for what gRPC raised in a call of so many seconds. Where nobody answered it looks what
+        is there, for a second at most, and blocks meanwhile."""
+        return self.explain(from_rpc_error(error, request_id), timeout_s, looks=True)
 
-    def explain(self, error: QuireError) -> QuireError:
-        """Puts gRPC's own errors into words: what is wrong, with what, and what to do. Where nobody answered they say
-        how it was tried: a server that asks for TLS, or for another certificate, just hangs up."""
-        if error.reason is not None:
+    def explain(self, error: QuireError, timeout_s: float | None = None, *, looks: bool = False) -> QuireError:
+        """Puts gRPC's own errors into words: what is wrong, with what, and what to do; its words become a note. Where
+        nobody answered they say how it was tried: a server that asks for TLS, or for another certificate, just hangs
+        up.
+
+        Args:
+            error: of a call.
+            timeout_s: that the call had, where it is known.
+            looks: whether to look what is at the address.
+        """
+        if error.reason is not None or not error.is_grpcs_own:
             return error
         if isinstance(error, UnimplementedError):
             text = f"{self.address} has no such call: is it a worker, where an allocator was meant, or the reverse?"
         elif isinstance(error, DeadlineExceededError):
-            text = f"{self.address} did not answer in the time of the call: give it more (--timeout, timeout_s)"
+            within = "" if timeout_s is None else f", {timeout_s:g} s"
+            text = f"{self.address} did not answer in the time of the call{within}: give it more (--timeout, timeout_s)"
         elif isinstance(error, UnavailableError):
             how = "not encrypted"
             if self._tls is not None:
                 how = f"TLS, {self._tls.cert or 'no client certificate'}"
-            text = f"no answer from {self.address}: is a server running there? {error.message} [{how}]"
+            found = f"is the {self.server} running there?"
+            if looks:
+                found = self._look()
+            text = f"no answer from {self.address}: {found} [{how}]"
         else:
             return error
-        return type(error)(text, None, error.request_id)
+        explained = type(error)(text, None, error.request_id)
+        explained.add_note(f"gRPC says: {error.message}")
+        return explained
+
+    def _look(self) -> str:
+        """Says what is at the address; calls that fail together look once."""
+        looked_s, found = self._found
+        if time.monotonic() - looked_s > LOOKED_S:
+            found = what_is_at(self.address, self.server, is_encrypted=self._tls is not None)
+            self._found = (time.monotonic(), found)
+        return found
 
     def check_size(self, request: Message) -> None:
         """Refuses here what no server would take, in words that say by how much.
@@ -292,7 +321,8 @@ class SyncLink(Link):
         try:
             return method(request, timeout=self.deadline(timeout_s), metadata=self.metadata)
         except grpc.RpcError as error:
-            raise self.translate(error, getattr(request, "request_id", None)) from None
+            request_id = getattr(request, "request_id", None)
+            raise self.translate(error, request_id, self.deadline(timeout_s)) from None
 
     def close(self) -> None:
         """Ends all calls and the connection."""
@@ -344,7 +374,9 @@ class AsyncLink(Link):
                 raise
             raise UnavailableError("the client was closed meanwhile") from None
         except grpc.RpcError as error:
-            raise self.translate(error, getattr(request, "request_id", None)) from None
+            failed = error
+        request_id = getattr(request, "request_id", None)
+        raise await asyncio.to_thread(self.translate, failed, request_id, self.deadline(timeout_s))
 
     async def close(self) -> None:
         """Ends all calls and the connection."""

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quire._transport.messages import fill
 from quire.v1 import worker_pb2 as worker_pb
 
 
@@ -15,13 +16,22 @@ def tokenize_request(
     variables: Mapping[str, Any],
     with_generation_prompt: bool,
 ) -> worker_pb.TokenizeRequest:
-    """Makes the message of a text, or of a conversation."""
+    """Makes the message of a text, or of a conversation.
+
+    Raises:
+        InvalidArgumentError: BAD_PARAMETER, what is given is no text, as half of a surrogate pair is none.
+    """
     if isinstance(prompt, str):
-        return worker_pb.TokenizeRequest(text=prompt)
-    conversation = worker_pb.Conversation(
-        messages_json=json.dumps(list(prompt)),
-        tools_json=json.dumps(list(tools)) if tools else "",
-        variables_json=json.dumps(dict(variables)) if variables else "",
-        without_generation_prompt=not with_generation_prompt,
+        return fill(worker_pb.TokenizeRequest(), text=prompt)
+    conversation = worker_pb.Conversation(without_generation_prompt=not with_generation_prompt)
+    fill(
+        conversation,
+        messages_json=_dumped(list(prompt)),
+        tools_json=_dumped(list(tools)) if tools else "",
+        variables_json=_dumped(dict(variables)) if variables else "",
     )
     return worker_pb.TokenizeRequest(conversation=conversation)
+
+
+def _dumped(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)  # so that what is no text is found here, and others are no longer

@@ -23,6 +23,8 @@ _EARLY_STOPPINGS = {
     True: worker_pb.EARLY_STOPPING_ALWAYS,
     "never": worker_pb.EARLY_STOPPING_NEVER,
 }
+# Between messages of an answer that is waited for: each costs worker and client the same, whatever is in it.
+WHOLE_INTERVAL_S, INTERVAL_S_MAX = 1.0, 60.0
 _STRUCTURES = ("json_schema", "regex", "grammar", "choice")
 
 
@@ -35,17 +37,22 @@ def generate_request(
     adapter: str,
     request_id: str | None,
     priority: int = 0,
+    interval_s: float = 0.0,
 ) -> worker_pb.GenerateRequest:
     """Makes the message of a prompt and how to continue it; `options` override `params`.
 
     Raises:
         TypeError: an unknown option, or a value of the wrong type.
-        InvalidArgumentError: BAD_PARAMETER, a number that the message cannot carry.
+        InvalidArgumentError: BAD_PARAMETER, a number that the message cannot carry, or an `interval_s` out of range.
     """
     request_id = checked_id(request_id)
     params = replace(params or sampling.SamplingParams(), **options)
     request = worker_pb.GenerateRequest()
     fill(request, request_id, namespace=namespace, adapter=adapter, request_id=request_id, priority=priority)
+    if not 0 <= interval_s <= INTERVAL_S_MAX:
+        text = f"interval_s must be from 0 to {INTERVAL_S_MAX:.0f}, not {interval_s}"
+        raise InvalidArgumentError(text, Reason.BAD_PARAMETER, request_id)
+    request.interval_ms = round(interval_s * 1e3)
     _fill_sampling(request.sampling, params, request_id)
     fill_tokens(request, prompt, "prompt", request_id)
     return request

@@ -33,6 +33,9 @@ class _Attempts(Protocol[ReadT_co]):
     @property
     def request_id(self) -> str | None: ...
 
+    @property
+    def timeout_s(self) -> float | None: ...
+
     def read(self, message: Any) -> ReadT_co | None: ...
 
     def pause_s(self, error: grpc.RpcError) -> float | None: ...
@@ -82,7 +85,7 @@ class _Stream(Iterator[ItemT]):
             return
         pause_s = self._attempts.pause_s(error)
         if pause_s is None:
-            raise self._link.translate(error, self._attempts.request_id) from None
+            raise self._link.translate(error, self._attempts.request_id, self._attempts.timeout_s) from None
         if not self._closed.wait(pause_s):
             self._attempts.again()
 
@@ -138,7 +141,9 @@ class _AsyncStream(AsyncIterator[ItemT]):
             return
         pause_s = self._attempts.pause_s(error)
         if pause_s is None:
-            raise self._link.translate(error, self._attempts.request_id) from None
+            attempts = self._attempts
+            final = await asyncio.to_thread(self._link.translate, error, attempts.request_id, attempts.timeout_s)
+            raise final from None
         await asyncio.sleep(pause_s)
         if not self._closed:
             self._attempts.again()

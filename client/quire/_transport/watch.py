@@ -30,6 +30,7 @@ class Watch:
 
     Attributes:
         call: the current attempt.
+        timeout_s: as given.
         session_id, cursor: where the next attempt goes on. Inside a snapshot that is its beginning.
     """
 
@@ -48,6 +49,7 @@ class Watch:
         self._link = link
         self._method = method
         self._pool = request.pool
+        self.timeout_s = timeout_s
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._on_wait = on_wait or (lambda _error: None)
         self._begun = False
@@ -87,7 +89,7 @@ class Watch:
         if left_s is not None and left_s <= pause_s:
             return None
         if self._begun:
-            self._on_wait(self._link.translate(error))
+            self._on_wait(self._link.explain(from_rpc_error(error)))
         return pause_s
 
     def again(self) -> None:

@@ -52,11 +52,14 @@ def drop(
     *,
     worker: options.Worker = options.WORKER,
     timeout: options.Timeout = 10.0,
+    as_json: options.Json = False,
     credentials: options.Credentials,
 ) -> None:
     """Drop an adapter; refused while requests are computed with it."""
     with Client(worker, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
         client.unload_adapter(name)
+    if as_json:
+        output.print_json({"name": name})
 
 
 @options.connects

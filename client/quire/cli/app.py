@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
 
 from quire import __version__
-from quire.cli import adapters, certs, generate, output, plan, pools, servers, status, watch
+from quire.cli import adapters, certs, generate, output, plan, pools, servers, status, up, watch
 from quire.errors import QuireError, UsageError
 from quire.local import ServerFailedError
 
@@ -36,6 +37,7 @@ def quire(
     """Paged KV cache as a service: run it, use it, look into it."""
 
 
+up.register(app)
 servers.register(app)
 generate.register(app)
 pools.register(app)
@@ -49,6 +51,8 @@ certs.register(app)
 def run() -> None:
     """Runs the command line; an error of Quire ends it with one line, and an exit code that says of what kind."""
     try:
+        if output.is_json_asked_for():
+            sys.exit(app(prog_name="quire", standalone_mode=False))  # else wrong options would be said in a box
         app(prog_name="quire")
-    except (QuireError, ServerFailedError, UsageError) as error:
+    except (QuireError, ServerFailedError, UsageError, typer.TyperException) as error:
         output.end_with(error)

@@ -8,6 +8,7 @@ import sys
 from typing import Any, Final
 
 import grpc
+import typer
 from rich.console import Console
 
 from quire.errors import QuireError, UsageError
@@ -50,24 +51,33 @@ def _named(value: Any) -> Any:
     return value
 
 
-def end_with(error: QuireError | ServerFailedError | UsageError) -> None:
+def is_json_asked_for() -> bool:
+    """Tells whether the command line asks for JSON, whatever else is wrong with it."""
+    own = sys.argv[1:]
+    return "--json" in own[: own.index("--")] if "--" in own else "--json" in own
+
+
+def end_with(error: QuireError | ServerFailedError | UsageError | typer.TyperException) -> None:
     """Says what went wrong on standard error, as JSON where the command line asks for JSON, and exits."""
-    if "--json" in sys.argv[1:]:
+    if is_json_asked_for():
         print(json.dumps({"error": _fields(error)}), file=sys.stderr)
     else:
         print(f"quire: {error}", file=sys.stderr)
-    if isinstance(error, UsageError):
+    if isinstance(error, UsageError | typer.TyperException):
         sys.exit(USAGE)
     sys.exit(EXIT_CODES.get(error.code, FAILED) if isinstance(error, QuireError) else FAILED)
 
 
 def _fields(error: Exception) -> dict[str, Any]:
-    if not isinstance(error, QuireError):
-        return {"code": "USAGE" if isinstance(error, UsageError) else "SERVER_FAILED", "message": str(error)}
-    return {
-        "code": error.code.name,
-        "reason": error.reason,
-        "message": error.message,
-        "request_id": error.request_id,
-        "retry_after_s": error.retry_after_s,
-    }
+    """Returns the same five fields for every error; those that it does not have are null."""
+    if isinstance(error, QuireError):
+        return {
+            "code": error.code.name,
+            "reason": error.reason,
+            "message": error.message,
+            "request_id": error.request_id,
+            "retry_after_s": error.retry_after_s,
+        }
+    code = "SERVER_FAILED" if isinstance(error, ServerFailedError) else "USAGE"
+    said = error.format_message() if isinstance(error, typer.TyperException) else str(error)
+    return {"code": code, "reason": None, "message": said, "request_id": None, "retry_after_s": None}

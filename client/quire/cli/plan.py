@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
 
 from quire.cli import options
+from quire.cli.model_config import config_path, read_config
 from quire.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,7 +26,6 @@ Examples:
     quire plan config.json --memory 80GiB --chat-tokens 8k --chat-tokens 30k
     quire plan Qwen/Qwen3-0.6B --memory 24GiB --dtype fp8 --max-len 32k     (with huggingface_hub installed)
 """
-HUB_TIMEOUT_S: Final = 5.0
 LENGTH_MAX: Final = 32_768  # tokens, where neither the command line nor the model names a longest sequence
 
 
@@ -38,6 +35,18 @@ Tokens: TypeAlias = Annotated[
 Chats: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(metavar="TOKENS", help="Length of idle chats to count; may be repeated. Without it, the lengths."),
+]
+ModelOrConfig: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL_OR_CONFIG",
+        help="A config.json, a folder with one, or a model id of Hugging Face.",
+        show_default=False,
+    ),
+]
+CheckpointTokens: TypeAlias = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="TOKENS", help="States may be kept at multiples of it. Without it, 256 to 4,096."),
 ]
 AllWeights: TypeAlias = Annotated[
     str | None,
@@ -60,14 +69,7 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL_OR_CONFIG",
-            help="A config.json, a folder with one, or a model id of Hugging Face.",
-            show_default=False,
-        ),
-    ],
+    model: ModelOrConfig,
     *,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Of one device: 80GiB, 80GB. Without it, only the layout.")
@@ -83,10 +85,7 @@ def plan(
     group_cost: Annotated[
         float, typer.Option(metavar="SHARE", help="Of a sequence's bytes, that one group less is worth.")
     ] = 0.005,
-    checkpoint_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="TOKENS", help="States may be kept at multiples of it. Without it, 256 to 4,096."),
-    ] = None,
+    checkpoint_tokens: CheckpointTokens = None,
     worker: AsWorker = False,
     length: Lengths = None,
     chat_tokens: Chats = None,
@@ -97,7 +96,7 @@ def plan(
     from quire.cli.plan_report import Budget, Plan, Weights
     from quire.planning.planner import BLOCK_SIZE_MAX
 
-    config = _read(_config_path(model))
+    config = read_config(config_path(model))
     try:
         cache = planning.read_config(
             config,
@@ -178,42 +177,3 @@ def _weights(said: str | None, model: str, config: dict[str, Any]) -> Weights:
         return Weights(0, "weights are not subtracted from the memory: give --weights or --used")
     size = f"{estimate / (1 << 30):,.1f} GiB"
     return Weights(estimate, f"weights are estimated at {size} from the configuration: --weights says them exactly")
-
-
-def _config_path(model: str) -> Path:
-    """Returns the file that the argument means, fetched if it is a model id.
-
-    Raises:
-        UsageError: there is none, or it cannot be fetched.
-    """
-    path = Path(model)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UsageError(f"no config.json in {model}")
-        return path / "config.json"
-    if path.is_file():
-        return path
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        raise UsageError(f"no file or folder {model}")
-    try:
-        hub: Any = importlib.import_module("huggingface_hub")
-    except ModuleNotFoundError:
-        reason = "to take it as a model id of Hugging Face, pip install huggingface_hub"
-        raise UsageError(f"no file or folder {model}; {reason}") from None
-    with contextlib.suppress(OSError, ValueError):  # first what is here already: without a network, asking takes long
-        return Path(hub.hf_hub_download(repo_id=model, filename="config.json", local_files_only=True))
-    try:
-        return Path(hub.hf_hub_download(repo_id=model, filename="config.json", etag_timeout=HUB_TIMEOUT_S))
-    except (OSError, ValueError) as error:  # what all errors of that package derive from
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UsageError(f"no file or folder {model}, and no config.json of a model with that id: {reason}") from None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: {error}") from None
-    if not isinstance(config, dict):
-        raise UsageError(f"{path}: not a JSON object")
-    return config

@@ -1,21 +1,16 @@
-"""`quire up`, `quire allocator`, `quire worker`, `quire gateway`: servers on this machine."""
+"""`quire allocator`, `quire worker`, `quire gateway`: one server each, with the options of its own command line."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
-import importlib.util
 import os
-import signal
-from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import typer
-from rich.console import Console
+from typer.core import CompletionItem, TyperCommand
 
-from quire._secret_files import read_token
-from quire.cli import options
 from quire.errors import UsageError
-from quire.local import LocalStack
 
 PASS_ON: Final = {
     "allow_extra_args": True,
@@ -23,99 +18,31 @@ PASS_ON: Final = {
     "allow_interspersed_args": False,
     "help_option_names": [],
 }
+PARSERS: Final = {"allocator": "server", "worker": "options", "gateway": "options"}  # modules that have `make_parser`
 
-UP_EXAMPLES = """Run an allocator, a worker and a gateway on this machine until Ctrl-C.
 
-Arguments after -- go to the worker (see quire worker --help).
+class PassedOn(TyperCommand):
+    """A command whose options are those of a server; shells complete them all the same."""
 
-Examples:
-
-    quire up
-    quire up --model ~/models/Qwen3-0.6B -- --kv-memory 2GiB
-    quire up --model ~/models/Qwen3-8B --tensor-parallel 2
-    quire up --allocator 127.0.0.1:0 --worker 127.0.0.1:0 --gateway none     (any free ports, no HTTP)
-"""
-NO_GATEWAY: Final = "none"
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Returns what may stand in the place of `incomplete`."""
+        return [CompletionItem(value, help=text) for value, text in completions(str(self.name), ctx.args, incomplete)]
 
 
 def register(app: typer.Typer) -> None:
     """Adds the commands to the application."""
-    app.command(help=UP_EXAMPLES)(up)
-    app.command(
-        context_settings=PASS_ON,
-        add_help_option=False,
-        help="Run an allocator alone; takes the options of quire-allocator (quire allocator --help).",
-    )(allocator)
-    app.command(
-        context_settings=PASS_ON,
-        add_help_option=False,
-        help="Run a worker alone; takes the options of quire-worker (quire worker --help).",
-    )(worker)
-    app.command(
-        context_settings=PASS_ON,
-        add_help_option=False,
-        help="Serve OpenAI's endpoints from workers; takes the options of quire-gateway (quire gateway --help).",
-    )(gateway)
-
-
-def up(
-    worker_arguments: Annotated[list[str] | None, typer.Argument(metavar="[-- WORKER OPTIONS...]")] = None,
-    *,
-    model: Annotated[Path, typer.Option(help="Folder of the model.", metavar="FOLDER")] = Path("models/demo"),
-    allocator: options.Allocator = options.ALLOCATOR,
-    worker: options.Worker = options.WORKER,
-    gateway: Annotated[
-        str, typer.Option(metavar="ADDRESS", help=f"Address of OpenAI's endpoints; {NO_GATEWAY}: without them.")
-    ] = "127.0.0.1:8000",
-    allocator_metrics: Annotated[str, typer.Option(metavar="ADDRESS", help="Its /metrics.")] = "127.0.0.1:9470",
-    worker_metrics: Annotated[str, typer.Option(metavar="ADDRESS", help="Its /metrics.")] = "127.0.0.1:9471",
-    token_file: options.TokenFile = None,
-    log_folder: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Keep the logs there instead of showing them.")
-    ] = None,
-    log_level: Annotated[str, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")] = "warning",
-    tensor_parallel: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Processes that compute the model together.")
-    ] = None,
-    start_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1, help="How long both may take to serve.")
-    ] = 300.0,
-) -> None:
-    """Runs a LocalStack in the foreground."""
-    if not model.is_dir():
-        raise UsageError(f"no model in {model}; give a folder with --model")
-    read_token(token_file)  # a file that neither could use is better said once and at once
-    if log_folder is not None:
-        log_folder.mkdir(parents=True, exist_ok=True)
-    common = ["--log-level", log_level, *(["--token-file", token_file] if token_file else [])]
-    ranks = [] if tensor_parallel is None else ["--tensor-parallel", str(tensor_parallel)]
-    console = Console(stderr=True, highlight=False)
-    if gateway != NO_GATEWAY and importlib.util.find_spec("fastapi") is None:
-        console.print("quire: no gateway, because its packages are missing: pip install 'quire-kv[gateway]'")
-        gateway = NO_GATEWAY
-    stack = LocalStack(
-        model,
-        allocator_listen=allocator,
-        allocator_metrics=allocator_metrics,
-        worker_listen=worker,
-        worker_metrics=worker_metrics,
-        gateway_listen=None if gateway == NO_GATEWAY else gateway,
-        allocator_arguments=common,
-        worker_arguments=[*common, *ranks, *(worker_arguments or [])],
-        gateway_arguments=common,
-        log_folder=log_folder,
-        inherit_logs=log_folder is None,
-        start_timeout_s=start_timeout,
-        on_progress=lambda line: console.print(f"quire: {line}", style="dim", markup=False),
-    )
-    # SIGTERM ends the command as Ctrl-C does: by an exception that passes through `stop`.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        with stack:
-            console.print(_usage(stack), markup=False)
-            stack.wait()
-    except KeyboardInterrupt:
-        console.print("quire: stopped", style="dim")
+    for command, text in (
+        (allocator, "Run an allocator alone"),
+        (worker, "Run a worker alone"),
+        (gateway, "Serve OpenAI's endpoints from workers"),
+    ):
+        name = command.__name__
+        app.command(
+            cls=PassedOn,
+            context_settings=PASS_ON,
+            add_help_option=False,
+            help=f"{text}; takes the options of quire-{name} (quire {name} --help).",
+        )(command)
 
 
 def allocator(context: typer.Context) -> None:
@@ -127,8 +54,8 @@ def worker(context: typer.Context) -> None:
     """Hands over to `quire_worker.server.main`."""
     # Before torch is loaded: its threads sleep between two forward passes instead of spinning on the server's cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Help and wrong options are answered before torch is loaded, which takes seconds.
-    _imported("quire_worker", "options").parse_arguments(context.args)
+    # Help, wrong options, missing files and taken ports are answered before torch is loaded, which takes seconds.
+    check_worker(context.args)
     _hand_over("quire_worker", context.args)
 
 
@@ -137,11 +64,50 @@ def gateway(context: typer.Context) -> None:
     _hand_over("quire_gateway", context.args)
 
 
-def _hand_over(package: str, arguments: list[str]) -> None:
-    _imported(package, "server").main(arguments)
+def check_worker(arguments: list[str], *, are_ports_ours: bool = True) -> None:
+    """Looks at a worker's command line, as far as that takes no time.
+
+    Args:
+        arguments: of the worker.
+        are_ports_ours: whether its ports are looked at, too.
+
+    Raises:
+        UsageError: a file is missing, a port is taken, or the pool is too large.
+        SystemExit: there is no such option; its parser has said so.
+    """
+    options = imported("quire_worker", "options").parse_arguments(arguments)
+    preflight = imported("quire_worker", "preflight")
+    try:
+        preflight.check(options) if are_ports_ours else preflight.check_files(options)
+    except preflight.ModelError as error:
+        raise UsageError(str(error)) from None
 
 
-def _imported(package: str, name: str) -> Any:
+def completions(server: str, arguments: list[str], incomplete: str) -> list[tuple[str, str]]:
+    """Returns the options of a server, or the choices of the one that was just given, each with its help."""
+    try:
+        parser: argparse.ArgumentParser = imported(f"quire_{server}", PARSERS[server]).make_parser()
+    except UsageError:  # it is not installed
+        return []
+    choices = {
+        name: list(map(str, action.choices))
+        for action in parser._actions
+        for name in action.option_strings
+        if action.choices
+    }
+    if arguments and arguments[-1] in choices:
+        return [(choice, "") for choice in choices[arguments[-1]] if choice.startswith(incomplete)]
+    if not incomplete.startswith("-"):
+        return []
+    return [
+        (name, " ".join((action.help or "").replace("%%", "%").split()))
+        for action in parser._actions
+        for name in action.option_strings
+        if name.startswith(incomplete) and name.startswith("--")
+    ]
+
+
+def imported(package: str, name: str) -> Any:
     """Imports a module of a server.
 
     Raises:
@@ -154,15 +120,5 @@ def _imported(package: str, name: str) -> Any:
         raise UsageError(f"the package {error.name!r} is missing: pip install 'quire-kv[{extra}]'") from None
 
 
-def _usage(stack: LocalStack) -> str:
-    allocator, worker = stack.allocator_address, stack.worker_address
-    to_worker = "" if worker == options.WORKER else f" --worker {worker}"
-    to_allocator = "" if allocator == options.ALLOCATOR else f" --allocator {allocator}"
-    to_gateway = "" if stack.gateway is None else f"\n  curl http://{stack.gateway_address}/v1/models"
-    return f"""
-Serving. In another terminal:
-  quire generate "The for statement"{to_worker}
-  quire pools{to_allocator}
-  quire blocks default{to_allocator}{to_gateway}
-Ctrl-C stops all.
-"""
+def _hand_over(package: str, arguments: list[str]) -> None:
+    imported(package, "server").main(arguments)

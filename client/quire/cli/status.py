@@ -88,14 +88,16 @@ def health(
     live: Annotated[
         bool, typer.Option("--live", help="Ask whether it is alive, instead of whether work is better sent elsewhere.")
     ] = False,
+    as_json: options.Json = False,
     credentials: options.Credentials,
 ) -> None:
     """Asks grpc.health.v1 for the server as a whole and for each service of Quire that it may have; over HTTP, /readyz
     and /healthz."""
     if address.startswith(("http://", "https://")):
-        _health_over_http(address, "/healthz" if live else "/readyz", timeout, credentials.tls)
+        state = _state_over_http(address, "/healthz" if live else "/readyz", timeout, credentials.tls)
+        _end_with({"server": state}, as_json)
         return
-    states = {}
+    states = dict[str, str]()
     deadline = time.monotonic() + timeout
     link = SyncLink(address, credentials.token, credentials.tls, timeout)
     try:
@@ -109,12 +111,20 @@ def health(
             states[name] = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
     finally:
         link.close()
-    print(" ".join(f"{name}={state}" for name, state in states.items()) or "UNKNOWN")
+    _end_with(states, as_json)
+
+
+def _end_with(states: dict[str, str], as_json: bool) -> None:
+    """Prints what was found, and exits with 1 unless all of it serves."""
+    if as_json:
+        output.print_json(states)
+    else:
+        print(" ".join(f"{name}={state}" for name, state in states.items()) or "UNKNOWN")
     if not states or set(states.values()) != {"SERVING"}:
         sys.exit(1)
 
 
-def _health_over_http(address: str, path: str, timeout: float, tls: Tls | None) -> None:
+def _state_over_http(address: str, path: str, timeout: float, tls: Tls | None) -> str:
     scheme, _, rest = address.rstrip("/").partition("://")
     host, port = split(rest)
     connection = (
@@ -132,9 +142,7 @@ def _health_over_http(address: str, path: str, timeout: float, tls: Tls | None) 
         raise UnavailableError(f"no answer from {address}: {error}") from None
     finally:
         connection.close()
-    print("server=SERVING" if status == HTTPStatus.OK else f"server=NOT_SERVING ({status}{why})")
-    if status != HTTPStatus.OK:
-        sys.exit(1)
+    return "SERVING" if status == HTTPStatus.OK else f"NOT_SERVING ({status}{why})"
 
 
 def _reason(body: bytes) -> str:

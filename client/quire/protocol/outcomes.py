@@ -104,6 +104,7 @@ class StepOutcome(NamedTuple):
         free_block_count: blocks that can be granted after it, empty and cached.
         expired_holds: sequences that were held for a time which had passed; they were freed before the first phase.
         takeovers: what was taken over before the grows (append-only pools only).
+        emptied: blocks that became empty and were granted to nobody (where a quota limits what is cached only).
     """
 
     commits: list[Result]
@@ -115,6 +116,7 @@ class StepOutcome(NamedTuple):
     free_block_count: int
     expired_holds: Sequence[int] = ()
     takeovers: Sequence[Takeover] = ()
+    emptied: Sequence[int] = ()
 
 
 def read_reply(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutcome:
@@ -140,6 +142,7 @@ def read_reply(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutc
             Takeover(*row)
             for row in zip(reply.takeover_sequences, reply.takeover_groups, reply.takeover_indices, strict=True)
         ],
+        emptied=unpack_uint32(reply.emptied_blocks),
     )
 
 

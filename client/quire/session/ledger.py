@@ -7,6 +7,7 @@ The owner has the pages, so this is the truth; the allocator's state is made of 
     released     the last free (or grow or commit that let go of it) that named a published block
 
 A block that the allocator has evicted and not granted yet still counts as published: its page has not been touched.
+Where a quota limits what is cached, it does not: the allocator tells which blocks became empty.
 
 Pure: no call, clock or lock; the time comes with every reply.
 """
@@ -121,6 +122,8 @@ class Ledger:
             self._apply_takeovers(outcome.takeovers)
         if outcome.grows:
             self._apply_grows(step.grows, outcome)
+        if outcome.emptied:
+            self.pages.grant(outcome.emptied)
 
     def digest(self) -> bytes:
         """Returns the digest of the whole state; `protocol/state_digest.py` says how it is made."""

@@ -27,8 +27,9 @@ class Waits:
         if error.reason in self._told:
             return
         self._told.add(error.reason)
+        why = "nobody answers at its allocator's address" if error.is_grpcs_own else error
         until = "it is closed, or silent for its lease" if error.reason in _LEASE_RUNS else "an allocator serves it"
-        log.warning("pool %s is not ours: %s; waiting until %s", self._pool, error, until)
+        log.warning("pool %s is not ours: %s; waiting until %s", self._pool, why, until)
 
     def attached(self) -> None:
         """Says that the session is there again, if it was said that it was not."""

@@ -1264,6 +1264,7 @@ class StepReply(_message.Message):
     TAKEOVER_SEQUENCES_FIELD_NUMBER: _builtins.int
     TAKEOVER_GROUPS_FIELD_NUMBER: _builtins.int
     TAKEOVER_INDICES_FIELD_NUMBER: _builtins.int
+    EMPTIED_BLOCKS_FIELD_NUMBER: _builtins.int
     FREE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     STATE_DIGEST_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
@@ -1279,6 +1280,11 @@ class StepReply(_message.Message):
     block_counts: _builtins.bytes
     blocks: _builtins.bytes
     """Block ids in the order of `block_counts`; 0xFFFFFFFF for an entry without a block."""
+    emptied_blocks: _builtins.bytes
+    """In a pool where a quota limits what is cached: blocks that became empty with this step and were granted to nobody;
+    of more than 16,384 some. What they carried is gone, and an owner that reports it would crowd out what is still
+    cached. Blocks may be among them that were empty before. uint32 little-endian.
+    """
     free_block_count: _builtins.int
     """Blocks that can be granted after this step (empty and cached)."""
     state_digest: _builtins.bytes
@@ -1389,12 +1395,13 @@ class StepReply(_message.Message):
         takeover_sequences: _abc.Iterable[_builtins.int] | None = ...,
         takeover_groups: _abc.Iterable[_builtins.int] | None = ...,
         takeover_indices: _abc.Iterable[_builtins.int] | None = ...,
+        emptied_blocks: _builtins.bytes = ...,
         free_block_count: _builtins.int = ...,
         state_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "blocks", b"blocks", "commit_results", b"commit_results", "copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "expired_holds", b"expired_holds", "fork_results", b"fork_results", "free_block_count", b"free_block_count", "free_results", b"free_results", "granted_grows", b"granted_grows", "grow_results", b"grow_results", "grow_shortfalls", b"grow_shortfalls", "junction_token_counts", b"junction_token_counts", "matched_token_counts", b"matched_token_counts", "number", b"number", "pending_token_counts", b"pending_token_counts", "session_id", b"session_id", "state_digest", b"state_digest", "swap_blocks", b"swap_blocks", "swap_groups", b"swap_groups", "swap_indices", b"swap_indices", "swap_operations", b"swap_operations", "takeover_groups", b"takeover_groups", "takeover_indices", b"takeover_indices", "takeover_sequences", b"takeover_sequences", "victim_sequences", b"victim_sequences", "victim_token_counts", b"victim_token_counts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "blocks", b"blocks", "commit_results", b"commit_results", "copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "emptied_blocks", b"emptied_blocks", "expired_holds", b"expired_holds", "fork_results", b"fork_results", "free_block_count", b"free_block_count", "free_results", b"free_results", "granted_grows", b"granted_grows", "grow_results", b"grow_results", "grow_shortfalls", b"grow_shortfalls", "junction_token_counts", b"junction_token_counts", "matched_token_counts", b"matched_token_counts", "number", b"number", "pending_token_counts", b"pending_token_counts", "session_id", b"session_id", "state_digest", b"state_digest", "swap_blocks", b"swap_blocks", "swap_groups", b"swap_groups", "swap_indices", b"swap_indices", "swap_operations", b"swap_operations", "takeover_groups", b"takeover_groups", "takeover_indices", b"takeover_indices", "takeover_sequences", b"takeover_sequences", "victim_sequences", b"victim_sequences", "victim_token_counts", b"victim_token_counts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

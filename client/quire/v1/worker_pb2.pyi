@@ -308,6 +308,7 @@ class GenerateRequest(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    INTERVAL_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id that the caller chose for logs, at most 64 characters; if it is empty, the worker makes one up."""
     text: _builtins.str
@@ -326,6 +327,10 @@ class GenerateRequest(_message.Message):
     """Priority among the requests of its namespace, -10 to 10; larger is sooner. Each step is worth 60 s of waiting, so
     that nobody waits for ever (docs/scheduling.md). The call's deadline counts, too: the earliest is first, and a
     request that cannot be done by then ends with DEADLINE_EXCEEDED / DEADLINE as soon as that is known.
+    """
+    interval_ms: _builtins.int
+    """Milliseconds between two messages of the answer, at least, but for the first one and those that end a sample; at most
+    60,000. Below the worker's own `--stream-interval-ms`, that counts. Who waits for the whole answer asks for few.
     """
     @_builtins.property
     def tokens(self) -> Global___TokenIds:
@@ -346,10 +351,11 @@ class GenerateRequest(_message.Message):
         namespace: _builtins.str = ...,
         adapter: _builtins.str = ...,
         priority: _builtins.int = ...,
+        interval_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["branch_id", b"branch_id", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "branch_id", b"branch_id", "namespace", b"namespace", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "branch_id", b"branch_id", "interval_ms", b"interval_ms", "namespace", b"namespace", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens", "branch_id"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

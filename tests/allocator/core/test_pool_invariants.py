@@ -164,16 +164,20 @@ def drop_a_candidate(pool: Pool) -> None:
 
 
 def lose_a_queue_entry(pool: Pool) -> None:
-    queue = pool.blocks.queue
-    for lane in (*queue._early, *queue._lanes, queue._late):
+    lose_all(pool.blocks.queue)
+
+
+def lose_all(queue: Any) -> None:
+    for lane in queue._lanes:
         lane.heap.clear()
+    for line in (*queue._early, queue._late):
+        line._entries, line._tickets, line._heap = [], [], []
 
 
 def lose_a_queue_entry_of_a_namespace(pool: Pool) -> None:
     queue = pool.blocks.namespaces[""].queue
     assert queue is not None
-    for lane in (*queue._early, *queue._lanes, queue._late):
-        lane.heap.clear()
+    lose_all(queue)
 
 
 def last_boundary(pool: Pool) -> Any:

@@ -75,6 +75,8 @@ void run_parallel(int64_t count, void (*body)(void*, int64_t), void* context) {
     region(take_work, &work, count < thread_count ? static_cast<unsigned>(count) : thread_count, 0);
 }
 
+int parallel_threads() { return region == nullptr ? 1 : thread_count; }
+
 const char* quire_instruction_sets(void) {
     static char names[128];
     names[0] = 0;

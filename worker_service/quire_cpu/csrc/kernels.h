@@ -17,3 +17,6 @@ struct Kernels {
 
 // Calls body(context, i) for every i below count, on as many threads as `quire_threads` said.
 void run_parallel(int64_t count, void (*body)(void* context, int64_t index), void* context);
+
+// How many threads that is.
+int parallel_threads();

@@ -1,19 +1,22 @@
 """How many blocks a pool has: from a budget of memory, or from what a GPU has left when the model has run once.
 
     GPU   free = total * utilization - used - peak + current        a profiling pass measures all four
-    CPU   free = the budget that was stated                         256 MiB, unless --kv-memory says otherwise
+    CPU   free = the budget that was stated                         without one: half of what is available once the
+                                                                    model is there, and no more than can be in use
     block_count = free // bytes of a block
 
 `used` is all that is taken on the device, by this process and others, `current` what torch has allocated of it, and
 `peak` the most it had while the largest batch was computed: what a pass needs for a moment counts as if it were taken.
+
+On a CPU a page takes memory once it is written to, and never gives it back. Half is left to passes, to what else runs
+here, and to the page cache (docs/decisions/0042). *Can be in use* is what as many samples as run at a time take, each
+of them as long as the model's context: a small model on a large machine has no use for more than that, or 256 MiB.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import structlog
@@ -21,12 +24,13 @@ import torch
 from quire.errors import UsageError
 
 from quire_worker.cache import CacheSpec, KVCache
+from quire_worker.host_memory import available_bytes, host_bytes, size
 from quire_worker.model.batch import Chunk, build_batch, scratch_tables
 from quire_worker.model.paged_model import PagedModel
 
-BUDGET_BYTES = 256 << 20  # of a pool on a CPU, if nothing is said
 _STATE_SHARE = 0.4  # of free memory for the states of a profiling pass, of which there are two copies
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+SMALL_BYTES = 256 << 20  # of a pool on a CPU that is never too much, if they are to be had
+CPU_SHARE = Fraction(1, 2)  # of the memory that is available, for a pool on a CPU, if nothing is said
 _MORE_ROOM = "more --kv-memory, --kv-cache-dtype fp8_e4m3, --dtype bfloat16 or fewer --max-batch-tokens help"
 
 log = structlog.get_logger()
@@ -61,8 +65,13 @@ class PoolMemory(NamedTuple):
     device: DeviceMemory | None
 
 
-def size_pool(model: PagedModel, options: argparse.Namespace) -> PoolMemory:
+def size_pool(model: PagedModel, options: argparse.Namespace, rank_count: int = 1) -> PoolMemory:
     """Finds how many blocks the command line asks for, or leaves room for, and logs all that it was computed from.
+
+    Args:
+        model: whose pages they are.
+        options: of the command line.
+        rank_count: of which each has a pool on this machine.
 
     Raises:
         UsageError: there is no room for a block of each group, or more is asked for than the machine has.
@@ -75,19 +84,26 @@ def size_pool(model: PagedModel, options: argparse.Namespace) -> PoolMemory:
         budget = device.free
     elif options.blocks is not None:
         budget = options.blocks * spec.bytes_per_block
-    else:
+    elif options.kv_memory is not None:
         budget = budget_of(options.kv_memory, total)
+    else:
+        useful = max(useful_bytes(model, options.max_running), SMALL_BYTES)
+        budget = min(int(CPU_SHARE * available_bytes()) // rank_count, useful)
     pool = PoolMemory(max(budget, 0) // spec.bytes_per_block, budget, device)
     _log(model, pool)
     check_room(spec, pool, total, "--blocks" if options.blocks is not None else "--kv-memory")
     return pool
 
 
-def budget_of(asked: int | Fraction | None, total: int) -> int:
+def budget_of(asked: int | Fraction, total: int) -> int:
     """Returns bytes: those that were asked for, or a share of `total`."""
-    if asked is None:
-        return BUDGET_BYTES
     return int(asked * total) if isinstance(asked, Fraction) else asked
+
+
+def useful_bytes(model: PagedModel, running_max: int) -> int:
+    """Counts the bytes of so many sequences as long as the model's context, which share nothing."""
+    plan = model.cache_spec.plan
+    return running_max * plan.blocks_peak(model.max_position, model.max_position) * plan.page_bytes
 
 
 def check_room(spec: CacheSpec, pool: PoolMemory, total: int, option: str) -> None:
@@ -172,19 +188,7 @@ def memory_of(device: torch.device) -> int:
     """Returns the bytes of a GPU, or of this machine: what its control group allows, where that is less."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info()[1])
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [path.read_text().strip() for path in _CGROUP_LIMITS if path.is_file()]
-    return min([total, *(int(limit) for limit in limits if limit.isdigit())])
-
-
-def size(byte_count: int) -> str:
-    """Writes bytes in the largest binary unit that they fill."""
-    number, sign = float(abs(byte_count)), "-" if byte_count < 0 else ""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{sign}{number:,.0f} {unit}" if unit == "bytes" else f"{sign}{number:,.1f} {unit}"
-        number /= 1024
-    return f"{sign}{number:,.1f} TiB"
+    return host_bytes()
 
 
 def _log(model: PagedModel, pool: PoolMemory) -> None:

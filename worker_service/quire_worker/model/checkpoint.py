@@ -12,6 +12,12 @@ from pathlib import Path
 
 _SAMPLE_BYTES = 1024 * 1024
 _CONFIG = "config.json"
+_ID_PARTS = 2  # of a model's id at Hugging Face: owner and name
+# Any of them is enough for transformers, which makes a fast tokenizer of the older ones.
+_TOKENIZERS = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
+    *("sentencepiece.bpe.model", "tokenizer_config.json"),
+)
 _WEIGHTS = "model.safetensors"
 _WEIGHTS_INDEX = "model.safetensors.index.json"
 
@@ -26,6 +32,29 @@ class CheckpointError(ModelError):
 
 class UnsupportedModelError(ModelError):
     """The model is made of something that cannot be served from pages (yet); the message names it."""
+
+
+def check_folder(folder: Path) -> None:
+    """Looks for all files that a model consists of, in the order in which they are read; says what to do.
+
+    Raises:
+        CheckpointError: one is missing, or no configuration.
+    """
+    if not folder.is_dir():
+        is_id = len(folder.parts) == _ID_PARTS and not folder.is_absolute()
+        get = f"; if it is a model id of Hugging Face, get it first: hf download {folder} --local-dir FOLDER"
+        raise CheckpointError(f"there is no folder {folder}{get if is_id else ''}")
+    if not (folder / _CONFIG).is_file():
+        raise CheckpointError(f"no {_CONFIG} in {folder}")
+    try:
+        is_object = isinstance(json.loads((folder / _CONFIG).read_bytes()), dict)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{folder / _CONFIG} is no JSON: {error}") from None
+    if not is_object:
+        raise CheckpointError(f"{folder / _CONFIG} is no JSON object")
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise CheckpointError(f"no usable tokenizer in {folder}: there is no {_TOKENIZERS[0]}")
+    weight_files(folder)
 
 
 def weight_files(folder: Path) -> list[Path]:

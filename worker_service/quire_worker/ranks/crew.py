@@ -62,6 +62,7 @@ class Crew:
     Attributes:
         rank: from 0.
         size: ranks of the crew.
+        local_size: those of them that are on this machine.
     """
 
     def __init__(self, place: Place, *, device: torch.device, timeout_s: float) -> None:
@@ -70,7 +71,7 @@ class Crew:
         Raises:
             RankLostError: one does not come.
         """
-        self.rank, self.size = place.rank, place.size
+        self.rank, self.size, self.local_size = place.rank, place.size, place.local_size
         self._device = device
         self._sums_per_token: list[tuple[int, torch.dtype]] = []  # elements for each token of a pass
         self._learned_tokens: int | None = None  # of the pass that is noted at present

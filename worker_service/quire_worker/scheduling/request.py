@@ -106,6 +106,7 @@ class Request:
         adapter: that changes the model for it (opaque here); None for the model as it is.
         deliveries: what the caller reads; a `QuireError` ends the request.
         delivered_s: when the latest was put there, by the event loop's clock.
+        interval_s: that its caller wants between two of them, at least.
         priority: of its caller, within its namespace; see `order.py`.
         deadline_s: after which nobody wants it any more, by the clock of `arrived_s`.
         admitted_s: when it was first let in.
@@ -125,6 +126,7 @@ class Request:
     usage: Usage = field(default_factory=Usage)
     deliveries: asyncio.Queue[Delivery | QuireError] = field(default_factory=asyncio.Queue)
     delivered_s: float = -math.inf
+    interval_s: float = 0.0
     rotation: Rotation | None = None
     adapter: Any = None
     first_token_s: float | None = None

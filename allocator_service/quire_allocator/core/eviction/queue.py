@@ -32,6 +32,7 @@ LED: Final = 3  # of use for as long as another entry is, which the policy ranks
 BURDEN_MAX: Final = 4
 _NEAR = 2  # lanes whose ends are looked at between two full comparisons
 _NOTHING = -math.inf
+SWEEP_AFTER: Final = 128  # additions, and as many again as there were candidates
 
 
 class Entry(ABC):
@@ -174,10 +175,73 @@ class _Lane:
 
     def sweep(self) -> int:
         """Drops what is outdated; returns how many are left."""
+        if not self.heap:  # most of the lanes, most of the time; what the stack has then is outdated
+            self.stack.clear()
+            return 0
         self.heap = [item for item in self.heap if item[1] == item[2].ticket]
         self.stack = [item for item in self.stack if item[1] == item[2].ticket]
         heapify(self.heap)
         return len(self.heap)
+
+
+class _Line:
+    """Candidates that leave in the order of their stamps, whatever the policy.
+
+    Most come in that order: a decoding sequence lets a block fall out at every edge. Those stand in two lists, without
+    an item for each; the others in a heap. Outdated ones stay in both.
+    """
+
+    __slots__ = ("_begin", "_entries", "_heap", "_last", "_tickets")
+
+    def __init__(self) -> None:
+        self._entries: list[Entry] = []
+        self._tickets: list[int] = []
+        self._begin = 0  # those before it have left the lists
+        self._last = 0  # the stamp of the last entry
+        self._heap: list[tuple[int, int, Entry]] = []
+
+    def push(self, entry: Entry) -> None:
+        """Adds an entry that has a new ticket."""
+        if entry.released < self._last:
+            heappush(self._heap, (entry.released, entry.ticket, entry))
+            return
+        self._last = entry.released
+        self._entries.append(entry)
+        self._tickets.append(entry.ticket)
+
+    def first(self) -> Entry | None:
+        """Returns the candidate of the smallest stamp, of equal ones the one that was pushed first; or None."""
+        entries, tickets, begin, heap = self._entries, self._tickets, self._begin, self._heap
+        while begin < len(entries) and tickets[begin] != entries[begin].ticket:
+            begin += 1
+        self._begin = begin
+        while heap and heap[0][1] != heap[0][2].ticket:
+            heappop(heap)
+        if begin == len(entries):
+            if begin:
+                self._begin = self._last = 0
+                entries.clear()
+                tickets.clear()
+            return heap[0][2] if heap else None
+        entry = entries[begin]
+        if heap and (heap[0][0], heap[0][1]) < (entry.released, entry.ticket):
+            return heap[0][2]
+        return entry
+
+    def items(self) -> list[tuple[int, int, Entry]]:
+        """Returns stamp, ticket and entry of all, outdated ones included."""
+        listed = [(entry.released, ticket, entry) for entry, ticket in zip(self._entries, self._tickets)]
+        return [*listed[self._begin :], *self._heap]
+
+    def sweep(self) -> int:
+        """Drops what is outdated; returns how many are left."""
+        rows = zip(self._entries[self._begin :], self._tickets[self._begin :])
+        self._entries = [entry for entry, ticket in rows if ticket == entry.ticket]
+        self._tickets = [entry.ticket for entry in self._entries]
+        self._begin = 0
+        self._heap = [item for item in self._heap if item[1] == item[2].ticket]
+        heapify(self._heap)
+        return len(self._entries) + len(self._heap)
 
 
 class Candidates:
@@ -190,38 +254,36 @@ class Candidates:
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
         self._lanes = [_Lane() for _ in range(policy.lane_count)]
-        self._early = (_Lane(), _Lane())  # of what is SPARE and ASIDE
-        self._late = _Lane()  # of what is LED
+        self._early = (_Line(), _Line())  # of what is SPARE and ASIDE
+        self._late = _Line()  # of what is LED
         self._near: list[_Lane] = []
         self._bound = _NOTHING  # value of the best end outside `_near`: no other lane has a smaller one
         self._compare_at = 0
-        self._sweep_in = 64
+        self._sweep_in = SWEEP_AFTER
 
     def add(self, entry: Entry) -> None:
         """Adds an entry that has a new ticket."""
         policy = self._policy
-        item = (entry.released, entry.ticket, entry)
-        is_ranked = entry.worth == KEPT
-        if is_ranked:
-            lane = self._lanes[policy.lane(entry)]
+        worth = entry.worth
+        if worth != KEPT:
+            (self._late if worth == LED else self._early[worth]).push(entry)
         else:
-            lane = self._late if entry.worth == LED else self._early[entry.worth]
-        heappush(lane.heap, item)
-        if is_ranked and len(self._lanes) > 1:
-            lane.stack.append(item)
-            if not lane.is_near and self._bound > _NOTHING and policy.value(entry) < self._bound:
-                self._bound = _NOTHING
+            lane, item = self._lanes[policy.lane(entry)], (entry.released, entry.ticket, entry)
+            heappush(lane.heap, item)
+            if len(self._lanes) > 1:
+                lane.stack.append(item)
+                if not lane.is_near and self._bound > _NOTHING and policy.value(entry) < self._bound:
+                    self._bound = _NOTHING
         self._sweep_in -= 1
         if not self._sweep_in:
-            self._sweep_in = 64 + sum([lane.sweep() for lane in (*self._early, *self._lanes, self._late)])
+            self._sweep_in = SWEEP_AFTER + self._sweep()
 
     def peek(self) -> Entry | None:
         """Returns the entry that leaves first, or None. It stays a candidate until it is discarded."""
-        for lane in self._early:
-            if lane.heap:
-                early = lane.first()
-                if early is not None:
-                    return early
+        for line in self._early:
+            early = line.first()
+            if early is not None:
+                return early
         return self._peek_ranked() or self._late.first()
 
     def _peek_ranked(self) -> Entry | None:
@@ -237,7 +299,13 @@ class Candidates:
 
     def items(self) -> list[tuple[int, int, Entry]]:
         """Returns stamp, ticket and entry of all, outdated ones included, in no order."""
-        return [item for lane in (*self._early, *self._lanes, self._late) for item in lane.heap]
+        ranked = [item for lane in self._lanes for item in lane.heap]
+        return [*self._early[0].items(), *self._early[1].items(), *ranked, *self._late.items()]
+
+    def _sweep(self) -> int:
+        """Drops what is outdated everywhere; returns how many are left."""
+        count = self._early[0].sweep() + self._early[1].sweep() + self._late.sweep()
+        return count + sum([lane.sweep() for lane in self._lanes])
 
     def _least(self, lanes: Iterable[_Lane]) -> tuple[Entry | None, float]:
         """Returns the least valuable end of some lanes, and what it is worth."""

@@ -32,10 +32,12 @@ class StateScope(UnitScope):
         self.families: dict[UnitKey, Depths] = {}
         self.root_depths = Depths()
 
-    def add(self, unit: Unit, key: UnitKey) -> None:
+    def add(self, unit: Unit, key: UnitKey) -> Unit:
         """Publishes a checkpoint, as the root of a family of its own until it joins another one."""
-        super().add(unit, key)
-        self._file(key, key)
+        published = super().add(unit, key)
+        if published is unit:
+            self._file(key, key)
+        return published
 
     def remove(self, unit: Unit) -> None:
         key = unit.key

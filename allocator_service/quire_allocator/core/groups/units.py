@@ -87,11 +87,13 @@ class UnitScope(Scope):
         self.index: dict[UnitKey, Unit] = {}
         self.depths = Depths()
 
-    def add(self, unit: Unit, key: UnitKey) -> None:
-        """Publishes a unit, as what nothing is published yet."""
-        unit.key = key
-        self.index[key] = unit
-        self.depths.add(key[0])
+    def add(self, unit: Unit, key: UnitKey) -> Unit:
+        """Publishes a unit, unless another one is published as that; returns the one that is."""
+        published = self.index.setdefault(key, unit)
+        if published is unit:
+            unit.key = key
+            self.depths.add(key[0])
+        return published
 
     def remove(self, unit: Unit) -> None:
         """Forgets what a unit is published as: no prompt can hit it any more."""
@@ -228,9 +230,8 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
     def _publish(self, scope: UnitScope, unit: Unit, key: UnitKey, swaps: list[Swap], position: int) -> Unit:
         """Gives a private unit its key, of which the caller tells the log. Returns the unit to use from now on: another
         one where the key was published before."""
-        other = scope.index.get(key)
-        if other is None:
-            scope.add(unit, key)
+        other = scope.add(unit, key)
+        if other is unit:
             self._blocks.policy.stored(unit, None)
             return unit
         swaps.extend(Swap(group, position, block) for group, block in zip(self.groups, other.blocks))

@@ -49,7 +49,7 @@ class WindowPart(Part):
         self.scope = scope
         self.first = first
         self.units = units
-        self.tail = NO_BLOCKS[:]
+        self.tail = NO_BLOCKS  # which nobody adds to
         self.boundaries = boundaries
         self.falling: list[Scoped] = []
         self.needed: list[Unit] = []
@@ -115,16 +115,22 @@ class WindowManager(FallenManager[WindowPart]):
             shared = part.units.pop()
             copies.extend(map(Copy, shared.blocks, blocks))
             self._release(shared)
-        part.tail.extend(blocks)
+        self._extend_tail(part, blocks)
         return self.end_of(part) * self.block_size
 
     def append(self, part: WindowPart, block: int) -> None:
-        part.scope.held += 1
-        part.tail.append(block)
+        self.append_row(part, array("I", (block,)))
 
     def append_row(self, part: WindowPart, blocks: array[int]) -> None:
         part.scope.held += self.width
-        part.tail.extend(blocks)
+        self._extend_tail(part, blocks)
+
+    def _extend_tail(self, part: WindowPart, blocks: array[int]) -> None:
+        """Adds blocks that are the manager's from now on: while decoding they are all of a tail."""
+        if part.tail:
+            part.tail.extend(blocks)
+        else:
+            part.tail = blocks
 
     def let_go(self, part: WindowPart, token_count: int) -> int:
         """Counts the half-filled block where another sequence has filled, published and left it."""
@@ -187,6 +193,8 @@ class WindowManager(FallenManager[WindowPart]):
         units, blocks, width, scope = part.units, part.tail, self.width, part.scope
         if position - part.first < len(units):  # half-filled until now
             unit = units.pop()
+        elif len(blocks) == width:
+            unit, part.tail = Unit(scope, blocks), NO_BLOCKS
         else:
             unit = Unit(scope, blocks[:width])
             del blocks[:width]
@@ -225,8 +233,7 @@ class WindowManager(FallenManager[WindowPart]):
             self._log.stored(scope, b"", digests, first)
 
     def settle(self, part: WindowPart, committed: int) -> int:
-        """Gives back what fell out, the deepest block first: the cache loses it first, and short prefixes serve most
-        prompts."""
+        """Gives back what fell out, the deepest block first, for short prefixes serve most prompts."""
         gone = self._rule.first_needed(committed) // self.block_size - part.first
         falling = part.falling
         if gone == 1 and not falling and part.units and self._remember_next(part, committed):
@@ -339,19 +346,16 @@ class WindowManager(FallenManager[WindowPart]):
         it, as decoding does. Returns False where it is not as simple as that, and nothing has changed."""
         if self.keeper is None:
             return True
-        edge, aside, unit, position = (
-            committed // self.edge_tokens * self.edge_tokens,
-            part.aside,
-            part.units[0],
-            part.first,
-        )
+        size, aside, unit, position = self.block_size, part.aside, part.units[0], part.first
+        edge = committed // self.edge_tokens * self.edge_tokens
         earlier = edge - self.edge_tokens
         if part.needed or len(aside) > 1 or unit.key is None or earlier < 0:
             return False
-        first = self._rule.first_needed(earlier) // self.block_size
-        if not first <= position < self._rule.first_needed(edge) // self.block_size:
+        first = self._rule.first_needed(earlier) // size
+        before = aside[0].key if aside else None
+        if position < first or position >= earlier // size or (before is not None and before[0] >= first):
             return False
-        if position >= earlier // self.block_size or (aside and aside[0].first_position >= first):
+        if edge != committed and position >= self._rule.first_needed(edge) // size:
             return False
         unit.aside_count += 1
         part.aside = [unit]

@@ -1,0 +1,97 @@
+"""What is at an address where nobody answered, in one sentence: what is wrong there, and what to do.
+
+gRPC says that it has no connection, and why in the words of its insides. A plain connection tells more: nobody listens,
+another machine is silent, or who listens speaks something else. It is asked for a page over HTTP/1.1: a gRPC server
+answers with a frame of HTTP/2, one with TLS with an alert or not at all, and any other HTTP server with HTTP.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Final
+
+from quire._transport.address import is_local, is_unix, split
+from quire.errors import UsageError
+
+PROBE_S: Final = 0.5  # for a connection, and again for its first bytes
+_REQUEST: Final = b"GET / HTTP/1.1\r\nHost: quire\r\nConnection: close\r\n\r\n"
+_ANSWER_BYTES: Final = 9  # the head of a frame of HTTP/2
+_SETTINGS: Final = 4  # type of the frame that a server of HTTP/2 begins with
+_ALERT: Final = b"\x15\x03"  # how TLS begins to say what it was given is none
+
+
+def what_is_at(address: str, server: str, *, is_encrypted: bool) -> str:
+    """Returns the sentence; takes a second at most.
+
+    Args:
+        address: as a client was given it.
+        server: what was expected there, such as "allocator".
+        is_encrypted: whether the client asked for TLS.
+    """
+    try:
+        connection = _connected(address)
+    except socket.gaierror as error:
+        return f"the name of its host cannot be looked up ({error.strerror})"
+    except (ConnectionRefusedError, FileNotFoundError):
+        start = "start it with `quire up`" if is_local(address) else "start it there, or give another address"
+        return f"no {server} is running there; {start}"
+    except OSError:
+        return "its machine does not answer; is it the right address, and does a firewall let this machine in?"
+    except UsageError:  # a form that gRPC alone knows
+        return f"is the {server} running there?"
+    with connection:
+        return _what_answers(connection, server, is_encrypted)
+
+
+def _connected(address: str) -> socket.socket:
+    """Connects without gRPC.
+
+    Raises:
+        OSError: nobody takes the connection.
+        UsageError: the address has a form that gRPC alone knows.
+    """
+    if not is_unix(address):
+        return socket.create_connection(split(address), PROBE_S)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(PROBE_S)
+    try:
+        connection.connect(address.removeprefix("unix:").removeprefix("//"))
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def _what_answers(connection: socket.socket, server: str, is_encrypted: bool) -> str:
+    """Says who has taken a connection."""
+    answer = _asked(connection)
+    if answer is None:
+        return "somebody listens there and does not answer; does it stand still?"
+    if answer.startswith(b"HTTP/"):
+        return f"a server is running there, and it is HTTP, not {_with_article(server)} (gRPC); give another address"
+    is_plain_grpc = len(answer) == _ANSWER_BYTES and answer[3] == _SETTINGS
+    if is_encrypted:
+        if is_plain_grpc:
+            return "the server there does not encrypt; leave the options of TLS out, or start it with --tls-cert"
+        return "the server there ended the connection; does one side not trust the other's certificate?"
+    if is_plain_grpc:
+        return f"a server is running there, and ended the connection; is it {_with_article(server)}?"
+    asks_for_tls = answer.startswith(_ALERT)
+    why = "it asks for TLS" if asks_for_tls else "it is being stopped, or asks for TLS"
+    return f"who listens there ended the connection: {why} (--tls-ca, QUIRE_TLS_CA, tls=)"
+
+
+def _asked(connection: socket.socket) -> bytes | None:
+    """Returns the first bytes of an answer, none if the connection ends before; None where nothing comes in time."""
+    connection.settimeout(PROBE_S)
+    try:
+        connection.sendall(_REQUEST)
+        return connection.recv(_ANSWER_BYTES)
+    except TimeoutError:
+        return None
+    except OSError:  # reset
+        return b""
+
+
+def _with_article(server: str) -> str:
+    return f"{'an' if server[0] in 'aeiou' else 'a'} {server}"

@@ -1,0 +1,88 @@
+"""The config.json that a command is given: a file, a folder with one, or a model id of Hugging Face.
+
+What is here is taken without asking anybody. A model id that is not here is asked for once, for `HUB_S` seconds in all:
+the hub's own package tries again and again where there is no network, and looking up a name takes as long as it likes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import re
+import threading
+from pathlib import Path
+from typing import Any, Final
+
+from quire.errors import UsageError
+
+HUB_S: Final = 1.5  # with what the command itself takes, an answer within 3 s
+
+
+def config_path(model: str) -> Path:
+    """Returns the file that the argument means, fetched if it is a model id.
+
+    Raises:
+        UsageError: there is none, or it cannot be fetched.
+    """
+    path = Path(model)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UsageError(f"no config.json in {model}")
+        return path / "config.json"
+    if path.is_file():
+        return path
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        raise UsageError(f"no file or folder {model}")
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+    except ModuleNotFoundError:
+        reason = "to take it as a model id of Hugging Face, pip install huggingface_hub"
+        raise UsageError(f"no file or folder {model}; {reason}") from None
+    with contextlib.suppress(OSError, ValueError):
+        return Path(hub.hf_hub_download(repo_id=model, filename="config.json", local_files_only=True))
+    return _fetched(hub, model)
+
+
+def _fetched(hub: Any, model: str) -> Path:
+    """Asks the hub, on a thread that is left alone where it takes longer.
+
+    Raises:
+        UsageError: the hub has no such file, or does not answer in time.
+    """
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # how its attempts end is said here
+    found: list[Path] = []
+    failed: list[Exception] = []
+
+    def fetch() -> None:
+        try:
+            found.append(Path(hub.hf_hub_download(repo_id=model, filename="config.json", etag_timeout=HUB_S)))
+        except Exception as error:
+            failed.append(error)
+
+    asking = threading.Thread(target=fetch, name="hub", daemon=True)
+    asking.start()
+    asking.join(HUB_S)
+    if found:
+        return found[0]
+    nothing = f"no file or folder {model}, and no config.json of a model with that id"
+    if not failed:
+        raise UsageError(f"{nothing}: Hugging Face does not answer within {HUB_S:g} s; give a config.json or a folder")
+    reason = next(iter(str(failed[0]).strip().splitlines()), type(failed[0]).__name__)
+    raise UsageError(f"{nothing}: {reason}")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Reads it.
+
+    Raises:
+        UsageError: it cannot be read, or is no JSON object.
+    """
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: {error}") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"{path}: not a JSON object")
+    return config

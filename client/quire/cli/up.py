@@ -1,0 +1,155 @@
+"""`quire up`: an allocator, a worker and a gateway on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import typer
+from rich.console import Console
+
+from quire._secret_files import read_token
+from quire._transport.address import require_free
+from quire.cli import options
+from quire.cli.servers import check_worker, completions
+from quire.errors import UsageError
+from quire.local import DRAIN_S, LocalStack
+
+EXAMPLES = """Run an allocator, a worker and a gateway on this machine until Ctrl-C.
+
+Arguments after -- go to the worker (see quire worker --help).
+
+Examples:
+
+    quire up
+    quire up --model ~/models/Qwen3-0.6B -- --kv-memory 2GiB
+    quire up --model ~/models/Qwen3-8B --tensor-parallel 2
+    quire up --allocator 127.0.0.1:0 --worker 127.0.0.1:0 --gateway none     (any free ports, no HTTP)
+"""
+NO_GATEWAY: Final = "none"
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command to the application."""
+    app.command(help=EXAMPLES)(up)
+
+
+def _complete(args: list[str], incomplete: str) -> list[tuple[str, str]]:
+    """Returns the worker's options, which follow --."""
+    return completions("worker", args, incomplete)
+
+
+def up(
+    context: typer.Context,
+    worker_arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- WORKER OPTIONS...]", autocompletion=_complete)
+    ] = None,
+    *,
+    model: Annotated[Path, typer.Option(help="Folder of the model.", metavar="FOLDER")] = Path("models/demo"),
+    allocator: options.Allocator = options.ALLOCATOR,
+    worker: options.Worker = options.WORKER,
+    gateway: Annotated[
+        str, typer.Option(metavar="ADDRESS", help=f"Address of OpenAI's endpoints; {NO_GATEWAY}: without them.")
+    ] = "127.0.0.1:8000",
+    allocator_metrics: Annotated[str, typer.Option(metavar="ADDRESS", help="Its /metrics.")] = "127.0.0.1:9470",
+    worker_metrics: Annotated[str, typer.Option(metavar="ADDRESS", help="Its /metrics.")] = "127.0.0.1:9471",
+    token_file: options.TokenFile = None,
+    log_folder: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Keep the logs there instead of showing them.")
+    ] = None,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="The least that is logged.")
+    ] = "warning",
+    tensor_parallel: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Processes that compute the model together.")
+    ] = None,
+    drain_timeout: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0, max=86_400, help="For answers that are under way at Ctrl-C, of each."),
+    ] = DRAIN_S,
+    start_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1, help="How long both may take to serve.")
+    ] = 300.0,
+) -> None:
+    """Runs a LocalStack in the foreground."""
+    if worker_arguments and not worker_arguments[0].startswith("-"):
+        meant = f"the model is given as --model {worker_arguments[0]}, and options of the worker come after --"
+        raise typer.BadParameter(meant, context)
+    common = ["--log-level", log_level, *(["--token-file", token_file] if token_file else [])]
+    ranks = [] if tensor_parallel is None else ["--tensor-parallel", str(tensor_parallel)]
+    of_worker = [*common, *ranks, *(worker_arguments or [])]
+    # What cannot go well is said before anything is started.
+    read_token(token_file)
+    check_worker(["--model", str(model), *of_worker], are_ports_ours=False)
+    of_allocator = {"--allocator": allocator, "--allocator-metrics": allocator_metrics}
+    others = {"--worker": worker, "--worker-metrics": worker_metrics, "--gateway": gateway}
+    for option, address in {**of_allocator, **others}.items():
+        if address != NO_GATEWAY:
+            require_free(option, address)
+    _make(log_folder)
+    console = Console(stderr=True, highlight=False)
+    if gateway != NO_GATEWAY and importlib.util.find_spec("fastapi") is None:
+        console.print("quire: no gateway, because its packages are missing: pip install 'quire-kv[gateway]'")
+        gateway = NO_GATEWAY
+    stack = LocalStack(
+        model,
+        allocator_listen=allocator,
+        allocator_metrics=allocator_metrics,
+        worker_listen=worker,
+        worker_metrics=worker_metrics,
+        gateway_listen=None if gateway == NO_GATEWAY else gateway,
+        allocator_arguments=common,
+        worker_arguments=of_worker,
+        gateway_arguments=common,
+        log_folder=log_folder,
+        inherit_logs=log_folder is None,
+        start_timeout_s=start_timeout,
+        drain_timeout_s=drain_timeout,
+        on_progress=lambda line: console.print(f"quire: {line}", style="dim", markup=False),
+    )
+    _run(stack, console, drain_timeout)
+
+
+def _make(folder: Path | None) -> None:
+    """Makes the folder of the logs, if there is to be one.
+
+    Raises:
+        UsageError: it cannot be made.
+    """
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--log-folder {folder}: {error.strerror}") from None
+
+
+def _run(stack: LocalStack, console: Console, drain_timeout: float) -> None:
+    """Serves until Ctrl-C, or SIGTERM, which ends it in the same way: by an exception that passes through `stop`."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stopping = f"quire: stopping; answers under way have {drain_timeout:g} s, and Ctrl-C again ends them"
+    try:
+        with stack:
+            console.print(_usage(stack), markup=False)
+            try:
+                stack.wait()
+            except KeyboardInterrupt:
+                console.print(stopping, style="dim")
+                raise
+    except KeyboardInterrupt:
+        console.print("quire: stopped", style="dim")
+
+
+def _usage(stack: LocalStack) -> str:
+    allocator, worker = stack.allocator_address, stack.worker_address
+    to_worker = "" if worker == options.WORKER else f" --worker {worker}"
+    to_allocator = "" if allocator == options.ALLOCATOR else f" --allocator {allocator}"
+    to_gateway = "" if stack.gateway is None else f"\n  curl http://{stack.gateway_address}/v1/models"
+    return f"""
+Serving. In another terminal:
+  quire generate "The for statement"{to_worker}
+  quire pools{to_allocator}
+  quire blocks default{to_allocator}{to_gateway}
+Ctrl-C stops all.
+"""

@@ -1,0 +1,192 @@
+"""What is said before any server of a command line is started, what shells complete, and errors as JSON."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from quire.cli import app, servers, up
+from quire.cli.servers import completions
+
+from tests.client.servers import quire
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
+UP = ["up", "--model", str(DEMO), *(f"--{each}=127.0.0.1:0" for each in ("allocator", "worker", "gateway"))]
+UP += [f"--{each}-metrics=127.0.0.1:0" for each in ("allocator", "worker")]
+
+
+class Outcome(NamedTuple):
+    """What a run of the command left."""
+
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command in this process, in which no server may be started."""
+
+    def started(*_: object, **__: object) -> None:
+        raise AssertionError("a server was started")
+
+    monkeypatch.setattr(servers, "_hand_over", started)
+    monkeypatch.setattr(up, "LocalStack", started)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def run(*arguments: str) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["quire", *arguments])
+        with pytest.raises(SystemExit) as raised:
+            app.run()
+        code = raised.value.code
+        return Outcome(code if isinstance(code, int) else 0, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def taken() -> Iterator[str]:
+    """An address that somebody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+def copy_of_demo(folder: Path, *without: str) -> Path:
+    """The demo's folder without some of its files."""
+    return Path(shutil.copytree(DEMO, folder / "model", ignore=shutil.ignore_patterns(*without)))
+
+
+@pytest.mark.parametrize(
+    ("without", "said"),
+    [
+        (["config.json"], "no config.json in {}"),
+        (["tokenizer*"], "no usable tokenizer in {}: there is no tokenizer.json"),
+        (
+            ["*.safetensors"],
+            "neither model.safetensors nor model.safetensors.index.json in {}: only safetensors are read",
+        ),
+    ],
+)
+def test_what_a_model_lacks_is_said_before_anything_is_started(
+    without: list[str], said: str, run: Run, tmp_path: Path
+) -> None:
+    folder = copy_of_demo(tmp_path, *without)
+    for command in ([*UP, "--model", str(folder)], ["worker", "--model", str(folder)]):
+        assert run(*command) == (2, "", f"quire: {said.format(folder)}\n")
+
+
+def test_a_damaged_model_is_said_before_anything_is_started(run: Run, tmp_path: Path) -> None:
+    folder = copy_of_demo(tmp_path)
+    (folder / "model.safetensors").write_bytes((DEMO / "model.safetensors").read_bytes()[:1_000_000])
+    code, _, err = run(*UP, "--model", str(folder))
+    assert (code, "model.safetensors cannot be loaded: it was cut off inside tensor" in err) == (2, True)
+    (folder / "config.json").write_text("{")
+    code, _, err = run("worker", "--model", str(folder))
+    assert (code, err.startswith(f"quire: {folder / 'config.json'} is no JSON: ")) == (2, True)
+
+
+def test_a_model_id_is_not_taken_for_a_folder(run: Run) -> None:
+    said = "there is no folder no/model; if it is a model id of Hugging Face, get it first: "
+    for command in ([*UP, "--model", "no/model"], ["worker", "--model", "no/model"]):
+        assert run(*command) == (2, "", f"quire: {said}hf download no/model --local-dir FOLDER\n")
+
+
+def test_a_model_without_its_option_is_said_in_the_words_of_the_command_itself(run: Run) -> None:
+    code, _, err = run("up", "models/demo")
+    assert (code, "Usage: quire up" in err, "quire-worker" in err) == (2, True, False)
+    assert "the model is given as --model models/demo" in err
+
+
+def test_a_pool_larger_than_the_machine_is_refused_before_weights_are_read(run: Run) -> None:
+    for command in ([*UP, "--", "--kv-memory", "100TiB"], ["worker", "--model", str(DEMO), "--kv-memory", "100TiB"]):
+        code, _, err = run(*command)
+        assert (code, err.count("\n")) == (2, 1)
+        assert err.startswith("quire: --kv-memory: 100.0 TiB are more than the ")
+
+
+@pytest.mark.parametrize("option", ["allocator", "allocator-metrics", "worker", "worker-metrics", "gateway"])
+def test_a_port_in_use_is_said_with_its_option_before_anything_is_started(option: str, run: Run, taken: str) -> None:
+    said = f"cannot listen on {taken}: the port is in use; give another one with --{option} (port 0 takes any free one)"
+    assert run(*UP, f"--{option}={taken}") == (2, "", f"quire: {said}\n")
+
+
+def test_a_worker_looks_at_all_its_addresses_before_it_loads_anything(run: Run, taken: str) -> None:
+    worker = ["worker", "--model", str(DEMO), "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]
+    for option, address, said in (
+        ("--listen", taken, f"cannot listen on {taken}: the port is in use; give another one with --listen"),
+        ("--metrics", taken, f"cannot serve metrics on {taken}: the port is in use; give another one with --metrics"),
+        (
+            "--listen",
+            "http://127.0.0.1:1",
+            "--listen: 'http://127.0.0.1:1' is a URL: write '127.0.0.1:1', without http://",
+        ),
+        ("--listen", "nohost.invalid:0", "cannot listen on nohost.invalid:0: "),
+        ("--allocator", "http://127.0.0.1:1", "'http://127.0.0.1:1' is a URL: write '127.0.0.1:1', without http://"),
+    ):
+        code, _, err = run(*worker, option, address)
+        assert (code, err.count("\n")) == (2, 1)
+        assert err.startswith(f"quire: {said}")
+
+
+# -- completion --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("server", "options"),
+    [
+        ("allocator", {"--lease", "--listen", "--drain-timeout"}),
+        ("worker", {"--model", "--kv-memory", "--listen"}),
+        ("gateway", {"--worker", "--api-keys", "--cors-origin"}),
+    ],
+)
+def test_options_of_servers_are_completed_with_their_help(server: str, options: set[str]) -> None:
+    found = dict(completions(server, [], "--"))
+    assert options <= found.keys()
+    assert all(text and "%%" not in text for text in found.values())
+    assert [name for name, _ in completions(server, [], "--log-f")] == ["--log-format"]
+    assert [name for name, _ in completions(server, ["--log-format"], "")] == ["auto", "json", "console"]
+
+
+def test_a_shell_is_told_the_options_of_a_server() -> None:
+    for line, expected in (
+        ("quire worker --kv-m", "--kv-memory"),
+        ("quire up --drain", "--drain-timeout"),
+        ("quire up -- --kv-m", "--kv-memory"),
+    ):
+        position = str(len(line.split()) - 1)
+        result = quire(_QUIRE_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=position)
+        assert result.stdout.split() == [expected], line
+
+
+# -- errors as JSON ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["pools", "--bogus"], "No such option: --bogus"),
+        (["blocks"], "Missing argument"),
+        (["generate", "p", "--max-tokens", "0"], "--max-tokens"),
+        (["health", "localhost"], "'localhost' is no address"),
+        (["status", "--worker", "http://h:1"], "is a URL"),
+        (["plan", "/nowhere"], "no file or folder /nowhere"),
+        (["nonsense"], "No such command"),
+        (["up", "--nope"], "No such option"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_use_is_json_with_the_fields_of_every_error(command: list[str], said: str, run: Run) -> None:
+    code, out, err = run(*command, "--json")
+    error = json.loads(err)["error"]
+    assert (code, out, list(error)) == (2, "", ["code", "reason", "message", "request_id", "retry_after_s"])
+    assert (error["code"], error["reason"], said in error["message"]) == ("USAGE", None, True)

@@ -21,6 +21,8 @@ from quire_gateway.metrics import GatewayCollector, Telemetry, exposition
 from quire_gateway.serving import Served
 
 NO_JSON: Final = "the body is no JSON"
+PROBED_BY: Final = ["GET", "HEAD"]
+PARAM_SHOWN: Final = 256  # characters of the place of a fault
 
 
 def make_app(
@@ -33,7 +35,7 @@ def make_app(
 ) -> FastAPI:
     """Returns the endpoints as an ASGI application."""
     # Its pages would load scripts from elsewhere; /openapi.json has the same for programs.
-    app = FastAPI(title="Quire", version=version, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Quire", version=version, docs_url=None, redoc_url=None, redirect_slashes=False)
     collector = GatewayCollector(telemetry, fleet)
 
     async def answer(ask: asks.Ask, form: Callable[..., replies.Form], request: Request) -> Served:
@@ -60,11 +62,11 @@ def make_app(
     async def model(name: str) -> Response:
         return _json(orjson.dumps(replies.model(*fleet.model(name))))
 
-    @app.get("/healthz")
+    @app.api_route("/healthz", methods=PROBED_BY)
     async def healthz() -> Response:
         return PlainTextResponse("ok\n")
 
-    @app.get("/readyz")
+    @app.api_route("/readyz", methods=PROBED_BY)
     async def readyz() -> Response:
         if is_draining():
             raise ApiError(503, "the gateway is shutting down", kind="server_error", code="draining")
@@ -98,7 +100,9 @@ def _put_errors_in_form(app: FastAPI) -> None:
             405: "Method Not Allowed",
         }
         code = TOO_LARGE if error.status_code == 413 else None
-        return _failed(ApiError(error.status_code, what.get(error.status_code, str(error.detail)), code=code))
+        failure = ApiError(error.status_code, what.get(error.status_code, str(error.detail)), code=code)
+        failure.headers.update(error.headers or {})  # which methods there are
+        return _failed(failure)
 
 
 def _of_validation(found: Sequence[Any]) -> ApiError:
@@ -108,8 +112,10 @@ def _of_validation(found: Sequence[Any]) -> ApiError:
         return ApiError(400, NO_JSON)
     if fault["loc"] == ("body",) and isinstance(fault["input"], bytes):
         return ApiError(415, "the body is to be JSON, with Content-Type: application/json")
+    if fault["loc"] == ("body",) and fault["type"] != "missing":
+        return ApiError(400, "the body is to be a JSON object")
     where = [str(part) for part in fault["loc"] if part != "body" and not _is_of_a_union(part)]
-    param = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in where).lstrip(".") or None
+    param = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in where).lstrip(".")[:PARAM_SHOWN] or None
     if fault["type"] == "extra_forbidden":
         return ApiError(400, f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter")
     if fault["type"] == "missing":

@@ -304,6 +304,10 @@ def _message(number: int, message: Message) -> dict[str, Any]:
             if part.get("type") not in ("text", "input_text", "refusal"):
                 where = f"messages[{number}].content[{index}]"
                 raise unsupported(where, f"is of type {part.get('type')!r}: this server takes text alone")
-            texts.append(str(part.get("text", part.get("refusal", ""))))
+            text = part.get("refusal" if part["type"] == "refusal" else "text")
+            if not isinstance(text, str):
+                where = f"messages[{number}].content[{index}].text"
+                raise missing(where) if text is None else invalid(where, f"{where} must be a text")
+            texts.append(text)
         values["content"] = "\n".join(texts)
     return values

@@ -34,6 +34,11 @@ _BY_REASON: Final = {
     Reason.OUT_OF_MEMORY: (503, SERVER, "out_of_memory"),
     Reason.ADAPTER_UNKNOWN: (404, INVALID, MODEL_NOT_FOUND),
 }
+# What no server of ours has said: its words name workers, which callers cannot reach, and options of other programs.
+_UNEXPLAINED: Final = {
+    grpc.StatusCode.UNAVAILABLE: "a worker cannot be reached",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "the answer was not whole in the time that a request may take here",
+}
 _OTHERWISE: Final = (500, SERVER, "internal_error")
 PROMPT: Final = "prompt"  # fields of a worker's request
 ADAPTER: Final = "adapter"
@@ -80,7 +85,7 @@ def of_quire(error: QuireError, names: Mapping[str, str]) -> ApiError:
     """
     by_code = _BY_CODE.get(error.code, _OTHERWISE)
     status, kind, code = by_code if error.reason is None else _BY_REASON.get(error.reason, by_code)
-    message = error.message
+    message = _UNEXPLAINED.get(error.code, "a worker failed") if error.reason is None else error.message
     if error.code is grpc.StatusCode.UNAUTHENTICATED:  # the gateway's own token: nothing that its caller could mend
         message = "a worker refuses the gateway's credentials"
     field = (

@@ -31,6 +31,7 @@ log = structlog.get_logger()
 POLL_S: Final = 1.0
 POLL_TIMEOUT_S: Final = 5.0
 WATCH_AGAIN_S: Final = 1.0
+NAME_SHOWN: Final = 128  # characters of a name that somebody made up
 
 
 class Model(NamedTuple):
@@ -173,7 +174,8 @@ class Fleet:
             raise unavailable("no worker answers")
         found = next((model for model in models if name in (None, model.name)), None)
         if found is None:
-            raise ApiError(404, f"The model {name!r} does not exist.", param="model", code=MODEL_NOT_FOUND)
+            shown = repr((name or "")[:NAME_SHOWN])
+            raise ApiError(404, f"The model {shown} does not exist.", param="model", code=MODEL_NOT_FOUND)
         return found
 
     def check_ready(self) -> None:

@@ -12,6 +12,7 @@ from contextlib import aclosing, contextmanager
 from typing import Final, NamedTuple, TypeVar, cast
 
 import grpc
+import structlog
 from quire.aio import AsyncClient
 from quire.errors import QuireError, Reason
 from quire.sampling import Chunk, SamplingOptions
@@ -19,6 +20,8 @@ from quire.sampling import Chunk, SamplingOptions
 from quire_gateway.asks import Ask, Chat, Prompt
 from quire_gateway.failures import ApiError, of_quire, unavailable
 from quire_gateway.fleet import Backend, Fleet, Model
+
+log = structlog.get_logger()
 
 ELSEWHERE: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED}
 REQUEST_ID_MAX: Final = 64
@@ -145,6 +148,8 @@ async def _answers(fleet: Fleet, call: Call, number: int) -> AsyncGenerator[Chun
             return
         except QuireError as error:
             refusal = of_quire(error, ask.names)
+            if error.reason is None:  # the caller is not told whose words these are
+                log.warning("worker failed", address=backend.client.address, request_id=request_id, error=str(error))
             # An adapter may have been dropped there since that worker was last asked what it has.
             if has_begun or not (error.code in ELSEWHERE or error.reason is Reason.ADAPTER_UNKNOWN):
                 raise refusal from None

@@ -24,7 +24,7 @@ import uvloop
 from quire._secret_files import read_token, require_private
 from quire._serving import logs
 from quire._serving.process import collect_garbage_rarely, stop_event, write_ready_file
-from quire._transport.address import is_local, is_unix, split
+from quire._transport.address import is_local, is_unix, require_free, split
 from quire.aio import AsyncAllocatorClient, AsyncClient
 from quire.errors import UsageError
 from quire.tls import tls_of
@@ -92,6 +92,7 @@ def bind(listen: str) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
+        require_free("--listen", listen)
         raise UsageError(f"cannot listen on {listen}: {error.strerror}") from None
 
 

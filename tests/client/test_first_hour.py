@@ -105,6 +105,9 @@ def test_what_is_piped_in_and_is_no_text_is_said() -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (2, b"quire: standard input is no UTF-8 text: byte 3 is 0xff\n")
+    with Client("127.0.0.1:1") as client, pytest.raises(InvalidArgumentError) as raised:
+        client.generate(b"abc\xff".decode(errors="surrogateescape"))  # as Python reads the arguments of a command
+    assert raised.value.message == "text is no text: it has half of a surrogate pair"
 
 
 def test_samples_in_a_pipe_come_line_by_line_with_their_number() -> None:

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from quire.errors import InvalidArgumentError, QuireError, Reason, code_of
+from quire.errors import (
+    DeadlineExceededError,
+    InternalError,
+    InvalidArgumentError,
+    QuireError,
+    Reason,
+    UnavailableError,
+    code_of,
+)
 from quire_gateway import asks
 from quire_gateway.bodies import ChatBody, CompletionBody
 from quire_gateway.failures import ApiError, of_quire
@@ -105,6 +113,13 @@ def test_what_cannot_be_done_is_refused_by_its_name(fields: dict[str, Any], para
     assert (raised.value.body["error"]["param"], raised.value.body["error"]["code"]) == (param, code)
 
 
+@pytest.mark.parametrize("part", [{"type": "text"}, {"type": "text", "text": 5}, {"type": "refusal", "text": "a"}])
+def test_a_part_of_text_has_a_text(part: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as raised:
+        asks.of_chat(ChatBody(messages=[{"role": "user", "content": [part]}]))  # type: ignore[list-item]
+    assert raised.value.body["error"]["param"] == "messages[0].content[0].text"
+
+
 @pytest.mark.parametrize("fields", [{"num_beams": 4}, {"use_beam_search": True, "n": 4}])
 def test_beams_are_asked_for_in_vllms_words_or_in_those_of_transformers(fields: dict[str, Any]) -> None:
     options = completion(early_stopping="never", length_penalty=0.5, **fields).options
@@ -180,6 +195,13 @@ def test_every_error_of_quire_has_a_status(reason: Reason) -> None:
 def test_credentials_of_the_gateway_are_not_the_callers_to_mend() -> None:
     error = of_quire(QuireError.of(Reason.TOKEN, "this server asks for a bearer token"), NAMES)
     assert (error.status, error.body["error"]["message"]) == (500, "a worker refuses the gateway's credentials")
+
+
+@pytest.mark.parametrize("kind", [DeadlineExceededError, UnavailableError, InternalError])
+def test_what_no_server_of_ours_has_said_is_not_passed_on(kind: type[QuireError]) -> None:
+    error = of_quire(kind("10.0.0.5:7071 did not answer: --timeout"), NAMES)
+    assert error.status == {DeadlineExceededError: 504, UnavailableError: 503, InternalError: 500}[kind]
+    assert not any(word in error.body["error"]["message"] for word in ("10.0.0.5", "--timeout"))
 
 
 def test_of_equal_texts_the_likelier_token_is_told() -> None:

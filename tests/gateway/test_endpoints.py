@@ -260,7 +260,10 @@ def test_what_is_wrong_is_said_in_openais_form(
 
 def test_paths_methods_and_bodies_that_are_none_have_the_same_form(served: ServerProcess) -> None:
     assert "GET /v2" in curl(served, "/v2").error["message"]
-    assert curl(served, "/v1/completions").status == 405
+    listed = curl(served, "/v1/completions")
+    assert (listed.status, listed.headers["allow"]) == (405, "POST")
+    assert curl(served, "/v1/completions/", body=ASK).error["message"].endswith("POST /v1/completions/")
+    assert curl(served, "/v1/completions", body=[]).error["message"] == "the body is to be a JSON object"
     broken = curl(served, "/v1/completions", "-d", "{", "-H", "content-type: application/json")
     assert (broken.status, broken.error["message"]) == (400, "the body is no JSON")
     missing = curl(served, "/v1/completions", body={"model": "demo"})
@@ -334,6 +337,7 @@ def test_the_code_in_the_document_runs(served: ServerProcess) -> None:
 def test_probes_and_metrics_answer(served: ServerProcess) -> None:
     assert curl(served, "/healthz").status == 200
     assert curl(served, "/readyz").status == 200
+    assert [curl(served, path, "-I").status for path in ("/healthz", "/readyz")] == [200, 200]
     metrics = curl(served, "/metrics").body.decode()
     assert 'quire_gateway_requests_total{code="200",route="/v1/completions"}' in metrics
     assert "quire_gateway_first_token_seconds_bucket" in metrics

@@ -5,8 +5,21 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from quire import AllocatorClient, BlocksStored, Client
+from quire import (
+    AllocatorClient,
+    AsyncClient,
+    BlocksStored,
+    Client,
+    IndexCleared,
+    PoolSpec,
+    PrefixMirror,
+    SnapshotEnd,
+)
+from quire._transport.messages import worker_status
+from quire.hashing import prompt_digests, root_digest
 from quire.local import LocalStack, ServerProcess
+from quire.v1 import worker_pb2 as pb
+from quire_gateway.fleet import Backend
 from quire_gateway.routing import SLACK, SLACK_SHARE, Standing, best
 
 from tests.e2e.stack import eventually, server
@@ -42,6 +55,27 @@ def test_no_other_worker_is_better_in_random_fleets() -> None:
         for other in standings:
             if other.load <= bound:
                 assert (other.matched_token_count, -other.load) <= (chosen.matched_token_count, -chosen.load)
+
+
+async def test_a_prefix_counts_for_its_own_namespace_and_adapter_alone() -> None:
+    """By the adapter's weights: a worker that has others under the name has other prefixes."""
+    status = pb.GetStatusResponse(model="m", block_size=4, cache_layout="nhd", model_fingerprint=b"f", pool="p")
+    backend, tokens, digest = Backend(AsyncClient("127.0.0.1:1")), range(10), bytes(range(32))
+    backend.heard(worker_status(status))
+    backend.adapters = {"tuned": digest, "other": digest[::-1]}
+    backend.mirror = PrefixMirror(PoolSpec.full_attention(block_count=8, block_size=4, model_fingerprint=b"f"))
+    root = root_digest(fingerprint=b"f", layout="nhd", adapter=digest, namespace="acme")
+    common = ("p", b"s" * 16, 1, 0)
+    stored = BlocksStored(*common, (0,), "acme", b"", tuple(prompt_digests(root, tokens, 4)), 4, 0)
+    for event in (IndexCleared(*common), stored, SnapshotEnd(*common)):
+        backend.mirror.apply(event)
+    found = {
+        (namespace, adapter): backend.matched_token_count(tokens, namespace, adapter)
+        for namespace in ("acme", "")
+        for adapter in ("tuned", "other", "unknown", "")
+    }
+    assert found.pop(("acme", "tuned")) == 8
+    assert set(found.values()) == {0}
 
 
 def test_a_prompt_goes_where_its_prefix_is(tmp_path: Path) -> None:

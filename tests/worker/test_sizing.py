@@ -106,10 +106,10 @@ def test_a_share_is_of_the_memory_that_there_is_and_nothing_said_is_half_of_what
     monkeypatch.setattr(sizing, "available_bytes", lambda: 1 << 20)
     assert size_pool(model, options_of()).budget_bytes == 1 << 19
     assert size_pool(model, options_of(), rank_count=2).budget_bytes == 1 << 18, "each rank has a pool of its own"
-    monkeypatch.setattr(sizing, "available_bytes", lambda: GIB)
+    monkeypatch.setattr(sizing, "available_bytes", lambda: 64 * GIB)
     longest = model.cache_spec.plan.blocks_peak(model.max_position, model.max_position) * block_bytes
-    assert size_pool(model, options_of()).budget_bytes == 64 * longest < GIB // 2
-    assert size_pool(model, options_of("--max-running", "3")).budget_bytes == 3 * longest
+    assert size_pool(model, options_of("--max-running", "4096")).budget_bytes == 4096 * longest > 256 << 20
+    assert size_pool(model, options_of()).budget_bytes == 256 << 20 > 64 * longest
 
 
 def test_this_machine_s_memory_is_that_of_its_control_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ class Checks:
     ) -> list[int]:
         """Encodes on another thread: a long text takes a while, and others are streaming."""
         if byte_count > TEXT_BYTES_MAX:
-            raise QuireError.of(Reason.TOO_LARGE, f"text must be at most {TEXT_BYTES_MAX} bytes")
+            raise QuireError.of(Reason.TOO_LARGE, f"text must be at most {TEXT_BYTES_MAX} bytes", field="text")
         try:
             return await asyncio.to_thread(encode, given)
         except TokenizerError as error:

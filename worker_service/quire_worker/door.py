@@ -82,5 +82,6 @@ class Door:
     @staticmethod
     def _hopeless(request: Request) -> QuireError:
         given_s = request.deadline_s - request.arrived_s
-        message = f"the request cannot be done before its deadline, within {given_s:.3g} s of its arrival"
+        within = f"{given_s:.1f}" if given_s >= 1 else f"{given_s:.3f}"
+        message = f"the request cannot be done before its deadline, within {within} s of its arrival"
         return QuireError.of(Reason.DEADLINE, f"{message}: give it more (--timeout, timeout_s), or send it later")

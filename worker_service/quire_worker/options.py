@@ -63,7 +63,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--kv-memory",
         type=memory_bytes,
         help="memory for the pool, as 2GiB or as a share of the machine's or the GPU's, 80%% (default: on a CPU half of"
-        " what is available once the model is loaded, at most what --max-running sequences of its whole context take;"
+        " what is available once the model is there, at most what --max-running sequences of its whole context take, or"
+        " 256MiB;"
         " on a GPU what --gpu-memory-utilization leaves beside model and passes, which is measured)",
     )
     memory.add_argument("--blocks", type=int, help="blocks of the pool, instead of --kv-memory")

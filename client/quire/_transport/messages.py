@@ -320,8 +320,14 @@ def fill(
         try:
             setattr(_message, name, value)
         except ValueError as error:  # protobuf's word for a number out of the field's range
-            raise InvalidArgumentError(f"{name}: {error}", reason, _error_id, field=name) from None
+            raise InvalidArgumentError(_what_is_wrong(name, error), reason, _error_id, field=name) from None
     return _message
+
+
+def _what_is_wrong(name: str, error: ValueError) -> str:
+    if isinstance(error, UnicodeEncodeError):
+        return f"{name} is no text: it has half of a surrogate pair"
+    return f"{name}: {error}"
 
 
 def values_of(message: Message) -> dict[str, Any]:
@@ -336,4 +342,4 @@ def extend(
     try:
         field.extend(values)
     except ValueError as error:
-        raise InvalidArgumentError(f"{name}: {error}", reason, request_id, field=name) from None
+        raise InvalidArgumentError(_what_is_wrong(name, error), reason, request_id, field=name) from None

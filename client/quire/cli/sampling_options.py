@@ -92,4 +92,5 @@ def _content(name: str, text: str | None) -> str | None:
     try:
         return Path(text[1:]).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--{name.replace('_', '-')}: {text[1:]} cannot be read: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else f"byte {error.start} is no UTF-8 text"
+        raise UsageError(f"--{name.replace('_', '-')}: {text[1:]} cannot be read: {why}") from None

@@ -10,7 +10,7 @@
 
 On a CPU a page takes memory once it is written to, and never gives it back. Half is left to passes, to what else runs
 here, and to the page cache (docs/decisions/0042). *Can be in use* is what as many samples as run at a time take, each
-of them as long as the model's context: a small model on a large machine has no use for more.
+of them as long as the model's context: a small model on a large machine has no use for more than that, or 256 MiB.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from quire_worker.host_memory import available_bytes, host_bytes, size
 from quire_worker.model.batch import Chunk, build_batch, scratch_tables
 from quire_worker.model.paged_model import PagedModel
 
+SMALL_BYTES = 256 << 20  # of a pool on a CPU that is never too much, if they are to be had
 CPU_SHARE = Fraction(1, 2)  # of the memory that is available, for a pool on a CPU, if nothing is said
 _MORE_ROOM = "more --kv-memory, --kv-cache-dtype fp8_e4m3, --dtype bfloat16 or fewer --max-batch-tokens help"
 
@@ -85,7 +86,8 @@ def size_pool(model: PagedModel, options: argparse.Namespace, rank_count: int = 
     elif options.kv_memory is not None:
         budget = budget_of(options.kv_memory, total)
     else:
-        budget = min(int(CPU_SHARE * available_bytes()) // rank_count, useful_bytes(model, options.max_running))
+        useful = max(useful_bytes(model, options.max_running), SMALL_BYTES)
+        budget = min(int(CPU_SHARE * available_bytes()) // rank_count, useful)
     pool = PoolMemory(max(budget, 0) // spec.bytes_per_block, budget, device)
     _log(model, pool)
     check_room(spec, pool, total, "--blocks" if options.blocks is not None else "--kv-memory")

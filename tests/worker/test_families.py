@@ -15,6 +15,8 @@ from quire_worker.attention.cpu_path import CpuAttentionPlan
 from quire_worker.attention.torch_path import TorchAttentionPlan
 from quire_worker.cache import CacheSpec, KVCache, Place
 from quire_worker.model.batch import Chunk, build_batch
+from quire_worker.model.checkpoint import UnsupportedModelError
+from quire_worker.model.paged_model import load_model
 from quire_worker.model.transformers_seam import PositionsView
 from quire_worker.server import load, parse_arguments
 
@@ -193,3 +195,10 @@ def test_what_a_family_needs_is_found_missing(
     assert difference() < 1e-4
     plant(monkeypatch)
     assert difference() > 1e-2
+
+
+def test_attention_chunks_that_blocks_do_not_divide_are_refused_with_a_size_that_does(tmp_path: Path) -> None:
+    folder = write_tiny("llama4", tmp_path, attention_chunk_size=48)
+    with pytest.raises(UnsupportedModelError, match=r"of 48 is no multiple of them; --block-size 16 divides it"):
+        load_model(folder, block_size=32)
+    assert load_model(folder, block_size=16).cache_spec.block_size == 16

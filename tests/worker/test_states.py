@@ -163,9 +163,10 @@ async def test_a_pass_that_fails_midway_leaves_states_as_they_were(folders: dict
 # -- logits, without an engine -----------------------------------------------------------------------------------------
 
 
-def difference(folder: Path) -> float:
-    """How far the logits after two chunks of a prompt, among others and in pages of NaN, are from transformers'."""
-    model, tokens = load_model(folder), prompt(70, seed=7)
+def difference(folder: Path, dtype: str = "float32") -> float:
+    """How far the logits after two chunks of a prompt, among others and in pages of NaN, are from transformers' in
+    float32."""
+    model, tokens = load_model(folder, dtype=dtype), prompt(70, seed=7)
     with torch.inference_mode():
         expected = reference_model(folder)(torch.tensor([tokens])).logits[0, -1]
     groups = model.cache_spec.groups
@@ -229,6 +230,19 @@ async def test_decays_that_a_checkpoint_holds_rounded_are_computed_anew(tmp_path
     async with running(folder, blocks=pool_of(folder, 16)) as harness:  # computed in float32
         output = await harness.generate(tokens, max_tokens=20)
     assert output.tokens[0] == reference_text(folder, tuple(tokens), 20)
+
+
+@pytest.mark.parametrize("family", ["Bamba", "Jamba", "FalconH1", "NemotronH", "Qwen3Next"])
+def test_in_bfloat16_logits_are_about_as_near_as_those_of_transformers(folders: dict[str, Path], family: str) -> None:
+    tokens = torch.tensor([prompt(70, seed=7)])
+    with torch.inference_mode():
+        expected = reference_model(folders[family])(tokens).logits[0, -1]
+        half = AutoModelForCausalLM.from_pretrained(folders[family], dtype=torch.bfloat16)(tokens).logits[0, -1]
+    theirs = float((half.float() - expected).norm() / expected.norm())
+    assert difference(folders[family], "bfloat16") < 1.5 * theirs + 0.01
+    tensors = [t for _, kept in load_model(folders[family], dtype="bfloat16").cache_spec.states for t in kept]
+    dtypes = {tensor.key.name: tensor.dtype for tensor in tensors}
+    assert dtypes == {"conv": torch.bfloat16, "recurrent": torch.float32}, "each keeps the dtype of its layer"
 
 
 @pytest.mark.parametrize("name", FURTHER)

@@ -8,6 +8,7 @@ not implemented: an option that is dropped would give wrong text without an erro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -81,7 +82,8 @@ def layers_of(config: Any, *, block_size: int) -> tuple[LayerSpec, ...]:
         if layer.window % block_size:
             raise UnsupportedModelError(
                 f"model type {config.model_type!r} cannot be served with blocks of {block_size} tokens: its"
-                f" attention_chunk_size of {layer.window} is no multiple of them; choose another --block-size"
+                f" attention_chunk_size of {layer.window} is no multiple of them; --block-size"
+                f" {math.gcd(layer.window, block_size)} divides it"
             )
     return layers
 

@@ -39,7 +39,7 @@ from allocator_sides.workload import (
     draw_decoded,
     draw_round,
 )
-from quire_allocator.server import YOUNG_OBJECTS_MAX
+from quire._serving.process import YOUNG_OBJECTS_MAX
 from report import Goal, add_output_arguments, core_build, publish
 
 COLUMNS = ("operation", "pool_blocks", "unit", "vllm", "core", "service", "vllm_over_core", "vllm_over_service")

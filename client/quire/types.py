@@ -63,6 +63,10 @@ class PoolMemory:
     kv_head_count: int  # of the layers that take most bytes per token
     head_dim: int
     device: DeviceMemory | None  # where the budget was measured
+    group_count: int  # of layers
+    state_group_count: int  # of them those of recurrent states
+    slot_bytes: int  # of one layer's part of a page
+    state_bytes: int  # of all states of a sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,6 +243,14 @@ def test_what_is_not_understood_is_named(config: dict[str, Any], message: str) -
         read_config(config)
 
 
+def test_states_without_a_dtype_of_their_own_have_the_models() -> None:
+    config = {**published("bamba-9b"), "torch_dtype": "bfloat16"}
+    convolution, recurrent = (8192 + 2 * 256) * 4, 128 * 64 * 256 * 4
+    for dtype, element_bytes in ((None, 2), ("fp32", 4)):
+        layers = read_config(config, model_dtype=dtype).layers
+        assert {layer.state_bytes for layer in layers} == {0, convolution * element_bytes + recurrent}
+
+
 def test_heads_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ConfigError, match="2 KV heads of model type 'llama' do not divide by 3 ranks"):
         read_config(LLAMA, tensor_parallel=3)

@@ -14,13 +14,14 @@ from quire.local import LocalStack
 from quire_worker import host_memory
 from quire_worker.cache import KVCache
 from quire_worker.execution import sizing
-from quire_worker.execution.sizing import DeviceMemory, PoolMemory, check_room, profiled, size_pool
+from quire_worker.execution.sizing import DeviceMemory, PoolMemory, check_room, profiled, profiled_sequences, size_pool
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.options import memory_bytes, parse_arguments
 from quire_worker.server import load
 from structlog.testing import capture_logs
 
 from tests.worker.engine_harness import paged_model
+from tests.worker.state_models import write_with_states
 from tests.worker.tiny_models import write_tiny, write_tiny_llama
 
 GIB = 1 << 30
@@ -93,6 +94,15 @@ def test_the_profiling_pass_computes_the_largest_batch_and_leaves_its_own_pages_
     assert cuda.calls == ["reset", "stats", "empty", "info", "stats"]
     assert batches[0].input_ids.shape == (1, 100)
     assert batches[0].logits_index.shape == (8,)
+
+
+@pytest.mark.parametrize(("room", "sequences"), [(0, 1), (25, 10), (1_000, 256)])
+def test_a_profiling_pass_has_as_many_sequences_as_two_copies_of_their_states_leave_room_for(
+    room: int, sequences: int, tmp_path: Path
+) -> None:
+    spec = paged_model(write_with_states("Bamba", tmp_path / "model")).cache_spec
+    state_bytes = spec.plan.checkpoint_block_count * spec.bytes_per_block
+    assert profiled_sequences(spec, 256, room * state_bytes) == sequences
 
 
 def test_a_share_is_of_the_memory_that_there_is_and_nothing_said_is_half_of_what_is_left_or_all_that_is_of_use(

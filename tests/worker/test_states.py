@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from quire.cli import app
 from quire.types import GroupKind
+from quire.v1 import worker_pb2 as pb
 from quire_worker.cache import NAN_BYTE, KVCache
+from quire_worker.execution.sizing import PoolMemory
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.paged_model import load_model
 from quire_worker.model.states import flat, mixers, passes
+from quire_worker.service import WorkerService
 from transformers import AutoModelForCausalLM
 
 from tests.worker.engine_harness import paged_model, prompt, reference_model, reference_text, running
@@ -99,6 +105,26 @@ async def test_the_text_goes_on_when_the_allocator_is_replaced_by_an_empty_one(
         assert len(each.tokens[0]) == 60
     assert request.usage.preemption_count == 0
     assert again.request.usage.cached_token_count == 48
+
+
+@pytest.mark.parametrize("family", STATE_FAMILIES)
+async def test_a_workers_status_has_the_layout_of_states_that_its_plan_has(
+    folders: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folders[family]
+    blocks = pool_of(folder, 16)
+    async with running(folder, blocks=blocks) as harness:
+        service = WorkerService(harness.engine, pool="p", model_name="m", memory=PoolMemory(blocks, 1 << 20, None))
+        status = service.GetStatus(pb.GetStatusRequest(), cast("Any", None))
+    monkeypatch.setattr(sys, "argv", ["quire", "plan", str(folder), "--worker", "--dtype", "fp32", "--json"])
+    with pytest.raises(SystemExit):
+        app.run()
+    layout, memory = json.loads(capsys.readouterr().out.splitlines()[-1])["layout"], status.memory
+    assert status.block_bytes == layout["page_bytes"]
+    assert memory.pool_bytes == blocks * layout["page_bytes"]
+    assert (memory.group_count, memory.state_group_count) == (layout["group_count"], layout["checkpoint_block_count"])
+    assert (memory.slot_bytes, memory.state_bytes) == (layout["slot_bytes"], layout["state_bytes"])
+    assert memory.state_group_count > 0 < memory.state_bytes
 
 
 async def test_the_third_prompt_with_a_shared_prefix_begins_from_its_checkpoint(folders: dict[str, Path]) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 from quire.errors import UsageError
-from quire_worker.execution.warm_up import LADDER, warm_up
+from quire_worker.execution import warm_up as warming
+from quire_worker.execution.warm_up import LADDER, company_of, warm_up
 from quire_worker.server import check_device, parse_arguments
 
 from tests.worker.engine_harness import paged_model
+from tests.worker.state_models import write_with_states
 from tests.worker.tiny_models import write_tiny_llama, write_tiny_qwen3
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,6 +75,15 @@ def test_progress_names_every_step(tmp_path: Path) -> None:
     assert [done for done, _, _ in seen] == list(range(len(LADDER) + 4))
     assert seen[0][2] == "decode, one sequence"
     assert seen[-1] == (len(LADDER) + 3, len(LADDER) + 3, "done")
+
+
+@pytest.mark.parametrize(("sequences", "company"), [(1, 3), (10, 9), (1_000, 64)])
+def test_sequences_with_large_states_warm_up_in_pages_of_bounded_size(
+    sequences: int, company: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = paged_model(write_with_states("Bamba", tmp_path / "model")).cache_spec
+    monkeypatch.setattr(warming, "SCRATCH_BYTES", sequences * len(spec.groups) * spec.bytes_per_block)
+    assert company_of(spec) == company
 
 
 def test_a_gpu_is_asked_for_by_name_and_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

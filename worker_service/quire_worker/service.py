@@ -155,12 +155,17 @@ class WorkerService(AdapterCalls):
     def _pool_memory(self) -> pb.PoolMemory:
         cache, found = self._engine.cache, self._memory.device
         kv_head_count, head_dim = largest_shape(cache.spec)
+        layout = cache.spec.plan
         message = pb.PoolMemory(
             pool_bytes=cache.pool_bytes,
             budget_bytes=self._memory.budget_bytes,
             kv_cache_dtype=cache.spec.stored_name,
             kv_head_count=kv_head_count,
             head_dim=head_dim,
+            group_count=layout.group_count,
+            state_group_count=layout.checkpoint_block_count,
+            slot_bytes=layout.slot_bytes,
+            state_bytes=layout.state_bytes,
         )
         if found is not None:
             message.device.CopyFrom(

@@ -36,6 +36,28 @@ Chats: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(metavar="TOKENS", help="Length of idle chats to count; may be repeated. Without it, the lengths."),
 ]
+ModelOrConfig: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL_OR_CONFIG",
+        help="A config.json, a folder with one, or a model id of Hugging Face.",
+        show_default=False,
+    ),
+]
+CheckpointTokens: TypeAlias = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="TOKENS", help="States may be kept at multiples of it. Without it, 256 to 4,096."),
+]
+AllWeights: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Of the whole model; each rank holds its share. Without it: of the folder's files, or an estimate.",
+    ),
+]
+AsWorker: TypeAlias = Annotated[
+    bool, typer.Option("--worker", help="As a worker lays it out: blocks of --block-size, pages of even parts.")
+]
 Lengths: TypeAlias = Annotated[
     list[str] | None, typer.Option(metavar="TOKENS", help="A length to show, too; may be repeated.")
 ]
@@ -47,26 +69,13 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL_OR_CONFIG",
-            help="A config.json, a folder with one, or a model id of Hugging Face.",
-            show_default=False,
-        ),
-    ],
+    model: ModelOrConfig,
     *,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Of one device: 80GiB, 80GB. Without it, only the layout.")
     ] = None,
     utilization: Annotated[float, typer.Option(metavar="SHARE", help="Of the memory, that may be used.")] = 0.9,
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Of the whole model; each rank holds its share. Without it: of the folder's files, or an estimate.",
-        ),
-    ] = None,
+    weights: AllWeights = None,
     used: Annotated[str | None, typer.Option(metavar="SIZE", help="What else one device holds.")] = None,
     tensor_parallel: Annotated[int, typer.Option(min=1, metavar="RANKS", help="Devices that share the heads.")] = 1,
     dtype: Annotated[str, typer.Option(help="Of keys and values: auto, bf16, fp16, fp32, fp8.")] = "auto",
@@ -76,10 +85,8 @@ def plan(
     group_cost: Annotated[
         float, typer.Option(metavar="SHARE", help="Of a sequence's bytes, that one group less is worth.")
     ] = 0.005,
-    checkpoint_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="TOKENS", help="States may be kept at multiples of it. Without it, 256 to 4,096."),
-    ] = None,
+    checkpoint_tokens: CheckpointTokens = None,
+    worker: AsWorker = False,
     length: Lengths = None,
     chat_tokens: Chats = None,
     as_json: options.Json = False,
@@ -87,14 +94,24 @@ def plan(
     """Prints how a model's cache would be laid out."""
     from quire import planning
     from quire.cli.plan_report import Budget, Plan, Weights
+    from quire.planning.planner import BLOCK_SIZE_MAX
 
     config = read_config(config_path(model))
     try:
-        cache = planning.read_config(config, dtype, tensor_parallel, state_dtype, state_ranks=1)
+        cache = planning.read_config(
+            config,
+            dtype,
+            tensor_parallel,
+            state_dtype,
+            state_ranks=1,
+            model_dtype=_computed_in(dtype) if worker else None,
+        )
         token_count_max = planning.parse_tokens(max_len) if max_len else cache.token_count_max or LENGTH_MAX
         layout = planning.plan_layout(
             cache.layers,
             block_size=block_size,
+            block_size_max=block_size if worker else BLOCK_SIZE_MAX,
+            even_pages=worker,
             token_count_max=token_count_max,
             group_cost=group_cost,
             checkpoint_tokens=checkpoint_tokens,
@@ -117,6 +134,11 @@ def plan(
         print(json.dumps(made.as_json()))
     else:
         made.show()
+
+
+def _computed_in(dtype: str) -> str | None:
+    """Returns the dtype of a worker's model with keys and values of this one; None where that is the model's own."""
+    return None if dtype == "auto" or dtype.startswith(("fp8", "float8")) else dtype
 
 
 def _with_unit(option: str, text: str) -> int:

@@ -184,6 +184,9 @@ def _rows(address: str, found: WorkerStatus) -> list[tuple[str, str]]:
 def _memory(found: PoolMemory) -> str:
     pages = f"pages of {found.pool_bytes / 1e9:,.2f} GB in {found.kv_cache_dtype}, {found.kv_head_count} KV heads of"
     pages += f" {found.head_dim}"
+    if found.state_group_count:
+        states = f"{found.state_group_count} of them for {found.state_bytes:,} bytes of states"
+        pages += f", in {found.group_count} groups, {states}"
     if found.device is None:
         return f"{pages}; {found.budget_bytes / 1e9:,.2f} GB were asked for"
     of = found.device

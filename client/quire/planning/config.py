@@ -66,7 +66,9 @@ def read_config(
     dtype: str = "auto",
     tensor_parallel: int = 1,
     state_dtype: str = "auto",
+    *,
     state_ranks: int | None = None,
+    model_dtype: str | None = None,
 ) -> ModelCache:
     """Reads a parsed `config.json`.
 
@@ -78,6 +80,7 @@ def read_config(
         state_dtype: of recurrent states; "auto" is float32 unless the configuration says otherwise.
         state_ranks: ranks that divide the heads of states; 1 where each keeps them whole, as Quire's worker does. All
             of them, if nothing is said.
+        model_dtype: that it is computed in, which states have that name none; its own, if nothing is said.
 
     Raises:
         ConfigError: a field is missing, is not understood, or does not divide by the ranks.
@@ -98,7 +101,7 @@ def read_config(
         state_bytes = state_bytes_of(
             fields,
             tensor_parallel=tensor_parallel if state_ranks is None else state_ranks,
-            element_bytes=element_bytes_of(own_dtype),
+            element_bytes=element_bytes_of(model_dtype or own_dtype),
             dtype=state_dtype,
         )
     layers = []

@@ -1214,6 +1214,10 @@ class PoolMemory(_message.Message):
     KV_HEAD_COUNT_FIELD_NUMBER: _builtins.int
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    GROUP_COUNT_FIELD_NUMBER: _builtins.int
+    STATE_GROUP_COUNT_FIELD_NUMBER: _builtins.int
+    SLOT_BYTES_FIELD_NUMBER: _builtins.int
+    STATE_BYTES_FIELD_NUMBER: _builtins.int
     pool_bytes: _builtins.int
     """Bytes of all its pages, and the memory that there was for them."""
     budget_bytes: _builtins.int
@@ -1222,6 +1226,13 @@ class PoolMemory(_message.Message):
     kv_head_count: _builtins.int
     """KV heads and head dim of the layers that take most bytes per token."""
     head_dim: _builtins.int
+    group_count: _builtins.int
+    """As its cache is laid out (docs/layout.md): groups of layers, those of recurrent states among them, bytes of one
+    layer's part of a page, and bytes of all states of a sequence.
+    """
+    state_group_count: _builtins.int
+    slot_bytes: _builtins.int
+    state_bytes: _builtins.int
     @_builtins.property
     def device(self) -> Global___DeviceMemory:
         """Set where the budget was measured on a GPU."""
@@ -1235,10 +1246,14 @@ class PoolMemory(_message.Message):
         kv_head_count: _builtins.int = ...,
         head_dim: _builtins.int = ...,
         device: Global___DeviceMemory | None = ...,
+        group_count: _builtins.int = ...,
+        state_group_count: _builtins.int = ...,
+        slot_bytes: _builtins.int = ...,
+        state_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "device", b"device", "head_dim", b"head_dim", "kv_cache_dtype", b"kv_cache_dtype", "kv_head_count", b"kv_head_count", "pool_bytes", b"pool_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "device", b"device", "group_count", b"group_count", "head_dim", b"head_dim", "kv_cache_dtype", b"kv_cache_dtype", "kv_head_count", b"kv_head_count", "pool_bytes", b"pool_bytes", "slot_bytes", b"slot_bytes", "state_bytes", b"state_bytes", "state_group_count", b"state_group_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -28,6 +28,7 @@ from quire_worker.host_memory import available_bytes, host_bytes, size
 from quire_worker.model.batch import Chunk, build_batch, scratch_tables
 from quire_worker.model.paged_model import PagedModel
 
+_STATE_SHARE = 0.4  # of free memory for the states of a profiling pass, of which there are two copies
 SMALL_BYTES = 256 << 20  # of a pool on a CPU that is never too much, if they are to be had
 CPU_SHARE = Fraction(1, 2)  # of the memory that is available, for a pool on a CPU, if nothing is said
 _MORE_ROOM = "more --kv-memory, --kv-cache-dtype fp8_e4m3, --dtype bfloat16 or fewer --max-batch-tokens help"
@@ -148,12 +149,22 @@ def warn_of_short_sequences(model: PagedModel, cache: KVCache, sequence_tokens_m
 def profiled(model: PagedModel, options: argparse.Namespace, cuda: Any = torch.cuda) -> DeviceMemory:
     """Runs the largest batch once and measures what that takes; `cuda` has the functions of `torch.cuda`."""
     cuda.reset_peak_memory_stats()
-    page_bytes = _run_largest(model, options.max_batch_tokens, options.max_running)
+    sequence_count = options.max_running
+    if model.cache_spec.plan.checkpoint_block_count > 0:
+        sequence_count = profiled_sequences(model.cache_spec, sequence_count, cuda.mem_get_info()[0])
+    page_bytes = _run_largest(model, options.max_batch_tokens, sequence_count)
     peak = cuda.memory_stats()["allocated_bytes.all.peak"] - page_bytes
     cuda.empty_cache()  # what torch keeps for reuse is not taken by anybody
     free, total = cuda.mem_get_info()
     current = cuda.memory_stats()["allocated_bytes.all.current"]
     return DeviceMemory(total, total - free, peak, current, options.gpu_memory_utilization)
+
+
+def profiled_sequences(spec: CacheSpec, running_max: int, free_bytes: int) -> int:
+    """Counts the sequences of a profiling pass: those that may run, as far as their states take no more than a share of
+    the memory. A pass holds them twice, in pages and as the layers leave them behind."""
+    state_bytes = spec.plan.checkpoint_block_count * spec.bytes_per_block
+    return max(1, min(running_max, int(free_bytes * _STATE_SHARE) // state_bytes))
 
 
 def _run_largest(model: PagedModel, token_count: int, sequence_count: int) -> int:

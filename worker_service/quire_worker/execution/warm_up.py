@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from quire_kernels.compilation.warmup import CompilationCount, Progress, count_compilations
 
-from quire_worker.cache import KVCache
-from quire_worker.model.batch import Chunk, build_batch
+from quire_worker.cache import CacheSpec, KVCache
+from quire_worker.model.batch import Chunk, build_batch, scratch_tables
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.sampling.params import SamplingParams
 
@@ -22,6 +22,8 @@ LADDER = (2, 4, 8, 16, 32, 64, 128)
 # Sequences that decode beside a chunk of two tokens: 66 queries for 65 sequences are 1.02 each, so that blocks of rows
 # are as large as in decode, also with 64 query heads per KV head.
 COMPANY = 64
+SCRATCH_BYTES = 2 << 30  # of pages for this, unless fewer than `COMPANY_MIN` sequences would decode
+COMPANY_MIN = 3
 
 
 def warm_up(model: PagedModel, *, progress: Progress | None = None) -> CompilationCount:
@@ -34,26 +36,22 @@ def warm_up(model: PagedModel, *, progress: Progress | None = None) -> Compilati
     Returns:
         What was compiled, or found in Triton's cache on disk; nothing in the interpreter.
     """
+    spec = model.cache_spec
     steps = [
         ("decode, one sequence", [1]),
-        ("decode, several sequences", [1] * 3),
-        ("decode beside a chunk", [2] + [1] * COMPANY),
+        ("decode, several sequences", [1] * COMPANY_MIN),
+        ("decode beside a chunk", [2] + [1] * company_of(spec)),
         *((f"prefill, {length} tokens", [length]) for length in LADDER if length <= model.max_position),
     ]
-    spec = model.cache_spec
-    position_count = max(_block_count(lengths, spec.block_size) for _, lengths in steps)
-    cache = KVCache(spec, len(spec.groups) * position_count, device=model.device)
-    groups = range(len(spec.groups))
+    dealt = [scratch_tables(spec.groups, lengths) for _, lengths in steps]
+    cache = KVCache(spec, max(block_count for _, block_count in dealt), device=model.device)
     with count_compilations() as found:
-        for number, (title, lengths) in enumerate(steps):
+        for number, ((title, lengths), (tables, _)) in enumerate(zip(steps, dealt, strict=True)):
             if progress is not None:
                 progress(number, len(steps), title)
-            chunks, first = [], 0
-            for length in lengths:
-                stop = first + _block_count([length], spec.block_size)
-                tables = [range(group * position_count + first, group * position_count + stop) for group in groups]
-                chunks.append(Chunk([0] * length, 0, tables, needs_logits=True))
-                first = stop
+            chunks = [
+                Chunk([0] * length, 0, own, needs_logits=True) for length, own in zip(lengths, tables, strict=True)
+            ]
             model.forward(build_batch(chunks, groups=spec.groups, device=model.device), cache).cpu()
         model.attention.copy_blocks(cache.buffers, [0], [1])
         logits = torch.zeros(1, model.vocab_size, device=model.device)
@@ -64,5 +62,7 @@ def warm_up(model: PagedModel, *, progress: Progress | None = None) -> Compilati
     return found
 
 
-def _block_count(lengths: list[int], block_size: int) -> int:
-    return sum(-(-length // block_size) for length in lengths)
+def company_of(spec: CacheSpec) -> int:
+    """Counts the sequences that decode beside a chunk: fewer where each of them has hundreds of MB of states."""
+    sequence_bytes = len(spec.groups) * spec.bytes_per_block
+    return max(COMPANY_MIN, min(COMPANY, SCRATCH_BYTES // sequence_bytes - 1))

@@ -351,10 +351,8 @@ class WindowManager(FallenManager[WindowPart]):
         earlier = edge - self.edge_tokens
         if part.needed or len(aside) > 1 or unit.key is None or earlier < 0:
             return False
-        first = self._rule.first_needed(earlier) // size
-        before = aside[0].key if aside else None
-        if position < first or position >= earlier // size or (before is not None and before[0] >= first):
-            return False
+        if position != self._rule.first_needed(earlier) // size or position >= earlier // size:
+            return False  # where it is, what fell out before stands before all that is aside
         if edge != committed and position >= self._rule.first_needed(edge) // size:
             return False
         unit.aside_count += 1

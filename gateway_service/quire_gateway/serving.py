@@ -88,12 +88,12 @@ class Served(Response):
 
     async def _whole(self, send: Send) -> None:
         """Sends all choices in one answer."""
+        is_echo_alone = self._call.ask.is_echo_alone
         choices = [_Choice() for _ in range(self._call.ask.choice_count * len(self._call.tokens))]
         async with aclosing(relay.pieces(self._fleet, self._call)) as pieces:
-            async for number, chunk in pieces:
-                choice = choices[self._index(number, chunk)]
-                if self._call.ask.is_echo_alone:
-                    chunk = await self._of_prompt_alone(number, chunk, choice)
+            async for number, came in pieces:
+                choice = choices[self._index(number, came)]
+                chunk = await self._of_prompt_alone(number, came, choice) if is_echo_alone else came
                 choice.texts.append(chunk.text)
                 choice.told += self._told(number, chunk, choice)
                 choice.is_opened = True
@@ -113,16 +113,15 @@ class Served(Response):
 
     async def _stream(self, send: Send) -> None:
         """Sends each piece as it comes. What fails after the first one is told as the stream's last event."""
-        form = self._form
+        form, is_echo_alone = self._form, self._call.ask.is_echo_alone
         choices = [_Choice() for _ in range(self._call.ask.choice_count * len(self._call.tokens))]
         has_begun = False
         try:
             async with aclosing(relay.pieces(self._fleet, self._call)) as pieces:
-                async for number, chunk in pieces:
-                    index = self._index(number, chunk)
+                async for number, came in pieces:
+                    index = self._index(number, came)
                     choice = choices[index]
-                    if self._call.ask.is_echo_alone:
-                        chunk = await self._of_prompt_alone(number, chunk, choice)
+                    chunk = await self._of_prompt_alone(number, came, choice) if is_echo_alone else came
                     told = self._told(number, chunk, choice)
                     data = b"" if choice.is_opened else form.opening(index)
                     choice.is_opened = True

@@ -90,6 +90,7 @@ class Ask(NamedTuple):
         prompt_logprob_count: the same of the prompt's tokens, which are told apart from those of the text.
         names: what the workers' fields are called there.
         priority: as workers have it, larger is sooner; vLLM's, which callers give, is the other way round.
+        is_echo_alone: whether nothing but the prompt is wanted; workers compute a token behind it, which is not told.
     """
 
     model: str | None
@@ -103,6 +104,7 @@ class Ask(NamedTuple):
     prompt_logprob_count: int | None
     names: Mapping[str, str]
     priority: int
+    is_echo_alone: bool = False
 
     @property
     def prompt_param(self) -> str:
@@ -117,7 +119,11 @@ def of_completion(body: CompletionBody) -> Ask:
         ApiError: it asks for what is not served, which the error names.
     """
     names = {PROMPT: "prompt", "max_tokens": "max_tokens", "logprobs": "logprobs"}
-    return _ask(body, body.prompt, body.max_tokens or MAX_TOKENS_DEFAULT, body.logprobs, names)
+    is_echo_alone = body.max_tokens == 0
+    if is_echo_alone and not body.echo:
+        raise invalid("max_tokens", "max_tokens must be at least 1, or 0 with echo=true")
+    max_tokens = MAX_TOKENS_DEFAULT if body.max_tokens is None else max(body.max_tokens, 1)
+    return _ask(body, body.prompt, max_tokens, body.logprobs, names)._replace(is_echo_alone=is_echo_alone)
 
 
 def of_chat(body: ChatBody) -> Ask:

@@ -116,7 +116,7 @@ class CompletionBody(Body):
     """What POST /v1/completions takes."""
 
     prompt: Annotated[Prompts, PlainValidator(read_prompts), WithJsonSchema(_PROMPTS_SCHEMA)]
-    max_tokens: Count | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None  # 0 with an echo alone
     best_of: Annotated[int, Field(ge=1, le=CHOICES_MAX)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None

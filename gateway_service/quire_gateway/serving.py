@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import orjson
@@ -88,10 +88,12 @@ class Served(Response):
 
     async def _whole(self, send: Send) -> None:
         """Sends all choices in one answer."""
+        is_echo_alone = self._call.ask.is_echo_alone
         choices = [_Choice() for _ in range(self._call.ask.choice_count * len(self._call.tokens))]
         async with aclosing(relay.pieces(self._fleet, self._call)) as pieces:
-            async for number, chunk in pieces:
-                choice = choices[self._index(number, chunk)]
+            async for number, came in pieces:
+                choice = choices[self._index(number, came)]
+                chunk = await self._of_prompt_alone(number, came, choice) if is_echo_alone else came
                 choice.texts.append(chunk.text)
                 choice.told += self._told(number, chunk, choice)
                 choice.is_opened = True
@@ -111,14 +113,15 @@ class Served(Response):
 
     async def _stream(self, send: Send) -> None:
         """Sends each piece as it comes. What fails after the first one is told as the stream's last event."""
-        form = self._form
+        form, is_echo_alone = self._form, self._call.ask.is_echo_alone
         choices = [_Choice() for _ in range(self._call.ask.choice_count * len(self._call.tokens))]
         has_begun = False
         try:
             async with aclosing(relay.pieces(self._fleet, self._call)) as pieces:
-                async for number, chunk in pieces:
-                    index = self._index(number, chunk)
+                async for number, came in pieces:
+                    index = self._index(number, came)
                     choice = choices[index]
+                    chunk = await self._of_prompt_alone(number, came, choice) if is_echo_alone else came
                     told = self._told(number, chunk, choice)
                     data = b"" if choice.is_opened else form.opening(index)
                     choice.is_opened = True
@@ -143,6 +146,21 @@ class Served(Response):
     def _index(self, number: int, chunk: Chunk) -> int:
         """Returns the number of a chunk's choice: prompt by prompt, and in each sample by sample."""
         return number * self._call.ask.choice_count + chunk.sample
+
+    async def _of_prompt_alone(self, number: int, chunk: Chunk, choice: _Choice) -> Chunk:
+        """Returns a chunk with the prompt, once for each choice, and nothing that was generated.
+
+        Raises:
+            ApiError: no worker says what its tokens are.
+        """
+        text, prompt, tokens = "", self._call.ask.prompts[number], self._call.tokens[number]
+        if not choice.is_opened:
+            spelled = await relay.spelled(self._fleet, self._call.model, set(tokens))
+            joined = b"".join(spelled[token] for token in tokens).decode(errors="replace")
+            text = prompt if isinstance(prompt, str) else joined
+        usage = chunk.usage and replace(chunk.usage, output_token_count=0)
+        reason = chunk.finish_reason and FinishReason.LENGTH
+        return replace(chunk, text=text, token_ids=(), logprobs=(), finish_reason=reason, usage=usage)
 
     def _told(self, number: int, chunk: Chunk, choice: _Choice) -> list[Told]:
         """Returns the tokens of a chunk whose logprobs are wanted; of an echo's first one, those of the prompt before

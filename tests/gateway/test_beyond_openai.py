@@ -129,6 +129,22 @@ def test_an_echo_begins_with_the_prompt_and_its_logprobs(ai: openai.OpenAI) -> N
     assert told == dict.fromkeys((0, 1), choice.logprobs.tokens), "each sample has the prompt's"
 
 
+def test_an_echo_of_no_more_tokens_is_the_prompt_and_its_logprobs_alone(ai: openai.OpenAI, worker: Client) -> None:
+    asked: dict[str, Any] = {"model": "demo", "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
+    whole = ai.completions.create(prompt=PROMPT, **{**asked, "max_tokens": 1}).choices[0]
+    for prompt in (PROMPT, list(worker.tokenize(PROMPT))):
+        answer = ai.completions.create(prompt=prompt, n=2, **asked)
+        assert [(choice.text, choice.finish_reason) for choice in answer.choices] == [(PROMPT, "length")] * 2
+        assert whole.logprobs is not None
+        assert [choice.logprobs and choice.logprobs.tokens for choice in answer.choices] == [
+            whole.logprobs.tokens[:-1]
+        ] * 2
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 0
+        pieces = list(ai.completions.create(prompt=prompt, stream=True, **asked))
+        assert "".join(piece.choices[0].text for piece in pieces) == PROMPT
+
+
 def test_further_parameters_of_sampling_are_the_workers(ai: openai.OpenAI, worker: Client) -> None:
     further: dict[str, Any] = {"stop": ["statement", "zzz"], "presence_penalty": 0.5, "frequency_penalty": 0.25}
     beyond: dict[str, Any] = {"min_p": 0.05, "repetition_penalty": 1.1, "top_k": 40, "min_tokens": 2}

@@ -160,7 +160,13 @@ def assert_same_prompt_logprobs(mine: Any, peer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "further", [{"use_beam_search": True, "n": 3}, {"structured_outputs": {"choice": ["red", "green"]}}], ids=str
+    "further",
+    [
+        {"use_beam_search": True, "n": 3},
+        {"structured_outputs": {"choice": ["red", "green"]}},
+        {"echo": True, "max_tokens": 0, "logprobs": 1},
+    ],
+    ids=str,
 )
 def test_beams_and_structures_have_the_same_texts(ours: ServerProcess, theirs: Any, further: dict[str, Any]) -> None:
     """In tokens of each side's own grammar, which need not be the same; of beams vLLM does not say what was cached."""

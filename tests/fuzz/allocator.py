@@ -38,7 +38,7 @@ from tests.fuzz.requests import GROW, Plausible
 from tests.simulation.histories import GROUPS, pool_spec
 from tests.simulation.world import Quiet
 
-UNARY = ("OpenSession", "KeepAlive", "Allocate", "Grow", "Fork", "Commit", "Free", "CloseSession")
+UNARY = ("OpenSession", "KeepAlive", "Allocate", "Grow", "Fork", "Commit", "Free", "DropCache", "CloseSession")
 READING = ("MatchPrefix", "ListPools", "GetPool")
 INVARIANTS_EVERY, LOOK_DEEPER_EVERY = 16, 16  # accepted requests, messages
 

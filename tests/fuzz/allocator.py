@@ -272,7 +272,7 @@ class Episode:
         method, bad = _method_of(right), self._spoil(right)
         if bad is None:
             return
-        answer = self._call(method, bad, "unary")
+        answer = self._call(method, bad, bad.pool if isinstance(bad, pb.DropCacheRequest) else "unary")
         if method == "OpenSession" and answer is not None and bad.pool != "unary":  # type: ignore[attr-defined]
             self.sessions.drop(self.directory.pool(bad.pool))  # type: ignore[attr-defined]
             self._state = self._look()

@@ -272,7 +272,7 @@ class Scheduler:
     def _cut(self, filled: dict[Sample, list[bytes]]) -> dict[Sample, int]:
         """Says who gives back all room beyond what it has computed: who rests from now on, and whose state becomes
         a checkpoint or is shared."""
-        cut = self.roster.resting.settled(self.roster.block_size)
+        cut = self.roster.resting.settled(self.roster.block_size, has_states=self.roster.has_states)
         if self.roster.has_states:
             cut += to_cut((*self.roster.running, *self.roster.leaving), filled, self.roster.parents())
         for sample in cut:

@@ -82,16 +82,16 @@ class Runner:
         clock: Callable[[], float] = time.perf_counter,
         *,
         shortcut: Shortcut | None = None,
-        host_pages: HostPages | None = None,
+        swap_slot_count: int = 0,
         drafter: Drafter | None = None,
     ) -> None:
-        """Takes what computes; `shortcut` is tried first, on batches that are on the host. `host_pages` are for those
-        that are swapped, and `drafter` says what may follow a pass."""
+        """Takes what computes; `shortcut` is tried first, on batches that are on the host. `swap_slot_count` is
+        of blocks in host memory, for those that are swapped, and `drafter` says what may follow a pass."""
         self._model = model
         self._cache = cache
         self._clock = clock
         self._shortcut = shortcut
-        self._host_pages = host_pages
+        self._host_pages = HostPages(cache, swap_slot_count) if swap_slot_count else None
         self._drafter = drafter
         self._before = Before({}, {}, {})
 

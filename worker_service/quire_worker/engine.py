@@ -33,7 +33,8 @@ from quire_worker.door import Door
 from quire_worker.execution.drafter import Drafter
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
 from quire_worker.execution.parts import Computed
-from quire_worker.execution.runner import Runner, Shortcut
+from quire_worker.execution.run import Shortcut
+from quire_worker.execution.runner import Runner
 from quire_worker.model.adapters.adapter import Adapter
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer, TokenizerError
@@ -109,8 +110,7 @@ class Engine:
         self.reception = Reception(model, cache, tokenizer, session, self._door, clock=clock)
         self._asked: Asked | None = None
         self._sent_s = 0.0
-        slots = scheduler.roster.swap.slot_count
-        self._runner = Runner(model, cache, clock, shortcut=shortcut, swap_slot_count=slots, drafter=drafter)
+        self._runner = Runner(model, cache, clock, scheduler.roster.swap, shortcut=shortcut, drafter=drafter)
         self._passes = deque[Pass]()  # the one that is computed, and the one behind it
         self._outbox = Outbox(stream_interval_s, self._decoding_failed)
         self._intake = TokenIntake(

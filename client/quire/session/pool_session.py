@@ -114,6 +114,10 @@ class PoolSession:
         self._tasks: list[asyncio.Task[None]] = []
         self._flushes: set[asyncio.Task[None]] = set()
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closing else "attached" if self._connected else "not attached"
+        return f"<{type(self).__name__} of pool {self.pool}, {state}>"
+
     @property
     def connected(self) -> bool:
         """Tells whether a stream is up and attached."""

@@ -30,6 +30,7 @@ from quire.session import PoolSession, SessionLostError
 from quire_worker.adapters import Adapters
 from quire_worker.cache import KVCache
 from quire_worker.door import Door
+from quire_worker.execution.drafter import Drafter
 from quire_worker.execution.failures import TOKENIZER, DeviceLostError, Failure
 from quire_worker.execution.host_pages import HostPages
 from quire_worker.execution.parts import Computed
@@ -88,6 +89,7 @@ class Engine:
         waiting_max: int,
         stream_interval_s: float = STREAM_INTERVAL_S,
         shortcut: Shortcut | None = None,
+        drafter: Drafter | None = None,
         thread: ThreadPoolExecutor | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -110,7 +112,7 @@ class Engine:
         self._sent_s = 0.0
         slot_count = scheduler.roster.swap.slot_count
         host_pages = HostPages(cache, slot_count) if slot_count else None
-        self._runner = Runner(model, cache, clock, shortcut, host_pages)
+        self._runner = Runner(model, cache, clock, shortcut=shortcut, host_pages=host_pages, drafter=drafter)
         self._passes = deque[Pass]()  # the one that is computed, and the one behind it
         self._outbox = Outbox(stream_interval_s, self._decoding_failed)
         self._intake = TokenIntake(

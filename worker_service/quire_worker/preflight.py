@@ -40,6 +40,8 @@ def check_files(options: argparse.Namespace) -> None:
         CheckpointError, UsageError: as `check`.
     """
     check_model(options.model)
+    if options.draft_model is not None:
+        check_model(options.draft_model)
     check_memory(options)
 
 

@@ -6,6 +6,7 @@
     logits      looked at for every chunk, also where no token is sampled after it: through attention its last token
                 depends on all that it wrote, and what holds NaN must not be published
     sampling    all at once; if that fails, in halves
+    drafting    where a second model drafts what may follow (`drafter.py`); if that fails, nothing is drafted
 
 Computing again is safe: a pass writes the same tokens to the same slots, no token counts as computed before `compute`
 returns, and sampling draws its random numbers last. So whoever was in a batch that failed gets the text that it would
@@ -27,6 +28,7 @@ import torch
 from quire.protocol.outcomes import Copy
 
 from quire_worker.cache import KVCache
+from quire_worker.execution.drafter import Drafter
 from quire_worker.execution.failures import (
     GRAMMAR,
     NO_TOKEN_LEFT,
@@ -62,7 +64,7 @@ from quire_worker.model.paged_model import PagedModel
 from quire_worker.sampling.choice import are_finite
 from quire_worker.sampling.sampler import draw
 from quire_worker.scheduling.plan import Batch, Draw
-from quire_worker.scheduling.request import Request, Sample
+from quire_worker.scheduling.request import Proposal, Request, Sample
 from quire_worker.scheduling.swap import SwapOut, pages_to_restore
 
 log = structlog.get_logger()
@@ -78,16 +80,19 @@ class Runner:
         model: PagedModel,
         cache: KVCache,
         clock: Callable[[], float] = time.perf_counter,
+        *,
         shortcut: Shortcut | None = None,
         host_pages: HostPages | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """Takes what computes; `shortcut` is tried first, on batches that are on the host. `host_pages` are for those
-        that are swapped."""
+        that are swapped, and `drafter` says what may follow a pass."""
         self._model = model
         self._cache = cache
         self._clock = clock
         self._shortcut = shortcut
         self._host_pages = host_pages
+        self._drafter = drafter
         self._before = Before({}, {}, {})
 
     def prepare(self, batch: Batch, *, is_behind: bool) -> Prepared:
@@ -134,6 +139,7 @@ class Runner:
         run.read_rest()
         tokens = {each.draw.sample: each.token_id for each in run.tokens}
         self._before = Before(tokens, run.failures, run.lost_blocks)
+        proposals = self._propose(prepared, run) if self._drafter is not None else {}
         return Computed(
             [work for work in prepared.batch.work if run.is_unharmed(work.sample)],
             [each for each in run.tokens if run.is_unharmed(each.draw.sample)],
@@ -146,7 +152,15 @@ class Runner:
             self._clock() - started,
             run.swapped_block_count,
             run.swap_s,
+            proposals,
         )
+
+    def _propose(self, prepared: Prepared, run: _Run) -> dict[Sample, Proposal]:
+        """Lets the draft model read what the pass has computed, and say what may follow."""
+        assert self._drafter is not None
+        copies = [move for move in prepared.batch.moves if isinstance(move, Copy)]
+        parts = [part for part in prepared.parts if run.is_unharmed(part.sample)]
+        return self._drafter.propose(copies, parts, run.tokens)
 
 
 class _Run:

@@ -91,7 +91,7 @@ class Drafter:
 
     @property
     def cache(self) -> KVCache:
-        """Returns its pages."""
+        """Returns the pages of the draft model, under the ids of the pool's blocks."""
         return self._cache
 
     def propose(self, copies: Sequence[Copy], parts: Sequence[Part], tokens: Sequence[Token]) -> dict[Sample, Proposal]:

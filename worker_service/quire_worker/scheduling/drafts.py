@@ -34,14 +34,12 @@ NGRAM_MAX = 64
 
 
 class Drafting(Protocol):
-    """A way of making drafts.
-
-    Attributes:
-        token_count: of a draft, at most.
-    """
+    """A way of making drafts."""
 
     @property
-    def token_count(self) -> int: ...
+    def token_count(self) -> int:
+        """Returns the most tokens of a draft."""
+        ...
 
     def speculates(self, sample: Sample) -> bool:
         """Tells whether drafts are made for a sample."""

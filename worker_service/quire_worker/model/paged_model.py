@@ -191,16 +191,25 @@ def load_model(
     )
     own = own or own_logits_of(module, check_texts(vocab_size, max_position))
     own = replace(own, logits=own.logits.to(device))
-
-    if crew is None and may_be_rounding(logits_through_pages(model), own, cache_spec.dtype):
-        own = with_rounding(own, module, check_texts(vocab_size, max_position))
-    prove = cache(partial(_prove, folder, model, own, kv_layout, crew))
-    check_through_pages(model, own, prove)
-    rewrite = rewrite_for(attention, cache_spec.dtype)
-    if rewrite is not None:
-        model = _rewritten(model, rewrite, own, prove)
+    model = _checked(folder, model, own, kv_layout, crew)
     stored_as = KV_CACHE_DTYPES[kv_cache_dtype]
     return model if stored_as is None else _quantised(model, folder, stored_as, own)
+
+
+def _checked(folder: Path, model: PagedModel, own: OwnLogits, kv_layout: str, crew: Crew | None) -> PagedModel:
+    """Compares what a model gives through pages with what its module gave; then likewise with kernels in the place of
+    modules, where there are such, and returns the model with these.
+
+    Raises:
+        UnsupportedModelError: they differ.
+    """
+    dtype = model.cache_spec.dtype
+    if crew is None and may_be_rounding(logits_through_pages(model), own, dtype):
+        own = with_rounding(own, model.module, check_texts(model.vocab_size, model.max_position))
+    prove = cache(partial(_prove, folder, model, own, kv_layout, crew))
+    check_through_pages(model, own, prove)
+    rewrite = rewrite_for(model.attention, dtype)
+    return model if rewrite is None else _rewritten(model, rewrite, own, prove)
 
 
 def _prove(folder: Path, model: PagedModel, own: OwnLogits, kv_layout: str, crew: Crew | None) -> None:

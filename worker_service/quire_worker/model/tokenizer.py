@@ -154,23 +154,23 @@ class NoTokenizer(Tokenizer):
         raise NoTokenizerError
 
     def encode(self, text: str) -> list[int]:
-        """Refuses."""
+        """Refuses any text."""
         raise NoTokenizerError
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Refuses."""
+        """Refuses any text."""
         raise NoTokenizerError
 
     def encode_conversation(self, conversation: Conversation) -> list[int]:
-        """Refuses."""
+        """Refuses any conversation."""
         raise NoTokenizerError
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Returns no text."""
+        """Returns the empty text, whatever the tokens."""
         return ""
 
     def spell(self, tokens: Sequence[int]) -> list[bytes]:
-        """Refuses."""
+        """Refuses any tokens."""
         raise NoTokenizerError
 
 

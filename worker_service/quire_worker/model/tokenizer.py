@@ -134,7 +134,8 @@ class Tokenizer:
 
 
 class NoTokenizer(Tokenizer):
-    """In the place of one that a checkpoint does not come with: prompts are token ids, and tokens have no text."""
+    """In the place of one that a checkpoint does not come with: prompts are token ids, and tokens have no text. Whatever
+    needs more raises NoTokenizerError."""
 
     def __init__(self) -> None:
         """Reads nothing."""
@@ -142,35 +143,24 @@ class NoTokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Returns 0, since no token has a text."""
         return 0
 
     def to_json(self) -> str:
-        """Has nothing to write.
-
-        Raises:
-            NoTokenizerError: always, as in all that makes tokens of text.
-        """
         raise NoTokenizerError
 
     def encode(self, text: str) -> list[int]:
-        """Refuses any text."""
         raise NoTokenizerError
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Refuses any text."""
         raise NoTokenizerError
 
     def encode_conversation(self, conversation: Conversation) -> list[int]:
-        """Refuses any conversation."""
         raise NoTokenizerError
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the empty text, whatever the tokens."""
         return ""
 
     def spell(self, tokens: Sequence[int]) -> list[bytes]:
-        """Refuses any tokens."""
         raise NoTokenizerError
 
 

@@ -134,8 +134,10 @@ class Tokenizer:
 
 
 class NoTokenizer(Tokenizer):
-    """In the place of one that a checkpoint does not come with: prompts are token ids, and tokens have no text. Whatever
-    needs more raises NoTokenizerError."""
+    """What is there of a checkpoint that comes without one: prompts are token ids, and tokens have no text.
+
+    Whatever needs more raises NoTokenizerError.
+    """
 
     def __init__(self) -> None:
         """Reads nothing."""

@@ -69,9 +69,9 @@ def _what_answers(connection: socket.socket, server: str, is_encrypted: bool) ->
     if answer is None:
         return "somebody listens there and does not answer; does it stand still?"
     if answer.startswith(b"HTTP/"):
-        if server == ANY_SERVER:
-            return "the server there speaks HTTP, not gRPC: write http:// before the address to ask it so"
-        return f"a server is running there, and it is HTTP, not {_with_article(server)} (gRPC); give another address"
+        other = f"a server is running there, and it is HTTP, not {_with_article(server)} (gRPC); give another address"
+        as_http = "the server there speaks HTTP, not gRPC: write http:// before the address to ask it so"
+        return as_http if server == ANY_SERVER else other
     is_plain_grpc = len(answer) == _ANSWER_BYTES and answer[3] == _SETTINGS
     if is_encrypted:
         if is_plain_grpc:

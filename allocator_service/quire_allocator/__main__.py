@@ -1,5 +1,15 @@
-"""Runs the allocator as `python -m quire_allocator`."""
+"""Runs the allocator as `python -m quire_allocator` and `quire-allocator`."""
 
-from quire_allocator.server import main
+from quire._extras import require_extra_or_exit
 
-main()
+
+def main() -> None:
+    """Is the entry point."""
+    require_extra_or_exit("allocator")
+    from quire_allocator.server import main as serve
+
+    serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,15 @@
-"""Runs the gateway: `python -m quire_gateway`."""
+"""Runs the gateway as `python -m quire_gateway` and `quire-gateway`."""
 
-from quire_gateway.server import main
+from quire._extras import require_extra_or_exit
 
-main()
+
+def main() -> None:
+    """Is the entry point."""
+    require_extra_or_exit("gateway")
+    from quire_gateway.server import main as serve
+
+    serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -21,7 +21,6 @@ from quire_gateway.metrics import GatewayCollector, Telemetry, exposition
 from quire_gateway.serving import Served
 
 NO_JSON: Final = "the body is no JSON"
-PROBED_BY: Final = ["GET", "HEAD"]
 PARAM_SHOWN: Final = 256  # characters of the place of a fault
 
 
@@ -62,11 +61,14 @@ def make_app(
     async def model(name: str) -> Response:
         return _json(orjson.dumps(replies.model(*fleet.model(name))))
 
-    @app.api_route("/healthz", methods=PROBED_BY)
+    @app.get("/healthz")
+    @app.head("/healthz", include_in_schema=False)
+    @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)  # what probes of vLLM's server ask
     async def healthz() -> Response:
         return PlainTextResponse("ok\n")
 
-    @app.api_route("/readyz", methods=PROBED_BY)
+    @app.get("/readyz")
+    @app.head("/readyz", include_in_schema=False)
     async def readyz() -> Response:
         if is_draining():
             raise ApiError(503, "the gateway is shutting down", kind="server_error", code="draining")

@@ -7,10 +7,14 @@ from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 from quire.sampling import SamplingOptions
 
-from quire_gateway.bodies import Body, ChatBody, CompletionBody, Message
-from quire_gateway.failures import PROMPT, invalid, missing, unsupported
+from quire_gateway.bodies import Body, ChatBody, CompletionBody
+from quire_gateway.conversations import Chat, chat_of
+from quire_gateway.failures import PROMPT, invalid, unsupported
+from quire_gateway.structures import structure_of
 
 MAX_TOKENS_DEFAULT: Final = 16  # of completions, as OpenAI has it; an answer in a chat may be as long as the model's
+TEMPERATURE_MAX: Final = 2.0  # as OpenAI has it; workers take more
+TEMPERATURE_MIN: Final = 1e-3  # the least that workers take beside 0: the likeliest token is all that there is below it
 
 # What workers are asked for under the same name, if this version of the client has it; else it is refused, unless the
 # value is one that changes nothing.
@@ -29,15 +33,14 @@ _SAME_NAME: Final[Mapping[str, tuple[Any, ...]]] = {
     "min_tokens": (0,),
     "best_of": (1,),
     "echo": (False,),
-    "allowed_token_ids": ([],),
+    "allowed_token_ids": (),
     "banned_token_ids": ([],),
     "length_penalty": (1,),
     "early_stopping": (False,),
 }
-# What no worker does, and values of them that change nothing.
+# What no worker does, and values of them that change nothing, beside those that a body has by default.
 _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -55,21 +58,16 @@ _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
+    "return_token_offsets": (False,),
+    "routed_experts_prompt_start": (0,),
+    "mm_payload": ("tensors",),
+    "add_special_tokens": (),
     "truncate_prompt_tokens": (),
     "cache_salt": (),
     "documents": ([],),
     "chat_template": (),
     "include_reasoning": (True,),
 }
-
-
-class Chat(NamedTuple):
-    """A conversation that a worker is to write down and tokenize."""
-
-    messages: tuple[Mapping[str, Any], ...]
-    tools: tuple[Mapping[str, Any], ...]
-    variables: Mapping[str, Any]
-    with_generation_prompt: bool
 
 
 Prompt: TypeAlias = "str | tuple[int, ...] | Chat"
@@ -132,14 +130,9 @@ def of_chat(body: ChatBody) -> Ask:
     Raises:
         ApiError: it asks for what is not served, which the error names.
     """
-    # As vLLM has it: a variable for the template, which models that can be told how much to think have.
-    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    chat = Chat(
-        tuple(_message(number, message) for number, message in enumerate(body.messages)),
-        tuple(body.tools or ()),
-        {**effort, **(body.chat_template_kwargs or {})},
-        body.add_generation_prompt,
-    )
+    chat = chat_of(body)
+    if body.echo:
+        raise unsupported("echo")
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs")
     top = (body.top_logprobs or 0) if body.logprobs else None
@@ -164,15 +157,18 @@ def _ask(
 ) -> Ask:
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options is for streams: it needs stream=true")
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+        raise unsupported("stream_options.continuous_usage_stats")
     for name, neutral in _REFUSED.items():
         value = getattr(body, name, None)
-        if value is not None and value not in neutral:
+        if value is not None and value not in neutral and value != type(body).model_fields[name].default:
             raise unsupported(name)
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs", "prompt_logprobs is not for streams: it needs stream=false")
     options: dict[str, Any] = {"temperature": 1.0}  # OpenAI's default
     for name, neutral in _SAME_NAME.items():
         _put(options, name, name, getattr(body, name, None), neutral)
+    _settle_temperature(options)
     beam_count = body.num_beams or (body.n or 1 if body.use_beam_search else 1)
     beams_name = "use_beam_search" if body.use_beam_search and body.num_beams is None else "num_beams"
     _put(options, beams_name, "num_beams", beam_count, (1,))
@@ -194,7 +190,7 @@ def _ask(
         "num_beams": beams_name,
         "prompt_logprobs": of_prompt,
     }
-    for name, (option, value) in _structure(body).items():
+    for name, (option, value) in structure_of(body).items():
         _put(options, name, option, value, ())
         names[option] = name
     if "seed" in options:
@@ -227,93 +223,21 @@ def _put(options: dict[str, Any], name: str, option: str, value: Any, neutral: t
     options[option] = tuple(value) if isinstance(value, list) else value
 
 
+def _settle_temperature(options: dict[str, Any]) -> None:
+    """Holds the temperature to what OpenAI allows, and one that is next to none to the least that workers take.
+
+    Raises:
+        ApiError: it is above that.
+    """
+    temperature = options["temperature"]
+    if temperature > TEMPERATURE_MAX:
+        raise invalid("temperature", f"temperature must be from 0 to {TEMPERATURE_MAX:g}, not {temperature:g}")
+    if 0 < temperature < TEMPERATURE_MIN:
+        options["temperature"] = TEMPERATURE_MIN
+
+
 def _biases(given: Mapping[str, float] | None) -> dict[int, float]:
     try:
         return {int(token): bias for token, bias in (given or {}).items()}
     except ValueError:
         raise invalid("logit_bias", "logit_bias is by token id") from None
-
-
-def _structure(body: Body) -> dict[str, tuple[str, Any]]:
-    """Returns what the text has to be, in any of the forms in which it is asked for: (option, value) by parameter."""
-    found: dict[str, tuple[str, Any]] = {}
-    kinds = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
-    structured = _structured_outputs(body, kinds)
-    for kind, option in kinds.items():
-        given = getattr(body, f"guided_{kind}")
-        if given is not None:
-            found[f"guided_{kind}"] = (option, given)
-        given = structured.get(kind)
-        if given is not None:
-            found["structured_outputs"] = (option, given)
-    format_ = body.response_format or {"type": "text"}
-    match format_.get("type"):
-        case "text":
-            pass
-        case "json_object":
-            found["response_format"] = ("json_schema", {"type": "object"})
-        case "json_schema":
-            found["response_format"] = ("json_schema", _schema_of(format_))
-        case _:
-            raise invalid(
-                "response_format", "response_format has no type that is known: text, json_object, json_schema"
-            )
-    if len(found) > 1:
-        raise invalid(next(reversed(found)), f"only one of {', '.join(found)} can be asked for")
-    return found
-
-
-def _schema_of(format_: Mapping[str, Any]) -> Any:
-    """Returns the schema of a response format.
-
-    Raises:
-        ApiError: it has none, or one that is no JSON schema.
-    """
-    name = "response_format.json_schema"
-    given = format_.get("json_schema")
-    if not isinstance(given, dict):
-        raise missing(name) if given is None else invalid(name, f"{name} must be an object")
-    schema = given.get("schema")
-    if schema is None:
-        raise missing(f"{name}.schema")
-    if not isinstance(schema, dict | bool):
-        raise invalid(f"{name}.schema", f"{name}.schema must be a JSON schema")
-    return schema
-
-
-def _structured_outputs(body: Body, kinds: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the one structure that vLLM's parameter asks for, if any; what has no effect there has none here.
-
-    Raises:
-        ApiError: it is none of ours, or there are several.
-    """
-    found = {name: value for name, value in (body.structured_outputs or {}).items() if value not in (None, False)}
-    if found.pop("json_object", None) is not None:
-        found.setdefault("json", {"type": "object"})
-    for name in sorted(found.keys() - kinds):
-        raise unsupported(f"structured_outputs.{name}", f"is none of {', '.join(kinds)}, json_object")
-    if len(found) > 1:
-        raise invalid("structured_outputs", f"only one of {', '.join(sorted(found))} can be asked for")
-    return found
-
-
-def _message(number: int, message: Message) -> dict[str, Any]:
-    """Returns a message as templates take it: its content as one text.
-
-    Raises:
-        ApiError: a part of it is no text.
-    """
-    values = message.model_dump(exclude_unset=True)
-    if isinstance(message.content, list):
-        texts = []
-        for index, part in enumerate(message.content):
-            if part.get("type") not in ("text", "input_text", "refusal"):
-                where = f"messages[{number}].content[{index}]"
-                raise unsupported(where, f"is of type {part.get('type')!r}: this server takes text alone")
-            text = part.get("refusal" if part["type"] == "refusal" else "text")
-            if not isinstance(text, str):
-                where = f"messages[{number}].content[{index}].text"
-                raise missing(where) if text is None else invalid(where, f"{where} must be a text")
-            texts.append(text)
-        values["content"] = "\n".join(texts)
-    return values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
 CHOICES_MAX = 64  # of one prompt, as the worker has it
 PROMPTS_MAX = 64
@@ -53,12 +53,21 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # nothing is ever added
+    continuous_usage_stats: bool | None = None
 
 
 class Body(BaseModel):
     """What both endpoints take."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unknown_nulls(cls, given: Any) -> Any:
+        """Takes a parameter of null for one that is not given, whoever knows it: clients write all of theirs down."""
+        if not isinstance(given, dict) or None not in given.values():
+            return given
+        return {name: value for name, value in given.items() if value is not None or name in cls.model_fields}
 
     model: str | None = None
     stream: bool | None = None
@@ -82,7 +91,7 @@ class Body(BaseModel):
     stop_token_ids: list[Token] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    allowed_token_ids: list[Token] | None = None
+    allowed_token_ids: Annotated[list[Token], Field(min_length=1)] | None = None
     priority: Annotated[int, Field(ge=-10, le=10)] | None = None  # lower is sooner
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     banned_token_ids: list[Token] | None = None  # Quire's own
@@ -99,6 +108,9 @@ class Body(BaseModel):
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     cache_salt: str | None = None
+    return_token_offsets: bool | None = None
+    routed_experts_prompt_start: int | None = None
+    mm_payload: str | None = None
 
     # transformers'
     num_beams: Annotated[int, Field(ge=1, le=CHOICES_MAX)] | None = None
@@ -121,6 +133,7 @@ class CompletionBody(Body):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
     suffix: str | None = None
+    add_special_tokens: bool | None = True  # as vLLM has it: those that the tokenizer puts around a text
 
 
 class Message(BaseModel):
@@ -140,7 +153,7 @@ class ChatBody(Body):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None  # taken and not used: a text is all that there is
     chat_template_kwargs: dict[str, Any] | None = None
@@ -149,7 +162,7 @@ class ChatBody(Body):
     modalities: list[str] | None = None
     audio: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     service_tier: str | None = None
     store: bool | None = None
     functions: list[dict[str, Any]] | None = None
@@ -158,6 +171,8 @@ class ChatBody(Body):
     verbosity: str | None = None
     documents: list[dict[str, Any]] | None = None
     chat_template: str | None = None
+    add_special_tokens: bool | None = False  # a template writes them itself
+    echo: bool | None = None
     include_reasoning: bool | None = None
     prompt_cache_key: str | None = None  # taken and not used: every prefix is found by what it is
     safety_identifier: str | None = None  # likewise: a key says who calls

@@ -65,6 +65,7 @@ class Backend:
         self.chosen_count = 0
         self.mirror: PrefixMirror | None = None
         self._load_of_others = 0
+        self._is_missed = False  # the log says once that it is away
 
     @property
     def is_connected(self) -> bool:
@@ -80,14 +81,14 @@ class Backend:
         """Takes in what it says of itself."""
         if not self.is_ready:
             log.info("worker is there", address=self.client.address, model=status.model)
-        self.status, self.is_ready = status, True
+        self.status, self.is_ready, self._is_missed = status, True, False
         self._load_of_others = max(0, status.running_count + status.waiting_count - self.in_flight)
 
     def lost(self, error: QuireError) -> None:
         """Notes that it did not answer."""
-        if self.is_ready or self.status is None:
+        if not self._is_missed:
             log.warning("worker is away", address=self.client.address, error=str(error))
-        self.is_ready = False
+        self.is_ready, self._is_missed = False, True
 
     def serves(self, model: Model) -> bool:
         """Tells whether it answers, and has the checkpoint and the adapter."""

@@ -26,7 +26,7 @@ from quire_gateway.metrics import Telemetry
 
 log = structlog.get_logger()
 
-OPEN_PATHS: Final = frozenset({"/healthz", "/readyz"})  # probes know no key
+OPEN_PATHS: Final = frozenset({"/healthz", "/health", "/readyz"})  # probes know no key
 METRICS_PATH: Final = "/metrics"
 ROUTES: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models"})  # labels of metrics; else "other"
 WORK: Final = frozenset({"/v1/completions", "/v1/chat/completions"})

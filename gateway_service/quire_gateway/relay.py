@@ -17,7 +17,8 @@ from quire.aio import AsyncClient
 from quire.errors import QuireError, Reason
 from quire.sampling import Chunk, SamplingOptions
 
-from quire_gateway.asks import Ask, Chat, Prompt
+from quire_gateway.asks import Ask, Prompt
+from quire_gateway.conversations import Chat
 from quire_gateway.failures import ApiError, of_quire, unavailable
 from quire_gateway.fleet import Backend, Fleet, Model
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import socket
+import subprocess
 import sys
+import sysconfig
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from quire._extras import PACKAGES
 from quire.cli import app, servers, up
 from quire.cli.servers import completions
 
@@ -120,6 +126,12 @@ def test_a_port_in_use_is_said_with_its_option_before_anything_is_started(option
     assert run(*UP, f"--{option}={taken}") == (2, "", f"quire: {said}\n")
 
 
+def test_a_host_that_is_none_is_said_before_anything_is_started(run: Run) -> None:
+    code, _, err = run(*UP, "--worker=nohost.invalid:0")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("quire: cannot listen on nohost.invalid:0: ")
+
+
 def test_a_worker_looks_at_all_its_addresses_before_it_loads_anything(run: Run, taken: str) -> None:
     worker = ["worker", "--model", str(DEMO), "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]
     for option, address, said in (
@@ -130,12 +142,55 @@ def test_a_worker_looks_at_all_its_addresses_before_it_loads_anything(run: Run, 
             "http://127.0.0.1:1",
             "--listen: 'http://127.0.0.1:1' is a URL: write '127.0.0.1:1', without http://",
         ),
-        ("--listen", "nohost.invalid:0", "cannot listen on nohost.invalid:0: "),
+        ("--metrics", "unix:///tmp/m", "--metrics unix:///tmp/m: Prometheus scrapes no Unix socket; write host:port"),
+        ("--listen", "0.0.0.0:0", "0.0.0.0:0 can be reached from other machines"),
+        ("--token-file", "/nonexistent", "token file /nonexistent: "),
+        ("--tls-cert", "/nonexistent", "TLS needs --tls-cert and --tls-key, both"),
+        ("--allocator-ca", "/nonexistent", "/nonexistent: No such file or directory"),
         ("--allocator", "http://127.0.0.1:1", "'http://127.0.0.1:1' is a URL: write '127.0.0.1:1', without http://"),
     ):
         code, _, err = run(*worker, option, address)
         assert (code, err.count("\n")) == (2, 1)
         assert err.startswith(f"quire: {said}")
+
+
+# -- extras ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_server_needs_is_what_its_extra_brings() -> None:
+    extras = tomllib.loads((DEMO.parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for server, packages in PACKAGES.items():
+        named = {re.split(r"[<>=;\[]", line)[0].strip().replace("-", "_") for line in extras[server]}
+        assert set(packages) == named
+
+
+@pytest.mark.parametrize("server", ["allocator", "worker", "gateway"])
+def test_a_server_without_its_packages_says_what_to_install(server: str, tmp_path: Path) -> None:
+    """As where the client alone is installed: -S leaves the environment's packages out, and the client's are linked."""
+    for name in ("grpc", "google", "grpc_health", "typing_extensions.py"):
+        (tmp_path / name).symlink_to(Path(sysconfig.get_path("purelib")) / name)
+    folders = [tmp_path, *(DEMO.parents[1] / name for name in ("client", f"{server}_service"))]
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", f"quire_{server}"],
+        env={"PYTHONPATH": os.pathsep.join(map(str, folders))},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith(f"quire-{server}: the {server} needs packages that are not installed (")
+    assert f"pip install 'quire-kv[{server}]'" in done.stderr
+
+
+@pytest.mark.parametrize("server", ["allocator", "worker"])
+def test_up_looks_for_the_packages_of_its_servers_before_it_starts_one(
+    server: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PACKAGES, server, ("no_such_package",))
+    code, _, err = run(*UP)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(f"quire: the {server} needs packages that are not installed (no_such_package): pip install ")
 
 
 # -- completion --------------------------------------------------------------------------------------------------------

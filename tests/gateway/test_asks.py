@@ -17,10 +17,12 @@ from quire.errors import (
 )
 from quire_gateway import asks
 from quire_gateway.bodies import ChatBody, CompletionBody
+from quire_gateway.conversations import Chat
 from quire_gateway.failures import ApiError, of_quire
 from quire_gateway.probabilities import Told, of_completion
 
 NAMES = {"prompt": "prompt"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
@@ -81,7 +83,22 @@ def test_each_parameter_is_an_option_of_the_workers(fields: dict[str, Any], opti
         ({"response_format": {"type": "yaml"}}, "response_format", None),
         ({"logit_bias": {"seven": 1}}, "logit_bias", None),
         ({"top_logprobs": 3}, "top_logprobs", None),
-        ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+        ({"tools": [TOOL]}, "tools", "unsupported_parameter"),
+        ({"tools": [TOOL], "tool_choice": "auto"}, "tools", "unsupported_parameter"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "unsupported_parameter"),
+        ({"tool_choice": "auto"}, "tool_choice", None),
+        ({"temperature": 2.1}, "temperature", None),
+        ({"response_format": {}}, "response_format", None),
+        ({"structured_outputs": {}}, "structured_outputs", None),
+        ({"structured_outputs": {"regex": None, "json_object": False}}, "structured_outputs", None),
+        ({"echo": True}, "echo", "unsupported_parameter"),
+        ({"add_special_tokens": True}, "add_special_tokens", "unsupported_parameter"),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+            "unsupported_parameter",
+        ),
         ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
         ({"store": True}, "store", "unsupported_parameter"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", None),
@@ -136,10 +153,79 @@ def test_what_clients_of_openai_and_vllm_send_without_effect_is_taken() -> None:
     assert not chat(stream=None, n=None, stop=None, temperature=None).is_streamed
 
 
-def test_how_much_to_think_is_a_variable_of_the_template() -> None:
-    (prompt,) = chat(reasoning_effort="low", chat_template_kwargs={"enable_thinking": True}).prompts
-    assert isinstance(prompt, asks.Chat)
-    assert prompt.variables == {"reasoning_effort": "low", "enable_thinking": True}
+@pytest.mark.parametrize("name", ["kv_transfer_params", "prompt_embeds", "nobody_knows_it"])
+def test_a_parameter_of_null_is_one_that_is_not_given(name: str) -> None:
+    assert completion(**{name: None}) == completion()
+    assert chat(**{name: None}) == chat()
+    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+        completion(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("temperature", "asked"), [(2, 2.0), (1e-3, 1e-3), (1e-4, 1e-3), (1e-9, 1e-3), (0, 0.0), (-1e-4, -1e-4)]
+)
+def test_a_temperature_that_is_next_to_none_is_the_least_that_a_worker_takes(temperature: float, asked: float) -> None:
+    assert completion(temperature=temperature).options["temperature"] == asked
+
+
+@pytest.mark.parametrize(
+    ("fields", "variables"),
+    [
+        ({}, {}),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            {"reasoning_effort": "low", "enable_thinking": False},
+        ),
+    ],
+    ids=str,
+)
+def test_how_much_to_think_is_a_variable_of_the_template(fields: dict[str, Any], variables: dict[str, Any]) -> None:
+    (prompt,) = chat(**fields).prompts
+    assert isinstance(prompt, Chat)
+    assert prompt.variables == variables
+
+
+def test_a_template_is_told_of_tools_where_no_call_is_to_be_read_out_of_the_text() -> None:
+    (prompt,) = chat(tools=[TOOL], tool_choice="none").prompts
+    assert isinstance(prompt, Chat)
+    assert prompt.tools == (TOOL,)
+    with pytest.raises(ValidationError, match="at least 1 item"):
+        chat(tools=[])
+
+
+def called(**function: Any) -> dict[str, Any]:
+    """A message of a model that has called a function."""
+    return {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", **function}}]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [('{"a": [1]}', {"a": [1]}), ("", {}), (None, {}), ({"a": 1}, {"a": 1}), ("{bad", {}), ("[1]", {})],
+    ids=str,
+)
+def test_calls_in_a_conversation_are_as_templates_take_them(arguments: object, read: dict[str, Any]) -> None:
+    """Templates go through the arguments of a call as an object; callers know them as a text."""
+    ask = asks.of_chat(ChatBody(messages=[called(arguments=arguments), {"role": "tool", "content": "4"}]))  # type: ignore[list-item]
+    (prompt,) = ask.prompts
+    assert isinstance(prompt, Chat)
+    assert prompt.messages[0] == {**called(arguments=read), "content": ""}
+
+
+@pytest.mark.parametrize("calls", [[5], [{"type": "custom"}], [{"type": "function"}], {"a": 1}])
+def test_calls_that_are_none_are_refused_by_their_place(calls: object) -> None:
+    message = {"role": "assistant", "content": "", "tool_calls": calls}
+    with pytest.raises(ApiError) as raised:
+        asks.of_chat(ChatBody(messages=[message]))  # type: ignore[list-item]
+    assert raised.value.body["error"]["param"] == "messages[0].tool_calls"
+
+
+def test_a_message_without_content_or_calls_has_an_empty_text() -> None:
+    message = {"role": "assistant", "content": None, "tool_calls": []}
+    (prompt,) = asks.of_chat(ChatBody(messages=[message])).prompts  # type: ignore[list-item]
+    assert isinstance(prompt, Chat)
+    assert prompt.messages == ({"role": "assistant", "content": ""},)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +243,7 @@ def test_how_much_to_think_is_a_variable_of_the_template() -> None:
         (chat(max_tokens=3), "max_tokens", "max_tokens"),
         (chat(max_completion_tokens=3), "max_tokens", "max_completion_tokens"),
         (chat(), "messages", "messages"),
-        (chat(), "tools", "tools"),
+        (chat(tools=[TOOL], tool_choice="none"), "tools", "tools"),
         (chat(), "variables", "chat_template_kwargs"),
     ],
     ids=lambda value: str(value)[:20],

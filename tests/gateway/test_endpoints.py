@@ -334,10 +334,17 @@ def test_the_code_in_the_document_runs(served: ServerProcess) -> None:
     assert json.loads(answer)["choices"][0]["text"]
 
 
+def test_the_description_for_programs_names_each_operation_once(served: ServerProcess) -> None:
+    paths = json.loads(curl(served, "/openapi.json").body)["paths"]
+    found = [(method, path) for path, methods in paths.items() for method in methods]
+    assert ("post", "/v1/chat/completions") in found
+    assert {method for method, _ in found} == {"get", "post"}, "what asks by HEAD has the same operation's name"
+
+
 def test_probes_and_metrics_answer(served: ServerProcess) -> None:
     assert curl(served, "/healthz").status == 200
     assert curl(served, "/readyz").status == 200
-    assert [curl(served, path, "-I").status for path in ("/healthz", "/readyz")] == [200, 200]
+    assert [curl(served, path, "-I").status for path in ("/healthz", "/health", "/readyz")] == [200, 200, 200]
     metrics = curl(served, "/metrics").body.decode()
     assert 'quire_gateway_requests_total{code="200",route="/v1/completions"}' in metrics
     assert "quire_gateway_first_token_seconds_bucket" in metrics

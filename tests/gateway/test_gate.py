@@ -10,16 +10,20 @@ from pathlib import Path
 
 import openai
 import pytest
+import structlog
+from quire._transport.messages import worker_status
+from quire.aio import AsyncClient
 from quire.cli.app import app as cli
 from quire.errors import Reason, UnavailableError, UsageError
 from quire.local import ServerFailedError
 from quire.v1 import worker_pb2 as pb
+from quire_gateway.fleet import Backend
 from quire_gateway.keys import ApiKeys
 from typer.testing import CliRunner
 
 from tests.client.servers import ScriptedServer, endless, refusing, scripted_server, secret_file, two_samples
 from tests.e2e.stack import eventually
-from tests.gateway.scene import client, curl, events, gateway, script
+from tests.gateway.scene import STATUS, client, curl, events, gateway, script
 from tests.security.certificates import quire_certs
 
 KEY, OTHER_KEY, TOKEN = "sk-alpha-0123456789", "sk-beta-0123456789", "operators-token-0123456789"
@@ -160,6 +164,17 @@ def test_without_a_worker_the_gateway_is_alive_and_not_ready(tmp_path: Path) -> 
             answer = curl(served, path)
             assert (answer.status, answer.error["message"]) == (503, "no worker answers")
         assert json.loads(curl(served, "/v1/models").body)["data"] == []
+
+
+async def test_a_worker_that_is_away_is_said_once_until_it_is_there() -> None:
+    backend, status = Backend(AsyncClient("127.0.0.1:1")), worker_status(STATUS)
+    with structlog.testing.capture_logs() as logged:
+        for _ in range(3):
+            backend.lost(UnavailableError("nobody"))
+        backend.heard(status)
+        backend.heard(status)
+        backend.lost(UnavailableError("nobody"))
+    assert [line["event"] for line in logged] == ["worker is away", "worker is there", "worker is away"]
 
 
 def test_a_worker_without_its_allocator_is_asked_last_and_the_gateway_says_that_it_is_not_ready(

@@ -22,11 +22,12 @@ from quire_allocator.metrics.counters import Counters
 from quire_allocator.service import AllocatorService
 from quire_worker.cache import NAN_BYTE, KVCache
 from quire_worker.engine import Engine
+from quire_worker.execution.drafter import Drafter
 from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.sampling.logprobs import TokenLogprobs
 from quire_worker.sampling.params import SamplingParams
-from quire_worker.scheduling.drafts import PromptLookup
+from quire_worker.scheduling.drafts import Drafting, Proposals
 from quire_worker.scheduling.request import STREAM_INTERVAL_S, FinishReason, Request
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.telemetry import WorkerTelemetry
@@ -184,7 +185,8 @@ async def running(
     waiting_max: int = 1024,
     ahead_tokens: int = 64,
     swap_slots: int = 0,
-    lookup: PromptLookup | None = None,
+    drafting: Drafting | None = None,
+    draft_model: PagedModel | None = None,
     stream_interval_s: float = STREAM_INTERVAL_S,
     permissions: Permissions = EVERYTHING,
     model: PagedModel | None = None,
@@ -193,6 +195,12 @@ async def running(
     torch.set_num_threads(1)
     model = model or paged_model(folder)
     kv_cache = KVCache(model.cache_spec, blocks)
+    drafter = None
+    if draft_model is not None:
+        drafting = drafting or Proposals(4)
+        drafter = Drafter(draft_model, blocks, model.cache_spec.groups, drafting.token_count)
+        for buffer in drafter.cache.buffers:
+            buffer.fill_(NAN_BYTE)
     for buffer in kv_cache.buffers:
         buffer.fill_(NAN_BYTE)  # what was never written must never be read
     allocator = AllocatorServer(permissions)
@@ -212,11 +220,12 @@ async def running(
                 running_max=running_max,
                 ahead_tokens=ahead_tokens,
                 swap_slot_count=swap_slots,
-                lookup=lookup,
+                drafting=drafting,
             ),
             telemetry=WorkerTelemetry(),
             waiting_max=waiting_max,
             stream_interval_s=stream_interval_s,
+            drafter=drafter,
         )
         task = asyncio.create_task(engine.run())
         try:

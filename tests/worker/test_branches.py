@@ -4,62 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from quire.errors import QuireError, Reason
 from quire.protocol.permissions import EVERYTHING
-from quire_worker.branches import Branch, Branches
+from quire_worker.branches import Branches
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.scheduling.request import Delivery
 
-from tests.worker.engine_harness import BLOCK_SIZE, Harness, prompt, reference_model, reference_text, running
+from tests.worker.branch_scene import (
+    count_tokens,
+    generate,
+    held_block_count,
+    mix_calls,
+    reference_logprobs,
+    release_all,
+    root_of,
+)
+from tests.worker.engine_harness import BLOCK_SIZE, prompt, reference_text, running
 from tests.worker.tiny_models import write_tiny_llama
 
 DEMO = Path("models/demo").resolve()
-TTL_S = 600.0
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("models") / "llama")
-
-
-async def root_of(branches: Branches, tokens: Sequence[int], *, ttl_s: float = TTL_S, namespace: str = "") -> Branch:
-    branch, _ = await branches.prefill(request_id="", tokens=list(tokens), namespace=namespace, ttl_s=ttl_s)
-    return branch
-
-
-async def generate(branches: Branches, branch: Branch, max_tokens: int, **sampling: Any) -> tuple[int, ...]:
-    """Continues a branch to the end, as the service does."""
-    tokens: tuple[int, ...] = ()
-    async with branches.generating(branch, SamplingParams(max_tokens, **sampling), "") as request:
-        while not request.is_read:
-            delivery = await asyncio.wait_for(request.deliveries.get(), 30)
-            if isinstance(delivery, QuireError):
-                raise delivery
-            tokens += delivery.token_ids
-            request.is_read = delivery.is_last
-    return tokens
-
-
-def reference_logprobs(folder: Path, tokens: Sequence[int], candidate: Sequence[int]) -> list[float]:
-    """Of each token of the candidate, by transformers' own forward pass over everything."""
-    with torch.no_grad():
-        logits = reference_model(folder)(torch.tensor([[*tokens, *candidate]])).logits[0].double()
-    rows = logits[len(tokens) - 1 : -1].log_softmax(dim=-1)
-    return rows.gather(1, torch.tensor(candidate).unsqueeze(1)).flatten().tolist()
-
-
-async def held_block_count(harness: Harness) -> int:
-    return harness.engine.cache.block_count - await harness.free_block_count()
-
-
-async def release_all(branches: Branches) -> None:
-    await branches.release(list(branches._branches), EVERYTHING)
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 32, 33, 100])
@@ -106,19 +77,6 @@ async def test_a_prompt_is_computed_once_for_all_its_branches(llama: Path) -> No
         assert await generate(branches, children[0], 3, ignore_eos=True)
         await release_all(branches)
         assert await harness.free_block_count() == 512
-
-
-def count_tokens(harness: Harness) -> list[int]:
-    """Tokens of each pass from now on."""
-    counts: list[int] = []
-    advance = harness.engine.scheduler.advance
-
-    def counted(work: Any) -> None:
-        counts.append(sum(item.token_count for item in work))
-        advance(work)
-
-    harness.engine.scheduler.advance = counted  # type: ignore[method-assign]
-    return counts
 
 
 @pytest.mark.parametrize("length", [1, 16, 17, 90])
@@ -192,41 +150,7 @@ async def test_idle_branches_keep_nobody_waiting_and_are_computed_again_when_the
 async def test_any_mix_of_calls_ends_in_any_pool_with_the_text_of_transformers(llama: Path, seed: int) -> None:
     dice = random.Random(seed)
     async with running(llama, blocks=dice.choice((10, 14, 24, 60)), batch_tokens=32, running_max=3) as harness:
-        branches = Branches(harness.engine)
-        alive = [await root_of(branches, prompt(dice.randrange(1, 70), seed=i)) for i in range(3)]
-
-        async def use(branch: Branch) -> None:
-            kind = dice.random()
-            before = list(branch.tokens)
-            if kind < 0.35 and len(branch.tokens) < 110:
-                count = dice.randrange(1, 14)
-                text = await generate(branches, branch, count, ignore_eos=True)
-                expected = reference_text(llama, tuple(branch.tokens[: -len(text)]), count)
-                assert text[: len(expected)] == expected
-            elif kind < 0.5 and len(branch.tokens) < 110:
-                await branches.extend(branch, prompt(dice.randrange(1, 20)), str(dice.random()))
-            elif kind < 0.7 and len(alive) < 12:
-                alive.extend(await branches.fork(branch, dice.randrange(1, 4), str(dice.random())))
-            elif kind < 0.85:
-                candidates = [prompt(dice.randrange(1, 9), seed=i) for i in range(dice.randrange(1, 6))]
-                found = await branches.score(branch, candidates, "")
-                before = list(branch.tokens)  # it may have had to wait for another call
-                for candidate, logprobs in zip(candidates, found.logprobs, strict=True):
-                    assert logprobs == pytest.approx(reference_logprobs(llama, before, candidate), abs=2e-4)
-            elif len(alive) > 2:
-                alive.remove(branch)
-                await branches.release([branch.id], EVERYTHING)
-
-        async def ask() -> None:
-            length = dice.randrange(1, 60)
-            output = await harness.generate(prompt(length, seed=length), max_tokens=dice.randrange(1, 30))
-            assert output.reasons[0] is not None
-
-        for _ in range(12):
-            chosen = dice.sample(alive, min(3, len(alive)))
-            await asyncio.wait_for(asyncio.gather(*(use(each) for each in chosen), ask()), 60)
-        await release_all(branches)
-        assert await harness.free_block_count() == harness.engine.cache.block_count
+        await mix_calls(harness, llama, dice, rounds=12)
 
 
 async def test_branches_outlive_an_allocator_that_comes_back_empty(llama: Path) -> None:

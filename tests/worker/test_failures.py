@@ -14,8 +14,8 @@ import pytest
 import torch
 from quire.errors import QuireError, Reason
 from quire.protocol.permissions import permissions_of
-from quire_worker.execution import runner
-from quire_worker.execution.failures import FailureKind, is_out_of_memory
+from quire_worker.execution.failures import FailureKind, failure_of, is_out_of_memory
+from quire_worker.execution.parts import Computed
 from quire_worker.sampling import sampler
 from quire_worker.scheduling.request import Request
 
@@ -243,8 +243,8 @@ async def test_a_lost_block_is_looked_for_among_all_that_run(healthy: Path) -> N
         company = Company(harness, healthy)
         await company.decoding()
         victim = company.requests[0].samples[0]
-        failure = runner.failure_of(torch.OutOfMemoryError())
-        computed = runner.Computed([], [], [], [], [], {}, {victim.tables[0][-1]: failure}, 0, 0.0)
+        failure = failure_of(torch.OutOfMemoryError())
+        computed = Computed([], [], [], [], [], {}, {victim.tables[0][-1]: failure}, 0, 0.0)
         harness.engine._end_failed(computed)
         assert [request.is_done for request in company.requests] == [True, False, False]
         with pytest.raises(QuireError):

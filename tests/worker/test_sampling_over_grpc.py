@@ -50,6 +50,8 @@ def test_the_best_samples_keep_to_a_choice(client: Client) -> None:
 def test_what_is_wrong_is_said_by_name(client: Client) -> None:
     with pytest.raises(InvalidArgumentError, match="min_p must be from 0 to 1"):
         client.generate(TEXT, min_p=2.0)
+    with pytest.raises(InvalidArgumentError, match=r"at most 1, not 1\.1 \["):
+        client.generate(TEXT, top_p=1.1)
     with pytest.raises(InvalidArgumentError, match="regex cannot be used"):
         client.generate(TEXT, regex="(")
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from quire.errors import UsageError
 from quire_worker.cache import KVCache
+from quire_worker.drafting import drafting_of
 from quire_worker.model.batch import ForwardBatch
 from quire_worker.model.paged_model import PagedModel
 from quire_worker.model.tokenizer import Tokenizer
 from quire_worker.options import parse_arguments
 from quire_worker.scheduling.drafts import PromptLookup, Seen
-from quire_worker.server import lookup_of
 
 from tests.worker.engine_harness import Harness, Output, paged_model, prompt, reference_text, running
 from tests.worker.state_models import write_with_states
@@ -100,7 +100,7 @@ async def test_texts_are_the_same_with_drafts_and_without(
         plain = await texts_of(harness)
         assert harness.engine.telemetry.drafted_token_count == 0
     options: dict[str, Any] = {"blocks": blocks, "batch_tokens": batch_tokens, "ahead_tokens": ahead_tokens}
-    async with running(folder, lookup=LOOKUP, **options) as harness:
+    async with running(folder, drafting=LOOKUP, **options) as harness:
         drafted = await texts_of(harness)
         numbers = harness.engine.telemetry
         assert 0 < numbers.accepted_token_count < numbers.drafted_token_count
@@ -117,7 +117,7 @@ async def test_greedy_text_is_that_of_transformers_in_fewer_passes() -> None:
     tokens = Tokenizer(DEMO).encode(
         f"{SENTENCE} elements of a sequence. {ANOTHER}\n" * 2 + "The for statement is used to"
     )
-    async with running(DEMO, lookup=PromptLookup(8, 1, 3)) as harness:
+    async with running(DEMO, drafting=PromptLookup(8, 1, 3)) as harness:
         output = await harness.generate(tokens, max_tokens=100, ignore_eos=True)
         numbers = harness.engine.telemetry
         assert numbers.accepted_token_count >= 10
@@ -135,7 +135,7 @@ async def test_a_text_ends_where_it_would_though_more_was_accepted(folder: Path)
             *({"max_tokens": count, "ignore_eos": True} for count in range(1, 9)),
         ]
         plain = [await harness.generate(tokens, **each) for each in options]  # type: ignore[arg-type]
-    async with running(folder, lookup=LOOKUP) as harness:
+    async with running(folder, drafting=LOOKUP) as harness:
         for each, expected in zip(options, plain, strict=True):
             found = await harness.generate(tokens, **each)  # type: ignore[arg-type]
             assert (found.tokens, found.reasons) == (expected.tokens, expected.reasons)
@@ -145,7 +145,7 @@ async def test_a_text_ends_where_it_would_though_more_was_accepted(folder: Path)
 async def test_windows_let_go_of_nothing_that_a_rejected_draft_still_needs(tmp_path: Path) -> None:
     folder = write_tiny("gemma3", tmp_path)
     tokens = prompt(7, seed=3) * 8
-    async with running(folder, lookup=LOOKUP) as harness:
+    async with running(folder, drafting=LOOKUP) as harness:
         output = await harness.generate(tokens, max_tokens=60)
         assert harness.engine.telemetry.drafted_token_count > 0
     assert output.tokens[0] == reference_text(folder, tuple(tokens), 60)
@@ -161,7 +161,7 @@ async def test_a_pass_that_fails_with_drafts_is_computed_without(folder: Path, m
         return whole(model, batch, cache)
 
     monkeypatch.setattr(PagedModel, "forward", without_drafts)
-    async with running(folder, lookup=LOOKUP) as harness:
+    async with running(folder, drafting=LOOKUP) as harness:
         output = await harness.generate(tokens, max_tokens=30, ignore_eos=True)
         assert failures
         assert harness.engine.telemetry.retry_count == len(failures)
@@ -175,7 +175,7 @@ async def test_drafts_outlive_the_allocator(folder: Path) -> None:
     tokens = prompt(6, seed=2) * 6
     async with running(folder) as harness:
         plain = await harness.generate(tokens, max_tokens=150, ignore_eos=True)
-    async with running(folder, lookup=LOOKUP) as harness:
+    async with running(folder, drafting=LOOKUP) as harness:
         request = harness.submit(tokens, max_tokens=150, ignore_eos=True)
         task = asyncio.create_task(harness.collect(request))
         while request.usage.output_token_count < 20:
@@ -192,10 +192,10 @@ def test_the_command_line_says_how_tokens_are_drafted_and_refuses_models_with_st
     attention = KVCache(paged_model(write_tiny_llama(tmp_path / "attention")).cache_spec, 4)
     states = KVCache(paged_model(write_with_states("Lfm2", tmp_path / "states")).cache_spec, 4)
     off, on = (parse_arguments(["--model", "x", *more]) for more in ([], ["--speculative-tokens", "4"]))
-    assert lookup_of(off, states) is None
-    assert lookup_of(on, attention) == PromptLookup(4, 5, 5)
+    assert drafting_of(off, states.spec.groups) is None
+    assert drafting_of(on, attention.spec.groups) == PromptLookup(4, 5, 5)
     with pytest.raises(UsageError, match="--speculative-tokens: a model with recurrent states cannot step back"):
-        lookup_of(on, states)
+        drafting_of(on, states.spec.groups)
     for wrong in (["--speculative-tokens", "65"], ["--prompt-lookup-min", "6"], ["--prompt-lookup-min", "0"]):
         with pytest.raises(SystemExit):
             parse_arguments(["--model", "x", *wrong])

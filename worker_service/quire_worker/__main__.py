@@ -1,19 +1,22 @@
 """Runs the worker as `python -m quire_worker` and `quire-worker`.
 
-Help, wrong options, missing files and taken ports are answered before torch is loaded, which takes seconds.
+Help, wrong options, missing packages and files, and ports that cannot be had are answered before torch is loaded, which
+takes seconds.
 """
 
 import os
 import sys
 
+from quire._extras import require_extra_or_exit
 from quire.errors import UsageError
-
-from quire_worker import preflight
-from quire_worker.options import parse_arguments
 
 
 def main() -> None:
     """Is the entry point."""
+    require_extra_or_exit("worker")
+    from quire_worker import preflight
+    from quire_worker.options import parse_arguments
+
     options = parse_arguments()
     try:
         if os.environ.get("RANK", "0") == "0":

@@ -124,12 +124,8 @@ class Branches:
         """Computes a prompt, and returns a branch of it and how many of its tokens were in the cache.
 
         Raises:
-            QuireError: NOT_SUPPORTED, the model keeps states; LIMIT, there are too many branches; or as of
-                `Engine.submit`; or it could not be computed.
+            QuireError: LIMIT, there are too many branches; or as of `Engine.submit`; or it could not be computed.
         """
-        if self._engine.scheduler.roster.has_states:
-            message = "branches are not served on models with recurrent states: these cannot step back by a token"
-            raise QuireError.of(Reason.NOT_SUPPORTED, message)
         branch = self._new(tokens, namespace, ttl_s)
         try:
             async with branch.lock:

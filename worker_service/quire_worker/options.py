@@ -142,6 +142,10 @@ def _check_speculation(parser: argparse.ArgumentParser, options: argparse.Namesp
     """Refuses drafts that cannot be made."""
     if not 0 <= options.speculative_tokens <= SPECULATIVE_TOKENS_MAX:
         parser.error(f"--speculative-tokens must be from 0 to {SPECULATIVE_TOKENS_MAX}")
+    if options.draft_model is not None and not options.speculative_tokens:
+        parser.error("--draft-model drafts nothing without --speculative-tokens, as 4")
+    if options.draft_model is not None and (options.tensor_parallel or 1) > 1:
+        parser.error("--draft-model: a model that several ranks compute has none")
     if not 1 <= options.prompt_lookup_min <= options.prompt_lookup_max <= PROMPT_LOOKUP_MAX:
         parser.error(f"--prompt-lookup-min and --prompt-lookup-max must rise, from 1 to {PROMPT_LOOKUP_MAX}")
 
@@ -204,15 +208,22 @@ def _add_formats(parser: argparse.ArgumentParser) -> None:
 def _add_speculation(parser: argparse.ArgumentParser) -> None:
     """Adds how tokens are drafted."""
     speculation = parser.add_argument_group(
-        "speculative decoding by prompt lookup, for texts that repeat themselves or their prompt; it changes no text"
+        "speculative decoding, by prompt lookup for texts that repeat themselves or their prompt, or by a second model;"
+        " it changes no text"
     )
     speculation.add_argument(
         "--speculative-tokens",
         type=int,
         default=0,
         metavar="COUNT",
-        help="tokens drafted behind each sample's last one in a pass, from what followed its last tokens before;"
-        " 0: none (default: %(default)s)",
+        help="tokens drafted behind each sample's last one in a pass, from what followed its last tokens before, or by"
+        " --draft-model; 0: none (default: %(default)s)",
+    )
+    speculation.add_argument(
+        "--draft-model",
+        metavar="FOLDER",
+        help="smaller checkpoint of the same vocabulary, with full attention alone, which drafts instead of a lookup;"
+        " its pages are taken from the pool's memory",
     )
     for name, text in (("min", "fewest"), ("max", "most")):
         speculation.add_argument(

@@ -1,6 +1,7 @@
 """What can be wrong with a command line is said before anything is loaded or started: it is looked at without torch.
 
-The model's folder has all its files, ports are free, and the pool is no larger than the machine.
+The model's folder has all its files, ports are free and safe, keys are there, and the pool is no larger than the
+machine.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ import argparse
 from fractions import Fraction
 from pathlib import Path
 
-from quire._serving.server import addresses_of
-from quire._transport.address import check_target, require_free
+from quire._serving.server import check_options
+from quire._transport.address import check_target
 from quire.errors import UsageError
+from quire.tls import tls_of
 
 from quire_worker.host_memory import host_bytes, size
 from quire_worker.model.checkpoint import ModelError, check_folder
@@ -25,12 +27,15 @@ def check(options: argparse.Namespace) -> None:
 
     Raises:
         CheckpointError: the folder lacks something.
-        UsageError: an address is taken or none, or the pool is larger than the memory.
+        UsageError: an address is taken, unsafe or none, a file of keys is unusable, or the pool is larger than the
+            memory.
     """
     check_files(options)
     check_target(options.allocator)
-    for option, address, what in addresses_of(options):
-        require_free(option, address, what)
+    check_options(options)
+    to_allocator = tls_of(options.allocator_ca, options.allocator_cert, options.allocator_key)
+    if to_allocator is not None:
+        to_allocator.channel_credentials()  # which looks at the files
 
 
 def check_files(options: argparse.Namespace) -> None:
@@ -40,6 +45,8 @@ def check_files(options: argparse.Namespace) -> None:
         CheckpointError, UsageError: as `check`.
     """
     check_model(options.model)
+    if options.draft_model is not None:
+        check_model(options.draft_model)
     check_memory(options)
 
 

@@ -125,6 +125,8 @@ class TokenIntake:
         self._telemetry.drafted_token_count += sum(len(item.draft) for item in computed.work)
         self._beams.take(computed.continuations)
         self._extend(computed.tokens)
+        for sample, proposal in computed.proposals.items():
+            sample.proposal = proposal
         for item in computed.work:
             if item.is_complete and not item.sample.draws and not item.sample.has_ended:
                 self._end(item.sample)

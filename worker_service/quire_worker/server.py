@@ -23,16 +23,18 @@ from quire.aio import AsyncAllocatorClient
 from quire.errors import QuireError, Reason, UsageError
 from quire.session import PoolSession
 from quire.tls import tls_of
-from quire.types import GroupKind, PoolSpec
+from quire.types import PoolSpec
 from quire.v1 import worker_pb2_grpc as pb_grpc
 
 from quire_worker import preflight
 from quire_worker.adapters import Adapters
 from quire_worker.cache import KVCache
+from quire_worker.drafting import drafting_of, load_draft_model
 from quire_worker.engine import Engine
+from quire_worker.execution.drafter import Drafter
 from quire_worker.execution.failures import DeviceLostError
 from quire_worker.execution.leader import Leader
-from quire_worker.execution.runner import Shortcut
+from quire_worker.execution.run import Shortcut
 from quire_worker.execution.sizing import PoolMemory, memory_of, size_pool, warn_of_short_sequences
 from quire_worker.host_memory import size
 from quire_worker.model.adapters.peft_folder import AdapterLimits
@@ -43,7 +45,6 @@ from quire_worker.options import parse_arguments
 from quire_worker.ranks.crew import Crew, RankLostError
 from quire_worker.ranks.place import place_of
 from quire_worker.ranks.processes import Ranks, starting
-from quire_worker.scheduling.drafts import PromptLookup
 from quire_worker.scheduling.scheduler import Scheduler
 from quire_worker.service import WorkerService
 from quire_worker.telemetry import WorkerCollector, WorkerTelemetry
@@ -65,6 +66,7 @@ class Loaded(NamedTuple):
     memory: PoolMemory
     leader: Leader | None
     shortcut: Shortcut | None
+    drafter: Drafter | None
 
 
 def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
@@ -90,7 +92,7 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
     if options.device == "cuda":
         shortcut = capture_decode(part, min(options.cuda_graph_batch_max, options.max_running))
     name = Path(options.model).resolve().name
-    return Loaded(name, part.model, part.cache, tokenizer, part.memory, leader, shortcut)
+    return Loaded(name, part.model, part.cache, tokenizer, part.memory, leader, shortcut, part.drafter)
 
 
 def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Part:
@@ -112,13 +114,21 @@ def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Pa
         kv_layout=options.kv_layout,
         crew=crew,
     )
+    draft = load_draft_model(options, model, device)
     if options.device == "cuda":
-        compile_kernels(model)  # before the memory is measured, of which they take some
-    memory = size_pool(model, options, 1 if crew is None else crew.local_size)
+        for each in (model, draft):  # before the memory is measured, of which they take some
+            if each is not None:
+                compile_kernels(each)
+    draft_block_bytes = 0 if draft is None else draft.cache_spec.bytes_per_block
+    rank_count = 1 if crew is None else crew.local_size
+    memory = size_pool(model, options, rank_count, draft_block_bytes=draft_block_bytes)
     if crew is not None:
         memory = memory._replace(block_count=crew.least(memory.block_count))
     try:
         cache = KVCache(model.cache_spec, memory.block_count, device=device)
+        drafter = None
+        if draft is not None:
+            drafter = Drafter(draft, cache.block_count, cache.spec.groups, options.speculative_tokens)
     except OSError as error:  # of a CPU's pages, where the system promises no more than it has
         raise UsageError(f"--kv-memory: no {size(memory.budget_bytes)} are to be had: {error.strerror}") from None
     sequence_tokens_max = min(model.max_position, cache.sequence_tokens_max(options.max_batch_tokens))
@@ -132,7 +142,7 @@ def load_part(options: argparse.Namespace, device: str, crew: Crew | None) -> Pa
         sequence_tokens_max=sequence_tokens_max,
     )
     warn_of_short_sequences(model, cache, sequence_tokens_max)
-    return Part(model, cache, memory)
+    return Part(model, cache, memory, drafter)
 
 
 def check_device(device: str) -> None:
@@ -184,7 +194,7 @@ def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSessi
         running_max=options.max_running,
         ahead_tokens=options.grant_ahead_tokens,
         swap_slot_count=options.swap_memory // cache.spec.bytes_per_block,
-        lookup=lookup_of(options, cache),
+        drafting=drafting_of(options, cache.spec.groups),
     )
     engine = Engine(
         model=model,
@@ -196,22 +206,10 @@ def build_engine(options: argparse.Namespace, loaded: Loaded, session: PoolSessi
         waiting_max=options.max_waiting,
         stream_interval_s=options.stream_interval_ms / 1e3,
         shortcut=loaded.shortcut,
+        drafter=loaded.drafter,
     )
     engine.adapters = load_adapters(options, model)
     return engine
-
-
-def lookup_of(options: argparse.Namespace, cache: KVCache) -> PromptLookup | None:
-    """Returns how tokens are drafted, if they are.
-
-    Raises:
-        UsageError: they cannot be.
-    """
-    if not options.speculative_tokens:
-        return None
-    if any(group.kind is GroupKind.STATE for group in cache.spec.groups):
-        raise UsageError("--speculative-tokens: a model with recurrent states cannot step back by a token")
-    return PromptLookup(options.speculative_tokens, options.prompt_lookup_min, options.prompt_lookup_max)
 
 
 def load_adapters(options: argparse.Namespace, model: PagedModel) -> Adapters:

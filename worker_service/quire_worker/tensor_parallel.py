@@ -39,6 +39,7 @@ import torch
 from quire.errors import UsageError
 
 from quire_worker.cache import KVCache
+from quire_worker.execution.drafter import Drafter
 from quire_worker.execution.follower import follow
 from quire_worker.execution.leader import Leader, led_by
 from quire_worker.execution.sizing import PoolMemory
@@ -56,11 +57,13 @@ ResultT = TypeVar("ResultT")
 
 
 class Part(NamedTuple):
-    """What one rank has loaded: its part of the model and of every page, and what its pool was sized from."""
+    """What one rank has loaded: its part of the model and of every page, and what its pool was sized from; and what
+    drafts for a model that no other rank has a part of."""
 
     model: PagedModel
     cache: KVCache
     memory: PoolMemory
+    drafter: Drafter | None = None
 
 
 LoadPart: TypeAlias = Callable[[argparse.Namespace, str, Crew | None], Part]

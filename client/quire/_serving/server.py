@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from collections.abc import Iterator
 from typing import Final
 
 import structlog
@@ -78,10 +77,23 @@ def add_arguments(parser: argparse.ArgumentParser, *, listen: str, metrics: str)
     )
 
 
-def addresses_of(options: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
-    """Says of each address of a server which option names it, what it is, and what is done there."""
-    yield "--listen", options.listen, "listen"
-    yield "--metrics", options.metrics, "serve metrics"
+def check_options(options: argparse.Namespace) -> tuple[str | None, ServerTls | None]:
+    """Looks at the files and addresses of a server, which takes no time; returns its token and its TLS.
+
+    Raises:
+        UsageError: an address is unsafe as it is asked for, or taken, or a file is unusable.
+    """
+    token, tls = read_token(options.token_file), read_tls(options)
+    known = token is not None or (tls is not None and tls.verifies_clients)
+    if is_unix(options.metrics):
+        raise UsageError(f"--metrics {options.metrics}: Prometheus scrapes no Unix socket; write host:port")
+    for option, address, what in (
+        ("--listen", options.listen, "listen"),
+        ("--metrics", options.metrics, "serve metrics"),
+    ):
+        require_safe(option, address, encrypted=tls is not None, authenticated=known)
+        require_free(option, address, what)
+    return token, tls
 
 
 def _seconds(text: str) -> float:
@@ -125,16 +137,9 @@ class Server:
     """
 
     def __init__(self, options: argparse.Namespace, *, service_name: str, calls_max: int = CALLS_MAX) -> None:
-        self.token = read_token(options.token_file)
-        self._tls = read_tls(options)
+        self.token, self._tls = check_options(options)
         verified = self._tls is not None and self._tls.verifies_clients
         self.authorize: Authorize = permit_as_certified if verified else permit_everything
-        known = self.token is not None or verified
-        if is_unix(options.metrics):
-            raise UsageError(f"--metrics {options.metrics}: Prometheus scrapes no Unix socket; write host:port")
-        for option, address, what in addresses_of(options):
-            require_safe(option, address, encrypted=self._tls is not None, authenticated=known)
-            require_free(option, address, what)
         self._options = options
         self._service_name = service_name
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its stubs are older

@@ -10,6 +10,7 @@ from typing import Any, Final
 import typer
 from typer.core import CompletionItem, TyperCommand
 
+from quire._extras import require_extra
 from quire.errors import UsageError
 
 PASS_ON: Final = {
@@ -111,13 +112,10 @@ def imported(package: str, name: str) -> Any:
     """Imports a module of a server.
 
     Raises:
-        UsageError: a package that it needs is not installed.
+        UsageError: packages that it needs are not installed.
     """
-    try:
-        return importlib.import_module(f"{package}.{name}")
-    except ModuleNotFoundError as error:
-        extra = package.removeprefix("quire_")
-        raise UsageError(f"the package {error.name!r} is missing: pip install 'quire-kv[{extra}]'") from None
+    require_extra(package.removeprefix("quire_"))
+    return importlib.import_module(f"{package}.{name}")
 
 
 def _hand_over(package: str, arguments: list[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Final, Literal
 import typer
 from rich.console import Console
 
+from quire._extras import PACKAGES, require_extra
 from quire._secret_files import read_token
 from quire._transport.address import require_free
 from quire.cli import options
@@ -81,6 +82,7 @@ def up(
     ranks = [] if tensor_parallel is None else ["--tensor-parallel", str(tensor_parallel)]
     of_worker = [*common, *ranks, *(worker_arguments or [])]
     # What cannot go well is said before anything is started.
+    require_extra("allocator")
     read_token(token_file)
     check_worker(["--model", str(model), *of_worker], are_ports_ours=False)
     of_allocator = {"--allocator": allocator, "--allocator-metrics": allocator_metrics}
@@ -90,7 +92,7 @@ def up(
             require_free(option, address)
     _make(log_folder)
     console = Console(stderr=True, highlight=False)
-    if gateway != NO_GATEWAY and importlib.util.find_spec("fastapi") is None:
+    if gateway != NO_GATEWAY and any(importlib.util.find_spec(name) is None for name in PACKAGES["gateway"]):
         console.print("quire: no gateway, because its packages are missing: pip install 'quire-kv[gateway]'")
         gateway = NO_GATEWAY
     stack = LocalStack(

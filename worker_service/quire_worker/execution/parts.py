@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from quire_worker.execution.failures import Failure
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.sampling.logprobs import Likeliest, TokenLogprobs, likeliest, rank
 from quire_worker.scheduling.plan import Batch, Draw, Work
-from quire_worker.scheduling.request import Request, Sample
+from quire_worker.scheduling.request import Proposal, Request, Sample
 
 ItemT = TypeVar("ItemT")
 
@@ -119,6 +120,7 @@ class Computed(NamedTuple):
         seconds: on the model's thread.
         swapped_block_count: blocks that were moved to host memory or back.
         swap_s: how long that took of it.
+        proposals: of a draft model, for samples that go on.
     """
 
     work: list[Work]
@@ -132,6 +134,7 @@ class Computed(NamedTuple):
     seconds: float
     swapped_block_count: int = 0
     swap_s: float = 0.0
+    proposals: Mapping[Sample, Proposal] = MappingProxyType({})
 
 
 def tables_of(sample: Sample) -> list[array[int]]:

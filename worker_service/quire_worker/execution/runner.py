@@ -1,73 +1,35 @@
-"""One batch on the device: copies, forward pass, sampling. What fails ends its own request and nobody else's.
+"""The batches of one engine, one after the other: each is a `Run`, prepared while the one before it is computed.
 
-    copies      all at once; if that fails, one by one: who holds a block that was not copied cannot go on
-    forward     all at once; if that fails, in halves, down to the request that is to blame. Without memory the halves
-                are of the tokens, so that a prompt may be cut as well, and what fails in the end is one token
-    logits      looked at for every chunk, also where no token is sampled after it: through attention its last token
-                depends on all that it wrote, and what holds NaN must not be published
-    sampling    all at once; if that fails, in halves
+The next batch lies behind this one in the queue of the model's thread. Which tokens this one samples is then known on
+that thread alone, where they are put into the next one's places. Who fails in this one is left out of the next.
 
-Computing again is safe: a pass writes the same tokens to the same slots, no token counts as computed before `compute`
-returns, and sampling draws its random numbers last. So whoever was in a batch that failed gets the text that it would
-have got without.
-
-The next batch is prepared while this one is computed, and lies behind it in the queue of the model's thread. Which
-tokens this one samples is then known on that thread alone, where they are put into the next one's places. Who fails in
-this one is left out of the next.
+Where a second model drafts (`drafter.py`), it reads along at the end of each batch, and says what may follow.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable
 
-import structlog
 import torch
 from quire.protocol.outcomes import Copy
 
 from quire_worker.cache import KVCache
-from quire_worker.execution.failures import (
-    GRAMMAR,
-    NO_TOKEN_LEFT,
-    NOT_FINITE,
-    DeviceLostError,
-    Failure,
-    FailureKind,
-    failure_of,
-)
-from quire_worker.execution.finiteness import Finiteness
+from quire_worker.execution.drafter import Drafter
 from quire_worker.execution.host_pages import HostPages
 from quire_worker.execution.parts import (
     Before,
-    CandidateLogprobs,
     Computed,
-    Continuations,
     Part,
     Prepared,
-    PromptLogprobs,
     Restore,
-    Token,
-    candidate_logprobs,
-    continuations,
-    halves,
     layout_of,
-    rows_of,
-    scored,
     tables_of,
-    token_halves,
 )
-from quire_worker.model.batch import ForwardBatch
+from quire_worker.execution.run import Run, Shortcut
 from quire_worker.model.paged_model import PagedModel
-from quire_worker.sampling.choice import are_finite
-from quire_worker.sampling.sampler import draw
-from quire_worker.scheduling.plan import Batch, Draw
-from quire_worker.scheduling.request import Request, Sample
-from quire_worker.scheduling.swap import SwapOut, pages_to_restore
-
-log = structlog.get_logger()
-# Computes a batch in a shorter way than a forward pass does, or returns None where it has none for that batch.
-Shortcut: TypeAlias = Callable[[ForwardBatch], torch.Tensor | None]
+from quire_worker.scheduling.plan import Batch
+from quire_worker.scheduling.request import Proposal, Sample
+from quire_worker.scheduling.swap import SwapSpace, pages_to_restore
 
 
 class Runner:
@@ -77,17 +39,20 @@ class Runner:
         self,
         model: PagedModel,
         cache: KVCache,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float],
+        swap: SwapSpace,
+        *,
         shortcut: Shortcut | None = None,
-        host_pages: HostPages | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
-        """Takes what computes; `shortcut` is tried first, on batches that are on the host. `host_pages` are for those
-        that are swapped."""
+        """Takes what computes, and what for: `swap` says how many blocks of preempted samples host memory has room for.
+        `shortcut` is tried first, on batches that are on the host; `drafter` says what may follow a pass."""
         self._model = model
         self._cache = cache
         self._clock = clock
         self._shortcut = shortcut
-        self._host_pages = host_pages
+        self._host_pages = HostPages(cache, swap.slot_count) if swap.slot_count else None
+        self._drafter = drafter
         self._before = Before({}, {}, {})
 
     def prepare(self, batch: Batch, *, is_behind: bool) -> Prepared:
@@ -123,7 +88,7 @@ class Runner:
             DeviceLostError: nothing can be computed any more.
         """
         started = self._clock()
-        run = _Run(self._model, self._cache, self._shortcut, self._host_pages)
+        run = Run(self._model, self._cache, self._shortcut, self._host_pages)
         if prepared.is_behind:
             run.follow(self._before, prepared)
         run.move(prepared.batch.moves, prepared.restores)
@@ -134,6 +99,7 @@ class Runner:
         run.read_rest()
         tokens = {each.draw.sample: each.token_id for each in run.tokens}
         self._before = Before(tokens, run.failures, run.lost_blocks)
+        proposals = self._propose(prepared, run) if self._drafter is not None else {}
         return Computed(
             [work for work in prepared.batch.work if run.is_unharmed(work.sample)],
             [each for each in run.tokens if run.is_unharmed(each.draw.sample)],
@@ -146,254 +112,12 @@ class Runner:
             self._clock() - started,
             run.swapped_block_count,
             run.swap_s,
+            proposals,
         )
 
-
-class _Run:
-    """A batch on its way. The methods are called once each, in order; `forward` and `draw` call themselves."""
-
-    def __init__(
-        self, model: PagedModel, cache: KVCache, shortcut: Shortcut | None, host_pages: HostPages | None
-    ) -> None:
-        self.failures: dict[Request, Failure] = {}
-        self.lost_blocks: dict[int, Failure] = {}
-        self.swapped_block_count = 0
-        self.swap_s = 0.0
-        self._host_pages = host_pages
-        self.tokens: list[Token] = []
-        self.prompt_logprobs: list[PromptLogprobs] = []
-        self.candidate_logprobs: list[CandidateLogprobs] = []
-        self.continuations: list[Continuations] = []
-        self.retry_count = 0
-        self._model = model
-        self._cache = cache
-        self._shortcut = shortcut
-        self._drafts: dict[Sample, tuple[int, ...]] = {}
-        self._left_out: set[Request] = set()  # they failed in the batch before, and the engine knows from there
-        self._finiteness = Finiteness(lambda part: self._fail([part.sample], NOT_FINITE))
-        self._logits: dict[Sample, tuple[torch.Tensor, int]] = {}  # whose row is of the last token of each
-
-    def is_unharmed(self, sample: Sample) -> bool:
-        """Tells whether what was computed of a sample is of use."""
-        return sample.request not in self.failures and sample.request not in self._left_out
-
-    def follow(self, before: Before, prepared: Prepared) -> None:
-        """Puts in the tokens that the batch before has sampled, and leaves out whom it failed."""
-        if before.failures or before.lost_blocks:
-            for request in {part.sample.request for part in prepared.parts}:
-                blocks = {block for sample in request.samples for block in sample.held_blocks()}
-                if request in before.failures or before.lost_blocks.keys() & blocks:
-                    self._left_out.add(request)
-        for part in prepared.awaiting:
-            if self.is_unharmed(part.sample):
-                part.tokens[0] = before.tokens[part.sample]
-        if prepared.layout is not None and prepared.awaiting:
-            tokens = torch.tensor([part.tokens[0] for part in prepared.awaiting])
-            prepared.layout.input_ids[0, prepared.places] = tokens
-
-    def move(self, moves: Sequence[Copy | SwapOut], restores: Sequence[Restore]) -> None:
-        """Copies pages and swaps them out, in order; then swaps in."""
-        copies = list[Copy]()
-        for each in moves:
-            if isinstance(each, Copy):
-                copies.append(each)
-                continue
-            self.copy(copies)
-            copies = []
-            self._swap(each.sample, HostPages.copy_out, each.blocks, each.slots)
-        self.copy(copies)
-        for restore in restores:
-            self._swap(restore.sample, HostPages.copy_in, restore.slots, restore.blocks)
-
-    def copy(self, copies: Sequence[Copy]) -> None:
-        """Copies blocks. No source is a destination of the same batch, so that each copy may be repeated."""
-        if not copies:
-            return
-        failure = self._try_copy(copies)
-        if failure is None:
-            return
-        if len(copies) == 1:
-            self.lost_blocks[copies[0].destination] = failure
-            return
-        self.retry_count += 1
-        for copy in copies:
-            self.copy([copy])
-
-    def drop_holders_of_lost_blocks(self, parts: Iterable[Part]) -> None:
-        """Who would read or write a block that was not copied fails."""
-        for part in parts:
-            for block in self.lost_blocks.keys() & part.sample.held_blocks():
-                self._fail([part.sample], self.lost_blocks[block])
-
-    def forward(self, parts: Sequence[Part], layout: ForwardBatch | None = None) -> None:
-        """Computes parts, those of one sample in order; `layout` is of all of them."""
-        count, parts = len(parts), [part for part in parts if self.is_unharmed(part.sample)]
-        if not parts:
-            return
-        failure = self._try_forward(parts, layout if len(parts) == count else None)
-        if failure is None:
-            return
-        if any(part.draft for part in parts):
-            self.retry_count += 1
-            self.forward([part.without_draft() for part in parts])
-            return
-        smaller = token_halves(parts) if failure.kind is FailureKind.OUT_OF_MEMORY else halves(parts)
-        if smaller is None:
-            self._fail([part.sample for part in parts], failure)
-            return
-        self.retry_count += 1
-        for half in smaller:
-            self.forward(half)
-
-    def draw(self, draws: Sequence[Draw]) -> None:
-        """Samples a token for each."""
-        if not draws:
-            return
-        failure = self._try_draw(draws)
-        if failure is None:
-            return
-        smaller = halves(draws)
-        if smaller is None:
-            self._fail([draw.sample for draw in draws], failure)
-            return
-        self.retry_count += 1
-        for half in smaller:
-            self.draw(half)
-
-    def draw_after_drafts(self) -> None:
-        """Samples on after drafted tokens, as long as each is the one that was sampled in its place."""
-        right, count = self.tokens, 0
-        while self._drafts and right:
-            draws = []
-            for drawn, token, _ in right:
-                draft = self._drafts.get(drawn.sample, ())
-                if count < len(draft) and draft[count] == token:
-                    logits, row = self._logits[drawn.sample]
-                    self._logits[drawn.sample] = logits, row + 1
-                    draws.append(Draw(drawn.sample, drawn.sample, count + 1))
-            known = len(self.tokens)
-            self.draw(draws)
-            right, count = self.tokens[known:], count + 1
-
-    def read_rest(self) -> None:
-        """Finds out who is not finite of those that no draw has told of."""
-        self._finiteness.read()
-
-    # -- one attempt at each: None, or why not -------------------------------------------------------------------------
-
-    # What is tried again is tried after the `except` block has been left: inside, the traceback holds on to every
-    # tensor of the failed pass.
-
-    def _swap(
-        self, sample: Sample, move: Callable[[HostPages, list[int], list[int]], None], source: list[int], to: list[int]
-    ) -> None:
-        """Moves pages of a sample between device and host; if that fails, so does its request."""
-        assert self._host_pages is not None, "nothing is swapped without host memory"
-        started = time.perf_counter()
-        try:
-            move(self._host_pages, source, to)
-        except Exception as error:
-            failure = self._judge(error, "swapping", 1)
-        else:
-            self.swapped_block_count += len(source)
-            self.swap_s += time.perf_counter() - started
-            return
-        self._free_memory_after(failure)
-        self._fail([sample], failure)
-
-    def _try_copy(self, copies: Sequence[Copy]) -> Failure | None:
-        try:
-            sources, destinations = [copy.source for copy in copies], [copy.destination for copy in copies]
-            self._model.attention.copy_blocks(self._cache.buffers, sources, destinations)
-        except Exception as error:
-            failure = self._judge(error, "copies", len(copies))
-        else:
-            return None
-        self._free_memory_after(failure)
-        return failure
-
-    def _try_forward(self, parts: Sequence[Part], layout: ForwardBatch | None) -> Failure | None:
-        try:
-            forward = layout or layout_of(parts, self._cache)
-            shortcut = None if forward.adapters else self._shortcut  # which knows of none
-            logits = None if shortcut is None else shortcut(forward)  # [rows, vocabulary]
-            if logits is None:
-                logits = self._model.forward(forward.on(self._model.device), self._cache)
-            is_finite = are_finite(logits)
-            may_wait = all(part.may_wait for part in parts)
-            flags = None if may_wait else is_finite.tolist()
-            logprobs = [] if flags is None else scored(parts, logits, flags)
-            candidates = [] if flags is None else candidate_logprobs(parts, logits)
-            following = [] if flags is None else continuations(parts, logits)
-        except Exception as error:
-            failure = self._judge(error, "forward pass", len(parts))
-        else:
-            end = 0
-            for part in parts:
-                end += part.row_count
-                self._logits[part.sample] = logits, end - 1 - len(part.draft)
-                if part.draft:
-                    self._drafts[part.sample] = part.draft
-            if flags is None:
-                self._finiteness.add(parts, is_finite)
-            else:
-                self._finiteness.judge(parts, flags)
-            self.prompt_logprobs += logprobs
-            self.candidate_logprobs += candidates
-            self.continuations += following
-            return None
-        self._free_memory_after(failure)
-        return failure
-
-    def _try_draw(self, draws: Sequence[Draw]) -> Failure | None:
-        try:
-            logits = rows_of([self._logits[draw.parent] for draw in draws])
-            samplers = [each.sample.sampler for each in draws]
-            drawn = draw(logits, samplers, self._model.attention.choose, self._finiteness.unread())
-        except Exception as error:
-            failure = self._judge(error, "sampling", len(draws))
-        else:
-            self._finiteness.take(drawn.flags)
-            for each, token, logprobs in zip(draws, drawn.tokens, drawn.logprobs, strict=True):
-                if token is None:
-                    matcher = each.sample.sampler.matcher
-                    has_failed = matcher is not None and matcher.has_failed
-                    self._fail([each.sample], GRAMMAR if has_failed else NO_TOKEN_LEFT)
-                else:
-                    self.tokens.append(Token(each, token, logprobs))
-            return None
-        self._free_memory_after(failure)
-        return failure
-
-    # -- failures ------------------------------------------------------------------------------------------------------
-
-    def _judge(self, error: Exception, what: str, count: int) -> Failure:
-        """Returns why an attempt failed.
-
-        Raises:
-            DeviceLostError: the device failed, and not the attempt.
-        """
-        if isinstance(error, DeviceLostError):
-            raise error
-        if isinstance(error, torch.AcceleratorError) and not self._device_answers():
-            raise DeviceLostError(f"{self._model.device} is lost: {error}") from error
-        failure = failure_of(error)
-        if count == 1 or not self.retry_count:  # not every half of a half
-            is_news = count == 1 and failure.kind is FailureKind.EXCEPTION
-            log.warning(f"{what} failed", error=type(error).__name__, parts=count, exc_info=error if is_news else None)
-        return failure
-
-    def _free_memory_after(self, failure: Failure) -> None:
-        if failure.kind is FailureKind.OUT_OF_MEMORY and self._model.device.type == "cuda":
-            torch.cuda.empty_cache()  # what torch keeps for reuse may be in pieces that are too small
-
-    def _device_answers(self) -> bool:
-        try:
-            torch.cuda.synchronize(self._model.device)
-        except RuntimeError:
-            return False
-        return True
-
-    def _fail(self, samples: Iterable[Sample], failure: Failure) -> None:
-        for failed in samples:
-            self.failures.setdefault(failed.request, failure)
+    def _propose(self, prepared: Prepared, run: Run) -> dict[Sample, Proposal]:
+        """Lets the draft model read what the pass has computed, and say what may follow."""
+        assert self._drafter is not None
+        copies = [move for move in prepared.batch.moves if isinstance(move, Copy)]
+        parts = [part for part in prepared.parts if run.is_unharmed(part.sample)]
+        return self._drafter.propose(copies, parts, run.tokens)

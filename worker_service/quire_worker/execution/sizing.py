@@ -65,33 +65,37 @@ class PoolMemory(NamedTuple):
     device: DeviceMemory | None
 
 
-def size_pool(model: PagedModel, options: argparse.Namespace, rank_count: int = 1) -> PoolMemory:
+def size_pool(
+    model: PagedModel, options: argparse.Namespace, rank_count: int = 1, *, draft_block_bytes: int = 0
+) -> PoolMemory:
     """Finds how many blocks the command line asks for, or leaves room for, and logs all that it was computed from.
 
     Args:
         model: whose pages they are.
         options: of the command line.
         rank_count: of which each has a pool on this machine.
+        draft_block_bytes: that a draft model keeps beside each block.
 
     Raises:
         UsageError: there is no room for a block of each group, or more is asked for than the machine has.
     """
-    spec = model.cache_spec
+    block_bytes = model.cache_spec.bytes_per_block + draft_block_bytes
     is_profiled = model.device.type == "cuda" and options.blocks is None and options.kv_memory is None
     device = profiled(model, options) if is_profiled else None
     total = device.total if device is not None else memory_of(model.device)
     if device is not None:
         budget = device.free
     elif options.blocks is not None:
-        budget = options.blocks * spec.bytes_per_block
+        budget = options.blocks * block_bytes
     elif options.kv_memory is not None:
         budget = budget_of(options.kv_memory, total)
     else:
-        useful = max(useful_bytes(model, options.max_running), SMALL_BYTES)
+        useful = max(useful_blocks(model, options.max_running) * block_bytes, SMALL_BYTES)
         budget = min(int(CPU_SHARE * available_bytes()) // rank_count, useful)
-    pool = PoolMemory(max(budget, 0) // spec.bytes_per_block, budget, device)
-    _log(model, pool)
-    check_room(spec, pool, total, "--blocks" if options.blocks is not None else "--kv-memory")
+    pool = PoolMemory(max(budget, 0) // block_bytes, budget, device)
+    _log(model, pool, draft_block_bytes)
+    option = "--blocks" if options.blocks is not None else "--kv-memory"
+    check_room(model.cache_spec, pool, total, option, draft_block_bytes=draft_block_bytes)
     return pool
 
 
@@ -100,13 +104,12 @@ def budget_of(asked: int | Fraction, total: int) -> int:
     return int(asked * total) if isinstance(asked, Fraction) else asked
 
 
-def useful_bytes(model: PagedModel, running_max: int) -> int:
-    """Counts the bytes of so many sequences as long as the model's context, which share nothing."""
-    plan = model.cache_spec.plan
-    return running_max * plan.blocks_peak(model.max_position, model.max_position) * plan.page_bytes
+def useful_blocks(model: PagedModel, running_max: int) -> int:
+    """Counts the blocks of so many sequences as long as the model's context, which share nothing."""
+    return running_max * model.cache_spec.plan.blocks_peak(model.max_position, model.max_position)
 
 
-def check_room(spec: CacheSpec, pool: PoolMemory, total: int, option: str) -> None:
+def check_room(spec: CacheSpec, pool: PoolMemory, total: int, option: str, *, draft_block_bytes: int = 0) -> None:
     """Refuses a pool without a block for each group of layers, and one that is larger than the memory.
 
     Raises:
@@ -117,8 +120,9 @@ def check_room(spec: CacheSpec, pool: PoolMemory, total: int, option: str) -> No
     groups = len(spec.groups)
     if pool.block_count >= groups:
         return
-    needed = groups * spec.bytes_per_block
-    takes = f"it takes {groups} blocks of {spec.bytes_per_block:,} bytes, one for each group of layers"
+    block_bytes = spec.bytes_per_block + draft_block_bytes
+    needed = groups * block_bytes
+    takes = f"it takes {groups} blocks of {block_bytes:,} bytes, one for each group of layers"
     if pool.device is None:
         missing = f"{size(needed - pool.budget_bytes)} are missing: {_MORE_ROOM}"
         raise UsageError(f"{option}: {pool.block_count} blocks hold no token; {takes}; {missing}")
@@ -191,7 +195,7 @@ def memory_of(device: torch.device) -> int:
     return host_bytes()
 
 
-def _log(model: PagedModel, pool: PoolMemory) -> None:
+def _log(model: PagedModel, pool: PoolMemory, draft_block_bytes: int) -> None:
     """Logs the figures of a pool, as whoever has to find out why it is small wants them."""
     spec, found = model.cache_spec, pool.device
     largest = largest_shape(spec)
@@ -206,6 +210,7 @@ def _log(model: PagedModel, pool: PoolMemory) -> None:
         budget=size(pool.budget_bytes), kv_heads=largest[0], head_dim=largest[1], kv_cache_dtype=spec.stored_name,
         block_bytes=spec.bytes_per_block, blocks=pool.block_count, pool=size(pool.block_count * spec.bytes_per_block),
         slots=pool.block_count * spec.block_size,
+        **({"draft_block_bytes": draft_block_bytes} if draft_block_bytes else {}),
     )  # fmt: skip
 
 

@@ -65,6 +65,10 @@ class Tokenizer:
         """Returns the number of tokens, added ones included; the model's may be larger, for padding."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    def vocabulary(self) -> dict[str, int]:
+        """Returns the id of each token, added ones included."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
     def to_json(self) -> str:
         """Returns the whole tokenizer as its library writes it."""
         with _named():

@@ -141,10 +141,10 @@ class SamplingParams:
         if not _is_number(self.temperature) or not (
             self.temperature == 0 or TEMPERATURE_MIN <= self.temperature <= TEMPERATURE_MAX
         ):
-            what = f"must be 0 or from {TEMPERATURE_MIN} to {TEMPERATURE_MAX}, not {self.temperature!r}"
+            what = f"must be 0 or from {TEMPERATURE_MIN} to {TEMPERATURE_MAX}, not {_shown(self.temperature)}"
             raise ParameterError("temperature", what)
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise ParameterError("top_p", f"must be above 0 and at most 1, not {self.top_p!r}")
+            raise ParameterError("top_p", f"must be above 0 and at most 1, not {_shown(self.top_p)}")
         _check_number("min_p", self.min_p, 0, 1)
         _check_number("repetition_penalty", self.repetition_penalty, REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX)
         _check_number("presence_penalty", self.presence_penalty, -PENALTY_MAX, PENALTY_MAX)
@@ -232,7 +232,12 @@ def _is_number(value: object) -> bool:
 def _check_number(name: str, value: float, low: float, high: float) -> None:
     # What comes as float32 may be the bound itself and a rounding away from it.
     if not _is_number(value) or not (low <= value <= high or math.isclose(value, low, rel_tol=1e-7)):
-        raise ParameterError(name, f"must be from {low} to {high}, not {value!r}")
+        raise ParameterError(name, f"must be from {low} to {high}, not {_shown(value)}")
+
+
+def _shown(value: object) -> str:
+    """Returns a number as its caller wrote it: 1.1, and not the 1.100000023841858 that came as a float32."""
+    return f"{value:.7g}" if isinstance(value, float) else repr(value)
 
 
 def _check_integer(name: str, value: object, low: int, high: int) -> None:

@@ -1,8 +1,9 @@
 """Drafts: tokens that may follow a sample's last one, computed behind it in the same pass.
 
 Where a text repeats itself, or its prompt, its next tokens are known beforehand. Prompt lookup (Saxena, 2023; vLLM's
-`ngram`) takes the last n tokens, looks for their first occurrence, and drafts what followed there. The pass computes
-the drafted tokens behind the last one, so that there are logits after each:
+`ngram`) takes the last n tokens, looks for their first occurrence, and drafts what followed there. A second, smaller
+model of the same vocabulary drafts what it would have said itself (Leviathan et al., 2023). The pass computes the
+drafted tokens behind the last one, so that there are logits after each:
 
     tokens      ... a b | c d e ...  a b        the last two stood there before
     pass        b  c  d  e                      one token, and three that are drafted
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from quire_worker.scheduling.lookahead import last_of
 from quire_worker.scheduling.plan import Work
@@ -29,6 +31,53 @@ from quire_worker.scheduling.request import Sample
 
 TOKEN_COUNT_MAX = 64  # of a draft
 NGRAM_MAX = 64
+
+
+class Drafting(Protocol):
+    """A way of making drafts."""
+
+    @property
+    def token_count(self) -> int:
+        """Returns the most tokens of a draft."""
+        ...
+
+    def speculates(self, sample: Sample) -> bool:
+        """Tells whether drafts are made for a sample."""
+        ...
+
+    def may_draft_next(self, sample: Sample) -> bool:
+        """Tells whether there can be a draft behind the next token of a sample, whatever that is."""
+        ...
+
+    def draft(self, sample: Sample, count_max: int) -> tuple[int, ...]:
+        """Returns what is drafted behind a sample's tokens; may be nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    """Drafts of a second model, which proposes them at the end of each pass; see `execution/drafter.py`.
+
+    Attributes:
+        token_count: of a draft, at most.
+    """
+
+    token_count: int
+
+    def speculates(self, sample: Sample) -> bool:
+        """Tells whether drafts are made for a sample."""
+        return sample.draws and not sample.is_beam
+
+    def may_draft_next(self, sample: Sample) -> bool:
+        """Tells whether there can be a draft behind the next token of a sample: the model proposes one for any."""
+        return self.speculates(sample)
+
+    def draft(self, sample: Sample, count_max: int) -> tuple[int, ...]:
+        """Returns what was proposed to follow all of a sample's tokens; nothing if that was an earlier end of them."""
+        proposal = sample.proposal
+        if proposal is None or proposal.length != len(sample.tokens):
+            return ()
+        return proposal.tokens[: min(count_max, self.token_count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,23 +148,23 @@ class Seen:
         self._read_count = max(self._read_count, len(tokens) - 1)
 
 
-def with_drafts(work: Sequence[Work], lookup: PromptLookup, *, budget: int, longest: int) -> list[Work]:
+def with_drafts(work: Sequence[Work], drafting: Drafting, *, budget: int, longest: int) -> list[Work]:
     """Returns the work of a pass with drafts behind it: of samples that decode, on room that they have.
 
     Args:
         work: of the pass; no other one is under way.
-        lookup: makes them.
+        drafting: makes them.
         budget: tokens of the pass, with drafts.
         longest: sequence, with whose last token a sample ends.
     """
     drafted, spare = [], budget - sum(item.token_count for item in work)
     for item in work:
-        if spare and _decodes(item) and lookup.speculates(item.sample):
+        if spare and _decodes(item) and drafting.speculates(item.sample):
             sample, length = item.sample, len(item.sample.tokens)
             room = min(sample.granted, last_of(sample, longest)) - length
-            count = 0 if sample.is_outgrown_by(length + lookup.token_count + 1) else min(room, spare)
+            count = 0 if sample.is_outgrown_by(length + drafting.token_count + 1) else min(room, spare)
             if count > 0:
-                draft = lookup.draft(sample, count)
+                draft = drafting.draft(sample, count)
                 spare -= len(draft)
                 drafted.append(item._replace(draft=draft))
                 continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire_worker.scheduling.drafts import PromptLookup
+from quire_worker.scheduling.drafts import Drafting
 from quire_worker.scheduling.lookahead import last_of
 from quire_worker.scheduling.passes import is_at_boundary, pass_token_count, standing
 from quire_worker.scheduling.plan import Plan, Work
@@ -19,7 +19,7 @@ from quire_worker.scheduling.roster import Roster
 def ready_after(
     under_way: Sequence[Work],
     roster: Roster,
-    lookup: PromptLookup | None = None,
+    drafting: Drafting | None = None,
     *,
     budget: int,
     longest: int,
@@ -31,7 +31,7 @@ def ready_after(
     Args:
         under_way: of the pass that is computed; empty if none is.
         roster: who runs.
-        lookup: makes drafts, if there are any.
+        drafting: makes drafts, if there are any.
         budget: tokens of the turn's pass.
         longest: sequence, with whose last token a sample ends.
     """
@@ -43,7 +43,7 @@ def ready_after(
             before_backfilled = budget
         work = work_of.get(sample)
         if work is not None and work.is_complete:
-            if sample.has_forks_to_come or (lookup is not None and lookup.may_draft_next(sample)):
+            if sample.has_forks_to_come or (drafting is not None and drafting.may_draft_next(sample)):
                 plan.is_whole = False
                 continue
             if len(sample.tokens) >= last_of(sample, longest):

@@ -93,6 +93,13 @@ class Swapped(NamedTuple):
     slots: list[int]
 
 
+class Proposal(NamedTuple):
+    """What a draft model says may follow a sample's first `length` tokens, which were all there were."""
+
+    length: int
+    tokens: tuple[int, ...]
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One prompt and its samples.
@@ -174,6 +181,7 @@ class Sample:
         continuation_count: likeliest next tokens that are told of a beam, where none is drawn; 0 if it is no beam.
         continuations: what was told, until beams are chosen by it (opaque here).
         seen: n-grams of its tokens, where drafts are made of them; see `drafts.py`.
+        proposal: the draft of a second model, where there is one.
     """
 
     request: Request
@@ -205,6 +213,7 @@ class Sample:
     continuation_count: int = 0
     continuations: Any = None
     seen: Any = None
+    proposal: Proposal | None = None
     _digests: list[bytes] = field(default_factory=list)
     _chain: DigestChain | None = None
 

@@ -81,11 +81,13 @@ class Resting:
         parents = dict.fromkeys(child.fork_of for child in self.forking)
         return [*self.settling, *[each for each in parents if each is not None and each in self._held]]
 
-    def settled(self, block_size: int) -> list[Sample]:
-        """Returns those that rest since the last step and hold room beyond what they have computed; they are not named
+    def settled(self, block_size: int, *, has_states: bool) -> list[Sample]:
+        """Returns those that rest since the last step and hold room beyond what they have computed: a block of it, or
+        with states a token, because a state is shared and published at the end of the room alone. They are not named
         again."""
         settling, self.settling = self.settling, []
-        return [each for each in settling if each.table_length > -(-each.computed // block_size)]
+        unit = 1 if has_states else block_size
+        return [each for each in settling if -(-each.granted // unit) > -(-each.computed // unit)]
 
     def remove(self, sample: Sample) -> None:
         """Takes a sample out, because it runs or leaves; one that is not here is no error."""

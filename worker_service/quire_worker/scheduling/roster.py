@@ -136,13 +136,18 @@ class Roster:
         self.swap.release(sample)
         if sample in self.running:
             self.running.remove(sample)
-            if sample.rests and reason is not None:
+            if sample.rests and reason is not None and not self._is_beyond(sample, reason):
                 self.resting.add(sample)
             elif sample.sequence_id:
                 self.leaving.append(sample)
         else:
             self.leave_queue(sample)
             self.resting.remove(sample)
+
+    def _is_beyond(self, sample: Sample, reason: FinishReason) -> bool:
+        """Tells whether a sample's states may be a token further than a branch of its tokens begins: they hold what
+        its text was stopped with, or that is being computed, and they cannot step back."""
+        return self.has_states and sample.draws and reason is FinishReason.STOP
 
     def _let_down(self, head: Sample) -> None:
         """Notes that a sample waits no more, so that nobody has passed it."""

@@ -33,7 +33,7 @@ from quire.types import GroupKind, GroupSpec
 from quire_worker.scheduling import lookahead
 from quire_worker.scheduling.admission import Applicants, Peaks, Round, TurnLimits
 from quire_worker.scheduling.backfill import own_block_count
-from quire_worker.scheduling.drafts import PromptLookup, with_drafts
+from quire_worker.scheduling.drafts import Drafting, with_drafts
 from quire_worker.scheduling.granted import take_commits, take_grow, work_of
 from quire_worker.scheduling.passes import pass_token_count, standing, to_cut
 from quire_worker.scheduling.plan import Batch, Plan, Work
@@ -55,7 +55,7 @@ class Scheduler:
         commit_blocks_max: whose digests one step may carry. Without an allocator nobody computes beyond that. At least
             those of a forward pass.
         swap_slot_count: blocks of preempted samples that fit into host memory.
-        lookup: makes drafts, if there are any; not for models with states, which cannot step back by a token.
+        drafting: makes drafts, if there are any; not for models with states, which cannot step back by a token.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class Scheduler:
         digest_bytes_max: int = 512 << 10,
         commit_blocks_max: int = 10 << 10,
         swap_slot_count: int = 0,
-        lookup: PromptLookup | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         self.roster = Roster(groups, swap_slot_count)  # who waits, who runs, who leaves
         self.sequence_tokens_max = sequence_tokens_max
         self.batch_tokens_max = batch_tokens_max
         self.running_max = running_max
         self.ahead_tokens = ahead_tokens
-        self.lookup = lookup
+        self.drafting = drafting
         self.digest_bytes_max = digest_bytes_max
         self.commit_blocks_max = commit_blocks_max
         self._increment = Increment.of(self.roster.block_size)
@@ -125,7 +125,7 @@ class Scheduler:
         if self.roster.uncommitted_block_count() + pass_count * filled_max > self.commit_blocks_max:
             return Plan(is_whole=False)
         return ready_after(
-            under_way, self.roster, self.lookup, budget=self.batch_tokens_max, longest=self.sequence_tokens_max
+            under_way, self.roster, self.drafting, budget=self.batch_tokens_max, longest=self.sequence_tokens_max
         )
 
     def has_to_ask(self, ready: Plan) -> bool:
@@ -181,8 +181,8 @@ class Scheduler:
         if not is_helped and lacking - plan.admitted:
             denied.add(self.roster.preempt_last())
         work = work_of(plan, denied, under_way)
-        if self.lookup is not None and not under_way:
-            work = with_drafts(work, self.lookup, budget=self.batch_tokens_max, longest=self.sequence_tokens_max)
+        if self.drafting is not None and not under_way:
+            work = with_drafts(work, self.drafting, budget=self.batch_tokens_max, longest=self.sequence_tokens_max)
         if not work:  # the moves wait for a batch
             self.roster.make_way()
             return Batch([], [])
@@ -272,7 +272,7 @@ class Scheduler:
     def _cut(self, filled: dict[Sample, list[bytes]]) -> dict[Sample, int]:
         """Says who gives back all room beyond what it has computed: who rests from now on, and whose state becomes
         a checkpoint or is shared."""
-        cut = self.roster.resting.settled(self.roster.block_size)
+        cut = self.roster.resting.settled(self.roster.block_size, has_states=self.roster.has_states)
         if self.roster.has_states:
             cut += to_cut((*self.roster.running, *self.roster.leaving), filled, self.roster.parents())
         for sample in cut:

@@ -1,0 +1,48 @@
+"""What each server needs beside the client: whether it is there is said before anything of it is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Final
+
+from quire.errors import UsageError
+
+PACKAGES: Final = {
+    "allocator": ("numpy", "prometheus_client", "structlog", "uvloop"),
+    "worker": (
+        "jinja2",
+        "llguidance",
+        "numpy",
+        "prometheus_client",
+        "safetensors",
+        "structlog",
+        "tokenizers",
+        "torch",
+        "transformers",
+    ),
+    "gateway": ("fastapi", "httptools", "orjson", "prometheus_client", "structlog", "uvicorn", "uvloop"),
+}
+
+
+def require_extra(server: str) -> None:
+    """Looks for the packages of a server, and loads none.
+
+    Raises:
+        UsageError: some are not installed.
+    """
+    missing = [name for name in PACKAGES[server] if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"the {server} needs packages that are not installed ({', '.join(missing)}): pip install"
+            f" 'quire-kv[{server}]', or in a clone pip install '.[{server}]'"
+        )
+
+
+def require_extra_or_exit(server: str) -> None:
+    """Does the same for a command line, which ends with one sentence."""
+    try:
+        require_extra(server)
+    except UsageError as error:
+        print(f"quire-{server}: {error}", file=sys.stderr)  # noqa: T201 - as argparse prints its own
+        sys.exit(2)

@@ -1,0 +1,115 @@
+"""Conversations as chat templates take them, made of what callers send: pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from quire_gateway.bodies import ChatBody, Message
+from quire_gateway.failures import invalid, missing, unsupported
+
+
+class Chat(NamedTuple):
+    """A conversation that a worker is to write down and tokenize."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...]
+    variables: Mapping[str, Any]
+    with_generation_prompt: bool
+
+
+def chat_of(body: ChatBody) -> Chat:
+    """Returns the conversation in a body.
+
+    Raises:
+        ApiError: it has what is no text, or wants calls of tools, which nobody reads out of a text here.
+    """
+    _check_tools(body)
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:  # as vLLM has it; templates of models that think know one or the other
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+        variables.setdefault("enable_thinking", body.reasoning_effort != "none")
+    messages = tuple(_message(number, message) for number, message in enumerate(body.messages))
+    return Chat(messages, tuple(body.tools or ()), variables, body.add_generation_prompt)
+
+
+def _check_tools(body: ChatBody) -> None:
+    """Lets tools pass where a template is told of them and nothing else is expected.
+
+    Raises:
+        ApiError: calls of them are.
+    """
+    choice = body.tool_choice
+    if body.tools is None and choice not in (None, "none"):
+        raise invalid("tool_choice", "tool_choice is for tools, and there are none")
+    if body.tools is not None and choice in (None, "auto"):
+        what = "can be given with tool_choice 'none' alone: the template is told of them, and the answer is text"
+        raise unsupported("tools", what)
+    if choice not in (None, "none"):
+        raise unsupported("tool_choice", "can be 'none' alone: this server reads no calls out of a text")
+
+
+def _message(number: int, message: Message) -> dict[str, Any]:
+    """Returns a message as templates take it: its content as one text, arguments of calls as objects.
+
+    Raises:
+        ApiError: a part of it is no text, or what it calls is no function.
+    """
+    where = f"messages[{number}]"
+    values = message.model_dump(exclude_unset=True)
+    values["content"] = _text(message.content, where)
+    if "tool_calls" in values and not values["tool_calls"]:
+        del values["tool_calls"]  # else templates would write down that there were some
+    for call in _calls(values.get("tool_calls", []), f"{where}.tool_calls"):
+        call["function"]["arguments"] = _arguments(call["function"].get("arguments"))
+    return values
+
+
+def _text(content: str | list[dict[str, Any]] | None, where: str) -> str:
+    """Returns a content as one text; none at all, as beside calls, is an empty one.
+
+    Raises:
+        ApiError: a part of it is no text.
+    """
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, part in enumerate(content or []):
+        place = f"{where}.content[{index}]"
+        if part.get("type") not in ("text", "input_text", "refusal"):
+            raise unsupported(place, f"is of type {part.get('type')!r}: this server takes text alone")
+        text = part.get("refusal" if part["type"] == "refusal" else "text")
+        if not isinstance(text, str):
+            place = f"{place}.text"
+            raise missing(place) if text is None else invalid(place, f"{place} must be a text")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Returns the calls of a message.
+
+    Raises:
+        ApiError: they are no list of calls of functions.
+    """
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and call.get("type", "function") == "function" and isinstance(call.get("function"), dict)
+        for call in calls
+    ):
+        raise invalid(where, f"{where} must be an array of calls of functions")
+    return calls
+
+
+def _arguments(given: Any) -> dict[str, Any]:
+    """Returns the arguments of a call that a model has made, which callers have as a text.
+
+    A text that is no object is what the model wrote, and would be in the conversation for ever: as in vLLM it counts
+    for none.
+    """
+    if isinstance(given, str) and given:
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            return {}
+    return given if isinstance(given, dict) else {}

@@ -1,0 +1,82 @@
+"""What a text has to be, in the words of OpenAI and of vLLM: pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from quire_gateway.bodies import Body
+from quire_gateway.failures import invalid, missing, unsupported
+
+# Options of the workers, by what callers name them.
+_KINDS: Final = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+
+
+def structure_of(body: Body) -> dict[str, tuple[str, Any]]:
+    """Returns what the text has to be, in any of the forms in which it is asked for: (option, value) by parameter.
+
+    Raises:
+        ApiError: none of the forms is asked for as it has to be, or several are.
+    """
+    found: dict[str, tuple[str, Any]] = {}
+    structured = _structured_outputs(body)
+    for kind, option in _KINDS.items():
+        given = getattr(body, f"guided_{kind}")
+        if given is not None:
+            found[f"guided_{kind}"] = (option, given)
+        given = structured.get(kind)
+        if given is not None:
+            found["structured_outputs"] = (option, given)
+    format_ = {"type": "text"} if body.response_format is None else body.response_format
+    match format_.get("type"):
+        case "text":
+            pass
+        case "json_object":
+            found["response_format"] = ("json_schema", {"type": "object"})
+        case "json_schema":
+            found["response_format"] = ("json_schema", _schema_of(format_))
+        case _:
+            raise invalid(
+                "response_format", "response_format has no type that is known: text, json_object, json_schema"
+            )
+    if len(found) > 1:
+        raise invalid(next(reversed(found)), f"only one of {', '.join(found)} can be asked for")
+    return found
+
+
+def _schema_of(format_: Mapping[str, Any]) -> Any:
+    """Returns the schema of a response format.
+
+    Raises:
+        ApiError: it has none, or one that is no JSON schema.
+    """
+    name = "response_format.json_schema"
+    given = format_.get("json_schema")
+    if not isinstance(given, dict):
+        raise missing(name) if given is None else invalid(name, f"{name} must be an object")
+    schema = given.get("schema")
+    if schema is None:
+        raise missing(f"{name}.schema")
+    if not isinstance(schema, dict | bool):
+        raise invalid(f"{name}.schema", f"{name}.schema must be a JSON schema")
+    return schema
+
+
+def _structured_outputs(body: Body) -> dict[str, Any]:
+    """Returns the one structure that vLLM's parameter asks for, if it is there; what has no effect there has none here.
+
+    Raises:
+        ApiError: it is none of ours, or there are several, or none.
+    """
+    if body.structured_outputs is None:
+        return {}
+    found = {name: value for name, value in body.structured_outputs.items() if value not in (None, False)}
+    if found.pop("json_object", None) is not None:
+        found.setdefault("json", {"type": "object"})
+    for name in sorted(found.keys() - _KINDS):
+        raise unsupported(f"structured_outputs.{name}", f"is none of {', '.join(_KINDS)}, json_object")
+    if len(found) > 1:
+        raise invalid("structured_outputs", f"only one of {', '.join(sorted(found))} can be asked for")
+    if not found:
+        raise invalid("structured_outputs", f"structured_outputs needs one of {', '.join(_KINDS)}, json_object")
+    return found

@@ -1,0 +1,314 @@
+"""One batch on the device: copies, forward pass, sampling. What fails ends its own request and nobody else's.
+
+    copies      all at once; if that fails, one by one: who holds a block that was not copied cannot go on
+    forward     all at once; if that fails, in halves, down to the request that is to blame. Without memory the halves
+                are of the tokens, so that a prompt may be cut as well, and what fails in the end is one token
+    logits      looked at for every chunk, also where no token is sampled after it: through attention its last token
+                depends on all that it wrote, and what holds NaN must not be published
+    sampling    all at once; if that fails, in halves
+
+Computing again is safe: a pass writes the same tokens to the same slots, no token counts as computed before the runner
+returns, and sampling draws its random numbers last. So whoever was in a batch that failed gets the text that it would
+have got without.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+import structlog
+import torch
+from quire.protocol.outcomes import Copy
+
+from quire_worker.cache import KVCache
+from quire_worker.execution.failures import (
+    GRAMMAR,
+    NO_TOKEN_LEFT,
+    NOT_FINITE,
+    DeviceLostError,
+    Failure,
+    FailureKind,
+    failure_of,
+)
+from quire_worker.execution.finiteness import Finiteness
+from quire_worker.execution.host_pages import HostPages
+from quire_worker.execution.parts import (
+    Before,
+    CandidateLogprobs,
+    Continuations,
+    Part,
+    Prepared,
+    PromptLogprobs,
+    Restore,
+    Token,
+    candidate_logprobs,
+    continuations,
+    halves,
+    layout_of,
+    rows_of,
+    scored,
+    token_halves,
+)
+from quire_worker.model.batch import ForwardBatch
+from quire_worker.model.paged_model import PagedModel
+from quire_worker.sampling.choice import are_finite
+from quire_worker.sampling.sampler import draw
+from quire_worker.scheduling.plan import Draw
+from quire_worker.scheduling.request import Request, Sample
+from quire_worker.scheduling.swap import SwapOut
+
+log = structlog.get_logger()
+# Computes a batch in a shorter way than a forward pass does, or returns None where it has none for that batch.
+Shortcut: TypeAlias = Callable[[ForwardBatch], torch.Tensor | None]
+
+
+class Run:
+    """A batch on its way. The methods are called once each, in order; `forward` and `draw` call themselves."""
+
+    def __init__(
+        self, model: PagedModel, cache: KVCache, shortcut: Shortcut | None, host_pages: HostPages | None
+    ) -> None:
+        self.failures: dict[Request, Failure] = {}
+        self.lost_blocks: dict[int, Failure] = {}
+        self.swapped_block_count = 0
+        self.swap_s = 0.0
+        self._host_pages = host_pages
+        self.tokens: list[Token] = []
+        self.prompt_logprobs: list[PromptLogprobs] = []
+        self.candidate_logprobs: list[CandidateLogprobs] = []
+        self.continuations: list[Continuations] = []
+        self.retry_count = 0
+        self._model = model
+        self._cache = cache
+        self._shortcut = shortcut
+        self._drafts: dict[Sample, tuple[int, ...]] = {}
+        self._left_out: set[Request] = set()  # they failed in the batch before, and the engine knows from there
+        self._finiteness = Finiteness(lambda part: self._fail([part.sample], NOT_FINITE))
+        self._logits: dict[Sample, tuple[torch.Tensor, int]] = {}  # whose row is of the last token of each
+
+    def is_unharmed(self, sample: Sample) -> bool:
+        """Tells whether what was computed of a sample is of use."""
+        return sample.request not in self.failures and sample.request not in self._left_out
+
+    def follow(self, before: Before, prepared: Prepared) -> None:
+        """Puts in the tokens that the batch before has sampled, and leaves out whom it failed."""
+        if before.failures or before.lost_blocks:
+            for request in {part.sample.request for part in prepared.parts}:
+                blocks = {block for sample in request.samples for block in sample.held_blocks()}
+                if request in before.failures or before.lost_blocks.keys() & blocks:
+                    self._left_out.add(request)
+        for part in prepared.awaiting:
+            if self.is_unharmed(part.sample):
+                part.tokens[0] = before.tokens[part.sample]
+        if prepared.layout is not None and prepared.awaiting:
+            tokens = torch.tensor([part.tokens[0] for part in prepared.awaiting])
+            prepared.layout.input_ids[0, prepared.places] = tokens
+
+    def move(self, moves: Sequence[Copy | SwapOut], restores: Sequence[Restore]) -> None:
+        """Copies pages and swaps them out, in order; then swaps in."""
+        copies = list[Copy]()
+        for each in moves:
+            if isinstance(each, Copy):
+                copies.append(each)
+                continue
+            self.copy(copies)
+            copies = []
+            self._swap(each.sample, HostPages.copy_out, each.blocks, each.slots)
+        self.copy(copies)
+        for restore in restores:
+            self._swap(restore.sample, HostPages.copy_in, restore.slots, restore.blocks)
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Copies blocks. No source is a destination of the same batch, so that each copy may be repeated."""
+        if not copies:
+            return
+        failure = self._try_copy(copies)
+        if failure is None:
+            return
+        if len(copies) == 1:
+            self.lost_blocks[copies[0].destination] = failure
+            return
+        self.retry_count += 1
+        for copy in copies:
+            self.copy([copy])
+
+    def drop_holders_of_lost_blocks(self, parts: Iterable[Part]) -> None:
+        """Who would read or write a block that was not copied fails."""
+        for part in parts:
+            for block in self.lost_blocks.keys() & part.sample.held_blocks():
+                self._fail([part.sample], self.lost_blocks[block])
+
+    def forward(self, parts: Sequence[Part], layout: ForwardBatch | None = None) -> None:
+        """Computes parts, those of one sample in order; `layout` is of all of them."""
+        count, parts = len(parts), [part for part in parts if self.is_unharmed(part.sample)]
+        if not parts:
+            return
+        failure = self._try_forward(parts, layout if len(parts) == count else None)
+        if failure is None:
+            return
+        if any(part.draft for part in parts):
+            self.retry_count += 1
+            self.forward([part.without_draft() for part in parts])
+            return
+        smaller = token_halves(parts) if failure.kind is FailureKind.OUT_OF_MEMORY else halves(parts)
+        if smaller is None:
+            self._fail([part.sample for part in parts], failure)
+            return
+        self.retry_count += 1
+        for half in smaller:
+            self.forward(half)
+
+    def draw(self, draws: Sequence[Draw]) -> None:
+        """Samples a token for each."""
+        if not draws:
+            return
+        failure = self._try_draw(draws)
+        if failure is None:
+            return
+        smaller = halves(draws)
+        if smaller is None:
+            self._fail([draw.sample for draw in draws], failure)
+            return
+        self.retry_count += 1
+        for half in smaller:
+            self.draw(half)
+
+    def draw_after_drafts(self) -> None:
+        """Samples on after drafted tokens, as long as each is the one that was sampled in its place."""
+        right, count = self.tokens, 0
+        while self._drafts and right:
+            draws = []
+            for drawn, token, _ in right:
+                draft = self._drafts.get(drawn.sample, ())
+                if count < len(draft) and draft[count] == token:
+                    logits, row = self._logits[drawn.sample]
+                    self._logits[drawn.sample] = logits, row + 1
+                    draws.append(Draw(drawn.sample, drawn.sample, count + 1))
+            known = len(self.tokens)
+            self.draw(draws)
+            right, count = self.tokens[known:], count + 1
+
+    def read_rest(self) -> None:
+        """Finds out who is not finite of those that no draw has told of."""
+        self._finiteness.read()
+
+    # -- one attempt at each: None, or why not -------------------------------------------------------------------------
+
+    # What is tried again is tried after the `except` block has been left: inside, the traceback holds on to every
+    # tensor of the failed pass.
+
+    def _swap(
+        self, sample: Sample, move: Callable[[HostPages, list[int], list[int]], None], source: list[int], to: list[int]
+    ) -> None:
+        """Moves pages of a sample between device and host; if that fails, so does its request."""
+        assert self._host_pages is not None, "nothing is swapped without host memory"
+        started = time.perf_counter()
+        try:
+            move(self._host_pages, source, to)
+        except Exception as error:
+            failure = self._judge(error, "swapping", 1)
+        else:
+            self.swapped_block_count += len(source)
+            self.swap_s += time.perf_counter() - started
+            return
+        self._free_memory_after(failure)
+        self._fail([sample], failure)
+
+    def _try_copy(self, copies: Sequence[Copy]) -> Failure | None:
+        try:
+            sources, destinations = [copy.source for copy in copies], [copy.destination for copy in copies]
+            self._model.attention.copy_blocks(self._cache.buffers, sources, destinations)
+        except Exception as error:
+            failure = self._judge(error, "copies", len(copies))
+        else:
+            return None
+        self._free_memory_after(failure)
+        return failure
+
+    def _try_forward(self, parts: Sequence[Part], layout: ForwardBatch | None) -> Failure | None:
+        try:
+            forward = layout or layout_of(parts, self._cache)
+            shortcut = None if forward.adapters else self._shortcut  # which knows of none
+            logits = None if shortcut is None else shortcut(forward)  # [rows, vocabulary]
+            if logits is None:
+                logits = self._model.forward(forward.on(self._model.device), self._cache)
+            is_finite = are_finite(logits)
+            may_wait = all(part.may_wait for part in parts)
+            flags = None if may_wait else is_finite.tolist()
+            logprobs = [] if flags is None else scored(parts, logits, flags)
+            candidates = [] if flags is None else candidate_logprobs(parts, logits)
+            following = [] if flags is None else continuations(parts, logits)
+        except Exception as error:
+            failure = self._judge(error, "forward pass", len(parts))
+        else:
+            end = 0
+            for part in parts:
+                end += part.row_count
+                self._logits[part.sample] = logits, end - 1 - len(part.draft)
+                if part.draft:
+                    self._drafts[part.sample] = part.draft
+            if flags is None:
+                self._finiteness.add(parts, is_finite)
+            else:
+                self._finiteness.judge(parts, flags)
+            self.prompt_logprobs += logprobs
+            self.candidate_logprobs += candidates
+            self.continuations += following
+            return None
+        self._free_memory_after(failure)
+        return failure
+
+    def _try_draw(self, draws: Sequence[Draw]) -> Failure | None:
+        try:
+            logits = rows_of([self._logits[draw.parent] for draw in draws])
+            samplers = [each.sample.sampler for each in draws]
+            drawn = draw(logits, samplers, self._model.attention.choose, self._finiteness.unread())
+        except Exception as error:
+            failure = self._judge(error, "sampling", len(draws))
+        else:
+            self._finiteness.take(drawn.flags)
+            for each, token, logprobs in zip(draws, drawn.tokens, drawn.logprobs, strict=True):
+                if token is None:
+                    matcher = each.sample.sampler.matcher
+                    has_failed = matcher is not None and matcher.has_failed
+                    self._fail([each.sample], GRAMMAR if has_failed else NO_TOKEN_LEFT)
+                else:
+                    self.tokens.append(Token(each, token, logprobs))
+            return None
+        self._free_memory_after(failure)
+        return failure
+
+    # -- failures ------------------------------------------------------------------------------------------------------
+
+    def _judge(self, error: Exception, what: str, count: int) -> Failure:
+        """Returns why an attempt failed.
+
+        Raises:
+            DeviceLostError: the device failed, and not the attempt.
+        """
+        if isinstance(error, DeviceLostError):
+            raise error
+        if isinstance(error, torch.AcceleratorError) and not self._device_answers():
+            raise DeviceLostError(f"{self._model.device} is lost: {error}") from error
+        failure = failure_of(error)
+        if count == 1 or not self.retry_count:  # not every half of a half
+            is_news = count == 1 and failure.kind is FailureKind.EXCEPTION
+            log.warning(f"{what} failed", error=type(error).__name__, parts=count, exc_info=error if is_news else None)
+        return failure
+
+    def _free_memory_after(self, failure: Failure) -> None:
+        if failure.kind is FailureKind.OUT_OF_MEMORY and self._model.device.type == "cuda":
+            torch.cuda.empty_cache()  # what torch keeps for reuse may be in pieces that are too small
+
+    def _device_answers(self) -> bool:
+        try:
+            torch.cuda.synchronize(self._model.device)
+        except RuntimeError:
+            return False
+        return True
+
+    def _fail(self, samples: Iterable[Sample], failure: Failure) -> None:
+        for failed in samples:
+            self.failures.setdefault(failed.request, failure)

@@ -188,8 +188,8 @@ class _Line:
     """Candidates that leave in the order of their stamps, whatever the policy.
 
     Most come in that order: a decoding sequence lets a block fall out at every edge. Those stand in two lists, without
-    an item for each; the others in a heap. Outdated ones stay in both, but for those at the beginning of the lists: where
-    all candidates get another worth in their order, each addition drops the one before.
+    an item for each; the others in a heap. Outdated ones stay in both, but for those at the beginning of the lists:
+    where all candidates get another worth in their order, each addition drops the one before.
     """
 
     __slots__ = ("_begin", "_entries", "_heap", "_last", "_tickets")

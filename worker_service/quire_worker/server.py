@@ -40,7 +40,7 @@ from quire_worker.host_memory import size
 from quire_worker.model.adapters.peft_folder import AdapterLimits
 from quire_worker.model.checkpoint import ModelError
 from quire_worker.model.paged_model import PagedModel, check_rank_count, load_model
-from quire_worker.model.tokenizer import Tokenizer
+from quire_worker.model.tokenizer import NoTokenizer, Tokenizer, read_tokenizer
 from quire_worker.options import parse_arguments
 from quire_worker.ranks.crew import Crew, RankLostError
 from quire_worker.ranks.place import place_of
@@ -83,7 +83,9 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
     """
     # First, as weights take minutes, and these may be what is missing.
     preflight.check_files(options)
-    tokenizer = Tokenizer(options.model)
+    tokenizer = read_tokenizer(options.model)
+    if isinstance(tokenizer, NoTokenizer):
+        log.warning("no tokenizer: prompts must be token ids, and tokens have no text", folder=str(options.model))
     if ranks is None or ranks.place.size == 1:
         part, leader = load_part(options, options.device, None), None
     else:

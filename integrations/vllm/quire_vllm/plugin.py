@@ -1,7 +1,7 @@
 """vLLM's entry point `vllm.general_plugins`, which it calls in each of its processes once this package is installed.
 
-It changes nothing, as engines of their own scheduler are none of its business: the scheduler is chosen by
-`--scheduler-cls`. It says early, in the log of a process that will need it, what that scheduler would refuse at its start.
+It changes nothing, as engines of their own scheduler are none of its business: `--scheduler-cls` chooses the scheduler.
+It says early, in the log of a process that will need it, what that scheduler would refuse at its start.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from quire.v1 import allocator_pb2_grpc as pb_grpc
 
 from quire_allocator import limits
 from quire_allocator.core.ownership.directory import Directory, Ownership
-from quire_allocator.core.readers import index
+from quire_allocator.core.readers import index, usage
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import DIGEST_BYTES
 from quire_allocator.metrics.counters import Counters
@@ -264,6 +264,17 @@ class AllocatorService(pb_grpc.AllocatorServiceServicer):
     def CloseSession(self, request: pb.CloseSessionRequest, permissions: Permissions) -> pb.CloseSessionResponse:
         self.unary_sessions.close(request.session_id, permissions)
         return pb.CloseSessionResponse()
+
+    @unary
+    def DropCache(self, request: pb.DropCacheRequest, permissions: Permissions) -> pb.DropCacheResponse:
+        name, drop = translate.pool_name(request.pool), translate.cache_drop(request.drop)
+        authorization.require_owning(permissions, name)
+        authorization.require_drop(permissions, drop)
+        owner = self.directory.pool(name)
+        dropped = self.sessions.drop_cache(owner, drop, self.clock())
+        log.info("cache dropped", pool=name, blocks=dropped, is_all=drop.namespace is None)
+        held = usage.held_count(owner.pool, drop.namespace)
+        return pb.DropCacheResponse(dropped_block_count=dropped, held_block_count=held)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 

@@ -71,6 +71,7 @@ from quire.types import (
 )
 from quire.unary import AsyncUnarySession, UnarySession
 from quire.views import (
+    CacheDropped,
     GroupUsage,
     NamespaceUsage,
     PoolBlocks,
@@ -102,6 +103,7 @@ __all__ = [
     "BlocksRemoved",
     "BlocksStored",
     "Branch",
+    "CacheDropped",
     "CacheEvent",
     "Chunk",
     "ChunkStream",

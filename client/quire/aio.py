@@ -266,6 +266,16 @@ class AsyncAllocatorClient(_Connected):
         request = messages.match_request(digests, namespace)
         return messages.prefix_matches(await self._link.call(self._stub.MatchPrefix, request, timeout_s))
 
+    async def drop_cache(
+        self, pool: str, namespace: str | None = None, digests: bytes | Iterable[bytes] = b"",
+        kept_digest_count: int = 0, *, timeout_s: float | None = None,
+    ) -> views.CacheDropped:  # fmt: skip
+        """Forgets what is cached of a pool: all of it, of a namespace, or of that what stands behind the kept ones of a
+        prefix's digests. What sequences hold stays. It takes permission to own the pool."""
+        request = messages.drop_request(pool, namespace, digests, kept_digest_count)
+        reply = await self._link.call(self._stub.DropCache, request, timeout_s)
+        return views.CacheDropped(**messages.values_of(reply))
+
     def watch_events(
         self,
         pool: str,
@@ -286,14 +296,7 @@ class AsyncAllocatorClient(_Connected):
             on_wait: told why, whenever the watch was cut off and is taken up again.
 
         A watch that has begun and meets UNAVAILABLE goes on after the last event, however long that takes, with pauses
-        of 50 ms to 5 s.
-
-        Raises:
-            NotFoundError: while iterating: the pool is unknown, or gone; after a restart of the allocator it is unknown
-                until its owner has attached again.
-            ResourceExhaustedError: while iterating: WATCHER_SLOW, events came faster than they were taken; LIMIT, too
-                many watch.
-            QuireError: while iterating: anything else that a call may meet.
+        of 50 ms to 5 s. Iterating raises what it raises in `quire.client.AllocatorClient.watch_events`.
         """
         request = messages.watch_request(pool, session_id, cursor)
         watch = Watch(self._link, self._stub.WatchEvents, request, timeout_s=timeout_s, on_wait=on_wait)

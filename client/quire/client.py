@@ -268,6 +268,16 @@ class AllocatorClient(_Connected):
         request = messages.match_request(digests, namespace)
         return messages.prefix_matches(self._link.call(self._stub.MatchPrefix, request, timeout_s))
 
+    def drop_cache(
+        self, pool: str, namespace: str | None = None, digests: bytes | Iterable[bytes] = b"",
+        kept_digest_count: int = 0, *, timeout_s: float | None = None,
+    ) -> views.CacheDropped:  # fmt: skip
+        """Forgets what is cached of a pool: all of it, of a namespace, or of that what stands behind the kept ones of a
+        prefix's digests. What sequences hold stays. It takes permission to own the pool."""
+        request = messages.drop_request(pool, namespace, digests, kept_digest_count)
+        reply = self._link.call(self._stub.DropCache, request, timeout_s)
+        return views.CacheDropped(**messages.values_of(reply))
+
     def watch_events(
         self,
         pool: str,

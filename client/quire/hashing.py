@@ -31,6 +31,7 @@ from itertools import pairwise
 from typing import Final
 
 DIGEST_BYTES: Final = 32
+FOREIGN_DIGEST_BYTES: Final = 16  # of other engines' hashes; they travel filled up with zeros
 CONTENT_ID_BYTES_MAX: Final = 128
 _TOKENS_MAX: Final = 2**31 - 1  # an offset is an int32
 _PACKED_TOKENS: Final = 2_048  # at a time: a whole prompt as arguments of one call does not stay in the cache

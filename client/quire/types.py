@@ -187,6 +187,8 @@ class PoolSpec:
         chunk_token_count_max: the largest chunk of a prompt that is computed in one pass; 0 where nobody says.
         append_only: tables change at their end alone: a commit swaps nothing, and a sequence keeps its own blocks. All
             groups are of full attention.
+        first_block_id: the lowest block id, for engines that keep lower ones to themselves; at most 65,536.
+        tells_removed: the outcome of each step says which digests left the index.
     """
 
     block_count: int
@@ -199,6 +201,8 @@ class PoolSpec:
     retention: str = ""
     chunk_token_count_max: int = 0
     append_only: bool = False
+    first_block_id: int = 0
+    tells_removed: bool = False
 
     @classmethod
     def full_attention(

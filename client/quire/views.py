@@ -134,3 +134,11 @@ class PrefixMatch(NamedTuple):
     pool: str
     matched_token_count: int
     junction_token_count: int = 0
+
+
+class CacheDropped(NamedTuple):
+    """What was forgotten of a cache: blocks that are empty now, and those that sequences hold still, of the namespace
+    or of all."""
+
+    dropped_block_count: int
+    held_block_count: int

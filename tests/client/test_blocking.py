@@ -45,6 +45,64 @@ def commit(sequence_id: int, first: int, end: int) -> StepBuilder:
     return step
 
 
+def test_an_owner_drops_its_cache_and_is_told_what_left_and_what_others_drop(allocator: ServerProcess) -> None:
+    spec = replace(APPEND_ONLY, tells_removed=True, first_block_id=1)
+    with AllocatorClient(allocator.address) as client, client.blocking_session("mine", spec) as session:
+        assert list(answered(session, allocate(1, 12)).grows[0].blocks[0]) == [1, 2, 3]
+        answered(session, commit(1, 0, 3))
+        step = StepBuilder()
+        step.free(1)
+        step.drop("", digests(0, 3), kept_digest_count=1)
+        outcome = answered(session, step)
+        assert outcome.dropped == [2]
+        assert [(each.namespace, each.groups) for each in outcome.removed] == [("", (0,))]
+        assert sorted(outcome.removed[0].digests[i : i + 32] for i in (0, 32)) == sorted(digests(1, 3))
+        assert client.match_prefix(digests(0, 3))[0].matched_token_count == 4
+        assert client.drop_cache("mine", "other") == (0, 0)
+        assert client.drop_cache("mine") == (1, 0)
+        outcome = answered(session, allocate(2, 9, shared=2))
+        assert outcome.grows[0].matched_token_count == 0
+        assert [drop.namespace for drop in outcome.outside_drops] == ["other", None]
+        assert [each.digests for each in outcome.removed] == digests(0, 1)
+        with pytest.raises(ValueError, match="of one namespace"):
+            step.drop(None, digests(0, 1))
+
+
+def test_an_allocator_that_comes_back_empty_is_not_told_of_what_was_dropped(tmp_path: Path) -> None:
+    (tmp_path / "next").mkdir()
+    with allocator_process(tmp_path, "--check-invariants") as first:
+        client = AllocatorClient(first.address)
+        session = client.blocking_session("mine", SPEC)
+        session.open(ANSWER_S)
+        answered(session, allocate(1, 12))
+        answered(session, commit(1, 0, 3))
+        step = StepBuilder()
+        step.free(1)
+        answered(session, step)
+        assert client.drop_cache("mine", "", digests(0, 3), 1).dropped_block_count == 2
+        answered(session, allocate(2, 4))  # whose answer tells the owner
+        first.process.kill()
+        first.process.wait()
+    with client, allocator_process(tmp_path / "next", "--listen", first.address):
+        answered(session, allocate(3, 4))
+        assert client.match_prefix(digests(0, 3))[0].matched_token_count == 4
+        session.close()
+
+
+def test_digests_of_16_bytes_of_a_foreign_hash_are_taken_one_by_one(allocator: ServerProcess) -> None:
+    foreign = [digest[:16] for digest in digests(0, 2)]
+    with AllocatorClient(allocator.address) as client, client.blocking_session("mine", SPEC) as session:
+        answered(session, allocate(1, 8))
+        step = StepBuilder()
+        step.commit(1, 8, foreign)
+        answered(session, step)
+        answered(session, allocate(2, 4))  # which acknowledges it
+        assert client.match_prefix(foreign)[0].matched_token_count == 8
+        assert client.match_prefix([digest + bytes(16) for digest in foreign])[0].matched_token_count == 8
+        with pytest.raises(ValueError, match="32 bytes, or 16"):
+            client.match_prefix([b"short"])
+
+
 def answered(session: BlockingSession, step: StepBuilder) -> StepOutcome:
     return session.submit(step).result(ANSWER_S)
 

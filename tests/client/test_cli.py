@@ -358,7 +358,7 @@ def test_wrong_use_is_exit_code_2_without_a_traceback(command: list[str]) -> Non
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("command", ["up", "generate", "pools", "blocks", "watch", "status", "health"])
+@pytest.mark.parametrize("command", ["up", "generate", "pools", "blocks", "drop-cache", "watch", "status", "health"])
 def test_every_command_explains_itself_with_examples(command: str) -> None:
     result = quire(command, "--help")
     assert result.returncode == 0

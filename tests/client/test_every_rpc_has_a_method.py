@@ -50,6 +50,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "Fork": (1, 2),
     "Commit": (1, 4),
     "Free": (1,),
+    "DropCache": ("pool",),
     "MatchPrefix": ([],),
     "GetPool": ("pool",),
     "WatchEvents": ("pool",),

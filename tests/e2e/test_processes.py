@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from quire import AllocatorClient, Client, NotFoundError, Reason, UnavailableError
-from quire.local import ServerFailedError
+from quire import AllocatorClient, Client, NotFoundError, QuireError, Reason, SamplingParams, UnavailableError
+from quire.local import LocalStack, ServerFailedError
 from quire_allocator.metrics.collector import METRIC_NAMES as ALLOCATOR_METRICS
 from quire_worker.telemetry import METRIC_NAMES as WORKER_METRICS
 
@@ -91,7 +91,7 @@ def test_text_goes_on_the_same_after_the_allocator_was_killed_and_started_again(
 def test_a_worker_whose_allocator_is_gone_tells_its_callers_and_stops_when_told(
     fate: signal.Signals, tmp_path: Path
 ) -> None:
-    with started(log_folder=tmp_path) as stack, Client(stack.worker_address) as client:
+    with started("--drain-timeout", "1", log_folder=tmp_path) as stack, Client(stack.worker_address) as client:
         assert stack.allocator is not None
         assert stack.worker is not None
         stream = client.stream("The for", max_tokens=3000, ignore_eos=True)
@@ -106,6 +106,22 @@ def test_a_worker_whose_allocator_is_gone_tells_its_callers_and_stops_when_told(
         stack.allocator.process.send_signal(signal.SIGCONT)
     log = (tmp_path / "quire_worker.log").read_text()
     assert not [word for word in ("Traceback", "never retrieved", "exception") if word in log], log
+
+
+def test_a_text_under_way_waits_for_an_allocator_that_is_away_when_its_worker_is_told_to_stop(tmp_path: Path) -> None:
+    with server("quire_allocator", "--listen", "127.0.0.1:0", folder=tmp_path / "first") as first:
+        arguments = ["--model", str(DEMO), "--allocator", first.address, "--listen", "127.0.0.1:0"]
+        arguments += ["--drain-timeout", "30"]
+        with server("quire_worker", *arguments, folder=tmp_path / "worker") as worker, Client(worker.address) as client:
+            stream = client.stream("The for", max_tokens=2000, ignore_eos=True)
+            count = len(next(stream).token_ids)
+            first.process.send_signal(signal.SIGKILL)
+            first.process.wait()
+            worker.process.terminate()
+            eventually(lambda: "draining" in (tmp_path / "worker" / "log").read_text(), "it was told to stop")
+            with server("quire_allocator", "--listen", first.address, folder=tmp_path / "second"):
+                assert count + sum(len(chunk.token_ids) for chunk in stream) == 2000
+                assert worker.process.wait(15) == 0
 
 
 def test_a_text_under_way_is_finished_when_its_worker_is_told_to_stop_within_the_time_for_it(tmp_path: Path) -> None:
@@ -129,7 +145,7 @@ def test_a_text_under_way_is_finished_when_its_worker_is_told_to_stop_within_the
 
 
 def test_what_a_folder_lacks_is_said_in_one_line_before_its_weights_are_read(tmp_path: Path) -> None:
-    shutil.copy(DEMO / "config.json", tmp_path)  # neither weights nor a tokenizer
+    shutil.copy(DEMO / "config.json", tmp_path)  # neither weights nor a tokenizer, which need not be there
     with (
         pytest.raises(ServerFailedError) as raised,
         server("quire_worker", "--model", str(tmp_path), folder=tmp_path / "w"),
@@ -137,9 +153,30 @@ def test_what_a_folder_lacks_is_said_in_one_line_before_its_weights_are_read(tmp
         pass
     said = str(raised.value).splitlines()
     assert "exit code 2" in said[0]
-    assert said[-1].startswith(f"quire-worker: no usable tokenizer in {tmp_path}: ")
-    assert not said[-1].endswith(":"), "the reason is whole"
+    assert said[-1].startswith("quire-worker: neither model.safetensors nor model.safetensors.index.json in ")
     assert "Traceback" not in str(raised.value)
+
+
+def test_a_model_without_a_tokenizer_is_served_to_callers_who_give_token_ids(tmp_path: Path) -> None:
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        shutil.copy(DEMO / name, tmp_path)
+    greedy = SamplingParams(max_tokens=8, ignore_eos=True)
+    with LocalStack(DEMO) as stack, Client(stack.worker_address) as client:
+        prompt = client.tokenize("The for statement")
+        expected = client.generate(prompt, greedy).samples[0].token_ids
+    with LocalStack(tmp_path) as stack, Client(stack.worker_address) as client:
+        generation = client.generate(prompt, greedy, echo=True)
+        assert (generation.samples[0].token_ids, generation.text) == (expected, "")
+        for refused in (
+            lambda: client.generate("The for statement"),
+            lambda: client.generate(prompt, stop=["x"]),
+            lambda: client.generate(prompt, regex="x*"),
+            lambda: client.tokenize([{"role": "user", "content": "x"}]),
+            lambda: client.detokenize(prompt),
+        ):
+            with pytest.raises(QuireError, match="comes without a tokenizer: give token ids") as caught:
+                refused()
+            assert caught.value.reason is Reason.NOT_SUPPORTED
 
 
 def test_a_folder_that_is_not_there_is_said_to_be_none(tmp_path: Path) -> None:

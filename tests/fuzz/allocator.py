@@ -38,7 +38,7 @@ from tests.fuzz.requests import GROW, Plausible
 from tests.simulation.histories import GROUPS, pool_spec
 from tests.simulation.world import Quiet
 
-UNARY = ("OpenSession", "KeepAlive", "Allocate", "Grow", "Fork", "Commit", "Free", "CloseSession")
+UNARY = ("OpenSession", "KeepAlive", "Allocate", "Grow", "Fork", "Commit", "Free", "DropCache", "CloseSession")
 READING = ("MatchPrefix", "ListPools", "GetPool")
 INVARIANTS_EVERY, LOOK_DEEPER_EVERY = 16, 16  # accepted requests, messages
 
@@ -272,7 +272,7 @@ class Episode:
         method, bad = _method_of(right), self._spoil(right)
         if bad is None:
             return
-        answer = self._call(method, bad, "unary")
+        answer = self._call(method, bad, bad.pool if isinstance(bad, pb.DropCacheRequest) else "unary")
         if method == "OpenSession" and answer is not None and bad.pool != "unary":  # type: ignore[attr-defined]
             self.sessions.drop(self.directory.pool(bad.pool))  # type: ignore[attr-defined]
             self._state = self._look()

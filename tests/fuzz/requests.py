@@ -44,6 +44,8 @@ class Plausible:
         for sequence_id in living:
             if ledger.sequences[sequence_id].hold_until is None and chance.random() < 0.5:
                 step.grow(sequence_id, max(1, ledger.sequences[sequence_id].token_count + chance.randint(0, 3)))
+        if chance.random() < 0.1:
+            step.drop(chance.choice((None, "", "tenant")))
         if len(living) < TEXTS_MAX:
             last += 1
             step.allocate(last, chance.randint(1, 30), self._prompt(), chance.choice(("", "tenant")))
@@ -54,6 +56,9 @@ class Plausible:
         chance = self.chance
         if method == "OpenSession":
             return pb.OpenSessionRequest(request_id=self._request_id(), pool="unary", spec=spec)
+        if method == "DropCache":
+            digests = b"".join(self._prompt())
+            return pb.DropCacheRequest(pool="unary", drop=pb.CacheDrop(namespace="tenant", digests=digests))
         kind: Any = getattr(pb, f"{method}Request")
         request = kind(session_id=session_id)
         if method in ("KeepAlive", "CloseSession"):

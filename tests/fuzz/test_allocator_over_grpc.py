@@ -74,6 +74,7 @@ RIGHT: dict[str, Any] = {
     "Commit": pb.CommitRequest(session_id=bytes(16), request_id="r", sequence_id=1, token_count=4, digests=d("a")),
     "Free": pb.FreeRequest(session_id=bytes(16), request_id="r", sequence_id=1),
     "CloseSession": pb.CloseSessionRequest(session_id=bytes(16)),
+    "DropCache": pb.DropCacheRequest(pool="other", drop=pb.CacheDrop(namespace="", digests=d("ab"))),
     "MatchPrefix": pb.MatchPrefixRequest(digests=d("ab")),
     "ListPools": pb.ListPoolsRequest(),
     "GetPool": pb.GetPoolRequest(pool="bystander", view=pb.POOL_VIEW_USAGE),

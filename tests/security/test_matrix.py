@@ -286,6 +286,7 @@ CALLS: dict[str, tuple[Callable[[Scene, str], Any], Reason | None, Reason | None
     "Commit": (of_session("Commit", sequence_id=1, token_count=4), OWNING, USING),
     "Free": (free_a_child, OWNING, USING),
     "CloseSession": (close_another, OWNING, None),
+    "DropCache": (unary("DropCache", pool="a", drop=pb.CacheDrop(namespace="red")), OWNING, USING),
     "MatchPrefix": (unary("MatchPrefix", namespace="red", digests=d("a")), None, USING),
     "ListPools": (unary("ListPools"), None, None),
     "GetPool": (unary("GetPool", pool="a", view=pb.POOL_VIEW_BLOCKS), None, None),

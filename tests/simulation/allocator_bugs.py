@@ -284,3 +284,27 @@ def _what_is_cached_cannot_be_evicted(original: Any, pool: Any, cached: Any) -> 
 def _the_rest_of_a_long_table_is_dropped(original: Any, self: Any, message: Any, names: Any, now: float) -> None:
     if not self._sequences or self._sequences[-1].sequence_id != message.sequence_id:
         original(self, message, names, now)
+
+
+# -- what is dropped ---------------------------------------------------------------------------------------------------
+
+
+@plant(SessionRegistry, "drop_cache")
+def _the_owner_is_not_told_what_others_dropped(original: Any, self: Any, owner: Any, drop: Any, now: float) -> Any:
+    dropped = original(self, owner, drop, now)
+    owner.untold_drops = []
+    return dropped
+
+
+@plant(EventLog, "removed_in")
+def _the_owner_is_not_told_what_left_the_index(original: Any, self: Any, *args: Any) -> Any:
+    return {}, False
+
+
+@plant(SessionMachine, "_open")
+def _a_report_brings_back_what_others_dropped(original: Any, self: Any, owner: Any, *args: Any) -> Any:
+    drops, owner.untold_drops = owner.untold_drops, []
+    try:
+        return original(self, owner, *args)
+    finally:
+        owner.untold_drops = drops

@@ -39,12 +39,14 @@ def compare(worker: Worker, allocator: Allocator) -> None:
     require(held.session_id == owner.session_id, "another session than ours is in force")
     require(owner.unanswered_count == 0, "a step was lost: nothing is under way, and it has no answer")
     require(held.steps.next_step == owner.last_step + 1, "steps were applied twice, or not at all")
-    compare_pool(held.pool, owner.ledger)
+    compare_pool(held.pool, owner.ledger, is_told=not held.untold_drops)
+    if not held.untold_drops:
+        check_view(held.pool, worker)
     check_pages(held.pool, worker.history, owner.ledger)
     check_order(held, owner, worker.clock.now)
 
 
-def compare_pool(pool: Pool, ledger: Ledger) -> None:
+def compare_pool(pool: Pool, ledger: Ledger, *, is_told: bool = True) -> None:
     """Sequences, tables, holds, and what is published where."""
     try:
         invariants.check(pool)
@@ -71,10 +73,21 @@ def compare_pool(pool: Pool, ledger: Ledger) -> None:
             mine is not None and (mine.group, mine.namespace, mine.position, mine.digest) == what,
             f"block {block} is published there as what it does not carry here",
         )
-    is_told = pool.admission.limits_cache  # the owner knows then what is empty
+    is_told = is_told and pool.admission.limits_cache  # the owner knows then what is empty
     for block in here:
         is_known = block in carried or (block in empty and not is_told)
         require(is_known, f"block {block} carries a digest here, and is something else there")
+
+
+def check_view(pool: Pool, worker: Worker) -> None:
+    """What was dropped is gone, and the answers have told of everything that left the index."""
+    view, ledger = worker.view, worker.owner.ledger
+    held = ledger.held_blocks()
+    mine = {(what.group, what.namespace, what.digest) for b, what in ledger.pages.carried().items() if b not in held}
+    require(not view.dropped & mine, "the owner would report what was dropped")
+    there = {(group, name, digest) for group, name, _, digest in carried_by(pool).values() if view.follows(group)}
+    require(view.keys is None or view.keys == there, "the owner knows of another index than there is")
+    view.keys = there
 
 
 def carried_by(pool: Pool) -> Carried:
@@ -155,6 +168,8 @@ def check_all_taken_over(worker: Worker) -> None:
     assert link is not None
     assert link.machine.owner is not None
     pool = link.machine.owner.pool
+    if link.machine.owner.untold_drops:
+        return
     carried = set(carried_by(pool).values())
     keys = {(b.group, b.namespace, b.position, b.digest): b for b in ledger.pages.carried().values()}
     alike = [[n for n, g in enumerate(ledger.groups) if g == group] for group in ledger.groups]

@@ -117,6 +117,8 @@ class History:
                 step.free(sequence_id)
                 text.is_leaving = True
         staying = {sequence_id: text for sequence_id, text in self.texts.items() if not text.is_leaving}
+        if rng.random() < 0.05:
+            step.drop(*self.some_drop())
         for sequence_id in staying:
             if rng.random() < 0.1:
                 self.last_id += 1
@@ -128,6 +130,15 @@ class History:
         while len(self.texts) < 6 and rng.random() < 0.4:
             self._allocate(step)
         return step
+
+    def some_drop(self) -> tuple[str | None, list[bytes], int]:
+        """What to forget: all, a namespace, or what is behind a place of some prompt."""
+        rng = self.rng
+        namespace = rng.choice([None, "", "tenant"])
+        if namespace is None or rng.random() < 0.3:
+            return namespace, [], 0
+        digests = block_digests(ROOT, rng.choice(self._prompts)[: rng.randrange(4, 30)], self.digest_tokens)
+        return namespace, digests, rng.randrange(len(digests) + 1)
 
     def make_new(self) -> StepBuilder:
         """A step with one more sequence, whatever is known."""

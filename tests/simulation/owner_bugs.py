@@ -76,6 +76,11 @@ def _a_block_that_is_granted_anew_keeps_its_digest(original: Any, self: Any, blo
     return None
 
 
+@plant(Pages, "drop")
+def _what_was_dropped_stays_in_the_ledger(original: Any, self: Any, *args: Any) -> None:
+    return None
+
+
 @plant(Ledger, "_settle")
 def _blocks_stay_in_the_ledger_that_fell_out_of_a_window(original: Any, self: Any, *args: Any) -> None:
     return None

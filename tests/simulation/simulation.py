@@ -17,6 +17,8 @@ from quire.protocol.limits import SILENCE_S
 from quire.session import block_report
 from quire.session.owner import Phase
 from quire.v1 import allocator_pb2 as pb
+from quire_allocator.core.drop import CacheDrop
+from quire_allocator.core.refusal import Refusal
 
 from tests.simulation import checks
 from tests.simulation.histories import GROUPS, pool_spec
@@ -77,7 +79,10 @@ class Simulation:
         blocks = rng.choice([12, 20, 32]) * (1 if len(GROUPS.get(kinds, ())) == 1 else 3)
         quotas = [pb.Quota(namespace="tenant", cached_blocks_max=2)] if rng.random() < 0.4 else []
         retention = "tail" if seed % 4 == 0 else "auto"
-        self.spec = pool_spec(kinds, blocks, quotas=quotas, retention=retention)
+        first = rng.choice([0, 0, 1, 7])
+        self.spec = pool_spec(
+            kinds, blocks, quotas=quotas, retention=retention, first_block_id=first, tells_removed=True
+        )
         self.window = rng.choice([1, 1, 2, 3])
         self.allocators = [Allocator(name, rng) for name in ("A1", "A2")]
         self.worker = self._new_worker()
@@ -156,6 +161,8 @@ class Simulation:
         link = worker.link
         if link is not None and self.rng.random() < 0.1:
             link.server_beats()
+        if self.rng.random() < 0.005:
+            self._operator_drops()
         if link is not None and not link.to_client and now - worker.heard_at > SILENCE_S:
             worker.leave()
         worker.steps_without_answer += 1
@@ -165,6 +172,22 @@ class Simulation:
             assert worker.link is not None
             checks.compare(worker, worker.link.allocator)
             self.outcome.comparisons += 1
+
+    def _operator_drops(self) -> None:
+        """Somebody else than the owner has a pool's cache forgotten."""
+        worker, link = self.worker, self.worker.link
+        for allocator in self.allocators:
+            for owner in allocator.directory.open_pools():
+                namespace, digests, kept = worker.history.some_drop()
+                before = set(checks.carried_by(owner.pool).values())
+                try:
+                    allocator.sessions.drop_cache(owner, CacheDrop(namespace, b"".join(digests), kept), self.clock.now)
+                except Refusal as refusal:
+                    checks.require(refusal.reason == "LIMIT", f"a drop was refused: {refusal}")
+                    continue
+                gone = before - set(checks.carried_by(owner.pool).values())
+                if link is not None and link.machine.owner is owner and worker.owner.phase is Phase.OPEN:
+                    worker.view.dropped |= {(g, name, digest) for g, name, _, digest in gone if worker.view.follows(g)}
 
     # -- faults --------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from quire_allocator.session.machine import Phase as StreamPhase
 from quire_allocator.session.machine import SessionMachine
 from quire_allocator.session.registry import SessionRegistry
 
+from tests.simulation.cache_view import CacheView, counts_of
 from tests.simulation.histories import History
 
 LEASE_S = 10.0
@@ -167,6 +168,7 @@ class Worker:
         self.waits_until = 0.0
         self.heard_at = 0.0
         self.steps_without_answer = 0
+        self.view = CacheView(spec)
         self._steps: dict[int, pb.Step] = {}
 
     @property
@@ -221,13 +223,19 @@ class Worker:
             self._ended(message)
             return
         self.heard_at = self.clock.now
+        reports, committed = self.owner.report_count, counts_of(self.owner.ledger)
         answer = self.owner.receive(pb.SessionReply.FromString(message), self.clock.now)
+        if self.owner.report_count > reports:
+            self.view.lose()
         if self.owner.disagreement_count:
             raise ViolationError("both sides' states differ")
         if answer is not None:
             step = self._steps.pop(answer.number)
             fails = self.rng.random() < 0.05
             self.counts["device failures"] += fails
+            self.counts["drops"] += len(step.drops)
+            self.counts["outside drops"] += len(answer.outcome.outside_drops)
+            self.view.take(step, answer.outcome, committed)
             self.history.take(step, answer.outcome, self.owner.ledger, fails=fails)
             self.answered += 1
             self.steps_without_answer = 0

@@ -32,6 +32,8 @@ from transformers import (
     GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Ministral3Config,
@@ -113,6 +115,11 @@ FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], Counter[str]]] = {
     "llama, exact gelu": (
         lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="gelu")),
         Counter(AttentionRewrite=2, LinearRewrite=7, NormRewrite=5),
+    ),
+    # It asks its embedding's weight for its device before it looks anything up.
+    "llama4, tied": (
+        lambda: Llama4ForCausalLM(Llama4TextConfig(**TIED, num_local_experts=2, intermediate_size_mlp=96)),
+        Counter(TiedHead=1, NormRewrite=5, LinearRewrite=12),
     ),
     # Its layers are made of `Conv1D`, which nothing knows.
     "gpt2": (

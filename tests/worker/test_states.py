@@ -15,10 +15,12 @@ from quire.types import GroupKind
 from quire.v1 import worker_pb2 as pb
 from quire_worker.cache import NAN_BYTE, KVCache
 from quire_worker.execution.sizing import PoolMemory
+from quire_worker.model import paged_model as paged_model_module
 from quire_worker.model.batch import Chunk, build_batch
 from quire_worker.model.checkpoint import UnsupportedModelError
 from quire_worker.model.paged_model import load_model
 from quire_worker.model.states import flat, mixers, passes
+from quire_worker.model.states.view import SegmentView
 from quire_worker.service import WorkerService
 from transformers import AutoModelForCausalLM
 
@@ -243,6 +245,19 @@ def test_in_bfloat16_logits_are_about_as_near_as_those_of_transformers(folders: 
     tensors = [t for _, kept in load_model(folders[family], dtype="bfloat16").cache_spec.states for t in kept]
     dtypes = {tensor.key.name: tensor.dtype for tensor in tensors}
     assert dtypes == {"conv": torch.bfloat16, "recurrent": torch.float32}, "each keeps the dtype of its layer"
+
+
+def test_what_rounding_alone_does_to_a_model_in_bfloat16_is_no_reason_to_refuse_it(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its experts are chosen otherwise after a last bit."""
+    assert load_model(folders["MiniMax"], dtype="bfloat16").cache_spec.dtype == torch.bfloat16
+    monkeypatch.setattr(SegmentView, "get_linear_cache", lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match="through pages its logits differ from its own"):
+        load_model(folders["MiniMax"], dtype="bfloat16")  # which is found in float32
+    monkeypatch.setattr(paged_model_module, "available_bytes", lambda: 1_000)
+    with pytest.raises(UnsupportedModelError, match=r"moves .* by 0\.\d+ of .*, which takes 1\.6 MiB, and 1,000 bytes"):
+        load_model(folders["MiniMax"], dtype="bfloat16")
 
 
 @pytest.mark.parametrize("name", FURTHER)

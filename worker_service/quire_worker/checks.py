@@ -16,7 +16,7 @@ from quire.v1 import worker_pb2 as pb
 from quire_worker.engine import Engine
 from quire_worker.execution.failures import TOKENIZER
 from quire_worker.model.conversation import ConversationError, read_conversation
-from quire_worker.model.tokenizer import TokenizerError
+from quire_worker.model.tokenizer import NoTokenizer, NoTokenizerError, TokenizerError
 from quire_worker.sampling.grammar import Grammars, Matcher
 from quire_worker.sampling.params import SamplingParams
 from quire_worker.structures import StructureCompiler
@@ -160,6 +160,8 @@ class Checks:
             raise QuireError.of(Reason.LIMIT, f"at most {SPELLED_MAX} tokens at a time")
         try:
             return self._engine.tokenizer.spell(request.token_ids)
+        except NoTokenizerError as error:
+            raise QuireError.of(Reason.NOT_SUPPORTED, str(error)) from None
         except TokenizerError as error:
             log.warning("decoding failed", error=str(error))
             raise self._engine.failed("", TOKENIZER) from None
@@ -168,8 +170,10 @@ class Checks:
         """Returns what a text has to be, compiled; None if it may be anything.
 
         Raises:
-            QuireError: it cannot be compiled.
+            QuireError: it cannot be compiled; there are texts to stop at, and no tokenizer to find them with.
         """
+        if sampling.stop and isinstance(self._engine.tokenizer, NoTokenizer):
+            raise QuireError.of(Reason.NOT_SUPPORTED, str(NoTokenizerError()), field="stop")
         return None if sampling.structure is None else await self._structures.compile(sampling.structure)
 
     async def _encode(
@@ -180,6 +184,8 @@ class Checks:
             raise QuireError.of(Reason.TOO_LARGE, f"text must be at most {TEXT_BYTES_MAX} bytes", field="text")
         try:
             return await asyncio.to_thread(encode, given)
+        except NoTokenizerError as error:
+            raise QuireError.of(Reason.NOT_SUPPORTED, str(error)) from None
         except TokenizerError as error:
             log.warning("encoding failed", error=str(error))
             raise self._engine.failed(request_id, TOKENIZER) from None

@@ -48,7 +48,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="quire-worker", description="Serve text of one model whose KV cache a Quire allocator pages."
     )
-    parser.add_argument("--model", required=True, help="folder with config.json, safetensors and tokenizer.json")
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="folder with config.json, safetensors and tokenizer.json; without a tokenizer, prompts are token ids",
+    )
     parser.add_argument("--pool", default="default", help="name of this worker's pool (default: %(default)s)")
     parser.add_argument(
         "--allocator",

@@ -40,7 +40,7 @@ from quire_worker.host_memory import size
 from quire_worker.model.adapters.peft_folder import AdapterLimits
 from quire_worker.model.checkpoint import ModelError
 from quire_worker.model.paged_model import PagedModel, check_rank_count, load_model
-from quire_worker.model.tokenizer import Tokenizer
+from quire_worker.model.tokenizer import NoTokenizer, Tokenizer, read_tokenizer
 from quire_worker.options import parse_arguments
 from quire_worker.ranks.crew import Crew, RankLostError
 from quire_worker.ranks.place import place_of
@@ -83,7 +83,9 @@ def load(options: argparse.Namespace, ranks: Ranks | None = None) -> Loaded:
     """
     # First, as weights take minutes, and these may be what is missing.
     preflight.check_files(options)
-    tokenizer = Tokenizer(options.model)
+    tokenizer = read_tokenizer(options.model)
+    if isinstance(tokenizer, NoTokenizer):
+        log.warning("no tokenizer: prompts must be token ids, and tokens have no text", folder=str(options.model))
     if ranks is None or ranks.place.size == 1:
         part, leader = load_part(options, options.device, None), None
     else:
@@ -286,7 +288,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     log.info("draining", running=len(engine.scheduler.roster.running), waiting=len(engine.scheduler.roster.waiting))
     service.drain()
     await server.withdraw()
-    if session.connected and not running.done() and not lost.done():
+    if not running.done() and not lost.done():  # without an allocator, too: what has room ends, and it may come back
         drained = asyncio.create_task(engine.drained())
         await asyncio.wait((drained, lost), timeout=options.drain_timeout, return_when=asyncio.FIRST_COMPLETED)
     if lost.done():

@@ -9,6 +9,7 @@ import structlog
 from quire.errors import QuireError, Reason
 
 from quire_worker.execution.failures import TOKENIZER
+from quire_worker.model.tokenizer import NoTokenizerError
 from quire_worker.sampling.grammar import GrammarError, Grammars, Matcher
 from quire_worker.sampling.params import Structure
 
@@ -33,7 +34,7 @@ class StructureCompiler:
 
         Raises:
             QuireError: BAD_PARAMETER, it cannot be compiled; TOO_LARGE, not in time; TOKENIZER_FAILED, not with the
-                tokenizer of this model.
+                tokenizer of this model; NOT_SUPPORTED, it has none.
         """
         compiling = asyncio.get_running_loop().run_in_executor(self._threads, self._grammars.compile, structure)
         try:
@@ -43,6 +44,8 @@ class StructureCompiler:
         except TimeoutError:
             message = f"{structure.kind.value} was not compiled within {COMPILE_S_MAX} s"
             raise QuireError.of(Reason.TOO_LARGE, message, field=structure.kind.value) from None
+        except NoTokenizerError as error:
+            raise QuireError.of(Reason.NOT_SUPPORTED, str(error), field=structure.kind.value) from None
         except Exception as error:  # llguidance does not read every tokenizer that transformers does
             log.warning("compiling failed", error=type(error).__name__)
             raise QuireError.of(TOKENIZER.reason, TOKENIZER.message) from None

@@ -18,16 +18,18 @@ class BlockStates:
     """Tells of each block in how many tables it is, and whether it is published.
 
     Attributes:
-        holders: uint32 [blocks].
-        published: bool [blocks].
+        first_id: the lowest block id.
+        holders: uint32 [ids], those below the first one included.
+        published: bool [ids].
     """
 
-    def __init__(self, block_count: int) -> None:
+    def __init__(self, block_count: int, first_id: int = 0) -> None:
         # numpy is imported by whoever asks: an allocator that takes over from a killed one must not wait for it.
         import numpy as np
 
-        self.holders: NDArray[np.uint32] = np.zeros(block_count, dtype=np.uint32)
-        self.published: NDArray[np.bool_] = np.zeros(block_count, dtype=np.bool_)
+        self.first_id = first_id
+        self.holders: NDArray[np.uint32] = np.zeros(first_id + block_count, dtype=np.uint32)
+        self.published: NDArray[np.bool_] = np.zeros(first_id + block_count, dtype=np.bool_)
 
     def mark(self, blocks: array[int], holders: int, *, published: bool) -> None:
         """Counts blocks, each named at most once, as being in `holders` more tables."""
@@ -39,9 +41,11 @@ class BlockStates:
             self.published[ids] = True
 
     def to_bytes(self, first: int = 0, end: int | None = None) -> bytes:
-        """Returns a byte for each block of [first, end): 0 empty, 1 cached, n >= 2 in n - 1 tables (255: 254 up)."""
+        """Returns a byte for each block with an id in [first, end): 0 empty, 1 cached, n >= 2 in n - 1 tables (255: 254
+        up)."""
         import numpy as np
 
+        first = max(first, self.first_id)
         held = self.holders[first:end]
         states = np.where(held > 0, np.minimum(held + 1, STATE_MAX), self.published[first:end])
         return states.astype(np.uint8).tobytes()

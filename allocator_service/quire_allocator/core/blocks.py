@@ -107,12 +107,14 @@ class Evictor(ABC):
 class Blocks:
     """Free blocks of a pool of `block_count`."""
 
-    def __init__(self, block_count: int, policy: str = "") -> None:
+    def __init__(self, block_count: int, policy: str = "", first_id: int = 0) -> None:
         self.block_count = block_count
-        self._stack = array("I", range(block_count))  # empty blocks from `_top` on; the lowest id is granted first
+        self._stack = array(
+            "I", range(first_id, first_id + block_count)
+        )  # empty blocks from `_top` on; the lowest id is granted first
         self._top = 0
         self.cached_count = 0
-        self.evicted_count = 0
+        self.evicted_count = self.dropped_count = 0
         self.policy = POLICIES[policy or DEFAULT_POLICY](block_count)
         self.queue = EvictionQueue(self.policy)
         self.namespaces: dict[str, Namespace] = {}
@@ -225,6 +227,35 @@ class Blocks:
         """Evicts so many cached blocks of one namespace, or somewhat more."""
         assert namespace.queue is not None, "only namespaces with a limit have their own queue"
         self._evict(count, namespace.queue)
+
+    def drop(self, namespace: Namespace | None) -> int:
+        """Empties all cached blocks, of one namespace or of all; returns how many."""
+        before, evicted = self.cached_count, self.evicted_count
+        if namespace is None:
+            self._evict(self.cached_count)
+        elif namespace.queue is not None:
+            self._evict(namespace.cached_count, namespace.queue)
+        else:  # it has a queue of its own for as long as this takes
+            namespace.queue = queue = Candidates(self.policy)
+            for _, ticket, entry in self.queue.items():
+                if isinstance(entry, Scoped) and entry.scope.namespace is namespace and ticket == entry.ticket:
+                    queue.add(entry)
+            self._evict(namespace.cached_count, queue)
+            namespace.queue = None
+        return self.note_dropped(before, evicted)
+
+    def note_dropped(self, cached_before: int, evicted_before: int) -> int:
+        """Counts as dropped what was evicted since, because nobody needed the room; returns how many blocks."""
+        dropped = cached_before - self.cached_count
+        self.dropped_count += dropped
+        self.evicted_count = evicted_before
+        return dropped
+
+    def evict_whole(self, entry: Scoped) -> None:
+        """Empties all blocks of a candidate."""
+        while entry.ticket and entry.block_count:
+            evicted = entry.scope.manager.evict(entry, entry.block_count)
+            self.dropped(entry.scope, evicted)
 
     def _evict(self, count: int, queue: Candidates | None = None) -> None:
         queue = queue or self.queue

@@ -14,10 +14,11 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import Final, NamedTuple
 
 # `Event` names this class: with an import for type checkers only, its compiled module could not be the first to load.
-from quire_allocator.core.blocks import Scope
+from quire_allocator.core.blocks import Evictor, Scope
 from quire_allocator.core.spec import DIGEST_BYTES
 
 EVENTS_KEPT_MAX: Final = 65_536
@@ -121,6 +122,23 @@ class EventLog:
             *_, start, end = self._kept.popleft()
             self._kept_bytes -= end - start
         return True
+
+    def removed_in(self, step: int, digest_count_max: int, scope_count_max: int) -> tuple[dict[Scope, bytearray], bool]:
+        """Returns what left the index with a step and was not stored again by it, and whether that is not all."""
+        left: dict[tuple[str, Evictor, bytes], Scope] = {}
+        for at, change, scope, _, _, source, start, end in self._recorded:
+            if at == step:
+                for offset in range(start, end, DIGEST_BYTES):
+                    key = scope.namespace.name, scope.manager, bytes(source[offset : offset + DIGEST_BYTES])
+                    if change is _REMOVED:
+                        left[key] = scope
+                    else:
+                        left.pop(key, None)
+        found: dict[Scope, bytearray] = {}
+        for (_, _, digest), scope in islice(left.items(), digest_count_max):
+            if scope in found or len(found) < scope_count_max:
+                found.setdefault(scope, bytearray()).extend(digest)
+        return found, sum(map(len, found.values())) < len(left) * DIGEST_BYTES
 
     def untold(self, namespace: str) -> set[bytes]:
         """Returns digests stored by steps whose answers may have been lost: nobody may be told of them yet."""

@@ -55,7 +55,7 @@ class Pool:
     def __init__(self, spec: PoolSpec) -> None:
         self.spec = spec
         self.digest_tokens = spec.block_size
-        self.blocks = Blocks(spec.block_count, spec.eviction_policy)
+        self.blocks = Blocks(spec.block_count, spec.eviction_policy, spec.first_block_id)
         self.log = EventLog()
         self.coordinator = Coordinator(spec, self.blocks, self.log)
         self.managers = self.coordinator.managers

@@ -91,6 +91,8 @@ class PoolSpec:
             say.
         append_only: tables change at their end alone, for engines that cannot replace an entry: a sequence keeps its
             own block where a commit finds the digest published already. All groups are of full attention.
+        first_block_id: the lowest block id; the others follow.
+        tells_removed: the answer to each step says which digests left the index.
     """
 
     block_count: int
@@ -103,6 +105,13 @@ class PoolSpec:
     retention: str = ""
     chunk_token_count_max: int = 0
     append_only: bool = False
+    first_block_id: int = 0
+    tells_removed: bool = False
+
+    @property
+    def block_id_end(self) -> int:
+        """Returns what all block ids are below."""
+        return self.first_block_id + self.block_count
 
     @property
     def block_size(self) -> int:

@@ -29,6 +29,7 @@ METRIC_NAMES = frozenset(
         "quire_allocator_prefix_tokens_total",
         "quire_allocator_granted_blocks_total",
         "quire_allocator_evictions_total",
+        "quire_allocator_dropped_blocks_total",
         "quire_allocator_copies_total",
         "quire_allocator_rpc_total",
         "quire_allocator_lease_expirations_total",
@@ -118,6 +119,9 @@ class AllocatorCollector(Collector):
         )
         granted = CounterMetricFamily("quire_allocator_granted_blocks", "Blocks granted.", labels=["pool"])
         evictions = CounterMetricFamily("quire_allocator_evictions", "Cached blocks granted anew.", labels=["pool"])
+        dropped = CounterMetricFamily(
+            "quire_allocator_dropped_blocks", "Cached blocks that were to be forgotten.", labels=["pool"]
+        )
         copies = CounterMetricFamily("quire_allocator_copies", "Copy-on-write copies ordered.", labels=["pool"])
         for owner in self._directory.open_pools():
             name, pool, numbers = owner.name, owner.pool, self._counters.seen(owner.name)
@@ -131,5 +135,6 @@ class AllocatorCollector(Collector):
             tokens.add_metric([name, "returned_hit"], pool.returned_matched_token_count)
             granted.add_metric([name], pool.granted_block_count)
             evictions.add_metric([name], pool.blocks.evicted_count)
+            dropped.add_metric([name], pool.blocks.dropped_count)
             copies.add_metric([name], pool.copy_count)
-        yield from (operations, steps, seconds, tokens, granted, evictions, copies)
+        yield from (operations, steps, seconds, tokens, granted, evictions, dropped, copies)

@@ -223,6 +223,8 @@ class SessionMachine:
             )
 
         self._sessions.apply(owner, operate, now)
+        for drop in owner.untold_drops:  # the report was made before its owner could know
+            self._sessions.apply_drop(owner, drop, now)
         self.phase, self._report = Phase.OPEN, None
         self._sessions.staging.discard(self)
         self._sessions.observer.opened(owner)
@@ -268,10 +270,14 @@ class SessionMachine:
             return cast("pb.SessionReply", kept)
         columns = step_checks.check_step(owner.pool, step)
         if self._is_restricted:
+            for drop in columns.drops:
+                authorization.require_drop(self._permissions, drop)
             columns.forbidden = authorization.forbidden_rows(self._permissions, owner.pool, columns)
         answer = pb.SessionReply()
         reply = answer.step_reply
         reply.session_id, reply.number = session_id, number
+        if owner.untold_drops:
+            reply.outside_drops.extend(map(translate.cache_drop_message, owner.untold_drops))
 
         def operate() -> None:
             step_apply.apply_step(owner.pool, columns, now, reply)
@@ -279,6 +285,7 @@ class SessionMachine:
                 reply.state_digest = digest_after(owner.pool, number)
 
         self._sessions.apply(owner, operate, now)
+        owner.untold_drops.clear()
         owner.steps.record(step, answer)
         owner.steps.forget(ack)
         self._sessions.publish(owner, ack)

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar, cast
 
 from quire_allocator import limits
+from quire_allocator.core.drop import CacheDrop, drop_cached
 from quire_allocator.core.ownership.directory import Directory, Ownership
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.refusal import Refusal
+from quire_allocator.core.spec import DIGEST_BYTES
 
 AnswerT = TypeVar("AnswerT")
 
@@ -108,6 +110,30 @@ class SessionRegistry:
             self.observer.quarantined(owner, error)
             raise Refusal("POOL_QUARANTINED", "an invariant of this pool broke; attach again") from error
         return answer
+
+    def drop_cache(self, owner: Ownership, drop: CacheDrop, now: float) -> int:
+        """Forgets what is cached of a pool, for somebody else than its owner, who is told with its next step. Returns
+        how many blocks.
+
+        Raises:
+            Refusal: LIMIT, the owner has not been told of many earlier ones; POOL_QUARANTINED.
+        """
+        if owner.unary:
+            dropped = self.apply_drop(owner, drop, now)
+            self.publish(owner)
+            return dropped
+        if drop not in owner.untold_drops:
+            drops = [*owner.untold_drops, drop]
+            digests = sum([len(untold.digests) // DIGEST_BYTES for untold in drops])
+            if len(drops) > limits.DROPS_UNTOLD_MAX or digests > limits.DROPS_UNTOLD_DIGESTS_MAX:
+                raise Refusal("LIMIT", "the pool's owner is to be told of other drops first, with its next step")
+            owner.untold_drops = drops
+        return self.apply_drop(owner, drop, now)
+
+    def apply_drop(self, owner: Ownership, drop: CacheDrop, now: float) -> int:
+        """Forgets what is cached, as a part of the owner's next step."""
+        owner.pool.log.step = 0 if owner.unary else owner.steps.next_step
+        return self.apply(owner, lambda: drop_cached(owner.pool, *drop), now)
 
     def _expire_holds(self, owner: Ownership, now: float) -> None:
         pool = owner.pool

@@ -14,6 +14,7 @@ from typing import Any
 from quire.protocol.permissions import Permissions
 from quire.v1 import allocator_pb2 as pb
 
+from quire_allocator.core.drop import CacheDrop
 from quire_allocator.core.pool import Pool
 from quire_allocator.wire.step_columns import StepColumns
 from quire_allocator.wire.translate import require
@@ -45,6 +46,19 @@ def require_namespace(permissions: Permissions, namespace: str) -> None:
         Refusal: NAMESPACE_FORBIDDEN.
     """
     require(permissions.may_use(namespace), "the certificate does not permit this namespace", "NAMESPACE_FORBIDDEN")
+
+
+def require_drop(permissions: Permissions, drop: CacheDrop) -> None:
+    """Refuses to forget what is cached in a namespace that is not permitted; of all, if one is not.
+
+    Raises:
+        Refusal: NAMESPACE_FORBIDDEN.
+    """
+    if drop.namespace is not None:
+        require_namespace(permissions, drop.namespace)
+    else:
+        are_all = permissions.namespaces.are_all
+        require(are_all, "the certificate does not permit every namespace", "NAMESPACE_FORBIDDEN")
 
 
 def require_operation(permissions: Permissions, pool: Pool, request: Any) -> None:

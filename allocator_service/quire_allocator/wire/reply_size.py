@@ -12,6 +12,7 @@ from quire_allocator.core.admission import TAKEOVERS_EXAMINED_MAX
 from quire_allocator.core.blocks import EMPTIED_TOLD_MAX
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.refusal import Refusal
+from quire_allocator.core.spec import DIGEST_BYTES
 from quire_allocator.wire.step_columns import StepColumns
 
 NUMBER_BYTES = 4  # a block id, or an entry of a packed array
@@ -20,6 +21,9 @@ SWAP_BYTES = 4 * NUMBER_BYTES  # operation, group, index, block
 TAKEOVER_BYTES = 4 * NUMBER_BYTES  # sequence, group, index
 TABLE_BYTES = 16  # what protobuf wraps around one table
 GROW_BYTES = 9 * NUMBER_BYTES  # result, matched, pending, junction, shortfall, index, and 12 bytes for a victim
+
+
+SCOPE_BYTES = 160  # a namespace, and what protobuf wraps around it and its digests
 
 
 def check(answer_bytes: int) -> None:
@@ -58,6 +62,10 @@ def step_reply_bytes_max(pool: Pool, columns: StepColumns, *, exact: bool = Fals
         fixed += min(len(pool.sequences), TAKEOVERS_EXAMINED_MAX) * groups * TAKEOVER_BYTES
     if pool.admission.limits_cache:
         fixed += NUMBER_BYTES * min(pool.spec.block_count, EMPTIED_TOLD_MAX)
+    fixed += NUMBER_BYTES * columns.drop_count
+    if pool.spec.tells_removed:
+        most = min(2 * pool.spec.block_count, limits.REMOVED_TOLD_MAX)
+        fixed += most * DIGEST_BYTES + min(most, limits.REMOVED_SCOPES_MAX) * (SCOPE_BYTES + 2 * groups)
     fixed += grows * (GROW_BYTES + groups * (NUMBER_BYTES + COPY_BYTES))
     # Most steps are so small that they would fit even if every sequence were new.
     coarse = fixed + groups * NUMBER_BYTES * (columns.tokens // pool.coordinator.digest_tokens + grows)

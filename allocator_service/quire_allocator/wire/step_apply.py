@@ -1,4 +1,4 @@
-"""Applies one checked Step to a pool, in the order commit, free, fork, grow, and describes the effects in its reply.
+"""Applies one checked Step to a pool, in the order commit, free, drop, fork, grow; its reply describes the effects.
 
 A step is refused whole, before anything changes (`step_checks.py`), or applied whole. An operation that cannot be done
 says so in its `Result`.
@@ -13,6 +13,8 @@ from typing import cast
 from quire.protocol.packing import pack_uint32, pack_uint32s
 from quire.v1 import allocator_pb2 as pb
 
+from quire_allocator import limits
+from quire_allocator.core.drop import drop_cached
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.spec import Grants, GrowResult, Result
 from quire_allocator.wire import translate
@@ -30,6 +32,9 @@ def apply_step(pool: Pool, columns: StepColumns, now: float, reply: pb.StepReply
         _commit(pool, columns, reply)
     if columns.frees:
         _free(pool, columns, reply)
+    if columns.drops:
+        dropped = [drop_cached(pool, *drop) for drop in columns.drops]
+        reply.dropped_block_counts.extend(translate.omit_zeros(dropped))
     if columns.parents:
         _fork(pool, columns, reply, now)
     if columns.grow_sequences:
@@ -41,7 +46,15 @@ def apply_step(pool: Pool, columns: StepColumns, now: float, reply: pb.StepReply
         pool.admission.takeovers = []
     if pool.admission.limits_cache:
         reply.emptied_blocks = pack_uint32(pool.blocks.emptied(used + pool.granted_block_count - granted))
+    if pool.spec.tells_removed:
+        _tell_removed(pool, reply)
     reply.free_block_count = pool.blocks.free_count
+
+
+def _tell_removed(pool: Pool, reply: pb.StepReply) -> None:
+    found, reply.is_removed_cut = pool.log.removed_in(reply.number, limits.REMOVED_TOLD_MAX, limits.REMOVED_SCOPES_MAX)
+    for scope, digests in found.items():
+        reply.removed.add(namespace=scope.namespace.name, groups=scope.manager.groups, digests=bytes(digests))
 
 
 def _commit(pool: Pool, columns: StepColumns, reply: pb.StepReply) -> None:

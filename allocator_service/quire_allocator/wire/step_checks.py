@@ -20,6 +20,7 @@ from quire_allocator.wire.translate import require
 _STEP_TOO_LARGE: Final = f"a step has at most {limits.STEP_BYTES_MAX} bytes"
 _TOO_MANY_OPERATIONS: Final = f"a step has at most {limits.OPERATIONS_PER_STEP_MAX} operations"
 _TOO_MANY_SEQUENCES: Final = f"a pool has at most {limits.SEQUENCES_MAX} live sequences"
+_TOO_MANY_DROPS: Final = f"a step has at most {limits.DROPS_PER_STEP_MAX} drops"
 _HOLD_TOO_LONG: Final = f"hold_ms is at most {limits.HOLD_MS_MAX}"
 
 
@@ -35,6 +36,9 @@ def check_step(pool: Pool, step: pb.Step) -> StepColumns:
     require(columns.operation_count <= limits.OPERATIONS_PER_STEP_MAX, _TOO_MANY_OPERATIONS, "TOO_LARGE")
     if step.HasField("commits"):
         _check_commits(pool, columns)
+    if columns.drop_count:
+        require(columns.drop_count <= limits.DROPS_PER_STEP_MAX, _TOO_MANY_DROPS, "TOO_LARGE")
+        columns.drops = list(map(translate.cache_drop, step.drops))
     if step.HasField("forks"):
         _check_forks(columns)
     _check_grows(columns)

@@ -9,6 +9,7 @@ from typing import Final
 from quire.protocol.packing import unpack_uint32, unpack_uint64
 from quire.v1 import allocator_pb2 as pb
 
+from quire_allocator.core.drop import CacheDrop
 from quire_allocator.core.refusal import Refusal
 
 _NONE: Final = array("Q")
@@ -24,6 +25,7 @@ class StepColumns:
     Attributes:
         commit_*, keep_token_counts: columns of the commits.
         frees: column of the frees.
+        drop_count: how much is to be forgotten of the cache.
         parents, children, hold_ms: columns of the forks.
         grow_*, namespace_indices, prompt_token_counts, priorities, defer_token_counts, returns: columns of
             the grows.
@@ -31,7 +33,8 @@ class StepColumns:
         commit_digest_data, grow_digest_data: digests of all operations, concatenated as they came.
         size_max: upper bound of the message's bytes, unknown fields not counted.
         commit_digests, grow_digests, grow_namespaces, turn_ends: for each operation its digests, its namespace, the
-            ends of its turns; `check_step` sets these and the next three.
+            ends of its turns; `check_step` sets these and the next four.
+        drops: what to forget of the cache.
         digest_count: digests of all commits.
         tokens: tokens that all grows ask for, those of whole prompts included.
         has_new: whether a grow may create a sequence.
@@ -48,6 +51,8 @@ class StepColumns:
         "commit_token_counts",
         "defer_token_counts",
         "digest_count",
+        "drop_count",
+        "drops",
         "forbidden",
         "frees",
         "grow_digest_counts",
@@ -81,6 +86,8 @@ class StepColumns:
         """
         self.size_max = _FRAME_BYTES
         self.commit_sequences = self.commit_token_counts = self.commit_digest_counts = self.keep_token_counts = _NONE
+        self.drops: Sequence[CacheDrop] = ()
+        self.drop_count = 0
         self.frees = self.parents = self.children = self.hold_ms = _NONE
         self.grow_sequences = self.grow_digest_counts = self.namespace_indices = _NONE
         self.prompt_token_counts = self.priorities = self.defer_token_counts = self.returns = _NONE
@@ -99,6 +106,9 @@ class StepColumns:
             self._read_commits(step.commits)
         if step.HasField("frees"):
             self.frees = self._column(step.frees.sequences, _ID_BYTES, "frees: sequences")
+        if step.drops:
+            self.drop_count = len(step.drops)
+            self.size_max += sum([_FRAME_BYTES + 4 * len(drop.namespace) + len(drop.digests) for drop in step.drops])
         if step.HasField("forks"):
             forks = step.forks
             self.parents = self._column(forks.parents, _ID_BYTES, "forks: parents")
@@ -110,7 +120,8 @@ class StepColumns:
     @property
     def operation_count(self) -> int:
         """Counts the operations of all phases."""
-        return len(self.commit_sequences) + len(self.frees) + len(self.parents) + len(self.grow_sequences)
+        operations = len(self.commit_sequences) + len(self.frees) + len(self.parents) + len(self.grow_sequences)
+        return operations + self.drop_count
 
     def _read_commits(self, commits: pb.CommitPhase) -> None:
         self.commit_sequences, self.commit_token_counts = self._rows(commits.sequences, commits.token_counts, "commits")

@@ -13,6 +13,7 @@ from quire.protocol.packing import pack_uint32
 from quire.v1 import allocator_pb2 as pb
 
 from quire_allocator import limits
+from quire_allocator.core.drop import CacheDrop
 from quire_allocator.core.eviction.policies import POLICIES
 from quire_allocator.core.refusal import Refusal
 from quire_allocator.core.spec import (
@@ -78,6 +79,20 @@ def digests(data: bytes) -> bytes:
     return data
 
 
+def cache_drop(drop: pb.CacheDrop) -> CacheDrop:
+    """Returns what to forget, or refuses it as MALFORMED."""
+    has_namespace = drop.HasField("namespace")
+    kept = drop.kept_digest_count
+    require(has_namespace or not drop.digests, "drop: digests are of one namespace")
+    require(kept <= len(digests(drop.digests)) // DIGEST_BYTES, "drop: more digests are kept than there are")
+    return CacheDrop(namespace(drop.namespace) if has_namespace else None, drop.digests, kept)
+
+
+def cache_drop_message(drop: CacheDrop) -> pb.CacheDrop:
+    """Returns the message of what was forgotten."""
+    return pb.CacheDrop(namespace=drop.namespace, digests=drop.digests, kept_digest_count=drop.kept_digest_count)
+
+
 def check_turn_ends(ends: Sequence[int]) -> None:
     """Refuses ends of one sequence's turns that are too many or do not rise, as MALFORMED."""
     try:
@@ -107,6 +122,7 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
         spec.chunk_token_count_max <= limits.CHUNK_TOKENS_MAX,
         f"chunk_token_count_max must be at most {limits.CHUNK_TOKENS_MAX}",
     )
+    require(spec.first_block_id <= limits.FIRST_BLOCK_MAX, f"first_block_id must be at most {limits.FIRST_BLOCK_MAX}")
     groups = tuple(map(_group_spec, spec.groups))
     smallest = min(group.block_size for group in groups)
     require(
@@ -130,6 +146,8 @@ def pool_spec(spec: pb.PoolSpec) -> PoolSpec:
         spec.retention,
         spec.chunk_token_count_max,
         spec.append_only,
+        spec.first_block_id,
+        spec.tells_removed,
     )
 
 
@@ -189,6 +207,8 @@ def pool_spec_message(spec: PoolSpec) -> pb.PoolSpec:
         retention=spec.retention,
         chunk_token_count_max=spec.chunk_token_count_max,
         append_only=spec.append_only,
+        first_block_id=spec.first_block_id,
+        tells_removed=spec.tells_removed,
     )
 
 

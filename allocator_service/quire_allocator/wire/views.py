@@ -44,10 +44,11 @@ def summary(owner: Ownership, now: float) -> pb.PoolSummary:
 
 def add_block_states(pool: Pool, request: pb.GetPoolRequest, response: pb.GetPoolResponse) -> None:
     """Adds the states of as many blocks as one answer carries."""
-    end = request.first_block + limits.STATES_PER_ANSWER_MAX
-    response.first_block = request.first_block
-    response.block_states = usage.block_states(pool).to_bytes(request.first_block, end)
-    response.truncated |= end < pool.blocks.block_count
+    first = max(request.first_block, pool.spec.first_block_id)
+    end = first + limits.STATES_PER_ANSWER_MAX
+    response.first_block = first
+    response.block_states = usage.block_states(pool).to_bytes(first, end)
+    response.truncated |= end < pool.spec.block_id_end
 
 
 def add_sequences(

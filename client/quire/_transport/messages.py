@@ -13,7 +13,7 @@ from quire.errors import InvalidArgumentError, Reason
 from quire.protocol.limits import REQUEST_ID_CHARACTERS_MAX
 from quire.protocol.outcomes import NULL_BLOCK, Copy, Result, Swap, Victim
 from quire.protocol.packing import unpack_uint32
-from quire.protocol.steps import concatenated
+from quire.protocol.steps import cache_drop, concatenated
 from quire.v1 import allocator_pb2 as pb
 from quire.v1 import worker_pb2 as worker_pb
 
@@ -47,6 +47,7 @@ def pool_spec_message(spec: types.PoolSpec) -> pb.PoolSpec:
         eviction_policy=spec.eviction_policy,
         retention=spec.retention,
         append_only=spec.append_only,
+        tells_removed=spec.tells_removed,
     )
     for group in spec.groups:
         added = message.groups.add(kind=cast("pb.GroupKind.ValueType", int(group.kind)))
@@ -60,6 +61,7 @@ def pool_spec_message(spec: types.PoolSpec) -> pb.PoolSpec:
         "block_count": spec.block_count,
         "watermark_block_count": spec.watermark_block_count,
         "chunk_token_count_max": spec.chunk_token_count_max,
+        "first_block_id": spec.first_block_id,
     }
     return fill(message, reason=Reason.MALFORMED, **counts)
 
@@ -90,6 +92,13 @@ def pool_summary(message: pb.PoolSummary) -> views.PoolSummary:
         groups=tuple(views.GroupUsage(**values_of(group)) for group in message.groups),
     )
     return views.PoolSummary(**values)
+
+
+def drop_request(
+    pool: str, namespace: str | None, digests: bytes | Iterable[bytes], kept_digest_count: int
+) -> pb.DropCacheRequest:
+    """Asks to forget what is cached of a pool."""
+    return pb.DropCacheRequest(pool=pool, drop=cache_drop(namespace, digests, kept_digest_count))
 
 
 def pool_usage(message: pb.GetPoolResponse) -> views.PoolUsage:

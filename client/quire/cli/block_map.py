@@ -57,7 +57,7 @@ def cells(pool: PoolBlocks) -> list[Legend]:
     other = Legend(OTHER, "white")  # held by a sequence that came after its table was read
     return [
         fixed[state] if state in fixed else Legend(SHARED, "bold") if state > 2 else holder.get(block, other)
-        for block, state in enumerate(pool.block_states)
+        for block, state in enumerate(pool.block_states, pool.summary.spec.first_block_id)
     ]
 
 
@@ -67,7 +67,8 @@ def draw(pool: PoolBlocks, *, width: int, rows_max: int) -> Text:
     Where more than one line in a row is all empty, one line says so instead.
     """
     shown = cells(pool)
-    label = len(str(max(len(shown) - 1, 0)))
+    base = pool.summary.spec.first_block_id
+    label = len(str(max(base + len(shown) - 1, 0)))
     per_row = min(128, max(16, (width - label - 2) // 16 * 16))
     rows = [shown[first : first + per_row] for first in range(0, len(shown), per_row)]
     picture = Text(no_wrap=True)
@@ -78,12 +79,12 @@ def draw(pool: PoolBlocks, *, width: int, rows_max: int) -> Text:
             break
         if is_empty and len(lines) > 1:
             blocks = sum(map(len, lines))
-            picture.append(f"{first:>{label}}  ... {blocks:,} empty blocks\n", style="dim")
+            picture.append(f"{base + first:>{label}}  ... {blocks:,} empty blocks\n", style="dim")
             first += blocks
             drawn += 1
             continue
         for line in lines[: rows_max - drawn]:
-            _draw_row(picture, f"{first:>{label}}  ", line)
+            _draw_row(picture, f"{base + first:>{label}}  ", line)
             first += len(line)
             drawn += 1
     if first < len(shown):

@@ -31,11 +31,23 @@ Examples:
     quire blocks default --json
 """
 
+DROP_EXAMPLES = """Forget what is cached of a pool, or of a namespace: weights have changed, or a tenant is gone.
+
+What live sequences hold stays. It takes permission to own the pool.
+
+Examples:
+
+    quire drop-cache default
+    quire drop-cache default --namespace tenant-7
+    quire drop-cache default --json
+"""
+
 
 def register(app: typer.Typer) -> None:
     """Adds the commands to the application."""
     app.command(help=POOLS_EXAMPLES)(pools)
     app.command(help=BLOCKS_EXAMPLES)(blocks)
+    app.command("drop-cache", help=DROP_EXAMPLES)(drop_cache)
 
 
 @options.connects
@@ -113,6 +125,25 @@ def blocks(
     if found.sequences:
         console.print(_sequences(found))
     pool_usage.show(console, usage)
+
+
+@options.connects
+def drop_cache(
+    pool: Annotated[str, typer.Argument(help="Name of the pool.", show_default=False)],
+    *,
+    allocator: options.Allocator = options.ALLOCATOR,
+    namespace: Annotated[str | None, typer.Option(help="Only of this namespace; by default of all.")] = None,
+    timeout: options.Timeout = 10.0,
+    as_json: options.Json = False,
+    credentials: options.Credentials,
+) -> None:
+    """Calls DropCache, and prints what was forgotten."""
+    with AllocatorClient(allocator, token=credentials.token, tls=credentials.tls, timeout_s=timeout) as client:
+        done = client.drop_cache(pool, namespace)
+    if as_json:
+        output.print_json(done._asdict())
+        return
+    print(f"{done.dropped_block_count:,} blocks forgotten, {done.held_block_count:,} are held by sequences")
 
 
 def _sequences(found: PoolBlocks) -> Table:

@@ -53,6 +53,22 @@ class Takeover(NamedTuple):
     position: int
 
 
+class CacheDrop(NamedTuple):
+    """What was to be forgotten of the cache: of a namespace (None: of all), behind the kept ones of some digests."""
+
+    namespace: str | None
+    digests: bytes
+    kept_digest_count: int
+
+
+class Removed(NamedTuple):
+    """Digests that left the index, concatenated, in the groups of one specification."""
+
+    namespace: str
+    groups: tuple[int, ...]
+    digests: bytes
+
+
 class Copy(NamedTuple):
     """A whole block to copy, all layers of its group, before any write of the step."""
 
@@ -104,6 +120,10 @@ class StepOutcome(NamedTuple):
         free_block_count: blocks that can be granted after it, empty and cached.
         expired_holds: sequences that were held for a time which had passed; they were freed before the first phase.
         takeovers: what was taken over before the grows (append-only pools only).
+        dropped: of each drop, how many blocks it forgot.
+        outside_drops: what others have dropped since the step before.
+        removed: what could be hit before or was published by it, and cannot be hit after it (where the pool says
+            `tells_removed`); with `is_removed_cut` a part of that.
         emptied: blocks that became empty and were granted to nobody (where a quota limits what is cached only).
     """
 
@@ -117,6 +137,10 @@ class StepOutcome(NamedTuple):
     expired_holds: Sequence[int] = ()
     takeovers: Sequence[Takeover] = ()
     emptied: Sequence[int] = ()
+    dropped: Sequence[int] = ()
+    outside_drops: Sequence[CacheDrop] = ()
+    removed: Sequence[Removed] = ()
+    is_removed_cut: bool = False
 
 
 def read_reply(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutcome:
@@ -143,7 +167,24 @@ def read_reply(step: pb.Step, reply: pb.StepReply, group_count: int) -> StepOutc
             for row in zip(reply.takeover_sequences, reply.takeover_groups, reply.takeover_indices, strict=True)
         ],
         emptied=unpack_uint32(reply.emptied_blocks),
+        dropped=_dropped(step, reply) if step.drops else (),
+        outside_drops=tuple(map(read_drop, reply.outside_drops)),
+        removed=tuple(Removed(each.namespace, tuple(each.groups), each.digests) for each in reply.removed),
+        is_removed_cut=reply.is_removed_cut,
     )
+
+
+def read_drop(drop: pb.CacheDrop) -> CacheDrop:
+    """Returns what was to be forgotten."""
+    namespace = drop.namespace if drop.HasField("namespace") else None
+    return CacheDrop(namespace, drop.digests, drop.kept_digest_count)
+
+
+def _dropped(step: pb.Step, reply: pb.StepReply) -> Sequence[int]:
+    counts = list(reply.dropped_block_counts)
+    if counts and len(counts) != len(step.drops):
+        raise ValueError(f"{len(counts)} numbers for {len(step.drops)} drops")
+    return counts or [0] * len(step.drops)
 
 
 def _results(values: Sequence[int], count: int) -> list[Result]:

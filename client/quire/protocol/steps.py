@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from quire.hashing import DIGEST_BYTES
+from quire.hashing import DIGEST_BYTES, FOREIGN_DIGEST_BYTES
 from quire.protocol import turn_ends as ends_of_turns
 from quire.protocol.packing import pack_uint32, pack_uint64
 from quire.v1 import allocator_pb2 as pb
@@ -28,7 +28,7 @@ class _New(NamedTuple):
 
 
 class StepBuilder:
-    """Collects the operations of one step. They are applied phase by phase: commits, frees, forks, grows.
+    """Collects the operations of one step. They are applied phase by phase: commits, frees, drops, forks, grows.
 
     Digests are given concatenated, or as a sequence of 32 bytes each. Numbers are checked when the message is made.
     """
@@ -39,6 +39,7 @@ class StepBuilder:
         self._commit_digests: list[bytes] = []  # of each commit, concatenated
         self._keep_token_counts: list[int] = []
         self._frees: list[int] = []
+        self._drops: list[pb.CacheDrop] = []
         self._parents: list[int] = []
         self._children: list[int] = []
         self._hold_ms: list[int] = []
@@ -50,12 +51,13 @@ class StepBuilder:
         self._namespaces: dict[str, int] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._commits or self._frees or self._parents or self._grows)
+        return bool(self._commits or self._frees or self._drops or self._parents or self._grows)
 
     @property
     def operation_count(self) -> int:
         """Counts the operations of all phases."""
-        return len(self._commits) + len(self._frees) + len(self._parents) + len(self._grows)
+        operations = len(self._commits) + len(self._frees) + len(self._parents) + len(self._grows)
+        return operations + len(self._drops)
 
     def commit(
         self, sequence_id: int, token_count: int, digests: bytes | Sequence[bytes] = b"", keep_token_count: int = 0
@@ -73,6 +75,14 @@ class StepBuilder:
     def free(self, sequence_id: int) -> None:
         """Drops a sequence and all that it holds."""
         self._frees.append(sequence_id)
+
+    def drop(
+        self, namespace: str | None = None, digests: bytes | Sequence[bytes] = b"", kept_digest_count: int = 0
+    ) -> None:
+        """Forgets cached blocks: all of a namespace, or of the pool without one; with `digests` of a prefix, from the
+        root, those behind the kept ones, and of full attention whatever continues there. What live sequences hold,
+        after this step's frees, stays."""
+        self._drops.append(cache_drop(namespace, digests, kept_digest_count))
 
     def fork(self, parent_id: int, child_id: int, hold_ms: int = 0) -> None:
         """Creates a sequence that shares what its parent has committed; ids only rise. It may grow in the same step, or
@@ -176,6 +186,8 @@ class StepBuilder:
             commits.digest_counts = _pack_unless_zero([len(data) // DIGEST_BYTES for data in self._commit_digests])
         if self._frees:
             step.frees.sequences = pack_uint64(self._frees)
+        if self._drops:
+            step.drops.extend(self._drops)
         if self._parents:
             step.forks.parents = pack_uint64(self._parents)
             step.forks.children = pack_uint64(self._children)
@@ -211,20 +223,37 @@ class StepBuilder:
             grows.namespaces.extend(self._namespaces)
 
 
-def concatenated(digests: bytes | Iterable[bytes]) -> bytes:
-    """Returns the digests as they travel, from either form.
+def cache_drop(
+    namespace: str | None = None, digests: bytes | Iterable[bytes] = b"", kept_digest_count: int = 0
+) -> pb.CacheDrop:
+    """Returns what is to be forgotten of a cache.
 
     Raises:
-        ValueError: one has not 32 bytes.
+        ValueError: digests without a namespace, or more are kept than there are.
+    """
+    data = concatenated(digests)
+    if data and namespace is None:
+        raise ValueError("digests are of one namespace")
+    if not 0 <= kept_digest_count <= len(data) // DIGEST_BYTES:
+        raise ValueError(f"{kept_digest_count} of {len(data) // DIGEST_BYTES} digests cannot be kept")
+    return pb.CacheDrop(namespace=namespace, digests=data, kept_digest_count=kept_digest_count)
+
+
+def concatenated(digests: bytes | Iterable[bytes]) -> bytes:
+    """Returns the digests as they travel, from either form. One by one they may have 16 bytes, of a foreign hash: these
+    are filled up with zeros.
+
+    Raises:
+        ValueError: one has neither 32 bytes nor 16.
     """
     if isinstance(digests, bytes):
         if len(digests) % DIGEST_BYTES:
             raise ValueError(f"{len(digests)} bytes are no digests of {DIGEST_BYTES}")
         return digests
     parts = list(digests)
-    if any(len(digest) != DIGEST_BYTES for digest in parts):
-        raise ValueError(f"a digest has {DIGEST_BYTES} bytes")
-    return b"".join(parts)
+    if any(len(digest) not in (DIGEST_BYTES, FOREIGN_DIGEST_BYTES) for digest in parts):
+        raise ValueError(f"a digest has {DIGEST_BYTES} bytes, or {FOREIGN_DIGEST_BYTES} where it is of a foreign hash")
+    return b"".join([digest.ljust(DIGEST_BYTES, b"\0") for digest in parts])
 
 
 def _pack_unless_zero(values: list[int]) -> bytes:

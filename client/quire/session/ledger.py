@@ -22,7 +22,7 @@ from itertools import repeat
 from typing import Final
 
 from quire.hashing import DIGEST_BYTES
-from quire.protocol.outcomes import NULL_BLOCK, Copy, GrowOutcome, Result, StepOutcome, Swap, Takeover
+from quire.protocol.outcomes import NULL_BLOCK, Copy, GrowOutcome, Result, StepOutcome, Swap, Takeover, read_drop
 from quire.protocol.packing import entry_uint32, unpack_uint32, unpack_uint64
 from quire.protocol.state_digest import STATE_DIGEST_ENTRIES_MAX, SequenceRow, in_turn, state_digest
 from quire.protocol.turn_ends import deal
@@ -99,6 +99,7 @@ class Ledger:
         sizes = [group.block_size for group in spec.groups if group.kind != _STATE]
         self._edge_tokens = math.lcm(*sizes) if sizes else self._digest_tokens
         self._keeps_prefixes = all(group.kind == _FULL for group in spec.groups)
+        self._full_groups = frozenset(number for number, group in enumerate(spec.groups) if group.kind == _FULL)
         self._states = [number for number, group in enumerate(spec.groups) if group.kind == _STATE]
         self._managed = _groups_alike(self.groups)
         self._append_only = spec.append_only
@@ -108,6 +109,8 @@ class Ledger:
         """Takes in what a step did; once for every step, in order."""
         self._step, self._operation = step.number, -1
         self.free_block_count = outcome.free_block_count
+        for drop in outcome.outside_drops:
+            self.pages.drop(drop, self.held_blocks(), self._full_groups)
         for sequence_id in outcome.expired_holds:
             self._next_operation()
             self._free(self.sequences.pop(sequence_id))
@@ -116,6 +119,8 @@ class Ledger:
             self._next_operation()
             if result is Result.OK:
                 self._free(self.sequences.pop(sequence_id))
+        for each in step.drops:
+            self.pages.drop(read_drop(each), self.held_blocks(), self._full_groups)
         if outcome.forks:
             self._apply_forks(step.forks, outcome, now)
         if outcome.takeovers:

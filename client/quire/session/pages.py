@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 
 from quire.hashing import DIGEST_BYTES
+from quire.protocol.outcomes import CacheDrop
 from quire.session import releases
 from quire.session.releases import Release
 
@@ -151,6 +152,31 @@ class Pages:
         if not self.published.keys().isdisjoint(blocks):
             for block in blocks:
                 self._forget(block)
+
+    def drop(self, drop: CacheDrop, held: Set[int], full_groups: Set[int]) -> None:
+        """Notes that blocks carry nothing any more that no sequence holds and that were to be forgotten."""
+        if drop.digests:
+            self._drop_path(drop, held, full_groups)
+            return
+        meant = [block for block, stretch in self.published.items() if drop.namespace in (None, stretch.scope[0])]
+        self.grant([block for block in meant if block not in held])
+
+    def _drop_path(self, drop: CacheDrop, held: Set[int], full_groups: Set[int]) -> None:
+        """Does so behind the kept digests of a path; in groups of full attention with all that is below."""
+        starts = range(drop.kept_digest_count * DIGEST_BYTES, len(drop.digests), DIGEST_BYTES)
+        named = {drop.digests[start : start + DIGEST_BYTES] for start in starts}
+        carried = [(block, what) for block, what in self.carried().items() if what.namespace == drop.namespace]
+        below: dict[tuple[int, bytes], list[bytes]] = {}
+        for _, what in carried:
+            below.setdefault((what.group, what.parent), []).append(what.digest)
+        meant = {(what.group, what.digest) for _, what in carried if what.digest in named}
+        todo = [each for each in meant if each[0] in full_groups]
+        while todo:
+            group, digest = todo.pop()
+            new = {(group, child) for child in below.get((group, digest), ())} - meant
+            meant |= new
+            todo += new
+        self.grant([block for block, what in carried if block not in held and (what.group, what.digest) in meant])
 
     def release(
         self,

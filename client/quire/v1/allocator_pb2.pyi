@@ -309,6 +309,8 @@ class PoolSpec(_message.Message):
     RETENTION_FIELD_NUMBER: _builtins.int
     CHUNK_TOKEN_COUNT_MAX_FIELD_NUMBER: _builtins.int
     APPEND_ONLY_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_ID_FIELD_NUMBER: _builtins.int
+    TELLS_REMOVED_FIELD_NUMBER: _builtins.int
     block_count: _builtins.int
     """Physical blocks, shared by all groups, 1 to 16,777,216. The blocks of all pools together are limited too:
     RESOURCE_EXHAUSTED / LIMIT.
@@ -335,6 +337,14 @@ class PoolSpec(_message.Message):
     commit finds the digest published already, and a fork whose parent ends inside a block is UNCOMMITTED. All groups
     are of full attention; LAYOUT otherwise.
     """
+    first_block_id: _builtins.int
+    """Id of the first block, for engines that keep lower ones to themselves, such as a page 0 for padding: ids are
+    first_block_id <= id < first_block_id + block_count. At most 65,536; 0 otherwise.
+    """
+    tells_removed: _builtins.bool
+    """Whether the answer to each step says which digests left the index (`StepReply.removed`), for engines that tell
+    others what they have cached.
+    """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupSpec]:
         """At least one group. All blocks of a pool have the same size in bytes, whatever their group; a block belongs to one
@@ -358,10 +368,12 @@ class PoolSpec(_message.Message):
         retention: _builtins.str = ...,
         chunk_token_count_max: _builtins.int = ...,
         append_only: _builtins.bool = ...,
+        first_block_id: _builtins.int = ...,
+        tells_removed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_only", b"append_only", "block_count", b"block_count", "cache_layout", b"cache_layout", "chunk_token_count_max", b"chunk_token_count_max", "eviction_policy", b"eviction_policy", "groups", b"groups", "model_fingerprint", b"model_fingerprint", "quotas", b"quotas", "retention", b"retention", "watermark_block_count", b"watermark_block_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_only", b"append_only", "block_count", b"block_count", "cache_layout", b"cache_layout", "chunk_token_count_max", b"chunk_token_count_max", "eviction_policy", b"eviction_policy", "first_block_id", b"first_block_id", "groups", b"groups", "model_fingerprint", b"model_fingerprint", "quotas", b"quotas", "retention", b"retention", "tells_removed", b"tells_removed", "watermark_block_count", b"watermark_block_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -989,7 +1001,7 @@ Global___Detach: _TypeAlias = Detach  # noqa: Y015
 
 @_typing.final
 class Step(_message.Message):
-    """Step: operations that are applied together, in exactly this order of phases: commit, free, fork, grow. Operations
+    """Step: operations that are applied together, in exactly this order of phases: commit, free, drop, fork, grow. Operations
     name sequences, never blocks. A step that is repeated with equal bytes while its reply is kept gets that reply; with
     other bytes it fails with FAILED_PRECONDITION / STEP_MISMATCH, and a step with any number but the next one fails with
     OUT_OF_RANGE / STEP_GAP. A malformed step is refused whole, and its number may be used again; so is a step whose
@@ -1008,6 +1020,7 @@ class Step(_message.Message):
     FREES_FIELD_NUMBER: _builtins.int
     FORKS_FIELD_NUMBER: _builtins.int
     GROWS_FIELD_NUMBER: _builtins.int
+    DROPS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """The session, 16 bytes."""
     number: _builtins.int
@@ -1030,6 +1043,10 @@ class Step(_message.Message):
     def grows(self) -> Global___GrowPhase:
         """Sequences to create or extend."""
 
+    @_builtins.property
+    def drops(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheDrop]:
+        """What to forget of the cache, at most 64 entries."""
+
     def __init__(
         self,
         *,
@@ -1040,10 +1057,11 @@ class Step(_message.Message):
         frees: Global___FreePhase | None = ...,
         forks: Global___ForkPhase | None = ...,
         grows: Global___GrowPhase | None = ...,
+        drops: _abc.Iterable[Global___CacheDrop] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "forks", b"forks", "frees", b"frees", "grows", b"grows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "commits", b"commits", "forks", b"forks", "frees", b"frees", "grows", b"grows", "number", b"number", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "commits", b"commits", "drops", b"drops", "forks", b"forks", "frees", b"frees", "grows", b"grows", "number", b"number", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1116,6 +1134,43 @@ class FreePhase(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FreePhase: _TypeAlias = FreePhase  # noqa: Y015
+
+@_typing.final
+class CacheDrop(_message.Message):
+    """CacheDrop: forgets cached blocks, which are empty then. What live sequences hold stays, and can be hit: whoever wants
+    nothing to be left frees them first, also in the same step.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    KEPT_DIGEST_COUNT_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    """The namespace. Absent: all of them."""
+    digests: _builtins.bytes
+    """Digests of a prefix in order from the root, 32 bytes each; only with a namespace. In groups of full attention the
+    blocks from the first dropped one on are forgotten, and everything behind them, whatever it continues with; in the
+    other groups, the blocks of these digests. Empty: everything.
+    """
+    kept_digest_count: _builtins.int
+    """Leading digests of these whose blocks stay."""
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str | None = ...,
+        digests: _builtins.bytes = ...,
+        kept_digest_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_namespace", b"_namespace", "namespace", b"namespace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_namespace", b"_namespace", "digests", b"digests", "kept_digest_count", b"kept_digest_count", "namespace", b"namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__namespace: _TypeAlias = _typing.Literal["namespace"]  # noqa: Y015
+    _WhichOneofArgType__namespace: _TypeAlias = _typing.Literal["_namespace", b"_namespace"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__namespace) -> _WhichOneofReturnType__namespace | None: ...
+
+Global___CacheDrop: _TypeAlias = CacheDrop  # noqa: Y015
 
 @_typing.final
 class ForkPhase(_message.Message):
@@ -1265,6 +1320,10 @@ class StepReply(_message.Message):
     TAKEOVER_GROUPS_FIELD_NUMBER: _builtins.int
     TAKEOVER_INDICES_FIELD_NUMBER: _builtins.int
     EMPTIED_BLOCKS_FIELD_NUMBER: _builtins.int
+    DROPPED_BLOCK_COUNTS_FIELD_NUMBER: _builtins.int
+    OUTSIDE_DROPS_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    IS_REMOVED_CUT_FIELD_NUMBER: _builtins.int
     FREE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     STATE_DIGEST_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
@@ -1285,6 +1344,7 @@ class StepReply(_message.Message):
     of more than 16,384 some. What they carried is gone, and an owner that reports it would crowd out what is still
     cached. Blocks may be among them that were empty before. uint32 little-endian.
     """
+    is_removed_cut: _builtins.bool
     free_block_count: _builtins.int
     """Blocks that can be granted after this step (empty and cached)."""
     state_digest: _builtins.bytes
@@ -1367,6 +1427,20 @@ class StepReply(_message.Message):
     def takeover_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def takeover_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def dropped_block_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per drop, blocks that it forgot, of all groups. Empty when all are 0."""
+
+    @_builtins.property
+    def outside_drops(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheDrop]:
+        """What others than the owner have dropped since the step before (`DropCache`), in order, before holds expired."""
+
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedCompositeFieldContainer[Global___RemovedBlocks]:
+        """In a pool that `tells_removed`: what could be hit before this step or was published by it, and cannot be hit after
+        it. Of more than 8,192 digests, or 1,024 namespaces, some, and `is_removed_cut` is set: others have left, too.
+        """
+
     def __init__(
         self,
         *,
@@ -1396,16 +1470,52 @@ class StepReply(_message.Message):
         takeover_groups: _abc.Iterable[_builtins.int] | None = ...,
         takeover_indices: _abc.Iterable[_builtins.int] | None = ...,
         emptied_blocks: _builtins.bytes = ...,
+        dropped_block_counts: _abc.Iterable[_builtins.int] | None = ...,
+        outside_drops: _abc.Iterable[Global___CacheDrop] | None = ...,
+        removed: _abc.Iterable[Global___RemovedBlocks] | None = ...,
+        is_removed_cut: _builtins.bool = ...,
         free_block_count: _builtins.int = ...,
         state_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "blocks", b"blocks", "commit_results", b"commit_results", "copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "emptied_blocks", b"emptied_blocks", "expired_holds", b"expired_holds", "fork_results", b"fork_results", "free_block_count", b"free_block_count", "free_results", b"free_results", "granted_grows", b"granted_grows", "grow_results", b"grow_results", "grow_shortfalls", b"grow_shortfalls", "junction_token_counts", b"junction_token_counts", "matched_token_counts", b"matched_token_counts", "number", b"number", "pending_token_counts", b"pending_token_counts", "session_id", b"session_id", "state_digest", b"state_digest", "swap_blocks", b"swap_blocks", "swap_groups", b"swap_groups", "swap_indices", b"swap_indices", "swap_operations", b"swap_operations", "takeover_groups", b"takeover_groups", "takeover_indices", b"takeover_indices", "takeover_sequences", b"takeover_sequences", "victim_sequences", b"victim_sequences", "victim_token_counts", b"victim_token_counts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "blocks", b"blocks", "commit_results", b"commit_results", "copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "dropped_block_counts", b"dropped_block_counts", "emptied_blocks", b"emptied_blocks", "expired_holds", b"expired_holds", "fork_results", b"fork_results", "free_block_count", b"free_block_count", "free_results", b"free_results", "granted_grows", b"granted_grows", "grow_results", b"grow_results", "grow_shortfalls", b"grow_shortfalls", "is_removed_cut", b"is_removed_cut", "junction_token_counts", b"junction_token_counts", "matched_token_counts", b"matched_token_counts", "number", b"number", "outside_drops", b"outside_drops", "pending_token_counts", b"pending_token_counts", "removed", b"removed", "session_id", b"session_id", "state_digest", b"state_digest", "swap_blocks", b"swap_blocks", "swap_groups", b"swap_groups", "swap_indices", b"swap_indices", "swap_operations", b"swap_operations", "takeover_groups", b"takeover_groups", "takeover_indices", b"takeover_indices", "takeover_sequences", b"takeover_sequences", "victim_sequences", b"victim_sequences", "victim_token_counts", b"victim_token_counts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepReply: _TypeAlias = StepReply  # noqa: Y015
+
+@_typing.final
+class RemovedBlocks(_message.Message):
+    """RemovedBlocks: digests that left the index, in the groups of one specification."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    """Namespace of the prefixes."""
+    digests: _builtins.bytes
+    """Digests, 32 bytes each."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Groups that the change is about."""
+
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        groups: _abc.Iterable[_builtins.int] | None = ...,
+        digests: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "groups", b"groups", "namespace", b"namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemovedBlocks: _TypeAlias = RemovedBlocks  # noqa: Y015
 
 @_typing.final
 class OpenSessionRequest(_message.Message):
@@ -1946,6 +2056,62 @@ class FreeResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FreeResponse: _TypeAlias = FreeResponse  # noqa: Y015
+
+@_typing.final
+class DropCacheRequest(_message.Message):
+    """DropCacheRequest: what to forget. What the owner of a stream is still to be told of earlier ones has at most 16 drops
+    and 1,024 digests; RESOURCE_EXHAUSTED / LIMIT beyond.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    DROP_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """Name of the pool."""
+    @_builtins.property
+    def drop(self) -> Global___CacheDrop:
+        """What of it."""
+
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        drop: Global___CacheDrop | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drop", b"drop"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drop", b"drop", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropCacheRequest: _TypeAlias = DropCacheRequest  # noqa: Y015
+
+@_typing.final
+class DropCacheResponse(_message.Message):
+    """DropCacheResponse: what was forgotten."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DROPPED_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    HELD_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    dropped_block_count: _builtins.int
+    """Blocks that were forgotten, of all groups."""
+    held_block_count: _builtins.int
+    """Blocks that sequences hold, of the namespace or of all: those of them that are published can be hit still."""
+    def __init__(
+        self,
+        *,
+        dropped_block_count: _builtins.int = ...,
+        held_block_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_block_count", b"dropped_block_count", "held_block_count", b"held_block_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropCacheResponse: _TypeAlias = DropCacheResponse  # noqa: Y015
 
 @_typing.final
 class CloseSessionRequest(_message.Message):

@@ -81,6 +81,11 @@ class AllocatorServiceStub:
                 request_serializer=quire_dot_v1_dot_allocator__pb2.CloseSessionRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_allocator__pb2.CloseSessionResponse.FromString,
                 _registered_method=True)
+        self.DropCache = channel.unary_unary(
+                '/quire.v1.AllocatorService/DropCache',
+                request_serializer=quire_dot_v1_dot_allocator__pb2.DropCacheRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_allocator__pb2.DropCacheResponse.FromString,
+                _registered_method=True)
         self.MatchPrefix = channel.unary_unary(
                 '/quire.v1.AllocatorService/MatchPrefix',
                 request_serializer=quire_dot_v1_dot_allocator__pb2.MatchPrefixRequest.SerializeToString,
@@ -183,6 +188,16 @@ class AllocatorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DropCache(self, request, context):
+        """DropCache: forgets what is cached of a pool, as a `CacheDrop` of its owner's steps does, for operators: weights have
+        changed, or a tenant is gone. It takes effect at once; the owner is told with the answer to its next step. It needs
+        permission to own the pool, and the namespaces that it names; without one, all. It fails with NOT_FOUND /
+        POOL_UNKNOWN where no pool has that name. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def MatchPrefix(self, request, context):
         """MatchPrefix: says how much of a prompt each attached pool has published. The answer is a hint: the blocks may be
         evicted before a sequence is created that shares them. Read-only.
@@ -262,6 +277,11 @@ def add_AllocatorServiceServicer_to_server(servicer, server):
                     servicer.CloseSession,
                     request_deserializer=quire_dot_v1_dot_allocator__pb2.CloseSessionRequest.FromString,
                     response_serializer=quire_dot_v1_dot_allocator__pb2.CloseSessionResponse.SerializeToString,
+            ),
+            'DropCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropCache,
+                    request_deserializer=quire_dot_v1_dot_allocator__pb2.DropCacheRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_allocator__pb2.DropCacheResponse.SerializeToString,
             ),
             'MatchPrefix': grpc.unary_unary_rpc_method_handler(
                     servicer.MatchPrefix,
@@ -529,6 +549,33 @@ class AllocatorService:
             '/quire.v1.AllocatorService/CloseSession',
             quire_dot_v1_dot_allocator__pb2.CloseSessionRequest.SerializeToString,
             quire_dot_v1_dot_allocator__pb2.CloseSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.AllocatorService/DropCache',
+            quire_dot_v1_dot_allocator__pb2.DropCacheRequest.SerializeToString,
+            quire_dot_v1_dot_allocator__pb2.DropCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -83,6 +83,12 @@ class AllocatorServiceStub:
     """CloseSession: gives the pool back; the allocator drops its tables and its prefix index. Idempotent: closing an
     unknown session succeeds.
     """
+    DropCache: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.DropCacheRequest, _allocator_pb2.DropCacheResponse]
+    """DropCache: forgets what is cached of a pool, as a `CacheDrop` of its owner's steps does, for operators: weights have
+    changed, or a tenant is gone. It takes effect at once; the owner is told with the answer to its next step. It needs
+    permission to own the pool, and the namespaces that it names; without one, all. It fails with NOT_FOUND /
+    POOL_UNKNOWN where no pool has that name. Idempotent.
+    """
     MatchPrefix: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.MatchPrefixRequest, _allocator_pb2.MatchPrefixResponse]
     """MatchPrefix: says how much of a prompt each attached pool has published. The answer is a hint: the blocks may be
     evicted before a sequence is created that shares them. Read-only.
@@ -143,6 +149,12 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     CloseSession: _aio.UnaryUnaryMultiCallable[_allocator_pb2.CloseSessionRequest, _allocator_pb2.CloseSessionResponse]  # type: ignore[assignment]
     """CloseSession: gives the pool back; the allocator drops its tables and its prefix index. Idempotent: closing an
     unknown session succeeds.
+    """
+    DropCache: _aio.UnaryUnaryMultiCallable[_allocator_pb2.DropCacheRequest, _allocator_pb2.DropCacheResponse]  # type: ignore[assignment]
+    """DropCache: forgets what is cached of a pool, as a `CacheDrop` of its owner's steps does, for operators: weights have
+    changed, or a tenant is gone. It takes effect at once; the owner is told with the answer to its next step. It needs
+    permission to own the pool, and the namespaces that it names; without one, all. It fails with NOT_FOUND /
+    POOL_UNKNOWN where no pool has that name. Idempotent.
     """
     MatchPrefix: _aio.UnaryUnaryMultiCallable[_allocator_pb2.MatchPrefixRequest, _allocator_pb2.MatchPrefixResponse]  # type: ignore[assignment]
     """MatchPrefix: says how much of a prompt each attached pool has published. The answer is a hint: the blocks may be
@@ -255,6 +267,18 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_allocator_pb2.CloseSessionResponse, _abc.Awaitable[_allocator_pb2.CloseSessionResponse]]:
         """CloseSession: gives the pool back; the allocator drops its tables and its prefix index. Idempotent: closing an
         unknown session succeeds.
+        """
+
+    @_abc_1.abstractmethod
+    def DropCache(
+        self,
+        request: _allocator_pb2.DropCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_allocator_pb2.DropCacheResponse, _abc.Awaitable[_allocator_pb2.DropCacheResponse]]:
+        """DropCache: forgets what is cached of a pool, as a `CacheDrop` of its owner's steps does, for operators: weights have
+        changed, or a tenant is gone. It takes effect at once; the owner is told with the answer to its next step. It needs
+        permission to own the pool, and the namespaces that it names; without one, all. It fails with NOT_FOUND /
+        POOL_UNKNOWN where no pool has that name. Idempotent.
         """
 
     @_abc_1.abstractmethod

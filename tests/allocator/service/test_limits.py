@@ -24,6 +24,7 @@ from quire_allocator import limits, server
 from quire_allocator.core.ownership import directory, replay
 
 from tests.allocator.service import boundary_limit_cases as boundary_cases
+from tests.allocator.service import drop_limit_cases as drop_cases
 from tests.allocator.service import limit_cases as cases
 from tests.allocator.service.harness import Allocator, UnaryOwner, running_allocator
 
@@ -74,6 +75,10 @@ EDGES: list[Edge] = [
     Edge("TURN_ENDS_MAX", boundary_cases.turn_ends_of_a_step),
     Edge("TURN_ENDS_MAX", boundary_cases.turn_ends_of_a_unary_session),
     Edge("BOUNDARIES_MAX", boundary_cases.reported_boundaries),
+    Edge("FIRST_BLOCK_MAX", drop_cases.first_block),
+    Edge("DROPS_PER_STEP_MAX", drop_cases.drops_of_a_step, "TOO_LARGE"),
+    Edge("DROPS_UNTOLD_MAX", drop_cases.drops_of_others, "LIMIT"),
+    Edge("DROPS_UNTOLD_DIGESTS_MAX", drop_cases.digests_of_drops_of_others, "LIMIT"),
     Edge("QUOTAS_MAX", cases.quotas),
     Edge("HOLD_MS_MAX", cases.hold_of_a_step),
     Edge("HOLD_MS_MAX", cases.hold_of_a_unary_session),
@@ -139,6 +144,8 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "allocator/session/test_session_stream.py",
         "test_while_a_report_is_awaited_the_server_says_by_itself",
     ),
+    "REMOVED_TOLD_MAX": ("allocator/session/test_session_steps.py", "test_what_left_the_index_is_told_up_to_a_limit"),
+    "REMOVED_SCOPES_MAX": ("allocator/session/test_session_steps.py", "test_what_left_the_index_is_told_up_to_a_limit"),
     "SILENCE_S": ("client/test_session.py", "test_a_process_that_stood_still_keeps_its_stream"),
 }
 

@@ -25,6 +25,7 @@ from tests.allocator.service.harness import (
     numbers_in,
     refused,
     running_allocator,
+    spec,
     state,
     tables_in,
 )
@@ -332,3 +333,27 @@ async def test_a_stream_and_a_unary_session_give_equal_results(allocator: Alloca
     await grow(4, 8, "ab")  # hits
     await grow(5, 24, "x")  # does not fit
     assert await state(allocator, "stream") == await state(allocator, "unary")
+
+
+@pytest.mark.parametrize(("limit", "told"), [("REMOVED_TOLD_MAX", 2), ("REMOVED_SCOPES_MAX", 2)])
+async def test_what_left_the_index_is_told_up_to_a_limit(
+    limit: str, told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_allocator() as allocator:
+        owner = StreamOwner(allocator)
+        declared = spec()
+        declared.tells_removed = True
+        await owner.attach(spec=declared)
+        await owner.report()
+        for number, name in enumerate("xyz", 1):
+            phase = grows((number, 4, b""))
+            phase.namespaces.append(name)
+            await owner.step(grows=phase)
+            await owner.step(commits=commits((number, 4, d("a"))))
+        freed = await owner.step(frees=pb.FreePhase(sequences=pack_uint64([1, 2, 3])))
+        assert not freed.removed
+        monkeypatch.setattr(limits, limit, told)
+        reply = await owner.step(drops=[pb.CacheDrop()])
+        assert reply.dropped_block_counts == [3]
+        assert [each.digests for each in reply.removed] == [d("a")] * told
+        assert reply.is_removed_cut

@@ -7,9 +7,11 @@ import random
 from array import array
 from collections import Counter, deque
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
+from quire_allocator.core.drop import drop_cached
 from quire_allocator.core.events import Change, Event
 from quire_allocator.core.groups.runs import RunScope
 from quire_allocator.core.pool import Pool
@@ -92,7 +94,8 @@ class Comparison:
         joined = [b"".join(argument) if isinstance(argument, list) else argument for argument in arguments]
         recorded = self.pool.log._recorded
         before = len(recorded)
-        ours = plain(getattr(self.pool, event)(*joined, **options), self.twin.group_count)
+        operate = partial(drop_cached, self.pool) if event == "drop" else getattr(self.pool, event)
+        ours = plain(operate(*joined, **options), self.twin.group_count)
         if not self.is_lru:
             self.twin.leaving = deque()
             for record in [Event(*recorded[number]) for number in range(before, len(recorded))]:
@@ -111,6 +114,10 @@ class Comparison:
             self.seen["pending"] += theirs[2] > 0
             self.seen["victim"] += theirs[6] is not None
             self.seen["junction"] += theirs[7] > 0
+        if event == "drop":  # in which order the blocks of a subtree become empty is the pool's own affair
+            self.seen["dropped"] += ours
+            assert sorted(self.pool.blocks.empty) == sorted(self.twin.empty)
+            self.twin.empty = list(self.pool.blocks.empty)[::-1]
         assert ours == theirs, f"{event}: the pool answers {ours}, its twin {theirs}"
         return theirs
 

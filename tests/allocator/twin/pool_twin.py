@@ -11,12 +11,15 @@ from collections.abc import Sequence
 
 from tests.allocator.twin.answers import Committed, Grown, refused
 from tests.allocator.twin.checkpoints import TwinCheckpoints
+from tests.allocator.twin.drop import drop
 from tests.allocator.twin.kept import exchange, take_over
 from tests.allocator.twin.state import Slot, TwinSequence
 
 
 class TwinPool(TwinCheckpoints):
     """What a pool must do."""
+
+    drop = drop
 
     # -- operations ----------------------------------------------------------------------------------------------------
 

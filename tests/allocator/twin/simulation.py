@@ -60,6 +60,7 @@ class Simulation(Comparison):
         super().__init__(SHAPES[shape_name], random.Random(f"{shape_name} {policy} {seed}"), policy)
         self.texts = [self._some_text(self.shape.tokens_max + 6) for _ in range(4)]
         self.next_id = 1
+        self.drops = random.Random(seed)
 
     def run(self, event_count: int) -> None:
         """Applies events, comparing everything after each."""
@@ -81,6 +82,8 @@ class Simulation(Comparison):
             self.random.choices(calls, weights)[0]()
             if self.random.random() < 0.002:
                 self.free_all()
+            if self.drops.random() < 0.01:
+                self.drop()
             self.compare()
             self.compare_events()
             if self.now % 32 == 0:
@@ -224,6 +227,17 @@ class Simulation(Comparison):
         for sequence_id in ended:
             del self.writers[sequence_id]
             self.seen["hold ended"] += 1
+
+    def drop(self) -> None:
+        """What is cached: of all, of a namespace, or behind some place of a known text."""
+        rng = self.drops
+        namespace = rng.choice((None, *NAMESPACES, "gone"))
+        if namespace is None or rng.random() < 0.3:
+            self.do("drop", namespace)
+            return
+        text = rng.choice([*self.texts, *[w.text for w in self.writers.values()]])
+        digests = self._digests(self.memory.numbers(text), 0, rng.randint(0, len(text)))
+        self.do("drop", namespace, digests, rng.randint(0, len(digests)))
 
     def wrong(self) -> None:
         """Ids that are unknown, freed or used, and more tokens than were granted."""

@@ -31,7 +31,10 @@ from quire_worker.model.paged_model import PagedModel
 _STATE_SHARE = 0.4  # of free memory for the states of a profiling pass, of which there are two copies
 SMALL_BYTES = 256 << 20  # of a pool on a CPU that is never too much, if they are to be had
 CPU_SHARE = Fraction(1, 2)  # of the memory that is available, for a pool on a CPU, if nothing is said
-_MORE_ROOM = "more --kv-memory, --kv-cache-dtype fp8_e4m3, --dtype bfloat16 or fewer --max-batch-tokens help"
+_MORE_ROOM = {  # by the option that a pool was asked for with
+    "--blocks": "more --blocks help",
+    "--kv-memory": "more --kv-memory, a smaller --block-size, --kv-cache-dtype fp8_e4m3 or --dtype bfloat16 help",
+}
 
 log = structlog.get_logger()
 
@@ -124,7 +127,7 @@ def check_room(spec: CacheSpec, pool: PoolMemory, total: int, option: str, *, dr
     needed = groups * block_bytes
     takes = f"it takes {groups} blocks of {block_bytes:,} bytes, one for each group of layers"
     if pool.device is None:
-        missing = f"{size(needed - pool.budget_bytes)} are missing: {_MORE_ROOM}"
+        missing = f"{size(needed - pool.budget_bytes)} are missing: {_MORE_ROOM[option]}"
         raise UsageError(f"{option}: {pool.block_count} blocks hold no token; {takes}; {missing}")
     found = pool.device
     raise UsageError(

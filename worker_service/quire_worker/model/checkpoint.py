@@ -52,9 +52,12 @@ def check_folder(folder: Path) -> None:
         raise CheckpointError(f"{folder / _CONFIG} is no JSON: {error}") from None
     if not is_object:
         raise CheckpointError(f"{folder / _CONFIG} is no JSON object")
-    if not any((folder / name).is_file() for name in _TOKENIZERS):
-        raise CheckpointError(f"no usable tokenizer in {folder}: there is no {_TOKENIZERS[0]}")
     weight_files(folder)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Tells whether there is a file of any tokenizer. A folder without one is served to callers who give token ids."""
+    return any((folder / name).is_file() for name in _TOKENIZERS)
 
 
 def weight_files(folder: Path) -> list[Path]:

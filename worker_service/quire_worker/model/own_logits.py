@@ -1,7 +1,13 @@
-"""What a model gives by itself, which pages, ranks and kernels are compared with at load."""
+"""What a model gives by itself, which pages, ranks and kernels are compared with at load.
+
+In half precision two ways to compute the same differ by more than a fixed share: experts that are chosen otherwise, or
+a layer that amplifies, move the logits of some checkpoints by half of their norm. How much rounding alone does is
+measured: each module's results are moved by less than their last bit, at random, and the logits looked at again.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,6 +15,36 @@ import torch
 from quire_worker.model.transformers_seam import ATTENTION_NAME
 
 CHECK_TOKENS = 24  # of each sequence
+ROUNDINGS = 4  # times that results are rounded otherwise
+
+# Logits may differ by a share of their norm. A lost mask or state moves them by tens of percents.
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+
+_QUIET = 0.2  # of the tolerance: kernels have been seen to differ four times as much as pages do without them
+_ROUNDING_MARGIN = 2.0  # few samples find not quite the most
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnLogits:
+    """What transformers' own attention gives after each of two sequences."""
+
+    logits: torch.Tensor  # float32 [2, vocabulary]
+    rounding: float = 0.0  # by which share of their norm they differ where results are rounded otherwise; 0: not known
+
+    def difference(self, logits: torch.Tensor) -> float:
+        """Returns by which share of their norm others differ."""
+        return float((logits - self.logits).norm() / self.logits.norm())
+
+    @property
+    def rounding_bound(self) -> float:
+        """Returns what may still be rounding."""
+        return _ROUNDING_MARGIN * self.rounding
+
+
+def may_be_rounding(logits: torch.Tensor, own: OwnLogits, dtype: torch.dtype) -> bool:
+    """Tells whether others, in half precision, differ so much that what rounding does should be known. Once kernels
+    have taken the place of modules, it cannot be measured any more."""
+    return dtype != torch.float32 and own.difference(logits) > _QUIET * TOLERANCES[dtype]
 
 
 def check_texts(vocab_size: int, max_position: int) -> tuple[list[int], list[int]]:
@@ -17,8 +53,37 @@ def check_texts(vocab_size: int, max_position: int) -> tuple[list[int], list[int
     return first, first[::-1]
 
 
-def own_logits_of(module: Any, texts: tuple[list[int], list[int]]) -> torch.Tensor:
-    """Returns what transformers' own attention gives after each of the two sequences, `[2, vocabulary]`."""
+def own_logits_of(module: Any, texts: tuple[list[int], list[int]]) -> OwnLogits:
+    """Returns what transformers' own attention gives after each of the two sequences."""
+    return OwnLogits(_logits(module, texts))
+
+
+def with_rounding(own: OwnLogits, module: Any, texts: tuple[list[int], list[int]]) -> OwnLogits:
+    """Returns the same with what rounding does to them.
+
+    Args:
+        own: what the module gave.
+        module: of transformers, as it was then.
+        texts: that it was given.
+    """
+    random = torch.Generator().manual_seed(0)
+
+    def round_otherwise(_module: Any, _given: Any, result: Any) -> Any:
+        if not (isinstance(result, torch.Tensor) and result.is_floating_point()):
+            return result
+        moved_by = (torch.rand(result.shape, generator=random) - 0.5) * torch.finfo(result.dtype).eps
+        return (result.float() * (1 + moved_by.to(result.device))).to(result.dtype)
+
+    hooks = [part.register_forward_hook(round_otherwise) for part in module.modules() if not any(part.children())]
+    try:
+        others = [_logits(module, texts).to(own.logits.device) for _ in range(ROUNDINGS)]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return replace(own, rounding=max(own.difference(other) for other in others))
+
+
+def _logits(module: Any, texts: tuple[list[int], list[int]]) -> torch.Tensor:
     module.set_attn_implementation("eager")
     try:
         with torch.inference_mode():

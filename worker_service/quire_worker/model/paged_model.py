@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +36,22 @@ from transformers import (
 )
 
 from quire_worker.attention import CpuPagedAttention, PagedAttention, backend_for
-from quire_worker.cache import NAN_BYTE, CacheSpec, KVCache
+from quire_worker.cache import CacheSpec, KVCache
+from quire_worker.host_memory import available_bytes, size
 from quire_worker.model.adapters.sites import Sites
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
 from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError, fingerprint, weight_files
 from quire_worker.model.kv_scales import read_scales
 from quire_worker.model.latent import keep_latents
-from quire_worker.model.own_logits import check_texts, own_logits_of
+from quire_worker.model.own_logits import OwnLogits, check_texts, may_be_rounding, own_logits_of, with_rounding
 from quire_worker.model.rewrites.devices import RewriteModel, rewrite_for
 from quire_worker.model.rotary import TokenLengths, longest_of, rotate_by_length, rotation_of
 from quire_worker.model.splitting.splitter import split_over_ranks
 from quire_worker.model.states.mixers import wrap_mixers
 from quire_worker.model.states.passes import StatePass
 from quire_worker.model.support import check_ranks, layers_as_they_arrive, layers_of, states_as_they_arrive
-from quire_worker.model.transformers_seam import ATTENTION_NAME, PagedStep, ProbeStep, Step, run
+from quire_worker.model.through_pages import check_through_pages, logits_through_pages
+from quire_worker.model.transformers_seam import ATTENTION_NAME, PagedStep, ProbeStep, run
 from quire_worker.model.weights import large_tensors_apart, read_weights
 from quire_worker.page_format import KV_CACHE_DTYPES, KV_LAYOUTS
 from quire_worker.ranks.crew import Crew
@@ -57,10 +60,6 @@ from quire_worker.scheduling.rotation import Rotation
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 PROBE_TOKENS = 2  # of the first pass
-
-# The logits that the check at load compares may differ by a share of their norm. In half precision rounding alone moves
-# those of a deep model by percents; a lost mask or state moves them by tens.
-_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 _log = structlog.get_logger(__name__)
 
@@ -158,7 +157,7 @@ def load_model(
     if max_position is None:
         raise UnsupportedModelError(f"model type {config.model_type!r} does not say how long its sequences may be")
     rank_count = 1 if crew is None else crew.size
-    own_logits = None if crew is None else _split(module, max_position, crew)
+    own = None if crew is None else _split(module, max_position, crew)
     module.to(device)
     sites = Sites(module)
     with sites.finding(PROBE_TOKENS) if crew is None else crew.learn(PROBE_TOKENS):
@@ -190,17 +189,57 @@ def load_model(
         sites=sites if crew is None else None,
         rank_count=rank_count,
     )
-    own_logits = own_logits_of(module, check_texts(vocab_size, max_position)) if own_logits is None else own_logits
-    own_logits = own_logits.to(device)
-    _check_through_pages(model, own_logits)
-    rewrite = rewrite_for(attention, cache_spec.dtype)
-    if rewrite is not None:
-        model = _rewritten(model, rewrite, own_logits)
+    own = own or own_logits_of(module, check_texts(vocab_size, max_position))
+    own = replace(own, logits=own.logits.to(device))
+    model = _checked(folder, model, own, kv_layout, crew)
     stored_as = KV_CACHE_DTYPES[kv_cache_dtype]
-    return model if stored_as is None else _quantised(model, folder, stored_as, own_logits)
+    return model if stored_as is None else _quantised(model, folder, stored_as, own)
 
 
-def _quantised(model: PagedModel, folder: Path, stored_as: torch.dtype, own: torch.Tensor) -> PagedModel:
+def _checked(folder: Path, model: PagedModel, own: OwnLogits, kv_layout: str, crew: Crew | None) -> PagedModel:
+    """Compares what a model gives through pages with what its module gave; then likewise with kernels in the place of
+    modules, where there are such, and returns the model with these.
+
+    Raises:
+        UnsupportedModelError: they differ.
+    """
+    dtype = model.cache_spec.dtype
+    if crew is None and may_be_rounding(logits_through_pages(model), own, dtype):
+        own = with_rounding(own, model.module, check_texts(model.vocab_size, model.max_position))
+    prove = cache(partial(_prove, folder, model, own, kv_layout, crew))
+    check_through_pages(model, own, prove)
+    rewrite = rewrite_for(model.attention, dtype)
+    return model if rewrite is None else _rewritten(model, rewrite, own, prove)
+
+
+def _prove(folder: Path, model: PagedModel, own: OwnLogits, kv_layout: str, crew: Crew | None) -> None:
+    """Checks a checkpoint in float32, where rounding explains nothing: it is loaded once more, and dropped.
+
+    Args:
+        folder: of the checkpoint.
+        model: the same in half precision.
+        own: what its module gave.
+        kv_layout: as of `load_model`.
+        crew: likewise.
+
+    Raises:
+        UnsupportedModelError: its logits differ there, too, or there is not the memory to look.
+    """
+    takes = sum(parameter.numel() for parameter in model.module.parameters()) * torch.float32.itemsize
+    room = available_bytes() if model.device.type == "cpu" else torch.cuda.mem_get_info(model.device)[0]
+    if takes > room:
+        raise UnsupportedModelError(
+            f"rounding alone moves this model's logits by {own.rounding:.2g} of their norm, so that it must be"
+            f" checked in float32, which takes {size(takes)}, and {size(room)} are there"
+        )
+    _log.info("rounding alone moves logits: checked in float32", by=round(own.rounding, 3))
+    load_model(
+        folder, block_size=model.cache_spec.block_size, dtype="float32", device=model.device, kv_layout=kv_layout,
+        crew=crew,
+    )  # fmt: skip
+
+
+def _quantised(model: PagedModel, folder: Path, stored_as: torch.dtype, own: OwnLogits) -> PagedModel:
     """Returns the same model with pages of fp8. What that costs in logits is logged, and no reason to refuse.
 
     Raises:
@@ -219,7 +258,7 @@ def _quantised(model: PagedModel, folder: Path, stored_as: torch.dtype, own: tor
     )
     spec = replace(spec, layers=layers, stored_as=stored_as, scales=tuple(sorted(scales.items())))
     model = replace(model, cache_spec=spec)
-    difference = ((_logits_through_pages(model) - own).norm() / own.norm()).item()
+    difference = own.difference(logits_through_pages(model))
     _log.info(
         "pages quantised", dtype=str(stored_as), layers_with_scales=len(scales), logits_differ_by=round(difference, 4)
     )
@@ -261,16 +300,20 @@ def _loader_of(config: Any) -> Any:
     raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: it does not generate text")
 
 
-def _split(module: Any, max_position: int, crew: Crew) -> torch.Tensor:
-    """Leaves this rank's part of a model on the CPU, and returns what the whole gave: see `own_logits_of`."""
+def _split(module: Any, max_position: int, crew: Crew) -> OwnLogits:
+    """Leaves this rank's part of a model on the CPU, and returns what the whole gave, and what rounding does to that in
+    half precision: see `own_logits`."""
 
-    def own_logits() -> torch.Tensor:
+    def own_logits() -> tuple[torch.Tensor, float]:
         _, vocab_size = _probe(module, torch.device("cpu"))
-        return own_logits_of(module, check_texts(vocab_size, max_position))
+        texts = check_texts(vocab_size, max_position)
+        own = own_logits_of(module, texts)
+        own = own if module.dtype == torch.float32 else with_rounding(own, module, texts)
+        return own.logits, own.rounding
 
-    logits: torch.Tensor = crew.share(own_logits)
+    own = OwnLogits(*crew.share(own_logits))
     split_over_ranks(module, crew)
-    return logits
+    return own
 
 
 def _probe(module: Any, device: torch.device) -> tuple[ProbeStep, int]:
@@ -289,56 +332,7 @@ def _probe(module: Any, device: torch.device) -> tuple[ProbeStep, int]:
     return step, logits.shape[1]
 
 
-def _logits_through_pages(
-    model: PagedModel, step_of: Callable[[Step], Step] = lambda step: step, *, shift: int = 0
-) -> torch.Tensor:
-    """Returns the same through unwritten (NaN) pages in reverse order, the first sequence in two chunks.
-
-    Args:
-        model: loaded.
-        step_of: what the layers get for the step of a pass.
-        shift: added to the positions that the layers are told of the first sequence's last tokens.
-    """
-    spec, (first, second) = model.cache_spec, check_texts(model.vocab_size, model.max_position)
-    length = len(first)
-    block_count = -(-length // spec.block_size)
-    blocks = iter(range(2 * len(spec.groups) * block_count - 1, -1, -1))
-    tables = [[[next(blocks) for _ in range(block_count)] for _ in spec.groups] for _ in range(2)]
-    cache = KVCache(spec, 2 * len(spec.groups) * block_count, device=model.device)
-    for buffer in cache.buffers:
-        buffer.fill_(NAN_BYTE)
-    split = length // 2
-    steps = [
-        [Chunk(first[:split], 0, tables[0], needs_logits=False)],
-        [
-            Chunk(first[split:], split, tables[0], needs_logits=True),
-            Chunk(second, 0, tables[1], needs_logits=True),
-        ],
-    ]
-    for chunks in steps:
-        batch = build_batch(chunks, groups=spec.groups, device=model.device)
-        batch.position_ids[:, : length - split] += shift if chunks is steps[-1] else 0
-        logits = run(model.module, batch, step_of(model.plan(batch, cache)), model.lengths)
-    return logits
-
-
-def _check_through_pages(model: PagedModel, own: torch.Tensor) -> None:
-    """Pages must give the logits that transformers' own attention gives. Finds what no configuration tells: a bias
-    inside the mask, a state beside keys and values, sequences of a flat batch that see each other.
-
-    Raises:
-        UnsupportedModelError: they do not.
-    """
-    difference = ((_logits_through_pages(model) - own).norm() / own.norm()).item()
-    if not difference <= _CHECK_TOLERANCE[model.cache_spec.dtype]:
-        module: Any = model.module
-        raise UnsupportedModelError(
-            f"model type {module.config.model_type!r} cannot be served: through pages its logits differ from its own"
-            f" by {difference:.2g} of their norm"
-        )
-
-
-def _rewritten(model: PagedModel, rewrite: RewriteModel, own: torch.Tensor) -> PagedModel:
+def _rewritten(model: PagedModel, rewrite: RewriteModel, own: OwnLogits, prove: Callable[[], None]) -> PagedModel:
     """Returns the model with kernels where it has modules that they compute as well, its logits looked at again.
 
     The modules are shown tokens near both ends of the longest sequence: Ministral's queries, for one, have a
@@ -348,10 +342,10 @@ def _rewritten(model: PagedModel, rewrite: RewriteModel, own: torch.Tensor) -> P
         UnsupportedModelError: they are not those that the model itself had.
     """
     shift = model.max_position - len(check_texts(model.vocab_size, model.max_position)[0])
-    module, counts = rewrite(model.module, lambda recording: _logits_through_pages(model, recording.step, shift=shift))
+    module, counts = rewrite(model.module, lambda recording: logits_through_pages(model, recording.step, shift=shift))
     _log.info("model rewritten", **counts)
     model = replace(model, module=module)
-    _check_through_pages(model, own)
+    check_through_pages(model, own, prove)
     return model
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import tokenizers
 from transformers import AutoTokenizer
 
-from quire_worker.model.checkpoint import CheckpointError
+from quire_worker.model.checkpoint import CheckpointError, has_tokenizer
 from quire_worker.model.conversation import ChatTemplate, Conversation
 from quire_worker.model.spelling import Spelling
 
@@ -19,6 +19,13 @@ _REASON_CHARACTERS_MAX = 300  # of what transformers says of a folder, in many l
 
 class TokenizerError(Exception):
     """The tokenizer failed on one text or some tokens. The message names the kind of error and nothing of the text."""
+
+
+class NoTokenizerError(TokenizerError):
+    """The checkpoint has no tokenizer. The message is for callers."""
+
+    def __init__(self) -> None:
+        super().__init__("this model comes without a tokenizer: give token ids")
 
 
 @contextmanager
@@ -124,6 +131,48 @@ class Tokenizer:
     def new_stream(self) -> StreamDecoder:
         """Returns a decoder for one sample's tokens."""
         return StreamDecoder(self, self._special_ids)
+
+
+class NoTokenizer(Tokenizer):
+    """What is there of a checkpoint that comes without one: prompts are token ids, and tokens have no text.
+
+    Whatever needs more raises NoTokenizerError.
+    """
+
+    def __init__(self) -> None:
+        """Reads nothing."""
+        self._special_ids = frozenset()
+
+    @property
+    def vocab_size(self) -> int:
+        return 0
+
+    def to_json(self) -> str:
+        raise NoTokenizerError
+
+    def encode(self, text: str) -> list[int]:
+        raise NoTokenizerError
+
+    def encode_continuation(self, text: str) -> list[int]:
+        raise NoTokenizerError
+
+    def encode_conversation(self, conversation: Conversation) -> list[int]:
+        raise NoTokenizerError
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return ""
+
+    def spell(self, tokens: Sequence[int]) -> list[bytes]:
+        raise NoTokenizerError
+
+
+def read_tokenizer(folder: Path | str) -> Tokenizer:
+    """Reads a checkpoint's tokenizer, or finds that it comes without one.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    return Tokenizer(folder) if has_tokenizer(Path(folder)) else NoTokenizer()
 
 
 class StreamDecoder:

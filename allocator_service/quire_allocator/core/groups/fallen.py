@@ -129,12 +129,29 @@ class FallenManager(UnitManager[PartT]):
         self._blocks.policy.evicted(entry, positions * self.width)
         return self._trim(entry, positions)
 
+    def drop_path(self, scope: UnitScope, digests: bytes, kept_digest_count: int) -> None:
+        assert isinstance(scope, WindowScope)
+        stride = self.block_size // self._digest_tokens
+        path = Path(digests, stride * DIGEST_BYTES, 0)
+        first, end = kept_digest_count // stride, len(digests) // path.step
+        if first < end and scope.stretches:
+            through = scope.through(first, path.at(first)) if first else None
+            if through is not None:
+                self._drop_all(self._cut(through, first, first + 1))
+            for begin, stop, stretch in scope.stretches_on(path, first, end):
+                self._drop_all(self._cut(stretch, begin, stop))
+        super().drop_path(scope, digests, kept_digest_count)
+
     def worth(self, entry: Scoped) -> int:
         if isinstance(entry, Stretch):
             return KEPT if self.keeper is None else SPARE
         return super().worth(entry)
 
     # -- for subclasses ------------------------------------------------------------------------------------------------
+
+    def _drop_all(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            self._drop(unit)
 
     def _let_fall(self, scope: UnitScope, fallen: Sequence[Scoped]) -> None:
         """Counts one fewer table that has these units and stretches, which follow one another: the deepest first, since

@@ -356,6 +356,15 @@ class FullAttentionManager(Manager[RunScope, RunHit, RunPart]):
             for _, own in part.kept or ():
                 states.mark(own, 1, published=False)
 
+    def drop_path(self, scope: RunScope, digests: bytes, kept_digest_count: int) -> None:
+        if self._stride > 1:
+            digests = every(digests, self._stride)
+        top = self.tree.cut_at(scope.root, digests, kept_digest_count // self._stride)
+        if top is not None:
+            for run in reversed(list(self.tree.runs(top))):
+                if not run.live and not run.children:
+                    self._blocks.evict_whole(run)
+
     def evict(self, entry: Scoped, wanted: int) -> int:
         return self.tree.evict(entry, wanted)
 

@@ -139,6 +139,11 @@ class Manager(Evictor, Generic[ScopeT, HitT, PartT]):
         return None
 
     @abstractmethod
+    def drop_path(self, scope: ScopeT, digests: bytes, kept_digest_count: int) -> None:
+        """Empties the cached blocks of a path that stand behind so many of its digests, and the whole subtree there
+        where whole prefixes are kept; what sequences hold stays."""
+
+    @abstractmethod
     def settle(self, part: PartT, committed: int) -> int:
         """The skip rule: gives back what no token from `committed` on reads. Returns `settled_until`."""
 

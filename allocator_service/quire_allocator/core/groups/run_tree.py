@@ -122,6 +122,26 @@ class RunTree:
             self._blocks.push(run)
         return upper
 
+    def cut_at(self, root: Run, digests: bytes, position: int) -> Run | None:
+        """Returns the run that begins at a position of a path, split off where it stands inside of one; None where
+        nothing is published there."""
+        run, offset, end = root, 0, (position + 1) * DIGEST_BYTES
+        while end <= len(digests):
+            child = run.children.get(digests[offset : offset + DIGEST_BYTES])
+            if child is None:
+                return None
+            if child.size < end - offset:
+                if not digests.startswith(child.digests, offset):
+                    return None
+                run, offset = child, offset + child.size
+                continue
+            if child.digests[: end - offset] != digests[offset:end]:
+                return None
+            if end - offset > DIGEST_BYTES:
+                self.split(child, (end - offset) // DIGEST_BYTES - 1)
+            return child
+        return None
+
     def exchange(self, run: Run, position: int, blocks: array[int]) -> array[int]:
         """Puts blocks with the same content in the place of published ones, from a position on, in a run and those
         above it; returns what stood there."""

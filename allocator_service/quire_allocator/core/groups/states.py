@@ -23,7 +23,7 @@ A table here has one entry, the running block.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 from quire_allocator.core.block_states import BlockStates
@@ -197,6 +197,10 @@ class StateManager(UnitManager[StatePart]):
     def new_scope(self, namespace: Namespace) -> StateScope:
         return StateScope(namespace, self)
 
+    def _places(self, digests: bytes, kept_digest_count: int) -> Iterator[UnitKey]:
+        for count in range(kept_digest_count + 1, len(digests) // DIGEST_BYTES + 1):
+            yield count, digests[(count - 1) * DIGEST_BYTES : count * DIGEST_BYTES]
+
     def _root_of(self, scope: UnitScope, checkpoint: Unit) -> UnitKey:
         assert checkpoint.key is not None
         return cast(StateScope, scope).roots[checkpoint.key]
@@ -259,12 +263,6 @@ class StateManager(UnitManager[StatePart]):
 
     def _is_at_boundary(self, part: StatePart, unit: Unit) -> bool:
         return unit.first_position * self._digest_tokens in part.boundaries
-
-    def _drop(self, unit: Unit) -> None:
-        """A cached checkpoint is not worth its blocks."""
-        self._unpublish(unit)
-        self._end_boundaries(unit)
-        self._blocks.dropped(unit.scope, self.width)
 
     def _hold(self, unit: Unit) -> None:
         self._between.pop(unit, None)

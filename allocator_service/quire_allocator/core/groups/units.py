@@ -175,7 +175,25 @@ class UnitManager(Manager[UnitScope, UnitHit, PartT]):
         unit.scope.spare += self.width * ((worth == SPARE) - (before == SPARE))
         self._blocks.now_worth(unit, worth)
 
+    def drop_path(self, scope: UnitScope, digests: bytes, kept_digest_count: int) -> None:
+        for position, digest in self._places(digests, kept_digest_count):
+            unit = scope.index.get((position, digest))
+            if unit is not None and not unit.live:
+                self._drop(unit)
+
     # -- for subclasses ------------------------------------------------------------------------------------------------
+
+    def _places(self, digests: bytes, kept_digest_count: int) -> Iterator[UnitKey]:
+        """Yields what positions behind so many digests of a path are published as."""
+        stride = self.block_size // self._digest_tokens
+        for position in range(kept_digest_count // stride, len(digests) // (stride * DIGEST_BYTES)):
+            yield position, self._digest_at(digests, (position + 1) * self.block_size)
+
+    def _drop(self, unit: Unit) -> None:
+        """A cached unit is not worth its blocks."""
+        self._unpublish(unit)
+        self._end_boundaries(unit)
+        self._blocks.dropped(unit.scope, self.width)
 
     def _end_boundaries(self, unit: Unit) -> None:
         """A unit is published no more: no hit can end any more where one would need it."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from quire_allocator.core.drop import CacheDrop
 from quire_allocator.core.ownership.replay import AnswerLog, StepLog
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
@@ -38,6 +39,7 @@ class Ownership:
         session_id: 16 bytes; empty while only claimed, and after quarantine.
         steps, answers: replay of a stream's steps, of a unary session's requests.
         change_count: steps and requests that were applied.
+        untold_drops: what others have dropped of the cache since the owner's last step.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Ownership:
     steps: StepLog = field(default_factory=lambda: StepLog(1, 1))
     answers: AnswerLog = field(default_factory=AnswerLog)
     change_count: int = 0
+    untold_drops: list[CacheDrop] = field(default_factory=list)
 
 
 class Directory:

@@ -89,7 +89,7 @@ def _check_blocks(pool: Pool, found: Sequence[Found]) -> None:
         uses.update(own.cached)
     twice = sorted(block for block, count in uses.items() if count > 1)
     assert not twice, f"blocks {twice} have two uses"
-    lost = sorted(set(range(pool.spec.block_count)) - set(uses))
+    lost = sorted(set(range(pool.spec.first_block_id, pool.spec.block_id_end)) - set(uses))
     assert not lost, f"blocks {lost} are lost"
     assert len(uses) == pool.spec.block_count, "there are blocks that the pool does not have"
     cached = sum(len(own.cached) for own in found)

@@ -66,12 +66,20 @@ class RetentionUse(NamedTuple):
 
 def block_states(pool: Pool) -> BlockStates:
     """Returns the state of every block, counted from all tables."""
-    states = BlockStates(pool.spec.block_count)
+    states = BlockStates(pool.spec.block_count, pool.spec.first_block_id)
     spaces = list(pool.blocks.namespaces.values())
     for number, manager in enumerate(pool.managers):
         scopes = [space.scopes[number] for space in spaces]
         manager.mark(states, scopes, [sequence.parts[number] for sequence in pool.sequences.values()])
     return states
+
+
+def held_count(pool: Pool, namespace: str | None = None) -> int:
+    """Counts the blocks that sequences hold, of one namespace or of all."""
+    if namespace is None:
+        return pool.spec.block_count - pool.blocks.free_count
+    space = pool.blocks.namespaces.get(namespace)
+    return space.held_count if space is not None else 0
 
 
 def groups(pool: Pool) -> list[GroupUse]:
@@ -163,7 +171,7 @@ def free_stretch_count(states: BlockStates) -> int:
     """Counts the stretches of consecutive ids that the free blocks form."""
     import numpy as np
 
-    free = np.concatenate(([False], states.holders == 0))
+    free = np.concatenate(([False], states.holders[states.first_id :] == 0))
     return int(np.count_nonzero(free[1:] & ~free[:-1]))
 
 

@@ -26,7 +26,14 @@ from quire_allocator.core.groups.manager import AnyManager
 from quire_allocator.core.groups.units import Unit
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.rebuild.boundaries import restore_boundaries
-from quire_allocator.core.rebuild.report import BlockUse, Report, ReportedSequence, ReportedStretch, refuse
+from quire_allocator.core.rebuild.report import (
+    BlockUse,
+    Report,
+    ReportedSequence,
+    ReportedStretch,
+    check_block_ids,
+    refuse,
+)
 from quire_allocator.core.rebuild.runs import RunBuilder
 from quire_allocator.core.rebuild.units import StateBuilder, UnitBuilder, WindowBuilder, boundaries
 from quire_allocator.core.sequence import Part, SequenceState
@@ -67,7 +74,7 @@ class Rebuild:
     def __init__(self, spec: PoolSpec) -> None:
         self._pool = pool = Pool(spec)
         pool.blocks.take(spec.block_count)
-        self._use = BlockUse(spec.block_count)
+        self._use = BlockUse(spec)
         self._spaces = _Spaces(pool)
         self._builders = [BUILDERS[manager.spec.kind](manager, pool, self._use) for manager in pool.managers]
         self._places = {
@@ -126,9 +133,8 @@ class _Spaces:
 
 def _ranks(spec: PoolSpec, report: Report) -> array[int]:
     """Returns for each block when it was let go of, as a rank; -1 if never."""
-    ranks = array("q", [-1]) * spec.block_count
-    if max(report.released, default=0) >= spec.block_count:
-        refuse(f"block {max(report.released)} is out of range, the pool has {spec.block_count}")
+    ranks = array("q", [-1]) * spec.block_id_end
+    check_block_ids(spec, report.released)
     for rank, block in enumerate(report.released):
         ranks[block] = rank
     return ranks

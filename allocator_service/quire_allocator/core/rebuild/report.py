@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
 from quire_allocator.core.refusal import Refusal
-from quire_allocator.core.spec import NULL_BLOCK
+from quire_allocator.core.spec import NULL_BLOCK, PoolSpec
 
 
 class ReportedSequence(NamedTuple):
@@ -87,20 +87,26 @@ def refuse(message: str) -> NoReturn:
 _PRIVATE, _UNUSED, _DROPPED = -1, -2, -3
 
 
+def check_block_ids(spec: PoolSpec, blocks: Sequence[int]) -> None:
+    """Refuses blocks that the pool does not have."""
+    if blocks and not spec.first_block_id <= min(blocks) <= max(blocks) < spec.block_id_end:
+        wrong = next(block for block in blocks if not spec.first_block_id <= block < spec.block_id_end)
+        refuse(f"block {wrong} is out of range, the pool has {spec.block_count} from {spec.first_block_id} on")
+
+
 class BlockUse:
     """Which blocks of the pool are spoken for: every one is published at most once, or some sequence's own."""
 
-    def __init__(self, block_count: int) -> None:
-        self.block_count = block_count
-        self._places = array("i", [_UNUSED]) * block_count  # of a published block its place
+    def __init__(self, spec: PoolSpec) -> None:
+        self._spec = spec
+        self._places = array("i", [_UNUSED]) * spec.block_id_end  # of a published block its place
         self._place_count = 0
 
     def publish(self, blocks: array[int]) -> int:
         """Gives blocks that carry digests places that follow one another; returns the first."""
         places = self._places
         first = place = self._place_count
-        if max(blocks, default=0) >= self.block_count:
-            refuse(f"block {max(blocks)} is out of range, the pool has {self.block_count}")
+        check_block_ids(self._spec, blocks)
         for block in blocks:
             if places[block] != _UNUSED:
                 refuse(f"block {block} is published twice")
@@ -111,7 +117,7 @@ class BlockUse:
 
     def place(self, block: int) -> int | None:
         """Returns the place of a published block; None for any other."""
-        place = self._places[block] if block < self.block_count else _UNUSED
+        place = self._places[block] if block < len(self._places) else _UNUSED
         return place if place >= 0 else None
 
     def drop(self, blocks: array[int]) -> None:
@@ -122,9 +128,8 @@ class BlockUse:
 
     def claim(self, blocks: Sequence[int]) -> None:
         """Marks blocks as one sequence's own, and refuses any that has another use."""
+        check_block_ids(self._spec, blocks)
         for block in blocks:
-            if block >= self.block_count:
-                refuse(f"block {block} is out of range, the pool has {self.block_count}")
             place = self._places[block]
             if place == _PRIVATE:
                 refuse(f"block {block} is held twice")
@@ -134,4 +139,5 @@ class BlockUse:
 
     def unused(self) -> array[int]:
         """Returns the blocks that nobody has, the lowest first."""
-        return array("I", [block for block, place in enumerate(self._places) if place < _PRIVATE])
+        first = self._spec.first_block_id
+        return array("I", [block for block, place in enumerate(self._places) if place < _PRIVATE and block >= first])

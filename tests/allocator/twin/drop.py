@@ -1,0 +1,43 @@
+"""What an owner has the twin of a pool forget: every cached slot that is meant, the deepest first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tests.allocator.twin.state import Slot
+
+if TYPE_CHECKING:
+    from tests.allocator.twin.pool_twin import TwinPool
+
+
+def drop(pool: TwinPool, namespace: str | None = None, digests: Sequence[bytes] = (), kept: int = 0) -> int:
+    """Empties cached slots, of a namespace or of all, or those behind a place on a path; returns how many blocks."""
+    before, leaving, pool.leaving = pool.cached_count(), pool.leaving, None
+    meant = [slot for slot in pool.cached(namespace) if not digests or _is_behind(pool, slot, digests, kept)]
+    for slot in sorted(meant, key=lambda slot: -slot.key[2] if slot.key else 0):
+        if slot.key is not None:  # else it went with another one
+            path = slot.key[3]
+            pool._used(slot)
+            pool.published.remove(slot)
+            slot.key = None
+            pool.empty += slot.blocks[::-1]
+            pool.slot_left(slot, path)
+    if leaving is not None:
+        leaving.clear()
+        pool.leaving = leaving
+    return before - pool.cached_count()
+
+
+def _is_behind(pool: TwinPool, slot: Slot, digests: Sequence[bytes], kept: int) -> bool:
+    """Whether a slot is published at or below the first digest that is not kept; else only on the path."""
+    assert slot.key is not None
+    kind = pool.kinds[slot.kind]
+    _, _, position, path = slot.key
+    if kind.name == "state":
+        return kept < position <= len(digests) and digests[position - 1] == path[-1]
+    stride = kind.block_size // pool.digest_tokens
+    own, first = list(digests[stride - 1 :: stride]), kept // stride
+    if kind.name == "full_attention":
+        return first < len(own) and list(path[: first + 1]) == own[: first + 1]
+    return first <= position < len(own) and own[position] == path[-1]

@@ -1,0 +1,31 @@
+"""`quire drop-cache` on a real allocator."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from quire import AllocatorClient, PoolSpec
+from quire.hashing import block_digests
+
+from tests.client.servers import allocator_process
+from tests.client.test_cli import quire
+
+DIGESTS = block_digests(bytes(32), list(range(12)), 4)
+
+
+def test_the_cache_of_a_pool_or_of_a_namespace_is_forgotten(tmp_path: Path) -> None:
+    with allocator_process(tmp_path) as allocator, AllocatorClient(allocator.address) as client:
+        with client.open_session("mine", PoolSpec.full_attention(block_count=8, block_size=4)) as session:
+            for number, namespace in enumerate(("", "old tenant"), 1):
+                session.allocate(number, 12, namespace=namespace)
+                session.commit(number, 12, DIGESTS)
+            session.free(1)
+            session.free(2)
+            session.allocate(3, 5, DIGESTS[:1])
+            of_one = quire("drop-cache", "mine", "--namespace", "old tenant", "--allocator", allocator.address)
+            assert of_one.stdout == "3 blocks forgotten, 0 are held by sequences\n"
+            of_all = quire("drop-cache", "mine", "--json", "--allocator", allocator.address)
+            assert json.loads(of_all.stdout) == {"dropped_block_count": 2, "held_block_count": 2}
+            assert client.match_prefix(DIGESTS)[0].matched_token_count == 4
+        assert quire("drop-cache", "mine", "--allocator", allocator.address).returncode == 6

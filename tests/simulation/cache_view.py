@@ -1,0 +1,61 @@
+"""What an owner knows of the index of its pool by the answers to its steps alone, for groups of full attention."""
+
+from __future__ import annotations
+
+from quire.hashing import DIGEST_BYTES
+from quire.protocol.outcomes import StepOutcome
+from quire.protocol.packing import entry_uint32, unpack_uint64
+from quire.session.ledger import Ledger
+from quire.v1 import allocator_pb2 as pb
+
+Key = tuple[int, str, bytes]  # group, namespace, digest
+
+
+class CacheView:
+    """Follows what is stored by commits, and what answers say has left.
+
+    Attributes:
+        keys: what can be hit; None where it is not known, after a report.
+        dropped: what an operator has dropped and nobody has computed again since.
+    """
+
+    def __init__(self, spec: pb.PoolSpec) -> None:
+        self.keys: set[Key] | None = set()
+        self.dropped: set[Key] = set()
+        self._digest_tokens = min(group.block_size for group in spec.groups)
+        self._strides = {
+            number: group.block_size // self._digest_tokens
+            for number, group in enumerate(spec.groups)
+            if group.kind == pb.GROUP_KIND_FULL_ATTENTION
+        }
+
+    def follows(self, group: int) -> bool:
+        """Whether it knows of that group."""
+        return group in self._strides
+
+    def lose(self) -> None:
+        """The allocator was told of the pool anew, and may have lost what nobody was told of."""
+        self.keys = None
+        self.dropped.clear()
+
+    def take(self, step: pb.Step, outcome: StepOutcome, committed: dict[int, tuple[str, int]]) -> None:
+        """Takes in an answer; `committed` are namespace and committed tokens of each sequence before it."""
+        stored, first = set[Key](), 0
+        for row, sequence_id in enumerate(unpack_uint64(step.commits.sequences)):
+            namespace, before = committed[sequence_id]
+            for number in range(entry_uint32(step.commits.digest_counts, row)):
+                digest = step.commits.digests[first : first + DIGEST_BYTES]
+                first += DIGEST_BYTES
+                place = before // self._digest_tokens + number + 1
+                stored |= {(g, namespace, digest) for g, stride in self._strides.items() if place % stride == 0}
+        self.dropped -= stored
+        if self.keys is not None:
+            self.keys |= stored
+            for each in outcome.removed:
+                digests = [each.digests[at : at + DIGEST_BYTES] for at in range(0, len(each.digests), DIGEST_BYTES)]
+                self.keys -= {(group, each.namespace, digest) for group in each.groups for digest in digests}
+
+
+def counts_of(ledger: Ledger) -> dict[int, tuple[str, int]]:
+    """Namespace and committed tokens of each sequence."""
+    return {i: (sequence.namespace, sequence.committed_token_count) for i, sequence in ledger.sequences.items()}

@@ -188,7 +188,8 @@ class _Line:
     """Candidates that leave in the order of their stamps, whatever the policy.
 
     Most come in that order: a decoding sequence lets a block fall out at every edge. Those stand in two lists, without
-    an item for each; the others in a heap. Outdated ones stay in both.
+    an item for each; the others in a heap. Outdated ones stay in both, but for those at the beginning of the lists:
+    where all candidates get another worth in their order, each addition drops the one before.
     """
 
     __slots__ = ("_begin", "_entries", "_heap", "_last", "_tickets")
@@ -205,9 +206,19 @@ class _Line:
         if entry.released < self._last:
             heappush(self._heap, (entry.released, entry.ticket, entry))
             return
+        entries, tickets, begin = self._entries, self._tickets, self._begin
         self._last = entry.released
-        self._entries.append(entry)
-        self._tickets.append(entry.ticket)
+        entries.append(entry)
+        tickets.append(entry.ticket)
+        if tickets[begin] != entries[begin].ticket:
+            self._begin = begin = begin + 1
+            if begin > SWEEP_AFTER and 2 * begin > len(entries):
+                del entries[:begin], tickets[:begin]
+                self._begin = 0
+
+    def __len__(self) -> int:
+        """Counts all, outdated ones included."""
+        return len(self._entries) - self._begin + len(self._heap)
 
     def first(self) -> Entry | None:
         """Returns the candidate of the smallest stamp, of equal ones the one that was pushed first; or None."""
@@ -302,6 +313,11 @@ class Candidates:
         ranked = [item for lane in self._lanes for item in lane.heap]
         return [*self._early[0].items(), *self._early[1].items(), *ranked, *self._late.items()]
 
+    def _item_count(self) -> int:
+        """Counts the items of all, outdated ones included."""
+        count = len(self._early[0]) + len(self._early[1]) + len(self._late)
+        return count + sum([max(len(lane.heap), len(lane.stack)) for lane in self._lanes])
+
     def _sweep(self) -> int:
         """Drops what is outdated everywhere; returns how many are left."""
         count = self._early[0].sweep() + self._early[1].sweep() + self._late.sweep()
@@ -347,6 +363,11 @@ class EvictionQueue(Candidates):
 
     def __len__(self) -> int:
         return self._count
+
+    def _sweep(self) -> int:
+        """Does so where that drops as many as it leaves: a look at each candidate costs more than adding it."""
+        count = self._item_count()
+        return super()._sweep() if count > 2 * self._count else count
 
     def push(self, entry: Entry) -> None:
         """Makes a cached entry without children a candidate, or gives one in the queue its new place."""

@@ -145,7 +145,8 @@ class WindowManager(FallenManager[WindowPart]):
         begin, end = committed // size, until // size
         if begin == end:
             return
-        digests, stay = filled(digests, self._stride, committed, size), self._rule.first_needed(until) // size
+        stay = self._rule.first_needed(until) // size
+        digests = digests if self._stride == 1 else filled(digests, self._stride, committed, size)
         named = begin + len(digests) // DIGEST_BYTES  # positions from there on have no digest, and stay private
         if end - begin == 1 == named - begin and part.first < begin and stay <= begin and not scope.starts.has(begin):
             self._commit_next(part, begin, digests, swaps)
@@ -356,10 +357,11 @@ class WindowManager(FallenManager[WindowPart]):
         if edge != committed and position >= self._rule.first_needed(edge) // size:
             return False
         unit.aside_count += 1
-        part.aside = [unit]
-        if aside:
-            aside[0].aside_count -= 1
-            self.revalue(aside[0])
+        aside.append(unit)
+        if len(aside) > 1:
+            before = aside.pop(0)
+            before.aside_count -= 1
+            self.revalue(before)
         return True
 
     def mark(self, states: BlockStates, scopes: Sequence[UnitScope], parts: Sequence[WindowPart]) -> None:

@@ -11,12 +11,11 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, *, block_size: int, has
     """Raises UnsupportedError if something is switched on that needs vLLM's own manager."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    events, observed = vllm_config.kv_events_config, vllm_config.observability_config
+    observed = vllm_config.observability_config
     speculative, groups = vllm_config.speculative_config, kv_cache_config.kv_cache_groups
     parallel = vllm_config.parallel_config
     reasons = {
         "KV connectors (kv_transfer_config)": vllm_config.kv_transfer_config is not None,
-        "KV cache events (kv_events_config)": events is not None and events.enable_kv_cache_events,
         "residency metrics (kv_cache_metrics)": observed.kv_cache_metrics,
         "EAGLE and MTP speculation": speculative is not None and speculative.use_eagle(),
         "encoder-decoder models": vllm_config.model_config.is_encoder_decoder,

@@ -19,7 +19,7 @@ A beam search is one request, which `branches` and `generate` have; tokens are t
 
 Blocks are those that the allocator says are held when everything is there, against the least that there can be: every
 full block of a common prefix once, and each text's own. Of a search they are those held last before its end, against
-the least that hold the texts that it found: beams that none of these goes on from may hold a few more. Tokens computed
+the least that hold the beams that are alive then; two more searches, which are not timed, find both. Tokens computed
 are the worker's own count.
 """
 

@@ -14,7 +14,7 @@ from quire.local import LocalStack
 from trees_sides.workload import Workload, distinct_blocks
 
 BLOCK_TOKENS = 16
-WATCH_S = 0.01
+WATCH_S = 0.001
 
 
 class Found(NamedTuple):
@@ -54,8 +54,11 @@ class QuireTrees:
         """Runs one round of a workload."""
         before = self._runner.run(self._computed())
         if workload.is_searched:
-            seconds, held, least = self._runner.run(self._beams(workload, number))
-            return Found(seconds, self._runner.run(self._computed()) - before, held, held, least)
+            started = time.perf_counter()
+            self._runner.run(self._search(workload, number, workload.step_tokens, "timed"))
+            seconds, computed = time.perf_counter() - started, self._runner.run(self._computed()) - before
+            held, least = self._runner.run(self._beams(workload, number))
+            return Found(seconds, computed, held, held, least)
         run = self._branches if side == "branches" else self._requests
         seconds, held = self._runner.run(run(workload, number, side))
         computed = self._runner.run(self._computed()) - before
@@ -92,17 +95,10 @@ class QuireTrees:
     async def _step(branch: AsyncBranch, workload: Workload, seed: int) -> None:
         await branch.generate(max_tokens=workload.step_tokens, ignore_eos=True, temperature=1.0, seed=seed)
 
-    async def _beams(self, workload: Workload, number: int) -> tuple[float, int, int]:
-        """Runs one search. Its blocks are those that the allocator said were held last before its end."""
-        prompt, done, held = workload.prompt(number), threading.Event(), [0]
-        search = self._client.generate(
-            prompt,
-            max_tokens=workload.step_tokens,
-            ignore_eos=True,
-            num_beams=workload.width,
-            n=workload.width,
-            namespace=f"beams {number}",
-        )
+    async def _beams(self, workload: Workload, number: int) -> tuple[int, int]:
+        """Returns the blocks that the allocator says are held last before a search ends, and the least that hold the
+        beams that are alive then: those that a search finds that is a token shorter."""
+        done, held = threading.Event(), [0]
 
         def watch() -> None:
             with AllocatorClient(self._stack.allocator_address) as allocator:
@@ -110,13 +106,24 @@ class QuireTrees:
                     held[0] = allocator.get_pool("default").held_block_count or held[0]
 
         watching = asyncio.create_task(asyncio.to_thread(watch))
-        started = time.perf_counter()
-        found = await search
-        seconds = time.perf_counter() - started
+        await self._search(workload, number, workload.step_tokens, "watched")
         done.set()
         await watching
-        texts = [[*prompt, *sample.token_ids] for sample in found.samples]
-        return seconds, held[0], distinct_blocks(texts, BLOCK_TOKENS)
+        prompt = workload.prompt(number)
+        alive = await self._search(workload, number, workload.step_tokens - 1, "alive")
+        texts = [[*prompt, *tokens, -1] for tokens in alive]  # in the last pass all of their tokens are in pages
+        return held[0], distinct_blocks(texts, BLOCK_TOKENS)
+
+    async def _search(self, workload: Workload, number: int, token_count: int, name: str) -> list[tuple[int, ...]]:
+        found = await self._client.generate(
+            workload.prompt(number),
+            max_tokens=token_count,
+            ignore_eos=True,
+            num_beams=workload.width,
+            n=workload.width,
+            namespace=f"beams {number} {name}",
+        )
+        return [tuple(sample.token_ids) for sample in found.samples]
 
     async def _requests(self, workload: Workload, number: int, side: str) -> tuple[float, int]:
         granted, started = 0, time.perf_counter()

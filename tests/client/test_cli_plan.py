@@ -230,6 +230,9 @@ def test_a_config_that_is_not_understood_names_its_field(plan: Any, tmp_path: Pa
 # -- model ids ---------------------------------------------------------------------------------------------------------
 
 
+ONLINE = SimpleNamespace(HF_HUB_OFFLINE=False)
+
+
 def test_a_model_id_is_fetched_where_the_hub_package_is_installed(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
@@ -237,7 +240,7 @@ def test_a_model_id_is_fetched_where_the_hub_package_is_installed(plan: Any, mon
         asked.append(arguments)
         return GEMMA
 
-    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=download))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=download, constants=ONLINE))
     assert "gemma3_text" in plan("google/gemma-3-27b-it").out
     wanted = {"repo_id": "google/gemma-3-27b-it", "filename": "config.json"}
     assert asked == [{**wanted, "local_files_only": True}], "what is here already is taken without asking"
@@ -252,7 +255,7 @@ def test_a_model_id_that_is_not_here_is_asked_for_with_a_time_limit(plan: Any, m
             raise OSError("not here")
         return GEMMA
 
-    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=download))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=download, constants=ONLINE))
     assert "gemma3_text" in plan("google/gemma-3-27b-it").out
     assert asked[1]["etag_timeout"] == 1.5
 
@@ -261,11 +264,18 @@ def test_a_model_id_that_cannot_be_fetched_is_one_line(plan: Any, monkeypatch: p
     def fail(**_: str) -> str:
         raise OSError("404\nand much more")
 
-    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=fail))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=fail, constants=ONLINE))
     message = "quire: no file or folder no/model, and no config.json of a model with that id: 404\n"
     assert plan("no/model") == (2, "", message)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert "pip install huggingface_hub" in plan("no/model").err
+
+
+def test_a_hub_that_must_not_be_asked_is_said_to_be_so(tmp_path: Path) -> None:
+    result = quire("plan", "no/model", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    nothing = "quire: no file or folder no/model, and no model of that id in the cache of Hugging Face's package"
+    why = ", which HF_HUB_OFFLINE keeps from asking; give a config.json or a folder\n"
+    assert (result.returncode, result.stderr) == (2, nothing + why)
 
 
 def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

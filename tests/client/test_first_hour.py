@@ -105,6 +105,9 @@ def test_what_is_piped_in_and_is_no_text_is_said() -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (2, b"quire: standard input is no UTF-8 text: byte 3 is 0xff\n")
+    arguments = [sys.executable, "-m", "quire.cli", "generate", b"abc\xff", "--worker", "127.0.0.1:1"]
+    done = subprocess.run(arguments, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (2, b"quire: the prompt is no UTF-8 text: byte 3 is 0xff\n")
     with Client("127.0.0.1:1") as client, pytest.raises(InvalidArgumentError) as raised:
         client.generate(b"abc\xff".decode(errors="surrogateescape"))  # as Python reads the arguments of a command
     assert raised.value.message == "text is no text: it has half of a surrogate pair"
@@ -213,6 +216,9 @@ def test_what_is_at_an_address_where_nobody_answers_is_looked_at(allocator: str)
     with wsgi_server() as http:
         what = "a server is running there, and it is HTTP, not an allocator (gRPC); give another address"
         assert served(http) == f"no answer from {http}: {what} [not encrypted]"
+        health = quire("health", http)
+        said = "the server there speaks HTTP, not gRPC: write http:// before the address to ask it so [not encrypted]"
+        assert (health.returncode, health.stderr) == (3, f"quire: UNAVAILABLE: no answer from {http}: {said}\n")
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def test_text_goes_on_the_same_after_the_allocator_was_killed_and_started_again(
 def test_a_worker_whose_allocator_is_gone_tells_its_callers_and_stops_when_told(
     fate: signal.Signals, tmp_path: Path
 ) -> None:
-    with started(log_folder=tmp_path) as stack, Client(stack.worker_address) as client:
+    with started("--drain-timeout", "1", log_folder=tmp_path) as stack, Client(stack.worker_address) as client:
         assert stack.allocator is not None
         assert stack.worker is not None
         stream = client.stream("The for", max_tokens=3000, ignore_eos=True)
@@ -106,6 +106,22 @@ def test_a_worker_whose_allocator_is_gone_tells_its_callers_and_stops_when_told(
         stack.allocator.process.send_signal(signal.SIGCONT)
     log = (tmp_path / "quire_worker.log").read_text()
     assert not [word for word in ("Traceback", "never retrieved", "exception") if word in log], log
+
+
+def test_a_text_under_way_waits_for_an_allocator_that_is_away_when_its_worker_is_told_to_stop(tmp_path: Path) -> None:
+    with server("quire_allocator", "--listen", "127.0.0.1:0", folder=tmp_path / "first") as first:
+        arguments = ["--model", str(DEMO), "--allocator", first.address, "--listen", "127.0.0.1:0"]
+        arguments += ["--drain-timeout", "30"]
+        with server("quire_worker", *arguments, folder=tmp_path / "worker") as worker, Client(worker.address) as client:
+            stream = client.stream("The for", max_tokens=2000, ignore_eos=True)
+            count = len(next(stream).token_ids)
+            first.process.send_signal(signal.SIGKILL)
+            first.process.wait()
+            worker.process.terminate()
+            eventually(lambda: "draining" in (tmp_path / "worker" / "log").read_text(), "it was told to stop")
+            with server("quire_allocator", "--listen", first.address, folder=tmp_path / "second"):
+                assert count + sum(len(chunk.token_ids) for chunk in stream) == 2000
+                assert worker.process.wait(15) == 0
 
 
 def test_a_text_under_way_is_finished_when_its_worker_is_told_to_stop_within_the_time_for_it(tmp_path: Path) -> None:

@@ -288,7 +288,7 @@ async def serve(options: argparse.Namespace, ranks: Ranks) -> None:
     log.info("draining", running=len(engine.scheduler.roster.running), waiting=len(engine.scheduler.roster.waiting))
     service.drain()
     await server.withdraw()
-    if session.connected and not running.done() and not lost.done():
+    if not running.done() and not lost.done():  # without an allocator, too: what has room ends, and it may come back
         drained = asyncio.create_task(engine.drained())
         await asyncio.wait((drained, lost), timeout=options.drain_timeout, return_when=asyncio.FIRST_COMPLETED)
     if lost.done():

@@ -28,7 +28,7 @@ from grpc import aio
 from quire._secret_files import read_token
 from quire._transport.address import check_target, is_local, is_unix
 from quire._transport.backoff import BACKOFF_FACTOR, Backoff
-from quire._transport.diagnosis import what_is_at
+from quire._transport.diagnosis import ANY_SERVER, what_is_at
 from quire.errors import (
     DeadlineExceededError,
     InternalError,
@@ -206,7 +206,7 @@ class Link:
     def __init__(self, address: str, token: str | None, tls: Tls | None, timeout_s: float) -> None:
         check_target(address)
         self.address = address
-        self.server = "server"  # what is expected there
+        self.server = ANY_SERVER  # what is expected there
         self._found = (-math.inf, "")
         self.timeout_s = timeout_s
         self._tls = tls = resolve_tls(tls)

@@ -13,6 +13,7 @@ from typing import Final
 from quire._transport.address import is_local, is_unix, split
 from quire.errors import UsageError
 
+ANY_SERVER: Final = "server"  # expected by whoever does not care which one it is
 PROBE_S: Final = 0.5  # for a connection, and again for its first bytes
 _REQUEST: Final = b"GET / HTTP/1.1\r\nHost: quire\r\nConnection: close\r\n\r\n"
 _ANSWER_BYTES: Final = 9  # the head of a frame of HTTP/2
@@ -68,7 +69,9 @@ def _what_answers(connection: socket.socket, server: str, is_encrypted: bool) ->
     if answer is None:
         return "somebody listens there and does not answer; does it stand still?"
     if answer.startswith(b"HTTP/"):
-        return f"a server is running there, and it is HTTP, not {_with_article(server)} (gRPC); give another address"
+        other = f"a server is running there, and it is HTTP, not {_with_article(server)} (gRPC); give another address"
+        as_http = "the server there speaks HTTP, not gRPC: write http:// before the address to ask it so"
+        return as_http if server == ANY_SERVER else other
     is_plain_grpc = len(answer) == _ANSWER_BYTES and answer[3] == _SETTINGS
     if is_encrypted:
         if is_plain_grpc:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -55,7 +56,9 @@ def generate(
 ) -> None:
     """Streams the text of one request."""
     if prompt == "-":
-        prompt = _standard_input()
+        prompt = _decoded("standard input", sys.stdin.buffer.read())
+    else:
+        prompt = _decoded("the prompt", os.fsencode(prompt))
     start = time.monotonic()
     try:
         with (
@@ -74,17 +77,16 @@ def generate(
         print(_summary(generation, time.monotonic() - start, params.max_tokens), file=sys.stderr)
 
 
-def _standard_input() -> str:
-    """Returns what is piped in.
+def _decoded(what: str, data: bytes) -> str:
+    """Returns a prompt as it was piped in, or given as an argument.
 
     Raises:
         UsageError: it is no UTF-8.
     """
-    data = sys.stdin.buffer.read()
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise UsageError(f"standard input is no UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from None
+        raise UsageError(f"{what} is no UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from None
 
 
 def printable(text: str) -> str:

@@ -42,6 +42,11 @@ def config_path(model: str) -> Path:
         raise UsageError(f"no file or folder {model}; {reason}") from None
     with contextlib.suppress(OSError, ValueError):
         return Path(hub.hf_hub_download(repo_id=model, filename="config.json", local_files_only=True))
+    if hub.constants.HF_HUB_OFFLINE:
+        raise UsageError(
+            f"no file or folder {model}, and no model of that id in the cache of Hugging Face's package, which"
+            " HF_HUB_OFFLINE keeps from asking; give a config.json or a folder"
+        )
     return _fetched(hub, model)
 
 

@@ -89,20 +89,16 @@ class PoolSession:
         window: int = WINDOW,
         ahead_tokens: int = AHEAD_TOKENS,
     ) -> None:
-        self.pool = pool
-        self.spec = spec
+        self.pool, self.spec = pool, spec
         self.on_change: Callable[[bool], None] = lambda _connected: None
-        self._stub = stub
-        self._metadata = metadata
-        self._reconnect = reconnect
-        self._disconnect = disconnect
+        self._stub, self._metadata = stub, metadata
+        self._reconnect, self._disconnect = reconnect, disconnect
         self._waits = Waits(pool)
         self._on_wait = on_wait or self._waits
         self._owner = PoolOwner(pool, spec, incarnation=secrets.token_bytes(16), window=window)
         self.ahead = RoomAhead(self._owner, ahead_tokens)
         self._call: SessionCall | None = None
-        self._connected = False
-        self._closing = False
+        self._connected = self._closing = False
         self._silence = Silence(HEARTBEAT_S / TICKS_PER_HEARTBEAT, time.monotonic())
         self._fell_silent = False  # the last stream was left because it was silent
         self._has_served = False  # the current stream has brought a message since it was up
@@ -113,6 +109,10 @@ class PoolSession:
         self._sending = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._flushes: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closing else "attached" if self._connected else "not attached"
+        return f"<{type(self).__name__} of pool {self.pool}, {state}>"
 
     @property
     def connected(self) -> bool:

@@ -5,9 +5,10 @@ It is the allocator's pure core, called directly: the same tables, prefix index 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from quire_allocator.core.drop import drop_cached
 from quire_allocator.core.pool import Pool
 from quire_allocator.core.readers import invariants
 from quire_allocator.core.spec import GroupKind, GroupSpec, PoolSpec, Result
@@ -50,13 +51,21 @@ class EmbeddedPool:
             shape.model_fingerprint,
             shape.watermark_block_count,
             append_only=True,
+            first_block_id=shape.first_block_id,
+            tells_removed=shape.tells_removed,
         )
         self.pool = Pool(spec)
+        self.on_removed: Callable[[bytes], None] = lambda _digests: None
+        self.on_cleared: Callable[[], None] = lambda: None  # never: all that leaves is told
         self._last_id = 0
 
     def turn(self, needs: Sequence[Need], *, is_crowded: bool) -> set[int]:
-        """Begins a turn of the scheduler: what watchers would be told of the last one is dropped. Nobody waits."""
-        self.pool.log.discard()
+        """Begins a turn of the scheduler: who wants to know is told what has left the index. Nobody waits."""
+        log = self.pool.log
+        if self._spec.tells_removed:
+            for digests in log.removed_in(log.step, self._spec.block_count * 2, self._spec.block_count)[0].values():
+                self.on_removed(bytes(digests))
+        log.discard()
         return set()
 
     def admit(self, _key: str, token_count: int, digests: bytes, *, is_return: bool) -> tuple[int, Admitted | Waiting]:
@@ -79,10 +88,14 @@ class EmbeddedPool:
             return None
         return grown.blocks[0] if grown.blocks else ()
 
-    def commit(self, sequence_id: int, token_count: int, digests: bytes) -> None:
-        """Publishes the blocks that became full; the table stays as it is."""
+    def commit(
+        self, sequence_id: int, token_count: int, digests: bytes, on_stored: Callable[[], None] | None = None
+    ) -> None:
+        """Publishes the blocks that became full, and calls back then; the table stays as it is."""
         result = self.pool.commit(sequence_id, token_count, digests).result
         assert result is Result.OK, f"a commit of {token_count} tokens answers {result.name}"
+        if on_stored is not None:
+            on_stored()
 
     def free(self, sequence_id: int) -> None:
         """Drops a sequence and its references."""
@@ -92,8 +105,8 @@ class EmbeddedPool:
         """Forgets everything cached; returns whether it could, which it can while there is no sequence."""
         if self.pool.sequences:
             return False
-        self.pool = Pool(self._spec)
-        self._last_id = 0
+        drop_cached(self.pool)
+        self.pool.log.discard()
         return True
 
     def usage(self) -> float:

@@ -11,18 +11,20 @@ Lifecycle of a request here:
 A block is published when the pass that wrote it is over (vLLM's own manager does it when the pass is scheduled). Tables
 are append-only: vLLM's model runners add blocks to a running request's table and cannot replace any.
 
-vLLM pads with block 0 and never grants it, so the pool has one block fewer, and block n here is block n + 1 there.
+vLLM pads with block 0 and never grants it, so the pool has one block fewer, and its ids begin at 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.request import Request
 
 from quire_vllm.embedded import Admitted, EmbeddedPool, Need
+from quire_vllm.events import CacheEvents
 
 if TYPE_CHECKING:
     from quire_vllm.remote import RemotePool
@@ -35,7 +37,7 @@ class Held:
     """What one request has.
 
     Attributes:
-        block_ids: its table, in vLLM's numbers.
+        block_ids: its table.
         token_count: tokens that it may hold; whole blocks, once it runs.
         committed_block_count: blocks that are published.
         has_run: the scheduler has let it run.
@@ -73,6 +75,11 @@ class QuireCacheManager(KVCacheManager):
         self._scheduler = scheduler
         self._block_size = scheduler.block_size
         self._held: dict[str, Held] = {}
+        self._events: CacheEvents | None = None
+        if self.block_pool.enable_kv_cache_events:
+            self._events = CacheEvents(self.block_pool, self._block_size)
+            self.pool.on_removed = self._events.removed
+            self.pool.on_cleared = self._events.cleared
         self._passed_over: set[str] = set()  # requests whose prefix another one computes in this turn
 
     # -- a turn --------------------------------------------------------------------------------------------------------
@@ -144,7 +151,7 @@ class QuireCacheManager(KVCacheManager):
             blocks = self.pool.grow(held.sequence_id, until)
         if blocks is None:
             return None
-        added = [block + NULL_BLOCKS for block in blocks]
+        added = list(blocks)
         held.block_ids += added
         held.token_count = until
         return added
@@ -169,9 +176,10 @@ class QuireCacheManager(KVCacheManager):
             if answer.is_computed_elsewhere:
                 self._passed_over.add(request.request_id)
             return None
-        table = [block + NULL_BLOCKS for block in answer.table]
-        held = Held(request, sequence_id, answer.matched_token_count, table)
+        held = Held(request, sequence_id, answer.matched_token_count, list(answer.table))
         held.committed_block_count = answer.matched_token_count // self._block_size
+        if self._events is not None:
+            self._events.hit(request, held.committed_block_count)
         self._held[request.request_id] = held
         return held
 
@@ -184,7 +192,10 @@ class QuireCacheManager(KVCacheManager):
         count = min(computed // self._block_size, len(request.block_hashes))
         if count > held.committed_block_count:
             digests = self._digests(request, held.committed_block_count, count)
-            self.pool.commit(held.sequence_id, count * self._block_size, digests)
+            on_stored = None
+            if self._events is not None:
+                on_stored = partial(self._events.stored, request, held.committed_block_count, count)
+            self.pool.commit(held.sequence_id, count * self._block_size, digests, on_stored)
             held.committed_block_count = count
 
     def _digests(self, request: Request, first: int, end: int) -> bytes:
@@ -221,6 +232,8 @@ class QuireCacheManager(KVCacheManager):
             return False
         if self.prefix_cache_stats is not None:
             self.prefix_cache_stats.reset = True
+        if self._events is not None:
+            self._events.cleared()
         return True
 
     # -- what is read --------------------------------------------------------------------------------------------------
@@ -248,10 +261,6 @@ class QuireCacheManager(KVCacheManager):
         return KVCacheBlocks(([known[block] for block in block_ids],))
 
     # -- what needs vLLM's own blocks ----------------------------------------------------------------------------------
-
-    def take_events(self) -> list[Any]:
-        """Returns none: KV cache events are refused at the start."""
-        return []
 
     def take_new_block_ids(self) -> list[int]:
         """Returns none: no full-attention block has to be zeroed."""

@@ -14,17 +14,22 @@ class PoolShape(NamedTuple):
     cache_layout: str
     model_fingerprint: bytes
     watermark_block_count: int
+    first_block_id: int
+    tells_removed: bool
 
 
 def pool_shape(vllm_config: Any, kv_cache_config: Any, *, first_block: int) -> PoolShape:
     """Returns the pool that an engine's KV cache is, without the blocks below `first_block`."""
     (group,) = kv_cache_config.kv_cache_groups
+    events = vllm_config.kv_events_config
     return PoolShape(
         kv_cache_config.num_blocks - first_block,
         group.kv_cache_spec.block_size,
         layout(group.kv_cache_spec),
         fingerprint(vllm_config.model_config),
         int(vllm_config.scheduler_config.watermark * kv_cache_config.num_blocks),
+        first_block,
+        events is not None and bool(events.enable_kv_cache_events),
     )
 
 

@@ -48,6 +48,21 @@ SCHEDULER_METHODS: Final = {
     "_ec_transfer_pending": ("request", "num_computed_tokens"),
     "shutdown": (),
 }
+BLOCK_POOL_METHODS: Final = {  # for KV cache events
+    "_build_block_stored_event": (
+        "request",
+        "block_hashes",
+        "parent_block_hash",
+        "start_token_idx",
+        "end_token_idx",
+        "block_size",
+        "kv_cache_group_id",
+        "extra_keys_list",
+    ),
+    "emit_cached_block_events": ("request", "num_cached_blocks", "block_size", "kv_cache_group_id"),
+    "take_events": (),
+}
+FUNCTIONS: Final = {"generate_block_hash_extra_keys", "maybe_convert_block_hash"}  # of v1/core/kv_cache_utils.py
 REQUEST_FIELDS: Final = (
     "block_hashes",
     "max_tokens",
@@ -70,6 +85,8 @@ class UnsupportedError(RuntimeError):
 def check_release() -> None:
     """Raises UnsupportedError if this vLLM was not tested, or lacks a name that is needed."""
     from vllm import __version__
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
@@ -80,6 +97,8 @@ def check_release() -> None:
             f"quire_vllm was tested with vLLM {', '.join(TESTED)}, this is {release}; {ANY_RELEASE}=1 tries it anyway"
         )
     moved = [*_moved(KVCacheManager, MANAGER_METHODS), *_moved(Scheduler, SCHEDULER_METHODS)]
+    moved += _moved(BlockPool, BLOCK_POOL_METHODS)
+    moved += sorted(f"kv_cache_utils.{name}" for name in FUNCTIONS if not hasattr(kv_cache_utils, name))
     given = inspect.getsource(Request.__init__) + inspect.getsource(Request)
     moved += [f"Request.{name}" for name in REQUEST_FIELDS if name not in given]
     if moved:

@@ -52,10 +52,12 @@ class Table:
 
 
 class Sent(NamedTuple):
-    """A step under way: its answer to come, and which of its grows are prompts, by the keys of their requests."""
+    """A step under way: its answer to come, which of its grows are prompts, by the keys of their requests, and what to
+    call when its commits are in force."""
 
     answer: Future[StepOutcome]
     prompts: dict[int, str]
+    on_stored: list[Callable[[], None]]
 
 
 class RemotePool:
@@ -75,7 +77,11 @@ class RemotePool:
             shape.model_fingerprint,
             shape.watermark_block_count,
             append_only=True,
+            first_block_id=shape.first_block_id,
+            tells_removed=shape.tells_removed,
         )
+        self.on_removed: Callable[[bytes], None] = lambda _digests: None
+        self.on_cleared: Callable[[], None] = lambda: None
         self._last_id = 0
         self._begin()
 
@@ -96,6 +102,7 @@ class RemotePool:
         self._enough: dict[str, int] = {}  # of refused prompts: free blocks that it takes
         self._commits: dict[int, tuple[int, bytes]] = {}
         self._frees: list[int] = []
+        self._on_stored: list[Callable[[], None]] = []
         self._under_way: deque[Sent] = deque()
         self._is_silent = False
         self._free_block_count = self._shape.block_count
@@ -173,25 +180,36 @@ class RemotePool:
         told, table.told = table.told, len(table.blocks)
         return table.blocks[told:]
 
-    def commit(self, sequence_id: int, token_count: int, digests: bytes) -> None:
-        """Publishes blocks with the next step."""
+    def commit(
+        self, sequence_id: int, token_count: int, digests: bytes, on_stored: Callable[[], None] | None = None
+    ) -> None:
+        """Publishes blocks with the next step, and calls back when that is answered."""
+        if on_stored is not None:
+            self._on_stored.append(on_stored)
         self._commits[sequence_id] = token_count, self._commits.get(sequence_id, (0, b""))[1] + digests
 
     def free(self, sequence_id: int) -> None:
-        """Drops a sequence with the next step."""
+        """Drops a sequence with the next step, which is this one where nobody is left: an idle engine has no turns."""
         del self._tables[sequence_id]
         self._frees.append(sequence_id)
+        if not self._tables:
+            self._submit([])
 
     def reset(self) -> bool:
-        """Gives the pool back and takes it again, empty, while no request has anything."""
-        if self._tables:
+        """Forgets what is cached, while no request has anything; False, too, where an answer to a prompt that was given
+        up does not come in time: it might hold what is to be forgotten."""
+        for key in list(self._prompts):
+            self.forget(key)
+        self._wait(lambda: not self._prompts)
+        if self._tables or self._prompts:
             return False
-        self._session.close()
-        self._begin()
+        self._submit([], drops=True)
         return True
 
     def usage(self) -> float:
         """Returns the share of blocks in tables, room ahead included, as of the last answer."""
+        if not self._tables:
+            return 0.0
         return 1.0 - self._free_block_count / self._shape.block_count
 
     def close(self) -> None:
@@ -201,12 +219,20 @@ class RemotePool:
 
     # -- steps and answers ---------------------------------------------------------------------------------------------
 
-    def _submit(self, grows: Sequence[tuple[int, int]], prompt: tuple[str, int, bytes, bool] | None = None) -> None:
+    def _submit(
+        self,
+        grows: Sequence[tuple[int, int]],
+        prompt: tuple[str, int, bytes, bool] | None = None,
+        *,
+        drops: bool = False,
+    ) -> None:
         step, prompts = StepBuilder(), dict[int, str]()
         for sequence_id, (token_count, digests) in self._commits.items():
             step.commit(sequence_id, token_count, digests)
         for sequence_id in self._frees:
             step.free(sequence_id)
+        if drops:
+            step.drop(self._options.namespace)
         for sequence_id, token_count in grows:
             step.grow(sequence_id, token_count)
             self._tables[sequence_id].asked = token_count
@@ -222,8 +248,8 @@ class RemotePool:
                 defer_token_count=self._shape.block_size,
                 is_return=is_return,
             )
-        self._commits, self._frees = {}, []
-        self._under_way.append(Sent(self._session.submit(step), prompts))
+        self._under_way.append(Sent(self._session.submit(step), prompts, self._on_stored))
+        self._commits, self._frees, self._on_stored = {}, [], []
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
         """Waits for answers until it is over, or for as long as one may be late."""
@@ -249,6 +275,12 @@ class RemotePool:
                 raise self._lost() from error
             self._is_silent = False
             self._free_block_count = outcome.free_block_count
+            for tell in sent.on_stored:
+                tell()
+            if outcome.is_removed_cut:
+                self.on_cleared()
+            for left in outcome.removed:
+                self.on_removed(left.digests)
             for grown in outcome.grows:
                 if grown.sequence_id in sent.prompts:
                     self._take_prompt(sent.prompts[grown.sequence_id], grown)

@@ -39,6 +39,7 @@ class _OnQuire(Scheduler):
             max_model_len=self.max_model_len,
             max_in_flight_tokens=self.vllm_config.max_in_flight_tokens,
             enable_caching=self.cache_config.enable_prefix_caching,
+            enable_kv_cache_events=shape.tells_removed,
             log_stats=self.log_stats,
             scheduler_block_size=self.block_size,
             hash_block_size=self.hash_block_size,

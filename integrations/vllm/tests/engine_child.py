@@ -19,6 +19,8 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from vllm import LLM, SamplingParams
+from vllm.config import KVEventsConfig
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -35,6 +37,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         skip_tokenizer_init=True,
         scheduler_cls=job["scheduler"],
         async_scheduling=job.get("is_async", False),
+        disable_log_stats=False,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if job.get("events") else None,
         **job.get("options", {}),
     )
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
@@ -46,6 +50,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         return preempt(request, *arguments, **options)
 
     scheduler._preempt_request = counted
+    told_events = follow_events(scheduler.kv_cache_manager) if job.get("events") else None
     sampling = SamplingParams(temperature=0, max_tokens=job["new_tokens"], ignore_eos=True, detokenize=False)
     told: dict[str, Any] = {"scheduler": type(scheduler).__name__, "texts": [], "hits": [], "preemptions": []}
     for prompts in job["passes"]:
@@ -62,9 +67,89 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         if hasattr(manager.pool, "check_invariants"):
             manager.pool.check_invariants()
     told["usage"] = manager.usage
+    told["cached_tokens"] = prefix_metrics(engine)
+    if told_events is not None:
+        told_events.take(manager.take_events())
+        told["events"] = told_events.summary()
+        if hasattr(manager, "pool") and hasattr(manager.pool, "pool"):
+            told["events"]["index"] = index_of(manager.pool.pool)
     told["is_reset"] = engine.reset_prefix_cache()
+    if job.get("again"):  # what was cached before must not be hit
+        answers = engine.generate([{"prompt_token_ids": p} for p in job["passes"][-1]], sampling, use_tqdm=False)
+        told["texts_again"] = [list(answer.outputs[0].token_ids) for answer in answers]
+        told["hits_again"] = sum(answer.num_cached_tokens or 0 for answer in answers)
+    if told_events is not None:
+        told["is_cleared"] = told_events.cleared_count == 1
     scheduler.shutdown()
     return told
+
+
+class Events:
+    """A mirror of the index, as somebody has it who hears vLLM's KV cache events."""
+
+    def __init__(self) -> None:
+        self.index: dict[str, int] = {}  # of each hash the tokens of its block
+        self.stored_count = self.removed_count = self.cleared_count = self.unknown_parent_count = 0
+
+    def take(self, events: list[Any]) -> list[Any]:
+        """Follows events, and hands them on."""
+        for event in events:
+            kind = type(event).__name__
+            if kind == "BlockStored":
+                self.stored_count += 1
+                parent = event.parent_block_hash
+                self.unknown_parent_count += parent is not None and named(parent) not in self.index
+                assert len(event.token_ids) == event.block_size * len(event.block_hashes)
+                assert event.kv_cache_spec_kind == "full_attention", event
+                for number, block_hash in enumerate(event.block_hashes):
+                    first = number * event.block_size
+                    self.index[named(block_hash)] = hash(tuple(event.token_ids[first : first + event.block_size]))
+            elif kind == "BlockRemoved":
+                self.removed_count += 1
+                for block_hash in event.block_hashes:
+                    self.index.pop(named(block_hash), None)
+            else:
+                self.cleared_count += 1
+                self.index.clear()
+        return events
+
+    def summary(self) -> dict[str, Any]:
+        """Returns what was heard."""
+        return {
+            "told": sorted(self.index),
+            "stored": self.stored_count,
+            "removed": self.removed_count,
+            "unknown_parents": self.unknown_parent_count,
+        }
+
+
+def named(block_hash: Any) -> str:
+    """Returns a hash as text."""
+    return block_hash.hex() if isinstance(block_hash, bytes) else str(block_hash)
+
+
+def follow_events(manager: Any) -> Events:
+    """Listens to what a manager tells."""
+    events, take = Events(), manager.take_events
+    manager.take_events = lambda: events.take(take())
+    return events
+
+
+def index_of(pool: Any) -> list[str]:
+    """Returns every digest that Quire's core can hit."""
+    found = []
+    for manager in pool.managers:
+        for space in pool.blocks.namespaces.values():
+            for stretch in manager.walk(space.scopes[0]):
+                digests = [stretch.digests[at : at + 32] for at in range(0, len(stretch.digests), 32)]
+                found += [named(maybe_convert_block_hash(digest)) for digest in digests]
+    return sorted(found)
+
+
+def prefix_metrics(engine: Any) -> dict[str, float]:
+    """Returns vLLM's own counters of queried and hit tokens."""
+    names = ("vllm:prefix_cache_queries", "vllm:prefix_cache_hits")
+    return {metric.name: metric.value for metric in engine.get_metrics() if metric.name in names}
 
 
 if __name__ == "__main__":

@@ -163,7 +163,7 @@ def load_model(
     with sites.finding(PROBE_TOKENS) if crew is None else crew.learn(PROBE_TOKENS):
         probed, vocab_size = _probe(module, device)
     arrivals = probed.arrivals
-    layers = layers_as_they_arrive(config.model_type, layers, arrivals)
+    layers = layers_as_they_arrive(config.model_type, layers, arrivals, longest=max_position)
     layers, states = states_as_they_arrive(config.model_type, layers, probed.states.arrivals)
     try:
         key, latent_dim, _ = next(iter(arrivals.values()))

@@ -189,9 +189,11 @@ class RemotePool:
         self._commits[sequence_id] = token_count, self._commits.get(sequence_id, (0, b""))[1] + digests
 
     def free(self, sequence_id: int) -> None:
-        """Drops a sequence with the next step."""
+        """Drops a sequence with the next step, which is this one where nobody is left: an idle engine has no turns."""
         del self._tables[sequence_id]
         self._frees.append(sequence_id)
+        if not self._tables:
+            self._submit([])
 
     def reset(self) -> bool:
         """Forgets what is cached, while no request has anything; False, too, where an answer to a prompt that was given
@@ -206,6 +208,8 @@ class RemotePool:
 
     def usage(self) -> float:
         """Returns the share of blocks in tables, room ahead included, as of the last answer."""
+        if not self._tables:
+            return 0.0
         return 1.0 - self._free_block_count / self._shape.block_count
 
     def close(self) -> None:

@@ -300,9 +300,7 @@ def test_requirements_are_listed_once_and_the_allocators_are_without_torch() -> 
         requirements(["no-such-extra"])
 
 
-def test_vllm_is_started_only_when_asked_for_with_a_scheduler_and_options_that_there_are(
-    compose: dict[str, Any],
-) -> None:
+def test_vllm_is_started_only_when_asked_for_with_options_that_there_are(compose: dict[str, Any]) -> None:
     service = compose["services"]["vllm"]
     assert service["profiles"] == ["vllm"]
     assert [name for name, other in compose["services"].items() if "profiles" in other] == ["vllm"]

@@ -140,7 +140,7 @@ def test_the_gateway_starts_as_it_is_composed_and_is_scraped_with_the_token(
     monkeypatch.setattr("os.environ", {**os.environ, **service["environment"]})
     arguments = [flag.replace("/run/quire/token", str(token)) for flag in service["command"]]
     options = importlib.import_module("quire_gateway.options").parse_arguments(arguments)
-    shown, keys = importlib.import_module("quire_gateway.server").check(options)
+    shown, keys, _ = importlib.import_module("quire_gateway.server").check(options)
     assert keys.namespace_of(f"Bearer {shown}".encode()) == ""
     assert (options.worker, options.allocator) == (["worker:7071"], ["allocator:7070"])
     assert options.worker_ca == service["environment"]["QUIRE_TLS_CA"]

@@ -67,27 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_tls(parser)
     add_arguments(parser, listen="127.0.0.1:7071", metrics="127.0.0.1:9471")
-    parser.add_argument(
-        "--block-size",
-        type=int,
-        help=f"tokens per block (default: {BLOCK_SIZE}, or as many of them as divide the model's attention chunks)",
-    )
-    memory = parser.add_mutually_exclusive_group()
-    memory.add_argument(
-        "--kv-memory",
-        type=memory_bytes,
-        help="memory for the pool, as 2GiB or as a share of the machine's or the GPU's, 80%% (default: on a CPU half of"
-        " what is available once the model is there, at most what --max-running sequences of its whole context take, or"
-        " 256MiB;"
-        " on a GPU what --gpu-memory-utilization leaves beside model and passes, which is measured)",
-    )
-    memory.add_argument("--blocks", type=int, help="blocks of the pool, instead of --kv-memory")
-    parser.add_argument(
-        "--gpu-memory-utilization",
-        type=float,
-        default=UTILIZATION,
-        help="share of a GPU's memory that may be in use once the pool is there (default: %(default)s)",
-    )
+    _add_pool(parser)
     parser.add_argument(
         "--max-batch-tokens", type=int, default=512, help="tokens per forward pass (default: %(default)s)"
     )
@@ -124,6 +104,31 @@ def make_parser() -> argparse.ArgumentParser:
     _add_adapters(parser)
     _add_ranks(parser)
     return parser
+
+
+def _add_pool(parser: argparse.ArgumentParser) -> None:
+    """Adds how large blocks are, and how many there are."""
+    parser.add_argument(
+        "--block-size",
+        type=int,
+        help=f"tokens per block (default: {BLOCK_SIZE}, or as many of them as divide the model's attention chunks)",
+    )
+    memory = parser.add_mutually_exclusive_group()
+    memory.add_argument(
+        "--kv-memory",
+        type=memory_bytes,
+        help="memory for the pool, as 2GiB or as a share of the machine's or the GPU's, 80%% (default: on a CPU half of"
+        " what is available once the model is there, at most what --max-running sequences of its whole context take, or"
+        " 256MiB;"
+        " on a GPU what --gpu-memory-utilization leaves beside model and passes, which is measured)",
+    )
+    memory.add_argument("--blocks", type=int, help="blocks of the pool, instead of --kv-memory")
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=UTILIZATION,
+        help="share of a GPU's memory that may be in use once the pool is there (default: %(default)s)",
+    )
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

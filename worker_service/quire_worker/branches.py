@@ -177,7 +177,14 @@ class Branches:
 
     @asynccontextmanager
     async def generating(
-        self, branch: Branch, sampling: SamplingParams, request_id: str, matcher: Matcher | None = None
+        self,
+        branch: Branch,
+        sampling: SamplingParams,
+        request_id: str,
+        matcher: Matcher | None = None,
+        *,
+        priority: int = 0,
+        time_left_s: float | None = None,
     ) -> AsyncIterator[Request]:
         """Continues a branch: inside, its request's deliveries are there to be read. The branch keeps the tokens if it
         was read to its end.
@@ -185,9 +192,13 @@ class Branches:
         Raises:
             QuireError: PROMPT_TOO_LONG, there is no room for another token; or as of `Engine.submit`.
         """
+        asked_s = self._clock()
         async with self._using(branch):
             self._check_length(len(branch.tokens))
-            request = self._begin(branch, branch.tokens, sampling, request_id, matcher=matcher)
+            left_s = None if time_left_s is None else time_left_s - (self._clock() - asked_s)
+            request = self._begin(
+                branch, branch.tokens, sampling, request_id, matcher=matcher, priority=priority, time_left_s=left_s
+            )
             sample = request.samples[0]
             try:
                 yield request
@@ -242,8 +253,12 @@ class Branches:
         """Ends branches that the caller may use, each as soon as no call uses it."""
         for branch_id in branch_ids:
             branch = self._branches.get(branch_id)
-            if branch is not None and permissions.may_use(branch.namespace):
-                async with self._using(branch):
+            if branch is None or not permissions.may_use(branch.namespace):
+                continue
+            async with branch.lock:
+                if branch.id in self._branches:  # else another call released it while this one waited
+                    if branch.sample is not None:
+                        await self._engine.settled(branch.sample)
                     self._end(branch)
 
     # -- parts of a call -----------------------------------------------------------------------------------------------
@@ -287,11 +302,15 @@ class Branches:
         *,
         draws: bool = True,
         matcher: Matcher | None = None,
+        priority: int = 0,
+        time_left_s: float | None = None,
     ) -> Request:
         """Opens a request on the branch's own sample, or on a new one where it holds no blocks. If it does not end
         well, the sample leaves, and the branch is dropped."""
         engine = self._engine
-        request = engine.reception.new_request(request_id, list(tokens), sampling, branch.namespace)
+        request = engine.reception.new_request(
+            request_id, list(tokens), sampling, branch.namespace, priority=priority, time_left_s=time_left_s
+        )
         fresh = engine.reception.new_sample(request, 0, tokens, matcher)
         if self._is_held(branch):
             assert branch.sample is not None

@@ -262,9 +262,11 @@ class Scheduler:
             sample.committed = sample.computed
 
     def _keep(self, sample: Sample, token_count: int) -> None:
-        """The sample has room for so many tokens from now on, and gives back the blocks beyond."""
+        """The sample has room for so many tokens from now on, and gives back the blocks beyond. Those of one that has
+        ended are in no usage any more."""
         end = -(-token_count // self.roster.block_size)
-        sample.request.usage.granted_block_count -= self.roster.group_count * (sample.table_length - end)
+        if not sample.has_ended:
+            sample.request.usage.granted_block_count -= self.roster.group_count * (sample.table_length - end)
         for table in sample.tables:
             del table[end:]
         sample.granted = token_count

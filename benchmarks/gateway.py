@@ -18,6 +18,7 @@ import asyncio
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -179,6 +180,7 @@ def goals_of(rows: list[Row]) -> list[Goal]:
 def main() -> None:
     """Measures everything and prints or writes what was asked for."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the servers: vLLM's would go on without us
     options = arguments()
     with tempfile.TemporaryDirectory() as made, ExitStack() as cleanup:
         name = Path(options.model).name

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "docs" / "model"
 FOLDERS = (
     "client",
+    "integrations",
     "allocator_service",
     "gateway_service",
     "worker_service",

@@ -120,7 +120,9 @@ class Branch:
     ) -> ChunkStream:
         """Does what `generate` does, but gives each piece as it comes, those of a text `interval_s` apart at least.
         Closed before its end, it leaves the branch as it was."""
-        request = branch_messages.continue_request(self.id, params, options, request_id, interval_s, priority)
+        request = branch_messages.continue_request(
+            self.id, params, options, request_id=request_id, interval_s=interval_s, priority=priority
+        )
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         attempts = Attempts(self._link, self._stub.Generate, request, generating.chunk, timeout_s)
         return ChunkStream(self._link, attempts, request.request_id)
@@ -240,7 +242,9 @@ class AsyncBranch:
     ) -> AsyncChunkStream:
         """Does what `generate` does, but gives each piece as it comes, those of a text `interval_s` apart at least.
         Closed before its end, it leaves the branch as it was."""
-        request = branch_messages.continue_request(self.id, params, options, request_id, interval_s, priority)
+        request = branch_messages.continue_request(
+            self.id, params, options, request_id=request_id, interval_s=interval_s, priority=priority
+        )
         timeout_s = GENERATE_TIMEOUT_S if timeout_s is None else timeout_s
         attempts = Attempts(self._link, self._stub.Generate, request, generating.chunk, timeout_s)
         return AsyncChunkStream(self._link, attempts, request.request_id)

@@ -138,7 +138,7 @@ class GroupSpec:
         block_size: tokens per block; of STATE, tokens between two checkpoints.
         window: tokens, of SLIDING_WINDOW and CHUNKED_LOCAL; else 0.
         checkpoints_max: of STATE, checkpoints that one sequence may leave in the cache without anybody having used
-            them, 0 for the default of 16; else 0.
+            them, and beyond which a path loses those that no boundary needs; 0 for the default of 16; else 0.
     """
 
     kind: GroupKind

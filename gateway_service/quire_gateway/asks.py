@@ -54,7 +54,6 @@ _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
     "bad_words": ([],),
     "include_stop_str_in_output": (False,),
     "logprob_token_ids": ([],),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -88,6 +87,8 @@ class Ask(NamedTuple):
         prompt_logprob_count: the same of the prompt's tokens, which are told apart from those of the text.
         names: what the workers' fields are called there.
         priority: as workers have it, larger is sooner; vLLM's, which callers give, is the other way round.
+        with_usage_so_far: whether each piece tells what its choice took so far.
+        with_token_ids: whether tokens are told beside their text.
         is_echo_alone: whether nothing but the prompt is wanted; workers compute a token behind it, which is not told.
     """
 
@@ -102,6 +103,8 @@ class Ask(NamedTuple):
     prompt_logprob_count: int | None
     names: Mapping[str, str]
     priority: int
+    with_usage_so_far: bool
+    with_token_ids: bool
     is_echo_alone: bool = False
 
     @property
@@ -157,8 +160,6 @@ def _ask(
 ) -> Ask:
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options is for streams: it needs stream=true")
-    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
-        raise unsupported("stream_options.continuous_usage_stats")
     for name, neutral in _REFUSED.items():
         value = getattr(body, name, None)
         if value is not None and value not in neutral and value != type(body).model_fields[name].default:
@@ -195,6 +196,8 @@ def _ask(
         names[option] = name
     if "seed" in options:
         options["seed"] %= 2**64  # a worker's seeds have no sign
+    with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+    so_far = body.stream_options is not None and bool(body.stream_options.continuous_usage_stats)
     return Ask(
         body.model,
         prompts,
@@ -202,11 +205,13 @@ def _ask(
         max_tokens,
         body.n or 1,
         bool(body.stream),
-        body.stream_options is not None and bool(body.stream_options.include_usage),
+        with_usage,
         top_logprob_count,
         body.prompt_logprobs,
         names,
         -(body.priority or 0),
+        with_usage and so_far,  # without the one, the other has no effect in vLLM
+        bool(body.return_token_ids),
     )
 
 

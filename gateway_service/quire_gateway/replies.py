@@ -33,12 +33,34 @@ class Taken(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """Returns `usage` as callers know it."""
+        return {**self.so_far(), "prompt_tokens_details": {"cached_tokens": self.cached_token_count}}
+
+    def so_far(self) -> dict[str, int]:
+        """Returns what is known of it before the end."""
         return {
             "prompt_tokens": self.prompt_token_count,
             "completion_tokens": self.output_token_count,
             "total_tokens": self.prompt_token_count + self.output_token_count,
-            "prompt_tokens_details": {"cached_tokens": self.cached_token_count},
         }
+
+
+class Beside(NamedTuple):
+    """What is told beside a text, or a piece of it. Each is None where it was not asked for.
+
+    Attributes:
+        logprobs: of its tokens.
+        token_ids: those of a piece, or of all of it, without one that ends the text.
+        prompt_token_ids: of what it follows; of pieces, with the first.
+        taken: by its choice so far.
+    """
+
+    logprobs: Mapping[str, Any] | None = None
+    token_ids: Sequence[int] | None = None
+    prompt_token_ids: Sequence[int] | None = None
+    taken: Taken | None = None
+
+
+NOTHING: Final = Beside()
 
 
 class Answer(NamedTuple):
@@ -46,7 +68,7 @@ class Answer(NamedTuple):
 
     text: str
     finish_reason: FinishReason | None
-    logprobs: Mapping[str, Any] | None
+    beside: Beside
     prompt_logprobs: Sequence[Any] | None = None  # where they were asked for
 
 
@@ -56,12 +78,10 @@ class Form(Protocol):
     def whole(self, answers: Sequence[Answer], taken: Taken) -> bytes:
         """Returns the answer to a request that is not streamed."""
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, beside: Beside) -> bytes:
         """Returns the event that a choice begins with; nothing where it needs none."""
 
-    def piece(
-        self, index: int, text: str, finish_reason: FinishReason | None, logprobs: Mapping[str, Any] | None
-    ) -> bytes:
+    def piece(self, index: int, text: str, finish_reason: FinishReason | None, beside: Beside) -> bytes:
         """Returns the event of a piece of one choice."""
 
     def logprobs(self, tokens: Sequence[Told], spelled: Mapping[int, bytes], text_offset: int) -> Mapping[str, Any]:
@@ -94,8 +114,13 @@ class _Form:
     ) -> bytes:
         return orjson.dumps({**self._head, "choices": list(choices), "usage": taken.as_json(), **further})
 
-    def _event(self, choice: Mapping[str, Any]) -> bytes:
-        return self._before + orjson.dumps(choice) + self._after
+    def _event(
+        self, choice: Mapping[str, Any], taken: Taken | None, further: Mapping[str, Any] = MappingProxyType({})
+    ) -> bytes:
+        if taken is None and not further:
+            return self._before + orjson.dumps(choice) + self._after
+        usage = {} if taken is None else {"usage": taken.so_far()}
+        return event({**self._piece_head, "choices": [choice], **further, **usage})
 
     def usage(self, taken: Taken) -> bytes:
         return event({**self._piece_head, "choices": [], "usage": taken.as_json()})
@@ -120,19 +145,17 @@ class CompletionForm(_Form, Form):
     def whole(self, answers: Sequence[Answer], taken: Taken) -> bytes:
         choices = []
         for index, answer in enumerate(answers):
-            choice = _completion_choice(index, answer.text, answer.finish_reason, answer.logprobs)
+            choice = _completion_choice(index, answer.text, answer.finish_reason, answer.beside)
             if answer.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = answer.prompt_logprobs
             choices.append(choice)
         return self._whole(choices, taken)
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, beside: Beside) -> bytes:
         return b""
 
-    def piece(
-        self, index: int, text: str, finish_reason: FinishReason | None, logprobs: Mapping[str, Any] | None
-    ) -> bytes:
-        return self._event(_completion_choice(index, text, finish_reason, logprobs))
+    def piece(self, index: int, text: str, finish_reason: FinishReason | None, beside: Beside) -> bytes:
+        return self._event(_completion_choice(index, text, finish_reason, beside), beside.taken)
 
 
 class ChatForm(_Form, Form):
@@ -156,33 +179,45 @@ class ChatForm(_Form, Form):
             {
                 "index": index,
                 "message": {"role": "assistant", "content": answer.text, "refusal": None},
-                "logprobs": answer.logprobs,
+                "logprobs": answer.beside.logprobs,
                 "finish_reason": _FINISH_REASONS[answer.finish_reason],
+                **_own_ids(answer.beside),
             }
             for index, answer in enumerate(answers)
         )
-        of_prompt = answers[0].prompt_logprobs  # a chat has one prompt
-        return self._whole(choices, taken, {} if of_prompt is None else {"prompt_logprobs": of_prompt})
+        # A chat has one prompt, so that what is told of it stands beside the choices.
+        of_prompt = {"prompt_logprobs": answers[0].prompt_logprobs, **_prompt_ids(answers[0].beside)}
+        return self._whole(choices, taken, {name: value for name, value in of_prompt.items() if value is not None})
 
-    def opening(self, index: int) -> bytes:
-        return self._event(_chat_choice(index, {"role": "assistant", "content": ""}, None, None))
+    def opening(self, index: int, beside: Beside) -> bytes:
+        choice = _chat_choice(index, {"role": "assistant", "content": ""}, None, NOTHING)
+        return self._event(choice, beside.taken, _prompt_ids(beside))
 
-    def piece(
-        self, index: int, text: str, finish_reason: FinishReason | None, logprobs: Mapping[str, Any] | None
-    ) -> bytes:
-        return self._event(_chat_choice(index, {"content": text} if text else {}, finish_reason, logprobs))
+    def piece(self, index: int, text: str, finish_reason: FinishReason | None, beside: Beside) -> bytes:
+        choice = _chat_choice(index, {"content": text} if text else {}, finish_reason, beside)
+        return self._event(choice, beside.taken)
 
 
-def _completion_choice(
-    index: int, text: str, finish_reason: FinishReason | None, logprobs: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": _FINISH_REASONS[finish_reason]}
+def _completion_choice(index: int, text: str, finish_reason: FinishReason | None, beside: Beside) -> dict[str, Any]:
+    reason = _FINISH_REASONS[finish_reason]
+    choice = {"index": index, "text": text, "logprobs": beside.logprobs, "finish_reason": reason}
+    return {**choice, **_own_ids(beside), **_prompt_ids(beside)}
 
 
 def _chat_choice(
-    index: int, delta: Mapping[str, Any], finish_reason: FinishReason | None, logprobs: Mapping[str, Any] | None
+    index: int, delta: Mapping[str, Any], finish_reason: FinishReason | None, beside: Beside
 ) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": _FINISH_REASONS[finish_reason]}
+    reason = _FINISH_REASONS[finish_reason]
+    choice = {"index": index, "delta": delta, "logprobs": beside.logprobs, "finish_reason": reason}
+    return {**choice, **_own_ids(beside)}
+
+
+def _own_ids(beside: Beside) -> dict[str, Any]:
+    return {} if beside.token_ids is None else {"token_ids": beside.token_ids}
+
+
+def _prompt_ids(beside: Beside) -> dict[str, Any]:
+    return {} if beside.prompt_token_ids is None else {"prompt_token_ids": beside.prompt_token_ids}
 
 
 def models(served: Iterable[tuple[str, int, int, str, str]]) -> bytes:

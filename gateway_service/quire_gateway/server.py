@@ -13,7 +13,9 @@ import asyncio
 import contextlib
 import importlib.metadata
 import os
+import re
 import socket
+import ssl
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -21,9 +23,10 @@ from typing import Final
 import structlog
 import uvicorn
 import uvloop
-from quire._secret_files import read_token, require_private
+from quire._secret_files import read_token
 from quire._serving import logs
 from quire._serving.process import collect_garbage_rarely, stop_event, write_ready_file
+from quire._serving.tls import ServerTls
 from quire._transport.address import is_local, is_unix, require_free, split
 from quire.aio import AsyncAllocatorClient, AsyncClient
 from quire.errors import UsageError
@@ -42,6 +45,8 @@ log = structlog.get_logger()
 
 BACKLOG: Final = 2_048
 KEEP_ALIVE_S: Final = 75  # of a connection without a request; longer than clients and proxies keep theirs
+ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
+ANY_ORIGIN: Final = "*"
 LAST_S: Final = 2  # for cancelled answers to end
 
 
@@ -53,9 +58,9 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def check(options: argparse.Namespace) -> tuple[str | None, ApiKeys | None]:
-    """Refuses what is unsafe before anything starts; returns the token and the keys. Without keys of its own, the token
-    is the one that callers show.
+def check(options: argparse.Namespace) -> tuple[str | None, ApiKeys | None, ServerTls | None]:
+    """Refuses what is unsafe before anything starts; returns the token, the keys and TLS. Without keys of its own, the
+    token is the one that callers show.
 
     Raises:
         UsageError: the address is none or unsafe, or a file is unusable.
@@ -68,8 +73,11 @@ def check(options: argparse.Namespace) -> tuple[str | None, ApiKeys | None]:
         keys = ApiKeys(token, f"token file {options.token_file}")
     if (options.tls_cert is None) != (options.tls_key is None):
         raise UsageError("TLS needs --tls-cert and --tls-key, both")
-    if options.tls_key is not None:
-        require_private(options.tls_key, "private key")
+    tls = None if options.tls_key is None else ServerTls(options.tls_cert, options.tls_key, None)
+    for origin in options.cors_origin:
+        if origin != ANY_ORIGIN and ORIGIN.fullmatch(origin) is None:
+            how = f"write an origin as browsers send it, as https://app.example, or {ANY_ORIGIN} for all of them"
+            raise UsageError(f"--cors-origin {origin}: {how}")
     if not is_local(options.listen):
         missing = [] if keys is not None else ["--api-keys or --token-file"]
         missing += [] if options.tls_cert or options.plain_http else ["--tls-cert and --tls-key (or --plain-http)"]
@@ -78,7 +86,7 @@ def check(options: argparse.Namespace) -> tuple[str | None, ApiKeys | None]:
                 f"{options.listen} can be reached from other machines: give {', and '.join(missing)}; or listen on"
                 " loopback"
             )
-    return token, keys
+    return token, keys, tls
 
 
 def bind(listen: str) -> socket.socket:
@@ -103,12 +111,12 @@ async def serve(options: argparse.Namespace) -> None:
         UsageError: an address is unsafe or taken, or a file is unusable.
     """
     stop = stop_event()
-    token, keys = check(options)
-    tls = tls_of(options.worker_ca, options.worker_cert, options.worker_key)
+    token, keys, tls = check(options)
+    to_workers = tls_of(options.worker_ca, options.worker_cert, options.worker_key)
     with bind(options.listen) as listener:
         fleet = Fleet(
-            [AsyncClient(address, token=token, tls=tls) for address in options.worker],
-            [AsyncAllocatorClient(address, token=token, tls=tls) for address in options.allocator],
+            [AsyncClient(address, token=token, tls=to_workers) for address in options.worker],
+            [AsyncAllocatorClient(address, token=token, tls=to_workers) for address in options.allocator],
         )
         telemetry = Telemetry()
         app = make_app(
@@ -126,7 +134,7 @@ async def serve(options: argparse.Namespace) -> None:
             body_bytes_max=options.body_bytes_max,
             in_flight_max=options.in_flight_max,
         )
-        server = _Uvicorn(_configuration(options, let_in(gate, options.cors_origin)))
+        server = _Uvicorn(_configuration(options, let_in(gate, options.cors_origin), tls))
         await fleet.open()
         collect_garbage_rarely()
         serving = asyncio.create_task(server.serve([listener]))
@@ -146,8 +154,8 @@ async def serve(options: argparse.Namespace) -> None:
         log.info("stopped")
 
 
-def _configuration(options: argparse.Namespace, app: ASGIApp) -> uvicorn.Config:
-    return uvicorn.Config(
+def _configuration(options: argparse.Namespace, app: ASGIApp, tls: ServerTls | None) -> uvicorn.Config:
+    configuration = uvicorn.Config(
         app,
         http=BoundedHttp,
         ws="none",
@@ -160,6 +168,16 @@ def _configuration(options: argparse.Namespace, app: ASGIApp) -> uvicorn.Config:
         ssl_certfile=options.tls_cert,
         ssl_keyfile=options.tls_key,
     )
+    configuration.load()
+
+    def renew(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        """Has a handshake show the certificate that there is by now."""
+        assert tls is not None
+        connection.context = tls.context()
+
+    if configuration.ssl is not None:
+        configuration.ssl.sni_callback = renew
+    return configuration
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

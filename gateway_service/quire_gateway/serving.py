@@ -21,7 +21,7 @@ from quire_gateway.fleet import Fleet
 from quire_gateway.metrics import Telemetry
 from quire_gateway.probabilities import Told, of_prompt, token_ids, told_of, told_of_prompt
 from quire_gateway.relay import Call
-from quire_gateway.replies import DONE, Answer, Form, Taken
+from quire_gateway.replies import DONE, Answer, Beside, Form, Taken
 
 log = structlog.get_logger()
 
@@ -43,8 +43,10 @@ class _Choice:
     texts: list[str] = field(default_factory=list)
     told: list[Told] = field(default_factory=list)
     told_characters: int = 0
+    token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     is_opened: bool = False
+    has_piece: bool = False  # one was sent
 
 
 class Served(Response):
@@ -95,6 +97,7 @@ class Served(Response):
                 choice = choices[self._index(number, came)]
                 chunk = await self._of_prompt_alone(number, came, choice) if is_echo_alone else came
                 choice.texts.append(chunk.text)
+                choice.token_ids += chunk.token_ids
                 choice.told += self._told(number, chunk, choice)
                 choice.is_opened = True
                 choice.finish_reason = chunk.finish_reason or choice.finish_reason
@@ -103,9 +106,9 @@ class Served(Response):
         answers = []
         for index, choice in enumerate(choices):
             number = index // self._call.ask.choice_count
-            logprobs = await self._logprobs(choice, choice.told)
+            beside = self._beside(number, choice.token_ids, await self._logprobs(choice, choice.told))
             of_its_prompt = await self._prompt_logprobs(number)
-            answers.append(Answer("".join(choice.texts), choice.finish_reason, logprobs, of_its_prompt))
+            answers.append(Answer("".join(choice.texts), choice.finish_reason, beside, of_its_prompt))
         body = self._form.whole(answers, self._taken)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -123,12 +126,17 @@ class Served(Response):
                     choice = choices[index]
                     chunk = await self._of_prompt_alone(number, came, choice) if is_echo_alone else came
                     told = self._told(number, chunk, choice)
-                    data = b"" if choice.is_opened else form.opening(index)
+                    data = b"" if choice.is_opened else form.opening(index, self._beside(number, (), None, 0))
                     choice.is_opened = True
+                    choice.token_ids += chunk.token_ids
                     choice.finish_reason = chunk.finish_reason or choice.finish_reason
-                    if chunk.text or chunk.finish_reason is not None or told:
+                    ids = chunk.token_ids if self._call.ask.with_token_ids else ()
+                    if chunk.text or chunk.finish_reason is not None or told or ids:
                         logprobs = await self._logprobs(choice, told)
-                        data += form.piece(index, chunk.text, chunk.finish_reason, logprobs)
+                        beside = self._beside(number, ids, logprobs, len(choice.token_ids))
+                        beside = beside._replace(prompt_token_ids=None) if choice.has_piece else beside
+                        choice.has_piece = True
+                        data += form.piece(index, chunk.text, chunk.finish_reason, beside)
                     self._note(chunk)
                     if not has_begun:
                         has_begun = True
@@ -142,6 +150,25 @@ class Served(Response):
                 raise
             last = b"data: " + orjson.dumps(error.body) + b"\n\n" + DONE
         await send({"type": "http.response.body", "body": last})
+
+    def _beside(
+        self, number: int, token_ids: Sequence[int], logprobs: Mapping[str, Any] | None, output_count: int | None = None
+    ) -> Beside:
+        """Returns what is told beside a text, or a piece of it.
+
+        Args:
+            number: of its prompt.
+            token_ids: its own.
+            logprobs: of these.
+            output_count: tokens of the choice so far; None where the answer goes out as a whole.
+        """
+        ask, prompt = self._call.ask, self._call.tokens[number]
+        taken = None
+        if ask.with_usage_so_far and output_count is not None:
+            taken = Taken(len(prompt), output_token_count=output_count)
+        if not ask.with_token_ids:
+            return Beside(logprobs, taken=taken)
+        return Beside(logprobs, token_ids, prompt, taken)
 
     def _index(self, number: int, chunk: Chunk) -> int:
         """Returns the number of a chunk's choice: prompt by prompt, and in each sample by sample."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import urllib.request
@@ -155,6 +156,21 @@ def test_what_a_folder_lacks_is_said_in_one_line_before_its_weights_are_read(tmp
     assert "exit code 2" in said[0]
     assert said[-1].startswith("quire-worker: neither model.safetensors nor model.safetensors.index.json in ")
     assert "Traceback" not in str(raised.value)
+
+
+def test_a_layer_of_an_unknown_kind_is_refused_by_name_before_anything_else_is_read(tmp_path: Path) -> None:
+    model = shutil.copytree(DEMO, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    kinds = ["full_attention"] * (config["num_hidden_layers"] - 1) + ["retention"]
+    (model / "config.json").write_text(json.dumps({**config, "layer_types": kinds}))
+    with (
+        pytest.raises(ServerFailedError) as raised,
+        server("quire_worker", "--model", str(model), folder=tmp_path / "w"),
+    ):
+        pass
+    said = str(raised.value).splitlines()
+    assert said[-1].startswith("quire-worker: model type 'llama' cannot be served: 'layer_types' of model type")
+    assert said[-1].endswith("'retention' is unknown")
 
 
 def test_a_model_without_a_tokenizer_is_served_to_callers_who_give_token_ids(tmp_path: Path) -> None:

@@ -94,11 +94,6 @@ def test_each_parameter_is_an_option_of_the_workers(fields: dict[str, Any], opti
         ({"structured_outputs": {"regex": None, "json_object": False}}, "structured_outputs", None),
         ({"echo": True}, "echo", "unsupported_parameter"),
         ({"add_special_tokens": True}, "add_special_tokens", "unsupported_parameter"),
-        (
-            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-            "stream_options.continuous_usage_stats",
-            "unsupported_parameter",
-        ),
         ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
         ({"store": True}, "store", "unsupported_parameter"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", None),

@@ -12,7 +12,7 @@ import pytest
 from quire import Client
 from quire.local import LocalStack, ServerProcess
 
-from tests.gateway.scene import DEMO, client, curl
+from tests.gateway.scene import DEMO, client, curl, events
 from tests.worker.adapter_folders import adapted_text, write_adapter
 
 PROMPT = "A for statement iterates over the items of a sequence, in the order that they appear. The for"
@@ -107,6 +107,40 @@ def test_logprobs_of_a_prompt_are_the_workers_as_vllm_has_them(served: ServerPro
     answer = json.loads(curl(served, "/v1/chat/completions", body=ask).body)
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
     assert len(answer["choices"][0]["logprobs"]["content"]) == answer["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("kind", ["completions", "chat/completions"])
+def test_tokens_are_told_beside_their_text_as_vllm_has_them(served: ServerProcess, kind: str) -> None:
+    ask: dict[str, Any] = {"model": "demo", "max_tokens": 9, "temperature": 1, "seed": 5, "n": 2, "ignore_eos": True}
+    ask |= {"prompt": PROMPT} if kind == "completions" else {"messages": [{"role": "user", "content": PROMPT}]}
+    ask["return_token_ids"] = True
+    whole = json.loads(curl(served, f"/v1/{kind}", body=ask).body)
+    told = events(curl(served, f"/v1/{kind}", body={**ask, "stream": True}).body)
+    prompts = [place["prompt_token_ids"] for e in told for place in (e, *e["choices"]) if "prompt_token_ids" in place]
+    expected = [place["prompt_token_ids"] for place in (whole, *whole["choices"]) if "prompt_token_ids" in place]
+    assert prompts == 2 * expected[:1], "with what each choice begins with"
+    assert len(expected) == (2 if kind == "completions" else 1)
+    assert len(expected[0]) == whole["usage"]["prompt_tokens"]
+    for choice in whole["choices"]:
+        pieces = [piece for e in told for piece in e["choices"] if piece["index"] == choice["index"]]
+        assert len(choice["token_ids"]) == 9
+        assert [token for piece in pieces for token in piece.get("token_ids", [])] == choice["token_ids"]
+    plain = json.loads(curl(served, f"/v1/{kind}", body={**ask, "return_token_ids": None}).body)
+    assert not {"prompt_token_ids", "token_ids"} & {*plain, *plain["choices"][0]}
+
+
+@pytest.mark.parametrize("kind", ["completions", "chat/completions"])
+def test_a_stream_tells_what_it_took_so_far_where_that_is_asked_for(served: ServerProcess, kind: str) -> None:
+    ask: dict[str, Any] = {"model": "demo", "max_tokens": 40, "temperature": 0, "ignore_eos": True, "stream": True}
+    ask |= {"prompt": PROMPT} if kind == "completions" else {"messages": [{"role": "user", "content": PROMPT}]}
+    ask["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    *pieces, last = events(curl(served, f"/v1/{kind}", body=ask).body)
+    counts = [piece["usage"]["completion_tokens"] for piece in pieces]
+    assert counts == sorted(counts)
+    assert (len(counts) > 1, counts[-1]) == (True, 40)
+    assert {piece["usage"]["prompt_tokens"] for piece in pieces} == {last["usage"]["prompt_tokens"]}
+    ask["stream_options"]["include_usage"] = False  # on its own it has no effect
+    assert not any("usage" in piece for piece in events(curl(served, f"/v1/{kind}", body=ask).body))
 
 
 def test_an_echo_begins_with_the_prompt_and_its_logprobs(ai: openai.OpenAI) -> None:

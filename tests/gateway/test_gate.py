@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,6 +109,8 @@ def test_keys_that_are_none_are_refused_without_being_shown(text: str, message: 
         (["--listen", "127.0.0.1:0", "--api-keys", "/nonexistent"], "key file /nonexistent: No such file"),
         (["--listen", "127.0.0.1:0", "--worker", "http://x:1"], "is a URL"),
         (["--listen", "203.0.113.1:80"], "can be reached from other machines"),
+        (["--listen", "127.0.0.1:0", "--cors-origin", "app.example"], "--cors-origin app.example: write an origin as"),
+        (["--listen", "127.0.0.1:0", "--cors-origin", "https://app.example/"], "write an origin as browsers send it"),
     ],
 )
 def test_what_is_unsafe_or_no_address_is_refused_before_anything_starts(
@@ -214,6 +217,38 @@ def test_health_of_an_encrypted_gateway_is_asked_with_its_authority(worker: Scri
         wrong = CliRunner().invoke(cli, ["health", address, "--tls-ca", files["server.key"]])
         assert isinstance(wrong.exception, UsageError)
         assert isinstance(CliRunner().invoke(cli, ["health", address.replace("s:", ":")]).exception, UnavailableError)
+
+
+def test_a_certificate_that_is_none_is_refused_and_one_that_is_replaced_is_shown_without_a_restart(
+    worker: ScriptedServer, tmp_path: Path
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        quire_certs(folder)
+    pair = {name: str(old / f"server.{name}") for name in ("pem", "key")}
+    for cert, key, said in (
+        (pair["pem"], str(new / "server.key"), "key values mismatch"),
+        (pair["key"], pair["key"], f"certificate {pair['key']} and key {pair['key']}: "),
+        ("/nonexistent", pair["key"], "/nonexistent: No such file or directory"),
+    ):
+        with (
+            pytest.raises(ServerFailedError) as raised,
+            gateway(tmp_path / "none", "--tls-cert", cert, "--tls-key", key),
+        ):
+            pass
+        assert said in str(raised.value)
+        assert "Traceback" not in str(raised.value)
+    tls = ("--tls-cert", pair["pem"], "--tls-key", pair["key"])
+    with gateway(tmp_path / "gateway", "--worker", worker.address, *tls) as served:
+
+        def is_trusted(folder: Path) -> bool:
+            asked = CliRunner().invoke(cli, ["health", f"https://{served.address}", "--tls-ca", str(folder / "ca.pem")])
+            return asked.exit_code == 0
+
+        assert [is_trusted(old), is_trusted(new)] == [True, False]
+        for name in ("pem", "key"):
+            shutil.copy(new / f"server.{name}", old / f"server.{name}")
+        assert [is_trusted(old), is_trusted(new)] == [False, True]
 
 
 def test_what_fails_in_mid_stream_is_the_streams_last_word(worker: ScriptedServer, tmp_path: Path) -> None:

@@ -112,6 +112,8 @@ OPENAI_FIELDS = {
         ("/v1/completions", {**ASK, "stream": None, "skip_special_tokens": True}),
         ("/v1/completions", {**ASK, "prompt_logprobs": 2}),
         ("/v1/completions", {**ASK, "prompt": [[5, 6, 7], [8]], "prompt_logprobs": 0}),
+        ("/v1/completions", {**ASK, "return_token_ids": True}),
+        ("/v1/chat/completions", {**CHAT, "return_token_ids": True}),
         ("/v1/chat/completions", {**CHAT, "prompt_logprobs": 1}),
         ("/v1/chat/completions", {**CHAT, "model": "tuned"}),
         ("/v1/chat/completions", CHAT),
@@ -144,6 +146,9 @@ def test_greedy_answers_are_the_same_and_have_the_same_fields(
     ends = 0 if "stop" in ask else sum(choice["finish_reason"] == "stop" for choice in mine["choices"])
     for name, more in (("prompt_tokens", 0), ("completion_tokens", ends), ("total_tokens", ends)):
         assert mine["usage"][name] + more == peer["usage"][name]
+    for choice, other in zip((mine, *mine["choices"]), (peer, *peer["choices"]), strict=True):
+        for name in ("token_ids", "prompt_token_ids"):
+            assert choice.get(name) == other.get(name)
     for choice, other in zip(mine["choices"], peer["choices"], strict=True):
         if choice["logprobs"] is not None and "tokens" in choice["logprobs"]:
             assert choice["logprobs"]["tokens"] == other["logprobs"]["tokens"]

@@ -48,6 +48,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "Glm4Moe": EXPERTS,
     "Granite": {},
     "HunYuanDenseV1": {},
+    "HunYuanMoEV1": {"num_experts": 4, "moe_topk": 2},  # asks a linear layer's weight for its dtype
     "MiniCPM3": {
         "kv_lora_rank": 32,
         "q_lora_rank": 24,
@@ -63,6 +64,10 @@ SERVED: dict[str, dict[str, Any]] = {
     "Olmo3": THREE_TO_ONE,
     "Phi": {},
     "Phi3": {"sliding_window": 24, "pad_token_id": 0},
+    "Phimoe": {
+        "num_local_experts": 4,
+        "sliding_window": 512,
+    },  # passes no window on, and has one as long as its context
     "Qwen2": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1, "num_hidden_layers": 3},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "SeedOss": {},

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from quire_worker.model.checkpoint import UnsupportedModelError
-from quire_worker.model.paged_model import check_rank_count, load_model
+from quire_worker.model.configuration import check_configuration
+from quire_worker.model.paged_model import load_model
 from quire_worker.model.rewrites.linear import Linear
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, TorchAoConfig
 
@@ -78,6 +79,6 @@ def test_without_torchao_the_error_names_it(folders: dict[str, Path], monkeypatc
 
 
 def test_quantised_weights_are_not_split_over_ranks(folders: dict[str, Path]) -> None:
-    check_rank_count(folders["int8"], 1)
+    check_configuration(folders["int8"], block_size=16, rank_count=1)
     with pytest.raises(UnsupportedModelError, match="quantised weights cannot be split over 2 ranks"):
-        check_rank_count(folders["int8"], 2)
+        check_configuration(folders["int8"], block_size=16, rank_count=2)

@@ -21,7 +21,8 @@ from quire.types import GroupKind
 from quire_cpu.library import Library, load
 from quire_worker.execution.leader import Leader, led_by
 from quire_worker.model.checkpoint import UnsupportedModelError
-from quire_worker.model.paged_model import PagedModel, check_rank_count, load_model
+from quire_worker.model.configuration import check_configuration
+from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.splitting import attention
 from quire_worker.model.splitting.heads import heads_of_rank
 from quire_worker.model.splitting.parts import Summed
@@ -201,4 +202,4 @@ def test_ranks_that_heads_do_not_divide_by_are_refused_before_weights_are_read(t
     folder = write("llama:2", tmp_path)
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(UnsupportedModelError, match=r"its 4 attention heads do not divide .* may be 2, 4"):
-        check_rank_count(folder, 3)
+        check_configuration(folder, block_size=16, rank_count=3)

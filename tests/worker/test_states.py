@@ -260,6 +260,10 @@ def test_what_rounding_alone_does_to_a_model_in_bfloat16_is_no_reason_to_refuse_
         load_model(folders["MiniMax"], dtype="bfloat16")
 
 
+def test_layers_of_minimax_that_attend_may_have_a_window(tmp_path: Path) -> None:
+    assert difference(write_with_states("MiniMax", tmp_path, sliding_window=24)) < 1e-4
+
+
 @pytest.mark.parametrize("name", FURTHER)
 def test_logits_of_further_types_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert difference(write_with_states(name, tmp_path)) < 1e-4

@@ -112,6 +112,7 @@ class BranchCalls:
         sampling: SamplingParams,
         request_id: str,
         permissions: Permissions,
+        *,
         matcher: Matcher | None,
         time_left_s: float | None,
     ) -> AsyncIterator[Request]:

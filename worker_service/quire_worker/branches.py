@@ -24,6 +24,7 @@ All of this is for the event loop of the engine.
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -94,6 +95,7 @@ class Branches:
         self._clock = clock
         self._branches: dict[bytes, Branch] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = math.inf  # when it comes
 
     @property
     def count(self) -> int:
@@ -382,14 +384,14 @@ class Branches:
         """Lets `_sweep` come at this time, unless it comes before."""
         loop = asyncio.get_running_loop()
         when_s = loop.time() + max(0.0, due_s - self._clock())
-        if self._timer is None or when_s < self._timer.when():
+        if when_s < self._timer_s:
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = loop.call_at(when_s, self._sweep)
+            self._timer, self._timer_s = loop.call_at(when_s, self._sweep), when_s
 
     def _sweep(self) -> None:
         """Ends the branches whose time has come, and comes again for the next one."""
-        self._timer = None
+        self._timer, self._timer_s = None, math.inf
         now_s = self._clock()
         for branch in [each for each in self._branches.values() if each.expires_s <= now_s]:
             is_used = branch.lock.locked() or (branch.sample is not None and branch.sample.fork_of is not None)

@@ -42,6 +42,7 @@ class Outbox:
         self._on_failure = on_failure
         self._noted: dict[Request, dict[Sample, Noted]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = math.inf  # when it comes
 
     def note(self, sample: Sample, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
         """Takes new tokens of a sample; none if it ended without one."""
@@ -52,10 +53,10 @@ class Outbox:
             return
         loop = asyncio.get_running_loop()
         due_s = loop.time() if sample.has_ended else self._due_s(sample.request)
-        if self._timer is None or due_s < self._timer.when():
+        if due_s < self._timer_s:
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = loop.call_at(due_s, self._deliver_due)
+            self._timer, self._timer_s = loop.call_at(due_s, self._deliver_due), due_s
 
     def deliver(self, request: Request) -> None:
         """Delivers what was noted of a request, without waiting for its time."""
@@ -88,7 +89,7 @@ class Outbox:
 
     def _deliver_due(self) -> None:
         """Delivers what is due, and comes again when the next is."""
-        self._timer = None
+        self._timer, self._timer_s = None, math.inf
         loop = asyncio.get_running_loop()
         now_s, next_s = loop.time(), None
         for request, noted in list(self._noted.items()):
@@ -100,7 +101,7 @@ class Outbox:
             elif next_s is None or due_s < next_s:
                 next_s = due_s
         if next_s is not None:
-            self._timer = loop.call_at(next_s, self._deliver_due)
+            self._timer, self._timer_s = loop.call_at(next_s, self._deliver_due), next_s
 
 
 def _is_held(request: Request) -> bool:

@@ -39,7 +39,8 @@ from quire_worker.execution.sizing import PoolMemory, memory_of, size_pool, warn
 from quire_worker.host_memory import size
 from quire_worker.model.adapters.peft_folder import AdapterLimits
 from quire_worker.model.checkpoint import ModelError
-from quire_worker.model.paged_model import PagedModel, check_rank_count, load_model
+from quire_worker.model.configuration import check_configuration
+from quire_worker.model.paged_model import PagedModel, load_model
 from quire_worker.model.tokenizer import NoTokenizer, Tokenizer, read_tokenizer
 from quire_worker.options import parse_arguments
 from quire_worker.ranks.crew import Crew, RankLostError
@@ -342,8 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         logs.configure(log_format=options.log_format, level=options.log_level, role="worker", **which)
         if place.rank == 0:
             preflight.check(options)
-        if place.size > 1:
-            check_rank_count(options.model, place.size)
+        check_configuration(options.model, block_size=options.block_size, rank_count=place.size)
         if place.rank > 0:
             follow_rank_0(options, place, load_part)
             return

@@ -212,7 +212,7 @@ class WorkerService(AdapterCalls):
         matcher = await self._checks.matcher(sampling)
         if request.WhichOneof("prompt") == "branch_id":
             branch_call = self._branch_calls.generating(
-                request, sampling, request_id, permissions, matcher, time_left_s
+                request, sampling, request_id, permissions, matcher=matcher, time_left_s=time_left_s
             )
             async with branch_call as running:
                 yield running

@@ -64,6 +64,7 @@ def continue_request(
     branch_id: bytes,
     params: sampling.SamplingParams | None,
     options: sampling.SamplingOptions,
+    *,
     request_id: str | None,
     interval_s: float = 0.0,
     priority: int = 0,

@@ -38,6 +38,7 @@ _LETTERS: Final = {  # of Nemotron-H
     "-": LayerKind.NOTHING,
     "E": LayerKind.NOTHING,
 }
+_ONE_WINDOW: Final = {"minimax"}  # whose layers of attention all have it, though a list calls them full
 _STATES_ALONE: Final = {"mamba", "mamba2", "falcon_mamba"}
 _EVERY_LAYER_BOTH: Final = {"falcon_h1"}
 # Have states, but no rule by which a layer's index tells which layers have them.
@@ -55,7 +56,13 @@ def layer_kinds(fields: Fields) -> list[LayerKind]:
         if not set(pattern) <= set(_LETTERS):
             raise fields.wrong("hybrid_override_pattern", f"made of {' '.join(_LETTERS)}")
         return [_LETTERS[letter] for letter in pattern]
-    count = _layer_count(fields)
+    kinds = _listed_kinds(fields, _layer_count(fields))
+    if fields.model_type in _ONE_WINDOW and fields.has("sliding_window"):
+        return [LayerKind.SLIDING if kind is LayerKind.FULL else kind for kind in kinds]
+    return kinds
+
+
+def _listed_kinds(fields: Fields, count: int) -> list[LayerKind]:
     for name in ("layer_types", "layers_block_type"):
         if fields.has(name):
             return [_kind_of(fields, name, word) for word in fields.strings(name, count)]

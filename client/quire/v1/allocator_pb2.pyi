@@ -236,7 +236,8 @@ class GroupSpec(_message.Message):
     """Tokens of the window or chunk, for SLIDING_WINDOW and CHUNKED_LOCAL, 1 to 16,777,216; 0 otherwise."""
     checkpoints_max: _builtins.int
     """Of STATE: checkpoints that one sequence may leave in the cache although no sequence has used them; 0 stands for the
-    default of 16. Beyond, those between boundaries are dropped first. Otherwise 0.
+    default of 16. Beyond, those between boundaries are dropped first. Of a path that has more, used or not, those that
+    no boundary needs are dropped. Otherwise 0.
     """
     def __init__(
         self,

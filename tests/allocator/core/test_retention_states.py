@@ -97,6 +97,22 @@ def test_of_a_chats_turns_the_checkpoint_of_the_last_one_is_kept_and_two_before_
     assert kept == {60: ASIDE, 80: ASIDE, 100: LED}
 
 
+def test_a_path_has_no_more_checkpoints_than_it_may_however_many_turns_it_has() -> None:
+    pool = make_pool(900, full(4), state(16, checkpoints_max=6))
+    chat, other = text(1, 200), text(1, 10) + text(2, 20)
+    for turn in range(1, 31):
+        assert serve(pool, chat, 20 * turn + 1) == 20 * (turn - 1)  # each goes on from the one before
+        if turn == 3:
+            serve(pool, other, 100)  # tells where paths part, and goes its own way
+        own = worths(pool, chat)
+        assert len(own) <= 6
+        assert turn < 4 or own[40] != SPARE, "the one where paths part is gone"
+    spare = [tokens for tokens, worth in own.items() if worth == SPARE]
+    assert min(spare) > 500, "shallow ones stayed although no paths part there"
+    assert pool.blocks.evicted_count == 0, "there was no need for room"
+    invariants.check(pool)
+
+
 def test_where_paths_part_a_checkpoint_stays_however_long_they_go_on() -> None:
     pool = make_pool(400, *HYBRID)
     shared = text(0, 4)

@@ -1,4 +1,4 @@
-"""How many checkpoints that nobody has used the twin keeps of each sequence, and of a whole pool."""
+"""How many checkpoints the twin keeps of each sequence, of each path, and of a whole pool."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ class TwinCheckpoints(TwinRetention):
         states = sum(len(kind.groups) for kind in self.kinds if kind.name == "state")
         return self.block_count // (2 * states) if states < self.group_count else self.block_count
 
+    def reached_checkpoint(self, sequence: TwinSequence, number: int) -> None:
+        """A sequence has made a checkpoint, or one that it had made was there: it comes after the one before."""
+        slot, before = sequence.tables[number][0], sequence.last.get(number)
+        assert slot is not None
+        if slot in sequence.checkpoints and before is not slot:
+            slot.before = before
+        sequence.last[number] = slot
+
     def _left(self, sequence: TwinSequence, slot: Slot) -> None:
         """A sequence has let go of a running block, which may be a checkpoint: there may be too many now."""
         if self.kinds[slot.kind].name != "state":
@@ -25,6 +33,20 @@ class TwinCheckpoints(TwinRetention):
         if len(unused) > self.between_max():
             self._drop(unused[0])
         self._trim(sequence, slot.kind)
+        if self.retention != "dense":
+            self._trim_path(slot)
+
+    def _trim_path(self, last: Slot) -> None:
+        """Of the checkpoints that sequences made or hit one after another, those that no boundary needs, the shallowest
+        first, while there are more than one path may have."""
+        path = [last]
+        while path[-1].before is not None:
+            path.append(path[-1].before)
+        path = [slot for slot in path if slot.key is not None]
+        for slot in path[::-1]:
+            are_too_many = sum(other.key is not None for other in path) > self.kinds[last.kind].checkpoints_max
+            if are_too_many and not self.is_held(slot) and not self.worth(slot):
+                self._drop(slot)
 
     def _trim(self, sequence: TwinSequence, number: int) -> None:
         """Of the unused checkpoints that a sequence made, those at no boundary go first, the oldest of them before

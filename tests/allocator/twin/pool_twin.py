@@ -65,6 +65,7 @@ class TwinPool(TwinCheckpoints):
             return (answer[0], 0, pending, [], [], answer[1], answer[2], 0)
         sequence = TwinSequence(namespace, matched, matched, tables, priority)
         for slot in [slot for table in tables for slot in table if slot is not None]:
+            sequence.last[slot.kind] = slot
             slot.hits += 1
             self._used(slot)
         if prompt > token_count:
@@ -176,7 +177,7 @@ class TwinPool(TwinCheckpoints):
             for kind, table in zip(self.kinds, parent.tables, strict=True)
         ]
         child = TwinSequence(parent.namespace, parent.committed, parent.committed, shared, parent.priority)
-        child.hold_until, child.boundary = hold_until, parent.boundary
+        child.hold_until, child.boundary, child.last = hold_until, parent.boundary, dict(parent.last)
         child.boundaries, child.steps = parent.boundaries, parent.steps
         child.needed, child.aside = list(parent.needed), list(parent.aside)
         self.sequences[child_id] = child
@@ -360,6 +361,8 @@ class TwinPool(TwinCheckpoints):
             self._used(other)
             table[index] = other
             swaps += [(group, index, block) for group, block in zip(kind.groups, other.blocks, strict=True)]
+        if kind.name == "state":
+            self.reached_checkpoint(sequence, number)
         return own
 
     def _shrink(self, sequence: TwinSequence, until: int) -> None:

@@ -24,6 +24,7 @@ class Slot:
 
     Attributes:
         twin: in an append-only pool, the slot that is published in the place of this one, and held beside it.
+        before: of a checkpoint, the one that its sequence made or hit before.
     """
 
     kind: int
@@ -33,6 +34,7 @@ class Slot:
     hits: int = 0
     released: int = 0
     twin: Slot | None = None
+    before: Slot | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -77,6 +79,7 @@ class TwinSequence:
     stops: list[int] = field(default_factory=list)
     hold_until: float | None = None
     checkpoints: list[Slot] = field(default_factory=list)
+    last: dict[int, Slot] = field(default_factory=dict)  # of each kind, what it hit last; of states, or made
     needed: list[Slot] = field(default_factory=list)  # fallen out, and what a hit at its last edge takes
     aside: list[Slot] = field(default_factory=list)  # the same of a hit one edge earlier
     boundary: TwinBoundary | None = None  # the deepest one that it made or hit

@@ -27,20 +27,14 @@ from typing import Any
 import structlog
 import torch
 from quire.types import GroupKind
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-)
 
 from quire_worker.attention import CpuPagedAttention, PagedAttention, backend_for
 from quire_worker.cache import CacheSpec, KVCache
 from quire_worker.host_memory import available_bytes, size
 from quire_worker.model.adapters.sites import Sites
 from quire_worker.model.batch import Chunk, ForwardBatch, build_batch
-from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError, fingerprint, weight_files
+from quire_worker.model.checkpoint import UnsupportedModelError, fingerprint
+from quire_worker.model.configuration import configuration_of, loader_of
 from quire_worker.model.kv_scales import read_scales
 from quire_worker.model.latent import keep_latents
 from quire_worker.model.own_logits import OwnLogits, check_texts, may_be_rounding, own_logits_of, with_rounding
@@ -145,8 +139,8 @@ def load_model(
         raise ValueError(f"format of pages {kv_cache_dtype!r}, {kv_layout!r}: known are {known}")
     attention = backend_for(device)
     model_fingerprint = fingerprint(folder)
-    config = _read_config(folder)
-    loader, layers = _loader_of(config), layers_of(config, block_size=block_size)
+    config = configuration_of(folder)
+    loader, layers = loader_of(config), layers_of(config, block_size=block_size)
     rotation = rotation_of(config.get_text_config())
     check_ranks(config, 1 if crew is None else crew.size)
     with_states = {layer.layer for layer in layers if layer.kind is GroupKind.STATE}
@@ -163,7 +157,7 @@ def load_model(
     with sites.finding(PROBE_TOKENS) if crew is None else crew.learn(PROBE_TOKENS):
         probed, vocab_size = _probe(module, device)
     arrivals = probed.arrivals
-    layers = layers_as_they_arrive(config.model_type, layers, arrivals)
+    layers = layers_as_they_arrive(config.model_type, layers, arrivals, longest=max_position)
     layers, states = states_as_they_arrive(config.model_type, layers, probed.states.arrivals)
     try:
         key, latent_dim, _ = next(iter(arrivals.values()))
@@ -263,41 +257,6 @@ def _quantised(model: PagedModel, folder: Path, stored_as: torch.dtype, own: Own
         "pages quantised", dtype=str(stored_as), layers_with_scales=len(scales), logits_differ_by=round(difference, 4)
     )
     return model
-
-
-def check_rank_count(folder: Path | str, count: int) -> None:
-    """Refuses a number of ranks that a model cannot have, before any weights are read.
-
-    Raises:
-        CheckpointError: the folder lacks something.
-        UnsupportedModelError: the model's heads do not divide by them, or its weights are quantised.
-    """
-    weight_files(Path(folder))
-    config = _read_config(Path(folder))
-    check_ranks(config, count)
-    if count > 1 and getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModelError(f"quantised weights cannot be split over {count} ranks (--tensor-parallel)")
-
-
-def _read_config(folder: Path) -> Any:
-    try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises whatever its many kinds of configuration happen to raise
-        raise CheckpointError(f"config.json in {folder} cannot be used: {error}") from error
-
-
-def _loader_of(config: Any) -> Any:
-    """Chooses which of transformers' doors a model comes through. One that reads images, too, is served as the text
-    model that it has.
-
-    Raises:
-        UnsupportedModelError: none that leads to text.
-    """
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForCausalLM
-    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return AutoModelForImageTextToText
-    raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: it does not generate text")
 
 
 def _split(module: Any, max_position: int, crew: Crew) -> OwnLogits:

@@ -104,9 +104,11 @@ def check_ranks(config: Any, rank_count: int) -> None:
 
 
 def layers_as_they_arrive(
-    model_type: str, layers: tuple[LayerSpec, ...], arrivals: Mapping[int, Arrival]
+    model_type: str, layers: tuple[LayerSpec, ...], arrivals: Mapping[int, Arrival], *, longest: int
 ) -> tuple[LayerSpec, ...]:
     """Returns the same layers with the heads of this rank, which only the model itself knows, and compares the rest.
+
+    A window of which the model passes nothing on (Phi 3.5 MoE) is none where it is as long as the `longest` sequence.
 
     Raises:
         UnsupportedModelError: a layer does not attend, attends without being known, has another window, or computes
@@ -122,7 +124,8 @@ def layers_as_they_arrive(
     dtypes = {arrival.key.dtype for arrival in arrivals.values()}
     if len(dtypes) > 1:
         raise UnsupportedModelError(f"model type {model_type!r} cannot be served: the layers' keys differ: {dtypes}")
-    for layer in attention:
+    layers = tuple(_without_idle_window(layer, arrivals, longest) for layer in layers)
+    for layer in (layer for layer in layers if layer.kind is not GroupKind.STATE):
         key, latent_dim, found = arrivals[layer.layer]
         if (latent_dim is None) == (layer.value_head_dim == 0):
             raise UnsupportedModelError(
@@ -143,6 +146,13 @@ def layers_as_they_arrive(
     return tuple(
         layer if layer.kind is GroupKind.STATE else _with_heads(layer, arrivals[layer.layer].key) for layer in layers
     )
+
+
+def _without_idle_window(layer: LayerSpec, arrivals: Mapping[int, Arrival], longest: int) -> LayerSpec:
+    is_idle = layer.kind is GroupKind.SLIDING_WINDOW and layer.window >= longest
+    if is_idle and arrivals[layer.layer].sliding_window is None:
+        return replace(layer, kind=GroupKind.FULL_ATTENTION, window=0)
+    return layer
 
 
 def states_as_they_arrive(

@@ -11,10 +11,12 @@ As a published block never changes, the next grow replaces it by a copy; where t
 that no other sequence holds is given up instead. So a hit is one block: the deepest checkpoint of the prefix.
 
 Those at boundaries stay as long as their prefix does, the others leave before all else (`retention.py`). Checkpoints
-that nobody has used are bounded twice besides, for they are made in the hope that somebody will:
+that nobody has used are bounded besides, for they are made in the hope that somebody will:
 
     per sequence   at most `checkpoints_max`. With one more, its oldest between boundaries is dropped; then those at
                    boundaries, of which the first, where the shortest prompts part, stays longest
+    per path       where a path has more than `checkpoints_max`, used or not, those that no boundary needs are dropped,
+                   the shallowest first: where paths part, and at the last turns of a chat, there are boundaries
     per pool       those between boundaries have at most half of the blocks, where other groups need some, too
 
 A table here has one entry, the running block.
@@ -44,6 +46,38 @@ from quire_allocator.core.spec import (
 )
 
 
+class Checkpoint(Unit):
+    """A state of one sequence; once it is published, also a place on a path.
+
+    Attributes:
+        before: the one that its sequence made or hit before, as far as there was one.
+    """
+
+    __slots__ = ("before",)
+
+    def __init__(self, scope: UnitScope, blocks: array[int]) -> None:
+        super().__init__(scope, blocks)
+        self.before: Checkpoint | None = None
+
+    def place_behind(self, before: Checkpoint | None) -> None:
+        """Notes what it comes after; one that was given up and made again is where it was."""
+        if before is not self:
+            self.before = before
+
+    def path(self) -> list[Checkpoint]:
+        """Returns those of its path that are published, the deepest first, and forgets the others."""
+        found, last = list[Checkpoint](), self
+        if self.key is not None:
+            found.append(self)
+        while last.before is not None:
+            if last.before.key is None:
+                last.before = last.before.before
+            else:
+                last = last.before
+                found.append(last)
+        return found
+
+
 class StatePart(Part):
     """What one sequence has here.
 
@@ -51,16 +85,18 @@ class StatePart(Part):
         unit: the running block of each group; None before the first grow.
         boundaries: token counts at which it makes a checkpoint, beside multiples of the block size; rising.
         checkpoints: those that it made and nobody has used, as far as is known; oldest first.
+        last: the one that it made or hit last; None before the first.
         root: of the family of its checkpoints (`families.py`); None before the first.
     """
 
-    __slots__ = ("boundaries", "checkpoints", "root", "scope", "unit")
+    __slots__ = ("boundaries", "checkpoints", "last", "root", "scope", "unit")
 
     def __init__(self, scope: UnitScope, unit: Unit | None, boundaries: tuple[int, ...]) -> None:
         self.scope = scope
         self.unit = unit
         self.boundaries = boundaries
         self.checkpoints: list[Unit] = []
+        self.last: Checkpoint | None = None
         self.root: UnitKey | None = None
 
 
@@ -96,6 +132,7 @@ class StateManager(UnitManager[StatePart]):
         part = StatePart(scope, hit.units[0] if hit.units else None, boundaries)
         if hit.units:
             part.root = self._root_of(scope, hit.units[0])
+            part.last = cast(Checkpoint, hit.units[0])
         return part
 
     def needed(self, part: StatePart, token_count: int, until: int) -> int:
@@ -151,8 +188,10 @@ class StateManager(UnitManager[StatePart]):
             cast(StateScope, part.scope).join(key, part.root)
         part.root = self._root_of(part.scope, part.unit)
         if part.unit is own:
+            cast(Checkpoint, own).place_behind(part.last)
             self._log.stored(part.scope, b"", digest, key[0])
             part.checkpoints.append(own)
+        part.last = cast(Checkpoint, part.unit)
 
     def settle(self, part: StatePart, committed: int) -> int:
         """Drops checkpoints of this sequence beyond what it may leave behind."""
@@ -167,7 +206,7 @@ class StateManager(UnitManager[StatePart]):
         if part.unit is not None:
             part.unit.live += 1
         child = StatePart(part.scope, part.unit, part.boundaries)
-        child.root = part.root
+        child.root, child.last = part.root, part.last
         return child
 
     def shrink(self, part: StatePart, until: int) -> None:
@@ -196,6 +235,9 @@ class StateManager(UnitManager[StatePart]):
 
     def new_scope(self, namespace: Namespace) -> StateScope:
         return StateScope(namespace, self)
+
+    def new_unit(self, scope: UnitScope, blocks: array[int]) -> Unit:
+        return Checkpoint(scope, blocks)
 
     def _places(self, digests: bytes, kept_digest_count: int) -> Iterator[UnitKey]:
         for count in range(kept_digest_count + 1, len(digests) // DIGEST_BYTES + 1):
@@ -239,6 +281,8 @@ class StateManager(UnitManager[StatePart]):
             if len(self._between) > self._between_max:
                 self._drop(next(iter(self._between)))
         self._trim(part)
+        if self.keeper is not None:
+            self._trim_path(cast(Checkpoint, unit))
 
     def _trim(self, part: StatePart) -> None:
         """Drops checkpoints that this sequence left, until they are as few as they may be."""
@@ -253,6 +297,17 @@ class StateManager(UnitManager[StatePart]):
             own.remove(unit)
             if not unit.live:  # else others go on from it
                 self._drop(unit)
+
+    def _trim_path(self, last: Checkpoint) -> None:
+        """Drops what no boundary needs of a path, until there are as few checkpoints on it as there may be."""
+        path = last.path()
+        excess = len(path) - self._checkpoints_max
+        for unit in reversed(path):
+            if excess <= 0:
+                return
+            if not unit.live and not unit.needed_count and not unit.aside_count:
+                self._drop(unit)
+                excess -= 1
 
     def _least_useful(self, part: StatePart) -> Unit:
         """Returns the oldest checkpoint between boundaries; where there is none, the second one at a boundary."""

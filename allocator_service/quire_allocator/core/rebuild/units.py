@@ -76,7 +76,7 @@ class UnitBuilder:
                     space = pool.blocks.namespaces[name] = pool.coordinator.new_namespace(name)
                 scope = space.scopes[self._number]
                 assert isinstance(scope, UnitScope)
-                unit = Unit(scope, blocks)
+                unit = self._manager.new_unit(scope, blocks)
                 unit.live = 0
                 scope.add(unit, key)
                 scope.cached += width

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Protocol, TypeGuard
 
 import torch
 from quire_cpu.library import Library
+from quire_cpu.ops import PackedLinear
 
 
 class Rewrite(Protocol):
@@ -19,6 +21,13 @@ class Rewrite(Protocol):
             module: of the model; not changed.
         """
         ...
+
+
+def stand_in(packed: PackedLinear) -> torch.Tensor:
+    """Returns what a module has in the place of a weight that was packed, for models that ask it for its device or
+    dtype (Llama 4, HunYuan MoE): a single NaN in its shape, so that one that computes with it does not pass the check
+    of its logits."""
+    return torch.full((1, 1), math.nan, dtype=packed.dtype).expand(packed.outputs, packed.inputs)
 
 
 def child_names(module: torch.nn.Module) -> set[str]:

@@ -9,7 +9,7 @@ from quire_cpu.library import Library
 from quire_cpu.ops import PackedLinear
 
 from quire_worker.model.adapters.sites import Site, site_of
-from quire_worker.model.rewrites.interface import KernelRewrite, is_plain_linear
+from quire_worker.model.rewrites.interface import KernelRewrite, is_plain_linear, stand_in
 
 
 class Linear(torch.nn.Module):
@@ -18,6 +18,7 @@ class Linear(torch.nn.Module):
     def __init__(self, packed: PackedLinear, site: Site | None = None) -> None:
         super().__init__()
         self.packed = packed
+        self.weight = stand_in(packed)
         self.site = site
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

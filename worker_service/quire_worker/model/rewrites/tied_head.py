@@ -6,24 +6,20 @@ for each of them: little beside the products that follow, and nothing beside a s
 
 from __future__ import annotations
 
-import math
-
 import torch
 from quire_cpu import ops
 from quire_cpu.ops import PackedLinear
 
+from quire_worker.model.rewrites.interface import stand_in
+
 
 class PackedEmbedding(torch.nn.Module):
-    """The rows of a packed weight.
-
-    `weight` says what the weight was, for models that ask their embedding for its device or dtype (Llama 4): a single
-    NaN in its shape, so that one that computes with it does not pass the check of its logits.
-    """
+    """The rows of a packed weight."""
 
     def __init__(self, packed: PackedLinear) -> None:
         super().__init__()
         self.packed = packed
-        self.weight = torch.full((1, 1), math.nan, dtype=packed.dtype).expand(packed.outputs, packed.inputs)
+        self.weight = stand_in(packed)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Takes int64 `[...]` to `[..., inputs]` of the weights' dtype."""

@@ -1,0 +1,85 @@
+"""What a checkpoint's `config.json` says, and what is refused for it before anything else is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from quire.planning import ConfigError, read_config
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
+
+from quire_worker.model.checkpoint import CheckpointError, UnsupportedModelError, weight_files
+from quire_worker.model.support import check_ranks, layers_of
+
+_REASON_CHARACTERS_MAX = 300  # of what transformers says, in many lines
+
+
+def check_configuration(folder: Path | str, *, block_size: int, rank_count: int = 1) -> None:
+    """Refuses a model for what its configuration tells, before its tokenizer and its weights are read.
+
+    Args:
+        folder: of the checkpoint.
+        block_size: tokens per page.
+        rank_count: processes that are to compute it together.
+
+    Raises:
+        CheckpointError: the folder lacks something.
+        UnsupportedModelError: a layer is of an unknown kind, or anything else that `layers_of` refuses; the model's
+            heads do not divide by the ranks, or its weights are quantised and there are several.
+    """
+    weight_files(Path(folder))
+    config = configuration_of(Path(folder))
+    loader_of(config)
+    layers_of(config, block_size=block_size)
+    check_ranks(config, rank_count)
+    if rank_count > 1 and getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModelError(f"quantised weights cannot be split over {rank_count} ranks (--tensor-parallel)")
+
+
+def configuration_of(folder: Path) -> Any:
+    """Returns transformers' configuration of a checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be used.
+        UnsupportedModelError: transformers refuses it for layers that nobody knows.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises whatever its many kinds of configuration happen to raise
+        unknown = _unknown_layers(folder)
+        if unknown is not None:
+            raise UnsupportedModelError(unknown) from error
+        why = " ".join(str(error).split())[:_REASON_CHARACTERS_MAX] or type(error).__name__
+        raise CheckpointError(f"config.json in {folder} cannot be used: {why}") from error
+
+
+def _unknown_layers(folder: Path) -> str | None:
+    """Returns what is to be said of a configuration whose layers are of a kind that the planner does not know."""
+    written = json.loads((folder / "config.json").read_bytes())
+    try:
+        read_config(written.get("text_config", written))
+    except (ConfigError, AttributeError) as error:
+        if "layer_types" in str(error) or "layers_block_type" in str(error):
+            return f"model type {written.get('model_type')!r} cannot be served: {error}"
+    return None
+
+
+def loader_of(config: Any) -> Any:
+    """Chooses which of transformers' doors a model comes through. One that reads images, too, is served as the text
+    model that it has.
+
+    Raises:
+        UnsupportedModelError: none that leads to text.
+    """
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    raise UnsupportedModelError(f"model type {config.model_type!r} cannot be served: it does not generate text")

@@ -16,9 +16,7 @@ Tokens of a branch in state 2:
 
 A call has the branch to itself; others wait for it. What a call adds becomes the branch's when it has ended well, and
 one that fails or is cancelled leaves the tokens as they were (`_begin`). Idle branches keep nobody from being computed
-(`scheduling/resting.py`).
-
-All of this is for the event loop of the engine.
+(`scheduling/resting.py`). All of this is for the event loop of the engine.
 """
 
 from __future__ import annotations
@@ -46,7 +44,6 @@ FORK_COUNT_MAX = 64
 CANDIDATE_COUNT_MAX = 256
 CANDIDATE_TOKENS_MAX = 65_536  # of all candidates together
 BUSY_RETRY_S = 0.05  # after which a branch is looked at again that is used when its time ends
-
 COMPUTE_ALONE = SamplingParams(max_tokens=1)  # of requests after which no token is drawn
 
 

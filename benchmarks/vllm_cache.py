@@ -3,8 +3,8 @@
     python benchmarks/vllm_cache.py --trace FILE [--sizes 1000 3000 10000] [--requests 3000] [--json]
 
 A trace has a line of JSON per request, with `hash_ids` (one id per prompt block, equal at the start of two requests
-that share a prefix) and `output_length`. It is scaled down: four tokens stand for the 512 of a block. There is no model;
-requests are let in by vLLM's scheduler as those before them end. The environment is `scripts/vllm_cpu.sh`'s.
+that share a prefix) and `output_length`. It is scaled down: four tokens stand for the 512 of a block. There is no
+model; requests are let in by vLLM's scheduler as those before them end. The environment is `scripts/vllm_cpu.sh`'s.
 """
 
 from __future__ import annotations
